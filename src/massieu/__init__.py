@@ -1,0 +1,67 @@
+"""massieu: transformers as probability.
+
+One object carries the whole package: a measure h on R^d and its log-partition
+
+    A(eta) = log ∫ exp(u(x)·eta) h(dx).
+
+With h the keys of an attention layer and eta its query, attention is ``∇A``; masks, position biases and sinks are
+log-weights of h; the entropy, the Fisher information and the KL divergence of attention are derivatives and Bregman
+divergences of A. François Massieu's function is log Z read as a thermodynamic potential; the package is what follows.
+
+Three doors:
+
+- see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``;
+- build: ``massieu.ops`` (attention that also returns log Z) and ``massieu.measures`` (any h, with what follows from it);
+- test your own measure: ``massieu.testing.check_measure``.
+
+Importing this module loads neither torch nor transformers; names are loaded when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from massieu import measures, ops, population, testing
+    from massieu.errors import InputError, MissingExtraError
+    from massieu.probing.result import ProbeResult
+    from massieu.probing.run import describe, probe
+
+# Public name -> where it lives. A value without ":" is a submodule.
+_EXPORTS = {
+    "measures": "massieu.measures",
+    "ops": "massieu.ops",
+    "population": "massieu.population",
+    "testing": "massieu.testing",
+    "probe": "massieu.probing.run:probe",
+    "describe": "massieu.probing.run:describe",
+    "ProbeResult": "massieu.probing.result:ProbeResult",
+    "InputError": "massieu.errors:InputError",
+    "MissingExtraError": "massieu.errors:MissingExtraError",
+}
+
+__all__ = [
+    "InputError",
+    "MissingExtraError",
+    "ProbeResult",
+    "describe",
+    "measures",
+    "ops",
+    "population",
+    "probe",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    target = _EXPORTS.get(name)
+    if target is None:
+        raise AttributeError(f"module 'massieu' has no attribute {name!r}")
+    module, _, attribute = target.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,114 @@
+"""How far apart the tokens of a cloud are, and how many directions they fill.
+
+A cloud is a tensor ``(*batch, n, d)``: n tokens in R^d, equally weighted. Everything is computed in float64 whatever
+the input's dtype, and relative to one of the tokens, so that a large common offset costs no accuracy.
+
+Two kinds of cloud are degenerate and have defined values instead of NaN. A *collapsed* cloud (all tokens equal, a
+single token included) has pairwise distance 0, effective rank 0, participation ratio 0 and log-determinant −inf. A
+cloud that holds a NaN or an infinity gives NaN, and leaves the other clouds of its batch untouched.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
+    """Mean Euclidean distance over the n(n − 1)/2 pairs of distinct tokens.
+
+    Two tokens closer than 1e-8 of the cloud's radius are reported at up to that distance.
+
+    Raises:
+        ValueError: ``points`` has fewer than two dimensions or no token.
+    """
+    centred = _centred(points)
+    count = centred.shape[-2]
+    if count == 1:
+        return centred.sum((-2, -1))  # a single token relative to itself: 0, or NaN for a broken one
+    distances = torch.cdist(centred, centred)
+    total = distances.sum((-2, -1)) - distances.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return total / (count * (count - 1))
+
+
+def covariance_spectrum(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch rank"]:
+    """Eigenvalues of the biased token covariance (1/n) Σ (x − x̄)(x − x̄)ᵀ, largest first.
+
+    They are read from the n×n matrix of inner products or from the d×d covariance, whichever is smaller, and there are
+    ``rank = min(n − 1, d)`` of them: the most that n tokens can make positive.
+
+    Raises:
+        ValueError: ``points`` has fewer than two dimensions or no token.
+    """
+    centred = _centred(points)
+    count, dimension = centred.shape[-2:]
+    gram = centred @ centred.mT if count <= dimension else centred.mT @ centred
+    finite = gram.isfinite().all(-1).all(-1)
+    # The eigenvalue routine raises on a non-finite matrix, which would lose the whole batch.
+    solvable = torch.where(finite[..., None, None], gram / count, 0.0)
+    spectrum = torch.linalg.eigvalsh(solvable).flip(-1).clamp_min(0.0)
+    spectrum = torch.where(finite[..., None], spectrum, torch.nan)
+    return spectrum[..., : min(count - 1, dimension)]
+
+
+def log_determinant(spectrum: Float[Tensor, "*batch rank"], *, floor: float = 1e-12) -> Float[Tensor, "*batch"]:
+    """Mean log-eigenvalue, in nats per direction: log det Σ divided by the number of eigenvalues.
+
+    Half its change is the change of the cloud's log-volume per direction.
+
+    Args:
+        spectrum: Eigenvalues, as returned by `covariance_spectrum`.
+        floor: Eigenvalues below ``floor`` times the mean eigenvalue are counted as that much. A direction that is empty
+            up to rounding then counts log(floor) relative to the mean (−27.6 nats by default) instead of an arbitrary
+            number; a cloud of lower rank than its spectrum is long has a value that depends on this choice.
+
+    Raises:
+        ValueError: ``spectrum`` has no dimension, or ``floor`` is not in [0, 1].
+    """
+    _check_spectrum(spectrum)
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor must be in [0, 1], got {floor}")
+    spectrum = spectrum.double()
+    if spectrum.shape[-1] == 0:
+        return spectrum.new_full(spectrum.shape[:-1], -torch.inf)
+    return torch.maximum(spectrum, floor * spectrum.mean(-1, keepdim=True)).log().mean(-1)
+
+
+def effective_rank(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
+    """Exponential of the entropy of the normalised spectrum: between 1 and its length; 0 for a collapsed cloud.
+
+    This is the effective rank of the covariance *matrix* (its singular values are the eigenvalues given here). Taken of
+    the n×d matrix of tokens, whose singular values are their square roots, the same formula gives a larger number.
+
+    Source: Roy and Vetterli, "The effective rank" (EUSIPCO 2007), definition 1.
+    """
+    shares, collapsed = _shares(spectrum)
+    return torch.where(collapsed, 0.0, torch.special.entr(shares).sum(-1).exp())
+
+
+def participation_ratio(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
+    """(Σλ)² / Σλ²: between 1 and the spectrum's length; 0 for a collapsed cloud. Never above `effective_rank`."""
+    shares, collapsed = _shares(spectrum)
+    return torch.where(collapsed, 0.0, shares.square().sum(-1).reciprocal())
+
+
+def _centred(points: Tensor) -> Tensor:
+    """The cloud in float64 with mean zero; exactly zero where all tokens are equal."""
+    if points.ndim < 2 or points.shape[-2] == 0 or points.shape[-1] == 0:
+        raise ValueError(f"points must have shape (*batch, n, d) with n, d ≥ 1, got {tuple(points.shape)}")
+    points = points.double()
+    # Equal tokens minus one of them are exact zeros; equal tokens minus their rounded mean are not.
+    relative = points - points[..., :1, :]
+    return relative - relative.mean(-2, keepdim=True)
+
+
+def _check_spectrum(spectrum: Tensor) -> None:
+    if spectrum.ndim < 1:
+        raise ValueError("spectrum must have shape (*batch, rank), got a scalar")
+
+
+def _shares(spectrum: Tensor) -> tuple[Tensor, Tensor]:
+    """Each eigenvalue's share of the trace, and whether the trace is zero."""
+    _check_spectrum(spectrum)
+    trace = spectrum.double().sum(-1)
+    collapsed = trace == 0
+    return spectrum.double() / torch.where(collapsed, 1.0, trace)[..., None], collapsed

@@ -1,0 +1,1 @@
+"""Reading a real model: capture, statistics, result."""

@@ -1,0 +1,286 @@
+"""Running results over a stream of text: ratios with honest errors, spreads and histograms, never a stored activation.
+
+Text arrives in *rows*: windows of packed text, or one document each. A probe's number is a ratio of sums over rows, for
+example the entropy summed over queries divided by the number of queries. Neighbouring tokens are far from independent,
+and so are neighbouring windows of one document: an error bar computed from single tokens is much too small. The error
+unit is therefore a whole document, or a block of consecutive windows long enough to forget its neighbours.
+
+Everything is kept in float64, in memory that does not grow with the length of the text, and can be merged with the
+running result of another part of the text.
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float64, Int64, Real
+from torch import Tensor
+
+from massieu.probing.units import WINDOWS, Blocks, Documents, Estimate, Sums, Units
+
+__all__ = ["Estimate", "Histogram", "Ratio", "Spread", "Units"]
+
+
+class Ratio:
+    """Σ totals / Σ counts over rows, for an array of statistics, with a standard error over `Units`.
+
+    The standard error is the ratio estimator's, by linearisation: with s_u and n_u the sums of unit u, N = Σ n_u, m the
+    ratio and U the number of units with n_u > 0, se² = U/(U − 1) · Σ (s_u − m n_u)² / N². Its relative error as an
+    estimate is about 1/√(2(U − 1)), and it is too small when the text is so short that a block still resembles its
+    neighbours. Each entry of the array has its own U: a unit in which it has count 0 is no unit of that entry.
+
+    Source: Cochran, *Sampling Techniques* (3rd edition, 1977), section 6.4.
+
+    Args:
+        shape: Shape of the array of statistics, for example ``(heads,)`` or ``(bins, heads)``.
+        units: What the error is computed over.
+    """
+
+    def __init__(self, shape: tuple[int, ...], units: Units = WINDOWS) -> None:
+        self.shape = tuple(shape)
+        self.units = units
+        self._sums: Sums = Blocks(self.shape, units.capacity) if units.mode == "window" else Documents(self.shape)
+
+    def update(
+        self,
+        total: Real[np.ndarray | Tensor, "rows *shape"],
+        count: Real[np.ndarray | Tensor, "rows *#shape"],
+    ) -> None:
+        """Add the next rows of the text, in order.
+
+        Args:
+            total: Sum of the statistic over a row's valid entries. Where ``count`` is 0 it is ignored, NaN included.
+            count: Number of valid entries of the row; may have 1 in place of any dimension of ``shape``.
+
+        A total that is NaN or infinite where ``count`` is positive makes that entry's value NaN: leave such entries out
+        of both.
+
+        Raises:
+            ValueError: the shapes do not fit, or a count is negative or NaN.
+        """
+        totals, counts = _numpy(total), _numpy(count)
+        rows = totals.shape[0] if totals.ndim else 0
+        if totals.shape != (rows, *self.shape):
+            raise ValueError(f"total must have shape (rows, {_words(self.shape)}), got {totals.shape}")
+        fits = counts.ndim == totals.ndim and all(
+            given in (1, wanted) for given, wanted in zip(counts.shape[1:], self.shape, strict=True)
+        )
+        if not fits or counts.shape[0] != rows:
+            raise ValueError(f"count of shape {counts.shape} must broadcast to total's shape {totals.shape}")
+        if not (counts >= 0).all():
+            raise ValueError("count must hold numbers ≥ 0")
+        pairs = np.zeros((rows, 2, *self.shape))
+        np.copyto(pairs[:, 0], totals, where=counts > 0)
+        pairs[:, 1] = counts
+        # A row that counts nowhere is no unit; on a sample of the text's rows it must not take a place in the order.
+        self._sums.add(pairs[counts.any(axis=tuple(range(1, counts.ndim)))])
+
+    def merge(self, other: "Ratio") -> None:
+        """Add what ``other`` has seen, as the text that follows this one's.
+
+        Values and counts are those of the concatenated text. The error is computed over the union of the two sets of
+        units; blocks of the finer set are merged to the size of the coarser one's first. ``other`` is not changed.
+
+        Raises:
+            ValueError: the two differ in shape or in units.
+        """
+        if (self.shape, self.units) != (other.shape, other.units):
+            raise ValueError(
+                f"cannot merge: shape {self.shape} with {self.units} and shape {other.shape} with {other.units}"
+            )
+        self._sums.merge(other._sums)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that counted anywhere."""
+        return self._sums.row_count()
+
+    def estimate(self) -> Estimate:
+        """Value, standard error and count from the whole text."""
+        return self._sums.estimate(slice(None))
+
+    def value(self) -> Float64[np.ndarray, "*shape"]:
+        """Σ totals / Σ counts; NaN where nothing was counted."""
+        return self.estimate().value
+
+    def standard_error(self) -> Float64[np.ndarray, "*shape"]:
+        """Standard error of `value`; NaN where there are fewer than two units."""
+        return self.estimate().standard_error
+
+    def count(self) -> Float64[np.ndarray, "*shape"]:
+        """Σ counts."""
+        return self.estimate().count
+
+    def first_half(self) -> Estimate:
+        """The same from the first, third, fifth … unit alone.
+
+        The two halves share no row, so that heads can be picked on one and their values printed from the other. They
+        are made of alternate units, not of the text's beginning and end: both then see the whole text's subjects, and
+        rows of different halves are neighbours only where two blocks meet. (Alternate *windows* would make every row of
+        one half the neighbour of a row of the other.)
+        """
+        return self._sums.estimate(slice(0, None, 2))
+
+    def second_half(self) -> Estimate:
+        """The same from the second, fourth, sixth … unit alone; see `first_half`."""
+        return self._sums.estimate(slice(1, None, 2))
+
+    def error_unit(self) -> tuple[str, int]:
+        """What the error unit is, in words, and how many there are."""
+        return self._sums.unit(), self._sums.unit_count()
+
+
+class Histogram:
+    """Counts of values in equal bins, one histogram a head.
+
+    Bins are closed on the left and open on the right; a value within rounding of an edge may fall on either side of it.
+    What lies below the first edge is counted in the first bin and what lies at or above the last edge in the last one,
+    infinities included: the end bins read "this or beyond". NaN is not counted.
+
+    Args:
+        edges: The bins' edges, increasing in equal steps.
+        heads: Number of histograms.
+
+    Raises:
+        ValueError: fewer than two edges, or edges that do not increase in equal steps.
+    """
+
+    def __init__(self, edges: Float[np.ndarray, "bins+1"], heads: int) -> None:
+        self.edges = np.array(edges, dtype=np.float64)
+        if self.edges.ndim != 1 or len(self.edges) < 2 or not np.isfinite(self.edges).all():
+            raise ValueError("edges must be two or more finite numbers")
+        steps = np.diff(self.edges)
+        if not (steps > 0).all() or not np.allclose(steps, steps.mean(), rtol=1e-6):
+            raise ValueError("edges must increase in equal steps")
+        self.counts: Int64[np.ndarray, "heads bins"] = np.zeros((heads, len(steps)), dtype=np.int64)
+
+    def update(
+        self,
+        values: Real[np.ndarray | Tensor, "rows heads queries"],
+        valid: Bool[np.ndarray | Tensor, "#rows #heads #queries"],
+    ) -> None:
+        """Count the values where ``valid`` is true.
+
+        Raises:
+            ValueError: the shapes do not fit.
+        """
+        heads, bins = self.counts.shape
+        numbers, mask = _values_and_mask(values, valid, (heads,))
+        # Equal bins by arithmetic: a search among the edges takes twenty times as long.
+        first, last = self.edges[[0, -1]]
+        places = ((numbers - first) * (bins / (last - first))).floor_().clamp_(0, bins - 1)
+        places += bins * torch.arange(heads, device=numbers.device)[:, None]
+        nowhere = heads * bins
+        places = torch.where(mask & ~numbers.isnan(), places, nowhere).long()
+        counted = torch.bincount(places.flatten(), minlength=nowhere + 1)[:nowhere]
+        self.counts += counted.reshape(heads, bins).cpu().numpy()
+
+    def merge(self, other: "Histogram") -> None:
+        """Add what ``other`` has counted; exact, and in any order. ``other`` is not changed.
+
+        Raises:
+            ValueError: the two differ in edges or in heads.
+        """
+        if self.counts.shape != other.counts.shape or not np.array_equal(self.edges, other.edges):
+            raise ValueError("cannot merge histograms of different edges or heads")
+        self.counts += other.counts
+
+
+class Spread:
+    """Standard deviation over all valid entries (tokens, queries) of the text, for an array of statistics.
+
+    A description of how different tokens are, not an error. Means and sums of squared deviations are merged batch by
+    batch, so that a small spread around a large mean keeps its digits.
+
+    Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (Am. Stat. 37, 242, 1983), eq. 2.1.
+
+    Args:
+        shape: Shape of the array of statistics, for example ``(heads,)``.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = tuple(shape)
+        self._count = np.zeros(self.shape)
+        self._mean = np.zeros(self.shape)
+        self._squares = np.zeros(self.shape)
+
+    def update(
+        self,
+        values: Real[np.ndarray | Tensor, "rows *shape entries"],
+        valid: Bool[np.ndarray | Tensor, "#rows *#shape #entries"],
+    ) -> None:
+        """Add the values where ``valid`` is true. A NaN or an infinity among them makes the result NaN.
+
+        Raises:
+            ValueError: the shapes do not fit.
+        """
+        numbers, mask = _values_and_mask(values, valid, self.shape)
+        over = (0, -1)
+        count = mask.sum(over, dtype=torch.float64)
+        mean = torch.where(mask, numbers, 0.0).sum(over) / count.clamp_min(1.0)
+        deviations = torch.where(mask, numbers - mean[..., None], 0.0)
+        self._add(*(part.cpu().numpy() for part in (count, mean, deviations.square_().sum(over))))
+
+    def merge(self, other: "Spread") -> None:
+        """Add what ``other`` has seen; in any order. ``other`` is not changed.
+
+        Raises:
+            ValueError: the two differ in shape.
+        """
+        if self.shape != other.shape:
+            raise ValueError(f"cannot merge shape {self.shape} and shape {other.shape}")
+        self._add(other._count, other._mean, other._squares)
+
+    def value(self) -> Float64[np.ndarray, "*shape"]:
+        """√(Σ (x − x̄)² / (n − 1)); NaN where fewer than two entries were seen."""
+        return np.sqrt(np.where(self._count > 1, self._squares, np.nan) / np.maximum(self._count - 1, 1))
+
+    def mean(self) -> Float64[np.ndarray, "*shape"]:
+        """Mean of the entries; NaN where there were none."""
+        return np.where(self._count > 0, self._mean, np.nan)
+
+    def count(self) -> Float64[np.ndarray, "*shape"]:
+        """Number of entries."""
+        return self._count.copy()
+
+    def _add(self, count: np.ndarray, mean: np.ndarray, squares: np.ndarray) -> None:
+        both = self._count + count
+        share = count / np.maximum(both, 1.0)
+        step = mean - self._mean
+        self._squares = self._squares + squares + step**2 * self._count * share
+        self._mean = self._mean + step * share
+        self._count = both
+
+
+def _numpy(array: np.ndarray | Tensor) -> np.ndarray:
+    if isinstance(array, Tensor):
+        array = array.detach().cpu().double().numpy()
+    return np.asarray(array, dtype=np.float64)
+
+
+def _tensor(array: np.ndarray | Tensor) -> Tensor:
+    # PyTorch warns of numpy arrays that may not be written to; those alone are copied.
+    return array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.require(array, requirements="W"))
+
+
+def _values_and_mask(
+    values: np.ndarray | Tensor, valid: np.ndarray | Tensor, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Float64 values and a mask of the same shape (rows, *shape, entries), on the values' device."""
+    numbers = _tensor(values)
+    if numbers.device.type == "mps":  # has no float64
+        numbers = numbers.cpu()
+    numbers = numbers.double()
+    mask = _tensor(valid).to(numbers.device)
+    if tuple(numbers.shape[1:-1]) != shape or numbers.ndim != len(shape) + 2:
+        raise ValueError(f"values must have shape (rows, {_words(shape)}, entries), got {tuple(numbers.shape)}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"valid must be boolean, got {mask.dtype}")
+    fits = mask.ndim == numbers.ndim and all(
+        given in (1, wanted) for given, wanted in zip(mask.shape, numbers.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"valid of shape {tuple(mask.shape)} must broadcast to values of shape {tuple(numbers.shape)}")
+    return numbers, mask.expand(numbers.shape)
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape)) or "no more"

@@ -1,0 +1,326 @@
+"""Read every attention call of a Hugging Face model while the model's own code computes the output.
+
+An attention function and a mask function are registered with ``transformers`` under a name of ours. While a `Capture`
+is active the model dispatches to them: the output comes from the model's own implementation (its ``sdpa`` or eager
+function, with its own mask function), and an `AttentionCall` with the exact (query, key, value, mask, scale) is handed
+to the observer. Nothing is kept after the observer returns.
+
+Two traps this file exists for: an attention function registered without a mask function makes transformers pass no
+mask at all, and a model outside the interface ignores the request with no more than a log line. So both functions are
+registered, calls are counted, and every site is checked against the model's own output (`self_check_error`).
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from massieu.errors import InputError, require_extra
+
+FUSED = "massieu_fused"  # delegates to the model's sdpa function, with sdpa's mask function
+EAGER = "massieu_eager"  # delegates to the eager function of the model's own file, with the eager mask function
+
+# Keywords that change nothing about (query, key, value, mask, scale), or that `_call_from` reads.
+_UNDERSTOOD = frozenset(
+    "dropout scaling is_causal position_bias softcap s_aux sliding_window deterministic output_attentions "
+    "output_hidden_states use_cache cache_position position_ids past_key_values past_key_value return_dict layer_idx "
+    "num_items_in_batch token_type_ids training output_router_logits".split()
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where attention is computed: a module and which of its calls in one forward pass.
+
+    A shared module (ALBERT) is one module and several sites.
+    """
+
+    module_name: str
+    ordinal: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.module_name if self.ordinal == 0 else f"{self.module_name} (call {self.ordinal + 1})"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What one attention function was given, and what the model's own code made of it.
+
+    Attributes:
+        query: after rotary embedding and normalisation, as the scores see it.
+        key: may have fewer heads than ``query`` (grouped queries).
+        log_weight: log-weights of the keys, boolean (True = visible) or float with −inf for hidden keys; carries masks,
+            windows and additive position biases; None when every key is visible or ``is_causal`` says it all.
+        scale: inverse temperature of the scores.
+        softcap: scores are ``softcap · tanh(score / softcap)`` before the log-weight; None where there is no cap.
+        sink: one extra logit per head without a value (gpt-oss); None elsewhere.
+        output: the model's own result, before the output projection.
+    """
+
+    site: Site
+    module: nn.Module
+    query: Float[Tensor, "B H L D"]
+    key: Float[Tensor, "B Hk N D"]
+    value: Float[Tensor, "B Hk N Dv"]
+    log_weight: Tensor | None
+    is_causal: bool
+    scale: float
+    softcap: float | None
+    sink: Float[Tensor, " H"] | None
+    output: Float[Tensor, "B L H Dv"]
+
+    def visible(self) -> Bool[Tensor, "B_or_1 H_or_1 L N"]:
+        """Which keys each query can see."""
+        length, keys = self.query.shape[2], self.key.shape[2]
+        if self.is_causal:
+            return torch.ones(length, keys, dtype=torch.bool, device=self.query.device).tril()[None, None]
+        if self.log_weight is None:
+            return torch.ones(1, 1, length, keys, dtype=torch.bool, device=self.query.device)
+        seen = self.log_weight if self.log_weight.dtype == torch.bool else self.log_weight > -torch.inf
+        return seen.expand(*seen.shape[:2], length, keys)
+
+    def rows(self, index: slice | Tensor) -> "AttentionCall":
+        """The same call for some items of the batch."""
+        weight = self.log_weight
+        if weight is not None and weight.shape[0] > 1:
+            weight = weight[index]
+        return replace(
+            self, query=self.query[index], key=self.key[index], value=self.value[index], log_weight=weight,
+            output=self.output[index],
+        )  # fmt: skip
+
+    def at(self, positions: Int[Tensor, " S"]) -> "AttentionCall":
+        """The same call for some of the queries, all keys kept; causality becomes a mask."""
+        weight = self.log_weight
+        if self.is_causal:
+            weight = positions[:, None] >= torch.arange(self.key.shape[2], device=self.key.device)
+            weight = weight[None, None]
+        elif weight is not None and weight.shape[2] > 1:
+            weight = weight[:, :, positions]
+        return replace(
+            self, query=self.query[:, :, positions], output=self.output[:, positions], log_weight=weight,
+            is_causal=False,
+        )  # fmt: skip
+
+
+class StopAfterQuery(Exception):  # noqa: N818 - a signal, not an error
+    """Ends a replayed attention module once its query, key and value are known."""
+
+
+@dataclass
+class Capture:
+    """An active reading of one model: which sites fired, and who listens.
+
+    Attributes:
+        observer: called with each `AttentionCall`, in order.
+        fired: how often each module was called in the current forward pass.
+        unexplained: keyword arguments that reached an attention function and that this file does not know.
+    """
+
+    names: dict[nn.Module, str]
+    observer: Callable[[AttentionCall], None]
+    fired: dict[str, int] = field(default_factory=dict)
+    unexplained: set[str] = field(default_factory=set)
+    projections: list[tuple[Tensor, Tensor, Tensor]] | None = None
+
+    def start_forward(self) -> None:
+        """Forget the call counts; to be called before each forward pass of the model."""
+        self.fired.clear()
+
+    def next_site(self, module: nn.Module) -> Site:
+        name = self.names.get(module)
+        if name is None:
+            raise InputError(f"an attention module of class {type(module).__name__} is not part of the probed model")
+        ordinal = self.fired.get(name, 0)
+        self.fired[name] = ordinal + 1
+        return Site(name, ordinal)
+
+    @contextmanager
+    def replaying(self) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+        """Inside, an attention call only records (query, key, value) and raises `StopAfterQuery`."""
+        self.projections = []
+        try:
+            yield self.projections
+        finally:
+            self.projections = None
+
+
+_ACTIVE: ContextVar[Capture | None] = ContextVar("massieu_capture", default=None)
+
+
+def _own_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
+    """The attention function the model would have used: from the file that defines the module, or a base class of it."""
+    for cls in type(module).__mro__:
+        file = sys.modules.get(cls.__module__)
+        eager = getattr(file, "eager_attention_forward", None)
+        if eager is None:
+            continue
+        if implementation == EAGER:
+            return eager
+        registry = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)
+        if registry is not None:
+            return registry.get_interface("sdpa", eager)
+    raise InputError(f"{type(module).__name__} has no attention function of its own to delegate to")
+
+
+def _log_weight(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Mask and position bias as log-weights: boolean where that says everything, else float with −inf for hidden keys."""
+    if mask is not None and mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(dtype).min / 2  # models write the most negative number for "hidden"
+        visible = ~hidden
+        additive = mask.masked_fill(hidden, 0.0)
+        if bool(additive.any()):
+            bias = additive if bias is None else bias + additive
+        mask = visible
+    if bias is None:
+        return mask
+    bias = bias.float() if bias.dtype in (torch.float16, torch.bfloat16) else bias
+    return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+
+
+def _call_from(
+    capture: Capture, implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, keywords: dict[str, Any], output: Tensor,
+) -> AttentionCall:  # fmt: skip
+    capture.unexplained.update(k for k, v in keywords.items() if v is not None and k not in _UNDERSTOOD)
+    length, keys = query.shape[2], key.shape[2]
+    causal = False
+    if implementation == FUSED and mask is None and length > 1:
+        # sdpa's own rule: without a mask, causality comes from the keyword or else from the module
+        declared = keywords.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if declared is None else declared)
+    if causal and keys > length:
+        key, value = key[:, :, :length], value[:, :, :length]
+    bias = keywords.get("position_bias")
+    weight = _log_weight(mask, bias, query.dtype)
+    if causal and weight is not None:
+        keep = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
+        weight, causal = weight.float().masked_fill(~keep, -torch.inf), False
+    scale = keywords.get("scaling")
+    softcap = keywords.get("softcap")
+    sink = keywords.get("s_aux")
+    return AttentionCall(
+        site=capture.next_site(module),
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        log_weight=weight,
+        is_causal=causal,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+        sink=None if sink is None else sink.detach().float().reshape(-1),
+        output=output,
+    )
+
+
+def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+    ) -> tuple[Tensor, Any]:
+        capture = _ACTIVE.get()
+        if capture is not None and capture.projections is not None:
+            capture.projections.append((query, key, value))
+            raise StopAfterQuery
+        output, weights = _own_function(module, implementation)(
+            module, query, key, value, attention_mask, **keywords
+        )
+        if capture is not None:
+            call = _call_from(capture, implementation, module, query, key, value, attention_mask, keywords, output)
+            capture.observer(call)
+        return output, weights
+
+    return attention
+
+
+def _register() -> None:
+    transformers = require_extra("transformers", "probe")
+    masking = require_extra("transformers.masking_utils", "probe")
+    if FUSED in masking.AttentionMaskInterface._global_mapping:
+        return
+    for name, stock in ((FUSED, "sdpa"), (EAGER, "eager")):
+        transformers.AttentionInterface.register(name, _attention_function(name))
+        masking.AttentionMaskInterface.register(name, masking.ALL_MASK_ATTENTION_FUNCTIONS[stock])
+
+
+def _configurations(model: nn.Module) -> list[Any]:
+    """Every distinct configuration object in the model, nested ones included."""
+    found: dict[int, Any] = {}
+    pending = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    while pending:
+        config = pending.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            nested = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
+            pending.extend(c for c in nested if hasattr(c, "_attn_implementation"))
+    return list(found.values())
+
+
+def stock_implementations(model: nn.Module) -> list[str]:
+    """The attention implementations the model was loaded with, such as ``["sdpa"]``."""
+    return sorted({str(c._attn_implementation or "eager") for c in _configurations(model)})
+
+
+@contextmanager
+def capturing(model: nn.Module, observer: Callable[[AttentionCall], None]) -> Iterator[Capture]:
+    """Hand every attention call of ``model`` to ``observer`` while the block runs; the model's results stay its own.
+
+    The model's attention implementation is restored afterwards, whatever happens.
+
+    Raises:
+        InputError: the model runs attention through an implementation other than ``sdpa`` or ``eager``.
+    """
+    _register()
+    saved = [(config, config._attn_implementation_internal) for config in _configurations(model)]
+    unreadable = sorted({str(name) for _, name in saved if name not in (None, "sdpa", "eager")})
+    if unreadable:
+        raise InputError(
+            f"the model was loaded with attn_implementation={unreadable[0]!r}; load it with 'sdpa' or 'eager' to probe it"
+        )
+    capture = Capture({module: name for name, module in model.named_modules()}, observer)
+    token = _ACTIVE.set(capture)
+    try:
+        for config, name in saved:
+            config._attn_implementation_internal = FUSED if name == "sdpa" else EAGER
+        yield capture
+    finally:
+        for config, name in saved:
+            config._attn_implementation_internal = name
+        _ACTIVE.reset(token)
+
+
+def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: int = 64) -> float:
+    """Largest difference between the model's attention output and ours, relative to the largest output.
+
+    Ours is the textbook formula in float64 on up to two items and ``queries`` evenly spaced queries; padding is left
+    out. It catches a wrong scale, mask, bias, cap or sink, and score modifications that this package does not know.
+    """
+    call = call.rows(slice(0, 2))
+    picked = torch.linspace(0, call.query.shape[2] - 1, min(queries, call.query.shape[2])).long()
+    groups = call.query.shape[1] // call.key.shape[1]
+    query = call.query[:, :, picked].double()
+    key, value = (t.double().repeat_interleave(groups, dim=1) for t in (call.key, call.value))
+    scores = call.scale * query @ key.mT
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
+        scores = scores + call.log_weight.expand(-1, -1, call.query.shape[2], -1)[:, :, picked].double()
+    visible = call.visible()[:, :, picked]
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if call.sink is not None:
+        sink = call.sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=2)
+        scores = torch.cat([scores, sink], dim=-1)
+    expected = (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
+    known = real[:2][:, picked] & visible.any(-1).all(1).expand(expected.shape[0], -1)
+    found = call.output[:, picked].double()
+    difference = (found - expected)[known].abs()
+    size = expected[known].abs().max() if bool(known.any()) else torch.tensor(1.0)
+    return float(difference.max() / size.clamp_min(1e-30)) if difference.numel() else 0.0

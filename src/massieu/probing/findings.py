@@ -1,0 +1,228 @@
+"""The four sentences of the first screen, each with its number, error, control, count and what it does not say.
+
+Heads and sublayers are picked on one half of the text and their numbers printed from the other half, so that the
+largest of many noisy numbers is not taken at its word.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from massieu.probing.inference import select_and_report
+
+Cell = tuple[float, float, int]
+_MISSING: Cell = (float("nan"), float("nan"), 0)
+MOSTLY = 0.5
+SIGNIFICANT = 0.05
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One card: what was found, and all that is needed to read it rightly."""
+
+    id: str
+    title: str
+    sentence: str
+    value: float | None = None
+    standard_error: float | None = None
+    unit: str = ""
+    control: str = ""
+    count: int = 0
+    caveat: str = ""
+    statistic: str | None = None
+    heads: list[list[int]] = field(default_factory=list)
+
+
+class _Lookup:
+    """Cells of a long table by (site, head, statistic)."""
+
+    def __init__(self, frame: Any) -> None:
+        self.cells: dict[tuple[str, int | None, str], Cell] = {}
+        self.layers: dict[str, int | None] = {}
+        self.order: dict[tuple[str, int | None], None] = {}
+        for site, layer, head, statistic, value, error, count in frame.iter_rows():
+            cell = tuple(float("nan") if x is None else x for x in (value, error))
+            self.cells[site, head, statistic] = (cell[0], cell[1], count)
+            self.layers[site] = layer
+            self.order[site, head] = None
+
+    def column(self, statistic: str) -> tuple[list[tuple[str, int | None]], np.ndarray]:
+        """All places that have this statistic, and its values there."""
+        places = [p for p in self.order if (*p, statistic) in self.cells]
+        return places, np.array([self.cells[(*p, statistic)][0] for p in places])
+
+    def get(self, place: tuple[str, int | None], statistic: str) -> Cell:
+        return self.cells.get((*place, statistic), _MISSING)
+
+    def name(self, place: tuple[str, int | None]) -> str:
+        sites = {site for site, head in self.order if head is not None and self.layers[site] == self.layers[place[0]]}
+        where = f"layer {self.layers[place[0]]}" if len(sites) == 1 else place[0]
+        return f"{where} head {place[1]}"
+
+    def pair(self, place: tuple[str, int | None]) -> list[int]:
+        layer, head = self.layers[place[0]], place[1]
+        return [layer if layer is not None else -1, head if head is not None else -1]
+
+    def picked(self, statistic: str, k: int, largest: bool) -> list[tuple[tuple[str, int | None], Cell]]:
+        """Extreme places by the first half of the text, with their cells from the second half.
+
+        A text so short that it has no second half gives the whole text's numbers.
+        """
+        places, first = self.column(f"{statistic}/first_half")
+        if not places:
+            return []
+        second = np.array([self.get(p, f"{statistic}/second_half")[0] for p in places])
+        chosen = [places[i] for i in select_and_report(first, second, k, largest).indices]
+        return [
+            (p, self.get(p, f"{statistic}/second_half" if (*p, f"{statistic}/second_half") in self.cells else statistic))
+            for p in chosen
+        ]
+
+
+def number(cell: Cell, digits: int = 3) -> str:
+    """Value ± error with sensible digits; without an error, the value alone."""
+    value, error, _ = cell
+    if not np.isfinite(error) or error == 0:
+        return f"{value:.{digits}g}"
+    places = max(0, min(6, int(np.ceil(-np.log10(error))) + 1))
+    return f"{value:.{places}f} ± {error:.{places}f}"
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    array = np.asarray(values, dtype=float)
+    return float(np.nanmean(array)) if np.isfinite(array).any() else float("nan")
+
+
+def _plural(number_of: int, word: str) -> str:
+    return f"{number_of} {word}" if number_of == 1 else f"{number_of} {word}s"
+
+
+def _sink(heads: _Lookup) -> Finding:
+    title = "Attention on the first token"
+    places, values = heads.column("weight_first")
+    if not places:
+        return _absent("sink", title, "weight_first")
+    mostly = [p for p, v in zip(places, values, strict=True) if v > MOSTLY]
+    strongest, cell = heads.picked("weight_first", 1, largest=True)[0]
+    norm = heads.get(strongest, "first_value_norm_ratio")
+    sentence = (
+        f"{len(mostly)} of {_plural(len(places), 'head')} put more than half of their attention on the first token. "
+        f"The strongest, {heads.name(strongest)}, puts {number(cell)} there"
+    )
+    if norm[2]:
+        sentence += f", and reads a value of {number(norm)} times the mean norm"
+    fresh = _mean([heads.get(p, "weight_first/reinitialised")[0] for p in places])
+    return Finding(
+        "sink", title, sentence + ".", cell[0], cell[1], "of the attention",
+        f"The re-initialised copy puts {fresh:.2g} there on average over heads." if np.isfinite(fresh) else "No control.",
+        cell[2],
+        "Weight on a token is not information from it. A head with a small value there is a candidate no-op on this "
+        "text, never a dead head.",
+        "weight_first", [heads.pair(p) for p in (mostly or [strongest])[:12]],
+    )  # fmt: skip
+
+
+def _sharpness(heads: _Lookup) -> Finding:
+    title = "Sharpest and flattest heads"
+    sharp = heads.picked("entropy_fraction", 1, largest=False)
+    flat = heads.picked("entropy_fraction", 1, largest=True)
+    if not sharp or not flat:
+        return _absent("sharpness", title, "entropy_fraction")
+    (sharpest, low), (flattest, high) = sharp[0], flat[0]
+    keys = heads.get(sharpest, "effective_keys")
+    sentence = (
+        f"The sharpest head, {heads.name(sharpest)}, has {number(low)} of the largest possible entropy"
+        + (f" ({keys[0]:.3g} effective keys on average)" if keys[2] else "")
+        + f"; the flattest, {heads.name(flattest)}, has {number(high)}."
+    )
+    above = heads.picked("largest_score_above_mean", 1, largest=True)
+    if above:
+        place, cell = above[0]
+        raw = heads.get(place, "largest_score")
+        sentence += f" The largest score stands {number(cell)} nats above the mean score ({heads.name(place)}"
+        sentence += f"; raw max logit {raw[0]:.3g} on average, which depends on the key origin)." if raw[2] else ")."
+    fresh = _mean([heads.get(p, "entropy_fraction/reinitialised")[0] for p, _ in (sharp[0], flat[0])])
+    return Finding(
+        "sharpness", title, sentence, low[0], low[1], "of log n",
+        f"The same two heads of the re-initialised copy: {fresh:.2g} on average." if np.isfinite(fresh) else "No control.",
+        low[2], "A sharp head need not matter, a flat one may: this describes where attention goes, on this text.",
+        "entropy_fraction", [heads.pair(sharpest), heads.pair(flattest)],
+    )  # fmt: skip
+
+
+def _climb(heads: _Lookup) -> Finding:
+    title, name = "Does a head's write sharpen its own attention?", "own_write_step_selective"
+    if not heads.column(name)[0]:
+        name = "update_step_selective"
+    places, values = heads.column(name)
+    if not places:
+        return _absent("climb", title, "own_write_step_selective")
+    judged = [(p, v) for p, v in zip(places, values, strict=True) if heads.get(p, f"{name}/q_value")[0] < SIGNIFICANT]
+    control = "mismatched" if name.startswith("own") else "random"
+    expected = {p: heads.get(p, f"{name}/{control}")[0] for p in places}
+    sharpening = [p for p, v in judged if v > expected[p]]
+    flattening = [p for p, v in judged if v <= expected[p]]
+    highest = heads.picked(name, 1, largest=True)[0]
+    lowest = heads.picked(name, 1, largest=False)[0]
+    beside = "what the other heads of the layer write" if control == "mismatched" else "a random step of equal length"
+    what = "own write" if control == "mismatched" else "whole attention update"
+    sentence = (
+        f"Beside {beside}, the {what} sharpens the attention of {_plural(len(sharpening), 'head')} and flattens that of "
+        f"{len(flattening)}, of {len(places)} (false discovery rate 5 %). Most: {heads.name(highest[0])}, "
+        f"{number(highest[1])} nats of selective log Z per step; least: {heads.name(lowest[0])}, {number(lowest[1])}."
+    )
+    middle = _mean(list(expected.values()))
+    random = _mean([heads.get(p, f"{name}/random")[0] for p in places])
+    share = _mean([heads.get(p, f"{name.replace('_selective', '_sharpens')}/random")[0] for p in places])
+    return Finding(
+        "climb", title, sentence, highest[1][0], highest[1][1], "nats",
+        (f"Mismatched heads: {middle:+.2g} nats on average. " if control == "mismatched" else "")
+        + f"A random step of equal length: {random:+.2g} nats, sharpening {share:.0%} of queries by convexity alone.",
+        highest[1][2],
+        "Keys and values are held fixed while the query moves. Changes common to all scores are left out: softmax cannot "
+        "see them. No equilibrium is claimed.",
+        name, [heads.pair(p) for p in (sharpening + flattening)[:12]],
+    )  # fmt: skip
+
+
+def _collapse(layers: _Lookup) -> Finding:
+    title = "Where the tokens of a window come together"
+    ranks = layers.picked("effective_rank_change", 1, largest=False)
+    volumes = layers.picked("log_determinant_change", 1, largest=False)
+    if not ranks:
+        return _absent("collapse", title, "effective_rank_change")
+    place, cell = ranks[0]
+    fresh = layers.get(place, "effective_rank_change/reinitialised")
+    before, after = layers.get(place, "effective_rank/before"), layers.get(place, "effective_rank/after")
+    if cell[0] < 0:
+        sentence = f"Effective rank falls most at {place[0]}: {number(cell)} directions"
+        sentence += f" (from {before[0]:.3g} to {after[0]:.3g})." if before[2] else "."
+    else:
+        sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {number(cell)} directions."
+    if volumes:
+        where, volume = volumes[0]
+        verb = "shrinks most" if volume[0] < 0 else "grows least"
+        sentence += f" Volume {verb} at {where[0]}: {number(volume)} nats of log-determinant per direction."
+    return Finding(
+        "collapse", title, sentence, cell[0], cell[1], "directions",
+        f"The re-initialised copy changes by {number(fresh)} there." if fresh[2] else "No control.", cell[2],
+        "Measured on at most 64 tokens of a window at a time; the distance between tokens says nothing about what later "
+        "layers can still read.",
+        "effective_rank_change", [],
+    )  # fmt: skip
+
+
+def _absent(identity: str, title: str, statistic: str) -> Finding:
+    return Finding(identity, title, "Not measured in this run.", caveat=f"Needs the statistic {statistic}.")
+
+
+def findings(heads: Any, layers: Any) -> list[dict[str, Any]]:
+    """The four findings, made from the two tables alone."""
+    by_head, by_layer = _Lookup(heads), _Lookup(layers)
+    cards = [_sink(by_head), _sharpness(by_head), _climb(by_head), _collapse(by_layer)]
+    return [
+        {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in asdict(card).items()}
+        for card in cards
+    ]

@@ -1,0 +1,199 @@
+"""From numbers with errors to what may be said about many heads: p-values, false discovery rate, honest selection.
+
+All p-values are two-sided, and NaN in gives NaN out.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int64, Real
+
+
+def difference_p(
+    value: Float[np.ndarray, "*shape"],
+    standard_error: Float[np.ndarray, "*shape"],
+    other_value: Float[np.ndarray, "*shape"],
+    other_standard_error: Float[np.ndarray, "*shape"],
+) -> Float64[np.ndarray, "*shape"]:
+    """P-value of "two independent estimates have the same mean", by the normal distribution.
+
+    z = (a − b)/√(se_a² + se_b²). Where both errors are 0 the p-value is its limit: 1 for equal values, 0 for others.
+    Two estimates from the same rows are as a rule positively correlated; the p-value is then too large, not too small.
+
+    Raises:
+        ValueError: a standard error is negative.
+    """
+    values, errors, others, other_errors = _arrays(value, standard_error, other_value, other_standard_error)
+    _check_not_negative("standard errors", errors, other_errors)
+    z = _standardised(values - others, np.hypot(errors, other_errors))
+    return torch.special.erfc(torch.as_tensor(np.abs(z) / math.sqrt(2.0))).numpy()
+
+
+def two_sided_p(
+    value: Float[np.ndarray, "*shape"],
+    standard_error: Float[np.ndarray, "*shape"],
+    null_value: Float[np.ndarray, "*shape"],
+    null_standard_deviation: Float[np.ndarray, "*shape"],
+    null_count: Real[np.ndarray, "*shape"],
+) -> Float64[np.ndarray, "*shape"]:
+    """P-value of "this head's number is one more draw from its null's numbers", by a prediction-interval t-test.
+
+    t = (own − null mean)/√(se² + sd²(1 + 1/n)) with n − 1 degrees of freedom: the question is whether the head's own
+    number could be another of the n null numbers (mismatched heads, say), not whether it differs from their mean. It
+    assumes that null numbers are independent and about normal. It is on the careful side where the null's standard
+    deviation already holds the null numbers' own measuring errors. With few nulls little can be said: at n = 2 a head
+    must lie 15 standard deviations away to reach p = 0.05.
+
+    Where both se and sd are 0 the p-value is its limit: 1 for equal values, 0 for others. The relative error of the
+    computed tail is below 1e-10 for up to 10⁵ null numbers.
+
+    Source: the prediction interval of a normal sample (Hahn and Meeker, *Statistical Intervals*, 1991, section 4.7);
+    the tail of Student's t by DLMF 8.17.
+
+    Args:
+        value: The head's own number.
+        standard_error: Its standard error.
+        null_value: Mean of the null numbers.
+        null_standard_deviation: Their sample standard deviation (divisor n − 1).
+        null_count: How many null numbers there are; the result is NaN below 2.
+
+    Raises:
+        ValueError: a standard error or deviation is negative.
+    """
+    values, errors, means, deviations, counts = _arrays(
+        value, standard_error, null_value, null_standard_deviation, null_count
+    )
+    _check_not_negative("standard errors and deviations", errors, deviations)
+    enough = counts >= 2
+    n = np.where(enough, counts, 2.0)
+    t = _standardised(values - means, np.sqrt(errors**2 + deviations**2 * (1 + 1 / n)))
+    return np.where(enough, _student_t_two_sided(t, n - 1), np.nan)
+
+
+def benjamini_hochberg(p_values: Float[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+    """Adjusted p-values ("q-values"): calling all heads with q ≤ α keeps the expected share of false calls ≤ α.
+
+    Of all shapes taken together; NaN is passed through and not counted as a test. The guarantee holds for independent
+    tests and for tests that are positively dependent.
+
+    Source: Benjamini and Hochberg, "Controlling the false discovery rate" (J. R. Stat. Soc. B 57, 289, 1995).
+
+    Raises:
+        ValueError: a p-value is outside [0, 1].
+    """
+    (values,) = _arrays(p_values)
+    tested = ~np.isnan(values)
+    p = values[tested]
+    if ((p < 0) | (p > 1)).any():
+        raise ValueError("p-values must lie in [0, 1]")
+    order = np.argsort(p)[::-1]  # largest first
+    ranks = np.arange(len(p), 0, -1)
+    adjusted = np.minimum.accumulate(np.minimum(p[order] * (len(p) / ranks), 1.0))
+    result = np.full(values.shape, np.nan)
+    unsorted = np.empty_like(p)
+    unsorted[order] = adjusted
+    result[tested] = unsorted
+    return result
+
+
+class Selection(NamedTuple):
+    """Entries picked on one half of the text, with their values from the other half."""
+
+    indices: Int64[np.ndarray, "picked"]
+    values: Float64[np.ndarray, "picked"]
+
+
+def select_and_report(
+    first_half_values: Float[np.ndarray, "*shape"],
+    second_half_values: Float[np.ndarray, "*shape"],
+    k: int,
+    largest: bool = True,
+) -> Selection:
+    """The k largest (or smallest) entries of the first half, and what the second half says of them.
+
+    The largest of many noisy numbers is too large (the winner's curse); the second half's noise knows nothing of the
+    selection, so its values are unbiased.
+
+    Args:
+        first_half_values: What the entries are picked by. NaN is never picked.
+        second_half_values: What is reported of them; may be NaN, and need not be in order.
+        k: How many; fewer are returned where there are fewer.
+        largest: Pick the largest, otherwise the smallest. Among equals the earlier entry comes first.
+
+    Returns:
+        Indices into the flattened arrays, best first, and the values reported.
+
+    Raises:
+        ValueError: the shapes differ, or k is negative.
+    """
+    if np.shape(first_half_values) != np.shape(second_half_values):
+        raise ValueError(
+            f"the halves must have one shape, got {np.shape(first_half_values)} and {np.shape(second_half_values)}"
+        )
+    if k < 0:
+        raise ValueError(f"k must be 0 or more, got {k}")
+    first, second = (half.ravel() for half in _arrays(first_half_values, second_half_values))
+    # NaN sorts last in both directions.
+    order = np.argsort(-first if largest else first, kind="stable")
+    indices = order[: min(k, int((~np.isnan(first)).sum()))]
+    return Selection(indices, second[indices])
+
+
+def _arrays(*given: Real[np.ndarray, "*shape"]) -> list[np.ndarray]:
+    return list(map(np.array, np.broadcast_arrays(*(np.asarray(array, dtype=np.float64) for array in given))))
+
+
+def _check_not_negative(name: str, *arrays: np.ndarray) -> None:
+    if any((array < 0).any() for array in arrays):
+        raise ValueError(f"{name} must be 0 or more")
+
+
+def _standardised(difference: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """difference / scale, with its limits 0 and ±∞ at scale 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where((difference == 0) & (scale == 0), 0.0, difference / scale)
+
+
+def _student_t_two_sided(t: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+    """P(|T| ≥ |t|) = I_x(ν/2, 1/2), x = ν/(ν + t²)."""
+    a, b = degrees / 2, np.full_like(degrees, 0.5)
+    with np.errstate(divide="ignore", over="ignore"):
+        squared = t**2
+        x, rest = 1 / (1 + squared / degrees), 1 / (1 + degrees / squared)
+    # The continued fraction converges fast below the beta distribution's mean; above, I_x(a, b) = 1 − I_{1−x}(b, a).
+    below = x < (a + 1) / (a + b + 2)
+    direct = _incomplete_beta(np.where(below, x, 0.0), np.where(below, rest, 1.0), a, b)
+    mirrored = 1 - _incomplete_beta(np.where(below, 0.0, rest), np.where(below, 1.0, x), b, a)
+    return np.where(np.isnan(t), np.nan, np.where(below, direct, mirrored))
+
+
+def _incomplete_beta(x: np.ndarray, rest: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """I_x(a, b) with rest = 1 − x, by the continued fraction DLMF 8.17.22 (modified Lentz algorithm)."""
+    log_beta = _log_gamma(a) + _log_gamma(b) - _log_gamma(a + b)
+    with np.errstate(divide="ignore"):
+        factor = np.exp(a * np.log(x) + b * np.log(rest) - log_beta) / a
+    tiny = 1e-300
+    c, d = np.ones_like(x), 1 / _away_from_zero(1 - (a + b) * x / (a + 1), tiny)
+    fraction = d.copy()
+    for m in range(1, 10_000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        change = np.ones_like(x)
+        for coefficient in (even, odd):
+            d = 1 / _away_from_zero(1 + coefficient * d, tiny)
+            c = _away_from_zero(1 + coefficient / c, tiny)
+            change = change * c * d
+        fraction = fraction * change
+        if not (np.abs(change - 1) > 1e-15).any():
+            return factor * fraction
+    raise ArithmeticError("the continued fraction of the incomplete beta function did not converge")
+
+
+def _away_from_zero(x: np.ndarray, tiny: float) -> np.ndarray:
+    return np.where(np.abs(x) < tiny, tiny, x)
+
+
+def _log_gamma(x: np.ndarray) -> np.ndarray:
+    return torch.lgamma(torch.as_tensor(x)).numpy()

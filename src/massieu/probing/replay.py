@@ -1,0 +1,168 @@
+"""Ask an attention module what its queries would be at another point of the residual stream, keys and values frozen.
+
+The module's own code is called again on moved states and stopped as soon as its query is known, so rotary embeddings,
+query norms and fused projections are the model's. The same way gives the linear maps from stream to query, key and
+value of any module in which they are linear. Each replay is checked on the states the module really saw.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from massieu.probing.capture import Capture, StopAfterQuery
+from massieu.probing.wiring import AttentionRead
+
+# Masks matter only behind the query; a cache must not see the same tokens twice.
+_LEFT_OUT = frozenset(
+    "attention_mask mask position_bias encoder_attention_mask causal_mask past_key_values past_key_value".split()
+)
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # half precisions: see `tolerance`
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest relative difference that rounding explains, for results in ``dtype``."""
+    return _TOLERANCE.get(dtype, 3e-2)
+
+
+def _at_positions(value: Any, positions: Tensor, length: int, copies: int) -> Any:
+    """Position information (rotary tables, position indices) for some positions, repeated along the batch."""
+    if isinstance(value, tuple | list):
+        return type(value)(_at_positions(v, positions, length, copies) for v in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() >= 2 and value.shape[-2] == length and value.is_floating_point():
+        value = value.index_select(-2, positions)
+    elif value.dim() <= 2 and value.shape[-1] == length and not value.is_floating_point():
+        value = value.index_select(-1, positions)
+    else:
+        return value
+    repeats = copies if value.dim() > 1 and value.shape[0] > 1 else 1
+    return value.repeat(repeats, *([1] * (value.dim() - 1)))
+
+
+def _call(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    with capture.replaying() as recorded:
+        try:
+            module.forward(*arguments, **keywords)
+        except StopAfterQuery:
+            return recorded[0]
+    raise RuntimeError(f"{type(module).__name__} did not compute attention when it was replayed")
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """The query of one attention module as a function of the residual stream, for the sequences of one batch."""
+
+    capture: Capture
+    read: AttentionRead
+
+    def projections(
+        self, states: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the module's input ``states`` (behind the norm) at ``positions``; R = copies × batch.
+
+        Raises:
+            RuntimeError, ValueError, TypeError, IndexError: the module cannot be called on part of a sequence.
+        """
+        batch, length = self.read.state.shape[:2]
+        copies = max(states.shape[0] // batch, 1)
+        keywords = {}
+        for name, value in self.read.keywords.items():
+            keywords[name] = None if name in _LEFT_OUT else _at_positions(value, positions, length, copies)
+        arguments = [
+            None if isinstance(a, Tensor) and a.dim() == 4 else _at_positions(a, positions, length, copies)
+            for a in self.read.arguments
+        ]
+        if arguments:
+            arguments[0] = states
+        else:
+            keywords["hidden_states"] = states
+        return _call(self.capture, self.read.call.module, tuple(arguments), keywords)
+
+    def queries(self, residual: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "R H S Dh"]:
+        """Queries at points of the residual stream, through the norm in front of the module if there is one."""
+        states = residual if self.read.norm is None else self.read.norm(residual)
+        return self.projections(states, positions)[0]
+
+    def why_not(self, positions: Int[Tensor, " S"]) -> str | None:
+        """None when the replay reproduces the queries the module really computed, else one sentence that says why not."""
+        if self.read.residual is None:
+            return "the module reads neither the residual stream nor a norm of it"
+        expected = self.read.call.query[:, :, positions]
+        try:
+            found = self.queries(self.read.residual[:, positions], positions)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            return f"the module cannot be replayed on part of a sequence ({type(error).__name__})"
+        if found.shape != expected.shape:
+            return "the replayed queries have another shape"
+        error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+        return None if error <= tolerance(expected.dtype) else f"the replayed queries differ by {error:.1e}"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMaps:
+    """The linear maps of an attention module's heads, as functions of the normalised stream (norm gains folded in).
+
+    For rotary models they are the maps at offset zero.
+    """
+
+    query: Float[Tensor, "H Dh D"]
+    key: Float[Tensor, "H Dh D"]
+    value: Float[Tensor, "H Dv D"]
+    output: Float[Tensor, "H D Dv"]
+
+
+def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, " D"]:
+    """Per-channel gain g of a norm module: norm(x) = g · normalised(x) + offset. Ones when there is no norm.
+
+    Read off a vector of alternating signs, which every common norm (LayerNorm, RMSNorm, gains stored as 1 + w) leaves
+    as it is before its gain; exact up to the norm's own epsilon.
+    """
+    if norm is None:
+        return torch.ones(size, dtype=torch.float64)
+    signs = torch.ones(size, dtype=like.dtype, device=like.device)
+    signs[1::2] = -1
+    with torch.no_grad():
+        offset = norm(torch.zeros_like(signs)[None, None])[0, 0]
+        return ((norm(signs[None, None])[0, 0] - offset) * signs).double()
+
+
+def head_maps(capture: Capture, read: AttentionRead) -> HeadMaps | str:
+    """The maps of a self-attention module, or one sentence that says why they are not defined.
+
+    They are read off the module itself: zero, every basis vector and one random vector, each as a sequence of one
+    token at position zero. The random vector must agree, else the maps are not linear (normalised queries and keys).
+    """
+    if read.projection is None:
+        return "no output projection was found"
+    if not read.writes_linearly:
+        return "what the heads write is normalised, scaled or gated before it enters the stream"
+    size = read.state.shape[-1]
+    like = read.state
+    generator = torch.Generator().manual_seed(0)
+    test = torch.randn(1, 1, size, generator=generator).to(like)
+    basis = torch.cat([torch.zeros(1, 1, size).to(like), torch.eye(size).to(like)[:, None], test])
+    first = torch.zeros(1, dtype=torch.long, device=like.device)
+    one = Replay(capture, replace(read.item(0), norm=None))
+    try:
+        projections = one.projections(basis, first)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        return f"the module cannot be replayed on single tokens ({type(error).__name__})"
+    gain = norm_gain(read.norm, size, like)
+    maps = []
+    for result in projections:
+        values = result[:, :, 0].double()  # (D + 2, heads, size of a head)
+        linear = values[1:-1] - values[0]
+        expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
+        error = float((expected - values[-1]).abs().max() / values[-1].abs().max().clamp_min(1e-30))
+        if error > tolerance(like.dtype):
+            return "queries, keys or values are not linear in the stream (normalised queries and keys)"
+        maps.append(linear.permute(1, 2, 0).cpu() * gain.cpu())
+    query, key, value = maps
+    groups = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    output = read.projection.detach().double().cpu().reshape(size, query.shape[0], -1).transpose(0, 1)
+    return HeadMaps(query, key, value, output)

@@ -1,0 +1,1 @@
+"""What the probe measures: the registry of statistics, and one file for each group of them."""

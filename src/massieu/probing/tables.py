@@ -1,0 +1,169 @@
+"""From running results to the two tables: values, controls, halves of the text, and q-values against the controls."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from massieu.probing.accumulate import Ratio
+from massieu.probing.inference import benjamini_hochberg, difference_p, two_sided_p
+from massieu.probing.reading import Reading, SiteResults
+from massieu.probing.result import TableBuilder
+from massieu.probing.statistics.attention import PER_QUERY
+from massieu.probing.statistics.climb import PARTS, ClimbStatistics, paired
+from massieu.probing.statistics.registry import STATISTICS
+from massieu.probing.units import Estimate
+from massieu.probing.wiring import SiteInfo
+
+
+class HeadTable:
+    """Collects the heads' rows and, at the end, the q-values over all heads of the model."""
+
+    def __init__(self, wanted: frozenset[str]) -> None:
+        self.builder = TableBuilder()
+        self.wanted = wanted
+        self._tests: dict[str, list[tuple[SiteInfo, np.ndarray]]] = {}
+
+    def add(self, info: SiteInfo, name: str, found: Estimate) -> None:
+        if name.partition("/")[0] in self.wanted and np.any(found.count > 0):
+            self.builder.add_heads(
+                info.site.name, info.layer, name, found.value, found.standard_error, np.asarray(found.count)
+            )
+
+    def test(self, info: SiteInfo, name: str, p_values: np.ndarray) -> None:
+        if name in self.wanted and not np.all(np.isnan(p_values)):
+            self._tests.setdefault(name, []).append((info, p_values))
+
+    def add_q_values(self) -> None:
+        """Benjamini–Hochberg over all heads, one family for each statistic."""
+        for name, family in self._tests.items():
+            adjusted = benjamini_hochberg(np.concatenate([p for _, p in family]))
+            start = 0
+            for info, p_values in family:
+                q = adjusted[start : start + len(p_values)]
+                start += len(p_values)
+                self.add(info, f"{name}/q_value", Estimate(q, np.full(len(q), np.nan), np.isfinite(q).astype(float)))
+
+
+def head_table(reading: Reading, control: Reading | None, wanted: frozenset[str]) -> TableBuilder:
+    """Every row of the heads' table; ``control`` is the same reading of the re-initialised copy."""
+    table = HeadTable(wanted)
+    for info, results in zip(reading.sites, reading.results, strict=True):
+        twin = None if control is None else control.results[info.index]
+        for name, pick in _estimates(results):
+            found = pick(results)
+            table.add(info, name, found.estimate)
+            for half, estimate in (("first_half", found.first), ("second_half", found.second)):
+                table.add(info, f"{name}/{half}", estimate)
+            if twin is not None:
+                _against_reinitialised(table, info, name, found.estimate, pick(twin).estimate)
+        _add_shapes(table, info, results)
+        _add_climb_controls(table, info, results.climb)
+        _add_maps(table, info, results)
+    table.add_q_values()
+    return table.builder
+
+
+class _Halves:
+    """One row of an accumulator: the whole text and its two halves."""
+
+    def __init__(self, ratio: Ratio, index: int) -> None:
+        whole, first, second = ratio.estimate(), ratio.first_half(), ratio.second_half()
+        self.estimate, self.first, self.second = (
+            Estimate(e.value[index], e.standard_error[index], e.count[index]) for e in (whole, first, second)
+        )
+
+
+def _estimates(results: SiteResults) -> Iterator[tuple[str, Callable[[SiteResults], _Halves]]]:
+    """Names of all per-head ratios, with a function that takes each from any site's results."""
+    for index, name in enumerate(PER_QUERY):
+        yield name, lambda r, i=index: _Halves(r.attention.ratio, i)
+    yield "first_value_norm_ratio", lambda r: _Halves(r.first_value, 0)
+    yield "write_norm_ratio", lambda r: _Halves(r.climb.write_norm, 0)
+    for index, part in enumerate(PARTS):
+        yield f"own_write_{part}", lambda r, i=index: _Halves(r.climb.own, i)
+        yield f"update_{part}", lambda r, i=index: _Halves(r.climb.update, i)
+        yield f"update_without_bias_{part}", lambda r, i=index: _Halves(r.climb.update_without_bias, i)
+
+
+def _against_reinitialised(table: HeadTable, info: SiteInfo, name: str, own: Estimate, fresh: Estimate) -> None:
+    table.add(info, f"{name}/reinitialised", fresh)
+    if STATISTICS[name].control == "reinitialised" and not STATISTICS[name].gauge_dependent:
+        table.test(info, name, difference_p(own.value, own.standard_error, fresh.value, fresh.standard_error))
+
+
+def _add_shapes(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
+    """Spreads over tokens, and means in bins of position and of visible keys."""
+    for name, spread in results.attention.spreads.items():
+        value = spread.value()
+        table.add(info, f"{name}/spread", Estimate(value, np.full_like(value, np.nan), spread.count()))
+    for name, ratio, index in results.attention.bins():
+        table.add(info, name, _Halves(ratio, index).estimate)
+
+
+def _add_climb_controls(table: HeadTable, info: SiteInfo, climb: ClimbStatistics) -> None:
+    for index, part in enumerate(PARTS):
+        own = _Halves(climb.own, index).estimate
+        table.add(info, f"own_write_{part}/random", _Halves(climb.own_random, index).estimate)
+        whole, random = _Halves(climb.update, index).estimate, _Halves(climb.update_random, index).estimate
+        for prefix, estimate in (("update", whole), ("update_without_bias", _Halves(climb.update_without_bias, index).estimate)):
+            if np.any(estimate.count > 0):
+                table.add(info, f"{prefix}_{part}/random", random)
+                if not STATISTICS[f"{prefix}_{part}"].gauge_dependent:
+                    p = difference_p(estimate.value, estimate.standard_error, random.value, random.standard_error)
+                    table.test(info, f"{prefix}_{part}", p)
+        if paired(part) and np.any(own.count > 0):
+            mean, deviation, number = climb.mismatched(part)
+            table.add(info, f"own_write_{part}/mismatched", Estimate(mean, deviation, np.asarray(own.count)))
+            p = two_sided_p(own.value, own.standard_error, mean, deviation, np.full(info.heads, number))
+            table.test(info, f"own_write_{part}", p)
+
+
+def _add_maps(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
+    maps = results.maps
+    if maps is None:
+        return
+    heads = info.heads
+    exact, once = np.zeros(heads), np.ones(heads)
+    cosine = maps.cosine.numpy()
+    own = np.diag(cosine).copy()
+    table.add(info, "write_score_cosine", Estimate(own, exact, once))
+    rotation = np.full(heads, maps.rotation_deviation)
+    table.add(info, "write_score_cosine/rotation", Estimate(exact, rotation, once))
+    others = cosine.copy()
+    np.fill_diagonal(others, np.nan)
+    if heads >= 3:
+        mean, deviation = np.nanmean(others, 0), np.nanstd(others, 0, ddof=1)
+        table.add(info, "write_score_cosine/mismatched", Estimate(mean, deviation, np.full(heads, heads - 1.0)))
+        table.test(info, "write_score_cosine", two_sided_p(own, exact, mean, deviation, np.full(heads, heads - 1)))
+    symmetric = maps.symmetric_share.numpy()
+    table.add(info, "symmetric_share", Estimate(symmetric, exact, once))
+    table.add(info, "antisymmetric_share", Estimate(1 - symmetric, exact, once))
+
+
+def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str]) -> TableBuilder:
+    """Every row of the layers' table, sublayer by sublayer in the order of the stream."""
+    builder = TableBuilder()
+    for source, suffix in ((reading, ""), (control, "/reinitialised")):
+        if source is None:
+            continue
+        for sublayer in source.tracer.sublayers:
+            if sublayer.index not in source.expansion.sublayers:
+                continue
+            for name, value, error, count in source.expansion.results(sublayer.index):
+                if name.partition("/")[0] in wanted and count > 0:
+                    builder.add(
+                        sublayer.name, sublayer.layer, None, name + suffix, float(value), float(error), int(count)
+                    )
+            if not suffix:
+                _add_layer_halves(builder, source, sublayer.index, wanted)
+    return builder
+
+
+def _add_layer_halves(builder: TableBuilder, reading: Reading, index: int, wanted: frozenset[str]) -> None:
+    sublayer = reading.tracer.sublayers[index]
+    for half in ("first_half", "second_half"):
+        for name, value, error, count in reading.expansion.results(index, half):
+            if name in wanted and count > 0 and name.endswith(("change", "log_ratio")):
+                builder.add(
+                    sublayer.name, sublayer.layer, None, f"{name}/{half}", float(value), float(error), int(count)
+                )

@@ -1,0 +1,395 @@
+"""Find the residual stream of a model by watching one forward pass, and report every step along it.
+
+No architecture is named here. The stream enters the first block of a stack; an addition with one operand on the stream
+is a residual step, its other operand the update; a norm module fed by the stream is a normalisation step. What fired
+between two additions says whether the update came from attention or from the feed-forward part. Only the last few
+stream tensors are held, so the memory of a trace does not grow with depth.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from massieu.probing.capture import AttentionCall, Site
+
+_ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+_ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
+_LINEAR = {torch.nn.functional.linear}
+_AFFINE = {torch.addmm}  # Conv1D of the GPT-2 family: addmm(bias, input, weight)
+_HELD = 6  # stream tensors, norm outputs and projections remembered at a time
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One step along the residual stream.
+
+    Attributes:
+        name: block (or norm module) and what the step does, such as ``encoder.layer.0 attention``.
+        kind: ``attention``, ``cross_attention``, ``feed_forward``, ``attention_and_feed_forward`` or ``norm``.
+        layer: index of the block in its stack; None for a step outside every block.
+    """
+
+    index: int
+    name: str
+    kind: str
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class SiteInfo:
+    """An attention site and where it sits: its block, the index of that block in its stack, and its sizes."""
+
+    index: int
+    site: Site
+    block: str
+    layer: int
+    kind: str  # "self", "causal" or "cross"
+    heads: int
+    key_heads: int
+    head_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRead:
+    """How an attention module read the stream, and how its result is written back.
+
+    Attributes:
+        state: what the attention module was given.
+        residual: the stream where it was read (before ``norm``); None when the module reads something that is neither
+            the stream nor a norm of it (windows cut out of an image, say).
+        norm: the norm module between stream and attention module; None when the module reads the stream itself.
+        arguments, keywords: what the attention module's forward was called with.
+        projection: weight (D, H·Dv) of the output projection; None when none was seen.
+        bias: bias of the output projection.
+        update: result of the output projection, bias included.
+        writes_linearly: the projection's result enters the stream as it is (no norm, gate or scale in between), so
+            that it is the sum of what each head writes.
+    """
+
+    call: AttentionCall
+    state: Float[Tensor, "B L D"]
+    residual: Float[Tensor, "B L D"] | None
+    norm: nn.Module | None
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    projection: Float[Tensor, "D HDv"] | None = None
+    bias: Float[Tensor, " D"] | None = None
+    update: Float[Tensor, "B L D"] | None = None
+    writes_linearly: bool = False
+
+    def item(self, row: int) -> "AttentionRead":
+        """The same read for one item of the batch."""
+        batch, part = self.state.shape[0], slice(row, row + 1)
+
+        def pick(value: Any) -> Any:
+            if isinstance(value, tuple | list):
+                return type(value)(pick(v) for v in value)
+            batched = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == batch
+            return value[part] if batched else value
+
+        return replace(
+            self,
+            call=self.call.rows(part) if self.call.query.shape[0] == batch else self.call,
+            state=self.state[part],
+            residual=pick(self.residual),
+            arguments=tuple(pick(a) for a in self.arguments),
+            keywords={name: pick(value) for name, value in self.keywords.items()},
+            update=pick(self.update),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One residual step as it happened: the stream before and after, and for attention how it was read."""
+
+    sublayer: Sublayer
+    before: Float[Tensor, "B L D"]
+    after: Float[Tensor, "B L D"]
+    read: AttentionRead | None
+
+    def item(self, row: int) -> "Step":
+        """The same step for one item of the batch."""
+        part = slice(row, row + 1)
+        read = None if self.read is None else self.read.item(row)
+        return Step(self.sublayer, self.before[part], self.after[part], read)
+
+
+def _list_items(model: nn.Module) -> list[str]:
+    """Names of all modules that are items of a ``ModuleList``, outermost first."""
+    return [
+        f"{name}.{child}" if name else child
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for child, _ in module.named_children()
+    ]
+
+
+def _inside(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(parent + ".")
+
+
+def _block_of(module_name: str, items: Sequence[str], attention_names: Sequence[str]) -> str:
+    """The outermost list item around an attention module in which no two attention modules have the same last name."""
+    for item in (i for i in items if _inside(module_name, i)):
+        last = [n.rsplit(".", 1)[-1] for n in attention_names if _inside(n, item)]
+        if len(last) == len(set(last)):
+            return item
+    return module_name.rsplit(".", 1)[0] if "." in module_name else module_name
+
+
+def _stack_of(block: str) -> str:
+    parts = block.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0]]) if numbers else block
+
+
+@contextmanager
+def noticing_cross_attention(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """Collects the modules that are called with another stream's states as keys."""
+    found: set[nn.Module] = set()
+
+    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if any(keywords.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")):
+            found.add(module)
+
+    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find_sites(model: nn.Module, calls: Sequence[AttentionCall], cross: set[nn.Module]) -> list[SiteInfo]:
+    """Place every attention call of one forward pass: block, layer within its stack, kind and sizes."""
+    items = _list_items(model)
+    names = list(dict.fromkeys(call.site.module_name for call in calls))
+    layers: dict[str, dict[tuple[str, int], int]] = {}
+    found = []
+    for index, call in enumerate(calls):
+        block = _block_of(call.site.module_name, items, names)
+        known = layers.setdefault(_stack_of(block), {})
+        layer = known.setdefault((block, call.site.ordinal), len(known))
+        if call.module in cross:
+            kind = "cross"
+        else:
+            kind = "causal" if _is_causal(call) else "self"
+        found.append(
+            SiteInfo(
+                index, call.site, block, layer, kind, call.query.shape[1], call.key.shape[1],
+                call.query.shape[3], call.value.shape[3],
+            )  # fmt: skip
+        )
+    return found
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    visible = call.visible()
+    if visible.shape[-1] != visible.shape[-2] or visible.shape[-1] < 2:
+        return call.is_causal
+    return not bool(visible.triu(1).any())
+
+
+class StreamTracer(TorchFunctionMode):
+    """Watches a forward pass and calls ``observer`` with a `Step` for each residual addition and each norm on the way.
+
+    The observer runs in the middle of the forward pass and may call modules of the model again; what it does is not
+    traced. `attention` is to be called with every `AttentionCall`.
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[SiteInfo], observer: Callable[[Step], None]) -> None:
+        super().__init__()
+        self.model = model
+        self.sites = {info.site: info for info in sites}
+        self.observer = observer
+        self.sublayers: list[Sublayer] = []
+        self._names = {module: name for name, module in model.named_modules()}
+        self._blocks = {info.block for info in sites}
+        self._paused = False
+        self.start_forward()
+
+    def start_forward(self) -> None:
+        """Forget the previous forward pass; sublayers found so far keep their names and numbers."""
+        self._position = 0
+        self._block: SiteInfo | None = None
+        self._pending: AttentionRead | None = None
+        self._stream: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._normed: OrderedDict[tuple[int, int], tuple[nn.Module, Tensor, Tensor]] = OrderedDict()
+        self._carriers: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._mixed: set[tuple[int, int]] = set()
+        self._called: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator["StreamTracer"]:
+        """Install the hooks and the function mode for the duration of a block."""
+        attention_modules = {self.model.get_submodule(site.module_name) for site in self.sites}
+        handles = []
+        for module, name in self._names.items():
+            if module in attention_modules:
+                handles.append(module.register_forward_pre_hook(self._before_attention, with_kwargs=True))
+            if name in self._blocks:
+                handles.append(module.register_forward_pre_hook(self._before_block, with_kwargs=True))
+            if "Norm" in type(module).__name__:
+                handles.append(module.register_forward_hook(self._after_norm))
+        try:
+            with self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.start_forward()
+
+    # What the hooks see --------------------------------------------------------------------------------------------
+
+    def _before_block(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        state = _hidden_state(arguments, keywords)
+        if not self._paused and state is not None:
+            _remember(self._stream, state, state)
+
+    def _before_attention(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not self._paused:
+            self._called[module] = (arguments, keywords)
+
+    def _after_norm(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if self._paused or not arguments or not isinstance(output, Tensor):
+            return
+        source = arguments[0]
+        if _key(source) not in self._stream:
+            return
+        _remember(self._normed, output, (module, source, output))
+        # Whether the stream continues behind this norm (post-norm wiring) is known when something is added to it.
+        self._report("norm", self._names[module], self._layer_of(module), source, output, None)
+
+    def _layer_of(self, module: nn.Module) -> int | None:
+        """Layer of the block around a module; for a block that is called several times, the current call's."""
+        name = self._names[module]
+        if self._block is not None and _inside(name, self._block.block):
+            return self._block.layer
+        around = [info.layer for info in self.sites.values() if _inside(name, info.block)]
+        return around[0] if around else None
+
+    def attention(self, call: AttentionCall) -> None:
+        """Tell the tracer that an attention site has just computed."""
+        self._block = self.sites[call.site]
+        arguments, keywords = self._called.pop(call.module, ((), {}))
+        state = _hidden_state(arguments, keywords)
+        if state is None:
+            self._pending = None
+            return
+        norm, residual, _ = self._normed.get(_key(state), (None, state, None))
+        known = norm is not None or _key(state) in self._stream
+        self._carriers.clear()
+        self._mixed.clear()
+        self._pending = AttentionRead(call, state, residual if known else None, norm, arguments, keywords)
+
+    # What the function mode sees -----------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func in _ADD or func in _ADD_IN_PLACE:
+            return self._add(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if self._pending is not None and self._pending.projection is None:
+            if func in _LINEAR:
+                self._project(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias"), result)
+            elif func in _AFFINE:
+                self._project(args[1], args[2].mT, args[0], result)
+        elif _key(result) is not None and args and _key(args[0]) in self._carriers and _same_storage(result, args[0]):
+            _remember(self._carriers, result, result)  # a view of the projection's result
+        return result
+
+    def _project(self, source: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
+        read = self._pending
+        if read is None or source.data_ptr() != read.call.output.data_ptr() or source.numel() != read.call.output.numel():
+            return
+        shape = (*read.state.shape[:-1], weight.shape[0])
+        update = result.view(shape) if result.numel() == read.state[..., :1].numel() * weight.shape[0] else None
+        self._pending = replace(read, projection=weight, bias=bias, update=update)
+        _remember(self._carriers, result, result)
+
+    def _add(self, func: Any, args: Any, kwargs: Any) -> Any:
+        operands = [_key(a) for a in args[:2]]
+        on_stream = [k is not None and (k in self._stream or k in self._normed) for k in operands]
+        if kwargs.get("alpha", 1) != 1 or len(operands) < 2 or sum(on_stream) != 1:
+            result = func(*args, **kwargs)
+            if any(k in self._carriers for k in operands) and isinstance(result, Tensor):
+                _remember(self._carriers, result, result)
+                self._mixed.add(_key(result) or (0, 0))
+            return result
+        before, update = (args[0], args[1]) if on_stream[0] else (args[1], args[0])
+        if not isinstance(update, Tensor) or update.shape != before.shape:
+            return func(*args, **kwargs)
+        carried = _key(update)
+        if func in _ADD_IN_PLACE:
+            before, update = before.clone(), update.clone()
+        result = func(*args, **kwargs)
+        _remember(self._stream, result, result)
+        self._residual_step(before, result, carried)
+        return result
+
+    def _residual_step(self, before: Tensor, after: Tensor, carried: tuple[int, int] | None) -> None:
+        read = self._pending
+        self._pending = None
+        block = self._block
+        layer = block.layer if block is not None else None
+        if read is None or block is None:
+            name = block.block if block is not None else "stream"
+            self._report("feed_forward", f"{name} feed-forward", layer, before, after, None)
+            return
+        if _key(before) == _key(read.state):  # post-norm wiring: what the module read is the stream itself
+            read = replace(read, residual=before, norm=None)
+        kind, label = ("cross_attention", "cross-attention") if block.kind == "cross" else ("attention", "attention")
+        if carried in self._mixed:
+            kind, label = "attention_and_feed_forward", "attention and feed-forward"
+        read = replace(read, writes_linearly=carried in self._carriers)
+        ordinal = f" (call {block.site.ordinal + 1})" if block.site.ordinal else ""
+        self._report(kind, f"{block.block}{ordinal} {label}", layer, before, after, read)
+
+    def _report(
+        self, kind: str, name: str, layer: int | None, before: Tensor, after: Tensor, read: AttentionRead | None
+    ) -> None:
+        if self._position == len(self.sublayers):
+            taken = sum(s.name == name or s.name.startswith(f"{name} (call ") for s in self.sublayers)
+            unique = name if not taken else f"{name} (call {taken + 1})"
+            self.sublayers.append(Sublayer(self._position, unique, kind, layer))
+        sublayer = self.sublayers[self._position]
+        self._position += 1
+        self._paused = True
+        try:
+            self.observer(Step(sublayer, before, after, read))
+        finally:
+            self._paused = False
+
+
+def _hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
+    state = arguments[0] if arguments else keywords.get("hidden_states")
+    return state if isinstance(state, Tensor) and state.dim() == 3 else None
+
+
+def _key(value: Any) -> tuple[int, int] | None:
+    return (value.data_ptr(), value.numel()) if isinstance(value, Tensor) and value.numel() else None
+
+
+def _same_storage(left: Tensor, right: Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.numel() == right.numel()
+
+
+def _remember(store: OrderedDict[tuple[int, int], Any], tensor: Tensor, value: Any) -> None:
+    """Hold ``value`` under the tensor's identity; holding it keeps its memory from being reused while it is known."""
+    key = _key(tensor)
+    if key is None:
+        return
+    store.pop(key, None)
+    store[key] = value
+    while len(store) > _HELD:
+        store.popitem(last=False)

@@ -1,0 +1,118 @@
+"""P-values and q-values against SciPy, and the winner's curse."""
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from massieu.probing.inference import benjamini_hochberg, difference_p, select_and_report, two_sided_p
+
+
+@given(st.lists(st.floats(0, 1) | st.just(float("nan")), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_q_values_are_scipys_with_nan_passed_through(p_values):
+    p = np.array(p_values)
+    q = benjamini_hochberg(p)
+    tested = ~np.isnan(p)
+    np.testing.assert_array_equal(np.isnan(q), ~tested)
+    if tested.any():
+        np.testing.assert_allclose(q[tested], scipy.stats.false_discovery_control(p[tested]), rtol=1e-14)
+
+
+def test_q_values_keep_the_shape_and_refuse_what_is_no_p_value():
+    p = np.array([[0.01, 0.04], [0.03, 0.5]])
+    np.testing.assert_allclose(benjamini_hochberg(p), [[0.04, 0.04 * 4 / 3], [0.04 * 4 / 3, 0.5]])
+    for wrong in (-0.1, 1.1, np.inf):
+        with pytest.raises(ValueError, match=r"\[0, 1\]"):
+            benjamini_hochberg(np.array([0.5, wrong]))
+
+
+def test_false_discoveries_are_controlled():
+    """100 families of 50 heads, 40 of them null: the mean share of false calls at q ≤ 0.1 is at most 0.1·40/50."""
+    rng = np.random.default_rng(0)
+    shares = []
+    for _ in range(100):
+        z = rng.standard_normal(50) + np.where(np.arange(50) < 40, 0.0, 3.0)
+        called = benjamini_hochberg(2 * scipy.stats.norm.sf(np.abs(z))) <= 0.1
+        shares.append(called[:40].sum() / max(called.sum(), 1))
+    assert np.mean(shares) < 0.08 + 5 * np.std(shares) / 10
+
+
+@given(st.floats(-50, 50), st.floats(0, 10), st.floats(-50, 50), st.floats(1e-3, 10))
+@settings(max_examples=200, deadline=None)
+def test_difference_is_the_normal_test(a, se_a, b, se_b):
+    expected = 2 * scipy.stats.norm.sf(abs(a - b) / np.hypot(se_a, se_b))
+    np.testing.assert_allclose(difference_p(*map(np.array, (a, se_a, b, se_b))), expected, rtol=1e-10, atol=1e-300)
+
+
+@given(
+    t=st.floats(1e-3, 1e6) | st.sampled_from([0.0, 1e30]),
+    count=st.integers(2, 130) | st.sampled_from([1000, 10_000]),
+    se=st.floats(0, 10),
+)
+@settings(max_examples=400, deadline=None)
+def test_prediction_interval_is_students_t(t, count, se):
+    deviation, mean = 1.5, 0.25
+    scale = np.sqrt(se**2 + deviation**2 * (1 + 1 / count))
+    own = mean + t * scale
+    expected = 2 * scipy.stats.t.sf(abs((own - mean) / scale), count - 1)
+    p = two_sided_p(*map(np.array, (own, se, mean, deviation, count)))
+    np.testing.assert_allclose(p, expected, rtol=1e-10, atol=1e-290)
+    np.testing.assert_allclose(two_sided_p(*map(np.array, (-own, se, -mean, deviation, count))), p, rtol=1e-12)
+
+
+def test_small_t_with_one_degree_of_freedom_is_the_arc_tangent():
+    t = np.array([0.0, 1e-12, 1e-9, 1e-4, 1.0, 1e4])
+    p = two_sided_p(t * np.sqrt(1.5), np.zeros(6), np.zeros(6), np.ones(6), np.full(6, 2))
+    np.testing.assert_allclose(p, 1 - 2 / np.pi * np.arctan(t), rtol=1e-13, atol=1e-16)
+
+
+def test_one_more_draw_of_the_null_is_rejected_at_its_level():
+    """Own number and five nulls from one normal law: p is uniform."""
+    draws = np.random.default_rng(1).standard_normal((4000, 6))
+    null = draws[:, 1:]
+    p = two_sided_p(draws[:, 0], np.zeros(4000), null.mean(1), null.std(1, ddof=1), np.full(4000, 5))
+    assert scipy.stats.kstest(p, "uniform").pvalue > 1e-4
+
+
+def test_undefined_and_degenerate_cases():
+    p = two_sided_p(
+        np.array([1.0, 1.0, np.nan, 1.0, 1.0, 1.0]),
+        np.array([0.1, 0.1, 0.1, np.nan, 0.0, 0.0]),
+        np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0]),
+        np.array([0.1, 0.1, 0.1, 0.1, 0.0, 0.0]),
+        np.array([1, 0, 5, 5, 5, 5]),
+    )
+    np.testing.assert_array_equal(p, [np.nan, np.nan, np.nan, np.nan, 0.0, 1.0])
+    zeros = np.zeros(3)
+    p = difference_p(np.array([1.0, 1.0, np.nan]), zeros, np.array([1.0, 2.0, 2.0]), zeros)
+    np.testing.assert_array_equal(p, [1.0, 0.0, np.nan])
+    with pytest.raises(ValueError, match="0 or more"):
+        difference_p(zeros, zeros - 1, zeros, zeros)
+    with pytest.raises(ValueError, match="0 or more"):
+        two_sided_p(zeros, zeros, zeros, zeros - 1, zeros + 3)
+
+
+def test_selection_is_made_on_the_first_half_and_reported_from_the_second():
+    first = np.array([[0.1, np.nan, 5.0], [3.0, 3.0, -1.0]])
+    second = np.array([[1.0, 2.0, 3.0], [4.0, np.nan, 6.0]])
+    indices, values = select_and_report(first, second, 3)
+    np.testing.assert_array_equal(indices, [2, 3, 4])
+    np.testing.assert_array_equal(values, [3.0, 4.0, np.nan])
+    indices, values = select_and_report(first, second, 99, largest=False)
+    np.testing.assert_array_equal(indices, [5, 0, 3, 4, 2])
+    np.testing.assert_array_equal(values, [6.0, 1.0, 4.0, np.nan, 3.0])
+    assert len(select_and_report(first, second, 0).indices) == 0
+    with pytest.raises(ValueError, match="one shape"):
+        select_and_report(first, second[0], 1)
+    with pytest.raises(ValueError, match="k must be"):
+        select_and_report(first, second, -1)
+
+
+def test_the_winners_curse_is_lifted():
+    """2000 families of 50 heads of value 0: the largest is about 2.25 on its own half and 0 on the other."""
+    first, second = np.random.default_rng(2).standard_normal((2, 2000, 50))
+    reported = [select_and_report(a, b, 1).values[0] for a, b in zip(first, second, strict=True)]
+    assert abs(np.mean(reported)) < 5 / np.sqrt(2000)
+    assert first.max(1).mean() > 2

@@ -1,0 +1,302 @@
+"""The result object: what is stored is what is read, whole or not at all."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import polars
+import pytest
+from polars.testing import assert_frame_equal
+
+from massieu.errors import InputError, MissingExtraError
+from massieu.probing import result as module
+from massieu.probing.result import ProbeResult, TableBuilder
+from massieu.report import page
+
+FILES = ["details.json", "heads.parquet", "layers.parquet", "report.html", "run.json"]
+
+
+def made_up(scale: float = 1.0) -> ProbeResult:
+    heads, layers = TableBuilder(), TableBuilder()
+    for layer in range(2):
+        site = f"encoder.layer.{layer}.attention.self"
+        values = scale * np.array([np.pi, np.nan, 1 / 3])
+        heads.add_heads(site, layer, "entropy", values, values / 100, np.array([10.0, 0.0, 12.0]))
+        heads.add_heads(site, layer, "entropy/spread", values, None, 12)
+        layers.add(f"encoder.layer.{layer} attention", layer, None, "effective_rank/before", scale * 2.5, None, 7)
+        layers.add(f"encoder.layer.{layer} attention", layer, None, "log_determinant/before", -np.inf, 0.1, 7)
+    run = {
+        "schema_version": 1,
+        "date": "2026-01-01T00:00:00+00:00",
+        "complete": True,
+        "model": {"name": "tiny <model>", "architecture": "BertModel", "layers": 2, "heads": 3},
+        "text": {"source": "made-up words", "tokens": np.int64(100), "windows": 4},
+        "error_unit": {"unit": "window", "count": 4},
+        "self_check": {"error": 3e-7, "tolerance": 1e-4, "site": "encoder.layer.0", "passed": True},
+        "findings": [
+            {"id": "sink", "title": "Sink", "sentence": "No head & no sink.", "caveat": "Not <dead>.",
+             "statistic": "weight_first", "value": np.float64(scale), "standard_error": float("nan")},
+        ],
+    }  # fmt: skip
+    details = {
+        "histograms": {"entropy": {"edges": np.linspace(0, 1, 4), "counts": {0: np.array([[1, 2, 3]])}}},
+        "examples": [{"tokens": {"text": ["[CLS]", "\ud800", "é"]}, "entropy": [scale * 0.123456789]}],
+    }
+    return ProbeResult(run, details, heads.frame(), layers.frame())
+
+
+@pytest.fixture(autouse=True)
+def drawings(monkeypatch):
+    """Stand-ins for the drawings: what they are given is what is tested here."""
+    figures = SimpleNamespace(
+        head_html=lambda run, details, heads, layer, head: f"<b>{layer} {head} of {run['model']['layers']}</b>",
+        head_map_html=lambda run, heads, statistic: f"<i>map of {statistic}</i>",
+    )
+    monkeypatch.setattr("massieu.report.figures", figures, raising=False)
+    monkeypatch.setattr(page, "render", lambda run, details, heads, layers: f"<p>é {run['findings'][0]['value']}</p>")
+
+
+def assert_same(first: ProbeResult, second: ProbeResult) -> None:
+    assert first.run == second.run
+    assert first.details == second.details
+    assert_frame_equal(first.heads, second.heads, check_exact=True)
+    assert_frame_equal(first.layers, second.layers, check_exact=True)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- Tables ------------------------------------------------------------------------------------------------------
+
+
+def test_table_has_the_stated_columns_and_null_where_undefined():
+    result = made_up()
+    assert result.heads.schema == {
+        "site": polars.String, "layer": polars.Int32, "head": polars.Int32, "statistic": polars.String,
+        "value": polars.Float64, "standard_error": polars.Float64, "count": polars.Int64,
+    }  # fmt: skip
+    assert result.layers.schema == result.heads.schema
+    assert result.heads.rows()[:4] == [
+        ("encoder.layer.0.attention.self", 0, 0, "entropy", np.pi, np.pi / 100, 10),
+        ("encoder.layer.0.attention.self", 0, 1, "entropy", None, None, 0),
+        ("encoder.layer.0.attention.self", 0, 2, "entropy", 1 / 3, 1 / 3 / 100, 12),
+        ("encoder.layer.0.attention.self", 0, 0, "entropy/spread", np.pi, None, 12),
+    ]
+    assert result.layers["head"].null_count() == len(result.layers) == 4
+    table = result.table
+    assert table.columns == ["scope", *result.heads.columns]
+    assert table["scope"].to_list() == ["head"] * 12 + ["layer"] * 4
+    assert_frame_equal(table.filter(polars.col("scope") == "head").drop("scope"), result.heads)
+
+
+def test_empty_table_has_the_columns():
+    assert TableBuilder().frame().schema == made_up().heads.schema
+
+
+def test_table_refuses_blocks_of_different_lengths():
+    with pytest.raises(ValueError, match="broadcast"):
+        TableBuilder().add_heads("site", 0, "entropy", np.zeros(3), np.zeros(2), 1)
+    with pytest.raises(ValueError, match="shape"):
+        TableBuilder().add_heads("site", 0, "entropy", np.zeros((3, 1)), None, 1)
+
+
+def test_without_polars_the_pip_command_is_said(monkeypatch):
+    def missing(name: str, extra: str) -> Any:
+        raise MissingExtraError(f'{name}: pip install "massieu[{extra}]"')
+
+    monkeypatch.setattr(module, "require_extra", missing)
+    with pytest.raises(MissingExtraError, match=r"massieu\[probe\]"):
+        TableBuilder().frame()
+
+
+# --- Storing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["parquet", "csv"])
+def test_what_is_saved_is_what_is_loaded(tmp_path, format):
+    result = made_up()
+    folder = result.save(tmp_path / "a" / "b", format)
+    assert names(folder) == sorted(name.replace("parquet", format) for name in FILES)
+    assert_same(ProbeResult.load(folder), result)
+    assert (folder / "report.html").read_text(encoding="utf-8") == "<p>é 1.0</p>"
+    assert (folder / "report.html").stat().st_mode == (folder / "run.json").stat().st_mode
+    assert result.save(str(folder), format) == folder  # a second time, over the first
+
+
+def test_records_are_strict_json_with_undefined_numbers_as_null(tmp_path):
+    folder = made_up().save(tmp_path)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    run = json.loads((folder / "run.json").read_text("ascii"), parse_constant=refuse)
+    details = json.loads((folder / "details.json").read_text("ascii"), parse_constant=refuse)
+    assert run["findings"][0]["standard_error"] is None
+    assert run["text"]["tokens"] == 100
+    assert details["histograms"]["entropy"] == {"edges": [0.0, 0.3333, 0.6667, 1.0], "counts": {"0": [[1, 2, 3]]}}
+    assert details["examples"][0]["entropy"] == [0.1235]
+    assert details["examples"][0]["tokens"]["text"] == ["[CLS]", "\ud800", "é"]
+
+
+def test_another_format_replaces_the_tables_and_leaves_other_files_alone(tmp_path):
+    (tmp_path / "notes.csv").write_text("mine")
+    made_up().save(tmp_path)
+    newer = made_up(2.0)
+    newer.save(tmp_path, "csv")
+    assert names(tmp_path) == sorted([*(name.replace("parquet", "csv") for name in FILES), "notes.csv"])
+    assert_same(ProbeResult.load(tmp_path), newer)
+    newest = made_up(3.0)
+    newest.save(tmp_path)
+    assert names(tmp_path) == sorted([*FILES, "notes.csv"])
+    assert_same(ProbeResult.load(tmp_path), newest)
+
+
+class Crash(BaseException):
+    """Nothing may catch it."""
+
+
+@pytest.mark.parametrize("format", ["parquet", "csv"])
+@pytest.mark.parametrize("survived", range(5))
+def test_a_crash_while_files_are_moved_leaves_the_new_result(tmp_path, monkeypatch, survived, format):
+    made_up(1.0).save(tmp_path)
+    moved = []
+
+    def replace(source: Any, target: Any) -> None:
+        if len(moved) == survived:
+            raise Crash
+        moved.append(target)
+        os.rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "os", SimpleNamespace(replace=replace, getpid=os.getpid))
+        with pytest.raises(Crash):
+            made_up(2.0).save(tmp_path, format)
+    assert_same(ProbeResult.load(tmp_path), made_up(2.0))
+    made_up(3.0).save(tmp_path)
+    assert names(tmp_path) == FILES
+    assert_same(ProbeResult.load(tmp_path), made_up(3.0))
+
+
+@pytest.mark.parametrize("step", ["write_parquet", "render", "rename"])
+def test_a_crash_while_files_are_written_leaves_the_former_result(tmp_path, monkeypatch, step):
+    made_up(1.0).save(tmp_path)
+    places = {
+        "write_parquet": polars.DataFrame,
+        "render": page,
+        "rename": Path,
+    }
+
+    def crash(*given: Any, **named: Any) -> None:
+        raise Crash
+
+    newer = made_up(2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(places[step], step, crash)
+        with pytest.raises(Crash):
+            newer.save(tmp_path)
+    assert names(tmp_path) == FILES
+    assert_same(ProbeResult.load(tmp_path), made_up(1.0))
+
+
+def test_bad_places_to_save_are_one_sentence(tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    with pytest.raises(InputError, match="taken is a file"):
+        made_up().save(taken)
+    with pytest.raises(InputError, match="cannot write"):
+        made_up().save(taken / "below")
+    with pytest.raises(InputError, match="parquet and csv"):
+        made_up().save(tmp_path, "feather")  # pyright: ignore[reportArgumentType]
+
+
+def test_bad_folders_to_load_are_one_sentence(tmp_path):
+    with pytest.raises(InputError, match="is missing"):
+        ProbeResult.load(tmp_path / "none")
+    folder = made_up().save(tmp_path / "result")
+    with pytest.raises(InputError, match="is a file"):
+        ProbeResult.load(folder / "run.json")
+
+    def broken(name: str, content: bytes | None, message: str) -> None:
+        path = folder / name
+        whole = path.read_bytes()
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(InputError, match=message) as raised:
+            ProbeResult.load(folder)
+        assert "\n" not in str(raised.value)
+        path.write_bytes(whole)
+
+    broken("run.json", None, r"has no run\.json")
+    broken("run.json", b'{"schema_version": 1', r"run\.json cannot be read")
+    broken("run.json", b"\xff\xfe", r"run\.json cannot be read")
+    broken("run.json", b"[1]", "no record")
+    broken("run.json", b'{"schema_version": 2}', "schema_version 2")
+    broken("run.json", b"{}", "schema_version None")
+    broken("details.json", None, r"has no details\.json")
+    broken("heads.parquet", None, r"has no heads\.parquet or heads\.csv")
+    broken("layers.parquet", b"PAR1", r"layers\.parquet is not a table")
+    made_up().heads.drop("value").write_parquet(folder / "lacking")
+    broken("heads.parquet", (folder / "lacking").read_bytes(), r"heads\.parquet is not a table")
+    assert_same(ProbeResult.load(folder), made_up())
+
+
+# --- Looking -----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_written_aside_or_returned(tmp_path, monkeypatch):
+    result = made_up()
+    (tmp_path / "page.html").write_text("former")
+    assert result.report(str(tmp_path / "page.html")) == tmp_path / "page.html"
+    assert (tmp_path / "page.html").read_text("utf-8") == "<p>é 1.0</p>"
+    shown = result.report()
+    assert not isinstance(shown, Path)
+    assert 'srcdoc="&lt;p&gt;é 1.0&lt;/p&gt;"' in shown._repr_html_()
+    with pytest.raises(InputError, match="is a folder"):
+        result.report(tmp_path)
+    with pytest.raises(InputError, match="cannot write the page"):
+        result.report(tmp_path / "none" / "page.html")
+    assert names(tmp_path) == ["page.html"]
+
+
+def test_one_head_is_shown_or_said_not_to_exist():
+    result = made_up()
+    assert result.show(1, 2)._repr_html_() == "<b>1 2 of 2</b>"
+    with pytest.raises(InputError, match="layer 1 has heads 0 to 2"):
+        result.show(1, 3)
+    with pytest.raises(InputError, match="layers are 0 to 1"):
+        result.show(2, 0)
+
+
+def test_notebooks_show_the_findings_and_one_map():
+    html = made_up()._repr_html_()
+    assert "<b>Sink</b>: No head &amp; no sink. <i>Not &lt;dead&gt;.</i>" in html
+    assert "tiny &lt;model&gt;" in html
+    assert "<i>map of weight_first</i>" in html
+    assert "incomplete" not in html
+    result = made_up()
+    result.run["complete"] = False
+    result.run["findings"] = []
+    assert "incomplete" in result._repr_html_()
+    assert "map of selective_log_partition" in result._repr_html_()
+
+
+def test_the_plain_form_says_what_was_measured_and_found():
+    result = made_up()
+    assert repr(result).splitlines() == [
+        "ProbeResult of tiny <model>",
+        "  model: BertModel, 2 layers of 3 heads",
+        "  text: made-up words, 100 tokens in 4 windows",
+        "  error unit: window, 4 of them",
+        "  self-check: error 3.0e-07, tolerance 1e-04",
+        "  Sink: No head & no sink.",
+    ]
+    assert result.complete
+    assert result.findings == result.run["findings"]
+    result.run["complete"], result.run["self_check"] = False, None
+    assert "incomplete" in repr(result)
+    assert "self-check: not made" in repr(result)

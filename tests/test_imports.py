@@ -1,0 +1,105 @@
+"""The house: which room may import which. Every import of the package is parsed, lazy ones inside functions too."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "massieu"
+
+# A room may import itself and what is listed here. `errors` is a leaf that any room may import.
+ALLOWED = {
+    "errors": set(),
+    "ops": {"errors"},
+    "solve": {"errors"},
+    "inference": {"errors"},
+    "measures": {"ops", "errors"},
+    "duality": {"measures", "solve", "errors"},
+    "energy": {"measures", "duality", "ops", "solve", "inference", "errors"},
+    "population": {"energy", "measures", "duality", "ops", "solve", "inference", "errors"},
+    "exchangeable": {"energy", "measures", "duality", "ops", "solve", "inference", "errors"},
+    "probing": {"population.observables", "measures", "ops", "report", "errors", "__init__"},
+    "report": {"errors"},
+    "testing": {"measures", "ops", "errors"},
+    "cli": {"probing", "report", "errors", "__init__"},
+    "__init__": {"measures", "ops", "population", "testing", "probing", "errors"},
+}
+# The result object draws itself; nothing else of probing knows the report.
+ONLY = {"report": {"probing/result.py"}}
+
+
+def _imported(path: Path) -> set[str]:
+    """Dotted names below `massieu` that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            raise AssertionError(f"{path}: relative import; write the full name")
+        else:
+            continue
+        found |= {name for name in names if name.split(".")[0] == "massieu"}
+    return found
+
+
+def _room(name: str) -> str:
+    parts = name.split(".")[1:]
+    return parts[0] if parts else "__init__"
+
+
+def _files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def test_every_file_is_in_a_known_room():
+    for path in _files():
+        relative = path.relative_to(SOURCE)
+        assert relative.parts[0].removesuffix(".py") in ALLOWED, f"{relative} is in no room of the house"
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_downwards(path: Path):
+    relative = path.relative_to(SOURCE)
+    room = relative.parts[0].removesuffix(".py")
+    for name in _imported(path):
+        target = _room(name)
+        if target == room or (target == "__init__" and "__init__" in ALLOWED[room]):
+            continue
+        allowed = ALLOWED[room]
+        fits = target in allowed or any("." in a and name.removeprefix("massieu.").startswith(a) for a in allowed)
+        package = any(a.startswith(f"{target}.") for a in allowed) and name == f"massieu.{target}"
+        # `from massieu import ops` also names the package itself
+        assert fits or package or name == "massieu", f"{relative} imports {name}: {room} may import {sorted(allowed)}"
+        if target in ONLY and room == "probing":
+            assert str(relative) in ONLY[target], f"only {ONLY[target]} may import massieu.{target}, not {relative}"
+
+
+def test_the_rule_can_fail(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from massieu.report import page\n")
+    assert "massieu.report" in _imported(bad)
+    assert "report" not in ALLOWED["ops"]
+
+
+def test_importing_massieu_loads_no_torch():
+    code = "import sys, massieu; print([m for m in ('torch', 'transformers', 'polars') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert found == "[]"
+
+
+def test_public_names_resolve():
+    import massieu
+
+    for name in massieu.__all__:
+        assert getattr(massieu, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = massieu.nothing
+
+
+def test_files_stay_short():
+    long = {str(p.relative_to(SOURCE)): n for p in _files() if (n := len(p.read_text().splitlines())) > 420}
+    assert not long, f"files over 420 lines: {long}"

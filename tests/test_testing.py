@@ -1,0 +1,276 @@
+"""`check_measure` must be able to fail: each deliberately wrong measure is caught, by the law it breaks."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from massieu.measures import DomainError, Measure, Spin
+from massieu.testing import check_measure
+
+
+class Coordinates(Measure):
+    """What the measures below share: one rate per coordinate."""
+
+    rate: Tensor
+
+    @property
+    def batch_shape(self):
+        return self.rate.shape[:-1]
+
+    @property
+    def event_shape(self):
+        return self.rate.shape[-1:]
+
+
+class Poisson(Coordinates):
+    """A correct one: the single hook an author writes."""
+
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+
+class Exponential(Coordinates):
+    """A correct one with a domain: eta < rate."""
+
+    def _log_partition(self, eta):
+        return -torch.log1p(-eta / self._align(self.rate, eta)).sum(-1)
+
+    def _in_domain(self, eta):
+        return (eta < self._align(self.rate, eta)).all(-1)
+
+    def _domain(self):
+        return "eta < rate in every coordinate"
+
+    def _sample(self, eta, shape, generator):
+        rate = (self._align(self.rate, eta) - eta).expand(*shape, *eta.shape)
+        return torch.empty_like(rate).exponential_(generator=generator) / rate
+
+
+class WrongMean(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _mean(self, eta):
+        return 1.001 * self._align(self.rate, eta) * eta.exp()
+
+
+class UncentredFisher(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _fisher(self, eta):
+        mean = self._mean(eta)
+        return torch.diag_embed(mean) + mean.unsqueeze(-1) * mean.unsqueeze(-2)
+
+
+class WrongFisherProduct(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _fisher(self, eta):
+        return torch.diag_embed(self._mean(eta))
+
+    def _fisher_vp(self, eta, vector):
+        return self._mean(eta) * vector.abs() * (1 + 1e-6)
+
+
+class LogCoshOfMagnitude(Coordinates):
+    """Fisher information 0 at the origin instead of 1."""
+
+    def _log_partition(self, eta):
+        size = eta.abs()
+        return (size + torch.log1p(torch.exp(-2 * size)) - math.log(2)).sum(-1)
+
+
+class LogCoshByLogaddexp(Coordinates):
+    """Right in float64; its derivatives are NaN far out in float32."""
+
+    def _log_partition(self, eta):
+        return (torch.log(torch.cosh(eta))).sum(-1)
+
+
+class TextbookKL(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _kl(self, eta, delta):
+        slope = self._dot(self._mean(eta), delta)
+        return self._log_partition(eta + delta) - self._log_partition(eta) - slope
+
+
+class SwappedKL(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _kl(self, eta, delta):
+        return super()._kl(eta + delta, -delta)
+
+
+class WrongEntropy(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _entropy(self, eta):
+        return -super()._entropy(eta)
+
+
+class NotConvex(Coordinates):
+    def _log_partition(self, eta):
+        return torch.sin(eta).sum(-1)
+
+
+class TiltedTheOtherWay(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _tilt(self, eta):
+        return TiltedTheOtherWay(self.rate * torch.exp(-eta))
+
+
+class WrongSampler(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _sample(self, eta, shape, generator):
+        rate = (self._align(self.rate, eta) * eta.exp()).expand(*shape, *eta.shape)
+        return rate + rate.sqrt() * torch.randn(rate.shape, dtype=rate.dtype, generator=generator) * 1.2
+
+
+class MixesQueries(Coordinates):
+    def _log_partition(self, eta):
+        own = (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+        return own + 1e-6 * (eta - eta.detach().mean(-2, keepdim=True)).square().sum(-1)
+
+
+class WrongShape(Coordinates):
+    def _log_partition(self, eta):
+        return self._align(self.rate, eta) * torch.expm1(eta)
+
+
+class CancellingLogPartition(Coordinates):
+    """Right in float64; loses its digits in float32 through a constant added and subtracted."""
+
+    def _log_partition(self, eta):
+        return ((self._align(self.rate, eta) * torch.expm1(eta)).sum(-1) + 1e5) - 1e5
+
+
+class ExpWithoutSecondDerivative(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value):
+        return value.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (output,) = ctx.saved_tensors
+        return grad_outputs[0] * output.detach()
+
+
+class NoSecondDerivative(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * (ExpWithoutSecondDerivative.apply(eta) - 1)).sum(-1)
+
+    def _mean(self, eta):
+        return self._align(self.rate, eta) * eta.exp()
+
+    def _fisher(self, eta):
+        return torch.diag_embed(self._mean(eta))
+
+
+RATE = torch.tensor([0.5, 2.0])
+
+BROKEN = [
+    (WrongMean, "mean = gradient of the log-partition"),
+    (UncentredFisher, "Fisher = second derivative"),
+    (WrongFisherProduct, "fisher_vp = Fisher times vector"),
+    (LogCoshOfMagnitude, "Fisher = finite difference of the mean: broken at eta = \\[0.0, 0.0\\].*got 0, expected 1"),
+    (LogCoshByLogaddexp, "float32 = float64"),
+    (TextbookKL, "KL to 1e-5 relative in float32"),
+    (SwappedKL, "KL\\(p‖q\\) = A\\(q\\)"),
+    (WrongEntropy, "Fenchel–Young"),
+    (NotConvex, "positive semi-definite|midpoint convexity"),
+    (TiltedTheOtherWay, "tilt\\(a\\)"),
+    (WrongSampler, "covariance of samples"),
+    (MixesQueries, "one by one|vmap"),
+    (WrongShape, "shape of log_partition"),
+    (CancellingLogPartition, "float32 = float64"),
+    (NoSecondDerivative, "Fisher = second derivative"),
+]
+
+
+@pytest.mark.parametrize(("cls", "law"), BROKEN, ids=[cls.__name__ for cls, _ in BROKEN])
+def test_a_wrong_measure_is_caught(cls, law):
+    # Poisson's A leaves float32 at eta = 100.
+    with pytest.raises(AssertionError, match=law):
+        check_measure(cls(RATE), scales=(0.0, 1e-4, 1.0, 15.0) if "LogCosh" not in cls.__name__ else (0.0, 100.0))
+
+
+def test_a_correct_measure_passes_with_one_hook():
+    rate = RATE.double()
+    check_measure(
+        Poisson(RATE),
+        log_partition=lambda eta: (rate * torch.expm1(eta)).sum(-1),
+        kl=lambda p, q: (rate * (p.exp() * (p - q) - p.exp() + q.exp())).sum(-1),
+        compile_backend="aot_eager",
+    )
+    check_measure(Poisson(torch.rand(2, 3) + 0.5), scales=(0.0, 1e-4, 1.0, 15.0))
+
+
+def test_a_measure_with_a_domain_passes_inside_it_and_raises_outside():
+    measure = Exponential(torch.tensor([1.0, 3.0]))
+    eta = torch.tensor([[0.5, 1.0], [-2.0, 2.0], [-0.1, -4.0]], dtype=torch.float64)
+    check_measure(measure, eta=eta, kl=exponential_kl)
+    check_measure(measure.tilt(torch.tensor([0.5, -1.0])), eta=eta - 1)
+    with pytest.raises(DomainError, match="Exponential: eta is outside the domain, eta < rate"):
+        measure.log_partition(torch.tensor([1.0, 0.0]))
+    with pytest.raises(DomainError, match="eta < rate"):
+        measure.kl(torch.zeros(2), torch.tensor([2.0, 0.0]))
+    with pytest.raises(DomainError, match="after adding the tilt"):
+        measure.tilt(torch.tensor([0.5, 0.0])).mean(torch.tensor([0.6, 0.0]))
+
+
+def exponential_kl(eta_p: Tensor, eta_q: Tensor) -> Tensor:
+    rate = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    p, q = rate - eta_p, rate - eta_q
+    return (torch.log(p / q) + q / p - 1).sum(-1)
+
+
+def test_a_wrong_oracle_is_reported_with_both_numbers():
+    with pytest.raises(AssertionError, match="log-partition = oracle.*got .*, expected .*, tolerance"):
+        check_measure(Spin.create(2), log_partition=lambda eta: torch.zeros(eta.shape[:-1], dtype=eta.dtype))
+    with pytest.raises(AssertionError, match="KL = oracle"):
+        check_measure(Spin.create(2), kl=lambda p, q: torch.zeros(p.shape[:-1], dtype=p.dtype))
+
+
+def test_a_gradient_lost_by_compilation_is_caught():
+    """torch.compile differentiates the forward of an autograd.Function inside torch.func and skips its backward."""
+
+    class Detached(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(value):
+            return value.detach().expm1()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[0])
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            return grad_outputs[0] * ctx.saved_tensors[0].exp()
+
+    class PoissonThroughFunction(Coordinates):
+        def _log_partition(self, eta):
+            return (self._align(self.rate, eta) * Detached.apply(eta)).sum(-1)
+
+    check_measure(PoissonThroughFunction(RATE), scales=(0.0, 1.0))
+    with pytest.raises(AssertionError, match="compiled = eager"):
+        check_measure(PoissonThroughFunction(RATE), scales=(0.0, 1.0), compile_backend="aot_eager")
