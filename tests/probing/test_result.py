@@ -2,6 +2,7 @@
 
 import json
 import os
+from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,10 +54,12 @@ def drawings(monkeypatch):
     """Stand-ins for the drawings: what they are given is what is tested here."""
     figures = SimpleNamespace(
         head_html=lambda run, details, heads, layer, head: f"<b>{layer} {head} of {run['model']['layers']}</b>",
-        head_map_html=lambda run, heads, statistic: f"<i>map of {statistic}</i>",
+        head_map_html=lambda run, heads, statistic: f"<i>{len(run['findings'])} finding, map of {statistic}</i>",
     )
     monkeypatch.setattr("massieu.report.figures", figures, raising=False)
-    monkeypatch.setattr(page, "render", lambda run, details, heads, layers: f"<p>é {run['findings'][0]['value']}</p>")
+    monkeypatch.setattr(
+        page, "render", lambda run, details, heads, layers: f"<p>é\ud800 {run['findings'][0]['value']}</p>"
+    )
 
 
 def assert_same(first: ProbeResult, second: ProbeResult) -> None:
@@ -122,7 +125,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, format):
     folder = result.save(tmp_path / "a" / "b", format)
     assert names(folder) == sorted(name.replace("parquet", format) for name in FILES)
     assert_same(ProbeResult.load(folder), result)
-    assert (folder / "report.html").read_text(encoding="utf-8") == "<p>é 1.0</p>"
+    assert (folder / "report.html").read_text(encoding="utf-8") == "<p>é? 1.0</p>"
     assert (folder / "report.html").stat().st_mode == (folder / "run.json").stat().st_mode
     assert result.save(str(folder), format) == folder  # a second time, over the first
 
@@ -252,10 +255,10 @@ def test_the_page_is_written_aside_or_returned(tmp_path, monkeypatch):
     result = made_up()
     (tmp_path / "page.html").write_text("former")
     assert result.report(str(tmp_path / "page.html")) == tmp_path / "page.html"
-    assert (tmp_path / "page.html").read_text("utf-8") == "<p>é 1.0</p>"
+    assert (tmp_path / "page.html").read_text("utf-8") == "<p>é? 1.0</p>"
     shown = result.report()
     assert not isinstance(shown, Path)
-    assert 'srcdoc="&lt;p&gt;é 1.0&lt;/p&gt;"' in shown._repr_html_()
+    assert 'srcdoc="&lt;p&gt;é\ud800 1.0&lt;/p&gt;"' in shown._repr_html_()
     with pytest.raises(InputError, match="is a folder"):
         result.report(tmp_path)
     with pytest.raises(InputError, match="cannot write the page"):
@@ -272,24 +275,25 @@ def test_one_head_is_shown_or_said_not_to_exist():
         result.show(2, 0)
 
 
-def test_notebooks_show_the_findings_and_one_map():
-    html = made_up()._repr_html_()
-    assert "<b>Sink</b>: No head &amp; no sink. <i>Not &lt;dead&gt;.</i>" in html
-    assert "tiny &lt;model&gt;" in html
-    assert "<i>map of weight_first</i>" in html
-    assert "incomplete" not in html
+def test_notebooks_show_the_findings_and_one_map_of_what_was_measured():
     result = made_up()
-    result.run["complete"] = False
+    assert result._repr_html_() == "<i>1 finding, map of entropy</i>"
+    heads = TableBuilder()
+    for statistic in ("entropy", "selective_log_partition", "weight_first"):
+        heads.add_heads("site", 0, statistic, np.zeros(3), None, 1)
+    result.heads = heads.frame()
+    assert result._repr_html_() == "<i>1 finding, map of weight_first</i>"
     result.run["findings"] = []
-    assert "incomplete" in result._repr_html_()
-    assert "map of selective_log_partition" in result._repr_html_()
+    assert result._repr_html_() == "<i>0 finding, map of selective_log_partition</i>"
+    result.heads = TableBuilder().frame()
+    assert result._repr_html_() == f"<pre>{escape(repr(result))}</pre>"
 
 
 def test_the_plain_form_says_what_was_measured_and_found():
     result = made_up()
     assert repr(result).splitlines() == [
-        "ProbeResult of tiny <model>",
-        "  model: BertModel, 2 layers of 3 heads",
+        "ProbeResult",
+        "  model: tiny <model>, 2 layers of 3 heads",
         "  text: made-up words, 100 tokens in 4 windows",
         "  error unit: window, 4 of them",
         "  self-check: error 3.0e-07, tolerance 1e-04",
@@ -297,6 +301,6 @@ def test_the_plain_form_says_what_was_measured_and_found():
     ]
     assert result.complete
     assert result.findings == result.run["findings"]
-    result.run["complete"], result.run["self_check"] = False, None
-    assert "incomplete" in repr(result)
-    assert "self-check: not made" in repr(result)
+    result.run |= {"complete": False, "findings": []}
+    result.run |= dict.fromkeys(("model", "text", "error_unit", "self_check"))
+    assert repr(result) == "ProbeResult (interrupted: incomplete)"

@@ -15,7 +15,7 @@ from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import AttentionCall, Capture, Site, capturing, self_check_error, stock_implementations
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.model import READABLE, model_inputs
-from massieu.probing.replay import HeadMaps, Replay, head_maps, tolerance
+from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, tolerance
 from massieu.probing.statistics.attention import AttentionStatistics, Tokens, query_statistics
 from massieu.probing.statistics.climb import Climb, ClimbStatistics
 from massieu.probing.statistics.expansion import ExpansionStatistics, distinct_positions
@@ -67,6 +67,7 @@ class SiteResults:
     maps: MapStatistics | None = None
     unavailable: dict[str, str] = field(default_factory=dict)
     climb_checked: bool = False
+    query_map: AffineQuery | None = None
 
 
 def first_look(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[SiteInfo], SelfCheck, list[str], list[str]]:
@@ -248,6 +249,10 @@ class Reading:
     # Observers ---------------------------------------------------------------------------------------------------------
 
     def _on_attention(self, call: AttentionCall) -> None:
+        with self.tracer.unobserved():
+            self._read_attention(call)
+
+    def _read_attention(self, call: AttentionCall) -> None:
         started = time.perf_counter()
         info = self.by_site.get(call.site)
         if info is None:
@@ -318,12 +323,14 @@ class Reading:
             positions = self._positions(row, read.state.shape[1], cloud=False)
             item = step.item(row)
             assert item.read is not None
-            replay = Replay(self._capture, item.read)
+            replay = Replay(self._capture, item.read, results.query_map)
             if not results.climb_checked:
                 reason = replay.why_not(positions)
                 if reason is not None:
                     results.unavailable[CLIMB] = reason
-                elif item.read.projection is None or not item.read.writes_linearly:
+                else:
+                    results.query_map = replay.query_map(positions)
+                if item.read.projection is None or not item.read.writes_linearly:
                     results.unavailable["own_write"] = (
                         "what the heads write is normalised, scaled or gated before it enters the stream"
                     )

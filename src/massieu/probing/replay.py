@@ -5,6 +5,7 @@ query norms and fused projections are the model's. The same way gives the linear
 value of any module in which they are linear. Each replay is checked on the states the module really saw.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,12 +53,21 @@ def _call(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywo
     raise RuntimeError(f"{type(module).__name__} did not compute attention when it was replayed")
 
 
+AffineQuery = tuple[Float[Tensor, "H Dh D"], Float[Tensor, "H Dh"]]
+
+
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The query of one attention module as a function of the residual stream, for the sequences of one batch."""
+    """The query of one attention module as a function of the residual stream, for the sequences of one batch.
+
+    Attributes:
+        affine: the result of `query_map`, which then takes the place of the module: the same numbers at a third of the
+            cost, since keys and values are not computed again.
+    """
 
     capture: Capture
     read: AttentionRead
+    affine: AffineQuery | None = None
 
     def projections(
         self, states: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]
@@ -84,8 +94,69 @@ class Replay:
 
     def queries(self, residual: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "R H S Dh"]:
         """Queries at points of the residual stream, through the norm in front of the module if there is one."""
-        states = residual if self.read.norm is None else self.read.norm(residual)
-        return self.projections(states, positions)[0]
+        states = self.normalised(residual)
+        if self.affine is None:
+            return self.projections(states, positions)[0]
+        weight, bias = self.affine
+        heads, size, _ = weight.shape
+        return torch.nn.functional.linear(states, weight.flatten(0, 1), bias.flatten()).unflatten(
+            -1, (heads, size)
+        ).transpose(1, 2)
+
+    def normalised(self, residual: Float[Tensor, "*batch S D"]) -> Float[Tensor, "*batch S D"]:
+        """What the attention module is given at points of the residual stream."""
+        return residual if self.read.norm is None else self.read.norm(residual)
+
+    def query_map(self, positions: Int[Tensor, " S"]) -> AffineQuery | None:
+        """The query as an affine function of the module's input, where it is the same one at every position.
+
+        Read off the module with basis vectors, then checked on the queries that it really computed; None where that
+        check fails (rotary embeddings, normalised queries).
+        """
+        one = Replay(self.capture, replace(self.read.item(0), norm=None))
+        size, like = self.read.state.shape[-1], self.read.state
+        basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
+        try:
+            found = one.projections(basis, torch.zeros(1, dtype=torch.long, device=like.device))[0][:, :, 0]
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return None
+        affine = ((found[1:] - found[0]).permute(1, 2, 0).contiguous(), found[0].contiguous())
+        trial = replace(self, affine=affine)
+        return affine if trial.why_not(positions) is None else None
+
+    def pulled_back(
+        self, slopes: Sequence[Float[Tensor, "B H S Dh"]], positions: Int[Tensor, " S"]
+    ) -> list[Float[Tensor, "H B S D"]]:
+        """For each head h, the gradient with respect to the residual stream of Σ slope_h · query_h; one list item a slope."""
+        residual = self.read.residual
+        assert residual is not None
+        residual = residual[:, positions].detach()
+        if self.affine is None:
+            return self._pulled_back_through_module(slopes, residual, positions)
+        weight = self.affine[0]
+        at_input = torch.cat([torch.einsum("bhsk,hkd->hbsd", slope, weight) for slope in slopes])
+        if self.read.norm is None:
+            return list(at_input.unflatten(0, (len(slopes), -1)))
+        with torch.enable_grad():
+            copies = residual.expand(at_input.shape).clone().requires_grad_()
+            pulled = torch.autograd.grad(self.normalised(copies), copies, at_input)[0]
+        return list(pulled.unflatten(0, (len(slopes), -1)))
+
+    def _pulled_back_through_module(
+        self, slopes: Sequence[Tensor], residual: Tensor, positions: Tensor
+    ) -> list[Tensor]:
+        with torch.enable_grad():
+            residual = residual.requires_grad_()
+            query = self.queries(residual, positions)
+            return [
+                torch.stack(
+                    [
+                        torch.autograd.grad(query[:, h], residual, slope[:, h], retain_graph=True)[0]
+                        for h in range(query.shape[1])
+                    ]
+                )
+                for slope in slopes
+            ]
 
     def why_not(self, positions: Int[Tensor, " S"]) -> str | None:
         """None when the replay reproduces the queries the module really computed, else one sentence that says why not."""

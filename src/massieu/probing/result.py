@@ -1,6 +1,7 @@
 """What a probe found: two long tables, a record of the run, and the page drawn from them."""
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -217,12 +218,12 @@ class ProbeResult:
                 frame.write_parquet(path)
             else:
                 frame.write_csv(path)
-        # Escapes instead of characters: a token need not be valid Unicode.
+        # In escapes, not characters: a token need not be valid Unicode.
         (folder / "run.json").write_text(json.dumps(self.run, indent=1, allow_nan=False), encoding="utf-8")
         (folder / "details.json").write_text(
             json.dumps(self.details, separators=(",", ":"), allow_nan=False), encoding="utf-8"
         )
-        (folder / "report.html").write_text(self._page(), encoding="utf-8")
+        _write_page(folder / "report.html", self._page())
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +246,7 @@ class ProbeResult:
             raise InputError(f"{path} is a folder; the page needs the name of a file")
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            aside.write_text(page, encoding="utf-8")
+            _write_page(aside, page)
             os.replace(aside, path)
         except OSError as error:
             raise InputError(f"cannot write the page {path}: {error.strerror}") from error
@@ -271,40 +272,37 @@ class ProbeResult:
         return Fragment(figures.head_html(self.run, self.details, self.heads, layer, head))
 
     def __repr__(self) -> str:
-        model, text, unit, check = (self.run[part] for part in ("model", "text", "error_unit", "self_check"))
-        lines = [
-            f"ProbeResult of {model['name']}" + ("" if self.complete else " (interrupted: incomplete)"),
-            f"  model: {model['architecture']}, {model['layers']} layers of {model['heads']} heads",
-            f"  text: {text['source']}, {text['tokens']} tokens in {text['windows']} windows",
-            f"  error unit: {unit['unit']}, {unit['count']} of them",
-            f"  self-check: error {check['error']:.1e}, tolerance {check['tolerance']:.0e}"
-            if check and check["error"] is not None
-            else "  self-check: not made",
-            *(f"  {finding['title']}: {finding['sentence']}" for finding in self.findings),
-        ]
+        lines = ["ProbeResult" + ("" if self.complete else " (interrupted: incomplete)")]
+        if model := self.run["model"]:
+            lines.append(f"  model: {model['name']}, {model['layers']} layers of {model['heads']} heads")
+        if text := self.run["text"]:
+            lines.append(f"  text: {text['source']}, {text['tokens']} tokens in {text['windows']} windows")
+        if unit := self.run["error_unit"]:
+            lines.append(f"  error unit: {unit['unit']}, {unit['count']} of them")
+        if check := self.run["self_check"]:
+            lines.append(f"  self-check: error {check['error']:.1e}, tolerance {check['tolerance']:.0e}")
+        lines += [f"  {finding['title']}: {finding['sentence']}" for finding in self.findings]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         from massieu.report import figures
 
-        model, text = self.run["model"], self.run["text"]
-        caption = f"{model['name']}, {text['tokens']} tokens of {text['source']}"
-        if not self.complete:
-            caption += " (interrupted: incomplete)"
-        items = "".join(
-            f"<li><b>{title}</b>: {sentence} <i>{caveat}</i></li>"
-            for title, sentence, caveat in (
-                (escape(finding[part]) for part in ("title", "sentence", "caveat")) for finding in self.findings
-            )
-        )
-        statistic = next((f["statistic"] for f in self.findings if f["statistic"]), "selective_log_partition")
-        drawing = figures.head_map_html(self.run, self.heads, statistic)
-        return f"<p>{escape(caption)}</p><ul>{items}</ul>{drawing}"
+        measured = [name for name in self.heads["statistic"].unique(maintain_order=True) if "/" not in name]
+        wished = [finding["statistic"] for finding in self.findings] + ["selective_log_partition", *measured]
+        drawn = next((name for name in wished if name in measured), None)
+        if drawn is None:
+            return f"<pre>{escape(repr(self))}</pre>"
+        return figures.head_map_html(self.run, self.heads, drawn)
 
     def _page(self) -> str:
         from massieu.report import page
 
         return page.render(self.run, self.details, self.heads, self.layers)
+
+
+def _write_page(path: Path, page: str) -> None:
+    # A token need not be valid Unicode; on the page, what is not becomes a question mark.
+    path.write_text(page, encoding="utf-8", errors="replace")
 
 
 def _schema() -> dict[str, Any]:
@@ -315,16 +313,16 @@ def _schema() -> dict[str, Any]:
 
 def _plain(value: Any, digits: int | None = None) -> Any:
     """The value as JSON can hold it: no numpy, no NaN or infinity, floats rounded to so many significant digits."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return float(value) if digits is None else float(f"{value:.{digits}g}")
+    if isinstance(value, list | tuple):
+        return [_plain(item, digits) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item, digits) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(item, digits) for item in value]
-    if isinstance(value, float):
-        if not np.isfinite(value):
-            return None
-        return value if digits is None else float(f"{value:.{digits}g}")
+        return _plain(value.tolist(), digits)
     return value
 
 

@@ -276,6 +276,16 @@ class StreamTracer(TorchFunctionMode):
         around = [info.layer for info in self.sites.values() if _inside(name, info.block)]
         return around[0] if around else None
 
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """What runs inside is not traced and costs no tracing."""
+        paused, self._paused = self._paused, True
+        try:
+            with torch._C.DisableTorchFunction():
+                yield
+        finally:
+            self._paused = paused
+
     def attention(self, call: AttentionCall) -> None:
         """Tell the tracer that an attention site has just computed."""
         self._block = self.sites[call.site]
@@ -364,11 +374,8 @@ class StreamTracer(TorchFunctionMode):
             self.sublayers.append(Sublayer(self._position, unique, kind, layer))
         sublayer = self.sublayers[self._position]
         self._position += 1
-        self._paused = True
-        try:
+        with self.unobserved():
             self.observer(Step(sublayer, before, after, read))
-        finally:
-            self._paused = False
 
 
 def _hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:

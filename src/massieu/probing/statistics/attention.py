@@ -62,35 +62,55 @@ def _grouped(query: Tensor, key: Tensor) -> Tensor:
     return query.unflatten(1, (key.shape[1], -1))
 
 
-def _scores_at(call: AttentionCall, key: Tensor, index: Int[Tensor, "B L_or_1"]) -> Float[Tensor, "B H L"]:
-    """Score plus log-weight of one chosen key per query; −inf where that key cannot be seen."""
-    batch, heads, length, _ = call.query.shape
-    chosen = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
-    scores = call.scale * (_grouped(call.query, key) * chosen[:, :, None]).sum(-1).flatten(1, 2)
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
+def _score(call: AttentionCall, product: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:
+    """From q·k to the score."""
+    scores = call.scale * product
+    return scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
+
+
+def _weighted(
+    call: AttentionCall, scores: Float[Tensor, "B H L S"], index: Int[Tensor, "B L_or_1 S"]
+) -> Float[Tensor, "B H L S"]:
+    """Scores of chosen keys plus their log-weights; −inf where a key cannot be seen."""
+    batch, _, length, _ = call.query.shape
     if call.is_causal:
-        seen = index <= torch.arange(length, device=index.device)
+        seen = index <= torch.arange(length, device=index.device)[:, None]
         return scores.masked_fill(~seen[:, None], -torch.inf)
     if call.log_weight is None:
         return scores
     weight = call.log_weight.expand(batch, -1, length, -1)
-    places = index[:, None, :, None].expand(batch, weight.shape[1], length, 1)
-    weight = weight.gather(3, places)[..., 0]
+    weight = weight.gather(3, index[:, None].expand(batch, weight.shape[1], length, -1))
     return scores.masked_fill(~weight, -torch.inf) if weight.dtype == torch.bool else scores + weight
+
+
+def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
+    """Scores plus log-weights of the same few keys for every query of a sequence."""
+    chosen = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
+    product = (_grouped(call.query, key) @ chosen[:, :, None].mT).flatten(1, 2)
+    return _weighted(call, _score(call, product), index[:, None])
+
+
+def _at_offset(
+    call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], offset: int
+) -> Float[Tensor, "B H L"]:
+    """Score plus log-weight of the key ``offset`` places before each query; position 0 stands in where there is none."""
+    index = (positions - offset).clamp_min(0)
+    chosen = key if offset == 0 and len(positions) == key.shape[2] else key[:, :, index]
+    product = (_grouped(call.query, key) * chosen[:, :, None]).sum(-1).flatten(1, 2)
+    places = index[None, :, None].expand(call.query.shape[0], -1, -1)
+    return _weighted(call, _score(call, product)[..., None], places)[..., 0]
 
 
 def _special_weight(
     call: AttentionCall, key: Tensor, log_z: Tensor, special: Bool[Tensor, "B N"]
 ) -> Float[Tensor, "B H L"]:
-    """Attention on all special tokens together, one position at a time (there are few)."""
-    total = torch.zeros_like(log_z)
-    order = special.int().argsort(dim=1, descending=True, stable=True)
-    for slot in range(int(special.sum(1).max()) if special.numel() else 0):
-        index = order[:, slot : slot + 1]
-        weight = torch.exp(_scores_at(call, key, index) - log_z)
-        total += weight * special.gather(1, index)[:, None]
-    return total
+    """Attention on all special tokens together."""
+    slots = int(special.sum(1).max()) if special.numel() else 0
+    if slots == 0:
+        return torch.zeros_like(log_z)
+    order = special.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
+    scores = _at_keys(call, key, order).masked_fill(~special.gather(1, order)[:, None, None], -torch.inf)
+    return torch.exp(scores - log_z[..., None]).sum(-1)
 
 
 def _visible_keys(call: AttentionCall) -> Int[Tensor, "B_or_1 H_or_1 L"]:
@@ -116,7 +136,7 @@ def query_statistics(
         weight = keys.real[:, None, :, None].to(key.dtype)
         centre = (key * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp_min(1)
         key = key - centre
-        shift = call.scale * (_grouped(call.query, key) * centre[:, :, None]).sum(-1).flatten(1, 2).float()
+        shift = (call.scale * _grouped(call.query, key) @ centre[:, :, None].mT).flatten(1, 2)[..., 0].float()
     moments = ops.attention_moments(
         call.query, key, None, log_weight=call.log_weight, scale=call.scale, is_causal=call.is_causal,
         softcap=call.softcap,
@@ -127,7 +147,7 @@ def query_statistics(
     broken = real & ~(log_z.isfinite() & moments.entropy.isfinite())
     shift = torch.zeros_like(log_z) if shift is None else shift
     raw = log_z + shift
-    first = _scores_at(call, key, keys.first()[:, None])
+    first = _at_keys(call, key, keys.first()[:, None])[..., 0]
     values = {
         "selective_log_partition": log_z - moments.prior_log_partition - mean,
         "log_partition": raw if call.sink is None else torch.logaddexp(raw, call.sink[:, None]),
@@ -146,20 +166,13 @@ def query_statistics(
     valid = real & ~broken
     defined = {"entropy_fraction": valid & (visible >= 2)}
     if itself:
-        here = positions[None].expand(call.query.shape[0], -1)
-        values["weight_diagonal"] = torch.exp(_scores_at(call, key, here) - log_z)
-        before = (here - 1).clamp_min(0)
-        values["weight_previous"] = torch.exp(_scores_at(call, key, before) - log_z)
-        has_previous = (here > 0) & queries_real_at(keys, before)
+        values["weight_diagonal"] = torch.exp(_at_offset(call, key, positions, 0) - log_z)
+        values["weight_previous"] = torch.exp(_at_offset(call, key, positions, 1) - log_z)
+        has_previous = (positions > 0) & keys.real[:, (positions - 1).clamp_min(0)]
         defined["weight_previous"] = valid & has_previous[:, None]
     if call.sink is not None:
         values["sink_weight"] = torch.sigmoid(call.sink[:, None] - raw)
     return Queries(values, valid, defined, visible, broken)
-
-
-def queries_real_at(tokens: Tokens, positions: Int[Tensor, "B L"]) -> Bool[Tensor, "B L"]:
-    """Whether the tokens at these positions are real."""
-    return tokens.real.gather(1, positions)
 
 
 class AttentionStatistics:
@@ -184,11 +197,14 @@ class AttentionStatistics:
         shape = found.valid.shape
         totals = torch.zeros(shape[0], len(PER_QUERY), self.heads, dtype=torch.float64, device=found.valid.device)
         counts = torch.zeros_like(totals)
-        for index, name in enumerate(PER_QUERY):
-            if name in found.values:
-                defined = found.defined.get(name, found.valid)
-                counts[:, index] = defined.sum(-1)
-                totals[:, index] = torch.where(defined, found.values[name], 0.0).sum(-1, dtype=torch.float64)
+        by_mask: dict[Tensor, list[str]] = {}
+        for name in found.values:
+            by_mask.setdefault(found.defined.get(name, found.valid), []).append(name)
+        for mask, names in by_mask.items():
+            places = [PER_QUERY.index(name) for name in names]
+            stacked = torch.stack([found.values[name] for name in names], dim=1)
+            totals[:, places] = torch.where(mask[:, None], stacked, 0.0).sum(-1, dtype=torch.float64)
+            counts[:, places] = mask.sum(-1, dtype=torch.float64)[:, None]
         self.ratio.update(_by_item(totals, rows), _by_item(counts, rows))
         self._update_bins(found, positions, rows)
         for name, spread in self.spreads.items():

@@ -191,22 +191,7 @@ class Climb:
 
     def _gradients(self) -> tuple[Float[Tensor, "H B S D"], Float[Tensor, "H B S D"]]:
         """Gradients of each head's selective and common part with respect to the residual stream."""
-        with torch.enable_grad():
-            residual = self.residual.detach().requires_grad_()
-            query = self.replay.queries(residual, self.positions)
-            slopes = self.landscape.slopes(query.detach())
-            heads = range(query.shape[1])
-            last = (len(heads) - 1, len(slopes) - 1)
-            found = [
-                [
-                    torch.autograd.grad(
-                        query[:, h], residual, slope[:, h], retain_graph=(h, k) != last
-                    )[0]
-                    for h in heads
-                ]
-                for k, slope in enumerate(slopes)
-            ]
-        selective, common = (torch.stack(rows) for rows in found)
+        selective, common = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
         return selective, common
 
     def _random(self, like: Float[Tensor, "C B S D"]) -> Float[Tensor, "C B S D"]:

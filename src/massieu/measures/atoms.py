@@ -1,0 +1,171 @@
+"""Weighted points: the measure whose mean is attention."""
+
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu import ops
+from massieu.measures import stable
+from massieu.measures.base import Measure, values_are_readable
+
+
+class Atoms(Measure):
+    """h = Σ_n w_n δ_{x_n}: A(eta) = log Σ w_n exp(x_n·eta), and ∇A is softmax attention over keys = values (S3).
+
+    With a query of inverse temperature β, eta is β·query. Masks, position biases and padding are log-weights.
+    A measure all of whose log-weights are −inf is the zero measure: A = −inf, mean, Fisher information and KL are 0,
+    entropy is −inf, no gradient flows, and it cannot be sampled. Use `create`, which checks what it is given.
+
+    Attributes:
+        points: Shape (*batch, N, d).
+        log_weight: log w, shape (*batch, N); −inf leaves a point out.
+    """
+
+    points: Float[Tensor, "*batch N d"]
+    log_weight: Float[Tensor, "*batch N"]
+
+    @classmethod
+    def create(
+        cls,
+        points: Float[Tensor, "*batch N d"],
+        log_weight: Float[Tensor, "*batch N"] | Bool[Tensor, "*batch N"] | None = None,
+    ) -> Self:
+        """Atoms at `points`, each of weight one unless `log_weight` says otherwise.
+
+        Args:
+            points: Finite points, at least one.
+            log_weight: Float log-weights below +inf, or booleans of which True keeps a point.
+
+        Raises:
+            ValueError: shapes that do not fit, no point, a NaN, an infinite point or weight.
+            TypeError: `points` are not floating-point.
+        """
+        if not points.is_floating_point():
+            raise TypeError(f"points must be a floating-point tensor, got {points.dtype}")
+        if points.ndim < 2 or 0 in points.shape[-2:]:
+            raise ValueError(f"points must have shape (*batch, N, d) with N, d ≥ 1, got {tuple(points.shape)}")
+        if log_weight is None:
+            log_weight = points.new_zeros(points.shape[:-1])
+        if log_weight.shape != points.shape[:-1]:
+            raise ValueError(
+                f"log_weight must have shape {tuple(points.shape[:-1])} for points of shape {tuple(points.shape)}, "
+                f"got {tuple(log_weight.shape)}"
+            )
+        if log_weight.dtype == torch.bool:
+            log_weight = points.new_zeros(log_weight.shape).masked_fill(~log_weight, -torch.inf)
+        if values_are_readable(points, log_weight):
+            if not bool(points.isfinite().all()):
+                raise ValueError("points must be finite; leave a point out with a log_weight of −inf")
+            if not bool((log_weight < torch.inf).all()):
+                raise ValueError("log_weight must be finite or −inf, got NaN or +inf")
+        return cls(points, log_weight)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.points.shape[:-2]
+
+    @property
+    def event_shape(self) -> torch.Size:
+        return self.points.shape[-1:]
+
+    def expectation(
+        self, eta: Float[Tensor, "*batch_query d"], values: Float[Tensor, "*batch N v"]
+    ) -> Float[Tensor, "*batch_query v"]:
+        """Σ_n p_n v_n with p the weights of p_eta: attention with values of its own. No gradient of A in general (S3).
+
+        Raises:
+            ValueError: `eta` or `values` has a shape that does not fit.
+        """
+        if values.shape[:-1] != self.points.shape[:-1]:
+            raise ValueError(
+                f"values must have shape {(*self.points.shape[:-1], 'v')} for points of shape "
+                f"{tuple(self.points.shape)}, got {tuple(values.shape)}"
+            )
+        measure, eta = self._admit(eta)
+        return measure._attend(eta, values.to(eta.dtype))
+
+    def _log_probability(self, eta: Tensor) -> Tensor:
+        return stable.log_softmax(_scores(eta, self.points) + self._align(self.log_weight, eta))
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        query, key, log_weight = self._as_heads(eta)
+        log_partition = ops.log_partition(query, key, log_weight=log_weight, scale=1.0)
+        return log_partition.reshape(eta.shape[:-1])
+
+    def _attend(self, eta: Tensor, values: Tensor) -> Tensor:
+        query, key, log_weight = self._as_heads(eta)
+        value = values.reshape(*key.shape[:-1], values.shape[-1])
+        output = ops.attention(query, key, value, log_weight=log_weight, scale=1.0).output
+        return output.reshape(*eta.shape[:-1], values.shape[-1])
+
+    def _as_heads(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query (B, H, L, d), key (B, H, N, d) and log-weight (B, H, 1, N): the last batch dimension is the heads."""
+        batch = self.batch_shape
+        lead, count = (batch[:-1].numel(), batch[-1:].numel()), self.points.shape[-2]
+        query = eta.reshape(*lead, eta.shape[len(batch) : -1].numel(), eta.shape[-1])
+        key = self.points.reshape(*lead, count, eta.shape[-1])
+        return query, key, self.log_weight.reshape(*lead, 1, count)
+
+    def _centred(self) -> "Atoms":
+        """The same measure about its own mean: every centred quantity is unchanged and loses fewer digits (S25)."""
+        share = stable.log_softmax(self.log_weight).exp()
+        return Atoms(self.points - share.unsqueeze(-2) @ self.points, self.log_weight)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self._attend(eta, self.points)
+
+    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
+        centred = self._centred()
+        weights = centred._log_probability(eta).exp()
+        change = _scores(vector, centred.points)
+        change = change - (weights * change).sum(-1, keepdim=True)
+        return _weighted_sum(weights * change, centred.points)
+
+    def _fisher(self, eta: Tensor) -> Tensor:
+        centred = self._centred()
+        weights = centred._log_probability(eta).exp()
+        mean = _weighted_sum(weights, centred.points)
+        deviations = self._align(centred.points, eta, 2) - mean.unsqueeze(-2)
+        return (weights.unsqueeze(-1) * deviations).mT @ deviations
+
+    def _entropy(self, eta: Tensor) -> Tensor:
+        log_probability = self._log_probability(eta)
+        kept = log_probability > -torch.inf
+        excess = torch.where(kept, log_probability - self._align(self.log_weight, eta), 0.0)
+        entropy = -(log_probability.exp() * excess).sum(-1)
+        return entropy.masked_fill(~kept.any(-1), -torch.inf)
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        centred = self._centred()
+        log_probability = centred._log_probability(eta)
+        ratio = _scores(delta, centred.points)
+        ratio = ratio - (log_probability.exp() * ratio).sum(-1, keepdim=True)
+        return stable.centred_log_mean_exp(log_probability, ratio)
+
+    def _tilt(self, eta: Tensor) -> "Atoms":
+        return Atoms(self.points, self._log_probability(eta))
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        weights = self._log_probability(eta).exp()
+        if not bool(weights.any(-1).all()):
+            raise ValueError("Atoms: the zero measure (all log-weights −inf) cannot be sampled")
+        count = torch.Size(shape).numel()
+        chosen = torch.multinomial(weights.reshape(-1, weights.shape[-1]), count, replacement=True, generator=generator)
+        lead = (*shape, *eta.shape[:-1])
+        points = self._align(self.points, eta, 2).expand(*lead, *self.points.shape[-2:])
+        index = chosen.T.reshape(*lead, 1, 1).expand(*lead, 1, eta.shape[-1])
+        return points.gather(-2, index).squeeze(-2)
+
+
+def _scores(eta: Tensor, points: Tensor) -> Tensor:
+    """x_n·eta, shape (*batch, *query, N)."""
+    flat = eta.reshape(*points.shape[:-2], -1, eta.shape[-1])
+    return (flat @ points.mT).reshape(*eta.shape[:-1], points.shape[-2])
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Σ_n weights_n values_n, shape (*batch, *query, v)."""
+    flat = weights.reshape(*values.shape[:-2], -1, weights.shape[-1])
+    return (flat @ values).reshape(*weights.shape[:-1], values.shape[-1])

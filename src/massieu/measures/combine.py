@@ -1,0 +1,153 @@
+"""The algebra on measures: from measures, measures."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.measures.base import Measure, longest_batch
+
+
+def tilt(measure: Measure, eta: Float[Tensor, "*batch_event"]) -> Measure:
+    """The probability p_eta as a measure: log-partition A(· + eta) − A(eta) (S4). The same as ``measure.tilt(eta)``.
+
+    Tilting is a group action: ``tilt(tilt(h, a), b)`` = ``tilt(h, a + b)``. Atoms, Gaussians and spins stay what they
+    are; any other measure becomes a composition.
+
+    Raises:
+        ValueError: `eta` has not exactly the shape ``batch_shape + event_shape``.
+        DomainError: A(eta) = ∞.
+    """
+    return measure.tilt(eta)
+
+
+def affine(
+    measure: Measure, weight: Float[Tensor, "*batch e d"], bias: Float[Tensor, "*batch e"] | None = None
+) -> Measure:
+    """The law of W x + b for x under `measure`: log-partition A(Wᵀeta) + b·eta.
+
+    A learned key projection is ``affine(keys, W, b)``; the hidden layer of a Boltzmann machine is ``affine(units, W)``.
+    The longest of the batch shapes of measure, weight and bias is that of the result; the others must be its prefixes.
+
+    Raises:
+        ValueError: shapes that do not fit, or a measure whose points are not vectors.
+    """
+    if len(measure.event_shape) != 1:
+        raise ValueError(f"affine needs a measure on vectors, got one with event shape {tuple(measure.event_shape)}")
+    if weight.ndim < 2 or weight.shape[-1] != measure.event_shape[0]:
+        raise ValueError(
+            f"affine needs weight of shape {('*batch', 'e', measure.event_shape[0])} for a measure on vectors of shape "
+            f"{tuple(measure.event_shape)}, got {tuple(weight.shape)}"
+        )
+    if bias is not None and (bias.ndim < 1 or bias.shape[-1] != weight.shape[-2]):
+        raise ValueError(
+            f"affine needs bias of shape {('*batch', weight.shape[-2])} for weight of shape {tuple(weight.shape)}, "
+            f"got {tuple(bias.shape)}"
+        )
+    pushed = Affine(measure, weight, weight.new_zeros(weight.shape[-2]) if bias is None else bias)
+    longest_batch("affine", pushed._batch_shapes)
+    return pushed
+
+
+class Tilted(Measure):
+    """A measure tilted by `eta`, normalised. Made by `tilt`."""
+
+    measure: Measure
+    eta: Float[Tensor, "*batch_event"]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.measure.batch_shape
+
+    @property
+    def event_shape(self) -> torch.Size:
+        return self.measure.event_shape
+
+    def _shifted(self, eta: Tensor) -> Tensor:
+        return eta + self._align(self.eta, eta, len(self.event_shape))
+
+    def _in_domain(self, eta: Tensor) -> Tensor | None:
+        return self.measure._in_domain(self._shifted(eta))
+
+    def _domain(self) -> str:
+        return f"{self.measure._domain()} (after adding the tilt)"
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        start = self._align(self.measure._log_partition(self.eta), eta, 0)
+        # A zero measure stays one: its −inf is not subtracted from itself.
+        return self.measure._log_partition(self._shifted(eta)) - start.masked_fill(start == -torch.inf, 0.0)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self.measure._mean(self._shifted(eta))
+
+    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
+        return self.measure._fisher_vp(self._shifted(eta), vector)
+
+    def _fisher(self, eta: Tensor) -> Tensor:
+        return self.measure._fisher(self._shifted(eta))
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        return self.measure._kl(self._shifted(eta), delta)
+
+    def _tilt(self, eta: Tensor) -> "Tilted":
+        return Tilted(self.measure, self.eta + eta)
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return self.measure._sample(self._shifted(eta), shape, generator)
+
+
+class Affine(Measure):
+    """The image of a measure under x ↦ weight x + bias. Made by `affine`."""
+
+    measure: Measure
+    weight: Float[Tensor, "*batch e d"]
+    bias: Float[Tensor, "*batch e"]
+
+    @property
+    def _batch_shapes(self) -> list[torch.Size]:
+        return [self.measure.batch_shape, self.weight.shape[:-2], self.bias.shape[:-1]]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return max(self._batch_shapes, key=len)
+
+    @property
+    def event_shape(self) -> torch.Size:
+        return self.weight.shape[-2:-1]
+
+    def _pull(self, eta: Tensor) -> Tensor:
+        """Wᵀ eta."""
+        return (eta.unsqueeze(-2) @ self._align(self.weight, eta, 2)).squeeze(-2)
+
+    def _push(self, points: Tensor) -> Tensor:
+        """W x for x of shape (*batch, *query, d)."""
+        return (self._align(self.weight, points, 2) @ points.unsqueeze(-1)).squeeze(-1)
+
+    def _in_domain(self, eta: Tensor) -> Tensor | None:
+        return self.measure._in_domain(self._pull(eta))
+
+    def _domain(self) -> str:
+        return f"{self.measure._domain()} (after multiplying by the weight's transpose)"
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return self.measure._log_partition(self._pull(eta)) + self._dot(eta, self._align(self.bias, eta))
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self._push(self.measure._mean(self._pull(eta))) + self._align(self.bias, eta)
+
+    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
+        return self._push(self.measure._fisher_vp(self._pull(eta), self._pull(vector)))
+
+    def _fisher(self, eta: Tensor) -> Tensor:
+        weight = self._align(self.weight, eta, 2)
+        return weight @ self.measure._fisher(self._pull(eta)) @ weight.mT
+
+    def _entropy(self, eta: Tensor) -> Tensor:
+        return self.measure._entropy(self._pull(eta))
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        return self.measure._kl(self._pull(eta), self._pull(delta))
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        points = self.measure._sample(self._pull(eta), shape, generator)
+        weight = self._align(self.weight, eta, 2)
+        return (weight @ points.unsqueeze(-1)).squeeze(-1) + self._align(self.bias, eta)
