@@ -76,6 +76,13 @@ class WrongFisherProduct(Coordinates):
         return self._mean(eta) * vector.abs() * (1 + 1e-6)
 
 
+class LogCoshByLogaddexp(Coordinates):
+    """Right in float64; its second derivative is NaN far out in float32."""
+
+    def _log_partition(self, eta):
+        return (torch.logaddexp(eta, -eta) - math.log(2)).sum(-1)
+
+
 class LogCoshOfMagnitude(Coordinates):
     """Fisher information 0 at the origin instead of 1."""
 
@@ -84,8 +91,8 @@ class LogCoshOfMagnitude(Coordinates):
         return (size + torch.log1p(torch.exp(-2 * size)) - math.log(2)).sum(-1)
 
 
-class LogCoshByLogaddexp(Coordinates):
-    """Right in float64; its derivatives are NaN far out in float32."""
+class LogOfCosh(Coordinates):
+    """Right in float64; overflows in float32 from 89 on."""
 
     def _log_partition(self, eta):
         return (torch.log(torch.cosh(eta))).sum(-1)
@@ -141,7 +148,7 @@ class WrongSampler(Coordinates):
 class MixesQueries(Coordinates):
     def _log_partition(self, eta):
         own = (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
-        return own + 1e-6 * (eta - eta.detach().mean(-2, keepdim=True)).square().sum(-1)
+        return own + 1e-9 * eta.detach().square().mean()
 
 
 class WrongShape(Coordinates):
@@ -153,7 +160,7 @@ class CancellingLogPartition(Coordinates):
     """Right in float64; loses its digits in float32 through a constant added and subtracted."""
 
     def _log_partition(self, eta):
-        return ((self._align(self.rate, eta) * torch.expm1(eta)).sum(-1) + 1e5) - 1e5
+        return ((self._align(self.rate, eta) * torch.expm1(eta)).sum(-1) + 1e4) - 1e4
 
 
 class ExpWithoutSecondDerivative(torch.autograd.Function):
@@ -190,8 +197,9 @@ BROKEN = [
     (WrongMean, "mean = gradient of the log-partition"),
     (UncentredFisher, "Fisher = second derivative"),
     (WrongFisherProduct, "fisher_vp = Fisher times vector"),
-    (LogCoshOfMagnitude, "Fisher = finite difference of the mean: broken at eta = \\[0.0, 0.0\\].*got 0, expected 1"),
-    (LogCoshByLogaddexp, "float32 = float64"),
+    (LogCoshOfMagnitude, "Fisher = finite difference of the mean: broken at eta = \\[0.0, 0.0\\].*got -?0, expected 1"),
+    (LogCoshByLogaddexp, "float32 = float64: broken at eta = .*got nan"),
+    (LogOfCosh, "float32 = float64"),
     (TextbookKL, "KL to 1e-5 relative in float32"),
     (SwappedKL, "KL\\(p‖q\\) = A\\(q\\)"),
     (WrongEntropy, "Fenchel–Young"),
@@ -207,9 +215,8 @@ BROKEN = [
 
 @pytest.mark.parametrize(("cls", "law"), BROKEN, ids=[cls.__name__ for cls, _ in BROKEN])
 def test_a_wrong_measure_is_caught(cls, law):
-    # Poisson's A leaves float32 at eta = 100.
     with pytest.raises(AssertionError, match=law):
-        check_measure(cls(RATE), scales=(0.0, 1e-4, 1.0, 15.0) if "LogCosh" not in cls.__name__ else (0.0, 100.0))
+        check_measure(cls(RATE))
 
 
 def test_a_correct_measure_passes_with_one_hook():
@@ -220,7 +227,7 @@ def test_a_correct_measure_passes_with_one_hook():
         kl=lambda p, q: (rate * (p.exp() * (p - q) - p.exp() + q.exp())).sum(-1),
         compile_backend="aot_eager",
     )
-    check_measure(Poisson(torch.rand(2, 3) + 0.5), scales=(0.0, 1e-4, 1.0, 15.0))
+    check_measure(Poisson(torch.rand(2, 3) + 0.5))
 
 
 def test_a_measure_with_a_domain_passes_inside_it_and_raises_outside():
@@ -243,7 +250,7 @@ def exponential_kl(eta_p: Tensor, eta_q: Tensor) -> Tensor:
 
 
 def test_a_wrong_oracle_is_reported_with_both_numbers():
-    with pytest.raises(AssertionError, match="log-partition = oracle.*got .*, expected .*, tolerance"):
+    with pytest.raises(AssertionError, match=r"log-partition = oracle.*got .*, expected .*, tolerance"):
         check_measure(Spin.create(2), log_partition=lambda eta: torch.zeros(eta.shape[:-1], dtype=eta.dtype))
     with pytest.raises(AssertionError, match="KL = oracle"):
         check_measure(Spin.create(2), kl=lambda p, q: torch.zeros(p.shape[:-1], dtype=p.dtype))

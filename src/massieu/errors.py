@@ -1,4 +1,4 @@
-"""The errors that a user's input can cause: one clear sentence each, printed by the command line without a traceback."""
+"""The errors a user's input can cause: one clear sentence each, printed by the command line without a traceback."""
 
 import importlib
 from types import ModuleType

@@ -6,6 +6,7 @@ It needs neither pytest nor SciPy, and it knows the measure by its public method
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -106,6 +107,9 @@ class _Subject:
         size = self.measure.event_shape.numel()
         return self.measure.fisher(eta).reshape(*eta.shape[: self.queries + 1], size, size)
 
+    def trace(self, eta: Tensor) -> Tensor:
+        return self.fisher(eta).diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
+
     def norm(self, vector: Tensor) -> Tensor:
         return self.measure._dot(vector, vector).sqrt()
 
@@ -137,11 +141,9 @@ def _agree(law: str, eta: Tensor, actual: Tensor, expected: Tensor, tolerance: T
     """Fail at the worst entry; `eta` and the numbers share their leading (batch and query) dimensions."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{law}: got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
-    if actual.numel() == 0:
-        return
     actual, expected = actual.detach().double(), expected.detach().double()
     error = (actual - expected).abs()
-    # Such that NaN is an error and equal infinities are not.
+    # NaN is an error, equal infinities are not.
     broken = ~(error <= tolerance) & (actual != expected)
     if not bool(broken.any()):
         return
@@ -265,6 +267,8 @@ def _check_kl_of_close_parameters(subject: _Subject) -> None:
             nodes = ((0.5 - math.sqrt(0.15), 5 / 18), (0.5, 4 / 9), (0.5 + math.sqrt(0.15), 5 / 18))
             terms = [w * (1 - t) * measure._dot(delta, measure.fisher_vp(exact_p + t * delta, delta)) for t, w in nodes]
             expected, rounding = sum(terms, torch.zeros_like(terms[0])), torch.zeros_like(terms[0])
+        # A direction that hardly varies under p has a small KL, of which the rounding of F is a larger part.
+        rounding = rounding + 4e-7 * measure._dot(delta, delta) * subject.trace(exact_p)
         law = f"KL to 1e-5 relative in float32 at distance {distance:g}"
         _agree(law, eta_p, single.kl(eta_p, eta_q), expected, 1e-5 * expected + rounding)
 
@@ -323,10 +327,7 @@ def _variance_of_products(subject: _Subject) -> Tensor:
     variance = subject.fisher(subject.eta).diagonal(dim1=-2, dim2=-1)
     moments = 3 * variance.square()
     for i, direction in enumerate(subject.basis()):
-
-        def third(eta: Tensor, direction: Tensor = direction) -> Tensor:
-            return _derivative(subject.fisher, eta, direction)
-
+        third = partial(_derivative, subject.fisher, direction=direction)
         moments[..., i] += _derivative(third, subject.eta, direction)[..., i, i]
     root = moments.clamp_min(0).sqrt()
     return root.unsqueeze(-1) * root.unsqueeze(-2)
@@ -382,7 +383,7 @@ def _check_precision(subject: _Subject) -> None:
     lead = exact.shape[: subject.queries + 1]
     largest = torch.stack([number.abs().reshape(*lead, -1).amax(-1) for number in wanted.values()]).amax(0)
     held = largest < torch.finfo(torch.float32).max
-    spread = subject.fisher(exact).diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
+    spread = subject.trace(exact).sqrt()
     # What a relative perturbation of eta and of the measure by a few float32 roundings does to each number.
     rounding = 64 * torch.finfo(torch.float32).eps * (1 + subject.norm(exact)) * (1 + subject.norm(wanted["mean"]))
     sensitivity = (torch.ones_like(spread), 1 + spread + spread**2, 1 + spread**2 + spread**3)
@@ -395,7 +396,5 @@ def _check_precision(subject: _Subject) -> None:
         _agree(f"{name}: float32 = float64", exact, actual, expected, tolerance)
     half = subject.eta.bfloat16()
     for name in _DERIVED:
-        promoted = getattr(single, name)(half)
-        _agree(f"{name}: half precision is promoted", half, promoted, getattr(single, name)(half.float()), 0.0)
-        if promoted.dtype != torch.float32:
-            raise AssertionError(f"{name}: half precision is promoted: bfloat16 in, {promoted.dtype} out")
+        expected = getattr(single, name)(half.float())
+        _agree(f"{name}: half precision is promoted", half, getattr(single, name)(half), expected, 0.0)

@@ -83,7 +83,7 @@ class Atoms(Measure):
                 f"values must have shape {(*self.points.shape[:-1], 'v')} for points of shape "
                 f"{tuple(self.points.shape)}, got {tuple(values.shape)}"
             )
-        measure, eta = self._admit(eta)
+        measure, eta = self._admit(eta.to(torch.promote_types(eta.dtype, values.dtype)))
         return measure._attend(eta, values.to(eta.dtype))
 
     def _log_probability(self, eta: Tensor) -> Tensor:

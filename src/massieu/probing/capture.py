@@ -28,9 +28,29 @@ EAGER = "massieu_eager"  # delegates to the eager function of the model's own fi
 
 # Keywords that change nothing about (query, key, value, mask, scale), or that `_call_from` reads.
 _UNDERSTOOD = frozenset(
-    "dropout scaling is_causal position_bias softcap s_aux sliding_window deterministic output_attentions "
-    "output_hidden_states use_cache cache_position position_ids past_key_values past_key_value return_dict layer_idx "
-    "num_items_in_batch token_type_ids training output_router_logits".split()
+    [
+        "dropout",
+        "scaling",
+        "is_causal",
+        "position_bias",
+        "softcap",
+        "s_aux",
+        "sliding_window",
+        "deterministic",
+        "output_attentions",
+        "output_hidden_states",
+        "use_cache",
+        "cache_position",
+        "position_ids",
+        "past_key_values",
+        "past_key_value",
+        "return_dict",
+        "layer_idx",
+        "num_items_in_batch",
+        "token_type_ids",
+        "training",
+        "output_router_logits",
+    ]
 )
 
 
@@ -229,9 +249,7 @@ def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]
         if capture is not None and capture.projections is not None:
             capture.projections.append((query, key, value))
             raise StopAfterQuery
-        output, weights = _own_function(module, implementation)(
-            module, query, key, value, attention_mask, **keywords
-        )
+        output, weights = _own_function(module, implementation)(module, query, key, value, attention_mask, **keywords)
         if capture is not None:
             call = _call_from(capture, implementation, module, query, key, value, attention_mask, keywords, output)
             capture.observer(call)
@@ -253,7 +271,9 @@ def _register() -> None:
 def _configurations(model: nn.Module) -> list[Any]:
     """Every distinct configuration object in the model, nested ones included."""
     found: dict[int, Any] = {}
-    pending = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    pending: list[Any] = [
+        m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    ]
     while pending:
         config = pending.pop()
         if id(config) not in found:

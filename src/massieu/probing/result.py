@@ -41,7 +41,7 @@ class TableBuilder:
     def add(
         self,
         site: str,
-        layer: int,
+        layer: int | None,
         head: int | None,
         statistic: str,
         value: float,
@@ -87,7 +87,7 @@ class TableBuilder:
         )
 
     def _add(
-        self, site: str, layer: int, heads: list[Any], statistic: str, values: Any, errors: Any, counts: Any
+        self, site: str, layer: int | None, heads: list[Any], statistic: str, values: Any, errors: Any, counts: Any
     ) -> None:
         size = len(heads)
         self._blocks.append(

@@ -1,61 +1,26 @@
 """`probe`: a model and text in, a result out; and `describe`: what would be read, without any text."""
 
 import itertools
-import platform
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-import massieu
-from massieu.errors import InputError, require_extra
+from massieu.errors import InputError
 from massieu.probing.capture import stock_implementations
-from massieu.probing.examples import ExampleWindow, example_length
-from massieu.probing.findings import findings
-from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model, reinitialised
-from massieu.probing.reading import Options, Reading, SelfCheck, first_look, in_decoder
+from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
+from massieu.probing.reading import Options
 from massieu.probing.result import ProbeResult
-from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES, select
-from massieu.probing.tables import head_table, layer_table
-from massieu.probing.text import Batch, TextBatches, check_sources, read_documents, reference_documents, token_strings
+from massieu.probing.session import Input, ProbeProgress, Session
+from massieu.probing.statistics.registry import CLIMB, MAPS, select
+from massieu.probing.text import TextBatches, check_sources, read_documents, reference_documents
 from massieu.probing.units import Units
-from massieu.probing.wiring import SiteInfo
-
-SCHEMA_VERSION = 1
-SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
-SAMPLE_LEAST = 8  # windows at the beginning that are always sampled, so that short texts have error bars
-CONTROL_EVERY = 4  # every fourth sampled window also runs through the re-initialised copy
-EXAMPLES = 2
-
-
-@dataclass(frozen=True)
-class ProbeProgress:
-    """How far a probe is."""
-
-    stage: str
-    tokens: int = 0
-    total_tokens: int | None = None
-    windows: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class _Input:
-    """What the text side gives: batches, and what to say about them afterwards."""
-
-    batches: Iterable[Batch | Mapping[str, Tensor]]
-    source: str
-    packing: bool
-    max_length: int
-    text: TextBatches | None
-    tokenizer: Any
 
 
 def probe(
@@ -116,7 +81,7 @@ def probe(
     options = Options(
         groups, Units(mode="window" if given.packing else "document"), given.max_length, query_sample, seed=seed
     )
-    session = _Session(loaded, given, options, tell, max_tokens)
+    session = Session(loaded, given, options, tell, max_tokens)
     with torch.random.fork_rng(devices=[]), _interruptible() as interrupted:
         torch.manual_seed(seed)
         complete = session.read_all(interrupted)
@@ -155,11 +120,11 @@ def _load(
 def _input(
     loaded: LoadedModel, tokenizer_or_batches: Any, text: Any, column: str | None, *, max_length: int,
     max_tokens: int | None, batch_size: int, packing: bool,
-) -> _Input:  # fmt: skip
+) -> Input:  # fmt: skip
     if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
         if text is not None:
             raise InputError("give either batches or text, not both")
-        return _Input(tokenizer_or_batches, "batches", True, max_length, None, loaded.tokenizer)
+        return Input(tokenizer_or_batches, "batches", True, max_length, None, loaded.tokenizer)
     tokenizer = tokenizer_or_batches if tokenizer_or_batches is not None else loaded.tokenizer
     if tokenizer is None:
         raise InputError(
@@ -177,7 +142,7 @@ def _input(
     batches = TextBatches(
         tokenizer, documents, max_length=max_length, max_tokens=max_tokens, batch_size=batch_size, packing=packing
     )
-    return _Input(batches, source, packing, max_length, batches, tokenizer)
+    return Input(batches, source, packing, max_length, batches, tokenizer)
 
 
 def _longest(module: nn.Module) -> int | None:
@@ -209,234 +174,6 @@ def _interruptible() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-class _Session:
-    """One probe under way."""
-
-    def __init__(
-        self, loaded: LoadedModel, given: _Input, options: Options, tell: Callable[[ProbeProgress], None],
-        max_tokens: int | None,
-    ) -> None:  # fmt: skip
-        self.loaded, self.given, self.options, self.tell, self.max_tokens = loaded, given, options, tell, max_tokens
-        self.tokens = self.windows = self.sampled = self.recorded = 0
-        self.reading: Reading | None = None
-        self.control: Reading | None = None
-        self.check: SelfCheck | None = None
-        self.unexplained: set[str] = set()
-        self.warnings: list[str] = []
-
-    def read_all(self, interrupted: threading.Event) -> bool:
-        """Read every batch; False when interrupted before the end."""
-        for batch in self.given.batches:
-            if interrupted.is_set():
-                break
-            self._read(batch)
-            self.tell(ProbeProgress("reading", self.tokens, self.max_tokens, self.windows))
-        else:
-            if self.reading is None:
-                raise InputError("there was no batch to read")
-            return not interrupted.is_set()
-        if self.reading is None:
-            raise KeyboardInterrupt
-        return False
-
-    def _read(self, batch: Batch | Mapping[str, Tensor]) -> None:
-        inputs = dict(batch.inputs) if isinstance(batch, Batch) else dict(batch)
-        special = batch.special if isinstance(batch, Batch) else None
-        rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
-        if self.reading is None:
-            self._begin(inputs)
-        assert self.reading is not None
-        sampled = [row for row in range(rows) if self._is_sampled(self.windows + row)]
-        example = None
-        if sampled and self.recorded < EXAMPLES and ATTENTION in self.options.groups:
-            example = (sampled[0], self._example(batch, inputs, sampled[0], self.windows + sampled[0]))
-            self.recorded += 1
-        self.reading.forward(inputs, special, sampled, example)
-        if self.control is not None:
-            chosen = [row for i, row in enumerate(sampled, self.sampled) if i % CONTROL_EVERY == 0]
-            if chosen:
-                part = {
-                    k: v[chosen] if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows else v
-                    for k, v in inputs.items()
-                }
-                self.control.forward(part, None if special is None else special[chosen], range(len(chosen)))
-        self.sampled += len(sampled)
-        self.windows += rows
-        mask = inputs.get("attention_mask")
-        ids = inputs.get("input_ids")
-        counted = mask if isinstance(mask, Tensor) and mask.dim() == 2 else ids
-        if isinstance(counted, Tensor):
-            self.tokens += int(mask.sum()) if counted is mask and isinstance(mask, Tensor) else counted.numel()
-
-    @staticmethod
-    def _is_sampled(window: int) -> bool:
-        if window < SAMPLE_LEAST:
-            return True
-        return int((window + 1) * SAMPLE_SHARE) > int(window * SAMPLE_SHARE)
-
-    def _begin(self, inputs: dict[str, Any]) -> None:
-        module = self.loaded.module
-        if module.training:
-            raise InputError("the model is in training mode, so dropout would change its numbers; call model.eval() first")
-        sites, self.check, unexplained, silent = first_look(module, inputs)
-        self.unexplained.update(unexplained)
-        if silent:
-            self.warnings.append(
-                f"{len(silent)} modules look like attention but were not seen attending, so they are not in the result: "
-                + ", ".join(silent[:5])
-                + (" …" if len(silent) > 5 else "")
-            )
-        self.reading = Reading(module, sites, self.options)
-        if self.options.groups & {ATTENTION, VALUES, CLIMB, EXPANSION}:
-            groups = self.options.groups - {MAPS}
-            fresh = reinitialised(module, self.options.seed)
-            self.control = Reading(fresh, sites, Options(**{**vars(self.options), "groups": groups}))
-
-    def _example(self, batch: Any, inputs: dict[str, Any], row: int, window: int) -> ExampleWindow:
-        assert self.reading is not None
-        ids = inputs.get("input_ids")
-        mask = inputs.get("attention_mask")
-        names: dict[str, list[str]] = {}
-        if isinstance(ids, Tensor) and self.given.tokenizer is not None:
-            kept = ids[row][mask[row].bool()] if isinstance(mask, Tensor) else ids[row]
-            names["text"] = token_strings(self.given.tokenizer, kept.tolist())
-            if any(in_decoder(s) for s in self.reading.sites):
-                names["decoder"] = ["<start>", *names["text"][:-1]]
-        title = f"window {window}"
-        if isinstance(batch, Batch) and batch.names[row]:
-            title += f" · {batch.names[row]}"
-        length = example_length(sum(s.heads for s in self.reading.sites), EXAMPLES)
-        if "text" in names:
-            length = min(length, len(names["text"]))
-        return ExampleWindow(title, names, length)
-
-    # Result ------------------------------------------------------------------------------------------------------------
-
-    def result(self, wanted: frozenset[str], settings: dict[str, Any], complete: bool) -> ProbeResult:
-        reading = self.reading
-        assert reading is not None and self.check is not None
-        heads = head_table(reading, self.control, wanted).frame()
-        layers = layer_table(reading, self.control, wanted).frame()
-        nonfinite = self._nonfinite()
-        run = {
-            "schema_version": SCHEMA_VERSION,
-            "massieu_version": massieu.__version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "complete": complete,
-            "model": self._model(),
-            "text": self._text(),
-            "error_unit": self._error_unit(),
-            "self_check": {**vars(self.check), "passed": self.check.passed},
-            "capture": {
-                "route": "transformers attention interface; output computed by the model's own "
-                + " and ".join(stock_implementations(self.loaded.module)) + " attention",
-                "attention_sites": len(reading.sites),
-                "unexplained_keywords": sorted(self.unexplained | reading.unexplained),
-            },
-            "sites": [self._site(info) for info in reading.sites],
-            "sublayers": [vars(s) for s in reading.tracer.sublayers],
-            "settings": settings,
-            "seed": self.options.seed,
-            "versions": _versions(),
-            "timing": self._timing(),
-            "sample": {"windows": reading.sampled["windows"], "queries": reading.sampled["queries"]},
-            "statistics": [
-                {**vars(s), "cost": s.cost} for s in STATISTICS.values() if s.name in wanted
-            ],
-            "findings": findings(heads, layers),
-            "warnings": self._all_warnings(nonfinite),
-            "nonfinite": nonfinite,
-        }  # fmt: skip
-        return ProbeResult(run=run, details=self._details(), heads=heads, layers=layers)
-
-    def _model(self) -> dict[str, Any]:
-        assert self.reading is not None
-        sites = self.reading.sites
-        described = self.loaded.describe()
-        described["layers"] = len({(s.block, s.layer) for s in sites})
-        described["heads"] = sum(s.heads for s in sites)
-        return described
-
-    def _text(self) -> dict[str, Any]:
-        report = None if self.given.text is None else self.given.text.report
-        return {
-            "source": self.given.source,
-            "documents": None if report is None else report.documents,
-            "tokens": self.tokens,
-            "windows": self.windows,
-            "max_length": self.given.max_length,
-            "packing": self.given.packing,
-            "dropped": None if report is None else report.dropped,
-        }
-
-    def _error_unit(self) -> dict[str, Any]:
-        assert self.reading is not None
-        name, number = self.reading.results[0].attention.ratio.error_unit()
-        if ATTENTION not in self.options.groups:
-            name, number = "window", self.windows
-        return {"unit": name, "count": number}
-
-    def _site(self, info: SiteInfo) -> dict[str, Any]:
-        assert self.reading is not None
-        decoder = in_decoder(info)
-        return {
-            "index": info.index, "name": info.site.name, "layer": info.layer, "kind": info.kind, "heads": info.heads,
-            "key_heads": info.key_heads, "head_size": info.head_size,
-            "query_tokens": "decoder" if decoder else "text",
-            "key_tokens": "decoder" if decoder and info.kind != "cross" else "text",
-            "unavailable": self.reading.results[info.index].unavailable,
-        }  # fmt: skip
-
-    def _timing(self) -> dict[str, float]:
-        assert self.reading is not None
-        times = {name: round(seconds, 3) for name, seconds in self.reading.seconds.items()}
-        if self.control is not None:
-            times["re-initialised control"] = round(sum(self.control.seconds.values()), 3)
-        return times
-
-    def _nonfinite(self) -> list[dict[str, Any]]:
-        assert self.reading is not None
-        return [
-            {"site": info.site.name, "layer": info.layer, "head": int(head), "count": int(results.attention.broken[head])}
-            for info, results in zip(self.reading.sites, self.reading.results, strict=True)
-            for head in np.nonzero(results.attention.broken)[0]
-        ]
-
-    def _all_warnings(self, nonfinite: list[dict[str, Any]]) -> list[str]:
-        found = list(self.warnings)
-        if self.unexplained:
-            found.append(f"unexplained attention keywords: {', '.join(sorted(self.unexplained))}")
-        if nonfinite:
-            worst = max(nonfinite, key=lambda entry: entry["count"])
-            found.append(
-                f"{sum(e['count'] for e in nonfinite)} queries had NaN or infinite scores and were left out, in "
-                f"{len(nonfinite)} heads (most in layer {worst['layer']} head {worst['head']})"
-            )
-        return found
-
-    def _details(self) -> dict[str, Any]:
-        assert self.reading is not None
-        histograms: dict[str, Any] = {}
-        if ATTENTION in self.options.groups:
-            for name, first in self.reading.results[0].attention.histograms.items():
-                counts = {
-                    str(i): r.attention.histograms[name].counts.tolist() for i, r in enumerate(self.reading.results)
-                }
-                histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
-        return {"histograms": histograms, "examples": [e.to_dict() for e in self.reading.examples]}
-
-
-def _versions() -> dict[str, str]:
-    transformers = require_extra("transformers", "probe")
-    return {
-        "massieu": massieu.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numpy": np.__version__,
-    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -471,15 +208,15 @@ def describe(
     loaded = _load(model, None, device, dtype, revision, trust_remote_code)
     ready = dict(inputs) if inputs is not None else dummy_inputs(loaded.module)
     options = Options(frozenset({CLIMB, MAPS}), Units(), 256, climb_queries=4)
-    given = _Input(itertools.repeat(ready, 1), "made-up input", True, 256, None, None)
-    session = _Session(loaded, given, options, lambda _: None, None)
+    given = Input(itertools.repeat(ready, 1), "made-up input", True, 256, None, None)
+    session = Session(loaded, given, options, lambda _: None, None)
     with torch.random.fork_rng(devices=[]):
-        session._begin(dict(ready))
+        session.begin(dict(ready))
         session.control = None
         session.read_all(threading.Event())
     assert session.reading is not None
     route = f"transformers attention interface, {' and '.join(stock_implementations(loaded.module))}"
-    sites = [session._site(info) for info in session.reading.sites]
+    sites = [session.site_record(info) for info in session.reading.sites]
     reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site["unavailable"].items()})
     sublayers = [vars(s) for s in session.reading.tracer.sublayers]
-    return Description(session._model(), route, sites, sublayers, reasons, session.warnings)
+    return Description(session.model_record(), route, sites, sublayers, reasons, session.warnings)

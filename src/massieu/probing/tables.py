@@ -105,7 +105,10 @@ def _add_climb_controls(table: HeadTable, info: SiteInfo, climb: ClimbStatistics
         own = _Halves(climb.own, index).estimate
         table.add(info, f"own_write_{part}/random", _Halves(climb.own_random, index).estimate)
         whole, random = _Halves(climb.update, index).estimate, _Halves(climb.update_random, index).estimate
-        for prefix, estimate in (("update", whole), ("update_without_bias", _Halves(climb.update_without_bias, index).estimate)):
+        for prefix, estimate in (
+            ("update", whole),
+            ("update_without_bias", _Halves(climb.update_without_bias, index).estimate),
+        ):
             if np.any(estimate.count > 0):
                 table.add(info, f"{prefix}_{part}/random", random)
                 if not STATISTICS[f"{prefix}_{part}"].gauge_dependent:

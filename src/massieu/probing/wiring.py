@@ -182,12 +182,8 @@ def find_sites(model: nn.Module, calls: Sequence[AttentionCall], cross: set[nn.M
             kind = "cross"
         else:
             kind = "causal" if _is_causal(call) else "self"
-        found.append(
-            SiteInfo(
-                index, call.site, block, layer, kind, call.query.shape[1], call.key.shape[1],
-                call.query.shape[3], call.value.shape[3],
-            )  # fmt: skip
-        )
+        sizes = (call.query.shape[1], call.key.shape[1], call.query.shape[3], call.value.shape[3])
+        found.append(SiteInfo(index, call.site, block, layer, kind, *sizes))
     return found
 
 
@@ -294,8 +290,9 @@ class StreamTracer(TorchFunctionMode):
         if state is None:
             self._pending = None
             return
-        norm, residual, _ = self._normed.get(_key(state), (None, state, None))
-        known = norm is not None or _key(state) in self._stream
+        key = _key(state) or (0, 0)
+        norm, residual, _ = self._normed.get(key, (None, state, None))
+        known = norm is not None or key in self._stream
         self._carriers.clear()
         self._mixed.clear()
         self._pending = AttentionRead(call, state, residual if known else None, norm, arguments, keywords)
@@ -320,7 +317,11 @@ class StreamTracer(TorchFunctionMode):
 
     def _project(self, source: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
         read = self._pending
-        if read is None or source.data_ptr() != read.call.output.data_ptr() or source.numel() != read.call.output.numel():
+        if (
+            read is None
+            or source.data_ptr() != read.call.output.data_ptr()
+            or source.numel() != read.call.output.numel()
+        ):
             return
         shape = (*read.state.shape[:-1], weight.shape[0])
         update = result.view(shape) if result.numel() == read.state[..., :1].numel() * weight.shape[0] else None

@@ -90,9 +90,7 @@ def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Flo
     return _weighted(call, _score(call, product), index[:, None])
 
 
-def _at_offset(
-    call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], offset: int
-) -> Float[Tensor, "B H L"]:
+def _at_offset(call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], offset: int) -> Float[Tensor, "B H L"]:
     """Score plus log-weight of the key ``offset`` places before each query; position 0 stands in where there is none."""
     index = (positions - offset).clamp_min(0)
     chosen = key if offset == 0 and len(positions) == key.shape[2] else key[:, :, index]

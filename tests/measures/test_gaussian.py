@@ -1,0 +1,87 @@
+"""Gaussian: quadrature, kinds of covariance, degenerate ones, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from massieu.measures import Gaussian
+
+
+def test_log_partition_by_quadrature():
+    nodes, weights = np.polynomial.hermite_e.hermegauss(120)
+    weights = weights / math.sqrt(2 * math.pi)
+    location, factor = np.array([0.3, -1.2]), np.array([[0.8, 0.0], [-0.5, 0.6]])
+    grid = np.stack(np.meshgrid(nodes, nodes, indexing="ij"), -1).reshape(-1, 2)
+    points, mass = location + grid @ factor.T, np.outer(weights, weights).ravel()
+    measure = Gaussian.create(torch.from_numpy(location), factor=torch.from_numpy(factor))
+    for eta in ([0.0, 0.0], [1.0, -2.0], [-3.0, 0.5]):
+        tilt = mass * np.exp(points @ np.array(eta))
+        point = torch.tensor(eta, dtype=torch.float64)
+        assert measure.log_partition(point).item() == pytest.approx(math.log(tilt.sum()), abs=1e-10)
+        np.testing.assert_allclose(measure.mean(point).numpy(), tilt @ points / tilt.sum(), atol=1e-10)
+
+
+def test_the_number_of_dimensions_says_what_the_covariance_is():
+    location, eta = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    variance = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    isotropic = Gaussian.create(location, variance)
+    diagonal = Gaussian.create(location, variance[:, None].expand(2, 3))
+    full = Gaussian.create(location, torch.diag_embed(variance[:, None].expand(2, 3)))
+    factored = Gaussian.create(location, factor=torch.diag_embed(variance.sqrt()[:, None].expand(2, 3)))
+    for name in ("log_partition", "mean", "fisher", "entropy"):
+        expected = getattr(full, name)(eta)
+        for measure in (isotropic, diagonal, factored):
+            torch.testing.assert_close(getattr(measure, name)(eta), expected)
+
+
+def test_a_degenerate_covariance_is_allowed():
+    direction = torch.tensor([[3.0], [4.0]], dtype=torch.float64)
+    measure = Gaussian.create(torch.ones(2, dtype=torch.float64), factor=direction)
+    across = torch.tensor([4.0, -3.0], dtype=torch.float64)
+    assert measure.kl(torch.zeros_like(across), across).item() == pytest.approx(0, abs=1e-12)
+    draws = measure.sample(torch.zeros(2, dtype=torch.float64), (1000,))
+    torch.testing.assert_close(draws @ across, torch.ones(1000, dtype=torch.float64), atol=1e-6, rtol=0)
+    point = Gaussian.create(torch.tensor([2.0]), torch.tensor(0.0))
+    assert point.log_partition(torch.tensor([3.0])).item() == 6
+    assert (point.sample(torch.zeros(1), (5,)) == 2).all()
+
+
+def test_tilting_moves_the_mean():
+    measure = Gaussian.create(torch.zeros(2), torch.tensor([1.0, 4.0]))
+    tilted = measure.tilt(torch.tensor([1.0, 1.0]))
+    assert isinstance(tilted, Gaussian)
+    assert tilted.location.tolist() == [1.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"covariance": torch.ones(4)}, r"covariance must have shape \(2,\) or \(2, 3\) or \(2, 3, 3\).*got \(4,\)"),
+        ({"covariance": torch.ones(3)}, r"got \(3,\)"),
+        ({}, "exactly one"),
+        ({"covariance": torch.ones(2), "factor": torch.ones(2, 3, 1)}, "exactly one"),
+        ({"factor": torch.ones(3, 3)}, r"factor must have shape \(2, 3, 'r'\).*got \(3, 3\)"),
+        ({"covariance": -torch.ones(2)}, "variances must not be negative, got -1"),
+        ({"covariance": torch.ones(2, 3).cumsum(0).log() - 0.1}, "negative"),
+        ({"covariance": torch.tensor([1.0, math.nan])}, "finite"),
+        ({"covariance": torch.ones(2, 3, 3).triu()}, "symmetric"),
+        (
+            {"covariance": torch.diag_embed(torch.tensor([[1.0, 1.0, -0.5]] * 2))},
+            "semi-definite, got an eigenvalue of -0.5",
+        ),
+    ],
+)
+def test_bad_covariances_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Gaussian.create(torch.zeros(2, 3), **arguments)
+
+
+def test_bad_locations_are_refused():
+    with pytest.raises(TypeError, match="int64"):
+        Gaussian.create(torch.zeros(2, dtype=torch.int64), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="scalar"):
+        Gaussian.create(torch.tensor(0.0), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="finite"):
+        Gaussian.create(torch.tensor([math.inf]), torch.tensor(1.0))

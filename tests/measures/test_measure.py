@@ -1,0 +1,145 @@
+"""The contract: shapes, precision, values, transforms."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from massieu.measures import Affine, Atoms, Gaussian, Measure, Spin, Tilted, affine, static_field
+
+
+def measures(dtype=torch.float32):
+    return [
+        Atoms.create(torch.ones(2, 5, 3, dtype=dtype)),
+        Gaussian.create(torch.zeros(2, 3, dtype=dtype), torch.ones(2, dtype=dtype)),
+        Spin.create(torch.zeros(2, 3, dtype=dtype)),
+        affine(Spin.create(torch.zeros(2, 4, dtype=dtype)), torch.ones(3, 4, dtype=dtype)),
+        affine(Spin.create(torch.zeros(2, 3, dtype=dtype)), torch.eye(3, dtype=dtype)).tilt(
+            torch.ones(2, 3, dtype=dtype)
+        ),
+    ]
+
+
+@pytest.mark.parametrize("measure", measures(), ids=lambda measure: type(measure).__name__)
+@pytest.mark.parametrize("query", [(), (1,), (4,), (4, 2), (0,)])
+def test_queries_lie_between_batch_and_event(measure, query):
+    eta = torch.full((2, *query, 3), 0.1)
+    assert measure.batch_shape == (2,)
+    assert measure.event_shape == (3,)
+    assert measure.log_partition(eta).shape == (2, *query)
+    assert measure.entropy(eta).shape == (2, *query)
+    assert measure.kl(eta, eta).shape == (2, *query)
+    assert measure.mean(eta).shape == (2, *query, 3)
+    assert measure.fisher_vp(eta, eta).shape == (2, *query, 3)
+    assert measure.fisher(eta).shape == (2, *query, 3, 3)
+    if query != (0,):
+        assert measure.sample(eta, (6, 1)).shape == (6, 1, 2, *query, 3)
+
+
+@pytest.mark.parametrize("measure", measures(), ids=lambda measure: type(measure).__name__)
+@pytest.mark.parametrize("shape", [(3,), (1, 4, 3), (2, 4, 1), (2, 4, 4), (3, 2, 3), ()])
+def test_a_wrong_shape_names_both_and_never_broadcasts(measure, shape):
+    name = type(measure).__name__
+    for method in (measure.log_partition, measure.mean, measure.fisher, measure.entropy, measure.sample):
+        with pytest.raises(ValueError, match=rf"{name} needs eta of shape \(2,\) \+ queries \+ \(3,\)") as error:
+            method(torch.zeros(shape))
+        assert str(shape) in str(error.value)
+    with pytest.raises(ValueError, match=r"tilt needs eta of shape \(2, 3\)") as error:
+        measure.tilt(torch.zeros(shape))
+    assert str(shape) in str(error.value)
+    eta = torch.zeros(2, 4, 3)
+    with pytest.raises(ValueError, match=r"eta_q must have eta's shape \(2, 4, 3\), got \(2, 3\)"):
+        measure.kl(eta, torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"vector must have eta's shape \(2, 4, 3\), got \(2, 3\)"):
+        measure.fisher_vp(eta, torch.zeros(2, 3))
+
+
+def test_eta_must_be_a_floating_tensor():
+    with pytest.raises(TypeError, match=r"eta must be a floating-point tensor, got a tensor of torch\.int64"):
+        Spin.create(2).mean(torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="got list"):
+        Spin.create(2).mean([0.0, 0.0])
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_log_scale_results_are_at_least_float32(index, half):
+    low, single, double = (measures(dtype)[index] for dtype in (half, torch.float32, torch.float64))
+    eta = torch.linspace(-1, 1, 6).reshape(2, 3).to(half)
+    for name in ("log_partition", "mean", "fisher", "entropy"):
+        result = getattr(low, name)(eta)
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result, getattr(single, name)(eta.float()), atol=0, rtol=0)
+        assert getattr(double, name)(eta).dtype == torch.float64
+        assert getattr(low, name)(eta.double()).dtype == torch.float64
+
+
+def test_measures_are_frozen_pytrees():
+    measure = affine(Spin.create(torch.zeros(2, 3)), torch.ones(4, 3)).tilt(torch.zeros(2, 4))
+    leaves, structure = pytree.tree_flatten(measure)
+    assert len(leaves) == 4
+    rebuilt = pytree.tree_unflatten(leaves, structure)
+    assert isinstance(rebuilt, Tilted)
+    assert isinstance(rebuilt.measure, Affine)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        measure.eta = torch.ones(2, 4)  # pyright: ignore
+    assert measure != rebuilt
+    assert hash(measure) != hash(rebuilt)
+
+
+def test_a_measure_passes_through_transforms_as_an_argument():
+    points = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    eta = torch.ones(3, dtype=torch.float64)
+    gradient = torch.func.grad(lambda measure: measure.log_partition(eta))(Atoms.create(points))
+    weights = torch.softmax(points @ eta, 0)
+    assert isinstance(gradient, Atoms)
+    torch.testing.assert_close(gradient.log_weight, weights)
+    torch.testing.assert_close(gradient.points, weights[:, None] * eta)
+
+
+def test_static_fields_are_structure():
+    class Scaled(Measure):
+        size: torch.Tensor
+        power: int = static_field(default=2)
+
+        @property
+        def batch_shape(self):
+            return self.size.shape[:-1]
+
+        @property
+        def event_shape(self):
+            return self.size.shape[-1:]
+
+        def _log_partition(self, eta):
+            return (self._align(self.size, eta) * eta**self.power).sum(-1)
+
+    measure = Scaled(torch.ones(2))
+    leaves, structure = pytree.tree_flatten(measure)
+    assert len(leaves) == 1
+    assert structure != pytree.tree_structure(Scaled(torch.ones(2), power=4))
+    assert torch.func.vmap(lambda m, e: m.log_partition(e))(Scaled(torch.ones(3, 2), 4), torch.ones(3, 2)).tolist() == [
+        2,
+        2,
+        2,
+    ]
+
+
+def test_a_measure_is_abstract_or_final():
+    with pytest.raises(TypeError, match="Spin is final"):
+
+        class Derived(Spin):
+            pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Measure()  # pyright: ignore
+
+
+def test_importing_the_package_needs_no_torch():
+    import subprocess
+    import sys
+
+    command = (
+        "import massieu, sys; assert 'torch' not in sys.modules; massieu.measures.Spin; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True)

@@ -1,0 +1,292 @@
+"""Steps, slopes, write norms, cosines and clouds against formulas written out here on the model's own submodules."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import pdist
+from tests.probing import zoo
+
+from massieu.probing.reading import Options, Reading, first_look
+from massieu.probing.statistics.climb import PARTS
+from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS
+from massieu.probing.units import Units
+
+GROUPS = frozenset({CLIMB, MAPS, EXPANSION})
+LAYER = 1
+
+
+def read(name: str) -> tuple[Reading, torch.nn.Module, dict]:
+    """One sequence, all of its positions sampled, in float64."""
+    model = zoo.fresh(name).double()
+    batch = zoo.inputs(name, rows=1)
+    sites, *_ = first_look(model, batch)
+    reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
+    reading.forward(batch, None, sampled=[0])
+    return reading, model, batch
+
+
+class Layer:
+    """One attention layer of a model by hand: queries at any point of the stream, frozen keys, writes per head."""
+
+    def __init__(self, name: str, model: torch.nn.Module, batch: dict) -> None:
+        self.name = name
+        seen = {}
+        module = {"bert": lambda: model.encoder.layer[LAYER], "gpt2": lambda: model.h[LAYER],
+                  "llama": lambda: model.layers[LAYER]}[name]()  # fmt: skip
+        self.block = module
+        handle = module.register_forward_pre_hook(
+            lambda m, a, k: seen.update(state=a[0] if a else k["hidden_states"], **k), with_kwargs=True
+        )
+        with torch.no_grad():
+            model(**batch)
+        handle.remove()
+        self.residual = seen["state"]
+        self.rotary = seen.get("position_embeddings")
+        self.key = self._project(self.residual)[1]
+        scores = self.scores(self.residual)
+        weights = torch.softmax(scores, -1)
+        value = self._project(self.residual)[2]
+        self.output = weights @ value  # 1 H L Dv
+        self.writes = torch.einsum("bhlv,hdv->hbld", self.output, self._output_weight())
+
+    def _split(self, x, heads):
+        return x.unflatten(-1, (heads, 12)).transpose(1, 2)
+
+    def _project(self, residual):
+        block = self.block
+        if self.name == "bert":
+            own = block.attention.self
+            return [self._split(m(residual), 4) for m in (own.query, own.key, own.value)]
+        if self.name == "gpt2":
+            return [self._split(t, 4) for t in block.attn.c_attn(block.ln_1(residual)).split(48, 2)]
+        x, own = block.input_layernorm(residual), block.self_attn
+        q, k, v = self._split(own.q_proj(x), 4), self._split(own.k_proj(x), 2), self._split(own.v_proj(x), 2)
+        cos, sin = (t[:, None].double() for t in self.rotary)
+
+        def turn(t):
+            return t * cos + torch.cat([-t[..., 6:], t[..., :6]], -1) * sin
+
+        return [turn(q), turn(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)]
+
+    def _output_weight(self):
+        block = self.block
+        weight = {"bert": lambda: block.attention.output.dense.weight, "gpt2": lambda: block.attn.c_proj.weight.T,
+                  "llama": lambda: block.self_attn.o_proj.weight}[self.name]()  # fmt: skip
+        return weight.detach().unflatten(1, (4, 12)).transpose(0, 1)
+
+    def bias(self):
+        block = self.block
+        return {"bert": lambda: block.attention.output.dense.bias, "gpt2": lambda: block.attn.c_proj.bias,
+                "llama": lambda: None}[self.name]()  # fmt: skip
+
+    def scores(self, residual):
+        scores = self._project(residual)[0] @ self.key.mT / 12**0.5
+        if self.name == "bert":
+            return scores
+        return scores.masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
+
+    def parts(self, residual):
+        """Selective part, common part and log Z of every head and query."""
+        scores = self.scores(residual)
+        log_z = torch.logsumexp(scores, -1)
+        visible = scores > -torch.inf
+        common = torch.where(visible, scores, 0).sum(-1) / visible.sum(-1)
+        return torch.stack([log_z - visible.sum(-1).log() - common, common, log_z])
+
+    @torch.no_grad()
+    def change(self, step):
+        return self.parts(self.residual + step) - self.parts(self.residual)
+
+    @torch.no_grad()
+    def slope(self, step):
+        """By forward-mode differentiation (the norms of some models round to float32, which spoils differences)."""
+        return torch.func.jvp(self.parts, (self.residual,), (step.detach(),))[1]
+
+
+@pytest.fixture(params=["bert", "gpt2", "llama"])
+def case(request):
+    reading, model, batch = read(request.param)
+    return reading.results[LAYER].climb, Layer(request.param, model, batch), reading
+
+
+def part(ratio, name):
+    return ratio.value()[PARTS.index(name)]
+
+
+def test_own_write(case):
+    climb, layer, _ = case
+    for h in range(4):
+        change = layer.change(layer.writes[h])[:, 0, h]
+        slope = layer.slope(layer.writes[h])[:, 0, h]
+        assert np.isclose(part(climb.own, "step_selective")[h], change[0].mean(), atol=1e-9)
+        assert np.isclose(part(climb.own, "step_common")[h], change[1].mean(), atol=1e-9)
+        assert np.isclose(part(climb.own, "step_log_partition")[h], change[2].mean(), atol=1e-9)
+        assert np.isclose(part(climb.own, "step_sharpens")[h], (change[0] > 0).double().mean())
+        assert np.isclose(part(climb.own, "slope_selective")[h], slope[0].mean(), rtol=1e-5, atol=1e-7)
+        assert np.isclose(part(climb.own, "slope_common")[h], slope[1].mean(), rtol=1e-5, atol=1e-7)
+        assert abs(part(climb.own, "sharpens")[h] - float((slope[0] > 0).double().mean())) <= 1 / 20 + 1e-12
+
+
+def test_selective_and_common_part_add_up_to_raw_log_z(case):
+    climb, *_ = case
+    for ratio in (climb.own, climb.update, climb.own_random):
+        total = part(ratio, "step_selective") + part(ratio, "step_common")
+        assert np.allclose(total, part(ratio, "step_log_partition"), atol=1e-10)
+
+
+def test_other_heads_writes(case):
+    climb, layer, _ = case
+    found = climb.pairs.value()
+    few = torch.arange(0, 20, 4)
+    for g in range(4):
+        change, slope = layer.change(layer.writes[g])[0, 0], layer.slope(layer.writes[g])[0, 0]
+        assert np.allclose(found[3, g], change[:, few].mean(-1), atol=1e-9)
+        assert np.allclose(found[2, g], (change[:, few] > 0).double().mean(-1))
+        assert np.allclose(found[1, g], slope.mean(-1), rtol=1e-5, atol=1e-7)
+    mean, deviation, number = climb.mismatched("step_selective")
+    others = np.array([[found[3, g, h] for g in range(4) if g != h] for h in range(4)])
+    assert number == 3
+    assert np.allclose(mean, others.mean(1))
+    assert np.allclose(deviation, others.std(1, ddof=1))
+
+
+def test_whole_update_with_and_without_output_bias(case):
+    climb, layer, _ = case
+    without = layer.writes.sum(0)
+    bias = layer.bias()
+    whole = without if bias is None else without + bias.detach()
+    assert np.allclose(part(climb.update, "step_selective"), layer.change(whole)[0, 0].mean(-1), atol=1e-9)
+    assert np.allclose(part(climb.update, "slope_selective"), layer.slope(whole)[0, 0].mean(-1), rtol=1e-5, atol=1e-7)
+    if bias is None:
+        assert (climb.update_without_bias.count() == 0).all()
+    else:
+        found = part(climb.update_without_bias, "step_selective")
+        assert np.allclose(found, layer.change(without)[0, 0].mean(-1), atol=1e-9)
+
+
+def test_write_norm(case):
+    climb, layer, _ = case
+    wanted = (layer.writes.norm(dim=-1) / layer.residual.norm(dim=-1)).mean((1, 2))
+    assert np.allclose(climb.write_norm.value()[0], wanted.detach(), atol=1e-10)
+
+
+def test_random_control_has_the_length_of_the_write_and_no_preference(case):
+    """A random direction raises S to first order as often as it lowers it: within 5 standard errors of one half."""
+    climb, _, reading = case
+    shares = np.stack([part(r.climb.own_random, "sharpens") for r in reading.results])
+    number = reading.results[0].climb.own_random.count()[0, 0] * shares.size / 4  # one direction serves all four heads
+    assert abs(shares.mean() - 0.5) <= 5 * 0.5 / np.sqrt(number)
+
+
+def test_ascent_along_the_heads_own_gradient_always_climbs():
+    """S12(a): with W_O W_V = W_QᵀW_K the whole step raises raw log Z of a bare head at every query (convexity)."""
+    model = zoo.fresh("bert").double()
+    block = model.encoder.layer[LAYER].attention
+    own = block.self
+    with torch.no_grad():
+        for parameter in (own.query.bias, own.key.bias, own.value.bias, block.output.dense.bias):
+            parameter.zero_()
+        own.value.weight.copy_(own.key.weight)
+        block.output.dense.weight.copy_(own.query.weight.T)
+    batch = zoo.inputs("bert", rows=1)
+    sites, *_ = first_look(model, batch)
+    reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
+    reading.forward(batch, None, sampled=[0])
+    results = reading.results[LAYER]
+    assert (part(results.climb.own, "step_log_partition") > 0).all()
+    assert results.maps is not None
+    assert np.allclose(np.diag(results.maps.cosine), 1.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_cosines_and_symmetric_shares_from_full_matrices(name):
+    reading, model, batch = read(name)
+    layer = Layer(name, model, batch)
+    block = layer.block
+    gain = torch.ones(48).double()
+    if name == "bert":
+        q, k, v = (m.weight for m in (block.attention.self.query, block.attention.self.key, block.attention.self.value))
+    elif name == "gpt2":
+        q, k, v = block.attn.c_attn.weight.T.split(48)
+        gain = block.ln_1.weight
+    else:
+        q, k, v = (m.weight for m in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj))
+        k, v = (t.unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1) for t in (k, v))
+        gain = block.input_layernorm.weight
+    q, k, v = ((t * gain).detach().unflatten(0, (4, 12)) for t in (q, k, v))
+    out = layer._output_weight()
+    maps = reading.results[LAYER].maps
+    for g in range(4):
+        for h in range(4):
+            write, score = out[g] @ v[g], q[h].T @ k[h]
+            wanted = (write * score).sum() / (write.norm() * score.norm())
+            assert np.isclose(maps.cosine[g, h], wanted, atol=1e-6)
+    for h in range(4):
+        score = q[h].T @ k[h]
+        symmetric = ((score + score.T) / 2).norm() ** 2 / score.norm() ** 2
+        assert np.isclose(maps.symmetric_share[h], symmetric, atol=1e-6)
+
+
+def test_rotation_null_by_simulation():
+    """The cosine of two fixed matrices after random rotations on both sides has mean 0 and deviation 1/D."""
+    generator = np.random.default_rng(0)
+    size, cosines = 24, []
+    left, right = generator.normal(size=(2, size, size))
+    for _ in range(2000):
+        turns = [np.linalg.qr(generator.normal(size=(size, size))) for _ in range(2)]
+        a, b = (q * np.sign(np.diag(r)) for q, r in turns)
+        turned = a @ left @ b
+        cosines.append((turned * right).sum() / (np.linalg.norm(turned) * np.linalg.norm(right)))
+    assert abs(np.std(cosines) * size - 1) < 5 / np.sqrt(2 * 2000)
+
+
+def test_clouds_along_the_depth():
+    """Distances by SciPy and spectra by an SVD of the centred tokens, for one window of distinct tokens."""
+    model = zoo.fresh("bert").double()
+    batch = {"input_ids": torch.arange(3, 23)[None], "attention_mask": torch.ones(1, 20, dtype=torch.long)}
+    sites, *_ = first_look(model, batch)
+    reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
+    reading.forward(batch, None, sampled=[0])
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    for layer, name in enumerate(["encoder.layer.0 attention", "encoder.layer.1 attention"]):
+        index = next(s.index for s in reading.tracer.sublayers if s.name == name)
+        rows = {statistic: value for statistic, value, *_ in reading.expansion.results(index)}
+        cloud = states[layer][0].numpy()
+        centred = cloud - cloud.mean(0)
+        spectrum = np.linalg.svd(centred, compute_uv=False)[:19] ** 2 / 20
+        shares = spectrum / spectrum.sum()
+        assert np.isclose(rows["pairwise_distance/before"], pdist(cloud).mean(), rtol=1e-10)
+        assert np.isclose(rows["log_determinant/before"], np.log(spectrum).mean(), rtol=1e-8)
+        assert np.isclose(rows["effective_rank/before"], np.exp(-(shares * np.log(shares)).sum()), rtol=1e-8)
+
+
+def test_repeated_tokens_are_counted_once():
+    """Two equal tokens are one point of a model without position vectors; the cloud is made of distinct tokens."""
+    model = zoo.fresh("llama")
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14] * 2])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    sites, *_ = first_look(model, batch)
+    reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
+    reading.forward(batch, None, sampled=[0])
+    rows = {statistic: value for statistic, value, *_ in reading.expansion.results(0)}
+    assert (
+        rows["log_determinant/before"] > -20
+    )  # with both copies, ten of nineteen directions would be empty: < −13 on average
+
+
+@pytest.mark.parametrize("name", ["modernbert", "gpt_oss", "t5", "bart", "albert", "qwen3", "gemma2", "vit", "swin"])
+def test_other_architectures_give_numbers_or_a_reason(name):
+    model = zoo.model(name)
+    batch = zoo.inputs(name, padded=True)
+    sites, *_ = first_look(model, batch)
+    reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=8))
+    reading.forward(batch, None, sampled=[0, 2])
+    for results in reading.results:
+        if CLIMB in results.unavailable:
+            assert name == "swin"
+            continue
+        assert np.isfinite(part(results.climb.update, "step_selective")).all()
+        own = np.isfinite(part(results.climb.own, "step_selective")).all()
+        assert own or "own_write" in results.unavailable
+        assert results.maps is not None or MAPS in results.unavailable

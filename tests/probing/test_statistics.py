@@ -1,0 +1,182 @@
+"""Every per-query statistic against float64 attention matrices formed in the test, and the invariances they must have."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.probing import oracle, zoo
+
+from massieu.probing.capture import AttentionCall, Site
+from massieu.probing.reading import Options, Reading, first_look
+from massieu.probing.statistics.attention import PER_QUERY, AttentionStatistics, Tokens, query_statistics
+from massieu.probing.statistics.registry import ATTENTION, STATISTICS, VALUES, select
+from massieu.probing.units import Units
+
+GROUPS = frozenset({ATTENTION, VALUES})
+
+
+def read(name, batches, special, **options) -> Reading:
+    model = zoo.fresh(name)
+    sites, *_ = first_look(model, batches[0])
+    reading = Reading(model, sites, Options(GROUPS, Units(), 20, **options))
+    for batch, marks in zip(batches, special, strict=True):
+        reading.forward(batch, marks, sampled=())
+    return reading
+
+
+def values_of(reading: Reading, site: int) -> dict[str, np.ndarray]:
+    results = reading.results[site]
+    found = dict(zip(PER_QUERY, results.attention.ratio.value(), strict=True))
+    found["first_value_norm_ratio"] = results.first_value.value()[0]
+    return found
+
+
+def marks(batch):
+    special = torch.zeros_like(batch["attention_mask"], dtype=torch.bool)
+    special[:, 0] = True
+    special[:, 7] = True
+    return special
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_statistics_agree_with_explicit_matrices(name, padded):
+    batch = zoo.inputs(name, padded=padded)
+    special = marks(batch)
+    reading = read(name, [batch], [special])
+    for site, layer in enumerate(oracle.attention_of(name, batch)):
+        found = values_of(reading, site)
+        for statistic, wanted in oracle.expected(layer, batch, special).items():
+            assert np.allclose(found[statistic], wanted, atol=1e-5, rtol=1e-5), (statistic, site)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_batch_size_and_padding_change_nothing(name):
+    """The same sequences together with padding, one by one without it, and one by one with more padding."""
+    batch = zoo.inputs(name, padded=True)
+    special = marks(batch)
+    together = read(name, [batch], [special])
+    lengths = batch["attention_mask"].sum(1).tolist()
+    alone = [{k: v[i : i + 1, :n] for k, v in batch.items()} for i, n in enumerate(lengths)]
+    apart = read(name, alone, [special[i : i + 1, :n] for i, n in enumerate(lengths)])
+    for site in range(len(together.results)):
+        for statistic, value in values_of(together, site).items():
+            other = values_of(apart, site)[statistic]
+            assert np.allclose(value, other, atol=1e-5, rtol=1e-5, equal_nan=True), statistic
+
+
+def shifted(call: AttentionCall, size: float) -> AttentionCall:
+    direction = torch.linspace(-1, 1, call.key.shape[3]) * size
+    return replace(call, key=call.key + direction)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_constant_added_to_the_keys_moves_no_headline(causal):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 40, 16) for _ in range(3))
+    call = AttentionCall(
+        Site("a"), torch.nn.Identity(), query, key, value, None, causal, 0.25, None, None, torch.empty(2, 40, 3, 16)
+    )
+    tokens = Tokens(torch.ones(2, 40, dtype=torch.bool), torch.zeros(2, 40, dtype=torch.bool))
+    positions = torch.arange(40)
+    plain = query_statistics(call, tokens, tokens, positions, True)
+    moved = query_statistics(shifted(call, 5.0), tokens, tokens, positions, True)
+    for name, value in plain.values.items():
+        difference = float((value - moved.values[name]).abs().max())
+        if STATISTICS[name].headline:
+            assert difference <= 1e-5 * (1 + float(value.abs().max())), name
+    for name in ("log_partition", "largest_score"):
+        assert float((plain.values[name] - moved.values[name]).abs().max()) > 1
+
+
+def test_every_statistic_is_either_headline_or_says_why_not():
+    for statistic in STATISTICS.values():
+        assert not (statistic.headline and statistic.gauge_dependent), statistic.name
+        assert statistic.question.endswith("?")
+        assert statistic.caveat
+        assert statistic.cost
+        if statistic.gauge_dependent and statistic.name != "sink_weight":
+            assert "key origin" in statistic.caveat
+
+
+def test_sampled_queries_estimate_the_same_means():
+    """A random half of the queries, many times: the average over samples is the mean over all (each query is as likely)."""
+    batch = zoo.inputs("gpt2", rows=2)
+    special = marks(batch)
+    everything = values_of(read("gpt2", [batch], [special]), 1)
+    samples = [values_of(read("gpt2", [batch], [special], query_sample=10, seed=s), 1) for s in range(60)]
+    for name in ("entropy", "selective_log_partition", "weight_first"):
+        drawn = np.stack([s[name] for s in samples])
+        error = drawn.std(0, ddof=1) / np.sqrt(len(samples))
+        assert (np.abs(drawn.mean(0) - everything[name]) <= 5 * error + 1e-6).all(), name
+
+
+def test_bins_add_up_to_the_whole():
+    batch = zoo.inputs("gpt2", padded=True)
+    reading = read("gpt2", [batch], [marks(batch)])
+    results = reading.results[0].attention
+    whole = results.ratio.estimate()
+    for ratio, name in ((results.by_position, "selective_log_partition"), (results.by_visible, "entropy")):
+        part = ratio.estimate()
+        count = part.count.sum(0)
+        total = np.nansum(part.value * part.count, axis=0)
+        index = PER_QUERY.index(name)
+        assert np.allclose(count, whole.count[index])
+        assert np.allclose(total / count, whole.value[index], atol=1e-12)
+
+
+def test_entropy_bins_are_bins_of_the_number_of_visible_keys():
+    """In a causal model query i sees i + 1 keys: bin (3, 4) holds exactly the third and the fourth query."""
+    batch = zoo.inputs("gpt2", rows=2)
+    reading = read("gpt2", [batch], [marks(batch)])
+    bins = {name: ratio.estimate().count[index] for name, ratio, index in reading.results[0].attention.bins()}
+    assert (bins["entropy/visible_keys_1_1"] == 2).all()
+    assert (bins["entropy/visible_keys_3_4"] == 4).all()
+    assert (bins["entropy/visible_keys_9_16"] == 16).all()
+    assert (bins["entropy/visible_keys_17_32"] == 8).all()
+
+
+def test_nan_is_reported_and_left_out():
+    results = AttentionStatistics(2, Units(), 8)
+    query, key = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4)
+    query[0, 1, 3] = torch.nan
+    call = AttentionCall(
+        Site("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
+    )
+    tokens = Tokens(torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.bool))
+    found = query_statistics(call, tokens, tokens, torch.arange(8), True)
+    results.update(found, torch.arange(8), 1)
+    assert results.broken.tolist() == [0, 1]
+    estimate = results.ratio.estimate()
+    assert np.isfinite(estimate.value[PER_QUERY.index("entropy")]).all()
+    assert estimate.count[PER_QUERY.index("entropy")].tolist() == [8, 7]
+
+
+def test_learned_sink_takes_its_share_of_z():
+    """gpt-oss: sink weight = e^b / (e^b + Σ e^s), from explicitly formed scores; raw log Z includes it."""
+    calls = []
+    from massieu.probing.capture import capturing
+
+    model = zoo.model("gpt_oss")
+    batch = zoo.inputs("gpt_oss")
+    with torch.no_grad(), capturing(model, calls.append):
+        model(**batch, use_cache=False)
+    call = calls[0]
+    tokens = Tokens(batch["attention_mask"].bool(), torch.zeros(3, 20, dtype=torch.bool))
+    found = query_statistics(call, tokens, tokens, torch.arange(20), True)
+    key = call.key.double().repeat_interleave(2, 1)
+    z = (call.query.double() @ key.mT * call.scale).masked_fill(~call.visible(), -torch.inf).exp().sum(-1)
+    b = call.sink.double()[:, None].exp()
+    assert torch.allclose(found.values["sink_weight"].double(), b / (b + z), atol=1e-6)
+    assert torch.allclose(found.values["log_partition"].double(), (b + z).log(), atol=1e-5)
+
+
+def test_selection_of_statistics():
+    everything, groups = select(None)
+    assert everything == set(STATISTICS)
+    names, groups = select(["entropy", "maps"])
+    assert groups == {"attention", "maps"}
+    assert names == {"entropy", "write_score_cosine", "symmetric_share", "antisymmetric_share"}
+    with pytest.raises(ValueError, match=r"unknown statistic 'entropie'; known are .*entropy_fraction"):
+        select(["entropie"])
