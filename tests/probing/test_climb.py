@@ -21,7 +21,7 @@ def read(name: str) -> tuple[Reading, torch.nn.Module, dict]:
     batch = zoo.inputs(name, rows=1)
     sites, *_ = first_look(model, batch)
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
-    reading.forward(batch, None, sampled=[0])
+    reading.forward(batch, None, sampled=[0], windows=[0])
     return reading, model, batch
 
 
@@ -191,7 +191,7 @@ def test_ascent_along_the_heads_own_gradient_always_climbs():
     batch = zoo.inputs("bert", rows=1)
     sites, *_ = first_look(model, batch)
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
-    reading.forward(batch, None, sampled=[0])
+    reading.forward(batch, None, sampled=[0], windows=[0])
     results = reading.results[LAYER]
     assert (part(results.climb.own, "step_log_partition") > 0).all()
     assert results.maps is not None
@@ -246,7 +246,7 @@ def test_clouds_along_the_depth():
     batch = {"input_ids": torch.arange(3, 23)[None], "attention_mask": torch.ones(1, 20, dtype=torch.long)}
     sites, *_ = first_look(model, batch)
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
-    reading.forward(batch, None, sampled=[0])
+    reading.forward(batch, None, sampled=[0], windows=[0])
     with torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states
     for layer, name in enumerate(["encoder.layer.0 attention", "encoder.layer.1 attention"]):
@@ -268,7 +268,7 @@ def test_repeated_tokens_are_counted_once():
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     sites, *_ = first_look(model, batch)
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
-    reading.forward(batch, None, sampled=[0])
+    reading.forward(batch, None, sampled=[0], windows=[0])
     rows = {statistic: value for statistic, value, *_ in reading.expansion.results(0)}
     assert (
         rows["log_determinant/before"] > -20
@@ -281,7 +281,7 @@ def test_other_architectures_give_numbers_or_a_reason(name):
     batch = zoo.inputs(name, padded=True)
     sites, *_ = first_look(model, batch)
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=8))
-    reading.forward(batch, None, sampled=[0, 2])
+    reading.forward(batch, None, sampled=[0, 2], windows=range(3))
     for results in reading.results:
         if CLIMB in results.unavailable:
             assert name == "swin"

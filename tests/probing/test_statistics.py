@@ -21,7 +21,7 @@ def read(name, batches, special, **options) -> Reading:
     sites, *_ = first_look(model, batches[0])
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, **options))
     for batch, marks in zip(batches, special, strict=True):
-        reading.forward(batch, marks, sampled=())
+        reading.forward(batch, marks, sampled=(), windows=range(len(batch["input_ids"])))
     return reading
 
 

@@ -340,7 +340,15 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
         scores = torch.cat([scores, sink], dim=-1)
     expected = (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
     known = real[:2][:, picked] & visible.any(-1).all(1).expand(expected.shape[0], -1)
-    found = call.output[:, picked].double()
-    difference = (found - expected)[known].abs()
-    size = expected[known].abs().max() if bool(known.any()) else torch.tensor(1.0)
-    return float(difference.max() / size.clamp_min(1e-30)) if difference.numel() else 0.0
+    return relative_difference(call.output[:, picked].double()[known], expected[known])
+
+
+def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
+    """Largest difference over the largest expected size. NaN and infinities must be in the same places, else infinite."""
+    finite = expected.isfinite()
+    if bool((finite != found.isfinite()).any()):
+        return float("inf")
+    if not bool(finite.any()):
+        return 0.0
+    size = expected[finite].abs().max().clamp_min(1e-30)
+    return float((found - expected)[finite].abs().max() / size)

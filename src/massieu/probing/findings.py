@@ -107,10 +107,11 @@ def _plural(number_of: int, word: str) -> str:
 def _sink(heads: _Lookup) -> Finding:
     title = "Attention on the first token"
     places, values = heads.column("weight_first")
-    if not places:
-        return _absent("sink", title, "weight_first")
     mostly = [p for p, v in zip(places, values, strict=True) if v > MOSTLY]
-    strongest, cell = heads.picked("weight_first", 1, largest=True)[0]
+    best = heads.picked("weight_first", 1, largest=True)
+    if not best:
+        return _absent("sink", title, "weight_first")
+    strongest, cell = best[0]
     norm = heads.get(strongest, "first_value_norm_ratio")
     sentence = (
         f"{len(mostly)} of {_plural(len(places), 'head')} put more than half of their attention on the first token. "
@@ -162,15 +163,15 @@ def _climb(heads: _Lookup) -> Finding:
     if not heads.column(name)[0]:
         name = "update_step_selective"
     places, values = heads.column(name)
-    if not places:
+    best = heads.picked(name, 1, largest=True)
+    if not best:
         return _absent("climb", title, "own_write_step_selective")
     judged = [(p, v) for p, v in zip(places, values, strict=True) if heads.get(p, f"{name}/q_value")[0] < SIGNIFICANT]
     control = "mismatched" if name.startswith("own") else "random"
     expected = {p: heads.get(p, f"{name}/{control}")[0] for p in places}
     sharpening = [p for p, v in judged if v > expected[p]]
     flattening = [p for p, v in judged if v <= expected[p]]
-    highest = heads.picked(name, 1, largest=True)[0]
-    lowest = heads.picked(name, 1, largest=False)[0]
+    highest, lowest = best[0], heads.picked(name, 1, largest=False)[0]
     beside = "what the other heads of the layer write" if control == "mismatched" else "a random step of equal length"
     what = "own write" if control == "mismatched" else "whole attention update"
     sentence = (

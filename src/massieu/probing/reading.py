@@ -1,9 +1,8 @@
 """One model being read: forward passes with capture and tracing, and all running results of that model."""
 
-import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,15 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.accumulate import Ratio
-from massieu.probing.capture import AttentionCall, Capture, Site, capturing, self_check_error, stock_implementations
+from massieu.probing.capture import (
+    AttentionCall,
+    Capture,
+    Site,
+    capturing,
+    relative_difference,
+    self_check_error,
+    stock_implementations,
+)
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.model import READABLE, model_inputs
 from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, tolerance
@@ -91,7 +98,7 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[SiteInfo]
     sites = find_sites(model, calls, cross)
     error, where = _worst_error(calls, prepared, stock, probed)
     check = SelfCheck(error, tolerance(stock.dtype), where)
-    if not check.passed or not math.isfinite(check.error):
+    if not check.passed:
         raise InputError(
             f"self-check failed at {where}: attention recomputed from what was captured differs from the model's own by "
             f"{error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong"
@@ -107,12 +114,9 @@ def _worst_error(
     for call in calls:
         real = _real_tokens(call.query.shape[0], call.query.shape[2], inputs.get("attention_mask"))
         errors.append((self_check_error(call, real), call.site.name))
-    real = _real_tokens(stock.shape[0], stock.shape[1], inputs.get("attention_mask"))
-    known = real if stock.dim() == 3 else torch.ones(stock.shape[:2], dtype=torch.bool)
-    size = stock[known].abs().max().clamp_min(1e-30)
-    errors.append((float((stock - probed)[known].abs().max() / size), "the model's output"))
-    broken = [e for e in errors if not math.isfinite(e[0])]
-    return broken[0] if broken else max(errors)
+    known = _real_tokens(stock.shape[0], stock.shape[1], inputs.get("attention_mask"))
+    errors.append((relative_difference(probed[known], stock[known]), "the model's output"))
+    return max(errors)
 
 
 def _why_nothing_fired(model: nn.Module) -> str:
@@ -153,11 +157,11 @@ class Reading:
         self.sampled = Counter[str]()
         self.unexplained: set[str] = set()
         self.examples: list[ExampleWindow] = []
-        self._generator = torch.Generator().manual_seed(options.seed)
         self._capture: Capture | None = None
         self._inputs: dict[str, Any] = {}
         self._special: Tensor | None = None
         self._rows = 0
+        self._windows: Sequence[int] = ()
         self._sampled_rows: dict[int, tuple[Tensor, Tensor]] = {}
         self._example: ExampleWindow | None = None
 
@@ -174,6 +178,7 @@ class Reading:
         inputs: dict[str, Any],
         special: Tensor | None,
         sampled: Iterable[int],
+        windows: Sequence[int],
         example: tuple[int, ExampleWindow] | None = None,
     ) -> None:
         """Run one batch and add it to the results.
@@ -181,8 +186,11 @@ class Reading:
         Args:
             special: special tokens of ``input_ids``; None where there are none.
             sampled: rows on which replays and clouds are measured.
+            windows: number of each row's window in the whole text: what is drawn at random depends on it and the seed
+                alone, so that batch size changes no statistic.
             example: a row to record token by token, and where to.
         """
+        self._windows = windows
         self._inputs = model_inputs(self.model, inputs)
         self._special = special
         main = self._inputs.get(str(self.model.main_input_name))
@@ -234,8 +242,8 @@ class Reading:
         if ids is None:
             return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
         real = mask[row].bool() if isinstance(mask, Tensor) else torch.ones_like(ids[row], dtype=torch.bool)
-        clouds = distinct_positions(ids[row], real, self.options.climb_queries, self._generator)
-        replays = distinct_positions(None, real, self.options.climb_queries, self._generator)
+        clouds = distinct_positions(ids[row], real, self.options.climb_queries, self._random(row, 0))
+        replays = distinct_positions(None, real, self.options.climb_queries, self._random(row, 1))
         return replays, clouds
 
     def _positions(self, row: int, length: int, cloud: bool) -> Tensor:
@@ -244,7 +252,11 @@ class Reading:
         if len(chosen) and self._inputs["input_ids"].shape[1] == length:
             return chosen
         everything = torch.ones(length, dtype=torch.bool, device=self._device())
-        return distinct_positions(None, everything, self.options.climb_queries, self._generator)
+        return distinct_positions(None, everything, self.options.climb_queries, self._random(row, int(cloud)))
+
+    def _random(self, row: int, purpose: int) -> torch.Generator:
+        """Random numbers that belong to one window and one purpose."""
+        return torch.Generator().manual_seed(hash((self.options.seed, self._windows[row], purpose)) % 2**63)
 
     # Observers ---------------------------------------------------------------------------------------------------------
 
@@ -262,20 +274,30 @@ class Reading:
         queries, keys = self.tokens_of(info, call)
         length = call.query.shape[2]
         if ATTENTION in groups:
-            positions, part = torch.arange(length, device=call.query.device), call
             sample = self.options.query_sample
-            if sample is not None and sample < length:
-                positions = torch.randperm(length, generator=self._generator)[:sample].sort().values
-                positions = positions.to(call.query.device)
-                part = call.at(positions)
-                queries = Tokens(queries.real[:, positions], queries.special[:, positions])
-            found = query_statistics(part, queries, keys, positions, itself=info.kind != "cross")
-            results.attention.update(found, positions, self._rows)
+            if sample is None or sample >= length:
+                positions = torch.arange(length, device=call.query.device)
+                found = query_statistics(call, queries, keys, positions, itself=info.kind != "cross")
+                results.attention.update(found, positions, self._rows)
+            else:
+                self._sampled_queries(info, call, queries, keys, sample)
         if VALUES in groups:
             self._first_value(results, call, keys)
         if self._example is not None:
             self._example.add(info, call.rows(slice(self._example_row, self._example_row + 1)))
         self.seconds["attention statistics"] += time.perf_counter() - started
+
+    def _sampled_queries(self, info: SiteInfo, call: AttentionCall, queries: Tokens, keys: Tokens, sample: int) -> None:
+        """Per-query statistics on some queries of each window, drawn window by window."""
+        length, parts = call.query.shape[2], call.query.shape[0] // self._rows
+        for row in range(self._rows):
+            positions = torch.randperm(length, generator=self._random(row, 2))[:sample].sort().values
+            positions, item = positions.to(call.query.device), slice(row * parts, (row + 1) * parts)
+            asked = Tokens(queries.real[item, positions], queries.special[item, positions])
+            attended = Tokens(keys.real[item], keys.special[item])
+            part = call.rows(item).at(positions)
+            found = query_statistics(part, asked, attended, positions, itself=info.kind != "cross")
+            self.results[info.index].attention.update(found, positions, 1)
 
     def _first_value(self, results: SiteResults, call: AttentionCall, keys: Tokens) -> None:
         norms = call.value.float().norm(dim=-1)
@@ -338,7 +360,8 @@ class Reading:
             if CLIMB in results.unavailable or not len(positions):
                 continue
             valid = torch.ones(1, len(positions), dtype=torch.bool, device=positions.device)
-            Climb(replay, item, positions, self._generator).measure(results.climb, valid)
+            generator = self._random(row, 3 + info.index)
+            Climb(replay, item, positions, generator).measure(results.climb, valid)
             if info.index == 0:
                 self.sampled["queries"] += len(positions)
 

@@ -94,7 +94,8 @@ class Session:
         if sampled and self.recorded < EXAMPLES and ATTENTION in self.options.groups:
             example = (sampled[0], self._example(batch, inputs, sampled[0], self.windows + sampled[0]))
             self.recorded += 1
-        self.reading.forward(inputs, special, sampled, example)
+        numbers = range(self.windows, self.windows + rows)
+        self.reading.forward(inputs, special, sampled, numbers, example)
         if self.control is not None:
             chosen = [row for i, row in enumerate(sampled, self.sampled) if i % CONTROL_EVERY == 0]
             if chosen:
@@ -102,7 +103,8 @@ class Session:
                     k: v[chosen] if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows else v
                     for k, v in inputs.items()
                 }
-                self.control.forward(part, None if special is None else special[chosen], range(len(chosen)))
+                marks = None if special is None else special[chosen]
+                self.control.forward(part, marks, range(len(chosen)), [numbers[row] for row in chosen])
         self.sampled += len(sampled)
         self.windows += rows
         mask = inputs.get("attention_mask")

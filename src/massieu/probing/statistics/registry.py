@@ -330,12 +330,12 @@ _MAPS = [
     Statistic(
         "symmetric_share", "Symmetric share of W_QᵀW_K", "‖(M + Mᵀ)/2‖² / ‖M‖², M = W_QᵀW_K with norm gains folded in",
         "S11, E6", SHIM, MAPS, "How much of the score is a mutual similarity of the two tokens?",
-        "One half for a random matrix.", headline=True, signed=True, control=None,
+        "One half for a random matrix.", headline=True, control=None,
     ),
     Statistic(
         "antisymmetric_share", "Antisymmetric share of W_QᵀW_K", "‖(M − Mᵀ)/2‖² / ‖M‖² = 1 − symmetric share", "S11, E6",
         SHIM, MAPS, "How much of the score is directed, from one token to another?", "One half for a random matrix.",
-        headline=True, signed=True, control=None,
+        headline=True, control=None,
     ),
 ]  # fmt: skip
 

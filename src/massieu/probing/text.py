@@ -1,0 +1,319 @@
+"""From documents to batches: tokenised while they are read and cut into windows."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Bool
+
+from massieu.errors import InputError
+from massieu.probing.documents import Document, check_sources, pieces, read_documents, reference_documents
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Batch",
+    "Document",
+    "TextBatches",
+    "TextReport",
+    "check_sources",
+    "read_documents",
+    "reference_documents",
+    "token_strings",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of tokens for a model.
+
+    Attributes:
+        inputs: ``input_ids`` and ``attention_mask``, each (B, L); what the model's forward is called with.
+        real: False where a row is padded.
+        special: The tokenizer's special tokens (CLS, SEP, BOS, EOS, …), but not the unknown token, which stands for text.
+        names: For each row, the name of the document it starts in.
+    """
+
+    inputs: "dict[str, Tensor]"
+    real: "Bool[Tensor, 'B L']"
+    special: "Bool[Tensor, 'B L']"
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TextReport:
+    """What was read so far.
+
+    Attributes:
+        documents: Documents that at least one token was taken from.
+        tokens: Tokens in the rows, special ones included, padding not.
+        windows: Rows.
+        dropped: What of the text is not in the rows, in one sentence; None when nothing was left out.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    windows: int = 0
+    dropped: str | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    ids: list[int]
+    special: list[bool]
+    name: str
+    documents: int  # begun by the end of the row
+
+
+@dataclass
+class _LeftOut:
+    """Tokens that were read and put in no row."""
+
+    tail: int = 0
+    cut: int = 0
+    cut_documents: int = 0
+
+    def sentence(self, max_length: int, stopped_after: int | None) -> str | None:
+        """What is left out, for the reader of a report."""
+        parts = []
+        if self.tail:
+            parts.append(f"the last {_number(self.tail, 'token')}, too few to fill a window, were left out")
+        if self.cut:
+            where = _number(self.cut_documents, "document")
+            parts.append(f"{_number(self.cut, 'token')} beyond the length of {max_length} were cut off {where}")
+        if stopped_after is not None:
+            parts.append(f"reading stopped after {_number(stopped_after, 'token')}, as max_tokens asks")
+        return "; ".join(parts) or None
+
+
+class TextBatches:
+    """Cuts documents into batches of token windows, while they are read: memory does not grow with the text.
+
+    With packing, the tokens of all documents make one stream, documents separated by the tokenizer's EOS (or else SEP)
+    token where it has one. The stream is cut into full windows, each with the tokenizer's own special tokens around it;
+    the tail that does not fill a window is left out, unless it is all there is. Without packing, a row is one document,
+    cut at ``max_length`` tokens and padded to the longest row of its batch.
+
+    A row begins with the BOS token where the tokenizer has one, also if the tokenizer leaves putting it to its user (as
+    GPT-2's does); but one that puts anything else in front, or has a CLS token, knows what its rows begin with.
+
+    Documents longer than 65,536 characters are tokenised in pieces that end at a space. Only a SentencePiece tokenizer
+    that puts a space before any text shows it: one token at the beginning of a piece may differ.
+
+    Args:
+        tokenizer: A tokenizer of ``transformers``.
+        documents: The documents, or a function that returns them anew; with a function or a list, the batches can be
+            iterated over again.
+        max_length: Tokens in a row, special ones included.
+        max_tokens: Stop with the row that reaches this many tokens.
+        batch_size: Rows in a batch; the last batch may have fewer.
+        packing: Whether rows are windows of the stream; False gives each document its row.
+
+    Iterating raises:
+        InputError: there is no token in the text, or ``max_length`` leaves no room beside the special tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Any, documents: Iterable[Document] | Callable[[], Iterable[Document]], *, max_length: int,
+        max_tokens: int | None = None, batch_size: int = 8, packing: bool = True,
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._documents = tokenizer, documents
+        self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
+        self._packing = packing
+        self._special = _special_ids(tokenizer)
+        self._around: tuple[list[int], list[int]] | None = None
+        self._report = TextReport()
+
+    @property
+    def report(self) -> TextReport:
+        """What the latest iteration has read; what was left out is said after its last batch."""
+        return self._report
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._report = TextReport()
+        left_out, stopped_after = _LeftOut(), None
+        batch: list[_Row] = []
+        for row in self._packed(left_out) if self._packing else self._unpacked(left_out):
+            if len(batch) == self._batch_size:
+                yield self._batch(batch)
+                batch = []
+            batch.append(row)
+            tokens, windows = self._report.tokens + len(row.ids), self._report.windows + 1
+            self._report = TextReport(row.documents, tokens, windows)
+            if self._max_tokens is not None and tokens >= self._max_tokens:
+                stopped_after = tokens
+                break
+        if not batch:
+            raise InputError("the text is empty: there is no token in it")
+        self._report = replace(self._report, dropped=left_out.sentence(self._max_length, stopped_after))
+        yield self._batch(batch)
+
+    def _packed(self, left_out: _LeftOut) -> Iterator[_Row]:
+        """Full windows of the stream of all documents' tokens."""
+        stream: list[int] = []
+        taken = documents = 0  # tokens of the stream that are gone from it; documents begun
+        starts: deque[tuple[int, int, str]] = deque()  # of documents: position, number, name
+        separator = self._separator()
+        for number, name, ids in self._encoded():
+            if number > documents:
+                if documents and separator is not None:
+                    stream.append(separator)
+                starts.append((taken + len(stream), number, name))
+                documents = number
+            stream += ids
+            room = self._room()
+            whole = len(stream) - len(stream) % room
+            for start in range(0, whole, room):
+                yield self._window(stream[start : start + room], taken + start, starts)
+            del stream[:whole]
+            taken += whole
+        if stream and not taken:
+            yield self._window(stream, 0, starts)
+        else:
+            left_out.tail = len(stream)
+
+    def _window(self, ids: list[int], position: int, starts: deque[tuple[int, int, str]]) -> _Row:
+        while len(starts) > 1 and starts[1][0] <= position:
+            starts.popleft()
+        begun = max(number for start, number, _ in starts if start < position + len(ids))
+        return self._row(ids, starts[0][2], begun)
+
+    def _unpacked(self, left_out: _LeftOut) -> Iterator[_Row]:
+        """A row for each document."""
+        for (number, name), parts in groupby(self._encoded(), key=itemgetter(0, 1)):
+            kept: list[int] = []
+            cut = 0
+            for _, _, ids in parts:
+                fitting = ids[: self._room() - len(kept)]
+                kept += fitting
+                cut += len(ids) - len(fitting)
+            left_out.cut += cut
+            left_out.cut_documents += cut > 0
+            yield self._row(kept, name, number)
+
+    def _encoded(self) -> Iterator[tuple[int, str, list[int]]]:
+        """Number and name of a document, tokens of a piece of it; documents without a token are not counted."""
+        number, begun = 0, False
+        for document in self._documents() if callable(self._documents) else self._documents:
+            begun = begun and document.continues
+            for piece in pieces(document.text):
+                ids = _encode(self._tokenizer, piece)
+                if not ids:
+                    continue
+                if self._around is None:
+                    self._around = _around(self._tokenizer, piece, ids)
+                number += not begun
+                begun = True
+                yield number, document.name, ids
+
+    def _room(self) -> int:
+        """Tokens of the text that a row has room for."""
+        assert self._around is not None
+        added = sum(map(len, self._around))
+        if self._max_length <= added:
+            raise InputError(
+                f"max_length {self._max_length} leaves no room for text beside the tokenizer's {added} special tokens"
+            )
+        return self._max_length - added
+
+    def _separator(self) -> int | None:
+        eos, sep = self._tokenizer.eos_token_id, self._tokenizer.sep_token_id
+        return sep if eos is None else eos
+
+    def _row(self, ids: list[int], name: str, documents: int) -> _Row:
+        assert self._around is not None
+        before, after = self._around
+        special = [True] * len(before) + [i in self._special for i in ids] + [True] * len(after)
+        return _Row([*before, *ids, *after], special, name, documents)
+
+    def _batch(self, rows: list[_Row]) -> Batch:
+        import torch
+
+        named = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
+        padding = next(identifier for identifier in named if identifier is not None)
+        shape = len(rows), max(len(row.ids) for row in rows)
+        ids = torch.full(shape, padding)
+        real, special = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            ids[i, : len(row.ids)] = torch.tensor(row.ids)
+            special[i, : len(row.ids)] = torch.tensor(row.special)
+            real[i, : len(row.ids)] = True
+        inputs = {"input_ids": ids, "attention_mask": real.long()}
+        return Batch(inputs, real, special, tuple(row.name for row in rows))
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def token_strings(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Tokens for a reader, one string for each.
+
+    A space before a word is ``▁``, for byte-level vocabularies too, whose bytes are turned into the characters they
+    code; bytes that are part of a character are ``<0xE4>``. WordPiece's ``##`` stays.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(list(ids))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    byte_level = "ByteLevel" in str(getattr(backend, "decoder", None)) or hasattr(tokenizer, "byte_decoder")
+    added = tokenizer.added_tokens_decoder
+    return [
+        f"<{i}>" if token is None else _characters(token) if byte_level and i not in added else token
+        for i, token in zip(ids, tokens, strict=True)
+    ]
+
+
+def _characters(token: str) -> str:
+    coded = bytes(_byte_of_character()[character] for character in token)
+    decoded = "".join(
+        f"<0x{ord(character) - 0xDC00:02X}>" if "\udc80" <= character <= "\udcff" else character
+        for character in coded.decode("utf-8", "surrogateescape")
+    )
+    return "▁" + decoded[1:] if decoded.startswith(" ") else decoded
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level vocabularies write printable bytes as themselves and the others as characters from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    # Windows are cut here, not by the tokenizer: `verbose` would warn that a text is longer than the model reads.
+    encoded = tokenizer(
+        text, add_special_tokens=add_special_tokens, truncation=False, padding=False, return_attention_mask=False,
+        return_token_type_ids=False, verbose=False,
+    )  # fmt: skip
+    return encoded["input_ids"]
+
+
+def _around(tokenizer: Any, text: str, ids: list[int]) -> tuple[list[int], list[int]]:
+    """Special tokens before and after a row, found where a text's own tokens stand among those of its full encoding."""
+    full = _encode(tokenizer, text, add_special_tokens=True)
+    places = range(len(full) - len(ids) + 1)
+    place = next((i for i in places if full[i : i + len(ids)] == ids), None)
+    if place is None:
+        raise InputError(
+            f"{type(tokenizer).__name__} cannot be used: with its special tokens, it cuts text differently"
+        )
+    before, after = full[:place], full[place + len(ids) :]
+    if not before and tokenizer.bos_token_id is not None and tokenizer.cls_token_id is None:
+        before = [tokenizer.bos_token_id]
+    return before, after
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """The special tokens except the unknown one, which stands for text, unless it also marks a beginning or an end."""
+    marks = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+    return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {
+        identifier for name in marks if (identifier := getattr(tokenizer, name)) is not None
+    }
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,230 @@
+"""The page's data: a readable JSON part, and number arrays packed so that a thousand heads fit into a few megabytes.
+
+Arrays are written as 32-bit floats with 15 bits of mantissa (relative error 2e-5) or 16-bit floats (5e-4), gzipped and
+base64-coded, in blocks of falling importance. A block that would make the page too large is left out, and the page
+says so.
+"""
+
+import base64
+import gzip
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Num
+
+from massieu.report.tables import CONTROLS, Column, Site
+from massieu.report.tokens import readable
+
+Reference = list[Any]  # [block, byte offset, number of entries, type]
+EXAMPLE_SHADES = ("selective_log_partition", "entropy")
+
+
+class Block:
+    """One gzipped run of arrays; each array starts at a multiple of four bytes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._bytes = bytearray()
+
+    def add(self, values: Num[np.ndarray, "..."], kind: str) -> Reference:
+        """Append an array as ``f4``, ``f2``, ``u1``, ``u2`` or ``u4`` (little-endian); returns where it lies."""
+        if kind == "f4":
+            with np.errstate(over="ignore"):
+                bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
+            finite = (bits & 0x7F800000) != 0x7F800000
+            raw = np.where(finite, (bits + 0x80) & 0xFFFFFF00, bits).astype("<u4").tobytes()
+        else:
+            with np.errstate(over="ignore"):
+                raw = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
+        offset = len(self._bytes)
+        self._bytes += raw + b"\0" * (-len(raw) % 4)
+        return [self.name, offset, int(np.size(values)), kind]
+
+    def text(self) -> str:
+        """The block as base64 of gzip, the same bytes for the same data."""
+        return base64.b64encode(gzip.compress(bytes(self._bytes), compresslevel=9, mtime=0)).decode("ascii")
+
+
+@dataclass
+class Payload:
+    """What the page's script reads: ``data`` as JSON, ``blocks`` of packed arrays, and what was ``left_out``."""
+
+    data: dict[str, Any]
+    blocks: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+def script_json(value: Any) -> str:
+    """JSON that is safe inside a script element: no character of it can end the element or open a comment."""
+    text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def plain(value: Any) -> Any:
+    """The value with what JSON and UTF-8 cannot hold replaced: other than finite numbers by null, surrogates by "?"."""
+    if isinstance(value, dict):
+        return {plain(str(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def pack_column(block: Block, column: Column) -> dict[str, Any]:
+    """A column's values, errors and counts; a part that is the same everywhere is a single number."""
+    packed: dict[str, Any] = {"value": block.add(column.value, "f4")}
+    if np.isfinite(column.error).any():
+        packed["error"] = block.add(column.error, "f2")
+    counts = np.unique(column.count)
+    packed["count"] = int(counts[0]) if len(counts) == 1 else block.add(np.minimum(column.count, 2**32 - 1), "u4")
+    return packed
+
+
+def _on_the_map(name: str) -> bool:
+    _, _, qualifier = name.partition("/")
+    return qualifier in ("", "q_value", *CONTROLS)
+
+
+def pack_heads(columns: dict[str, Column], needed: bool) -> tuple[dict[str, Any], Block]:
+    """The columns that the map needs, or (``needed`` false) those that only a head's own panel shows."""
+    block = Block("map" if needed else "panel")
+    packed = {name: pack_column(block, column) for name, column in columns.items() if _on_the_map(name) == needed}
+    return packed, block
+
+
+def pack_histograms(histograms: dict[str, Any]) -> tuple[dict[str, Any], Block]:
+    """Histograms per site and head, their counts as shares of the head's largest bin (16 bits)."""
+    block = Block("histograms")
+    packed = {}
+    for statistic, histogram in histograms.items():
+        packed[statistic] = {"edges": histogram["edges"], "sites": {}}
+        for site, counts in histogram["counts"].items():
+            array = np.asarray(counts, dtype=float)
+            total = array.sum(axis=-1, keepdims=True)
+            share = np.divide(array, total, out=np.zeros_like(array), where=total > 0)
+            packed[statistic]["sites"][site] = {
+                "shares": block.add(share, "f2"),
+                "totals": total.ravel().astype(int).tolist(),
+            }
+    return packed, block
+
+
+def _padded(rows: list[list[list[float | None]]]) -> Num[np.ndarray, "heads queries strongest"]:
+    """Rows of unequal length (a first query sees few keys) as one array, filled up with NaN."""
+    longest = max((len(row) for head in rows for row in head), default=0)
+    filled = [[[*row, *[None] * (longest - len(row))] for row in head] for head in rows]
+    return np.asarray(filled, dtype=float).reshape(len(rows), -1, longest)
+
+
+def pack_example(example: dict[str, Any], place: int, queries: int | None = None) -> tuple[dict[str, Any], Block]:
+    """One example window, its queries cut to the first ``queries`` where given; the keys' text is always whole."""
+    block = Block(f"example{place}")
+    sites: dict[str, Any] = {}
+    for site, entry in example["sites"].items():
+        packed: dict[str, Any] = {}
+        for name in EXAMPLE_SHADES:
+            if name in entry:
+                values = np.asarray(entry[name], dtype=float)[:, :queries]
+                packed["queries"] = values.shape[1]
+                packed[name] = block.add(values, "f2")
+        if entry.get("top_keys"):
+            keys, weights = (_padded(entry[name])[:, :queries] for name in ("top_keys", "top_weights"))
+            packed["queries"], packed["strongest"] = keys.shape[1], keys.shape[2]
+            # A missing key (fewer keys than asked for) is stored as the largest code.
+            kind, missing = ("u1", 2**8 - 1) if keys.size == 0 or np.nanmax(keys) < 2**8 - 1 else ("u2", 2**16 - 1)
+            known = np.isfinite(keys) & (keys >= 0)
+            packed["top_keys"] = block.add(np.where(known, keys, missing), kind)
+            packed["missing_key"] = missing
+            # The square root in 8 bits: an error below 0.4 percentage points, and below 7 % of a weight of 0.001.
+            packed["top_weights"] = block.add(np.round(255 * np.sqrt(np.clip(np.nan_to_num(weights), 0, 1))), "u1")
+        sites[site] = packed
+    tokens = {stream: readable([str(token) for token in words]) for stream, words in example["tokens"].items()}
+    raw = {stream: [str(token) for token in words] for stream, words in example["tokens"].items()}
+    return {"title": example.get("title"), "tokens": tokens, "raw": raw, "sites": sites}, block
+
+
+class Budget:
+    """Adds blocks while they fit, and keeps a sentence for each that does not."""
+
+    def __init__(self, payload: Payload, size: int) -> None:
+        self._payload = payload
+        self._left = size
+
+    def add(self, block: Block, also: Any, always: bool = False) -> float:
+        """Add the block if it and the JSON that goes with it fit, or in any case with ``always``.
+
+        Returns:
+            The share of it that would fit: 1 when it was added.
+        """
+        text = block.text()
+        size = len(text) + len(script_json(also).encode())
+        if size > self._left and not always:
+            return self._left / size
+        self._left -= size
+        self._payload.blocks[block.name] = text
+        return 1.0
+
+    def leave_out(self, what: str) -> None:
+        """Note what a reader will not find on this page."""
+        self._payload.left_out.append(what)
+
+
+def _add_examples(data: dict[str, Any], examples: list[dict[str, Any]], budget: Budget) -> None:
+    for place, example in enumerate(examples):
+        longest = max((len(words) for words in example["tokens"].values()), default=0)
+        queries = longest
+        packed, block = pack_example(example, place)
+        while (share := budget.add(block, packed)) < 1:
+            queries = int(0.95 * share * queries)
+            if place > 0 or queries < 16:
+                budget.leave_out(f"the example “{example.get('title')}”")
+                break
+            packed, block = pack_example(example, place, queries)
+        else:
+            data["examples"].append(packed)
+            if queries < longest:
+                budget.leave_out(f"the numbers of “{example.get('title')}” after its first {queries} tokens")
+
+
+def encode(
+    data: dict[str, Any], sites: list[Site], columns: dict[str, Column], details: dict[str, Any], size: int
+) -> Payload:
+    """Pack a result for the page.
+
+    Args:
+        data: The readable part, already complete but for the arrays.
+        sites: The map's rows.
+        columns: The heads table.
+        details: Histograms and examples.
+        size: Bytes that the packed part may take.
+
+    Returns:
+        The payload; what did not fit is named in ``left_out``. The numbers of the map are always in it.
+    """
+    payload = Payload(data)
+    budget = Budget(payload, size - len(script_json([data, [site.__dict__ for site in sites]]).encode()))
+    data["sites"] = [site.__dict__ for site in sites]
+    data["columns"], block = pack_heads(columns, needed=True)
+    budget.add(block, data["columns"], always=True)
+    panel, block = pack_heads(columns, needed=False)
+    if budget.add(block, panel) == 1:
+        data["columns"] |= panel
+    else:
+        budget.leave_out("spreads, halves and binned means of the heads")
+    data["histograms"] = {}
+    histograms, block = pack_histograms(details.get("histograms") or {})
+    if budget.add(block, histograms) == 1:
+        data["histograms"] = histograms
+    else:
+        budget.leave_out("the distributions over tokens")
+    data["examples"] = []
+    _add_examples(data, details.get("examples") or [], budget)
+    return payload

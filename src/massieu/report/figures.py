@@ -1,0 +1,250 @@
+"""Small drawings for a notebook: plain HTML and SVG without a script, readable on light and dark ground."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from massieu.errors import InputError
+from massieu.report import colours
+from massieu.report.encode import plain
+from massieu.report.numbers import number, whole, with_error
+from massieu.report.page import FACTS, template
+from massieu.report.tables import CONTROLS, Column, Site, catalogue_of, head_columns, sites_of
+from massieu.report.tokens import readable
+
+if TYPE_CHECKING:
+    import polars
+
+INSIDE_NULL = 0.05
+CELL = 26  # pixels
+BAR_HEIGHT = 60  # pixels
+SHADES = ("selective_log_partition", "entropy")
+
+
+def _control(columns: dict[str, Column], entry: dict[str, Any]) -> str | None:
+    control = entry["control"]
+    return control if control and f"{entry['name']}/{control}" in columns else None
+
+
+def _verdict(columns: dict[str, Column], name: str, cell: int) -> str:
+    tested = columns.get(f"{name}/q_value")
+    q_value = math.nan if tested is None else float(tested.value[cell])
+    if math.isnan(q_value):
+        return "not tested"
+    side = "inside" if q_value >= INSIDE_NULL else "outside"
+    return f"{side} its null (q = {number(q_value)})"
+
+
+def _scale(values: np.ndarray, signed: bool, centre: float) -> tuple[list[str], float, float]:
+    known = values[np.isfinite(values)]
+    if known.size == 0:
+        return colours.SEQUENTIAL, 0.0, 1.0
+    low, high = float(known.min()), float(known.max())
+    if signed:
+        reach = max(high - centre, centre - low) or 1.0
+        return colours.DIVERGING["light"], centre - reach, centre + reach
+    return colours.SEQUENTIAL, low, high if high > low else low + 1.0
+
+
+def _cells(sites: list[Site], columns: dict[str, Column], entry: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """One rectangle per head (place, colour, hatching, the text that a pointer shows), and what the colours mean."""
+    name, column = entry["name"], columns[entry["name"]]
+    control = _control(columns, entry)
+    against = columns[f"{name}/{control}"] if control else None
+    centre = 0.0 if against is None or not np.isfinite(against.value).any() else float(np.nanmedian(against.value))
+    scale, low, high = _scale(column.value, entry["signed"], centre)
+    cells = []
+    for row, site in enumerate(sites):
+        for head in range(site.heads):
+            cell = site.first + head
+            value = float(column.value[cell])
+            verdict = _verdict(columns, name, cell) if control else "no control"
+            lines = [
+                f"layer {site.label}, head {head}",
+                f"{with_error(value, float(column.error[cell]))} {entry['unit'] or ''}",
+            ]
+            if against is not None:
+                lines.append(
+                    f"control ({control}): {with_error(float(against.value[cell]), float(against.error[cell]))}"
+                )
+            lines += [f"n = {whole(int(column.count[cell]))}", verdict]
+            fill = colours.mix(scale, (value - low) / (high - low)) if math.isfinite(value) else None
+            hatched = verdict.startswith("inside") and fill is not None
+            cells.append(
+                {"x": head * CELL, "y": row * CELL, "fill": fill, "hatched": hatched, "title": "\n".join(lines)}
+            )
+    meaning = f"Blue: below {number(centre)}. Orange: above it." if entry["signed"] else "Dark: low. Bright: high."
+    return cells, meaning
+
+
+def head_map_html(run: dict[str, Any], heads: "polars.DataFrame", statistic: str) -> str:
+    """The findings as sentences and one layer × head map, as an HTML fragment for a notebook.
+
+    Args:
+        run: ``run.json``.
+        heads: The long table of the heads.
+        statistic: Name of the statistic to draw, such as ``"selective_log_partition"``.
+
+    Returns:
+        A fragment without scripts; every string is escaped.
+
+    Raises:
+        InputError: The table does not hold this statistic.
+        MissingExtraError: jinja2 or polars is not installed.
+    """
+    run = plain(run)
+    sites = sites_of(run, heads)
+    columns = head_columns(sites, heads)
+    catalogue = {entry["name"]: entry for entry in catalogue_of(run, columns, "head")}
+    if statistic not in columns or statistic not in catalogue:
+        known = ", ".join(catalogue) or "none"
+        raise InputError(f"no statistic named {statistic!r} in this result; it has: {known}")
+    entry = catalogue[statistic]
+    cells, meaning = _cells(sites, columns, entry)
+    known = columns[statistic].value[np.isfinite(columns[statistic].value)]
+    blank = dict.fromkeys(("title", "sentence", "value", "standard_error", "unit", "control", "count", "caveat"))
+    return template("map.html.j2").render(
+        run=run,
+        model=dict.fromkeys(FACTS["model"]) | (run.get("model") or {}),
+        text=dict.fromkeys(FACTS["text"]) | (run.get("text") or {}),
+        findings=[blank | finding for finding in run.get("findings") or []],
+        entry=entry,
+        cells=cells,
+        meaning=meaning,
+        rows=[(site.label, row) for row, site in enumerate(sites)],
+        heads=range(max((site.heads for site in sites), default=0)),
+        size=CELL,
+        margin=14 + 7 * max((len(site.label) for site in sites), default=1),
+        step=max(1, math.ceil(len(sites) / 34)),
+        low=float(known.min()) if known.size else None,
+        high=float(known.max()) if known.size else None,
+        control=_control(columns, entry),
+    )
+
+
+def _statistic_rows(columns: dict[str, Column], catalogue: list[dict[str, Any]], cell: int) -> list[dict[str, Any]]:
+    rows = []
+    for entry in catalogue:
+        name = entry["name"]
+        if name not in columns:
+            continue
+        column = columns[name]
+        present = [control for control in CONTROLS if f"{name}/{control}" in columns]
+        controls = []
+        for control in present:
+            null = columns[f"{name}/{control}"]
+            controls.append(f"{with_error(float(null.value[cell]), float(null.error[cell]))} {control}")
+        rows.append(
+            {
+                "entry": entry,
+                "value": with_error(float(column.value[cell]), float(column.error[cell])),
+                "controls": "; ".join(controls) or "none",
+                "verdict": _verdict(columns, name, cell) if _control(columns, entry) else "no control",
+                "count": int(column.count[cell]),
+            }
+        )
+    return rows
+
+
+def _histograms(details: dict[str, Any], site: Site, head: int, titles: dict[str, str]) -> list[dict[str, Any]]:
+    drawn = []
+    for name, histogram in (details.get("histograms") or {}).items():
+        counts = histogram["counts"].get(str(site.index))
+        if not counts or not sum(counts[head]):
+            continue
+        top, edges = max(counts[head]), histogram["edges"]
+        bars = [
+            {
+                "height": round(BAR_HEIGHT * count / top, 1),
+                "title": f"{number(edges[place])} to {number(edges[place + 1])}: {whole(count)} tokens",
+            }
+            for place, count in enumerate(counts[head])
+        ]
+        drawn.append(
+            {"title": titles.get(name, name.replace("_", " ")), "bars": bars, "low": edges[0], "high": edges[-1]}
+        )
+    return drawn
+
+
+def _strongest(entry: dict[str, Any], head: int, place: int, keys: list[str]) -> str:
+    if not entry.get("top_keys"):
+        return ""
+    pairs = zip(entry["top_keys"][head][place], entry["top_weights"][head][place], strict=True)
+    parts = [
+        f"{keys[key]} at {key}: {100 * weight:.1f} %"
+        for key, weight in pairs
+        if key is not None and 0 <= key < len(keys) and weight
+    ]
+    return "\nstrongest keys: " + "; ".join(parts) if parts else ""
+
+
+def _example(details: dict[str, Any], site: Site, head: int) -> dict[str, Any] | None:
+    """The first example of this site: its tokens, each with a shade in [0, 1] and the text of its strongest keys."""
+    for example in details.get("examples") or []:
+        entry = example["sites"].get(str(site.index))
+        shade = next((name for name in SHADES if entry and entry.get(name)), None)
+        if not entry or shade is None:
+            continue
+        queries = readable([str(token) for token in example["tokens"].get(site.query_tokens, [])])
+        keys = [
+            token["text"] for token in readable([str(token) for token in example["tokens"].get(site.key_tokens, [])])
+        ]
+        values = np.array(entry[shade][head], dtype=float)
+        low, high = (np.nanmin(values), np.nanmax(values)) if np.isfinite(values).any() else (0.0, 1.0)
+        tokens = []
+        for place, (token, value) in enumerate(zip(queries, values, strict=False)):
+            position = (value - low) / (high - low) if high > low and math.isfinite(value) else 0.0
+            title = f"position {place}: {number(value)} nats{_strongest(entry, head, place, keys)}"
+            tokens.append({**token, "shade": round(float(position), 3), "title": title})
+        return {
+            "title": example.get("title"),
+            "shade": shade.replace("_", " ").replace("log partition", "log Z"),
+            "tokens": tokens,
+            "low": low,
+            "high": high,
+        }
+    return None
+
+
+def head_html(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFrame", layer: int, head: int) -> str:
+    """One head as an HTML fragment for a notebook: example text, distributions, every statistic.
+
+    Where a layer has several attention sites, each that has this head is shown.
+
+    Args:
+        run: ``run.json``.
+        details: ``details.json``.
+        heads: The long table of the heads.
+        layer: The layer's number.
+        head: The head's number within the layer.
+
+    Returns:
+        A fragment without scripts; every string is escaped.
+
+    Raises:
+        InputError: The result has no such layer, or the layer no such head.
+        MissingExtraError: jinja2 or polars is not installed.
+    """
+    run = plain(run)
+    sites = sites_of(run, heads)
+    at_layer = [site for site in sites if site.layer == layer]
+    if not at_layer:
+        layers = ", ".join(str(number) for number in sorted({site.layer for site in sites})) or "none"
+        raise InputError(f"no layer {layer} in this result; its layers are: {layers}")
+    chosen = [site for site in at_layer if 0 <= head < site.heads]
+    if not chosen:
+        raise InputError(f"layer {layer} has heads 0 to {max(site.heads for site in at_layer) - 1}, not {head}")
+    columns = head_columns(sites, heads)
+    catalogue = catalogue_of(run, columns, "head")
+    titles = {entry["name"]: entry["title"] for entry in catalogue}
+    panels = [
+        {
+            "site": site,
+            "rows": _statistic_rows(columns, catalogue, site.first + head),
+            "histograms": _histograms(details, site, head, titles),
+            "example": _example(details, site, head),
+        }
+        for site in chosen
+    ]
+    return template("head.html.j2").render(layer=layer, head=head, panels=panels, bar_height=BAR_HEIGHT)

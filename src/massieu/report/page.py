@@ -1,0 +1,209 @@
+"""The page of a result: one HTML file that needs nothing but a browser."""
+
+import base64
+import hashlib
+from datetime import UTC, datetime
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from massieu.errors import require_extra
+from massieu.report import colours
+from massieu.report.encode import Payload, encode, plain, script_json
+from massieu.report.numbers import number, whole, with_error
+from massieu.report.tables import (
+    Column,
+    Site,
+    catalogue_of,
+    head_columns,
+    layer_columns,
+    sites_of,
+    sublayers_of,
+)
+
+if TYPE_CHECKING:
+    import jinja2
+    import polars
+
+PAGE_BYTES = 7_700_000
+SCRIPTS = ("data.js", "drawing.js", "map.js", "text.js", "head.js", "sublayers.js", "page.js")
+WARNINGS_SHOWN = 8
+# The facts that the page prints of each part of run.json; one that is missing or null is said to be unknown.
+FACTS = {
+    "model": ("name", "architecture", "hash", "parameters"),
+    "text": ("source", "tokens", "windows", "max_length", "dropped"),
+    "error_unit": ("unit", "count"),
+    "self_check": ("error", "tolerance", "passed"),
+    "capture": ("route", "attention_sites", "unexplained_keywords"),
+    "sample": ("windows", "queries"),
+}
+
+
+def template(name: str) -> "jinja2.Template":
+    """A template of this package, with every inserted value escaped."""
+    jinja2 = require_extra("jinja2", "probe")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("massieu.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "number": number,
+        "whole": whole,
+        "with_error": with_error,
+        "words": _words,
+        "opening": _opening,
+        "fact": _fact,
+    }
+    return environment.get_template(name)
+
+
+def _asset(name: str) -> str:
+    return (files("massieu.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _words(name: Any) -> str:
+    return str(name).replace("_", " ")
+
+
+def _opening(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _fact(value: Any) -> str:
+    """A setting or a fact of the run, as text."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, int):
+        return whole(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_fact(item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_fact, value)) or "none"
+    return str(value)
+
+
+def _hash(script: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
+
+
+def _layer_payload(sublayers: list[dict[str, Any]], columns: dict[str, Column]) -> dict[str, Any]:
+    def rounded(values: Any) -> list[float]:
+        return [float(f"{value:.6g}") for value in values]
+
+    numbers = {
+        name: {"value": rounded(column.value), "error": rounded(column.error), "count": column.count.tolist()}
+        for name, column in columns.items()
+    }
+    return {"sublayers": sublayers, "columns": numbers}
+
+
+def _findings(run: dict[str, Any], sites: list[Site]) -> list[dict[str, Any]]:
+    """The findings with the site of each head they name; a head that several sites of a layer have is not linked."""
+    blank = {"value": None, "standard_error": None, "unit": None, "control": None, "count": None, "caveat": None}
+    findings = []
+    for finding in run.get("findings") or []:
+        cells = []
+        for layer, head in finding.get("heads") or []:
+            at = [site.index for site in sites if site.layer == layer and head < site.heads]
+            if len(at) == 1:
+                cells.append({"site": at[0], "head": head})
+        findings.append({"statistic": None, **blank, **finding, "cells": cells})
+    return findings
+
+
+def _unavailable(sites: list[Site]) -> list[dict[str, Any]]:
+    """Reasons why a statistic is missing, each with the sites it holds for."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for site in sites:
+        for statistic, reason in site.unavailable.items():
+            places.setdefault((statistic, reason), []).append(site.name)
+    return [
+        {
+            "statistic": statistic,
+            "reason": reason,
+            "where": "every site" if len(names) == len(sites) else ", ".join(names),
+        }
+        for (statistic, reason), names in places.items()
+    ]
+
+
+def _grouped(statistics: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in statistics:
+        groups.setdefault(entry["group_title"], []).append(entry)
+    return groups
+
+
+def _date(text: str | None) -> str:
+    if not text:
+        return "unknown"
+    try:
+        date = datetime.fromisoformat(text).astimezone(UTC)
+    except ValueError:
+        return text
+    return f"{date.day} {date:%B %Y, %H:%M} UTC"
+
+
+def render(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFrame", layers: "polars.DataFrame") -> str:
+    """Draw a result as one self-contained HTML page.
+
+    The page asks for nothing from outside: plotly.js, styles, scripts and numbers are in it, and a content security
+    policy forbids every request and every script but its own. Every string from the model or the text is escaped. It
+    stays under 8 MB; what does not fit is left out and named on the page.
+
+    Args:
+        run: ``run.json``: model, text, settings, statistics, findings, warnings.
+        details: ``details.json``: histograms and example windows; may be empty.
+        heads: Long table of the heads (site, layer, head, statistic, value, standard_error, count).
+        layers: Long table of the sublayers, ``head`` null; may be empty.
+
+    Returns:
+        The HTML text, to be written as UTF-8.
+
+    Raises:
+        MissingExtraError: plotly, jinja2 or polars is not installed.
+    """
+    plotly = require_extra("plotly.offline", "probe").get_plotlyjs()
+    run = plain(run)
+    sites, sublayers = sites_of(run, heads), sublayers_of(run, layers)
+    columns, moved = head_columns(sites, heads), layer_columns(sublayers, layers)
+    head_statistics, layer_statistics = catalogue_of(run, columns, "head"), catalogue_of(run, moved, "layer")
+    findings = _findings(run, sites)
+    style, script = _asset("page.css"), _script()
+    data = {
+        "statistics": head_statistics,
+        "layers": _layer_payload(sublayers, moved) | {"statistics": layer_statistics},
+        "findings": [{key: entry[key] for key in ("id", "statistic", "cells")} for entry in findings],
+        "scales": {"sequential": colours.SEQUENTIAL, "diverging": colours.DIVERGING},
+        "kinds": colours.KINDS | {"other": colours.OTHER_KIND},
+    }
+    context = {
+        "run": run,
+        **{part: dict.fromkeys(names) | (run.get(part) or {}) for part, names in FACTS.items()},
+        "sites": sites,
+        "findings": findings,
+        "groups": _grouped(head_statistics + layer_statistics),
+        "unavailable": _unavailable(sites),
+        "measured_on": _date(run.get("date")),
+        "kinds": colours.KINDS,
+        "warnings_shown": WARNINGS_SHOWN,
+        "style": style,
+        "script": script,
+        "plotly": plotly,
+        "script_sources": f"{_hash(plotly)} {_hash(script)}",
+    }
+    page = template("page.html.j2")
+    around = len(page.render(context | {"payload": Payload({}), "data_json": "{}"}).encode())
+    payload = encode(data, sites, columns, details, PAGE_BYTES - around)
+    return page.render(context | {"payload": payload, "data_json": script_json(payload.data)})
+
+
+def _script() -> str:
+    parts = "\n".join(_asset(name) for name in SCRIPTS)
+    return f'(function () {{\n"use strict";\n{parts}\n}})();\n'

@@ -1,0 +1,70 @@
+"""The fragments for a notebook: complete, escaped, without scripts; bad names give one clear sentence."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import polars
+import pytest
+from synthetic_results import HOSTILE, Results
+
+from massieu.errors import InputError
+from massieu.report.figures import head_html, head_map_html
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def svg_of(fragment: str) -> ElementTree.Element:
+    match = re.search(r"<svg.*?</svg>", fragment, re.DOTALL)
+    assert match
+    return ElementTree.fromstring(match[0].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1))
+
+
+def test_the_map_has_one_cell_per_head_and_hatches_those_inside_their_null(results: dict[str, Results]) -> None:
+    result = results["encoder"]
+    svg = svg_of(head_map_html(result.run, result.heads, "own_write_sharpens"))
+    titles = [title.text or "" for title in svg.iter(f"{SVG}title")]
+    assert len(titles) == 72
+    tested = result.heads.filter(polars.col("statistic") == "own_write_sharpens/q_value")
+    inside = int((tested["value"] >= 0.05).sum())
+    assert sum("inside its null" in title for title in titles) == inside
+    assert len(list(svg.iter(f"{SVG}path"))) == 2 * inside
+
+
+def test_the_map_stands_beside_the_findings(results: dict[str, Results]) -> None:
+    result = results["encoder"]
+    fragment = head_map_html(result.run, result.heads, "selective_log_partition")
+    for finding in result.run["findings"]:
+        assert finding["sentence"] in fragment
+        assert finding["caveat"] in fragment
+    assert "<script" not in fragment
+
+
+@pytest.mark.parametrize("kind", ["encoder_decoder", "bare", "hostile"])
+def test_any_result_gives_fragments_without_live_markup(kind: str, results: dict[str, Results]) -> None:
+    result = results[kind]
+    fragment = head_map_html(result.run, result.heads, "entropy")
+    fragment += head_html(result.run, result.details, result.heads, 0, 0)
+    for part in ("<script", "<img", "onerror=window.hacked=1>"):
+        assert part not in fragment.replace("&gt;", ">") or part == "onerror=window.hacked=1>"
+    assert HOSTILE[0] not in fragment
+    svg_of(fragment)
+
+
+def test_a_head_is_shown_at_every_site_of_its_layer(results: dict[str, Results]) -> None:
+    result = results["encoder_decoder"]
+    fragment = head_html(result.run, result.details, result.heads, 1, 2)
+    for name in ("encoder.block.1.self_attn", "decoder.block.1.self_attn", "decoder.block.1.encoder_attn"):
+        assert name in fragment
+    entry = result.details["examples"][0]["sites"]["0"]
+    weight = 100 * entry["top_weights"][2][0][0]
+    assert f"{weight:.1f} %" in head_html(result.run, result.details, result.heads, 0, 2)
+
+
+def test_wrong_names_are_answered_in_one_sentence(results: dict[str, Results]) -> None:
+    result = results["encoder"]
+    with pytest.raises(InputError, match=r"no statistic named 'entrpy'.*it has: selective_log_partition"):
+        head_map_html(result.run, result.heads, "entrpy")
+    with pytest.raises(InputError, match="no layer 6 in this result; its layers are: 0, 1, 2, 3, 4, 5"):
+        head_html(result.run, result.details, result.heads, 6, 0)
+    with pytest.raises(InputError, match="layer 2 has heads 0 to 11, not 12"):
+        head_html(result.run, result.details, result.heads, 2, 12)

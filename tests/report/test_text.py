@@ -1,0 +1,144 @@
+"""Tokens and numbers as a reader sees them, the packing of arrays, and labels of sites."""
+
+import gzip
+import json
+import re
+from base64 import b64decode
+
+import numpy as np
+import polars
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic_results import encoder_decoder
+from tokenizers import pre_tokenizers
+
+from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
+from massieu.report.encode import Block, script_json
+from massieu.report.numbers import number, whole, with_error
+from massieu.report.tables import sites_of
+from massieu.report.tokens import readable
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["Ġthe", "Ġhouse", "s"], " the house|s"),
+        (["The", "Ċ", "Ġend"], "The|↵/ end"),
+        (["▁Das", "▁Haus", "bar", "<0x0A>"], " Das Haus|bar|↵/"),
+        (["[CLS]", "ev", "##alu", "[SEP]"], " [CLS] ev|alu [SEP]"),
+        (["\n", "\t", "  ", ""], " ↵/ ⇥ ␣␣ ∅"),
+        (["a\u202eb", "\u0000", "\u2028"], " a⟨U+202E⟩b ⟨U+0000⟩ ⟨U+2028⟩"),
+        (["Ġ", "Ġâ"], " ␣ â"),
+        ([], ""),
+    ],
+)
+def test_tokens_are_shown_with_spaces_and_line_ends(tokens: list[str], expected: str) -> None:
+    shown = "".join(
+        (" " if token["space"] else "|" if place else "") + token["text"] + ("/" if token["line_end"] else "")
+        for place, token in enumerate(readable(tokens))
+    )
+    assert shown == expected
+
+
+@given(
+    st.lists(st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=8), min_size=2, max_size=6)
+)
+def test_byte_level_tokens_decode_to_the_words_that_were_encoded(words: list[str]) -> None:
+    # The oracle is the tokenizers library's own byte-level coding.
+    coder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens = ["".join(piece for piece, _ in coder.pre_tokenize_str(f" {word}")) for word in words]
+    shown = readable(tokens)
+    plain = [entry["text"] for entry in shown if not re.search(r"⟨U\+", entry["text"])]
+    assert plain == [word for word, entry in zip(words, shown, strict=True) if not re.search(r"⟨U\+", entry["text"])]
+    assert all(entry["space"] for entry in shown)
+
+
+@given(st.lists(st.text(max_size=6), max_size=8))
+def test_any_tokens_become_one_visible_text_each(tokens: list[str]) -> None:
+    shown = readable(tokens)
+    assert len(shown) == len(tokens)
+    assert all(entry["text"].strip() for entry in shown)
+    assert all(character.isprintable() for entry in shown for character in entry["text"])
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "expected"),
+    [
+        (0.123456, None, "0.123"), (1234.5, None, "1,234"), (0.0, None, "0"), (-0.31, 0.02, "−0.310 ± 0.020"),
+        (4.31, 0.05, "4.31 ± 0.05"), (0.57, 0.0123, "0.570 ± 0.012"), (1234.0, 56.0, "1,230 ± 60"),
+        (3.1e-7, None, "3.1e−7"), (None, 0.1, "undefined"), (float("nan"), None, "undefined"),
+        (float("inf"), None, "∞"), (float("-inf"), None, "−∞"), (2.0, float("nan"), "2"), (72.0, None, "72"),
+    ],
+)  # fmt: skip
+def test_numbers_have_the_digits_their_error_supports(value: float | None, error: float | None, expected: str) -> None:
+    assert with_error(value, error) == expected
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-4, 1e3))
+def test_a_written_number_is_within_a_sixth_of_its_error(value: float, error: float) -> None:
+    # Half a unit of the last kept digit: at most 0.5/3 of an error that begins with 3.
+    written = float(number(value, error).replace(",", "").replace("−", "-"))
+    assert abs(written - value) <= error / 6 * (1 + 1e-9) + 1e-12 * abs(value)
+
+
+def test_counts_have_thin_separators() -> None:
+    assert whole(1234567) == "1\u202f234\u202f567"
+    assert whole(None) == "unknown"
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.integers(0, 3))
+def test_packed_floats_keep_sixteen_bits_and_every_special_value(values: list[float], others: int) -> None:
+    block = Block("any")
+    for _ in range(others):
+        block.add(np.arange(3), "u1")
+    _, offset, length, _ = block.add(np.array(values), "f4")
+    raw = gzip.decompress(b64decode(block.text()))
+    assert offset % 4 == 0
+    back = np.frombuffer(raw, "<f4", count=length, offset=offset)
+    exact = np.array(values, dtype=np.float32)
+    special = ~np.isfinite(exact) | (np.abs(exact) > 3e38)
+    np.testing.assert_array_equal(np.isnan(back), np.isnan(exact))
+    np.testing.assert_allclose(back[~special], exact[~special], rtol=2**-16, atol=2**-141)
+
+
+@given(
+    st.recursive(st.none() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+)
+def test_script_json_cannot_leave_its_element(value: object) -> None:
+    text = script_json(value)
+    assert not set("<>&\u2028\u2029") & set(text)
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_sites_of_one_layer_get_different_labels() -> None:
+    results = encoder_decoder()
+    labels = [site.label for site in sites_of(results.run, results.heads)]
+    assert labels[:3] == ["enc 0", "enc 1", "enc 2"]
+    assert labels[3:5] == ["dec 0 causal", "dec 0 cross"]
+    assert len(set(labels)) == len(labels)
+
+
+def test_a_site_that_only_the_table_knows_gets_a_row() -> None:
+    table = polars.DataFrame({"site": ["a", "a", "b"], "layer": [0, 0, 0], "head": [0, 1, 0], "statistic": ["x"] * 3})
+    sites = sites_of({"sites": []}, table)
+    assert [(site.name, site.label, site.heads, site.first) for site in sites] == [
+        ("a", "0", 2, 0),
+        ("b", "0 #2", 1, 2),
+    ]
+
+
+def test_colour_scales_hit_their_ends_and_are_monotone_in_lightness() -> None:
+    def lightness(colour: str) -> float:
+        return sum(
+            weight * int(colour[at : at + 2], 16) for weight, at in zip((0.299, 0.587, 0.114), (1, 3, 5), strict=True)
+        )
+
+    assert mix(SEQUENTIAL, 0) == SEQUENTIAL[0]
+    assert mix(SEQUENTIAL, 1) == SEQUENTIAL[-1]
+    assert mix(["#000000", "#ffffff"], 0.5) == "#808080"
+    assert np.all(np.diff([lightness(colour) for colour in SEQUENTIAL]) > 0)
+    for theme, sign in (("light", 1), ("dark", -1)):
+        steps = sign * np.diff([lightness(colour) for colour in DIVERGING[theme]])
+        assert np.all(steps[:3] > 0)
+        assert np.all(steps[3:] < 0)
