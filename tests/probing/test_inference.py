@@ -6,7 +6,13 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from massieu.probing.inference import benjamini_hochberg, difference_p, select_and_report, two_sided_p
+from massieu.probing.inference import (
+    benjamini_hochberg,
+    difference_p,
+    other_heads,
+    select_and_report,
+    two_sided_p,
+)
 
 
 @given(st.lists(st.floats(0, 1) | st.just(float("nan")), max_size=40))
@@ -116,3 +122,14 @@ def test_the_winners_curse_is_lifted():
     reported = [select_and_report(a, b, 1).values[0] for a, b in zip(first, second, strict=True)]
     assert abs(np.mean(reported)) < 5 / np.sqrt(2000)
     assert first.max(1).mean() > 2
+
+
+def test_other_heads_leave_the_own_one_out():
+    matrix = np.random.default_rng(0).normal(size=(5, 5))
+    mean, deviation, number = other_heads(matrix)
+    for h in range(5):
+        others = [matrix[g, h] for g in range(5) if g != h]
+        assert np.isclose(mean[h], np.mean(others))
+        assert np.isclose(deviation[h], np.std(others, ddof=1))
+    assert number == 4
+    assert np.isnan(other_heads(matrix[:2, :2])[0]).all()

@@ -51,7 +51,7 @@ def read_documents(
         if str(source) == STANDARD_INPUT:
             yield from _whole("standard input", _standard_input(sys.stdin if stdin is None else stdin))
         else:
-            for path in _files(Path(source)):
+            for path in _files(source):
                 yield from _read(path, column)
 
 
@@ -68,7 +68,7 @@ def check_sources(sources: Sequence[str | Path], *, column: str | None = None) -
     for source in sources:
         if str(source) == STANDARD_INPUT:
             continue
-        files = _files(Path(source))
+        files = _files(source)
         tables = tables or any(_suffix(path) in _TABLES for path in files)
         filled = sum(bool(document.text.strip()) for path in files for document in _read(path, column))
         if not filled:
@@ -85,8 +85,11 @@ def reference_documents() -> Iterator[Document]:
         yield Document(f"pydoc topic {name}", topics[name])
 
 
-def _files(source: Path) -> list[Path]:
+def _files(named: str | Path) -> list[Path]:
     """The files a source stands for, in the order of reading."""
+    source = Path(named)
+    if not str(named):
+        raise InputError("the name of a text is empty; name a file, a folder, or - for standard input")
     if source.is_dir():
         found = []
         for folder, folders, names in os.walk(source):
@@ -97,7 +100,7 @@ def _files(source: Path) -> list[Path]:
             raise InputError(f"the folder {source} holds no text; files that can be read end in {' '.join(_READERS)}")
         return files
     if not source.exists():
-        raise InputError(f"there is no text {source}")
+        raise InputError(f"there is no text {source}: no such file or folder")
     if _suffix(source) not in _READERS:
         raise InputError(
             f"{source} is of an unknown kind; files that can be read end in {' '.join(_READERS)}, "
@@ -147,8 +150,10 @@ def _field(line: str, where: str, column: str) -> str:
     text = fields[column]
     if not isinstance(text, str):
         raise InputError(f"{where}: the field {column!r} does not hold text but {json.dumps(text)[:40]}")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InputError(f"{where}: the field {column!r} holds half of a surrogate pair, which is not a character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: the field {column!r} holds half of a surrogate pair, not a character") from error
     return text
 
 

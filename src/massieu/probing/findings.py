@@ -86,13 +86,20 @@ class _Lookup:
         ]
 
 
-def number(cell: Cell, digits: int = 3) -> str:
-    """Value ± error with sensible digits; without an error, the value alone."""
+def number(cell: Cell) -> str:
+    """Value ± error; the error with one significant digit, two if it begins with 1 or 2. Without an error, the value."""
     value, error, _ = cell
     if not np.isfinite(error) or error == 0:
-        return f"{value:.{digits}g}"
-    places = max(0, min(6, int(np.ceil(-np.log10(error))) + 1))
-    return f"{value:.{places}f} ± {error:.{places}f}"
+        return _signed(f"{value:.3g}")
+    exponent = int(np.floor(np.log10(error)))
+    digits = 2 if error < 3 * 10.0**exponent else 1
+    places = max(0, digits - 1 - exponent)
+    return f"{_signed(f'{value:.{places}f}')} ± {error:.{places}f}"
+
+
+def _signed(text: str) -> str:
+    """With a minus sign instead of a hyphen."""
+    return text.replace("-", "−")
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
@@ -184,8 +191,9 @@ def _climb(heads: _Lookup) -> Finding:
     share = _mean([heads.get(p, f"{name.replace('_selective', '_sharpens')}/random")[0] for p in places])
     return Finding(
         "climb", title, sentence, highest[1][0], highest[1][1], "nats",
-        (f"Mismatched heads: {middle:+.2g} nats on average. " if control == "mismatched" else "")
-        + f"A random step of equal length: {random:+.2g} nats, sharpening {share:.0%} of queries by convexity alone.",
+        (_signed(f"Mismatched heads: {middle:+.2g} nats on average. ") if control == "mismatched" else "")
+        + _signed(f"A random step of equal length: {random:+.2g} nats")
+        + f", sharpening {share:.0%} of queries by convexity alone.",
         highest[1][2],
         "Keys and values are held fixed while the query moves. Changes common to all scores are left out: softmax cannot "
         "see them. No equilibrium is claimed.",

@@ -98,6 +98,21 @@ def benjamini_hochberg(p_values: Float[np.ndarray, "*shape"]) -> Float64[np.ndar
     return result
 
 
+def other_heads(
+    matrix: Float[np.ndarray, "heads heads"],
+) -> tuple[Float64[np.ndarray, " heads"], Float64[np.ndarray, " heads"], int]:
+    """For each column of a square array: mean and standard deviation of its off-diagonal entries, and their number.
+
+    With entry (g, h) a number of head g's write as head h sees it, this is the null of the mismatched heads. NaN where
+    an entry is NaN or where there are fewer than two others.
+    """
+    heads = len(matrix)
+    if heads < 3:
+        return np.full(heads, np.nan), np.full(heads, np.nan), heads - 1
+    columns = np.stack([np.delete(matrix[:, h], h) for h in range(heads)])
+    return columns.mean(1), columns.std(1, ddof=1), heads - 1
+
+
 class Selection(NamedTuple):
     """Entries picked on one half of the text, with their values from the other half."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from massieu.probing.accumulate import Ratio
-from massieu.probing.inference import benjamini_hochberg, difference_p, two_sided_p
+from massieu.probing.inference import benjamini_hochberg, difference_p, other_heads, two_sided_p
 from massieu.probing.reading import Reading, SiteResults
 from massieu.probing.result import TableBuilder
 from massieu.probing.statistics.attention import PER_QUERY
@@ -132,12 +132,9 @@ def _add_maps(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
     table.add(info, "write_score_cosine", Estimate(own, exact, once))
     rotation = np.full(heads, maps.rotation_deviation)
     table.add(info, "write_score_cosine/rotation", Estimate(exact, rotation, once))
-    others = cosine.copy()
-    np.fill_diagonal(others, np.nan)
-    if heads >= 3:
-        mean, deviation = np.nanmean(others, 0), np.nanstd(others, 0, ddof=1)
-        table.add(info, "write_score_cosine/mismatched", Estimate(mean, deviation, np.full(heads, heads - 1.0)))
-        table.test(info, "write_score_cosine", two_sided_p(own, exact, mean, deviation, np.full(heads, heads - 1)))
+    mean, deviation, number = other_heads(cosine)
+    table.add(info, "write_score_cosine/mismatched", Estimate(mean, deviation, np.full(heads, float(number))))
+    table.test(info, "write_score_cosine", two_sided_p(own, exact, mean, deviation, np.full(heads, number)))
     symmetric = maps.symmetric_share.numpy()
     table.add(info, "symmetric_share", Estimate(symmetric, exact, once))
     table.add(info, "antisymmetric_share", Estimate(1 - symmetric, exact, once))

