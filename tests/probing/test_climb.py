@@ -7,7 +7,7 @@ from scipy.spatial.distance import pdist
 from tests.probing import zoo
 
 from massieu.probing.reading import Options, Reading, first_look
-from massieu.probing.statistics.climb import PARTS
+from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS
 from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS
 from massieu.probing.units import Units
 
@@ -109,8 +109,11 @@ def case(request):
     return reading.results[LAYER].climb, Layer(request.param, model, batch), reading
 
 
-def part(ratio, name):
-    return ratio.value()[PARTS.index(name)]
+def part(climb, mover, name):
+    """A number of one mover; "random" is the random direction as long as the own write."""
+    if mover == "random":
+        return climb.random.value()[0, PARTS.index(name)]
+    return climb.steps.value()[MOVERS.index(mover), PARTS.index(name)]
 
 
 def test_own_write(case):
@@ -118,26 +121,26 @@ def test_own_write(case):
     for h in range(4):
         change = layer.change(layer.writes[h])[:, 0, h]
         slope = layer.slope(layer.writes[h])[:, 0, h]
-        assert np.isclose(part(climb.own, "step_selective")[h], change[0].mean(), atol=1e-9)
-        assert np.isclose(part(climb.own, "step_common")[h], change[1].mean(), atol=1e-9)
-        assert np.isclose(part(climb.own, "step_log_partition")[h], change[2].mean(), atol=1e-9)
-        assert np.isclose(part(climb.own, "step_sharpens")[h], (change[0] > 0).double().mean())
-        assert np.isclose(part(climb.own, "slope_selective")[h], slope[0].mean(), rtol=1e-5, atol=1e-7)
-        assert np.isclose(part(climb.own, "slope_common")[h], slope[1].mean(), rtol=1e-5, atol=1e-7)
-        assert abs(part(climb.own, "sharpens")[h] - float((slope[0] > 0).double().mean())) <= 1 / 20 + 1e-12
+        assert np.isclose(part(climb, "own_write", "step_selective")[h], change[0].mean(), atol=1e-9)
+        assert np.isclose(part(climb, "own_write", "step_common")[h], change[1].mean(), atol=1e-9)
+        assert np.isclose(part(climb, "own_write", "step_log_partition")[h], change[2].mean(), atol=1e-9)
+        assert np.isclose(part(climb, "own_write", "step_sharpens")[h], (change[0] > 0).double().mean())
+        assert np.isclose(part(climb, "own_write", "slope_selective")[h], slope[0].mean(), rtol=1e-5, atol=1e-7)
+        assert np.isclose(part(climb, "own_write", "slope_common")[h], slope[1].mean(), rtol=1e-5, atol=1e-7)
+        assert abs(part(climb, "own_write", "sharpens")[h] - float((slope[0] > 0).double().mean())) <= 1 / 20 + 1e-12
 
 
 def test_selective_and_common_part_add_up_to_raw_log_z(case):
     climb, *_ = case
-    for ratio in (climb.own, climb.update, climb.own_random):
-        total = part(ratio, "step_selective") + part(ratio, "step_common")
-        assert np.allclose(total, part(ratio, "step_log_partition"), atol=1e-10)
+    for mover in ("own_write", "update", "random"):
+        total = part(climb, mover, "step_selective") + part(climb, mover, "step_common")
+        assert np.allclose(total, part(climb, mover, "step_log_partition"), atol=1e-10)
 
 
 def test_other_heads_writes(case):
     climb, layer, _ = case
     found = climb.pairs.value()
-    few = torch.arange(0, 20, 4)
+    few = torch.arange(0, 20, CONTROL_SHARE)
     for g in range(4):
         change, slope = layer.change(layer.writes[g])[0, 0], layer.slope(layer.writes[g])[0, 0]
         assert np.allclose(found[3, g], change[:, few].mean(-1), atol=1e-9)
@@ -155,12 +158,14 @@ def test_whole_update_with_and_without_output_bias(case):
     without = layer.writes.sum(0)
     bias = layer.bias()
     whole = without if bias is None else without + bias.detach()
-    assert np.allclose(part(climb.update, "step_selective"), layer.change(whole)[0, 0].mean(-1), atol=1e-9)
-    assert np.allclose(part(climb.update, "slope_selective"), layer.slope(whole)[0, 0].mean(-1), rtol=1e-5, atol=1e-7)
+    assert np.allclose(part(climb, "update", "step_selective"), layer.change(whole)[0, 0].mean(-1), atol=1e-9)
+    assert np.allclose(
+        part(climb, "update", "slope_selective"), layer.slope(whole)[0, 0].mean(-1), rtol=1e-5, atol=1e-7
+    )
     if bias is None:
-        assert (climb.update_without_bias.count() == 0).all()
+        assert (climb.steps.count()[MOVERS.index("update_without_bias")] == 0).all()
     else:
-        found = part(climb.update_without_bias, "step_selective")
+        found = part(climb, "update_without_bias", "step_selective")
         assert np.allclose(found, layer.change(without)[0, 0].mean(-1), atol=1e-9)
 
 
@@ -173,8 +178,8 @@ def test_write_norm(case):
 def test_random_control_has_the_length_of_the_write_and_no_preference(case):
     """A random direction raises S to first order as often as it lowers it: within 5 standard errors of one half."""
     climb, _, reading = case
-    shares = np.stack([part(r.climb.own_random, "sharpens") for r in reading.results])
-    number = reading.results[0].climb.own_random.count()[0, 0] * shares.size / 4  # one direction serves all four heads
+    shares = np.stack([part(r.climb, "random", "sharpens") for r in reading.results])
+    number = reading.results[0].climb.random.count()[0, 0, 0] * shares.size / 4  # one direction serves all four heads
     assert abs(shares.mean() - 0.5) <= 5 * 0.5 / np.sqrt(number)
 
 
@@ -193,7 +198,7 @@ def test_ascent_along_the_heads_own_gradient_always_climbs():
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
     results = reading.results[LAYER]
-    assert (part(results.climb.own, "step_log_partition") > 0).all()
+    assert (part(results.climb, "own_write", "step_log_partition") > 0).all()
     assert results.maps is not None
     assert np.allclose(np.diag(results.maps.cosine), 1.0, atol=1e-12)
 
@@ -286,7 +291,7 @@ def test_other_architectures_give_numbers_or_a_reason(name):
         if CLIMB in results.unavailable:
             assert name == "swin"
             continue
-        assert np.isfinite(part(results.climb.update, "step_selective")).all()
-        own = np.isfinite(part(results.climb.own, "step_selective")).all()
+        assert np.isfinite(part(results.climb, "update", "step_selective")).all()
+        own = np.isfinite(part(results.climb, "own_write", "step_selective")).all()
         assert own or "own_write" in results.unavailable
         assert results.maps is not None or MAPS in results.unavailable

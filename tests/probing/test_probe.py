@@ -12,12 +12,12 @@ import numpy as np
 import polars
 import pytest
 import torch
+from tests.probing import zoo
 
 import massieu
 from massieu.errors import InputError
 from massieu.probing.result import ProbeResult
 from massieu.probing.statistics.registry import STATISTICS
-from tests.probing import zoo
 
 MINILM_DIGEST = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # as published with the model
 

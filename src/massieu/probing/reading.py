@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -318,8 +319,9 @@ class Reading:
         groups = self.options.groups
         if EXPANSION in groups:
             started = time.perf_counter()
-            for row in self._sampled_rows:
-                self.expansion.update(step, row, self._positions(row, step.before.shape[1], cloud=True))
+            with _one_thread():
+                for row in self._sampled_rows:
+                    self.expansion.update(step, row, self._positions(row, step.before.shape[1], cloud=True))
             self.seconds["expansion"] += time.perf_counter() - started
         if step.read is not None and groups & {CLIMB, MAPS, VALUES}:
             started = time.perf_counter()
@@ -364,6 +366,17 @@ class Reading:
             Climb(replay, item, positions, generator).measure(results.climb, valid)
             if info.index == 0:
                 self.sampled["queries"] += len(positions)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For matrices of 64 tokens, waking a second thread costs more than it computes; results do not depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def in_decoder(info: SiteInfo) -> bool:

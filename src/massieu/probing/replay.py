@@ -113,6 +113,17 @@ class Replay:
             .transpose(1, 2)
         )
 
+    def own_queries(
+        self, residual: Float[Tensor, "H B S D"], positions: Int[Tensor, " S"]
+    ) -> Float[Tensor, "B H S Dh"]:
+        """Query of head h at the h-th of H points of the residual stream."""
+        heads = range(residual.shape[0])
+        if self.affine is None:
+            queries = self.queries(residual.flatten(0, 1), positions).unflatten(0, (len(heads), -1))
+            return queries[heads, :, heads].transpose(0, 1)
+        weight, bias = self.affine
+        return torch.einsum("hbsd,hkd->bhsk", self.normalised(residual), weight) + bias[:, None]
+
     def normalised(self, residual: Float[Tensor, "*batch S D"]) -> Float[Tensor, "*batch S D"]:
         """What the attention module is given at points of the residual stream."""
         return residual if self.read.norm is None else self.read.norm(residual)

@@ -26,7 +26,7 @@ from massieu.probing.wiring import SiteInfo
 
 SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
 SAMPLE_LEAST = 8  # windows at the beginning that are always sampled, so that short texts have error bars
-CONTROL_EVERY = 4  # every fourth sampled window also runs through the re-initialised copy
+CONTROL_EVERY = 8  # every eighth sampled window, and the second, also runs through the re-initialised copy
 EXAMPLES = 2
 
 
@@ -97,7 +97,7 @@ class Session:
         numbers = range(self.windows, self.windows + rows)
         self.reading.forward(inputs, special, sampled, numbers, example)
         if self.control is not None:
-            chosen = [row for i, row in enumerate(sampled, self.sampled) if i % CONTROL_EVERY == 0]
+            chosen = [row for i, row in enumerate(sampled, self.sampled) if i % CONTROL_EVERY == 0 or i == 1]
             if chosen:
                 part = {
                     k: v[chosen] if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows else v

@@ -1,5 +1,6 @@
 """From running results to the two tables: values, controls, halves of the text, and q-values against the controls."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -9,7 +10,7 @@ from massieu.probing.inference import benjamini_hochberg, difference_p, other_he
 from massieu.probing.reading import Reading, SiteResults
 from massieu.probing.result import TableBuilder
 from massieu.probing.statistics.attention import PER_QUERY
-from massieu.probing.statistics.climb import PARTS, ClimbStatistics, paired
+from massieu.probing.statistics.climb import MOVERS, PARTS, ClimbStatistics, paired
 from massieu.probing.statistics.registry import STATISTICS
 from massieu.probing.units import Estimate
 from massieu.probing.wiring import SiteInfo
@@ -66,7 +67,7 @@ def head_table(reading: Reading, control: Reading | None, wanted: frozenset[str]
 class _Halves:
     """One row of an accumulator: the whole text and its two halves."""
 
-    def __init__(self, ratio: Ratio, index: int) -> None:
+    def __init__(self, ratio: Ratio, index: int | tuple[int, ...]) -> None:
         whole, first, second = ratio.estimate(), ratio.first_half(), ratio.second_half()
         self.estimate, self.first, self.second = (
             Estimate(e.value[index], e.standard_error[index], e.count[index]) for e in (whole, first, second)
@@ -79,10 +80,8 @@ def _estimates(results: SiteResults) -> Iterator[tuple[str, Callable[[SiteResult
         yield name, lambda r, i=index: _Halves(r.attention.ratio, i)
     yield "first_value_norm_ratio", lambda r: _Halves(r.first_value, 0)
     yield "write_norm_ratio", lambda r: _Halves(r.climb.write_norm, 0)
-    for index, part in enumerate(PARTS):
-        yield f"own_write_{part}", lambda r, i=index: _Halves(r.climb.own, i)
-        yield f"update_{part}", lambda r, i=index: _Halves(r.climb.update, i)
-        yield f"update_without_bias_{part}", lambda r, i=index: _Halves(r.climb.update_without_bias, i)
+    for place in itertools.product(range(len(MOVERS)), range(len(PARTS))):
+        yield f"{MOVERS[place[0]]}_{PARTS[place[1]]}", lambda r, i=place: _Halves(r.climb.steps, i)
 
 
 def _against_reinitialised(table: HeadTable, info: SiteInfo, name: str, own: Estimate, fresh: Estimate) -> None:
@@ -101,24 +100,21 @@ def _add_shapes(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
 
 
 def _add_climb_controls(table: HeadTable, info: SiteInfo, climb: ClimbStatistics) -> None:
-    for index, part in enumerate(PARTS):
-        own = _Halves(climb.own, index).estimate
-        table.add(info, f"own_write_{part}/random", _Halves(climb.own_random, index).estimate)
-        whole, random = _Halves(climb.update, index).estimate, _Halves(climb.update_random, index).estimate
-        for prefix, estimate in (
-            ("update", whole),
-            ("update_without_bias", _Halves(climb.update_without_bias, index).estimate),
-        ):
-            if np.any(estimate.count > 0):
-                table.add(info, f"{prefix}_{part}/random", random)
-                if not STATISTICS[f"{prefix}_{part}"].gauge_dependent:
-                    p = difference_p(estimate.value, estimate.standard_error, random.value, random.standard_error)
-                    table.test(info, f"{prefix}_{part}", p)
-        if paired(part) and np.any(own.count > 0):
+    for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
+        name = f"{mover}_{part}"
+        own = _Halves(climb.steps, (kind, index)).estimate
+        if not np.any(own.count > 0):
+            continue
+        random = _Halves(climb.random, (min(kind, 1), index)).estimate
+        table.add(info, f"{name}/random", random)
+        if STATISTICS[name].control == "random" and not STATISTICS[name].gauge_dependent:
+            p = difference_p(own.value, own.standard_error, random.value, random.standard_error)
+            table.test(info, name, p)
+        if mover == "own_write" and paired(part):
             mean, deviation, number = climb.mismatched(part)
-            table.add(info, f"own_write_{part}/mismatched", Estimate(mean, deviation, np.asarray(own.count)))
+            table.add(info, f"{name}/mismatched", Estimate(mean, deviation, np.asarray(own.count)))
             p = two_sided_p(own.value, own.standard_error, mean, deviation, np.full(info.heads, number))
-            table.test(info, f"own_write_{part}", p)
+            table.test(info, name, p)
 
 
 def _add_maps(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:

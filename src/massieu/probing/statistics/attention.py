@@ -93,7 +93,10 @@ def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Flo
 def _at_offset(call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], offset: int) -> Float[Tensor, "B H L"]:
     """Score plus log-weight of the key ``offset`` places before each query; position 0 stands in where there is none."""
     index = (positions - offset).clamp_min(0)
-    chosen = key if offset == 0 and len(positions) == key.shape[2] else key[:, :, index]
+    if len(positions) == key.shape[2]:  # every query in order: a shift instead of a gather
+        chosen = key if offset == 0 else torch.cat([key[:, :, :1].expand(-1, -1, offset, -1), key[:, :, :-offset]], 2)
+    else:
+        chosen = key[:, :, index]
     product = (_grouped(call.query, key) * chosen[:, :, None]).sum(-1).flatten(1, 2)
     places = index[None, :, None].expand(call.query.shape[0], -1, -1)
     return _weighted(call, _score(call, product)[..., None], places)[..., 0]

@@ -7,7 +7,8 @@ from two gradients per head, whole steps from replays. Controls: a random direct
 of the other heads of the layer.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,8 +24,9 @@ from massieu.probing.wiring import AttentionRead, Step
 _SLOPES = ("sharpens", "slope_selective", "slope_common")
 _STEPS = ("step_sharpens", "step_selective", "step_common", "step_log_partition")
 PARTS = (*_SLOPES, *_STEPS)
+MOVERS = ("own_write", "update", "update_without_bias")
 _PAIRED = ("sharpens", "slope_selective", "step_sharpens", "step_selective")
-CONTROL_SHARE = 4  # whole-step controls run on every fourth sampled query
+CONTROL_SHARE = 8  # whole-step controls run on every eighth sampled query
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,35 +104,22 @@ class _Landscape:
         return combine(attention - prior), combine(prior) + shift
 
 
-@dataclass(eq=False)
 class ClimbStatistics:
     """Running results of one site.
 
     Attributes:
-        own: the head's own write, (parts, heads); None entries stay uncounted where the write is not defined.
-        own_random: a random direction of the own write's length.
+        steps: entry (mover, part, head), movers in the order of `MOVERS`; a mover that is not defined stays uncounted.
+        random: entry (mover, part, head) for a random direction of the length of the own write and of the update.
         pairs: entry (part, g, h): head g's write seen by head h.
-        update, update_random, update_without_bias: the whole attention update.
         write_norm: ‖write‖/‖r‖.
-        queries: how many queries were sampled.
     """
 
-    heads: int
-    units: Units
-    queries: int = 0
-    own: Ratio = field(init=False)
-    own_random: Ratio = field(init=False)
-    pairs: Ratio = field(init=False)
-    update: Ratio = field(init=False)
-    update_random: Ratio = field(init=False)
-    update_without_bias: Ratio = field(init=False)
-    write_norm: Ratio = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name in ("own", "own_random", "update", "update_random", "update_without_bias"):
-            setattr(self, name, Ratio((len(PARTS), self.heads), self.units))
-        self.pairs = Ratio((len(_PAIRED), self.heads, self.heads), self.units)
-        self.write_norm = Ratio((1, self.heads), self.units)
+    def __init__(self, heads: int, units: Units) -> None:
+        self.heads = heads
+        self.steps = Ratio((len(MOVERS), len(PARTS), heads), units)
+        self.random = Ratio((2, len(PARTS), heads), units)
+        self.pairs = Ratio((len(_PAIRED), heads, heads), units)
+        self.write_norm = Ratio((1, heads), units)
 
     def mismatched(self, part: str) -> tuple[np.ndarray, np.ndarray, int]:
         """Mean and standard deviation over the other heads' writes, as each head sees them, and how many there are."""
@@ -174,28 +163,71 @@ class Climb:
 
     def measure(self, into: ClimbStatistics, valid: Tensor) -> None:
         """Add this batch to the running results; ``valid`` (B, S) leaves padding out."""
-        gradients = self._gradients()
+        selective, common = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
         base = self.landscape.parts(self.call.query)
         writes = self.writes()
-        into.queries += int(valid.sum())
-        if writes is not None:
-            self._own(into, writes, gradients, base, valid)
-        self._whole(into, self.whole, into.update, gradients, base, valid)
+        movers = [writes, self.whole]
         if writes is not None and self.read.bias is not None:
-            self._whole(into, writes.sum(0), into.update_without_bias, gradients, base, valid)
-        randomised = self._random(self.whole[None])[0]
-        self._whole(into, randomised, into.update_random, gradients, base, valid, self.control)
+            movers.append(writes.sum(0))
+        slopes = [None if m is None else _slope_parts((selective * m).sum(-1), (common * m).sum(-1)) for m in movers]
+        moved = [] if writes is None else [self.replay.own_queries(self.residual + writes, self.positions)]
+        moved += self._moved(torch.stack(movers[1:]))
+        parts = self.landscape.parts(torch.cat(moved, dim=2), slice(None), len(moved))
+        steps = iter(_step_parts(parts, base, len(moved)))
+        rows = [None if found is None else torch.cat([found, next(steps)], dim=1) for found in slopes]
+        _add(into.steps, rows, valid)
+        if writes is not None:
+            ratio = writes.norm(dim=-1) / self.residual.norm(dim=-1).clamp_min(1e-30)
+            _add(into.write_norm, [ratio.transpose(0, 1)], valid)
+        self._controls(into, writes, selective, common, base, valid)
 
-    def _gradients(self) -> tuple[Float[Tensor, "H B S D"], Float[Tensor, "H B S D"]]:
-        """Gradients of each head's selective and common part with respect to the residual stream."""
-        selective, common = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
-        return selective, common
+    def _controls(
+        self, into: ClimbStatistics, writes: Tensor | None, selective: Tensor, common: Tensor,
+        base: tuple[Tensor, ...], valid: Tensor,
+    ) -> None:  # fmt: skip
+        """Random directions, and what the other heads of the layer write, on the control queries."""
+        chosen = self.control
+        few, origin = valid[:, chosen], tuple(b[:, :, chosen] for b in base)
+        lengths = self.whole.norm(dim=-1)[None]
+        if writes is not None:
+            lengths = torch.cat([lengths, writes.norm(dim=-1)])
+        random = self._random(lengths)  # one direction a token: the first copy as long as the update
+        whole = random[0]
+        moved = [self._moved(whole[None], chosen)[0]]
+        slopes = [_slope_parts((selective * whole).sum(-1), (common * whole).sum(-1))[..., chosen]]
+        if writes is not None:
+            own = random[1:]
+            moved.append(self.replay.own_queries((self.residual + own)[:, :, chosen], self.positions[chosen]))
+            slopes.append(_slope_parts((selective * own).sum(-1), (common * own).sum(-1))[..., chosen])
+            moved += self._moved(writes, chosen)
+        parts = self.landscape.parts(torch.cat(moved, dim=2), chosen, len(moved))
+        steps = _step_parts(parts, origin, len(moved))
+        rows = [torch.cat(pair, dim=1) for pair in zip(slopes, steps, strict=False)]
+        _add(into.random, [None, *rows] if writes is None else rows[::-1], few)
+        if writes is not None:
+            self._pairs(into, torch.einsum("hbsd,gbsd->bghs", selective, writes), torch.stack(steps[2:], 1), valid)
 
-    def _random(self, like: Float[Tensor, "C B S D"]) -> Float[Tensor, "C B S D"]:
-        """One random direction per token, as long as each of ``like``."""
-        direction = torch.randn(like.shape[1:], generator=self.generator).to(like)
-        unit = direction / direction.norm(dim=-1, keepdim=True)
-        return unit * like.norm(dim=-1, keepdim=True)
+    def _pairs(self, into: ClimbStatistics, slope: Tensor, steps: Tensor, valid: Tensor) -> None:
+        """Entry (g, h) of each item: head g's write, head h's selective log Z; slopes everywhere, steps on few queries."""
+        change = steps[:, :, _STEPS.index("step_selective")]
+        many, few = valid[:, None, None], valid[:, self.control][:, None, None]
+        totals = torch.stack(
+            [
+                ((slope > 0) * many).sum(-1),
+                (slope * many).sum(-1),
+                ((change > 0) * few).sum(-1),
+                (change * few).sum(-1),
+            ],
+            dim=1,
+        )
+        counts = [many.sum(-1), many.sum(-1), few.sum(-1), few.sum(-1)]
+        into.pairs.update(totals, torch.stack(counts, dim=1))
+
+    def _random(self, lengths: Float[Tensor, "C B S"]) -> Float[Tensor, "C B S D"]:
+        """One random direction per token, in each of these lengths."""
+        shape = (*lengths.shape[1:], self.residual.shape[-1])
+        direction = torch.randn(shape, generator=self.generator).to(self.residual)
+        return direction / direction.norm(dim=-1, keepdim=True) * lengths[..., None]
 
     def _moved(self, steps: Float[Tensor, "C B S D"], chosen: Tensor | None = None) -> Float[Tensor, "C B H S Dh"]:
         """Queries after each of C steps, at all positions or at the chosen ones."""
@@ -205,73 +237,26 @@ class Climb:
         states = (residual + steps).flatten(0, 1)
         return self.replay.queries(states, positions).unflatten(0, (steps.shape[0], -1))
 
-    def _own(
-        self, into: ClimbStatistics, writes: Tensor, gradients: tuple[Tensor, Tensor], base: tuple[Tensor, ...],
-        valid: Tensor,
-    ) -> None:  # fmt: skip
-        selective, common = gradients
-        heads = torch.arange(writes.shape[0], device=writes.device)
-        ratio = writes.norm(dim=-1) / self.residual.norm(dim=-1).clamp_min(1e-30)
-        _add(into.write_norm, [ratio.transpose(0, 1)], valid)
-        moved = self._moved(writes)
-        own_query = moved[heads, :, heads].transpose(0, 1)  # head h after its own write
-        own = [
-            *_slope_parts((selective * writes).sum(-1), (common * writes).sum(-1)),
-            *_step_parts(self.landscape.parts(own_query), base),
-        ]
-        _add(into.own, own, valid)
 
-        # the other heads' writes: slopes everywhere, whole steps on the control queries
-        chosen = self.control
-        pair_slope = torch.einsum("hbsd,gbsd->bghs", selective, writes)
-        queries = moved[:, :, :, chosen].permute(1, 2, 0, 3, 4).flatten(2, 3)
-        copies = writes.shape[0]
-        step = self.landscape.parts(queries, chosen, copies)[0].unflatten(2, (copies, -1)).transpose(1, 2)
-        change = step - base[0][:, :, chosen][:, None]
-        where, few = valid[:, None, None], valid[:, chosen][:, None, None]
-        totals = torch.stack(
-            [
-                ((pair_slope > 0) * where).sum(-1), (pair_slope * where).sum(-1),
-                ((change > 0) * few).sum(-1), (change * few).sum(-1),
-            ],
-            dim=1,
-        )  # fmt: skip
-        many, some = valid.sum(-1), valid[:, chosen].sum(-1)
-        counts = torch.stack([many, many, some, some], dim=1)[..., None, None]
-        into.pairs.update(totals, counts)
-
-        random = self._random(writes)
-        slopes = _slope_parts((selective * random).sum(-1), (common * random).sum(-1))
-        random_query = self._moved(random, chosen)[heads, :, heads].transpose(0, 1)
-        parts = self.landscape.parts(random_query, chosen)
-        steps = _step_parts(parts, tuple(b[:, :, chosen] for b in base))
-        _add(into.own_random, [s[:, :, chosen] for s in slopes] + steps, valid[:, chosen])
-
-    def _whole(
-        self, into: ClimbStatistics, update: Tensor, ratio: Ratio, gradients: tuple[Tensor, Tensor],
-        base: tuple[Tensor, ...], valid: Tensor, chosen: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        slopes = _slope_parts((gradients[0] * update).sum(-1), (gradients[1] * update).sum(-1))
-        query = self._moved(update[None], chosen)[0]
-        if chosen is None:
-            _add(ratio, slopes + _step_parts(self.landscape.parts(query), base), valid)
-            return
-        parts = self.landscape.parts(query, chosen)
-        steps = _step_parts(parts, tuple(b[:, :, chosen] for b in base))
-        _add(ratio, [s[:, :, chosen] for s in slopes] + steps, valid[:, chosen])
-
-
-def _slope_parts(selective: Float[Tensor, "H B S"], common: Float[Tensor, "H B S"]) -> list[Float[Tensor, "B H S"]]:
+def _slope_parts(selective: Float[Tensor, "H B S"], common: Float[Tensor, "H B S"]) -> Float[Tensor, "B 3 H S"]:
     selective, common = selective.transpose(0, 1), common.transpose(0, 1)
-    return [(selective > 0).to(selective), selective, common]
+    return torch.stack([(selective > 0).to(selective), selective, common], dim=1)
 
 
-def _step_parts(after: tuple[Tensor, ...], before: tuple[Tensor, ...]) -> list[Float[Tensor, "B H S"]]:
-    selective, common, raw = (a - b for a, b in zip(after, before, strict=True))
-    return [(selective > 0).to(selective), selective, common, raw]
+def _step_parts(
+    after: tuple[Tensor, ...], before: tuple[Tensor, ...], copies: int
+) -> tuple[Float[Tensor, "B 4 H S"], ...]:
+    """For each of several copies of the queries, the parts of the change."""
+    selective, common, raw = (a.unflatten(2, (copies, -1)) - b[:, :, None] for a, b in zip(after, before, strict=True))
+    parts = torch.stack([(selective > 0).to(selective), selective, common, raw], dim=1)
+    return parts.unbind(3)
 
 
-def _add(ratio: Ratio, parts: list[Float[Tensor, "B H S"]], valid: Tensor) -> None:
-    values = torch.stack(parts, dim=1).double()
-    usable = valid[:, None, None] & values.isfinite()
+def _add(ratio: Ratio, rows: Sequence[Float[Tensor, "B *parts S"] | None], valid: Tensor) -> None:
+    """Add one row of the accumulator for each item of ``rows``; None and rows that are missing stay uncounted."""
+    known = next(row for row in rows if row is not None)
+    filled = [torch.full_like(known, torch.nan) if row is None else row for row in rows]
+    filled += [torch.full_like(known, torch.nan)] * (ratio.shape[0] - len(filled))
+    values = torch.stack(filled, dim=1).double()
+    usable = valid.view(len(valid), *([1] * (values.dim() - 2)), -1) & values.isfinite()
     ratio.update(torch.where(usable, values, 0.0).sum(-1), usable.sum(-1))

@@ -40,7 +40,7 @@ class ExpansionStatistics:
     def __init__(self, units: Units) -> None:
         self.units = units
         self.sublayers: dict[int, Ratio] = {}
-        self._last: tuple[int, Float[Tensor, " 3"]] | None = None
+        self._last: dict[int, tuple[int, Float[Tensor, " 3"]]] = {}
 
     def update(self, step: Step, row: int, positions: Int[Tensor, " S"]) -> None:
         """Add one window (item ``row`` of the batch) at one step."""
@@ -57,19 +57,18 @@ class ExpansionStatistics:
         ratio.update(torch.where(finite, values, 0.0), finite.double())
 
     def _levels(self, points: Tensor, row: int, positions: Tensor) -> Float[Tensor, " 3"]:
-        """Distance, log-determinant and effective rank; the result of the last point asked about is kept."""
-        key = hash((points.data_ptr(), row, tuple(positions.tolist())))
-        if self._last is not None and self._last[0] == key:
-            return self._last[1]
+        """Distance, log-determinant and effective rank; each row's latest result is kept, since steps share points."""
+        if row in self._last and self._last[row][0] == points.data_ptr():
+            return self._last[row][1]
         cloud = points[row, positions].cpu()
         spectrum = covariance_spectrum(cloud)
         levels = torch.stack([pairwise_distance(cloud), log_determinant(spectrum), effective_rank(spectrum)])
-        self._last = (key, levels)
+        self._last[row] = (points.data_ptr(), levels)
         return levels
 
     def forget(self) -> None:
         """To be called after each forward pass: the memory of the last point is then reused by other tensors."""
-        self._last = None
+        self._last.clear()
 
     def results(
         self, sublayer: int, part: Literal["estimate", "first_half", "second_half"] = "estimate"
