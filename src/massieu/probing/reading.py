@@ -210,12 +210,18 @@ class Reading:
             else:
                 self.model(**self._inputs)
             self.unexplained |= capture.unexplained
-        self.expansion.forget()
+        self._finish_expansion()
         self.sampled["windows"] += len(self._sampled_rows)
         if example is not None:
             self.examples.append(example[1])
         elapsed = time.perf_counter() - started
         self.seconds["forward"] += elapsed - (sum(self.seconds.values()) - before)
+
+    def _finish_expansion(self) -> None:
+        started = time.perf_counter()
+        with _one_thread():
+            self.expansion.finish()
+        self.seconds["expansion"] += time.perf_counter() - started
 
     # Tokens ----------------------------------------------------------------------------------------------------------
 
@@ -319,9 +325,8 @@ class Reading:
         groups = self.options.groups
         if EXPANSION in groups:
             started = time.perf_counter()
-            with _one_thread():
-                for row in self._sampled_rows:
-                    self.expansion.update(step, row, self._positions(row, step.before.shape[1], cloud=True))
+            for row in self._sampled_rows:
+                self.expansion.collect(step, row, self._positions(row, step.before.shape[1], cloud=True))
             self.seconds["expansion"] += time.perf_counter() - started
         if step.read is not None and groups & {CLIMB, MAPS, VALUES}:
             started = time.perf_counter()

@@ -93,11 +93,14 @@ def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Flo
 def _at_offset(call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], offset: int) -> Float[Tensor, "B H L"]:
     """Score plus log-weight of the key ``offset`` places before each query; position 0 stands in where there is none."""
     index = (positions - offset).clamp_min(0)
+    query = _grouped(call.query, key)
     if len(positions) == key.shape[2]:  # every query in order: a shift instead of a gather
-        chosen = key if offset == 0 else torch.cat([key[:, :, :1].expand(-1, -1, offset, -1), key[:, :, :-offset]], 2)
+        product = query.new_zeros(query.shape[:-1])
+        product[..., offset:] = (query[..., offset:, :] * key[:, :, None, : key.shape[2] - offset]).sum(-1)
+        product[..., :offset] = (query[..., :offset, :] * key[:, :, None, :1]).sum(-1)
+        product = product.flatten(1, 2)
     else:
-        chosen = key[:, :, index]
-    product = (_grouped(call.query, key) * chosen[:, :, None]).sum(-1).flatten(1, 2)
+        product = (query * key[:, :, None, index]).sum(-1).flatten(1, 2)
     places = index[None, :, None].expand(call.query.shape[0], -1, -1)
     return _weighted(call, _score(call, product)[..., None], places)[..., 0]
 
@@ -134,8 +137,8 @@ def query_statistics(
     """
     key, shift = call.key, None
     if call.softcap is None:
-        weight = keys.real[:, None, :, None].to(key.dtype)
-        centre = (key * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp_min(1)
+        weight = keys.real[:, None, None].to(key.dtype)
+        centre = (weight @ key) / weight.sum(-1, keepdim=True).clamp_min(1)
         key = key - centre
         shift = (call.scale * _grouped(call.query, key) @ centre[:, :, None].mT).flatten(1, 2)[..., 0].float()
     moments = ops.attention_moments(

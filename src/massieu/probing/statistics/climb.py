@@ -169,7 +169,7 @@ class Climb:
         movers = [writes, self.whole]
         if writes is not None and self.read.bias is not None:
             movers.append(writes.sum(0))
-        slopes = [None if m is None else _slope_parts((selective * m).sum(-1), (common * m).sum(-1)) for m in movers]
+        slopes = [None if m is None else _slope_parts(_along(selective, m), _along(common, m)) for m in movers]
         moved = [] if writes is None else [self.replay.own_queries(self.residual + writes, self.positions)]
         moved += self._moved(torch.stack(movers[1:]))
         parts = self.landscape.parts(torch.cat(moved, dim=2), slice(None), len(moved))
@@ -194,11 +194,12 @@ class Climb:
         random = self._random(lengths)  # one direction a token: the first copy as long as the update
         whole = random[0]
         moved = [self._moved(whole[None], chosen)[0]]
-        slopes = [_slope_parts((selective * whole).sum(-1), (common * whole).sum(-1))[..., chosen]]
+        selective_few, common_few, few_random = selective[:, :, chosen], common[:, :, chosen], random[:, :, chosen]
+        slopes = [_slope_parts(_along(selective_few, few_random[0]), _along(common_few, few_random[0]))]
         if writes is not None:
             own = random[1:]
             moved.append(self.replay.own_queries((self.residual + own)[:, :, chosen], self.positions[chosen]))
-            slopes.append(_slope_parts((selective * own).sum(-1), (common * own).sum(-1))[..., chosen])
+            slopes.append(_slope_parts(_along(selective_few, few_random[1:]), _along(common_few, few_random[1:])))
             moved += self._moved(writes, chosen)
         parts = self.landscape.parts(torch.cat(moved, dim=2), chosen, len(moved))
         steps = _step_parts(parts, origin, len(moved))
@@ -236,6 +237,13 @@ class Climb:
             residual, positions, steps = residual[:, chosen], positions[chosen], steps[:, :, chosen]
         states = (residual + steps).flatten(0, 1)
         return self.replay.queries(states, positions).unflatten(0, (steps.shape[0], -1))
+
+
+def _along(gradient: Float[Tensor, "H B S D"], step: Float[Tensor, "*H B S D"]) -> Float[Tensor, "H B S"]:
+    """Slope along a step that is each head's own (with a dimension of heads) or the same for all."""
+    if step.dim() == gradient.dim():
+        return (gradient * step).sum(-1)
+    return torch.einsum("hbsd,bsd->hbs", gradient, step)
 
 
 def _slope_parts(selective: Float[Tensor, "H B S"], common: Float[Tensor, "H B S"]) -> Float[Tensor, "B 3 H S"]:

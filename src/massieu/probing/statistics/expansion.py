@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -35,40 +34,42 @@ def distinct_positions(
 
 
 class ExpansionStatistics:
-    """Running results along the depth: for each sublayer the cloud's levels before and after, and their change."""
+    """Running results along the depth: for each sublayer the cloud's levels before and after, and their change.
+
+    During a forward pass only the sampled tokens of each point are copied; `finish` measures all of them together.
+    """
 
     def __init__(self, units: Units) -> None:
         self.units = units
         self.sublayers: dict[int, Ratio] = {}
-        self._last: dict[int, tuple[int, Float[Tensor, " 3"]]] = {}
+        self._clouds: dict[tuple[int, int, int], list[Float[Tensor, "S D"]]] = {}
 
-    def update(self, step: Step, row: int, positions: Int[Tensor, " S"]) -> None:
-        """Add one window (item ``row`` of the batch) at one step."""
-        ratio = self.sublayers.setdefault(step.sublayer.index, Ratio((len(LEVELS), 3), self.units))
+    def collect(self, step: Step, row: int, positions: Int[Tensor, " S"]) -> None:
+        """Take the sampled tokens of one window (item ``row`` of the batch) before and after one step."""
         if len(positions) < FEWEST:
-            ratio.update(np.zeros((1, len(LEVELS), 3)), np.zeros((1, 1, 1)))
             return
-        before = self._levels(step.before, row, positions)
-        after = self._levels(step.after, row, positions)
-        change = after - before
-        change[0] = torch.log(after[0] / before[0])
-        values = torch.stack([before, after, change], dim=1)[None]
-        finite = values.isfinite()
-        ratio.update(torch.where(finite, values, 0.0), finite.double())
+        ends = [points[row].index_select(0, positions).cpu() for points in (step.before, step.after)]
+        self._clouds[step.sublayer.index, row, len(positions)] = ends
 
-    def _levels(self, points: Tensor, row: int, positions: Tensor) -> Float[Tensor, " 3"]:
-        """Distance, log-determinant and effective rank; each row's latest result is kept, since steps share points."""
-        if row in self._last and self._last[row][0] == points.data_ptr():
-            return self._last[row][1]
-        cloud = points[row, positions].cpu()
-        spectrum = covariance_spectrum(cloud)
-        levels = torch.stack([pairwise_distance(cloud), log_determinant(spectrum), effective_rank(spectrum)])
-        self._last[row] = (points.data_ptr(), levels)
-        return levels
-
-    def forget(self) -> None:
-        """To be called after each forward pass: the memory of the last point is then reused by other tensors."""
-        self._last.clear()
+    def finish(self) -> None:
+        """Measure what the forward pass collected, and forget it."""
+        shapes: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+        for place, ends in self._clouds.items():
+            shapes.setdefault(tuple(ends[0].shape), []).append(place)
+        for places in shapes.values():
+            clouds = torch.stack([torch.stack(self._clouds[place]) for place in places]).double()
+            spectrum = covariance_spectrum(clouds)
+            levels = torch.stack([pairwise_distance(clouds), log_determinant(spectrum), effective_rank(spectrum)], -1)
+            before, after = levels.unbind(1)
+            change = after - before
+            change[:, 0] = torch.log(after[:, 0] / before[:, 0])
+            values = torch.stack([before, after, change], dim=-1)
+            finite = values.isfinite()
+            totals, counts = torch.where(finite, values, 0.0).numpy(), finite.double().numpy()
+            for place, total, count in sorted(zip(places, totals, counts, strict=True), key=lambda item: item[0][:2]):
+                ratio = self.sublayers.setdefault(place[0], Ratio((len(LEVELS), 3), self.units))
+                ratio.update(total[None], count[None])
+        self._clouds.clear()
 
     def results(
         self, sublayer: int, part: Literal["estimate", "first_half", "second_half"] = "estimate"
