@@ -16,6 +16,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed ## probe a pretrained sentence encoder on real text and say where the page is
 	$(BIN)/massieu probe --out $(OUT)
 
+# One thread a process: two processes share the cores.
+test slow floor: export OMP_NUM_THREADS ?= 1
+
 test: $(VENV)/installed ## the default test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 

@@ -1,5 +1,7 @@
 """The model's results stay its own, and what is captured reproduces its attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -58,8 +60,6 @@ def test_captured_tensors_reproduce_the_attention(name, padded):
 
 def test_the_self_check_can_fail():
     """A wrong scale, a lost mask and a lost bias are each far above the tolerance."""
-    from dataclasses import replace
-
     calls = []
     batch, *_ = run("bert", True, calls.append)
     call = calls[1]
@@ -67,6 +67,14 @@ def test_the_self_check_can_fail():
     assert self_check_error(replace(call, scale=2 * call.scale), known) > 1e-2
     assert self_check_error(replace(call, log_weight=None), known) > 1e-2
     calls.clear()
+    run("gemma2", False, calls.append)
+    if calls[1].softcap is not None:
+        assert self_check_error(replace(calls[1], softcap=None), torch.ones(3, 20, dtype=torch.bool)) > 1e-3
+
+
+@pytest.mark.skipif(not zoo.T5_DISPATCHES, reason="this release of transformers does not dispatch T5's attention")
+def test_the_self_check_sees_a_lost_position_bias():
+    calls = []
     run("t5", False, calls.append)
     biased = next(c for c in calls if c.log_weight is not None and c.log_weight.dtype != torch.bool)
     everything = torch.ones(biased.output.shape[:2], dtype=torch.bool)

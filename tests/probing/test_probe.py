@@ -166,9 +166,8 @@ def test_nan_is_reported_with_layer_and_head_and_not_averaged():
     assert any("layer 2 head 2" in w for w in result.run["warnings"])
     broken = result.heads.filter((polars.col("layer") == 2) & (polars.col("head") == 2))
     assert broken.filter(polars.col("statistic") == "entropy")["count"].sum() == 0
-    assert np.isfinite(
-        result.heads.filter((polars.col("layer") == 2) & (polars.col("head") == 1) & (polars.col("statistic") == "entropy"))["value"][0]
-    )  # fmt: skip
+    healthy = result.heads.filter((polars.col("layer") == 2) & (polars.col("head") == 1))
+    assert np.isfinite(healthy.filter(polars.col("statistic") == "entropy")["value"][0])
 
 
 def test_only_some_statistics():
@@ -190,16 +189,17 @@ def test_a_model_with_a_head_is_read_through_its_trunk():
 
 
 def test_describe_needs_no_text():
-    found = massieu.describe(zoo.model("t5")).to_dict()
-    assert len(found["sites"]) == 9
+    found = massieu.describe(zoo.model("bart")).to_dict()
+    assert len(found["sites"]) == 6
     assert {s["kind"] for s in found["sites"]} == {"self", "causal", "cross"}
-    assert [s["kind"] for s in found["sublayers"]][:4] == ["norm", "attention", "norm", "feed_forward"]
+    assert [s["kind"] for s in found["sublayers"]][:4] == ["attention", "norm", "feed_forward", "norm"]
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda t: t.MambaModel(t.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50)), "has no attention"),
+        *([] if zoo.T5_DISPATCHES else [(lambda t: t.T5Model(zoo.T5), "is not supported")]),
         (lambda t: t.BloomModel(t.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=50)), "is not supported"),
     ],
 )
@@ -209,7 +209,7 @@ def test_unreadable_models_are_named(make, words):
     model = make(transformers).eval()
     ids = torch.randint(3, 50, (2, 8))
     with pytest.raises(InputError, match=words) as caught:
-        massieu.probe(model, [{"input_ids": ids}])
+        massieu.probe(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
     assert type(model).__name__ in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -13,6 +13,8 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _GROUPED = {**_COMMON, "num_key_value_heads": 2}
 
+T5 = hf.T5Config(d_model=48, d_kv=12, d_ff=96, num_layers=3, num_heads=4, vocab_size=99, decoder_start_token_id=0)
+
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: hf.BertModel(hf.BertConfig(**_COMMON)),
     "gpt2": lambda: hf.GPT2Model(
@@ -33,9 +35,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )
     ),
-    "t5": lambda: hf.T5Model(
-        hf.T5Config(d_model=48, d_kv=12, d_ff=96, num_layers=3, num_heads=4, vocab_size=99, decoder_start_token_id=0)
-    ),
+    "t5": lambda: hf.T5Model(T5),
     "bart": lambda: hf.BartModel(
         hf.BartConfig(
             d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
@@ -59,7 +59,14 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     ),
 }  # fmt: skip
 
-REQUIRED = ("bert", "gpt2", "llama", "modernbert", "gemma2", "gpt_oss", "t5", "bart", "vit")
+# T5 dispatches its attention in newer releases only; massieu says so on the older ones (see test_probe.py).
+T5_DISPATCHES = hasattr(hf.models.t5.modeling_t5, "eager_attention_forward")
+if not T5_DISPATCHES:
+    del MAKERS["t5"]
+
+REQUIRED = tuple(
+    name for name in ("bert", "gpt2", "llama", "modernbert", "gemma2", "gpt_oss", "t5", "bart", "vit") if name in MAKERS
+)
 _IMAGES = ("vit", "swin")
 _made: dict[str, nn.Module] = {}
 

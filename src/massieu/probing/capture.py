@@ -224,8 +224,9 @@ def _call_from(
         keep = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
         weight, causal = weight.float().masked_fill(~keep, -torch.inf), False
     scale = keywords.get("scaling")
-    softcap = keywords.get("softcap")
-    sink = keywords.get("s_aux")
+    # sdpa knows neither caps nor sinks: a model that runs on it goes without them, and so do its statistics
+    softcap = keywords.get("softcap") if implementation == EAGER else None
+    sink = keywords.get("s_aux") if implementation == EAGER else None
     return AttentionCall(
         site=capture.next_site(module),
         module=module,
