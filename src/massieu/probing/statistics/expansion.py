@@ -42,34 +42,50 @@ class ExpansionStatistics:
     def __init__(self, units: Units) -> None:
         self.units = units
         self.sublayers: dict[int, Ratio] = {}
-        self._clouds: dict[tuple[int, int, int], list[Float[Tensor, "S D"]]] = {}
+        self._steps: list[tuple[int, int, int]] = []  # sublayer, and which clouds it led from and to
+        self._clouds: list[Float[Tensor, "S D"]] = []
+        self._latest: dict[int, tuple[Tensor, int]] = {}  # for each row: the point last reached, and its cloud
 
     def collect(self, step: Step, row: int, positions: Int[Tensor, " S"]) -> None:
         """Take the sampled tokens of one window (item ``row`` of the batch) before and after one step."""
         if len(positions) < FEWEST:
             return
-        ends = [points[row].index_select(0, positions).cpu() for points in (step.before, step.after)]
-        self._clouds[step.sublayer.index, row, len(positions)] = ends
+        latest = self._latest.get(row)
+        if latest is not None and latest[0] is step.before:  # most steps begin where the one before them ended
+            start = latest[1]
+        else:
+            start = self._take(step.before, row, positions)
+        end = self._take(step.after, row, positions)
+        self._latest[row] = (step.after, end)
+        self._steps.append((step.sublayer.index, start, end))
+
+    def _take(self, points: Float[Tensor, "B L D"], row: int, positions: Int[Tensor, " S"]) -> int:
+        self._clouds.append(points[row].index_select(0, positions).cpu())
+        return len(self._clouds) - 1
 
     def finish(self) -> None:
         """Measure what the forward pass collected, and forget it."""
-        shapes: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
-        for place, ends in self._clouds.items():
-            shapes.setdefault(tuple(ends[0].shape), []).append(place)
+        levels = torch.zeros(len(self._clouds), len(LEVELS), dtype=torch.float64)
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for index, cloud in enumerate(self._clouds):
+            shapes.setdefault(tuple(cloud.shape), []).append(index)
         for places in shapes.values():
-            clouds = torch.stack([torch.stack(self._clouds[place]) for place in places]).double()
+            clouds = torch.stack([self._clouds[index] for index in places]).double()
             spectrum = covariance_spectrum(clouds)
-            levels = torch.stack([pairwise_distance(clouds), log_determinant(spectrum), effective_rank(spectrum)], -1)
-            before, after = levels.unbind(1)
+            levels[places] = torch.stack(
+                [pairwise_distance(clouds), log_determinant(spectrum), effective_rank(spectrum)], -1
+            )
+        for sublayer, start, end in self._steps:
+            before, after = levels[start], levels[end]
             change = after - before
-            change[:, 0] = torch.log(after[:, 0] / before[:, 0])
-            values = torch.stack([before, after, change], dim=-1)
+            change[0] = torch.log(after[0] / before[0])
+            values = torch.stack([before, after, change], dim=-1)[None]
             finite = values.isfinite()
-            totals, counts = torch.where(finite, values, 0.0).numpy(), finite.double().numpy()
-            for place, total, count in sorted(zip(places, totals, counts, strict=True), key=lambda item: item[0][:2]):
-                ratio = self.sublayers.setdefault(place[0], Ratio((len(LEVELS), 3), self.units))
-                ratio.update(total[None], count[None])
+            ratio = self.sublayers.setdefault(sublayer, Ratio((len(LEVELS), 3), self.units))
+            ratio.update(torch.where(finite, values, 0.0), finite.double())
+        self._steps.clear()
         self._clouds.clear()
+        self._latest.clear()
 
     def results(
         self, sublayer: int, part: Literal["estimate", "first_half", "second_half"] = "estimate"
