@@ -52,7 +52,9 @@ def textbook(query, key, value=None, log_weight=None, scale=None, is_causal=Fals
     return found
 
 
-def tensors(batch=2, heads=4, key_heads=2, length=37, keys=53, size=8, value_size=8, dtype=torch.float32, seed=0, spread=1.0):
+def tensors(
+    batch=2, heads=4, key_heads=2, length=37, keys=53, size=8, value_size=8, dtype=torch.float32, seed=0, spread=1.0
+):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, heads, length, size), (batch, key_heads, keys, size), (batch, key_heads, keys, value_size)]
     return [(torch.randn(*shape, generator=generator, dtype=torch.float64) * spread).to(dtype) for shape in shapes]

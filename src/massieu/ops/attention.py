@@ -1,0 +1,99 @@
+"""Attention that also returns its log-partition, and the log-partition alone."""
+
+from typing import Literal, NamedTuple
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu.ops import flash, reference
+from massieu.ops.shapes import Problem, Scale, check_problem
+
+Backend = Literal["auto", "reference", "flash"]
+
+
+class Attention(NamedTuple):
+    """What `attention` returns: values averaged under the attention weights, and the logarithm of their normaliser."""
+
+    output: Float[Tensor, "*query E"]
+    """Σ_n p_n value_n, in the query's dtype; 0 where no key is visible."""
+    log_partition: Float[Tensor, "*query"]
+    """log Z in nats, float32 or float64; −inf where no key is visible."""
+
+
+def attention(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    value: Float[Tensor, "B Hk N E"],
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    is_causal: bool = False,
+    backend: Backend = "auto",
+) -> Attention:
+    """Softmax attention and its log-partition, differentiable in both, in memory linear in queries and keys.
+
+    With scores s_n = scale·query·key_n and weights w_n = exp(log_weight_n): log Z = log Σ w_n exp(s_n), p_n = w_n
+    exp(s_n)/Z, output Σ p_n value_n (S3: the mean of atoms, and its log-partition).
+
+    Args:
+        query: (B, H, L, D) with H a multiple of the key's Hk heads, query head h on key head h // (H / Hk); or, the same
+            spelt out, (B, Hk, G, L, D). Results have its shape without D.
+        key, value: (B, Hk, N, D) and (B, Hk, N, E), of the query's dtype and device. Hidden keys must be finite too.
+        log_weight: log-weights below +inf, or booleans of which True keeps a key; broadcasts to (B, H, L, N). For a
+            five-dimensional query to (B, Hk, G, L, N), given with all five dimensions, or with two or fewer. Of float
+            dtype it has a gradient; one a query and key (not one a key for all queries) is then the reference's.
+        scale: inverse temperature; D^-½ by default. A number, or a tensor: of one number, one a head (H,), or
+            broadcasting to (B, H, L, 1); a tensor has a gradient.
+        is_causal: query i sees keys 0 … i (upper left aligned).
+        backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
+            right on every device. "flash": PyTorch's fused CPU kernel, exact gradients for both results. "auto": flash
+            where it is right, on the CPU; elsewhere, on CUDA too, the reference.
+
+    Both are differentiable any number of times, forwards too, and under `torch.func` transforms; second derivatives are
+    computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate
+    twice through an already compiled function: inside one, take derivatives with `torch.func`. A query that sees no key
+    has output 0, log Z = −inf and gradient 0. Log Z is float64 for float64, else float32; relative errors are a few
+    units of the input's rounding.
+
+    Raises:
+        TypeError: not a tensor, not floating-point, dtypes that differ, a scale or is_causal of another type.
+        ValueError: shapes or devices that do not fit (both are named), an unknown backend, "flash" where it is not right.
+    """
+    if value is None:
+        raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
+    problem = check_problem(query, key, value, log_weight, scale, is_causal)
+    room = flash if _choose(problem, backend) == "flash" else reference
+    output, log_z = room.attention(problem)
+    return Attention(problem.restore(output), problem.restore(log_z))
+
+
+def log_partition(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    is_causal: bool = False,
+    backend: Backend = "auto",
+) -> Float[Tensor, "*query"]:
+    """log Z = log Σ_n w_n exp(scale·query·key_n) in nats, in linear memory, its gradient too.
+
+    Arguments, guarantees and errors are those of `attention`. Its gradient with respect to the query is
+    scale·Σ p_n key_n: attention with values = keys (S3).
+    """
+    problem = check_problem(query, key, None, log_weight, scale, is_causal)
+    room = flash if _choose(problem, backend) == "flash" else reference
+    return problem.restore(room.log_partition(problem))
+
+
+def _choose(problem: Problem, backend: str) -> str:
+    if backend not in ("auto", "reference", "flash"):
+        raise ValueError(f"backend must be 'auto', 'reference' or 'flash', got {backend!r}")
+    if backend == "reference":
+        return "reference"
+    reason = flash.unusable(problem)
+    if reason is None:
+        return "flash"
+    if backend == "flash":
+        raise ValueError(f"backend 'flash' cannot be used here: {reason}; 'reference' can")
+    return "reference"

@@ -1,0 +1,212 @@
+"""Moments of attention's weights: what each query's attention looks like, in one pass over the scores."""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu.ops import compiled, moment_blocks, reference
+from massieu.ops.shapes import Problem, Scale, check_problem, may_be_differentiated
+
+MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
+
+REPAYING_PAIRS = 4e10
+"""So many scores make up for a compilation: about 15 s, against 0.4 ns saved a score."""
+
+
+class Moments(NamedTuple):
+    """What `attention_moments` returns: a number a query each, float32 (float64 for float64), nats.
+
+    p are the attention weights, s the scores (scaled and soft-capped, without log-weight), h the base measure: the
+    weights w = exp(log_weight) normalised over the keys a query sees. A query that sees no key has −inf for both
+    log-partitions and the largest score, 0 for everything else.
+    """
+
+    output: Float[Tensor, "*query E"] | None
+    """Σ p_n value_n in the query's dtype; None without values."""
+    log_partition: Float[Tensor, "*query"]
+    """log Σ w_n exp(s_n)."""
+    entropy: Float[Tensor, "*query"]
+    """−Σ p_n log p_n."""
+    mean_score: Float[Tensor, "*query"]
+    """Σ p_n s_n."""
+    score_variance: Float[Tensor, "*query"]
+    """Variance of s under p: the second cumulant, d² log Z(βs)/dβ² at β = 1."""
+    max_weight: Float[Tensor, "*query"]
+    """max p_n."""
+    collision: Float[Tensor, "*query"]
+    """Σ p_n², whose inverse is the effective sample size."""
+    prior_log_partition: Float[Tensor, "*query"]
+    """log Σ w_n: log n for n visible keys of weight one."""
+    prior_mean_score: Float[Tensor, "*query"]
+    """Σ h_n s_n. log_partition − prior_log_partition − prior_mean_score = KL(h‖p) ≥ 0 (S25)."""
+    prior_score_variance: Float[Tensor, "*query"]
+    """Variance of s under h."""
+    max_score: Float[Tensor, "*query"]
+    """Largest s of a visible key."""
+
+
+class _Work:
+    """Scores that `auto` has met in this process and that compiled tiles would have done faster."""
+
+    pairs = 0
+
+
+def attention_moments(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    value: Float[Tensor, "B Hk N E"] | None = None,
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    is_causal: bool = False,
+    softcap: float | None = None,
+    backend: MomentsBackend = "auto",
+) -> Moments:
+    """Log-partition, entropy and moments of the scores of every query, in memory linear in queries and keys.
+
+    Without gradient (under `torch.no_grad`, or no argument requires it) on the CPU this costs about as much as fused
+    attention. Where a gradient, forward mode or a `torch.func` transform is wanted, and on other devices, the reference
+    computes it, differentiable any number of times.
+
+    Args:
+        query, key, value, log_weight, scale, is_causal: as in `massieu.ops.attention`.
+        softcap: c > 0 replaces each score by c·tanh(score/c) before the log-weight is added, as Gemma 2 does.
+        backend: `moments_backend` says what "auto" takes.
+
+            - "reference": plain operations in blocks of queries;
+            - "blocks": tiles that stay in cache, without gradient;
+            - "compiled": the same with each tile fused by `torch.compile`: 5 to 30 s once, needs a C++ compiler. Float
+              log-weights and tiles of a single query or key are done as in "blocks".
+
+    Numbers agree between backends to rounding: in float32 the score's variance has an absolute error of about
+    1e-6·(variance + log² n), the others about 1e-6 times the scores' spread over a query's keys.
+
+    Raises:
+        TypeError: not a tensor, not floating-point, dtypes that differ.
+        ValueError: shapes or devices that do not fit (both are named), an unknown backend, or one that cannot do this.
+    """
+    problem = check_problem(query, key, value, log_weight, scale, is_causal)
+    _check_softcap(softcap)
+    chosen = _choose(problem, backend)
+    if chosen == "reference":
+        *moments, output = reference.in_blocks(problem, _reference(softcap))
+    else:
+        room = compiled if chosen == "compiled" else moment_blocks
+        if backend == "auto" and _is_fusable(problem):
+            _Work.pairs += problem.pairs
+        with torch.no_grad():
+            moments, output = moment_blocks.moments(problem, softcap, room.summarise, room.PAIRS_PER_THREAD)
+    restored = [problem.restore(moment) for moment in moments]
+    return Moments(None if value is None or output is None else problem.restore(output).to(query.dtype), *restored)
+
+
+def moments_backend(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    value: Float[Tensor, "B Hk N E"] | None = None,
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    is_causal: bool = False,
+) -> str:
+    """Which backend ``attention_moments(..., backend="auto")`` would take now: "reference", "blocks" or "compiled".
+
+    "reference" where "blocks" cannot go (gradients, transforms, other devices than the CPU); "compiled" once the calls
+    of this process have met `REPAYING_PAIRS` scores, about what makes up for the compilation, and there is a C++
+    compiler; else "blocks".
+
+    Raises:
+        TypeError, ValueError: as `attention_moments`.
+    """
+    return _choose(check_problem(query, key, value, log_weight, scale, is_causal), "auto")
+
+
+def _check_softcap(softcap: float | None) -> None:
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, float | int):
+        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
+    if not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+
+
+def _choose(problem: Problem, backend: str) -> str:
+    if backend not in ("auto", "reference", "compiled", "blocks"):
+        raise ValueError(f"backend must be 'auto', 'reference', 'compiled' or 'blocks', got {backend!r}")
+    if backend == "reference":
+        return backend
+    reason = _blocks_unusable(problem)
+    if backend != "auto":
+        if reason is None and backend == "compiled" and not compiled.compiler_exists():
+            reason = "no C++ compiler was found"
+        if reason is not None:
+            raise ValueError(f"backend {backend!r} cannot be used here: {reason}; 'reference' can")
+        return backend
+    if reason is not None:
+        return "reference"
+    repaid = _Work.pairs >= REPAYING_PAIRS and _is_fusable(problem)
+    return "compiled" if repaid and compiled.compiler_exists() else "blocks"
+
+
+def _is_fusable(problem: Problem) -> bool:
+    return problem.log_weight is None or problem.log_weight.dtype == torch.bool
+
+
+def _blocks_unusable(problem: Problem) -> str | None:
+    tensors = (problem.query, problem.key, problem.value, problem.log_weight, problem.scale)
+    if problem.query.device.type != "cpu":
+        return f"it runs on the CPU, got {problem.query.device}"
+    if torch.compiler.is_compiling():
+        return "it cannot be compiled into something else"
+    if any(isinstance(tensor, Tensor) and may_be_differentiated(tensor) for tensor in tensors):
+        return "it has no derivative, and one may be wanted here"
+    if problem.pairs == 0:
+        return "it needs at least one query and one key"
+    return None
+
+
+def _reference(softcap: float | None) -> Callable[..., tuple[Tensor, ...]]:
+    def moments(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        return _reference_moments(scores, log_weight, value)
+
+    return moments
+
+
+def _reference_moments(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+    """The moments in the order of `Moments`, then the output (zeros of size 0 without values)."""
+    log_weight = torch.zeros_like(scores) if log_weight is None else log_weight.expand_as(scores)
+    visible = log_weight > -torch.inf
+    finite_weight = torch.where(visible, log_weight, 0.0)
+    weights, total, log_z = reference.softmax(scores, log_weight)
+    p = weights / total.unsqueeze(-1)
+    prior, prior_total, prior_log_z = reference.softmax(torch.zeros_like(scores), log_weight)
+    h = prior / prior_total.unsqueeze(-1)
+    none = ~visible.any(-1)
+    mean, prior_mean = (p * scores).sum(-1), (h * scores).sum(-1)
+    level = torch.where(none, 0.0, log_z).unsqueeze(-1)
+    log_p = scores + finite_weight - level
+    return (
+        log_z,
+        -(p * log_p).sum(-1),
+        mean,
+        (p * (scores - mean.unsqueeze(-1)).square()).sum(-1),
+        _largest(p, visible).masked_fill(none, 0.0),
+        p.square().sum(-1),
+        prior_log_z,
+        prior_mean,
+        (h * (scores - prior_mean.unsqueeze(-1)).square()).sum(-1),
+        _largest(scores, visible),
+        scores.new_zeros(*scores.shape[:-1], 0) if value is None else reference.weighted_sum(p, value),
+    )
+
+
+def _largest(numbers: Tensor, visible: Tensor) -> Tensor:
+    if numbers.shape[-1] == 0:
+        return numbers.sum(-1) - torch.inf
+    return numbers.masked_fill(~visible, -torch.inf).amax(-1)

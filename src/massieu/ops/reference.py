@@ -1,0 +1,206 @@
+"""Attention and its moments in plain tensor operations: right everywhere, differentiable any number of times.
+
+Everything else in this package is measured against this file. Long inputs are done in blocks of queries that are
+computed again in the backward pass, so that memory is linear in the number of queries and of keys.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from massieu.ops.shapes import Problem
+
+BLOCK_PAIRS = 1 << 21
+"""Scores that are held at once. A smaller problem is one block, without recomputation."""
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def attention(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
+    assert problem.value is not None
+    output, log_partition = in_blocks(problem, _attention)
+    return output.to(problem.query.dtype), log_partition
+
+
+def log_partition(problem: Problem) -> Tensor:
+    """log Σ_n w_n exp(score_n), shape ``(B, Hk, G, L)``."""
+    return in_blocks(problem, _log_partition)[0]
+
+
+def _attention(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert value is not None
+    weights, total, log_z = softmax(scores, log_weight)
+    return weighted_sum(weights, value) / total.unsqueeze(-1), log_z
+
+
+def _log_partition(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor]:
+    return (softmax(scores, log_weight)[2],)
+
+
+def softmax(scores: Tensor, log_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights up to their total, that total, and log Z.
+
+    Without a visible key: weights 0, total 1, log Z = −inf, and every derivative 0.
+    """
+    tilted = scores if log_weight is None else scores + log_weight
+    if tilted.shape[-1] == 0:
+        empty = tilted.sum(-1)
+        return tilted, empty + 1, empty - torch.inf
+    # The shift cancels from every result, so no derivative needs to go through it.
+    shift = tilted.detach().amax(-1)
+    shift = shift.masked_fill(shift == -torch.inf, 0.0)
+    weights = (tilted - shift.unsqueeze(-1)).exp()
+    total = weights.sum(-1)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    return weights, total, (total.log() + shift).masked_fill(empty, -torch.inf)
+
+
+def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """Σ_n weights_n value_n for weights ``(B, Hk, G, L, N)`` and values ``(B, Hk, N, E)``."""
+    return (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])
+
+
+def scores_and_log_weight(
+    query: Tensor, key: Tensor, log_weight: Tensor | None, first: int, is_causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Scores ``(B, Hk, G, L, N)`` of a scaled query, and float log-weights that hold mask and causality.
+
+    Args:
+        first: position of the block's first query: query i sees keys 0 … first + i when causal.
+    """
+    scores = (query.flatten(2, 3) @ key.mT).unflatten(2, query.shape[2:4])
+    if log_weight is not None and log_weight.dtype == torch.bool:
+        log_weight = torch.zeros_like(log_weight, dtype=scores.dtype).masked_fill(~log_weight, -torch.inf)
+    elif log_weight is not None:
+        log_weight = log_weight.to(scores.dtype)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first + 1)
+        if log_weight is None:
+            log_weight = scores.new_zeros(())
+        log_weight = torch.where(later, -torch.inf, log_weight)
+    return scores, log_weight
+
+
+def in_blocks(problem: Problem, function: Function) -> tuple[Tensor, ...]:
+    """Apply ``function(scores, log_weight, value)`` to blocks of queries and join its results along the queries.
+
+    More than one block: each is computed again in the backward pass (`Recomputed`).
+    """
+    query, key, value = problem.scaled_query(), problem.key.to(problem.dtype), problem.value
+    value = None if value is None else value.to(problem.dtype)
+    length = query.shape[3]
+    rows = max(1, min(length, BLOCK_PAIRS * length // max(problem.pairs, 1)))
+    if rows >= length:
+        block = partial(_block, function, 0, problem.is_causal)
+        return block(query, key, problem.log_weight, value)
+    results = []
+    for first in range(0, length, rows):
+        weight = problem.log_weight
+        if weight is not None and weight.shape[3] > 1:
+            weight = weight[:, :, :, first : first + rows]
+        block = partial(_block, function, first, problem.is_causal)
+        results.append(recomputed(block, query[:, :, :, first : first + rows], key, weight, value))
+    return tuple(torch.cat(parts, dim=3) for parts in zip(*results, strict=True))
+
+
+def _block(
+    function: Function,
+    first: int,
+    is_causal: bool,
+    query: Tensor,
+    key: Tensor,
+    log_weight: Tensor | None,
+    value: Tensor | None,
+) -> tuple[Tensor, ...]:
+    scores, log_weight = scores_and_log_weight(query, key, log_weight, first, is_causal)
+    return function(scores, log_weight, value)
+
+
+def recomputed(function: Function, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """``function(*tensors)`` that keeps nothing but its arguments for the backward pass."""
+    if torch.compiler.is_compiling():
+        # The compiler chooses itself what to keep.
+        return function(*tensors)
+    return Recomputed.apply(function, *tensors)  # pyright: ignore[reportReturnType]
+
+
+class Recomputed(torch.autograd.Function):
+    """A function whose derivatives of every order, reverse and forward, are those of its recomputation."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: Function, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return function(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.function = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        wanted = [index for index, tensor in enumerate(tensors) if is_differentiable(tensor)]
+        gradients = Recomputed.apply(partial(_gradients, ctx.function, len(tensors)), *tensors, *cotangents)
+        found = dict(zip(wanted, gradients, strict=True))  # pyright: ignore[reportArgumentType]
+        return None, *(found.get(index) for index in range(len(tensors)))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        return forward_derivative(ctx.function, ctx.saved_tensors, tangents[1:])
+
+
+def is_differentiable(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point()
+
+
+def _gradients(function: Function, count: int, *arguments: Tensor | None) -> tuple[Tensor, ...]:
+    """The vector-Jacobian product of ``function`` for its first ``count`` arguments that are floating-point."""
+    tensors, cotangents = arguments[:count], arguments[count:]
+    return reverse_derivative(function, tensors, cotangents)
+
+
+def reverse_derivative(
+    function: Function, tensors: tuple[Tensor | None, ...], cotangents: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...]:
+    """Gradients for the floating-point tensors, in their order."""
+    restricted, primals = _restrict(function, tensors)
+    results, pull_back = torch.func.vjp(restricted, *primals)  # pyright: ignore[reportAssignmentType]
+    cotangents = tuple(
+        torch.zeros_like(result) if cotangent is None else cotangent
+        for result, cotangent in zip(results, cotangents, strict=True)
+    )
+    return pull_back(cotangents)
+
+
+def forward_derivative(
+    function: Function, tensors: tuple[Tensor | None, ...], tangents: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...]:
+    """Tangents of the results: the gradient of a gradient, as forward mode itself does not nest."""
+    restricted, primals = _restrict(function, tensors)
+    given = [tangent for tensor, tangent in zip(tensors, tangents, strict=True) if is_differentiable(tensor)]
+    filled = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, given, strict=True))
+    results, pull_back = torch.func.vjp(restricted, *primals)  # pyright: ignore[reportAssignmentType]
+    # The pull-back is linear in the cotangents, so it does not matter at which of them it is differentiated.
+    cotangents = tuple(torch.zeros_like(result) for result in results)
+    return torch.func.vjp(lambda *given: pull_back(given), *cotangents)[1](filled)
+
+
+def _restrict(function: Function, tensors: tuple[Tensor | None, ...]) -> tuple[Function, tuple[Tensor, ...]]:
+    """``function`` of its floating-point arguments alone, and those."""
+    wanted = [index for index, tensor in enumerate(tensors) if is_differentiable(tensor)]
+
+    def restricted(*primals: Tensor) -> tuple[Tensor, ...]:
+        arguments = list(tensors)
+        for index, primal in zip(wanted, primals, strict=True):
+            arguments[index] = primal
+        return function(*arguments)
+
+    return restricted, tuple(tensor for tensor in tensors if tensor is not None and tensor.is_floating_point())
