@@ -3,24 +3,23 @@
     python benchmarks/probe.py
 
 Time: all default statistics against the model's own forward pass (its stock SDPA attention) on the same batches, in
-turn, as ratios. Memory: peak of a fresh process that probes 1, 4 and 16 times the same text. Results go to
-``benchmarks/results/probe.json``.
+turn, as ratios of CPU time on one thread (`benchmarks/harness.py`). Memory: peak of a fresh process that probes 1, 4
+and 16 times the same text. Results go to ``benchmarks/results/probe.json``.
 """
 
 import argparse
 import json
 import resource
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import transformers
 
 import massieu
+from harness import compare_times
 from massieu.probing.model import load_model
 from massieu.probing.text import TextBatches, reference_documents
 
@@ -50,39 +49,25 @@ def forward(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> N
             model(**batch, **options)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def ratio_of(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], length: int, pairs: int) -> dict:
-    """Probe time over forward time, pair by pair; the forward pass is timed before and after each probe."""
-    forward(model, batches)
-    ratios, probes, forwards = [], [], []
-    for _ in range(pairs):
-        before = seconds(lambda: forward(model, batches))
-        probe = seconds(lambda: massieu.probe(model, batches, max_length=length))
-        after = seconds(lambda: forward(model, batches))
-        ratios.append(2 * probe / (before + after))
-        probes.append(probe)
-        forwards.append((before + after) / 2)
-    return {
-        "ratio_median": statistics.median(ratios), "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
-        "probe_seconds": statistics.median(probes), "forward_seconds": statistics.median(forwards), "pairs": pairs,
-    }  # fmt: skip
-
-
-def measure_time(pairs: int) -> list[dict]:
+def measure_time(rounds: int) -> list[dict]:
+    """Probe time over forward time, the two in turn."""
     loaded = load_model()
     rows = []
-    cases = [("MiniLM", 256, 128_000), ("MiniLM", 512, 128_000), ("GPT-2 small, random weights", 512, 30_000)]
+    cases = [("MiniLM", 256, 64_000), ("MiniLM", 512, 64_000), ("GPT-2 small, random weights", 512, 20_000)]
     for name, length, tokens in cases:
         model = loaded.module if name == "MiniLM" else gpt2_small(loaded.tokenizer)
         batches = text_batches(loaded.tokenizer, length, tokens)
-        row = {"model": name, "length": length, "tokens": sum(b["input_ids"].numel() for b in batches)}
-        rows.append(row | ratio_of(model, batches, length, pairs))
-        print(f"{name:30} {length:5} tokens a window: {rows[-1]['ratio_median']:.2f}× the forward pass", flush=True)
+        timing = compare_times(
+            lambda m=model, b=batches: forward(m, b),
+            lambda m=model, b=batches, n=length: massieu.probe(m, b, max_length=n),
+            rounds=rounds,
+            warm_up=1,
+        )
+        row = {"model": name, "length": length, "tokens": sum(b["input_ids"].numel() for b in batches), "bar": 2.0}
+        rows.append(row | asdict(timing))
+        print(
+            f"{name:30} {length:5} tokens a window: {timing.ratio:.2f}× the forward pass {timing.interval}", flush=True
+        )
     return rows
 
 
@@ -114,16 +99,21 @@ def peak(times: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     if options.peak:
         peak(options.peak)
         return
     RESULTS.parent.mkdir(exist_ok=True)
+    torch.set_num_threads(1)
     result = {
-        "torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads(),
-        "command": "python benchmarks/probe.py", "time": measure_time(options.pairs), "memory": measure_memory(),
-    }  # fmt: skip
+        "command": "python benchmarks/probe.py",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": 1,
+        "time": measure_time(options.rounds),
+        "memory": measure_memory(),
+    }
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -8,9 +8,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
 from massieu.ops import moment_blocks
 from massieu.ops.tiles import HIDDEN, Tile
@@ -25,8 +22,10 @@ VARIANTS = 16
 @functools.cache
 def compiler_exists() -> bool:
     """Whether `torch.compile` would find a C++ compiler."""
-    if not inductor_config.cpp.cxx:
-        return False
+    # Here and not above: the compiler takes as long to import as all the rest of torch.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:

@@ -93,7 +93,8 @@ def attention_moments(
     _check_softcap(softcap)
     chosen = _choose(problem, backend)
     if chosen == "reference":
-        *moments, output = reference.in_blocks(problem, _reference(softcap))
+        found = reference.in_blocks(problem, _reference(softcap))
+        moments, output = found[:10], None if value is None else found[10]
     else:
         room = compiled if chosen == "compiled" else moment_blocks
         if backend == "auto" and _is_fusable(problem):
@@ -179,7 +180,7 @@ def _reference(softcap: float | None) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _reference_moments(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
-    """The moments in the order of `Moments`, then the output (zeros of size 0 without values)."""
+    """The moments in the order of `Moments`, and the output where there are values."""
     log_weight = torch.zeros_like(scores) if log_weight is None else log_weight.expand_as(scores)
     visible = log_weight > -torch.inf
     finite_weight = torch.where(visible, log_weight, 0.0)
@@ -191,7 +192,7 @@ def _reference_moments(scores: Tensor, log_weight: Tensor | None, value: Tensor 
     mean, prior_mean = (p * scores).sum(-1), (h * scores).sum(-1)
     level = torch.where(none, 0.0, log_z).unsqueeze(-1)
     log_p = scores + finite_weight - level
-    return (
+    moments = (
         log_z,
         -(p * log_p).sum(-1),
         mean,
@@ -202,8 +203,8 @@ def _reference_moments(scores: Tensor, log_weight: Tensor | None, value: Tensor 
         prior_mean,
         (h * (scores - prior_mean.unsqueeze(-1)).square()).sum(-1),
         _largest(scores, visible),
-        scores.new_zeros(*scores.shape[:-1], 0) if value is None else reference.weighted_sum(p, value),
     )
+    return moments if value is None else (*moments, reference.weighted_sum(p, value))
 
 
 def _largest(numbers: Tensor, visible: Tensor) -> Tensor:

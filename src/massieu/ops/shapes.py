@@ -173,7 +173,7 @@ def _layout_scale(scale: Scale, query: Tensor, layout: tuple[int, ...]) -> float
 
 def in_functorch() -> bool:
     """Whether this call is inside a `torch.func` transform."""
-    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def may_be_differentiated(tensor: Tensor) -> bool:
