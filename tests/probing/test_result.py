@@ -293,7 +293,7 @@ def test_the_plain_form_says_what_was_measured_and_found():
     result = made_up()
     assert repr(result).splitlines() == [
         "ProbeResult",
-        "  model: tiny <model>, 2 layers of 3 heads",
+        "  model: tiny <model>, 2 layers, 3 heads in all",
         "  text: made-up words, 100 tokens in 4 windows",
         "  error unit: window, 4 of them",
         "  self-check: error 3.0e-07, tolerance 1e-04",

@@ -274,7 +274,7 @@ class ProbeResult:
     def __repr__(self) -> str:
         lines = ["ProbeResult" + ("" if self.complete else " (interrupted: incomplete)")]
         if model := self.run["model"]:
-            lines.append(f"  model: {model['name']}, {model['layers']} layers of {model['heads']} heads")
+            lines.append(f"  model: {model['name']}, {model['layers']} layers, {model['heads']} heads in all")
         if text := self.run["text"]:
             lines.append(f"  text: {text['source']}, {text['tokens']} tokens in {text['windows']} windows")
         if unit := self.run["error_unit"]:
