@@ -214,6 +214,19 @@ def test_unreadable_models_are_named(make, words):
     assert "\n" not in str(caught.value)
 
 
+def test_unreadable_models_are_named_before_any_text_is_read(tmp_path):
+    import transformers
+
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50)
+    transformers.MambaModel(config).save_pretrained(tmp_path / "mamba")
+    bloom = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=50)
+    transformers.BloomModel(bloom).save_pretrained(tmp_path / "bloom")
+    with pytest.raises(InputError, match="MambaModel has no attention"):
+        massieu.probe(tmp_path / "mamba")
+    with pytest.raises(InputError, match="BloomModel is not supported"):
+        massieu.probe(tmp_path / "bloom")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -139,7 +139,8 @@ def load_model(
                 where, config=config, dtype=kind, trust_remote_code=trust_remote_code, **options
             )
         except (OSError, ValueError, KeyError) as error:
-            raise InputError(f"cannot load the model {shown}: {_first_sentence(error)}") from error
+            missing = "" if folder.exists() else "there is no such folder, and from the hub: "
+            raise InputError(f"cannot load the model {shown}: {missing}{_first_sentence(error)}") from error
         tokenizer = _tokenizer(transformers, where, trust_remote_code, options)
     module = module.to(target).eval()
     hashed = file_hash(folder) if folder.exists() else None

@@ -78,6 +78,17 @@ class SiteResults:
     query_map: AffineQuery | None = None
 
 
+def check_readable(model: nn.Module) -> None:
+    """What can be said before any text is read.
+
+    Raises:
+        InputError: the model has no attention, or does not dispatch it through transformers' attention interface.
+    """
+    dispatches = getattr(model, "_can_set_attn_implementation", lambda: True)
+    if not _silent_attention(model, set()) or not dispatches():
+        raise InputError(_why_nothing_fired(model))
+
+
 def first_look(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[SiteInfo], SelfCheck, list[str], list[str]]:
     """Find the attention sites by one forward pass and compare everything with the stock model.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.capture import stock_implementations
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
-from massieu.probing.reading import Options
+from massieu.probing.reading import Options, check_readable
 from massieu.probing.result import ProbeResult
 from massieu.probing.session import Input, ProbeProgress, Session
 from massieu.probing.statistics.registry import CLIMB, MAPS, select
@@ -114,7 +114,9 @@ def _load(
         if device is not None or dtype is not None:
             raise InputError("device and dtype belong to models loaded by name; move a model in memory yourself")
         return as_loaded(model, tokenizer if callable(tokenizer) else None)
-    return load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    loaded = load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    check_readable(loaded.module)
+    return loaded
 
 
 def _input(
