@@ -25,7 +25,7 @@ from massieu.probing.text import Batch, TextBatches, token_strings
 from massieu.probing.wiring import SiteInfo
 
 SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
-SAMPLE_LEAST = 8  # windows at the beginning that are always sampled, so that short texts have error bars
+SAMPLE_LEAST = 4  # windows at the beginning that are always sampled, so that short texts have error bars
 CONTROL_EVERY = 8  # every eighth sampled window, and the second, also runs through the re-initialised copy
 EXAMPLES = 2
 
