@@ -57,20 +57,12 @@ class ExampleWindow:
         selective = log_z - torch.logsumexp(weight, -1) - mean
         strongest = attention.topk(min(STRONGEST, attention.shape[-1]), dim=-1)
         self.sites[str(info.index)] = {
-            "selective_log_partition": _rounded(selective[0].nan_to_num(0.0)),
-            "entropy": _rounded(torch.special.entr(attention).sum(-1)[0]),
+            "selective_log_partition": selective[0].nan_to_num(0.0).tolist(),
+            "entropy": torch.special.entr(attention).sum(-1)[0].tolist(),
             "top_keys": strongest.indices[0].tolist(),
-            "top_weights": _rounded(strongest.values[0]),
+            "top_weights": strongest.values[0].tolist(),
         }
 
     def to_dict(self) -> dict[str, Any]:
         """The window as ``details.json`` holds it."""
         return {"title": self.title, "tokens": self.tokens, "sites": self.sites}
-
-
-def _rounded(values: Tensor) -> Any:
-    """Nested lists with four significant digits."""
-    values = values.double()
-    size = torch.where(values == 0, 1.0, values.abs()).log10().floor()
-    factor = 10.0 ** (3 - size)
-    return (torch.round(values * factor) / factor).tolist()
