@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -266,7 +265,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         [sys.executable, "-m", "massieu.cli", "probe", "--out", str(out), "--statistics", "attention"],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    time.sleep(14)
+    assert process.stderr is not None
+    while "reading" not in (line := process.stderr.readline()):  # it says so after its first batch
+        assert line, "the probe ended before it read anything"
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr

@@ -21,7 +21,6 @@ from massieu.probing.capture import AttentionCall, Site
 
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
-_LINEAR = {torch.nn.functional.linear}
 _AFFINE = {torch.addmm}  # Conv1D of the GPT-2 family: addmm(bias, input, weight)
 _HELD = 6  # stream tensors, norm outputs and projections remembered at a time
 
@@ -307,7 +306,7 @@ class StreamTracer(TorchFunctionMode):
             return self._add(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._pending is not None and self._pending.projection is None:
-            if func in _LINEAR:
+            if func is torch.nn.functional.linear:
                 self._project(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias"), result)
             elif func in _AFFINE:
                 self._project(args[1], args[2].mT, args[0], result)
