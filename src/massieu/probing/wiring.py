@@ -310,8 +310,6 @@ class StreamTracer(TorchFunctionMode):
                 self._project(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias"), result)
             elif func in _AFFINE:
                 self._project(args[1], args[2].mT, args[0], result)
-        elif _key(result) is not None and args and _key(args[0]) in self._carriers and _same_storage(result, args[0]):
-            _remember(self._carriers, result, result)  # a view of the projection's result
         return result
 
     def _project(self, source: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
@@ -385,10 +383,6 @@ def _hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tenso
 
 def _key(value: Any) -> tuple[int, int] | None:
     return (value.data_ptr(), value.numel()) if isinstance(value, Tensor) and value.numel() else None
-
-
-def _same_storage(left: Tensor, right: Tensor) -> bool:
-    return left.data_ptr() == right.data_ptr() and left.numel() == right.numel()
 
 
 def _remember(store: OrderedDict[tuple[int, int], Any], tensor: Tensor, value: Any) -> None:
