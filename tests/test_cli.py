@@ -382,11 +382,12 @@ def test_describe_draws_tables(monkeypatch):
     assert "\x1b" not in ran.output
 
 
-@pytest.mark.parametrize("command", [[], ["probe"], ["describe"], ["report"], ["statistics"]])
+@pytest.mark.parametrize("command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"]])
 def test_help_is_plain_and_short(command):
     ran = _run(*command, "--help")
     assert ran.exit_code == 0
-    assert "..." not in ran.stdout.replace("PATH ...", "").replace("NAME,...", "").replace("[ARGS]...", "")
+    whole = re.sub(r"PATH \.\.\.|NAME,\.\.\.|\[ARGS\]\.\.\.|\[ID\]\.\.\.", "", ran.stdout)
+    assert "..." not in whole
     assert "\x1b" not in ran.stdout
 
 
@@ -394,7 +395,7 @@ def test_help_is_plain_and_short(command):
 
 
 def test_help_and_version_import_no_torch():
-    heavy = ("torch", "numpy", "transformers", "polars", "plotly", "rich", "massieu.probing")
+    heavy = ("torch", "numpy", "transformers", "polars", "plotly", "rich", "massieu.probing", "massieu.verification")
     code = (
         "import sys\nfrom massieu.cli import main\n"
         f"try: main()\nexcept SystemExit: print([m for m in {heavy} if m in sys.modules], file=sys.stderr)"

@@ -22,9 +22,10 @@ ALLOWED = {
     "exchangeable": {"energy", "measures", "duality", "ops", "solve", "inference", "errors"},
     "probing": {"population.observables", "measures", "ops", "report", "errors", "__init__"},
     "report": {"errors"},
-    "testing": {"measures", "ops", "errors"},
-    "cli": {"probing", "report", "errors", "__init__"},
-    "__init__": {"measures", "ops", "population", "testing", "probing", "errors"},
+    "testing": {"duality", "measures", "ops", "errors"},
+    "verification": {"duality", "measures", "ops", "report", "errors", "__init__"},
+    "cli": {"probing", "verification", "report", "errors", "__init__"},
+    "__init__": {"duality", "measures", "ops", "population", "testing", "probing", "verification", "errors"},
 }
 # The result object draws itself; nothing else of probing knows the report.
 ONLY = {"report": {"probing/result.py"}}

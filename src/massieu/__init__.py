@@ -11,8 +11,9 @@ divergences of A. François Massieu's function is log Z read as a thermodynamic 
 Three doors:
 
 - see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``;
-- build: ``massieu.ops`` (attention that also returns log Z) and ``massieu.measures`` (any h, with what follows from it);
-- test your own measure: ``massieu.testing.check_measure``.
+- build: ``massieu.ops`` (attention that also returns log Z), ``massieu.measures`` (any h, with what follows from it) and
+  ``massieu.duality`` (from a mean back to its natural parameter); ``massieu.testing.check_measure`` tests your own h;
+- check: ``massieu.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers.
 
 Importing this module loads neither torch nor transformers; names are loaded when they are first used.
 """
@@ -23,34 +24,42 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from massieu import measures, ops, population, testing
+    from massieu import duality, measures, ops, population, testing
     from massieu.errors import InputError, MissingExtraError
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import describe, probe
+    from massieu.verification.claim import Claim
+    from massieu.verification.run import verify
 
 # Public name -> where it lives. A value without ":" is a submodule.
 _EXPORTS = {
+    "duality": "massieu.duality",
     "measures": "massieu.measures",
     "ops": "massieu.ops",
     "population": "massieu.population",
     "testing": "massieu.testing",
     "probe": "massieu.probing.run:probe",
     "describe": "massieu.probing.run:describe",
+    "verify": "massieu.verification.run:verify",
+    "Claim": "massieu.verification.claim:Claim",
     "ProbeResult": "massieu.probing.result:ProbeResult",
     "InputError": "massieu.errors:InputError",
     "MissingExtraError": "massieu.errors:MissingExtraError",
 }
 
 __all__ = [
+    "Claim",
     "InputError",
     "MissingExtraError",
     "ProbeResult",
     "describe",
+    "duality",
     "measures",
     "ops",
     "population",
     "probe",
     "testing",
+    "verify",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: it parses, calls `massieu.probe`, says what came out; torch is imported when a command runs."""
+"""The command line: it parses, calls, says what came out; torch is imported when a command runs."""
 
 import io
 import os
@@ -14,12 +14,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import massieu
-from massieu.errors import InputError
+from massieu.errors import InputError, require_extra
 
 if TYPE_CHECKING:
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import ProbeProgress
 
+FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 RESULTS = Path("massieu-results")
@@ -226,6 +227,45 @@ def statistics() -> None:
         typer.echo(f"  claim {statistic.claim}; {statistic.paper}; control: {statistic.control or 'none'}\n")
 
 
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  massieu verify\n"
+    "  massieu verify S7 B3\n"
+    "  massieu verify S15 --set N=1024 --seed 3\n"
+    "  massieu verify --html claims.html"
+)
+def verify(
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="ID", help="Claims such as S7, in full [all, in a table].")
+    ] = None,
+    set: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Another value for a parameter of the claims named.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of every claim that draws something [0].")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with every number.")] = None,
+) -> None:
+    """Check the papers' claims with numbers; ends with 1 if one fails."""
+    if html is not None:
+        _check_page(html)
+    from massieu.verification import terminal
+    from massieu.verification.registry import read_settings
+    from massieu.verification.run import verify as run_verify
+
+    result = run_verify(ids or None, seed=seed, settings=read_settings(set or ()), progress=terminal.say_progress)
+    if json:
+        typer.echo(result.to_json())
+    else:
+        terminal.show(result, in_full=bool(ids))
+    if html is not None:
+        typer.echo(f"page: {result.report(html)}", err=json)
+    if not result.complete:
+        _say("interrupted: what is missing was not checked")
+        raise typer.Exit(INTERRUPTED)
+    if not result.ok:
+        raise typer.Exit(FAILED)
+
+
 def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
@@ -345,6 +385,14 @@ def _check_folder(folder: Path) -> None:
         raise InputError(f"the output folder {folder} cannot be made: {place} is a file")
     if not os.access(place, os.W_OK | os.X_OK):
         raise InputError(f"the output folder {folder} cannot be written to")
+
+
+def _check_page(path: Path) -> None:
+    """That the page can be drawn and written there."""
+    require_extra("jinja2", "probe")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; the page needs the name of a file")
+    _check_folder(path.parent)
 
 
 if __name__ == "__main__":

@@ -190,3 +190,22 @@ def test_compiled_training_step(backend, inputs):
     wanted = (torch.softmax(scores, -1) @ inputs[2]).sum() + 2 * torch.logsumexp(scores, -1).sum()
     for a, b in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(wanted, inputs), strict=True):
         assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.usefixtures("block_pairs")
+def test_forward_mode_within_forward_mode(backend, inputs):
+    """The third derivative of log Z along a line is the third central moment of the scores' slopes."""
+    query, key = inputs[0].detach(), inputs[1].detach()
+    line = leaf(*query.shape, seed=7).detach()
+
+    def along(function):
+        return lambda t: torch.func.jvp(function, (t,), (torch.ones_like(t),))[1]
+
+    def log_z(t):
+        return ops.log_partition(query + t.unsqueeze(-1) * line, key, scale=1.0, backend=backend)
+
+    found = along(along(along(log_z)))(query.new_zeros(query.shape[:-1]))
+    p, slope = torch.softmax(query @ key.mT, -1), line @ key.mT
+    centred = slope - (p * slope).sum(-1, keepdim=True)
+    assert torch.allclose(found, (p * centred**3).sum(-1), atol=1e-12)

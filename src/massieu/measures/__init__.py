@@ -1,20 +1,43 @@
 """Measures and the algebra on them: a measure h is known by its log-partition A(eta) = log ∫ exp(x·eta) h(dx)."""
 
 from massieu.measures.atoms import Atoms
-from massieu.measures.base import DomainError, Measure, static_field
+from massieu.measures.base import DomainError, Measure, MissingFormError, static_field
 from massieu.measures.combine import Affine, Tilted, affine, tilt
-from massieu.measures.coordinates import Spin
+from massieu.measures.continuous import Constant, Exponential, Gamma, Laplace
+from massieu.measures.discrete import Bernoulli, Categorical, Poisson, Spin
 from massieu.measures.gaussian import Gaussian
+from massieu.measures.mixture import Mixture, mixture
+from massieu.measures.named import boosting, divergence_kernel, hybrid
+from massieu.measures.sums import Convolution, Power, Product, convolve, power, product
 
 __all__ = [
     "Affine",
     "Atoms",
+    "Bernoulli",
+    "Categorical",
+    "Constant",
+    "Convolution",
     "DomainError",
+    "Exponential",
+    "Gamma",
     "Gaussian",
+    "Laplace",
     "Measure",
+    "MissingFormError",
+    "Mixture",
+    "Poisson",
+    "Power",
+    "Product",
     "Spin",
     "Tilted",
     "affine",
+    "boosting",
+    "convolve",
+    "divergence_kernel",
+    "hybrid",
+    "mixture",
+    "power",
+    "product",
     "static_field",
     "tilt",
 ]

@@ -9,6 +9,8 @@ from torch import Tensor
 from massieu import ops
 from massieu.measures import stable
 from massieu.measures.base import Measure, values_are_readable
+from massieu.measures.hooks import Reference
+from massieu.measures.moments import cumulants_of_moments
 
 
 class Atoms(Measure):
@@ -143,6 +145,33 @@ class Atoms(Measure):
         ratio = _scores(delta, centred.points)
         ratio = ratio - (log_probability.exp() * ratio).sum(-1, keepdim=True)
         return stable.centred_log_mean_exp(log_probability, ratio)
+
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        # Moments about the mean: those about zero would cancel.
+        centred = self._centred()
+        weights = centred._log_probability(eta).exp()
+        slope = _scores(direction, centred.points)
+        mean = (weights * slope).sum(-1, keepdim=True)
+        powers = torch.stack([(slope - mean) ** n for n in range(1, order + 1)], -1)
+        cumulants = cumulants_of_moments((weights.unsqueeze(-1) * powers).sum(-2))
+        first = self._dot(direction, self._mean(eta))
+        return torch.cat([first.unsqueeze(-1), cumulants[..., 1:]], -1)
+
+    def _support(self, direction: Tensor) -> Tensor:
+        left_out = (self.log_weight == -torch.inf).unsqueeze(-1)
+        scores = _scores(direction, self.points.masked_fill(left_out, 0.0))
+        return scores.masked_fill(self._align(left_out.squeeze(-1), direction), -torch.inf).amax(-1)
+
+    @property
+    def _reference(self) -> Reference:
+        return "counting"
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        atoms = self._align(self.points, point, 2)
+        # A point that was computed in another order of operations is still the atom.
+        rounding = 8 * torch.finfo(point.dtype).eps * atoms.abs().amax((-2, -1), keepdim=True)
+        hit = ((point.unsqueeze(-2) - atoms).abs() <= rounding).all(-1)
+        return stable.logsumexp(torch.where(hit, self._align(self.log_weight, point), -torch.inf))
 
     def _tilt(self, eta: Tensor) -> "Atoms":
         return Atoms(self.points, self._log_probability(eta))

@@ -1,10 +1,12 @@
-"""The algebra on measures: from measures, measures."""
+"""Tilting a measure, and pushing it through an affine map."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import Measure, longest_batch
+from massieu.measures.atoms import Atoms
+from massieu.measures.base import Measure, MissingFormError, longest_batch, values_are_readable
+from massieu.measures.hooks import Reference
 
 
 def tilt(measure: Measure, eta: Float[Tensor, "*batch_event"]) -> Measure:
@@ -88,8 +90,26 @@ class Tilted(Measure):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return self.measure._kl(self._shifted(eta), delta)
 
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        return self.measure._cumulants(self._shifted(eta), direction, order)
+
     def _tilt(self, eta: Tensor) -> "Tilted":
         return Tilted(self.measure, self.eta + eta)
+
+    def _interior(self) -> Tensor | None:
+        inside = self.measure._interior()
+        return None if inside is None else inside - self.eta
+
+    def _support(self, direction: Tensor) -> Tensor | None:
+        return self.measure._support(direction)
+
+    @property
+    def _reference(self) -> Reference:
+        return self.measure._reference
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        tilt = self._dot(point, self._align(self.eta, point, len(self.event_shape)))
+        return self.measure._log_density(point) + tilt - self._align(self.measure._log_partition(self.eta), point, 0)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return self.measure._sample(self._shifted(eta), shape, generator)
@@ -146,6 +166,41 @@ class Affine(Measure):
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return self.measure._kl(self._pull(eta), self._pull(delta))
+
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        cumulants = self.measure._cumulants(self._pull(eta), self._pull(direction), order)
+        shift = self._dot(direction, self._align(self.bias, direction)).unsqueeze(-1)
+        return torch.cat([cumulants[..., :1] + shift, cumulants[..., 1:]], -1)
+
+    def _interior(self) -> Tensor | None:
+        inside = self.measure._interior()
+        return None if inside is None else (torch.linalg.pinv(self.weight.mT) @ inside.unsqueeze(-1)).squeeze(-1)
+
+    def _support(self, direction: Tensor) -> Tensor | None:
+        support = self.measure._support(self._pull(direction))
+        return None if support is None else support + self._dot(direction, self._align(self.bias, direction))
+
+    @property
+    def _reference(self) -> Reference:
+        return self.measure._reference
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        """By the change of variables; on the image of a taller weight, per area of that image."""
+        if isinstance(self.measure, Atoms):
+            images = self._push(self.measure.points) + self._align(self.bias, self.measure.points)
+            return Atoms(images, self.measure.log_weight)._log_density(point)
+        if self._reference != "lebesgue":
+            raise MissingFormError(f"affine: the image of {type(self.measure).__name__} has no density in closed form")
+        volume = torch.linalg.svdvals(self.weight).log().sum(-1)
+        flat = self.weight.shape[-1] > self.weight.shape[-2]
+        if flat or (values_are_readable(volume) and not bool((volume > -torch.inf).all())):
+            raise MissingFormError("affine: the image under a weight that is not one-to-one has no density here")
+        centred = point - self._align(self.bias, point)
+        source = (self._align(torch.linalg.pinv(self.weight), point, 2) @ centred.unsqueeze(-1)).squeeze(-1)
+        missed = (self._push(source) - centred).norm(dim=-1)
+        outside = missed > 64 * point.shape[-1] * torch.finfo(point.dtype).eps * centred.norm(dim=-1)
+        density = self.measure._log_density(source) - self._align(volume, point, 0)
+        return density.masked_fill(outside, -torch.inf)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         points = self.measure._sample(self._pull(eta), shape, generator)

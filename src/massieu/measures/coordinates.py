@@ -1,95 +1,156 @@
-"""Products of one-dimensional measures: A is a sum over coordinates."""
+"""Products of one-dimensional measures: A, KL divergence, density are sums over coordinates, ∇A and F act on each."""
 
-from typing import Self
+from abc import abstractmethod
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures import stable
 from massieu.measures.base import Measure, values_are_readable
 
+_LISTED = 6
 
-class Spin(Measure):
-    """Independent ±1 coordinates, P(x_i = ±1) ∝ exp(±field_i).
 
-    A(eta) = Σ log cosh(eta_i + field_i) − log cosh(field_i). Without a field these are fair signs: A = Σ log cosh
-    eta_i, ∇A = tanh eta (S2). A and its derivatives are finite and right at 0 and at the largest finite eta alike.
+class Coordinates(Measure):
+    """Independent coordinates, each with a measure on the line of its own.
 
-    Attributes:
-        field: Half the log-odds of +1, shape (*batch, d).
+    The author of a subclass writes functions of one coordinate, applied to tensors (*batch, *query, d) elementwise:
+    `_log_partition_each`, `_cumulant`, `_log_density_each`, and `_natural_each` where the mean has an inverse in closed
+    form; and the bounds of the support and of the domain, `_range` and `_limits`. By convention the last field has
+    shape (*batch, d).
     """
 
-    field: Float[Tensor, "*batch d"]
-
-    @classmethod
-    def create(cls, field: Float[Tensor, "*batch d"] | int) -> Self:
-        """Spins in a given field, or, from a dimension, that many fair signs.
-
-        Raises:
-            ValueError: no coordinate, or a field that is not finite.
-            TypeError: a field that is not floating-point.
-        """
-        if isinstance(field, int):
-            if field < 1:
-                raise ValueError(f"Spin needs at least one coordinate, got {field}")
-            return cls(torch.zeros(field))
-        if not field.is_floating_point():
-            raise TypeError(f"field must be a floating-point tensor, got {field.dtype}")
-        if field.ndim == 0 or field.shape[-1] == 0:
-            raise ValueError(f"field must have shape (*batch, d) with d ≥ 1, got {tuple(field.shape)}")
-        if values_are_readable(field) and not bool(field.isfinite().all()):
-            raise ValueError("field must be finite")
-        return cls(field)
+    @property
+    def _shape(self) -> torch.Size:
+        return getattr(self, tuple(self.__dataclass_fields__)[-1]).shape
 
     @property
     def batch_shape(self) -> torch.Size:
-        return self.field.shape[:-1]
+        return self._shape[:-1]
 
     @property
     def event_shape(self) -> torch.Size:
-        return self.field.shape[-1:]
+        return self._shape[-1:]
 
-    def _local_field(self, eta: Tensor) -> Tensor:
-        return eta + self._align(self.field, eta)
+    # What an author writes, of one coordinate.
+
+    @abstractmethod
+    def _log_partition_each(self, eta: Tensor) -> Tensor:
+        """A of each coordinate, twice differentiable on the whole domain."""
+
+    @abstractmethod
+    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        """The cumulant of that order (from 1 to 6) of each coordinate under p_eta."""
+
+    @abstractmethod
+    def _range(self) -> tuple[Tensor, Tensor]:
+        """The least and the greatest point of each coordinate's support, ±inf allowed; shape (*batch, d)."""
+
+    @abstractmethod
+    def _log_density_each(self, point: Tensor) -> Tensor:
+        """The log-density of each coordinate's h at points of the support and at h's mean; elsewhere it is not used."""
+
+    def _limits(self) -> tuple[Tensor, Tensor] | None:
+        """The open interval of each coordinate's domain, ±inf allowed, shape (*batch, d); None: the whole line."""
+        return None
+
+    def _holds(self, point: Tensor) -> Tensor:
+        """Which coordinates of `point` lie in the support."""
+        low, high = (self._align(bound, point) for bound in self._range())
+        return (low <= point) & (point <= high)
+
+    def _natural_each(self, mu: Tensor) -> Tensor | None:
+        """The inverse of the mean, for means inside the range."""
+        return None
+
+    # What follows from it.
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        field = self._align(self.field, eta)
-        local = eta + field
-        start, end = _magnitude(field), _magnitude(local)
-        # |eta + field| − |field| without cancellation where both have one sign.
-        rise = torch.where((local < 0) == (field < 0), torch.where(field < 0, -eta, eta), end - start)
-        return (rise + F.softplus(-2 * end) - F.softplus(-2 * start)).sum(-1)
+        return self._log_partition_each(eta).sum(-1)
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return torch.tanh(self._local_field(eta))
-
-    def _variance(self, eta: Tensor) -> Tensor:
-        local = self._local_field(eta)
-        return 4 * torch.sigmoid(2 * local) * torch.sigmoid(-2 * local)
+        return self._cumulant(eta, 1)
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return self._variance(eta) * vector
+        return self._cumulant(eta, 2) * vector
 
     def _fisher(self, eta: Tensor) -> Tensor:
-        return torch.diag_embed(self._variance(eta))
+        return torch.diag_embed(self._cumulant(eta, 2))
 
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        local = self._local_field(eta)
-        up, down = F.logsigmoid(2 * local), F.logsigmoid(-2 * local)
-        # delta·(x − tanh), x = ±1, in forms that keep their digits in the tails.
-        centred = torch.stack([2 * delta * down.exp(), -2 * delta * up.exp()], -1)
-        return stable.centred_log_mean_exp(torch.stack([up, down], -1), centred).sum(-1)
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        power, cumulants = torch.ones_like(direction), []
+        for n in range(1, order + 1):
+            power = power * direction
+            cumulants.append((power * self._cumulant(eta, n)).sum(-1))
+        return torch.stack(cumulants, -1)
 
-    def _tilt(self, eta: Tensor) -> "Spin":
-        return Spin(self._local_field(eta))
+    def _entropy(self, eta: Tensor) -> Tensor:
+        # For a probability h; a measure that is none overrides this.
+        return -self._kl(eta, -eta)
 
-    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        probability = torch.sigmoid(2 * self._local_field(eta)).expand(*shape, *eta.shape)
-        return 2 * torch.bernoulli(probability, generator=generator) - 1
+    def _in_domain(self, eta: Tensor) -> Tensor | None:
+        limits = self._limits()
+        if limits is None:
+            return None
+        lower, upper = (self._align(limit, eta) for limit in limits)
+        return ((lower < eta) & (eta < upper)).all(-1)
+
+    def _support(self, direction: Tensor) -> Tensor:
+        low, high = (self._align(bound, direction) for bound in self._range())
+        # An unbounded coordinate does not count where the direction has none of it.
+        bound = torch.where(direction == 0, 0.0, torch.where(direction > 0, high, low))
+        return (bound * direction).sum(-1)
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        inside = self._holds(point)
+        density = self._log_density_each(torch.where(inside, point, self._own_mean(point)))
+        return torch.where(inside, density, -torch.inf).sum(-1)
+
+    def _natural(self, mu: Tensor) -> Tensor | None:
+        low, high = (self._align(bound, mu) for bound in self._range())
+        inside = (low < mu) & (mu < high)
+        eta = self._natural_each(torch.where(inside, mu, self._own_mean(mu)))
+        if eta is None:
+            return None
+        edge = torch.where(mu == low, -torch.inf, torch.where(mu == high, torch.inf, torch.nan))
+        return torch.where(inside, eta, edge.masked_fill(mu.isinf(), torch.nan))
+
+    def _own_mean(self, like: Tensor) -> Tensor:
+        """The mean at a point inside the domain, to stand where a value is of no matter but its gradient must be finite."""
+        start = self._interior()
+        mean = self._mean(like.new_zeros(self._shape) if start is None else start)
+        return self._align(mean, like)
 
 
-def _magnitude(value: Tensor) -> Tensor:
-    """|value| with derivative 1 at 0, where torch's own 0 would lose the second derivative of log cosh."""
-    return torch.where(value < 0, -value, value)
+def check_parameters(*, positive: bool = False, **parameters: Tensor) -> None:
+    """Raise unless the named tensors are floating-point, finite, of one shape (*batch, d), and positive if asked.
+
+    Raises:
+        ValueError: shapes that do not fit, no coordinate, a value that is not finite or not positive.
+        TypeError: not floating-point.
+    """
+    first, *_ = parameters
+    for name, value in parameters.items():
+        if not value.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {value.dtype}")
+        if value.ndim == 0 or value.shape[-1] == 0:
+            raise ValueError(f"{name} must have shape (*batch, d) with d ≥ 1, got {tuple(value.shape)}")
+        if value.shape != parameters[first].shape:
+            raise ValueError(
+                f"{name} must have the shape of {first}, {tuple(parameters[first].shape)}, got {tuple(value.shape)}"
+            )
+        if not values_are_readable(value):
+            continue
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"{name} must be finite")
+        if positive and not bool((value > 0).all()):
+            raise ValueError(f"{name} must be positive, got {in_words(value.min())}")
+
+
+def in_words(values: Tensor) -> str:
+    """A parameter's values for a message: one number, a short list, or what they lie between."""
+    numbers = values.detach().flatten().tolist()
+    if len(set(numbers)) == 1:
+        return f"{numbers[0]:.6g}"
+    if len(numbers) <= _LISTED:
+        return f"[{', '.join(f'{number:.6g}' for number in numbers)}]"
+    return f"between {min(numbers):.6g} and {max(numbers):.6g}"

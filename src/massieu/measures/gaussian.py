@@ -1,27 +1,32 @@
 """The normal distribution: the only measure whose log-partition is quadratic."""
 
+import math
 from typing import Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import Measure, values_are_readable
+from massieu.measures.base import Measure, MissingFormError, values_are_readable
 
 
 class Gaussian(Measure):
-    """h = N(location, covariance): A(eta) = location·eta + ½ etaᵀ covariance eta (S5). Degenerate covariances allowed.
+    """h = N(location, Σ): A(eta) = location·eta + ½ etaᵀ Σ eta (S5). Degenerate covariances are allowed.
 
-    The number of dimensions of `covariance` says what it is: one less than `location`'s, a variance for all
-    coordinates; as many, one variance per coordinate; one more, the full matrix. Use `create`, which checks.
+    Σ is `covariance` plus ``factor @ factor.mT``. The number of dimensions of `covariance` says what it is: one less
+    than `location`'s, a variance for all coordinates; as many, one variance per coordinate; one more, the full matrix.
+    Low rank plus diagonal costs d·r for each eta; the matrix is formed by `fisher`, `log_prob` and the inverse map
+    alone. Use `create`, which checks.
 
     Attributes:
         location: The mean of h, shape (*batch, d).
         covariance: Shape (*batch), (*batch, d) or (*batch, d, d).
+        factor: Shape (*batch, d, r), r = 0 for none.
     """
 
     location: Float[Tensor, "*batch d"]
     covariance: Float[Tensor, "*batch"] | Float[Tensor, "*batch d"] | Float[Tensor, "*batch d d"]
+    factor: Float[Tensor, "*batch d r"]
 
     @classmethod
     def create(
@@ -31,15 +36,15 @@ class Gaussian(Measure):
         *,
         factor: Float[Tensor, "*batch d r"] | None = None,
     ) -> Self:
-        """A Gaussian from its mean and either its covariance or a factor of it.
+        """A Gaussian from its mean and its covariance, a factor of it, or both: their sum.
 
         Args:
             location: The mean.
             covariance: Isotropic, diagonal or full, told apart by the number of dimensions; positive semi-definite.
-            factor: L with covariance L Lᵀ: a Cholesky factor, or any matrix of d rows.
+            factor: L, which adds L Lᵀ: a Cholesky factor, or any matrix of d rows.
 
         Raises:
-            ValueError: both or none of covariance and factor; shapes that do not fit; a NaN or an infinity; a negative
+            ValueError: neither covariance nor factor; shapes that do not fit; a NaN or an infinity; a negative
                 variance; a matrix that is not symmetric or has a negative eigenvalue (beyond rounding).
             TypeError: `location` is not floating-point.
         """
@@ -47,28 +52,28 @@ class Gaussian(Measure):
             raise TypeError(f"location must be a floating-point tensor, got {location.dtype}")
         if location.ndim == 0:
             raise ValueError("location must have shape (*batch, d), got a scalar")
-        if (covariance is None) == (factor is None):
-            raise ValueError("Gaussian needs exactly one of covariance and factor")
-        if factor is not None:
-            if factor.ndim != location.ndim + 1 or factor.shape[:-1] != location.shape:
-                raise ValueError(
-                    f"factor must have shape {(*location.shape, 'r')} for a location of shape "
-                    f"{tuple(location.shape)}, got {tuple(factor.shape)}"
-                )
-            covariance = factor @ factor.mT
-        assert covariance is not None
+        if covariance is None and factor is None:
+            raise ValueError("Gaussian needs a covariance, a factor of it, or both")
+        if factor is None:
+            factor = location.new_zeros((*location.shape, 0))
+        if factor.ndim != location.ndim + 1 or factor.shape[:-1] != location.shape:
+            raise ValueError(
+                f"factor must have shape {(*location.shape, 'r')} for a location of shape "
+                f"{tuple(location.shape)}, got {tuple(factor.shape)}"
+            )
+        if covariance is None:
+            covariance = location.new_zeros(location.shape[:-1])
         allowed = [location.shape[:-1], location.shape, (*location.shape, location.shape[-1])]
         if tuple(covariance.shape) not in [tuple(shape) for shape in allowed]:
             raise ValueError(
                 f"covariance must have shape {' or '.join(str(tuple(shape)) for shape in allowed)} for a location of "
                 f"shape {tuple(location.shape)}, got {tuple(covariance.shape)}"
             )
-        if values_are_readable(location, covariance):
-            if not bool(location.isfinite().all() & covariance.isfinite().all()):
-                raise ValueError("location and covariance must be finite")
-            if factor is None:
-                _check_positive(covariance, full=covariance.ndim > location.ndim)
-        return cls(location, covariance)
+        if values_are_readable(location, covariance, factor):
+            if not bool(location.isfinite().all() & covariance.isfinite().all() & factor.isfinite().all()):
+                raise ValueError("location, covariance and factor must be finite")
+            _check_positive(covariance, full=covariance.ndim > location.ndim)
+        return cls(location, covariance, factor)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -86,8 +91,22 @@ class Gaussian(Measure):
     def _covariance_times(self, vector: Tensor) -> Tensor:
         covariance = self._align(self.covariance, vector, self._rank)
         if self._rank == 2:
-            return (covariance @ vector.unsqueeze(-1)).squeeze(-1)
-        return (covariance.unsqueeze(-1) if self._rank == 0 else covariance) * vector
+            product = (covariance @ vector.unsqueeze(-1)).squeeze(-1)
+        else:
+            product = (covariance.unsqueeze(-1) if self._rank == 0 else covariance) * vector
+        if self.factor.shape[-1] == 0:
+            return product
+        factor = self._align(self.factor, vector, 2)
+        return product + (factor @ (factor.mT @ vector.unsqueeze(-1))).squeeze(-1)
+
+    def _matrix(self) -> Tensor:
+        """Σ, shape (*batch, d, d)."""
+        matrix = self.covariance
+        if self._rank == 0:
+            matrix = matrix.unsqueeze(-1).expand(self.location.shape)
+        if self._rank < 2:
+            matrix = torch.diag_embed(matrix)
+        return matrix if self.factor.shape[-1] == 0 else matrix + self.factor @ self.factor.mT
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return self._dot(eta, self._align(self.location, eta) + 0.5 * self._covariance_times(eta))
@@ -99,12 +118,7 @@ class Gaussian(Measure):
         return self._covariance_times(vector)
 
     def _fisher(self, eta: Tensor) -> Tensor:
-        matrix = self.covariance
-        if self._rank == 0:
-            matrix = matrix.unsqueeze(-1).expand(self.location.shape)
-        if self._rank < 2:
-            matrix = torch.diag_embed(matrix)
-        return self._align(matrix, eta, 2).expand(*eta.shape, eta.shape[-1])
+        return self._align(self._matrix(), eta, 2).expand(*eta.shape, eta.shape[-1])
 
     def _entropy(self, eta: Tensor) -> Tensor:
         return -0.5 * self._dot(eta, self._covariance_times(eta))
@@ -112,19 +126,65 @@ class Gaussian(Measure):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return 0.5 * self._dot(delta, self._covariance_times(delta))
 
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        image = self._covariance_times(direction)
+        first = self._dot(direction, self._mean(eta))
+        known = torch.stack([first, self._dot(direction, image)][:order], -1)
+        return torch.cat([known, known.new_zeros((*known.shape[:-1], max(order - 2, 0)))], -1)
+
     def _tilt(self, eta: Tensor) -> "Gaussian":
-        return Gaussian(self._mean(eta), self.covariance)
+        return Gaussian(self._mean(eta), self.covariance, self.factor)
+
+    def _power(self, exponent: float) -> "Gaussian":
+        return Gaussian(exponent * self.location, exponent * self.covariance, math.sqrt(exponent) * self.factor)
+
+    def _support(self, direction: Tensor) -> Tensor:
+        variance = self._dot(direction, self._covariance_times(direction))
+        spread = self._align(self._matrix().diagonal(dim1=-2, dim2=-1).sum(-1), direction, 0)
+        rounding = 8 * torch.finfo(direction.dtype).eps * spread * self._dot(direction, direction)
+        return torch.where(variance > rounding, torch.inf, self._dot(direction, self._align(self.location, direction)))
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        root, failed = torch.linalg.cholesky_ex(self._matrix())
+        if values_are_readable(failed) and bool(failed.any()):
+            raise MissingFormError("Gaussian: a degenerate covariance has no density")
+        deviation = point - self._align(self.location, point)
+        whitened = torch.linalg.solve_triangular(self._align(root, point, 2), deviation.unsqueeze(-1), upper=False)
+        volume = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        normaliser = self._align(volume, point, 0) + 0.5 * point.shape[-1] * math.log(2 * math.pi)
+        return -0.5 * whitened.squeeze(-1).square().sum(-1) - normaliser
+
+    def _natural(self, mu: Tensor) -> Tensor:
+        deviation = mu - self._align(self.location, mu)
+        if self._rank < 2 and self.factor.shape[-1] == 0:
+            variance = self._align(self.covariance, mu, self._rank)
+            variance = (variance.unsqueeze(-1) if self._rank == 0 else variance).expand_as(deviation)
+            solution = deviation / torch.where(variance == 0, 1.0, variance)
+            return torch.where(variance == 0, torch.where(deviation == 0, 0.0, torch.nan), solution)
+        matrix = self._matrix()
+        inverse = self._align(torch.linalg.pinv(matrix, hermitian=True), mu, 2)
+        solution = (inverse @ deviation.unsqueeze(-1)).squeeze(-1)
+        # A mean off the support's affine hull has no eta.
+        missed = (self._covariance_times(solution) - deviation).norm(dim=-1)
+        size = self._align(torch.linalg.matrix_norm(matrix), mu, 0) * solution.norm(dim=-1) + deviation.norm(dim=-1)
+        outside = missed > 8 * matrix.shape[-1] * torch.finfo(mu.dtype).eps * size
+        return torch.where(outside.unsqueeze(-1), torch.nan, solution)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        noise = torch.randn(*shape, *eta.shape, dtype=eta.dtype, device=eta.device, generator=generator)
+        def noise(*lead: int) -> Tensor:
+            return torch.randn(*shape, *lead, dtype=eta.dtype, device=eta.device, generator=generator)
+
         if self._rank == 2:
             # A symmetric root exists for every positive semi-definite matrix; a Cholesky factor does not.
             eigenvalues, vectors = torch.linalg.eigh(self.covariance)
             root = vectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
-            deviation = (self._align(root, eta, 2) @ noise.unsqueeze(-1)).squeeze(-1)
+            deviation = (self._align(root, eta, 2) @ noise(*eta.shape, 1)).squeeze(-1)
         else:
             root = self._align(self.covariance, eta, self._rank).sqrt()
-            deviation = (root.unsqueeze(-1) if self._rank == 0 else root) * noise
+            deviation = (root.unsqueeze(-1) if self._rank == 0 else root) * noise(*eta.shape)
+        if self.factor.shape[-1] > 0:
+            factor = self._align(self.factor, eta, 2)
+            deviation = deviation + (factor @ noise(*eta.shape[:-1], factor.shape[-1], 1)).squeeze(-1)
         return self._mean(eta) + deviation
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.ops import reference
-from massieu.ops.shapes import Problem, in_functorch, may_be_differentiated
+from massieu.ops.shapes import Problem, in_functorch, in_nested_forward_mode, may_be_differentiated
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,6 +27,8 @@ def unusable(problem: Problem) -> str | None:
         return f"it runs on the CPU, got {problem.query.device}"
     if torch.compiler.is_compiling() and in_functorch():
         return "inside a compiled torch.func transform its gradient would be lost"
+    if not torch.compiler.is_compiling() and in_nested_forward_mode():
+        return "it has no forward mode within forward mode"
     if problem.pairs == 0:
         return "it needs at least one query and one key"
     if weight is not None and may_be_differentiated(weight) and weight.shape[3] > 1:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import Problem
+from massieu.ops.shapes import Problem, in_nested_forward_mode
 
 BLOCK_PAIRS = 1 << 21
 """Scores that are held at once. A smaller problem is one block, without recomputation."""
@@ -123,8 +123,8 @@ def _block(
 
 def recomputed(function: Function, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """``function(*tensors)`` that keeps nothing but its arguments for the backward pass."""
-    if torch.compiler.is_compiling():
-        # The compiler chooses itself what to keep.
+    if torch.compiler.is_compiling() or in_nested_forward_mode():
+        # The compiler chooses itself what to keep; and a custom function has one forward derivative only.
         return function(*tensors)
     return Recomputed.apply(function, *tensors)  # pyright: ignore[reportReturnType]
 

@@ -176,6 +176,13 @@ def in_functorch() -> bool:
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def in_nested_forward_mode() -> bool:
+    """Whether this call is inside forward mode within forward mode, where a custom function's second tangent is lost."""
+    stack = torch._C._functorch.get_interpreter_stack() or []  # pyright: ignore[reportAttributeAccessIssue]
+    forward = torch._C._functorch.TransformType.Jvp  # pyright: ignore[reportAttributeAccessIssue]
+    return sum(interpreter.key() == forward for interpreter in stack) > 1
+
+
 def may_be_differentiated(tensor: Tensor) -> bool:
     """Whether a derivative for this tensor may be wanted; inside a transform that cannot be known, so yes."""
     if not tensor.is_floating_point():

@@ -33,6 +33,11 @@ def number(value: float | None, error: float | None = None) -> str:
     return text.replace("-", MINUS)
 
 
+def bound(value: float | None) -> str:
+    """Write a bound as it was set, such as 1e−10 or 5; "undefined" when there is none."""
+    return "undefined" if value is None else f"{value:.6g}".replace("e-0", "e-").replace("-", MINUS)
+
+
 def with_error(value: float | None, error: float | None) -> str:
     """Write ``value ± standard error``; without a standard error, the value alone."""
     if value is None or error is None or math.isnan(value) or not math.isfinite(error):

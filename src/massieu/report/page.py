@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from massieu.errors import require_extra
 from massieu.report import colours
 from massieu.report.encode import Payload, encode, plain, script_json
-from massieu.report.numbers import number, whole, with_error
+from massieu.report.numbers import bound, number, whole, with_error
 from massieu.report.tables import (
     Column,
     Site,
@@ -50,6 +50,7 @@ def template(name: str) -> "jinja2.Template":
     )
     environment.filters |= {
         "number": number,
+        "bound": bound,
         "whole": whole,
         "with_error": with_error,
         "words": _words,
@@ -59,7 +60,8 @@ def template(name: str) -> "jinja2.Template":
     return environment.get_template(name)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A style sheet or script of this package, as text."""
     return (files("massieu.report") / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -175,7 +177,7 @@ def render(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFram
     columns, moved = head_columns(sites, heads), layer_columns(sublayers, layers)
     head_statistics, layer_statistics = catalogue_of(run, columns, "head"), catalogue_of(run, moved, "layer")
     findings = _findings(run, sites)
-    style, script = _asset("page.css"), _script()
+    style, script = asset("page.css"), _script()
     data = {
         "statistics": head_statistics,
         "layers": _layer_payload(sublayers, moved) | {"statistics": layer_statistics},
@@ -205,5 +207,5 @@ def render(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFram
 
 
 def _script() -> str:
-    parts = "\n".join(_asset(name) for name in SCRIPTS)
+    parts = "\n".join(asset(name) for name in SCRIPTS)
     return f'(function () {{\n"use strict";\n{parts}\n}})();\n'

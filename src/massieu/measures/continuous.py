@@ -1,0 +1,291 @@
+"""Measures on the line, the half-line and the interval, coordinate by coordinate; and the point."""
+
+import math
+from typing import Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.measures.coordinates import Coordinates, check_parameters, in_words
+from massieu.measures.hooks import Reference
+
+_SERIES_RADIUS = 0.125
+_SERIES_TERMS = 19  # 0.125^19 < 1e-17
+
+
+class Exponential(Coordinates):
+    """Independent waiting times of density rate·exp(−rate·x): A(eta) = −Σ log(1 − eta_i/rate_i) for eta < rate (S2).
+
+    Tilted, exponentials of rate − eta; κ_n = (n − 1)!/(rate − eta)ⁿ (B3).
+
+    Attributes:
+        rate: Shape (*batch, d).
+    """
+
+    rate: Float[Tensor, "*batch d"]
+
+    @classmethod
+    def create(cls, rate: Float[Tensor, "*batch d"]) -> Self:
+        """Exponentials of mean 1/rate.
+
+        Raises:
+            ValueError: no coordinate, or a rate that is not positive and finite.
+            TypeError: a rate that is not floating-point.
+        """
+        check_parameters(rate=rate, positive=True)
+        return cls(rate)
+
+    def _slack(self, eta: Tensor) -> Tensor:
+        return self._align(self.rate, eta) - eta
+
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        return torch.full_like(self.rate, -torch.inf), self.rate
+
+    def _domain(self) -> str:
+        return f"eta < rate = {in_words(self.rate)} in every coordinate"
+
+    def _log_partition_each(self, eta: Tensor) -> Tensor:
+        return _log_growth(eta, self._align(self.rate, eta))
+
+    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        return math.factorial(order - 1) * (1 / self._slack(eta)) ** order
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        return _excess(delta, self._slack(eta)).sum(-1)
+
+    def _tilt(self, eta: Tensor) -> "Exponential":
+        return Exponential(self._slack(eta))
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return _waiting_times(eta, shape, generator) / self._slack(eta)
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(self.rate), torch.full_like(self.rate, torch.inf)
+
+    def _log_density_each(self, point: Tensor) -> Tensor:
+        rate = self._align(self.rate, point)
+        return rate.log() - rate * point
+
+    def _natural_each(self, mu: Tensor) -> Tensor:
+        return self._align(self.rate, mu) - 1 / mu
+
+    def _power(self, exponent: float) -> "Gamma":
+        return Gamma(torch.full_like(self.rate, exponent), 1 / self.rate)
+
+
+class Gamma(Coordinates):
+    """Independent gamma variables: A(eta) = −Σ shape_i log(1 − scale_i eta_i) for eta < 1/scale (S2).
+
+    Tilted, gammas of the same shape and scale/(1 − scale·eta); κ_n = shape·(n − 1)!·(that scale)ⁿ (B3).
+
+    Attributes:
+        shape: Shape parameter k, of tensor shape (*batch, d).
+        scale: Shape (*batch, d); h has mean shape·scale.
+    """
+
+    shape: Float[Tensor, "*batch d"]
+    scale: Float[Tensor, "*batch d"]
+
+    @classmethod
+    def create(cls, shape: Float[Tensor, "*batch d"], scale: Float[Tensor, "*batch d"]) -> Self:
+        """Gammas of mean shape·scale and variance shape·scale².
+
+        Raises:
+            ValueError: no coordinate, two shapes, or a value that is not positive and finite.
+            TypeError: not floating-point.
+        """
+        check_parameters(shape=shape, scale=scale, positive=True)
+        return cls(shape, scale)
+
+    def _slack(self, eta: Tensor) -> Tensor:
+        return 1 / self._align(self.scale, eta) - eta
+
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        return torch.full_like(self.scale, -torch.inf), 1 / self.scale
+
+    def _domain(self) -> str:
+        return f"eta < 1/scale = {in_words(1 / self.scale)} in every coordinate"
+
+    def _log_partition_each(self, eta: Tensor) -> Tensor:
+        return self._align(self.shape, eta) * _log_growth(eta, 1 / self._align(self.scale, eta))
+
+    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        return math.factorial(order - 1) * self._align(self.shape, eta) * (1 / self._slack(eta)) ** order
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        return (self._align(self.shape, eta) * _excess(delta, self._slack(eta))).sum(-1)
+
+    def _tilt(self, eta: Tensor) -> "Gamma":
+        return Gamma(self.shape, 1 / self._slack(eta))
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        concentration = self._align(self.shape, eta).expand(*shape, *eta.shape)
+        return standard_gammas(concentration, generator) / self._slack(eta)
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(self.scale), torch.full_like(self.scale, torch.inf)
+
+    def _log_density_each(self, point: Tensor) -> Tensor:
+        shape, scale = self._align(self.shape, point), self._align(self.scale, point)
+        return torch.xlogy(shape - 1, point) - point / scale - torch.lgamma(shape) - shape * scale.log()
+
+    def _natural_each(self, mu: Tensor) -> Tensor:
+        return 1 / self._align(self.scale, mu) - self._align(self.shape, mu) / mu
+
+    def _power(self, exponent: float) -> "Gamma":
+        return Gamma(exponent * self.shape, self.scale)
+
+
+class Laplace(Coordinates):
+    """Independent double exponentials of density exp(−|x|/scale)/(2 scale).
+
+    A(eta) = −Σ log(1 − scale_i² eta_i²) for |eta| < 1/scale (S2): the difference of two exponentials. Tilted, an
+    asymmetric Laplace law (B9); its cumulants of odd order vanish at eta = 0 (B3).
+
+    Attributes:
+        scale: Shape (*batch, d); h has variance 2·scale².
+    """
+
+    scale: Float[Tensor, "*batch d"]
+
+    @classmethod
+    def create(cls, scale: Float[Tensor, "*batch d"]) -> Self:
+        """Double exponentials of mean absolute value `scale`.
+
+        Raises:
+            ValueError: no coordinate, or a scale that is not positive and finite.
+            TypeError: a scale that is not floating-point.
+        """
+        check_parameters(scale=scale, positive=True)
+        return cls(scale)
+
+    def _lengths(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean lengths of the right and the left tail of p_eta."""
+        limit = 1 / self._align(self.scale, eta)
+        return 1 / (limit - eta), 1 / (limit + eta)
+
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        return -1 / self.scale, 1 / self.scale
+
+    def _domain(self) -> str:
+        return f"|eta| < 1/scale = {in_words(1 / self.scale)} in every coordinate"
+
+    def _log_partition_each(self, eta: Tensor) -> Tensor:
+        scale = self._align(self.scale, eta)
+        near = (scale * eta).abs() < 0.5
+        close = -torch.log1p(-((scale * torch.where(near, eta, 0.0)) ** 2))
+        # Each factor of (limit − eta)(limit + eta) is exact near the bounds.
+        apart, limit = torch.where(near, 0.0, eta), 1 / scale
+        return torch.where(near, close, 2 * limit.log() - (limit - apart).log() - (limit + apart).log())
+
+    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        right, left = self._lengths(eta)
+        if order % 2 == 0:
+            return math.factorial(order - 1) * (right**order + left**order)
+        # rightⁿ − leftⁿ over right − left = 2·eta·right·left.
+        quotient = torch.stack([right ** (order - 1 - j) * left**j for j in range(order)]).sum(0)
+        return math.factorial(order - 1) * 2 * eta * right * left * quotient
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        limit = 1 / self._align(self.scale, eta)
+        return (_excess(delta, limit - eta) + _excess(-delta, limit + eta)).sum(-1)
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        right, left = (length.expand(*shape, *eta.shape) for length in self._lengths(eta))
+        positive = torch.bernoulli(right / (right + left), generator=generator) == 1
+        return _waiting_times(eta, shape, generator) * torch.where(positive, right, -left)
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        return torch.full_like(self.scale, -torch.inf), torch.full_like(self.scale, torch.inf)
+
+    def _log_density_each(self, point: Tensor) -> Tensor:
+        scale = self._align(self.scale, point)
+        return -point.abs() / scale - (2 * scale).log()
+
+    def _natural_each(self, mu: Tensor) -> Tensor:
+        limit = 1 / self._align(self.scale, mu)
+        reduced = mu * limit
+        return reduced * limit / (1 + torch.hypot(torch.ones_like(reduced), reduced))
+
+
+class Constant(Coordinates):
+    """The point mass at `value`: A(eta) = value·eta, ∇A = value, F = 0 (S2, B3).
+
+    Every eta has the mean `value`, so its natural parameter is 0, that of least norm.
+
+    Attributes:
+        value: Shape (*batch, d).
+    """
+
+    value: Float[Tensor, "*batch d"]
+
+    @classmethod
+    def create(cls, value: Float[Tensor, "*batch d"]) -> Self:
+        """The point mass at `value`.
+
+        Raises:
+            ValueError: no coordinate, or a value that is not finite.
+            TypeError: a value that is not floating-point.
+        """
+        check_parameters(value=value)
+        return cls(value)
+
+    @property
+    def _reference(self) -> Reference:
+        return "counting"
+
+    def _log_partition_each(self, eta: Tensor) -> Tensor:
+        return self._align(self.value, eta) * eta
+
+    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        return self._align(self.value, eta).expand_as(eta) if order == 1 else torch.zeros_like(eta)
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        return torch.zeros_like(eta[..., 0])
+
+    def _tilt(self, eta: Tensor) -> "Constant":
+        return self
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return self._mean(eta).expand(*shape, *eta.shape).clone()
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        return self.value, self.value
+
+    def _log_density_each(self, point: Tensor) -> Tensor:
+        return torch.zeros_like(point)
+
+    def _natural(self, mu: Tensor) -> Tensor:
+        return torch.where(self._holds(mu), 0.0, torch.nan)
+
+    def _power(self, exponent: float) -> "Constant":
+        return Constant(exponent * self.value)
+
+
+def _log_growth(eta: Tensor, rate: Tensor) -> Tensor:
+    """−log(1 − eta/rate) for eta < rate, at 0, near rate and at the largest negative eta alike."""
+    near = eta.abs() < 0.5 * rate
+    close = -torch.log1p(-torch.where(near, eta, 0.0) / rate)
+    return torch.where(near, close, rate.log() - (rate - torch.where(near, 0.0, eta)).log())
+
+
+def _excess(delta: Tensor, slack: Tensor) -> Tensor:
+    """−log(1 − r) − r ≥ 0 for r = delta/slack < 1: the KL divergence of exponentials of rates slack, slack − delta."""
+    near = delta.abs() < _SERIES_RADIUS * slack
+    ratio = torch.where(near, delta, 0.0) / slack
+    total = torch.full_like(ratio, 1 / _SERIES_TERMS)
+    for order in range(_SERIES_TERMS - 1, 1, -1):
+        total = 1 / order + ratio * total
+    apart = torch.where(near, 0.0, delta)
+    return torch.where(near, ratio.square() * total, _log_growth(apart, slack) - apart / slack)
+
+
+def _waiting_times(eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """Exponentials of rate one, in the shape of a sample."""
+    return eta.new_empty(*shape, *eta.shape).exponential_(generator=generator)
+
+
+def standard_gammas(concentration: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Gamma variables of scale one; torch's public sampler takes no generator."""
+    return torch._standard_gamma(concentration, generator=generator)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,157 @@
+"""What the author of a measure writes, and what follows from it by default.
+
+Two shapes and `_log_partition` are needed. Every other hook has a default, derived from these with `torch.func`, or says
+that nothing is known; override one with a closed form only. Hooks are given floating-point tensors of one dtype, float32
+or wider, that lie in the domain; they check nothing.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Literal, Self
+
+import torch
+from numpy.polynomial.legendre import leggauss
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from massieu.measures.base import Measure
+
+_GAUSS_LEGENDRE = [(float(0.5 * (x + 1)), float(0.5 * w)) for x, w in zip(*leggauss(8), strict=True)]
+"""Nodes and weights of the eight-point rule on [0, 1]."""
+
+Reference = Literal["counting", "lebesgue", "surface", "mixed"]
+"""What a density is taken with respect to; "mixed" has atoms and a density."""
+
+
+class MissingFormError(TypeError):
+    """A measure has no sampler, or no density, that is known in closed form."""
+
+
+class Hooks(ABC):
+    """The hooks of a measure. ``lead`` below is the shape ``(*batch, *query)``, that of eta without its event."""
+
+    # What an author writes.
+
+    @property
+    @abstractmethod
+    def batch_shape(self) -> torch.Size:
+        """Shape of the batch of measures this value holds."""
+
+    @property
+    @abstractmethod
+    def event_shape(self) -> torch.Size:
+        """Shape of one point; at least one dimension."""
+
+    @abstractmethod
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        """A(eta), shape ``lead``, twice differentiable on the whole domain."""
+
+    # What a measure may say of itself.
+
+    def _in_domain(self, eta: Tensor) -> Tensor | None:
+        """Where A(eta) is finite, shape ``lead``; None where that is all of R^d."""
+        return None
+
+    def _domain(self) -> str:
+        """The domain in words, with its bounds, for the error's message."""
+        return "all of R^d"
+
+    def _interior(self) -> Tensor | None:
+        """A point inside the domain, shape ``(*batch, *event)``; None stands for the origin."""
+        return None
+
+    def _support(self, direction: Tensor) -> Tensor | None:
+        """sup x·direction over the support of h, shape ``lead``; None where it is not known."""
+        return None
+
+    @property
+    def _reference(self) -> Reference:
+        """What `_log_density` is a density of."""
+        return "lebesgue"
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        """The log-density of h, shape ``lead``; −inf outside the support."""
+        raise MissingFormError(f"{type(self).__name__} has no density in closed form")
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        """Draws from p_eta, shape ``(*shape, *lead, *event)``."""
+        raise MissingFormError(f"{type(self).__name__} has no sampler")
+
+    def _natural(self, mu: Tensor) -> Tensor | None:
+        """The eta, of least norm, whose mean is `mu`; ±inf on the boundary, NaN outside; None: no closed form."""
+        return None
+
+    def _power(self, exponent: float) -> "Measure | None":
+        """The measure of log-partition exponent·A in closed form, or None."""
+        return None
+
+    # What follows from the log-partition.
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return torch.func.grad(lambda point: self._log_partition(point).sum())(eta)
+
+    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
+        # The Hessian is symmetric, so the transposed product is the product.
+        return torch.func.vjp(self._mean, eta)[1](vector)[0]
+
+    def _fisher(self, eta: Tensor) -> Tensor:
+        event = self.event_shape
+        basis = torch.eye(event.numel(), dtype=eta.dtype, device=eta.device).reshape(-1, *event)
+        columns = torch.func.vmap(lambda vector: self._fisher_vp(eta, vector.expand_as(eta)))(basis)
+        return columns.movedim(0, -1).reshape(*eta.shape, *event)
+
+    def _entropy(self, eta: Tensor) -> Tensor:
+        return self._log_partition(eta) - self._dot(eta, self._mean(eta))
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        """KL(p_eta ‖ p_{eta+delta}), accurate for any size of `delta`.
+
+        By default in float64: the Bregman difference where that keeps ten digits, else its integral form
+        ∫₀¹ (1 − t) deltaᵀ F(eta + t·delta) delta dt, whose terms are non-negative.
+        """
+        dtype, measure, eta, delta = eta.dtype, self._to(torch.float64), eta.double(), delta.double()
+        start, end = measure._log_partition(eta), measure._log_partition(eta + delta)
+        slope = self._dot(measure._mean(eta), delta)
+        difference = end - start - slope
+        integral = torch.zeros_like(difference)
+        for t, weight in _GAUSS_LEGENDRE:
+            integral = integral + weight * (1 - t) * self._dot(delta, measure._fisher_vp(eta + t * delta, delta))
+        close = difference < 1e-6 * (1 + start.abs() + end.abs() + slope.abs())
+        return torch.where(close, integral, difference).to(dtype)
+
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        """κ_1 … κ_order of x·direction, stacked last: the derivatives of A(eta + t·direction) at t = 0."""
+
+        def derivatives(t: Tensor, count: int) -> tuple[Tensor, ...]:
+            """A and its first `count` derivatives in t. Reverse mode in reverse mode: forward mode does not compile."""
+            if count == 0:
+                return (self._log_partition(eta + t.reshape(*t.shape, *[1] * len(self.event_shape)) * direction),)
+
+            def total(s: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+                lower = derivatives(s, count - 1)
+                return lower[-1].sum(), lower
+
+            derivative, lower = torch.func.grad(total, has_aux=True)(t)
+            return (*lower, derivative)
+
+        lead = eta.shape[: eta.ndim - len(self.event_shape)]
+        return torch.stack(derivatives(eta.new_zeros(lead), order)[1:], -1)
+
+    # Helpers for authors.
+
+    def _align(self, tensor: Tensor, eta: Tensor, rest: int = 1) -> Tensor:
+        """`tensor` (*batch, *rest) with singleton query dimensions, so that it broadcasts against `eta`.
+
+        Its batch may be a prefix of the measure's; `rest` is the number of its dimensions that are not batch.
+        """
+        own = tensor.ndim - rest
+        missing = eta.ndim - len(self.event_shape) - own
+        return tensor.reshape((*tensor.shape[:own], *[1] * missing, *tensor.shape[own:]))
+
+    def _dot(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum of products over the event dimensions."""
+        return (left * right).sum(tuple(range(-len(self.event_shape), 0)))
+
+    def _to(self, dtype: torch.dtype) -> Self:
+        """The measure with all floating tensors in `dtype`."""
+        return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self)

@@ -1,0 +1,236 @@
+"""Mixtures: the log-partition of a weighted sum of measures is a log-sum-exp of theirs."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.measures import stable
+from massieu.measures.base import Measure, longest_batch, values_are_readable
+from massieu.measures.hooks import Reference
+from massieu.measures.moments import cumulants_of_moments, moments_of_cumulants
+
+
+def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure] | Measure) -> "Mixture":
+    """h = Σ_k exp(log_weight_k) h_k: A(eta) = log Σ_k exp(log_weight_k + A_k(eta)) (S2, S14).
+
+    Args:
+        log_weight: One log-weight for each component, below +inf; they need not add up to one.
+        components: K measures on one event shape, the longest of whose batch shapes the others are prefixes of; or one
+            measure whose last batch dimension is K, which is as fast as one measure.
+
+    Raises:
+        ValueError: no component, shapes that do not fit, a NaN or infinite log-weight.
+        TypeError: `log_weight` is not floating-point.
+    """
+    if not log_weight.is_floating_point():
+        raise TypeError(f"log_weight must be a floating-point tensor, got {log_weight.dtype}")
+    if isinstance(components, Measure):
+        if not components.batch_shape:
+            raise ValueError("mixture needs several measures, or one with a batch dimension that counts the components")
+        parts, count = components, components.batch_shape[-1]
+    else:
+        parts, count = tuple(components), len(components)
+        events = {tuple(part.event_shape) for part in parts}
+        if len(events) > 1:
+            raise ValueError(f"mixture needs components on one event shape, got {sorted(events)}")
+    if log_weight.ndim == 0 or count == 0 or log_weight.shape[-1] != count:
+        raise ValueError(
+            f"mixture needs log_weight of shape {('*batch', count)} for {count} components, got "
+            f"{tuple(log_weight.shape)}"
+        )
+    if values_are_readable(log_weight) and not bool((log_weight < torch.inf).all()):
+        raise ValueError("log_weight must be finite or −inf, got NaN or +inf")
+    mixed = Mixture(log_weight, parts)
+    longest_batch("mixture", mixed._batch_shapes)
+    return mixed
+
+
+class Mixture(Measure):
+    """A weighted sum of measures. Made by `mixture`; with the heads of an attention layer as components, S14.
+
+    Attributes:
+        log_weight: Shape (*batch, K).
+        components: K measures, or one whose last batch dimension is K.
+    """
+
+    log_weight: Float[Tensor, "*batch K"]
+    components: Measure | tuple[Measure, ...]
+
+    @property
+    def _batch_shapes(self) -> list[torch.Size]:
+        if isinstance(self.components, Measure):
+            return [self.log_weight.shape[:-1], self.components.batch_shape[:-1]]
+        return [self.log_weight.shape[:-1], *(part.batch_shape for part in self.components)]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return max(self._batch_shapes, key=len)
+
+    @property
+    def event_shape(self) -> torch.Size:
+        return self.components.event_shape if isinstance(self.components, Measure) else self.components[0].event_shape
+
+    def responsibilities(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query K"]:
+        """Each component's share of Z(eta): r_k ∝ exp(log_weight_k + A_k(eta)), the gate of head k (S14).
+
+        Raises:
+            ValueError, DomainError: as `log_partition`.
+        """
+        measure, eta = self._admit(eta)
+        return measure._log_share(eta).exp().movedim(measure._axis, -1)
+
+    def lower_bound(
+        self, eta: Float[Tensor, "*batch_query_event"], weights: Float[Tensor, "*batch K"] | None = None
+    ) -> Float[Tensor, "*batch_query"]:
+        """Σ_k r_k A_k(eta) − KL(r ‖ w) ≤ A(eta) for fixed weights r, w the mixture's own (not normalised): S14.
+
+        Its gradient is Σ r_k ∇A_k: heads added with fixed weights, as multi-head attention adds them. The gap to A is
+        KL(r ‖ responsibilities), which is zero for r = responsibilities(eta).
+
+        Args:
+            eta: Where.
+            weights: r, non-negative with sum one over the last dimension; the mixture's normalised weights by default.
+
+        Raises:
+            ValueError, DomainError: as `log_partition`, and for weights of another shape than ``log_weight``.
+        """
+        if weights is None:
+            weights = stable.log_softmax(self.log_weight).exp()
+        if weights.shape != self.log_weight.shape:
+            raise ValueError(f"weights must have shape {tuple(self.log_weight.shape)}, got {tuple(weights.shape)}")
+        measure, eta = self._admit(eta)
+        share = measure._spread(weights.to(eta.dtype), eta)
+        taken = share > 0
+        gain = torch.where(taken, measure._log_terms(eta), 0.0) - torch.where(taken, share, 1.0).log()
+        return (share * gain).sum(measure._axis)
+
+    def _each(self, function: Callable[..., Tensor], *tensors: Tensor, leading: int = 0) -> Tensor:
+        """``function(component, *tensors)`` for every component, stacked behind the batch dimensions.
+
+        The tensors have shape (*batch, *query, *event); the results have `leading` dimensions more, in front.
+        """
+        axis = self._axis + leading
+        if not isinstance(self.components, Measure):
+            return torch.stack([function(part, *tensors) for part in self.components], axis)
+        spread = [self._seen_by(self.components, tensor) for tensor in tensors]
+        return function(self.components, *spread).movedim(len(self.components.batch_shape) - 1 + leading, axis)
+
+    def _seen_by(self, part: Measure, tensor: Tensor) -> Tensor:
+        """What `_each` gives to a component: with a batch of them, a copy each behind the component's own batch."""
+        if part is not self.components:
+            return tensor
+        own = len(part.batch_shape) - 1
+        return tensor.unsqueeze(own).expand(*tensor.shape[:own], part.batch_shape[-1], *tensor.shape[own:])
+
+    def _spread(self, weights: Tensor, eta: Tensor) -> Tensor:
+        """(*batch, K) as (*batch, K, *query of ones), which broadcasts against a scalar result of `_each`."""
+        return self._align(weights, eta).movedim(-1, self._axis)
+
+    @property
+    def _axis(self) -> int:
+        """Where `_each` puts the components."""
+        return len(self.batch_shape)
+
+    def _log_terms(self, eta: Tensor) -> Tensor:
+        """log_weight_k + A_k(eta), shape (*batch, K, *query)."""
+        return self._each(lambda part, x: part._log_partition(x), eta) + self._spread(self.log_weight, eta)
+
+    def _log_share(self, eta: Tensor) -> Tensor:
+        axis = self._axis
+        return stable.log_softmax(self._log_terms(eta).movedim(axis, -1)).movedim(-1, axis)
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return stable.logsumexp(self._log_terms(eta).movedim(self._axis, -1))
+
+    def _shares_and_means(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Responsibilities (*batch, K, *query), component means less the mixture's (*batch, K, *query, *event), and it."""
+        axis = self._axis
+        share = self._log_share(eta).exp()
+        means = self._each(lambda part, x: part._mean(x), eta)
+        # About one component's mean, so that means far from the origin keep their digits.
+        base = means.select(axis, 0)
+        offsets = means - base.unsqueeze(axis)
+        shift = (self._eventwise(share) * offsets).sum(axis)
+        return share, offsets - shift.unsqueeze(axis), base + shift
+
+    def _eventwise(self, scalar: Tensor) -> Tensor:
+        return scalar.reshape(*scalar.shape, *[1] * len(self.event_shape))
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self._shares_and_means(eta)[2]
+
+    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
+        axis = self._axis
+        share, offsets, _ = self._shares_and_means(eta)
+        within = self._each(lambda part, x, v: part._fisher_vp(x, v), eta, vector)
+        between = offsets * self._eventwise(self._dot(offsets, vector.unsqueeze(axis)))
+        return (self._eventwise(share) * (within + between)).sum(axis)
+
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        axis = self._axis
+        share, offsets, mean = self._shares_and_means(eta)
+        parts = self._each(lambda part, x, v: part._cumulants(x, v, order), eta, direction)
+        # About the mixture's mean, the components' moments mix linearly.
+        first = self._dot(offsets, direction.unsqueeze(axis)).unsqueeze(-1)
+        moments = moments_of_cumulants(torch.cat([first, parts[..., 1:]], -1))
+        mixed = cumulants_of_moments((share.unsqueeze(-1) * moments).sum(axis))
+        return torch.cat([self._dot(mean, direction).unsqueeze(-1), mixed[..., 1:]], -1)
+
+    def _parts(self) -> tuple[Measure, ...]:
+        return (self.components,) if isinstance(self.components, Measure) else self.components
+
+    def _in_domain(self, eta: Tensor) -> Tensor | None:
+        if all(part._in_domain(self._seen_by(part, eta)) is None for part in self._parts()):
+            return None
+
+        def inside(part: Measure, x: Tensor) -> Tensor:
+            found = part._in_domain(x)
+            return x.new_ones(x.shape[: x.ndim - len(self.event_shape)], dtype=torch.bool) if found is None else found
+
+        return self._each(inside, eta).all(self._axis)
+
+    def _domain(self) -> str:
+        return " and ".join(dict.fromkeys(part._domain() for part in self._parts()))
+
+    def _support(self, direction: Tensor) -> Tensor | None:
+        if any(part._support(self._seen_by(part, direction)) is None for part in self._parts()):
+            return None
+
+        def support(part: Measure, x: Tensor) -> Tensor:
+            found = part._support(x)
+            assert found is not None
+            return found
+
+        left_out = self._spread(self.log_weight, direction) == -torch.inf
+        return self._each(support, direction).masked_fill(left_out, -torch.inf).amax(self._axis)
+
+    @property
+    def _reference(self) -> Reference:
+        references: set[Reference] = {part._reference for part in self._parts()}
+        return references.pop() if len(references) == 1 else "mixed"
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        axis = self._axis
+        terms = self._each(lambda part, x: part._log_density(x), point) + self._spread(self.log_weight, point)
+        if self._reference != "mixed":
+            return stable.logsumexp(terms.movedim(axis, -1))
+        # Where an atom sits, a density is nothing against its mass.
+        discrete = torch.tensor([part._reference == "counting" for part in self._parts()], device=point.device)
+        terms = terms.movedim(axis, -1)
+        masses = stable.logsumexp(terms.masked_fill(~discrete, -torch.inf))
+        densities = stable.logsumexp(terms.masked_fill(discrete, -torch.inf))
+        return torch.where(masses > -torch.inf, masses, densities)
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        axis, leading = self._axis, len(shape)
+        share = self._log_share(eta).exp().movedim(axis, -1)
+        count = torch.Size(shape).numel()
+        chosen = torch.multinomial(share.reshape(-1, share.shape[-1]), count, replacement=True, generator=generator)
+        chosen = chosen.T.reshape(*shape, *share.shape[:-1])
+        everyone = self._each(lambda part, x: part._sample(x, shape, generator), eta, leading=leading)
+        index = self._eventwise(chosen.unsqueeze(axis + leading))
+        return everyone.take_along_dim(index.expand_as(everyone.narrow(axis + leading, 0, 1)), axis + leading).squeeze(
+            axis + leading
+        )

@@ -1,0 +1,74 @@
+"""Compositions that have a name of their own in the papers."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.measures.atoms import Atoms
+from massieu.measures.base import Measure, values_are_readable
+from massieu.measures.gaussian import Gaussian
+from massieu.measures.mixture import Mixture, mixture
+
+
+def boosting(
+    labels: Float[Tensor, "*batch N"], logits: Float[Tensor, "*batch N"], learners: Float[Tensor, "*batch N d"]
+) -> Atoms:
+    """Boosting's example weights as a measure: atoms −t_n g(x_n) of weight exp(−t_n F(x_n)) (Shim §3.1; S17).
+
+    Its log-partition at α is the logarithm of the exponential loss after F ← F + α·g, its mean the negative edges
+    under the new weights, and ``tilt(α)`` the next round's measure. The totally corrective α is where the mean is 0.
+
+    Args:
+        labels: t, +1 or −1.
+        logits: F, the ensemble so far; zeros in the first round.
+        learners: g, the outputs of d weak learners on each example.
+
+    Raises:
+        ValueError: labels other than ±1, or shapes that do not fit.
+        TypeError: `learners` are not floating-point.
+    """
+    if labels.shape != logits.shape or learners.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"boosting needs labels and logits of one shape (*batch, N) and learners of shape (*batch, N, d), got "
+            f"{tuple(labels.shape)}, {tuple(logits.shape)} and {tuple(learners.shape)}"
+        )
+    if values_are_readable(labels) and not bool((labels.abs() == 1).all()):
+        raise ValueError("labels must be +1 or −1")
+    return Atoms.create(-labels.unsqueeze(-1) * learners, -labels * logits)
+
+
+def hybrid(atoms: Atoms, background: Gaussian, concentration: Float[Tensor, "*batch"] | float) -> Mixture:
+    """Σ_n w_n δ_{x_n} + c·N(m, Σ): attention with a continuous background of weight c (S18).
+
+    Its mean is the posterior mean of a Dirichlet process with base N(m, Σ) and concentration c, tilted by eta. Far from
+    the origin the Gaussian wins, since a quadratic outgrows every linear function: bound its covariance, or eta.
+
+    Raises:
+        ValueError: a concentration that is not positive, or shapes that do not fit.
+    """
+    weight = torch.as_tensor(concentration, dtype=background.location.dtype, device=background.location.device)
+    if values_are_readable(weight) and not bool((weight > 0).all() & weight.isfinite().all()):
+        raise ValueError(f"concentration must be positive and finite, got {concentration}")
+    return mixture(torch.stack([torch.zeros_like(weight), weight.log()], -1), [atoms, background])
+
+
+def divergence_kernel(measure: Measure, eta: Float[Tensor, "*batch N event"]) -> Atoms:
+    """The measure over which attention of a query weighs parameter j by exp(−KL(p_{eta_j} ‖ p_query)) (X8).
+
+    Its atoms are the link-transformed keys ∇A(eta_j), with log-weight entropy(eta_j) = −A*(∇A(eta_j)): scores
+    query·∇A(eta_j) + entropy(eta_j) differ from −KL by A(query), which the softmax does not see. For a Gaussian that is
+    Mahalanobis distance.
+
+    Args:
+        measure: The family.
+        eta: Its parameters, one query dimension of them.
+
+    Raises:
+        ValueError, DomainError: as ``measure.mean``, and for `eta` without exactly one query dimension.
+    """
+    if eta.ndim != len(measure.batch_shape) + 1 + len(measure.event_shape) or len(measure.event_shape) != 1:
+        raise ValueError(
+            f"divergence_kernel needs eta of shape {(*measure.batch_shape, 'N', *measure.event_shape)}, got "
+            f"{tuple(eta.shape)}"
+        )
+    return Atoms(measure.mean(eta), measure.entropy(eta))

@@ -1,0 +1,1 @@
+"""Claims that join the papers: X1 to X10."""

@@ -1,0 +1,26 @@
+"""What claims draw, and what they need of their settings."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.errors import InputError
+
+
+def normal_draws(seed: int) -> Callable[..., Float[Tensor, "..."]]:
+    """A function ``normal(*shape)`` of standard normal float64 draws, from a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def need(least: int, **settings: int) -> None:
+    """Raise unless each setting is at least `least`: fewer leave nothing to check.
+
+    Raises:
+        InputError: one of them is smaller.
+    """
+    for name, value in settings.items():
+        if value < least:
+            raise InputError(f"{name} must be at least {least} here, got {value}")

@@ -1,0 +1,152 @@
+"""Checking claims: `verify` runs them one by one and keeps what came out."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from massieu.errors import InputError
+from massieu.report.encode import plain
+from massieu.verification.claim import Claim
+from massieu.verification.registry import ClaimFunction, Setting, claims, find
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Sequence[Claim]):
+    """The claims that were checked, in order; a sequence of `Claim`.
+
+    Attributes:
+        claims: What came out of each.
+        complete: False when the run was interrupted: the later claims are missing.
+    """
+
+    claims: tuple[Claim, ...]
+    complete: bool = True
+
+    @overload
+    def __getitem__(self, index: int) -> Claim: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Claim, ...]: ...
+    def __getitem__(self, index: int | slice) -> Claim | tuple[Claim, ...]:
+        return self.claims[index]
+
+    def __len__(self) -> int:
+        return len(self.claims)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every claim was checked and holds."""
+        return self.complete and all(claim.verdict == "holds" for claim in self.claims)
+
+    @property
+    def summary(self) -> str:
+        """How many claims hold, in one line."""
+        failing = [claim.id for claim in self.claims if claim.verdict == "fails"]
+        line = f"{_count(len(self), 'claim')}: {_hold(len(self) - len(failing))}"
+        if failing:
+            line += f", {len(failing)} fail{'s' * (len(failing) == 1)} ({', '.join(failing)})"
+        wrong = [claim for claim in self.claims if claim.published_verdict == "fails"]
+        for kind, of_it in (("published", False), ("reconstructed", True)):
+            number = sum((claim.status == "reconstructed") == of_it for claim in wrong)
+            if number:
+                line += (
+                    f"; {_count(number, f'{kind} form')} {'fails, as it' if number == 1 else 'fail, as they'} should"
+                )
+        right = [claim.id for claim in self.claims if claim.published_verdict == "holds"]
+        if right:
+            line += f"; with these settings the published form holds too: {', '.join(right)}"
+        return line if self.complete else f"{line}; interrupted before the end"
+
+    def __repr__(self) -> str:
+        return f"Verification ({self.summary})"
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A dictionary for each claim, as ``massieu verify --json`` prints them; see `Claim.to_dict`."""
+        return [claim.to_dict() for claim in self.claims]
+
+    def to_json(self) -> str:
+        """A JSON list of objects; a number that is not finite is null."""
+        return json.dumps(plain(self.to_dicts()), indent=1, ensure_ascii=False, allow_nan=False)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page that needs nothing but a browser; it replaces an earlier one at once.
+
+        Raises:
+            InputError: the page cannot be written there.
+            MissingExtraError: jinja2 is not installed.
+        """
+        from massieu.verification.page import write_page
+
+        return write_page(self, Path(path))
+
+
+def verify(
+    ids: Iterable[str] | str | None = None,
+    *,
+    seed: int | None = None,
+    settings: Mapping[str, Setting | str] | None = None,
+    progress: Callable[[Claim, int, int], None] | None = None,
+) -> Verification:
+    """Check the papers' claims with numbers.
+
+        >>> massieu.verify().ok
+        True
+        >>> massieu.verify("S15", seed=3, settings={"N": 1024})[0].verdict
+        'holds'
+
+    Ctrl-C ends it early: what was checked until then is returned and marked incomplete.
+
+    Args:
+        ids: Numbers such as "S7", in any case; all claims in reading order without it.
+        seed: For every claim that draws something.
+        settings: Other values for the claims' parameters; only with `ids`, and every one of them must have it.
+        progress: Called after each claim with it, how many are done, and how many there are.
+
+    Raises:
+        InputError: a number is unknown; settings without `ids`; a claim has no such parameter, or its value cannot
+            be read.
+    """
+    if ids is None and settings:
+        raise InputError(
+            f"{', '.join(settings)}: settings belong to a claim; name it, as in: massieu verify S15 --set N=1024"
+        )
+    if seed is not None and settings and "seed" in settings:
+        raise InputError(f"the seed is set twice: to {seed} and to {settings['seed']}")
+    chosen = list(claims().values()) if ids is None else [find(id) for id in ([ids] if isinstance(ids, str) else ids)]
+    chosen = list(dict.fromkeys(chosen))
+    if not chosen:
+        raise InputError("no claim was named; leave the numbers out to check all of them")
+    wanted = [entry.read(_with_seed(entry, settings or {}, seed)) for entry in chosen]
+    done: list[Claim] = []
+    try:
+        for entry, parameters in zip(chosen, wanted, strict=True):
+            done.append(_check(entry, parameters))
+            if progress is not None:
+                progress(done[-1], len(done), len(chosen))
+    except KeyboardInterrupt:
+        return Verification(tuple(done), complete=False)
+    return Verification(tuple(done))
+
+
+def _with_seed(
+    entry: ClaimFunction, settings: Mapping[str, Setting | str], seed: int | None
+) -> dict[str, Setting | str]:
+    return dict(settings) if seed is None or "seed" not in entry.parameters else {**settings, "seed": seed}
+
+
+def _check(entry: ClaimFunction, parameters: Mapping[str, Setting]) -> Claim:
+    try:
+        return entry(**parameters)
+    except Exception as error:
+        error.add_note(f"while claim {entry.id} was checked with {dict(parameters)}")
+        raise
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _hold(number: int) -> str:
+    return f"{number} {'holds' if number == 1 else 'hold'}"

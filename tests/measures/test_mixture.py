@@ -1,0 +1,168 @@
+"""Mixtures against sums written out, SciPy's densities and the identities of S14 and S18."""
+
+import math
+
+import pytest
+import torch
+from scipy.special import logsumexp
+from scipy.stats import multivariate_normal
+from torch import Tensor
+
+from massieu.measures import Atoms, Gaussian, Poisson, Spin, hybrid, mixture
+from massieu.testing import check_measure
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def normals(count: int, size: int) -> tuple[Tensor, Tensor]:
+    root = draw(count, size, size, seed=1)
+    return draw(count, size), root @ root.mT + 0.2 * torch.eye(size, dtype=torch.float64)
+
+
+def test_a_mixture_of_gaussians_is_the_textbook_one():
+    location, covariance = normals(3, 2)
+    log_weight, eta, x = draw(3, seed=2), draw(4, 2, seed=3), draw(7, 4, 2, seed=4)
+    measure = mixture(log_weight, [Gaussian.create(location[k], covariance[k]) for k in range(3)])
+    quadratic = 0.5 * torch.einsum("qi,kij,qj->qk", eta, covariance, eta)
+    terms = (log_weight + eta @ location.mT + quadratic).numpy()
+    expected = torch.from_numpy(logsumexp(terms, axis=-1))
+    torch.testing.assert_close(measure.log_partition(eta), expected, atol=1e-12, rtol=1e-12)
+    share = torch.from_numpy(terms).sub(expected.unsqueeze(-1)).exp()
+    means = location + torch.einsum("kij,qj->qki", covariance, eta)
+    torch.testing.assert_close(measure.mean(eta), torch.einsum("qk,qki->qi", share, means), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(measure.responsibilities(eta), share, atol=1e-13, rtol=0)
+    # The tilted mixture: weights share, means moved, covariances as they were (S2).
+    for q in range(4):
+        densities = [
+            math.log(share[q, k]) + multivariate_normal(means[q, k], covariance[k]).logpdf(x[:, q]) for k in range(3)
+        ]
+        expected = torch.from_numpy(logsumexp(densities, axis=0))
+        torch.testing.assert_close(measure.log_prob(eta, x)[:, q], expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_components_may_be_a_batch_of_one_measure(batch):
+    points, weight, own = draw(*batch, 3, 5, 2), draw(*batch, 3, 5, seed=1), draw(*batch, 3, seed=2)
+    eta, direction = draw(*batch, 4, 2, seed=3), draw(*batch, 4, 2, seed=4)
+    batched = mixture(own, Atoms.create(points, weight))
+    listed = mixture(own, [Atoms.create(points[..., k, :, :], weight[..., k, :]) for k in range(3)])
+    # All atoms together, each weighted by its component's weight too.
+    whole = Atoms.create(points.flatten(-3, -2), (weight + own.unsqueeze(-1)).flatten(-2))
+    for measure in (batched, listed):
+        for name in ("log_partition", "mean", "fisher", "entropy"):
+            torch.testing.assert_close(getattr(measure, name)(eta), getattr(whole, name)(eta), atol=1e-12, rtol=1e-12)
+        found = measure.cumulants(eta, direction, 6)
+        torch.testing.assert_close(found, whole.cumulants(eta, direction, 6), atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(measure._support(direction), whole._support(direction))
+        x = whole.sample(eta, (6,))
+        torch.testing.assert_close(measure.log_prob(eta, x), whole.log_prob(eta, x), atol=1e-12, rtol=1e-12)
+
+
+def test_batches_of_components_are_prefixes_of_the_longest():
+    gaussian, atoms = Gaussian.create(draw(2), torch.tensor(1.0, dtype=torch.float64)), Atoms.create(draw(3, 4, 2))
+    measure = mixture(draw(3, 2, seed=2), [gaussian, atoms])
+    assert measure.batch_shape == (3,)
+    eta = draw(3, 5, 2, seed=3)
+    for i in range(3):
+        alone = mixture(measure.log_weight[i], [gaussian, Atoms.create(atoms.points[i])])
+        torch.testing.assert_close(measure.log_partition(eta)[i], alone.log_partition(eta[i]))
+        torch.testing.assert_close(measure.mean(eta)[i], alone.mean(eta[i]))
+    assert measure.sample(eta, (6, 2)).shape == (6, 2, 3, 5, 2)
+
+
+def test_samples_come_from_the_components_in_their_shares():
+    measure = mixture(
+        torch.tensor([0.0, 1.0], dtype=torch.float64), [Spin.create(2), Poisson.create(torch.tensor([5.0, 9.0]))]
+    )
+    eta, count = draw(3, 2).mul(0.3), 40_000
+    draws = measure.sample(eta, (count,), generator=torch.Generator().manual_seed(0))
+    fisher = measure.fisher(eta).diagonal(dim1=-2, dim2=-1)
+    error = (draws.mean(0) - measure.mean(eta)) / (fisher / count).sqrt()
+    assert error.abs().max() < 5
+    # Only spins are negative: a quarter of them has both coordinates at −1 at eta = 0.
+    share = measure.responsibilities(eta)[..., 0] * torch.sigmoid(-2 * eta).prod(-1)
+    found = (draws < 0).all(-1).double().mean(0)
+    assert ((found - share).abs() < 5 * (share * (1 - share) / count).sqrt()).all()
+
+
+def test_the_gap_of_the_lower_bound_is_a_divergence():
+    """S14: for any weights r, A − bound = KL(r ‖ responsibilities)."""
+    location, covariance = normals(3, 2)
+    log_weight, eta = torch.log_softmax(draw(3, seed=2), -1), draw(4, 2, seed=3)
+    measure = mixture(log_weight, Gaussian.create(location, covariance))
+    weights = torch.softmax(draw(3, seed=4), -1)
+    share = measure.responsibilities(eta)
+    for r, bound in ((weights, measure.lower_bound(eta, weights)), (log_weight.exp(), measure.lower_bound(eta))):
+        gap = (r * (r / share).log()).sum(-1)
+        torch.testing.assert_close(measure.log_partition(eta) - bound, gap, atol=1e-12, rtol=1e-12)
+    # For the mixture's own weights: a quadratic whose gradient adds the heads with fixed weights.
+    pi = log_weight.exp()
+    quadratic = 0.5 * torch.einsum("qi,kij,qj,k->q", eta, covariance, eta, pi)
+    torch.testing.assert_close(measure.lower_bound(eta), eta @ (pi @ location) + quadratic, atol=1e-12, rtol=1e-12)
+    exact = measure.lower_bound(eta[0], share[0])
+    torch.testing.assert_close(exact, measure.log_partition(eta[0]), atol=1e-13, rtol=0)
+    vertex = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    only = measure.lower_bound(eta, vertex)
+    torch.testing.assert_close(only, log_weight[1] + Gaussian.create(location[1], covariance[1]).log_partition(eta))
+
+
+def test_a_component_of_weight_zero_takes_no_part():
+    atoms = [Atoms.create(draw(4, 2, seed=s)) for s in range(2)]
+    measure = mixture(torch.tensor([0.0, -torch.inf], dtype=torch.float64), atoms)
+    eta = draw(5, 2, seed=3)
+    torch.testing.assert_close(measure.log_partition(eta), atoms[0].log_partition(eta))
+    assert torch.func.grad(lambda e: measure.mean(e).sum())(eta).isfinite().all()
+    far = mixture(torch.tensor([0.0, -torch.inf], dtype=torch.float64), [atoms[0], Atoms.create(draw(4, 2) + 1e3)])
+    torch.testing.assert_close(far._support(eta), atoms[0]._support(eta))
+
+
+def test_hybrid_is_attention_with_a_background():
+    """S18: the share of the background grows from 0 to 1 with the concentration, and far from the origin."""
+    keys, centre = (
+        Atoms.create(draw(6, 2)),
+        Gaussian.create(draw(2, seed=1), torch.tensor([0.5, 1.0], dtype=torch.float64)),
+    )
+    eta = draw(4, 2, seed=2)
+    for concentration, limit in ((1e-12, keys), (1e12, centre)):
+        torch.testing.assert_close(hybrid(keys, centre, concentration).mean(eta), limit.mean(eta), atol=1e-9, rtol=0)
+    measure = hybrid(keys, centre, 2.0)
+    z = keys.log_partition(eta).exp() + 2 * centre.log_partition(eta).exp()
+    torch.testing.assert_close(measure.log_partition(eta), z.log(), atol=1e-12, rtol=1e-12)
+    far = measure.responsibilities(30 * eta / eta.norm(dim=-1, keepdim=True))
+    assert (far[..., 1] > 1 - 1e-12).all()
+    # A probability at an atom, a density elsewhere.
+    at_atom = keys.points[:1].expand(4, 2)
+    expected = (keys.points[0] * eta).sum(-1) - z.log()
+    torch.testing.assert_close(measure.log_prob(eta, at_atom), expected, atol=1e-12, rtol=1e-12)
+    elsewhere = draw(4, 2, seed=5)
+    density = multivariate_normal(centre.location, torch.diag(centre.covariance)).logpdf(elsewhere)
+    expected = math.log(2) + torch.from_numpy(density) + (elsewhere * eta).sum(-1) - z.log()
+    torch.testing.assert_close(measure.log_prob(eta, elsewhere), expected, atol=1e-12, rtol=1e-12)
+
+
+def test_conforms():
+    location, covariance = normals(2, 3)
+    check_measure(mixture(draw(2, 3), [Spin.create(3), Gaussian.create(location, covariance), Spin.create(draw(3))]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(2), []), ValueError, "0 components"),
+        ((torch.zeros(3), [Spin.create(2)] * 2), ValueError, r"\('\*batch', 2\) for 2 components, got \(3,\)"),
+        ((torch.zeros(2), [Spin.create(2), Spin.create(3)]), ValueError, r"one event shape, got \[\(2,\), \(3,\)\]"),
+        ((torch.zeros(2), Spin.create(2)), ValueError, "batch dimension that counts"),
+        ((torch.tensor([0, 1]), [Spin.create(2)] * 2), TypeError, "int64"),
+        ((torch.tensor([0.0, math.nan]), [Spin.create(2)] * 2), ValueError, "NaN"),
+        (
+            (torch.zeros(4, 2), [Spin.create(2), Atoms.create(torch.ones(3, 5, 2))]),
+            ValueError,
+            r"\(3,\) is not a prefix of \(4,\)",
+        ),
+    ],
+)
+def test_bad_mixtures_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        mixture(*arguments)

@@ -1,0 +1,47 @@
+"""Every registered claim holds, and what is false as published is shown to fail."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from massieu.verification.registry import claims
+from massieu.verification.run import verify
+
+THEORY = Path(__file__).parents[2] / "docs" / "theory"
+
+
+def _failing(id: str, seed: int | None = None) -> list[str]:
+    """The rows that are not as they should be."""
+    (claim,) = verify(id, seed=seed)
+    wrong = [check for check in claim.checks if check.holds != (check.form == "corrected")]
+    return [f"{check.name}: {check.measured} {check.comparison} {check.bound} ({check.form})" for check in wrong]
+
+
+@pytest.mark.parametrize("id", claims())
+def test_the_claim_holds(id: str):
+    assert _failing(id) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("id", [id for id, entry in claims().items() if "seed" in entry.parameters])
+def test_the_claim_holds_for_other_seeds(id: str, seed: int):
+    assert _failing(id, seed) == []
+
+
+@pytest.mark.parametrize("id", claims())
+def test_the_documentation_has_the_claim_with_its_status(id: str):
+    entries = "\n".join(path.read_text(encoding="utf-8") for path in sorted(THEORY.glob("*.md")))
+    number = id.rstrip("abcdefgh").lower()  # a lettered claim is a part of its number's entry
+    found = re.search(rf'<a id="{number}"></a>\n## .*\n\n\*\*Status:\*\* (\w+)', entries)
+    assert found is not None, f"docs/theory has no entry {number}"
+    assert claims()[id].status == found.group(1)
+
+
+@pytest.mark.parametrize("id", claims())
+def test_the_claim_is_told_in_sentences(id: str):
+    entry = claims()[id]
+    for text in (entry.statement, entry.published, entry.corrected):
+        assert text is None or text.endswith(".")
+    assert not entry.source.endswith(".")

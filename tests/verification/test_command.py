@@ -1,0 +1,259 @@
+"""The command `massieu verify`: what it prints, the page it writes, how it ends."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.verification.samples import as_printed, false, noise, register
+from typer.testing import CliRunner
+
+from massieu.cli import app
+from massieu.errors import InputError
+from massieu.report.numbers import bound
+from massieu.verification.claim import Check, as_published, at_most, close
+from massieu.verification.run import verify
+
+pytestmark = pytest.mark.usefixtures("empty_registry")
+
+KEYS = {
+    "id", "statement", "source", "status", "published", "corrected", "measured", "comparison", "bound", "verdict",
+    "published_verdict", "checks", "parameters", "seconds",
+}  # fmt: skip
+HOSTILE = "<script>alert('&')</script>"
+
+
+def _run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+# --- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_all_claims_in_a_table():
+    register("S1")
+    register("S7", as_printed, status="quoted", published="a falsehood", corrected="the truth")
+    ran = _run()
+    assert ran.exit_code == 0
+    rows = [line.split() for line in ran.stdout.splitlines() if line.strip()]
+    assert rows[0] == ["claim", "statement", "status", "measured", "bound", "verdict", "uncorrected"]
+    assert rows[2] == ["S1", "Statement", "of", "S1.", "derived", "0", "≤", "1e−10", "holds"]
+    assert rows[3] == ["S7", "Statement", "of", "S7.", "quoted", "0", "≤", "1e−10", "holds", "fails"]
+    assert ran.stdout.splitlines()[-1] == "2 claims: 2 hold; 1 published form fails, as it should"
+    assert [line.split(" (")[0] for line in ran.stderr.splitlines()] == ["massieu: S1 holds", "massieu: S7 holds"]
+    assert "\x1b" not in ran.output
+
+
+def test_a_claim_that_fails_ends_with_one():
+    register("S1")
+    register("B2", false)
+    ran = _run()
+    assert ran.exit_code == 1
+    assert ran.stdout.splitlines()[-1] == "2 claims: 1 holds, 1 fails (B2)"
+    assert re.search(r"B2 .* 0\.333 +≤ 1e−10 +fails", ran.stdout)
+    assert re.search(r"^massieu: B2 fails \(2 of 2", ran.stderr, re.MULTILINE)
+    ran = _run("B2")
+    assert ran.exit_code == 1
+    assert ran.stdout.startswith("B2  fails\n")
+    assert re.search(r"one and two +1 against 2 +0\.333 +≤ 1e−10 +fails", ran.stdout)
+    assert re.search(r"two and two .* holds", ran.stdout)
+    assert not verify().ok
+    assert repr(verify("B2")) == "Verification (1 claim: 0 hold, 1 fails (B2))"
+
+
+def test_a_published_form_that_happens_to_hold_is_told():
+    def body() -> Iterator[Check]:
+        yield close("true", 1.0, 1.0)
+        yield as_published(close("printed", 1.0, 1.0))
+
+    register("S7", body, published="a falsehood", corrected="the truth")
+    assert verify("S7")[0].published_verdict == "holds"
+    assert "holds; the published form holds too, with these settings" in _run("S7").stdout
+    assert _run().stdout.endswith("1 claim: 1 holds; with these settings the published form holds too: S7\n")
+
+
+def test_a_quotation_in_full():
+    register("S7", as_printed, status="quoted", published="A [b]falsehood[/b].", corrected="The truth.")
+    ran = _run("s7")
+    lines = [" ".join(line.split()) for line in ran.stdout.splitlines() if line.strip()]
+    assert lines[0] == "S7 holds; the published form fails, as it should"
+    assert lines[1:5] == [
+        "what is true Statement of S7.",
+        "the paper says A [b]falsehood[/b].",
+        "corrected The truth.",
+        "source a paper, §1 (quoted)",
+    ]
+    assert lines[-3:] == [
+        "true form 3 against 3 0 ≤ 1e−10 holds",
+        "the published form:",
+        "printed form 3 against 4 0.200 ≤ 1e−10 fails",
+    ]
+    assert ran.stderr == ""
+
+
+def test_parameters_and_seed_are_printed():
+    register("S15", noise)
+    ran = _run("S15", "--set", "N=1024", "--seed", 3)
+    assert ran.exit_code == 0
+    assert "parameters  N=1024, width=1.0, seed=3\n" in re.sub(" +\n", "\n", ran.stdout)
+    assert "|z| ≤ 5" in ran.stdout
+
+
+@pytest.mark.parametrize("status", ["reconstructed", "derived"])
+def test_only_a_quotation_is_what_the_paper_says(status, tmp_path):
+    register("Z7", as_printed, status=status, published="A falsehood.", corrected="The truth.")
+    page = tmp_path / "claims.html"
+    told = [_run().stdout, _run("Z7", "--html", page).stdout, _run("Z7", "--json").stdout, page.read_text()]
+    assert all("paper says" not in text.lower() for text in told)
+    assert "A falsehood." in told[1]
+    if status == "reconstructed":
+        assert all("published form" not in text and "as published" not in text.lower() for text in (*told[:2], told[3]))
+        assert "reconstructed as" in told[1]
+        assert "Reconstructed as" in told[3]
+
+
+def test_several_claims_in_full_end_with_the_count():
+    register("S1")
+    register("S7", as_printed, published="a falsehood", corrected="the truth")
+    assert _run("S1", "S7").stdout.splitlines()[-1] == "2 claims: 2 hold; 1 published form fails, as it should"
+
+
+def test_json_has_nothing_beside_it():
+    register("S7", as_printed, status="quoted", published="a falsehood", corrected="the truth")
+
+    def beyond() -> Iterator[Check]:
+        yield at_most("error", math.inf, 1.0)
+
+    register("S9", beyond)
+    ran = _run("--json")
+    assert ran.exit_code == 1
+    first, second = json.loads(ran.stdout)
+    assert set(first) == set(second) == KEYS
+    assert (first["verdict"], first["published_verdict"]) == ("holds", "fails")
+    assert (second["verdict"], second["published_verdict"], second["measured"]) == ("fails", None, None)
+    assert [check["form"] for check in first["checks"]] == ["corrected", "published"]
+    assert first["checks"][1] == {
+        "name": "printed form", "form": "published", "measured": 0.2, "comparison": "≤", "bound": 1e-10,
+        "verdict": "fails", "detail": "3 against 4",
+    }  # fmt: skip
+    assert json.loads(verify().to_json())[0].keys() == KEYS
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1e-10, "1e−10"), (-1e-8, "−1e−8"), (5.0, "5"), (0.25, "0.25"), (0.0, "0")]
+)
+def test_a_bound_is_written_as_it_was_set(value, text):
+    assert bound(value) == text
+    assert bound(None) == "undefined"
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_self_contained_and_escaped(tmp_path):
+    def body() -> Iterator[Check]:
+        yield close(HOSTILE, 1.0, 1.0)
+        yield at_most("error", math.inf, 1.0, HOSTILE)
+        yield as_published(close(HOSTILE, 1.0, 2.0))
+
+    register("S7", body, statement=HOSTILE, source=HOSTILE, status="quoted", published=HOSTILE, corrected=HOSTILE)
+    register("X3b")
+    page = tmp_path / "new" / "claims.html"
+    ran = _run("--html", page)
+    assert (ran.exit_code, ran.stdout.splitlines()[-1]) == (1, f"page: {page}")
+    text = page.read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") >= 7
+    assert "default-src 'none'; style-src 'unsafe-inline'" in text
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?!#)|url\(|@import|https?://""", text)
+    for part in ('id="S7"', 'href="#X3b"', "The paper says", "∞", "2 claims: 1 holds, 1 fails (S7)"):
+        assert part in text
+    assert list(page.parent.iterdir()) == [page]
+
+
+def test_the_page_beside_json_and_in_place_of_an_earlier_one(tmp_path):
+    register("S1")
+    page = tmp_path / "claims.html"
+    page.write_text("earlier")
+    ran = _run("--json", "--html", page)
+    assert json.loads(ran.stdout)[0]["id"] == "S1"
+    assert ran.stderr.splitlines()[-1] == f"page: {page}"
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_page_that_cannot_be_written(tmp_path):
+    register("S1", lambda: pytest.fail("it ran"))
+    taken = tmp_path / "file"
+    taken.touch()
+    for page, message in ((tmp_path, "is a folder; the page needs"), (taken / "page.html", "cannot be made")):
+        ran = _run("--html", page)
+        assert ran.exit_code == 2
+        assert message in ran.stderr
+    with pytest.raises(InputError, match="is a folder"):
+        verify(register("S2").id).report(tmp_path)
+    with pytest.raises(InputError, match="cannot write the page"):
+        verify("S2").report(taken / "page.html")
+
+
+# --- endings ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_keeps_what_was_checked():
+    def interrupted() -> Iterator[Check]:
+        yield close("", 1.0, 1.0)
+        raise KeyboardInterrupt
+
+    register("S1")
+    register("S2", interrupted)
+    register("S3", lambda: pytest.fail("it ran"))
+    result = verify()
+    assert ([claim.id for claim in result], result.complete, result.ok) == (["S1"], False, False)
+    ran = _run()
+    assert ran.exit_code == 130
+    assert ran.stdout.endswith("1 claim: 1 holds; interrupted before the end\n")
+    assert ran.stderr.splitlines()[-1].startswith("massieu: interrupted")
+    ran = _run("S2")
+    assert (ran.exit_code, ran.stdout) == (130, "0 claims: 0 hold; interrupted before the end\n")
+
+
+def test_help_shows_examples():
+    ran = _run("--help")
+    assert "massieu verify S15 --set N=1024 --seed 3" in ran.stdout
+
+
+def test_a_real_claim_from_a_shell():
+    command = [sys.executable, "-m", "massieu.cli", "verify", "s7", "--json", "--seed", "3"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    (claim,) = json.loads(ran.stdout)
+    assert (claim["id"], claim["verdict"], claim["published_verdict"]) == ("S7", "holds", "fails")
+    assert claim["parameters"]["seed"] == 3
+
+
+# --- wrong usage ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "N=3"], "N: settings belong to a claim; name it, as in: massieu verify S15 --set N=1024"),
+        (["S15", "--set", "N"], "a setting is NAME=VALUE, such as N=1024; got 'N'"),
+        (["S15", "--set", "N="], "a setting is NAME=VALUE, such as N=1024; got 'N='"),
+        (["S15", "--set", "N=1", "--set", "N=2"], "N is set twice: to 1 and to 2"),
+        (["S15", "--set", "seed=1", "--seed", "2"], "the seed is set twice: to 2 and to 1"),
+        (["S15", "S1", "--set", "N=3"], "claim S1 has no parameter 'N'; it has none"),
+        (["S16"], "there is no claim 'S16'; near it are S1, S15"),
+        (["S15", "--set", "N=0"], "N of claim S15 must be a whole number, at least 1, got '0'"),
+        (["zeta"], "there is no claim 'zeta'; known are S1, S15"),
+        (["S15", "--seed", "-3"], "seed of claim S15 must be a whole number, at least 0, got -3"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message):
+    register("S1")
+    register("S15", noise)
+    ran = _run(*arguments)
+    assert (ran.exit_code, ran.stdout, ran.stderr) == (2, "", f"massieu: {message}\n")
