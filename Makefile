@@ -26,8 +26,8 @@ slow: $(VENV)/installed ## the longer checks
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/installed
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 
 types: $(VENV)/installed
 	$(BIN)/pyright

@@ -11,17 +11,21 @@ succeeds: convergent from everywhere and quadratic at the end. Derivatives come 
 solution, each of which makes one more order of them right; none passes through the iteration or a decision on rank.
 """
 
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils import _pytree as pytree
 
 from massieu.measures import Measure
 from massieu.measures.base import values_are_readable
 
 _STEPS = 100
+_UNROLLED = 48
 _ORDERS = 3
 _BOUNDARY = 1e-10
 _FAR = 1e4
@@ -72,12 +76,13 @@ class _Point(NamedTuple):
     slope: Tensor  # ∇φ = mean − mu, (*lead, n)
     eigenvalues: Tensor  # of the Fisher information, (*lead, n)
     eigenvectors: Tensor  # (*lead, n, n)
+    signal: Tensor  # ∇φ in the eigenbasis, less what is rounding in directions that A cannot see, (*lead, n)
+    scale: Tensor  # a length of the support: the largest spread of p_eta met so far
 
 
 class _State(NamedTuple):
     point: _Point
     shift: Tensor  # τ
-    scale: Tensor  # a length of the support: the largest spread of p_eta met so far
     decrement: Tensor  # ∇φᵀ F⁺ ∇φ: twice what A* is short of
     ratio: Tensor  # of the last two decrements
     outside: Tensor  # certified by the support function
@@ -117,7 +122,7 @@ class _Problem:
             return origin
         return origin + self.flat(self.measure._align(interior, self.shaped(origin), len(self.event)))
 
-    def at(self, eta: Tensor) -> _Point:
+    def at(self, eta: Tensor, scale: Tensor) -> _Point:
         """φ to second order; its value is NaN where it, or a derivative, is not finite."""
         point = self.shaped(eta)
         log_partition, slope = self.measure._log_partition(point), self.flat(self.measure._mean(point)) - self.mu
@@ -126,22 +131,21 @@ class _Problem:
         products = eta * self.mu
         value = torch.where(usable, log_partition - products.sum(-1), torch.nan)
         noise = 16 * self.eps * (log_partition.abs() + products.abs().sum(-1))
-        # The eigenvalues of a matrix that is not finite are an error.
+        # A matrix that is not finite has no eigenvalues, but an error.
         eigenvalues, eigenvectors = torch.linalg.eigh(torch.where(_over(usable, fisher), fisher, 0.0))
-        return _Point(eta, value, noise, slope, eigenvalues.clamp_min(0), eigenvectors)
+        eigenvalues = eigenvalues.clamp_min(torch.finfo(eta.dtype).tiny ** 0.5)
+        scale = torch.maximum(scale, eigenvalues.sum(-1).sqrt())
+        signal = _times(eigenvectors.mT, slope)
+        rounding = self.rounding + 64 * self.eps * (self.size + scale)
+        signal = torch.where(~_kept(eigenvalues) & (signal.abs() <= rounding.unsqueeze(-1)), 0.0, signal)
+        return _Point(eta, value, noise, slope, eigenvalues, eigenvectors, signal, scale)
 
-    def visible(self, point: _Point, scale: Tensor) -> Tensor:
-        """The slope in the eigenbasis, less what is rounding in directions that A cannot see."""
-        slope = _times(point.eigenvectors.mT, point.slope)
-        noise = self.rounding + 64 * self.eps * (self.size + scale)
-        hidden = ~_kept(point.eigenvalues) & (slope.abs() <= noise.unsqueeze(-1))
-        return torch.where(hidden, 0.0, slope)
-
-    def newton(self, point: _Point, scale: Tensor) -> Tensor:
+    def newton(self, point: _Point) -> Tensor:
         """The direction of the undamped step."""
-        tiny = torch.finfo(scale.dtype).tiny ** 0.5
-        step = self.visible(point, scale) / point.eigenvalues.clamp_min(tiny)
-        return -_times(point.eigenvectors, _unit(step))
+        return -_times(point.eigenvectors, _unit(point.signal / point.eigenvalues))
+
+    def converged(self, point: _Point) -> Tensor:
+        return point.signal.norm(dim=-1) <= 4096 * self.eps * point.scale + 16 * self.eps * self.size
 
     def beyond(self, directions: Tensor) -> Tensor | None:
         """How far the support reaches beyond mu along unit vectors (*lead, k, n); None where it is not known."""
@@ -166,52 +170,68 @@ def _solve(measure: Measure, mu: Tensor, given: torch.dtype) -> tuple[_Problem, 
     """Newton's method, each mu on its own; `given` is the dtype mu had, whose rounding is forgiven."""
     with torch.no_grad():
         problem = _Problem(measure, mu, given)
-        point = problem.at(problem.start())
-        size = point.slope.norm(dim=-1)
-        scale = torch.maximum(size, point.eigenvalues.sum(-1).sqrt())
-        never = torch.zeros_like(size, dtype=torch.bool)
-        zero = torch.zeros_like(size)
-        state = _State(point, size.clamp_min(problem.eps), scale, zero, zero, never, point.value.isnan())
-        state = state._replace(done=state.done | _converged(problem, point, scale))
-        for _ in range(_STEPS):
-            if values_are_readable(state.done) and bool(state.done.all()):
-                break
-            state = _choose(state.done, state, _step(problem, state))
+        point = problem.at(problem.start(), torch.zeros_like(problem.size))
+        size, zero = point.slope.norm(dim=-1), torch.zeros_like(problem.size)
+        point = point._replace(scale=torch.maximum(point.scale, size))
+        done = point.value.isnan() | problem.converged(point)
+        state = _State(point, size.clamp_min(problem.eps), zero, zero, torch.zeros_like(done), done)
+        state = _repeat(partial(_step, problem), state)
         return problem, state, _judge(problem, state)
 
 
+def _repeat(step: Callable[[_State], _State], state: _State) -> _State:
+    """Steps until all is done; as many as are ever needed where that cannot be read."""
+    if torch.compiler.is_compiling() and not torch._C._functorch.get_dynamic_layer_stack_depth():  # pyright: ignore[reportAttributeAccessIssue]
+        # A loop in the compiled graph, which takes tensors of their own memory: unrolled, it takes a minute to compile.
+        structure = pytree.tree_structure(state)
+
+        def leaves(state: _State) -> list[Tensor]:
+            return [leaf.clone(memory_format=torch.contiguous_format) for leaf in pytree.tree_leaves(state)]
+
+        def body(count: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+            return count + 1, *leaves(step(pytree.tree_unflatten(parts, structure)))
+
+        def unfinished(count: Tensor, *parts: Tensor) -> Tensor:
+            return (count < _STEPS) & ~parts[-1].all()
+
+        _, *parts = while_loop(unfinished, body, (torch.zeros((), dtype=torch.int64), *leaves(state)))
+        return pytree.tree_unflatten(parts, structure)
+    readable = values_are_readable(state.done)
+    for _ in range(_STEPS if readable else _UNROLLED):
+        if readable and bool(state.done.all()):
+            break
+        state = step(state)
+    return state
+
+
 def _step(problem: _Problem, state: _State) -> _State:
+    """One trial of each item that is not done; the others keep their point."""
     point = state.point
-    slope = problem.visible(point, state.scale)
-    damped = point.eigenvalues + (state.shift * slope.norm(dim=-1)).unsqueeze(-1)
-    step = -_times(point.eigenvectors, slope / damped.clamp_min(torch.finfo(slope.dtype).tiny))
+    damped = point.eigenvalues + (state.shift * point.signal.norm(dim=-1)).unsqueeze(-1)
+    step = -_times(point.eigenvectors, point.signal / damped)
     eta = point.eta + step
     inside = problem.measure._in_domain(problem.shaped(eta))
-    trial = problem.at(eta if inside is None else torch.where(inside.unsqueeze(-1), eta, point.eta))
+    inside = torch.ones_like(state.done) if inside is None else inside
+    trial = problem.at(torch.where(inside.unsqueeze(-1), eta, point.eta), point.scale)
 
     # Armijo's rule; where φ has lost its digits, the rule on slopes of Hager and Zhang (2005).
     before, after = (point.slope * step).sum(-1), (trial.slope * step).sum(-1)
     change, noise = trial.value - point.value, point.noise + trial.noise
-    accepted = (change <= 1e-4 * before) | ((change <= noise) & (after <= 0.5 * before.abs()))
-    if inside is not None:
-        accepted = accepted & inside
-    shift = torch.where(accepted, torch.where(after <= 0.5 * before.abs(), state.shift / 8, state.shift), 4 * state.shift)
+    short = after <= -0.5 * before
+    accepted = inside & ~state.done & ((change <= 1e-4 * before) | ((change <= noise) & short))
+    shift = state.shift * torch.where(accepted, torch.where(short, 0.125, 1.0), 4.0)
 
     moved = _choose(accepted, trial, point)
-    scale = torch.maximum(state.scale, moved.eigenvalues.sum(-1).sqrt())
-    slope = problem.visible(moved, scale)
-    decrement = (slope.square() / moved.eigenvalues.clamp_min(torch.finfo(slope.dtype).tiny)).sum(-1)
+    decrement = (moved.signal.square() / moved.eigenvalues).sum(-1)
     ratio = torch.where(accepted, decrement / state.decrement, state.ratio)
-    stalled = (decrement <= 64 * problem.eps) & (~accepted | (slope.norm(dim=-1) > 0.5 * point.slope.norm(dim=-1)))
-    beyond = problem.beyond(torch.stack([_unit(-moved.slope), problem.newton(moved, scale)], -2))
-    outside = state.outside if beyond is None else (beyond < -problem.tolerance(scale).unsqueeze(-1)).any(-1)
-    done = outside | stalled | _converged(problem, moved, scale)
-    return _State(moved, shift, scale, decrement, ratio, outside, done)
-
-
-def _converged(problem: _Problem, point: _Point, scale: Tensor) -> Tensor:
-    residual = problem.visible(point, scale).norm(dim=-1)
-    return residual <= 4096 * problem.eps * scale + 16 * problem.eps * problem.size
+    # As near as rounding lets it come: A* is exact.
+    stalled = (decrement <= 64 * problem.eps) & (moved.slope.norm(dim=-1) > 0.5 * point.slope.norm(dim=-1))
+    beyond = problem.beyond(torch.stack([_unit(-moved.slope), problem.newton(moved)], -2))
+    outside = state.outside
+    if beyond is not None:
+        outside = outside | (beyond < -problem.tolerance(moved.scale).unsqueeze(-1)).any(-1)
+    done = state.done | outside | stalled | problem.converged(moved)
+    return _State(moved, shift, decrement, ratio, outside, done)
 
 
 def _judge(problem: _Problem, state: _State) -> _Verdict:
@@ -219,12 +239,12 @@ def _judge(problem: _Problem, state: _State) -> _Verdict:
 
     Towards the boundary the decrement falls by a constant factor at each step, in the interior faster and faster.
     """
-    point, scale = state.point, state.scale
-    directions = torch.stack([problem.newton(point, scale), _unit(-point.slope), _unit(point.eta - problem.start())], -2)
+    point = state.point
+    directions = torch.stack([problem.newton(point), _unit(-point.slope), _unit(point.eta - problem.start())], -2)
     ahead, behind = problem.beyond(directions), problem.beyond(-directions)
     if ahead is None or behind is None:
         ahead, behind = problem.far(point.eta, directions), problem.far(point.eta, -directions)
-    tolerance = problem.tolerance(scale).unsqueeze(-1)
+    tolerance = problem.tolerance(point.scale).unsqueeze(-1)
     settled = state.done & (state.ratio < 0.25) & ~state.outside
     touching = ((ahead.abs() <= tolerance) & (ahead + behind > 2 * tolerance)).any(-1)
     usable = ~point.value.isnan() & problem.mu.isfinite().all(-1)
@@ -342,8 +362,5 @@ def _lead(measure: Measure, mask: Tensor) -> Tensor:
     return mask.flatten(mask.ndim - len(measure.event_shape)).all(-1)
 
 
-_Fields = TypeVar("_Fields", _Point, _State)
-
-
-def _choose(mask: Tensor, yes: _Fields, no: _Fields) -> _Fields:
+def _choose(mask: Tensor, yes: _Point, no: _Point) -> _Point:
     return pytree.tree_map(lambda a, b: torch.where(_over(mask, a), a, b), yes, no)

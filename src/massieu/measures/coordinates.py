@@ -146,6 +146,11 @@ def check_parameters(*, positive: bool = False, **parameters: Tensor) -> None:
             raise ValueError(f"{name} must be positive, got {in_words(value.min())}")
 
 
+def magnitude(value: Tensor) -> Tensor:
+    """|value| with derivative 1 at 0, where torch's own 0 would lose the second derivative of log cosh."""
+    return torch.where(value < 0, -value, value)
+
+
 def in_words(values: Tensor) -> str:
     """A parameter's values for a message: one number, a short list, or what they lie between."""
     numbers = values.detach().flatten().tolist()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.measures import stable
 from massieu.measures.base import Measure, values_are_readable
-from massieu.measures.coordinates import Coordinates, check_parameters, in_words
+from massieu.measures.coordinates import Coordinates, check_parameters, in_words, magnitude
 from massieu.measures.hooks import Reference
 from massieu.measures.moments import cumulants_of_moments
 
@@ -51,7 +51,7 @@ class Spin(Coordinates):
     def _log_partition_each(self, eta: Tensor) -> Tensor:
         field = self._align(self.field, eta)
         local = eta + field
-        start, end = _magnitude(field), _magnitude(local)
+        start, end = magnitude(field), magnitude(local)
         # |eta + field| − |field| without cancellation where both have one sign.
         rise = torch.where((local < 0) == (field < 0), torch.where(field < 0, -eta, eta), end - start)
         return rise + F.softplus(-2 * end) - F.softplus(-2 * start)
@@ -128,7 +128,7 @@ class Bernoulli(Coordinates):
         local = eta + logit
         # max(0, eta + logit) − max(0, logit) without cancellation where both have one sign.
         rise = torch.where(logit < 0, torch.where(local < 0, 0.0, local), torch.where(local < 0, -logit, eta))
-        far = rise + F.softplus(-_magnitude(local)) - F.softplus(-_magnitude(logit))
+        far = rise + F.softplus(-magnitude(local)) - F.softplus(-magnitude(logit))
         return torch.where(near, close, far)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
@@ -289,7 +289,10 @@ class Categorical(Measure):
         return stable.log_softmax(self._scores(eta))
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        return stable.logsumexp(self._scores(eta))
+        scores = self._scores(eta)
+        # Next to the largest numbers the sum's logarithm would be rounded away, and softmax would not sum to one.
+        peak = scores.detach().amax(-1, keepdim=True)
+        return peak.squeeze(-1) + stable.logsumexp(scores - peak)
 
     def _mean(self, eta: Tensor) -> Tensor:
         return self._log_share(eta).exp()
@@ -368,11 +371,6 @@ def _centred(log_share: Tensor, values: Tensor) -> Tensor:
     return values - (log_share.exp() * values).sum(-1, keepdim=True)
 
 
-def _magnitude(value: Tensor) -> Tensor:
-    """|value| with derivative 1 at 0, where torch's own 0 would lose the second derivative of log cosh."""
-    return torch.where(value < 0, -value, value)
-
-
 def _bit_cumulant(logit: Tensor, order: int) -> Tensor:
     """The cumulant of a bit of the given log-odds: κ_{n+1} = p(1 − p) dκ_n/dp (B3)."""
     mean = torch.sigmoid(logit)
@@ -387,11 +385,11 @@ def _bit_cumulant(logit: Tensor, order: int) -> Tensor:
 def _sign_kl(field: Tensor, delta: Tensor) -> Tensor:
     """KL divergence between signs in `field` and in `field + delta`, or bits of twice those log-odds.
 
-    Beyond 1 as a difference, on the side where the exponentials are small; else as the log-mean of the ratio.
+    From 1/4 on as a difference, on the side where the exponentials are small; else as the log-mean of the ratio.
     """
-    rarer, change = -_magnitude(field), torch.where(field < 0, delta, -delta)
+    rarer, change = -magnitude(field), torch.where(field < 0, delta, -delta)
     difference = F.softplus(2 * (rarer + change)) - F.softplus(2 * rarer) - 2 * (change * torch.sigmoid(2 * rarer))
-    large = difference > 1
+    large = difference > 0.25
     rarer, change = torch.where(large, 0.0, rarer), torch.where(large, 0.0, change)
     up, down = F.logsigmoid(2 * rarer), F.logsigmoid(-2 * rarer)
     # change·(x − mean), in forms that keep their digits in the tails.

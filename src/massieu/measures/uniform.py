@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures.base import values_are_readable
-from massieu.measures.coordinates import Coordinates, check_parameters, in_words
+from massieu.measures.coordinates import Coordinates, check_parameters, in_words, magnitude
 
 _TERMS = 24
 _NEWTON_STEPS = 4  # from a relative error of 5 % to rounding, quadratically
@@ -75,7 +75,7 @@ class Uniform(Coordinates):
         near = _is_near(width * eta)
         small, large = torch.where(near, eta, 0.0), torch.where(near, 2 / width, eta)
         close = 0.5 * (low + high) * small + _log_sinh_derivative(0.5 * width * small, 0)
-        far = torch.where(large < 0, low, high) * large + _far_log_fraction(_magnitude(large), width)
+        far = torch.where(large < 0, low, high) * large + _far_log_fraction(magnitude(large), width)
         return torch.where(near, close, far)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
@@ -85,11 +85,11 @@ class Uniform(Coordinates):
         near = _is_near(width * eta)
         close = (0.5 * width) ** order * _log_sinh_derivative(0.5 * width * torch.where(near, eta, 0.0), order)
         far = torch.where(near, 2 / width, eta)
-        negative, decay = far < 0, torch.exp(-width * _magnitude(far))
+        negative, decay = far < 0, torch.exp(-width * magnitude(far))
         ratio, slope = decay / (1 - decay), torch.zeros_like(far)
         for coefficient in reversed(_LOG_DERIVATIVES[order - 1]):
             slope = coefficient + ratio * slope
-        apart = math.factorial(order - 1) * (-1 / _magnitude(far)) ** order + width**order * slope
+        apart = math.factorial(order - 1) * (-1 / magnitude(far)) ** order + width**order * slope
         if order % 2 == 1:
             apart = torch.where(negative, -apart, apart)
         if order == 1:
@@ -143,11 +143,6 @@ class Uniform(Coordinates):
         return torch.where(negative, -u, u) / width
 
 
-def _magnitude(value: Tensor) -> Tensor:
-    """|value| with a derivative of 1 at 0."""
-    return torch.where(value < 0, -value, value)
-
-
 def _is_near(decay: Tensor) -> Tensor:
     """Where the series are used: |a·eta| < 1, for decay = 2a·eta."""
     return decay.abs() < 2
@@ -162,24 +157,24 @@ def _log_sinh_derivative(z: Tensor, order: int) -> Tensor:
     return total * z ** (2 * first - order) if 2 * first > order else total
 
 
-def _far_log_fraction(magnitude: Tensor, width: Tensor) -> Tensor:
+def _far_log_fraction(size: Tensor, width: Tensor) -> Tensor:
     """log((1 − e⁻ᵘ)/u), u = width·|eta| ≥ 2: what A is above its asymptote bound·eta."""
-    return torch.log1p(-torch.exp(-width * magnitude)) - width.log() - magnitude.log()
+    return torch.log1p(-torch.exp(-width * size)) - width.log() - size.log()
 
 
 def _log_fraction(eta: Tensor, width: Tensor) -> Tensor:
     """log((1 − e⁻ᵘ)/u) for every u = width·|eta|."""
-    near, magnitude = _is_near(width * eta), _magnitude(eta)
-    half = 0.5 * width * torch.where(near, magnitude, 0.0)
-    far = _far_log_fraction(torch.where(near, 2 / width, magnitude), width)
+    near, size = _is_near(width * eta), magnitude(eta)
+    half = 0.5 * width * torch.where(near, size, 0.0)
+    far = _far_log_fraction(torch.where(near, 2 / width, size), width)
     return torch.where(near, _log_sinh_derivative(half, 0) - half, far)
 
 
 def _distance(eta: Tensor, width: Tensor) -> Tensor:
     """How far the mean is from the bound that eta pulls to."""
-    near, magnitude = _is_near(width * eta), _magnitude(eta)
-    close = 0.5 * width * (1 - _log_sinh_derivative(0.5 * width * torch.where(near, magnitude, 0.0), 1))
-    far = torch.where(near, 2 / width, magnitude)
+    near, size = _is_near(width * eta), magnitude(eta)
+    close = 0.5 * width * (1 - _log_sinh_derivative(0.5 * width * torch.where(near, size, 0.0), 1))
+    far = torch.where(near, 2 / width, size)
     decay = torch.exp(-width * far)
     return torch.where(near, close, 1 / far - width * decay / (1 - decay))
 

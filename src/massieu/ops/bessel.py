@@ -240,7 +240,7 @@ def _debye_tables() -> tuple[_Table, _Table, _Table, tuple[tuple[int, float], ..
     logarithm, stirling = [[Fraction(0)]], []
     for k, term in enumerate(reduced[1:], 1):
         integral = [Fraction(0), *(-x / i for i, x in enumerate(term[1:], 1))]  # dD/dt = −P/(t (1−t²))
-        end = sum(integral) if k % 2 else Fraction(0)
+        end = sum(integral, Fraction(0)) if k % 2 else Fraction(0)
         stirling.append((k, float(end)))
         logarithm.append(_divide(_add(integral, [Fraction(0), -end])))
     return _table(logarithm), _table(reduced), _table(excess), tuple(stirling)

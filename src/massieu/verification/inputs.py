@@ -8,9 +8,12 @@ from torch import Tensor
 
 from massieu.errors import InputError
 
+Normal = Callable[..., Float[Tensor, "..."]]
+"""``normal(*shape)``: standard normal float64 draws."""
 
-def normal_draws(seed: int) -> Callable[..., Float[Tensor, "..."]]:
-    """A function ``normal(*shape)`` of standard normal float64 draws, from a generator of its own."""
+
+def normal_draws(seed: int) -> Normal:
+    """A source of draws with a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator)
 
