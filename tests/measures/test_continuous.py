@@ -158,7 +158,7 @@ def test_densities_of_continuous_laws_integrate_to_one():
     ):
 
         def density(x, measure=measure, eta=eta):
-            return measure.log_prob(tensor(eta), tensor(x)).exp().item()
+            return measure.log_prob(tensor(eta)[None], tensor(x)[None]).exp().item()
 
         total = sum(integrate.quad(density, a, b, epsrel=1e-10)[0] for a, b in itertools.pairwise(ends))
         assert total == pytest.approx(1.0, abs=1e-9)

@@ -3,18 +3,22 @@
 from massieu.measures.atoms import Atoms
 from massieu.measures.base import DomainError, Measure, MissingFormError, static_field
 from massieu.measures.combine import Affine, Tilted, affine, tilt
+from massieu.measures.conjugate import ConjugatePrior
 from massieu.measures.continuous import Constant, Exponential, Gamma, Laplace
 from massieu.measures.discrete import Bernoulli, Categorical, Poisson, Spin
 from massieu.measures.gaussian import Gaussian
 from massieu.measures.mixture import Mixture, mixture
 from massieu.measures.named import boosting, divergence_kernel, hybrid
+from massieu.measures.sphere import Sphere
 from massieu.measures.sums import Convolution, Power, Product, convolve, power, product
+from massieu.measures.uniform import Uniform
 
 __all__ = [
     "Affine",
     "Atoms",
     "Bernoulli",
     "Categorical",
+    "ConjugatePrior",
     "Constant",
     "Convolution",
     "DomainError",
@@ -28,8 +32,10 @@ __all__ = [
     "Poisson",
     "Power",
     "Product",
+    "Sphere",
     "Spin",
     "Tilted",
+    "Uniform",
     "affine",
     "boosting",
     "convolve",

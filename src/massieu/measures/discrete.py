@@ -194,7 +194,7 @@ class Poisson(Coordinates):
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         small = delta.abs() < 0.5
-        series = self._cumulant(eta, 1) * stable._phi_series(torch.where(small, delta, 0.0))
+        series = self._cumulant(eta, 1) * stable.phi_series(torch.where(small, delta, 0.0))
         far = torch.where(small, 1.0, delta)
         # rate·exp(eta)·(exp(delta) − 1 − delta), where one factor may be too large and the other too small to hold.
         difference = self._cumulant(eta + far, 1) - self._cumulant(eta, 1) * (1 + far)

@@ -35,7 +35,7 @@ def centred_log_mean_exp(log_weight: Tensor, centred: Tensor) -> Tensor:
     weight = log_weight.exp()
     small, large = centred.abs() < _TAYLOR_RADIUS, centred > _LARGE
     moderate = torch.where(small | large, 0.0, centred)
-    terms = torch.where(small, weight * _phi_series(torch.where(small, centred, 0.0)), 0.0)
+    terms = torch.where(small, weight * phi_series(torch.where(small, centred, 0.0)), 0.0)
     terms = terms + weight * (torch.expm1(moderate) - moderate)
     # φ(c) alone may overflow where its weight makes p·φ(c) small.
     product = torch.where(large, log_weight + centred, -torch.inf).exp() - weight * (1 + centred)
@@ -43,7 +43,7 @@ def centred_log_mean_exp(log_weight: Tensor, centred: Tensor) -> Tensor:
     return torch.where(overflowing.squeeze(-1), direct, torch.log1p(terms.sum(-1)))
 
 
-def _phi_series(centred: Tensor) -> Tensor:
+def phi_series(centred: Tensor) -> Tensor:
     """eᶜ − 1 − c for |c| < 1/2: c²/2·(1 + c/3·(1 + c/4·(1 + …)))."""
     total = torch.ones_like(centred)
     for order in range(_TAYLOR_TERMS + 2, 2, -1):

@@ -95,7 +95,7 @@ def sphere_slopes(square: Float[Tensor, "*lead"], dimension: int, unit: Float[Te
     """R(κ)/κ and R'(κ), times `unit`, for R of `bessel_ratio`.
 
     Arguments and errors as `log_sphere_partition`. R' is not made as 1 − R² − (d−1)R/κ, which cancels: relative errors
-    below 1e-13 in float64, every κ.
+    below 1e-12 in float64, every κ.
     """
     orders = _descend(square, dimension, unit)
     *_, above, last = _excesses(orders)
@@ -122,7 +122,7 @@ def bessel_ratio(concentration: Float[Tensor, "*lead"], dimension: int) -> Float
 def bessel_ratio_derivative(concentration: Float[Tensor, "*lead"], dimension: int) -> Float[Tensor, "*lead"]:
     """R'(κ) = 1 − R² − (d−1)R/κ: the variance of x₁ under the von Mises–Fisher law of concentration κ (S2).
 
-    1/d at 0, (d−1)/(2κ²) for large κ. Relative error below 1e-13 in float64, every κ ≥ 0 at which R' is no subnormal.
+    1/d at 0, (d−1)/(2κ²) for large κ. Relative error below 1e-12 in float64, every κ ≥ 0 at which R' is no subnormal.
 
     Raises:
         ValueError: `dimension` is less than 2.

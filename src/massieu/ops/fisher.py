@@ -1,0 +1,195 @@
+"""The Fisher information of attention's weights applied to vectors, without a matrix."""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu.ops import reference, tiles
+from massieu.ops.shapes import Problem, Scale, check_problem, may_be_differentiated
+from massieu.ops.tiles import Slab, Tile
+
+FisherBackend = Literal["auto", "reference", "blocks"]
+
+PAIRS_PER_THREAD = 1 << 18
+"""Scores of a tile per thread: two float32 buffers of this size fill a 2 MiB second-level cache."""
+
+
+def fisher_vp(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    vector: Float[Tensor, "*query D"],
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    is_causal: bool = False,
+    backend: FisherBackend = "auto",
+) -> Float[Tensor, "*query D"]:
+    """Covariance of the keys under each query's attention weights, times that query's vector.
+
+    Σ_n p_n (key_n − Σ p key) (key_n·vector) with the weights p_n ∝ w_n exp(scale·query·key_n) of `attention`. That is
+    ∇²A(eta)·vector at eta = scale·query for A(eta) = log Σ w_n exp(eta·key_n): the Fisher information in eta (S10). No
+    factor of `scale` comes with it: the Hessian of `log_partition` in the query is scale² times this, and attention
+    with values = keys has the derivative scale·fisher_vp along `vector`.
+
+    In memory linear in queries and keys; without gradient on the CPU in the time of two to three fused attentions.
+
+    Args:
+        query, key, log_weight, scale, is_causal: as in `attention`.
+        vector: of the query's shape, dtype and device.
+        backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
+            right on every device. "blocks": tiles of scores that stay in cache, on the CPU, without gradient. "auto":
+            blocks where no derivative may be wanted (under `torch.no_grad`, or no argument requires it), outside
+            `torch.func` and `torch.compile`, on the CPU; elsewhere the reference.
+
+    Differentiable any number of times in query, key, vector, a float `log_weight` and a tensor `scale`, forwards too,
+    and under `torch.func` transforms and `torch.compile`, as `attention` is. A query that sees no key has result 0 and
+    gradient 0.
+
+    The result has the query's dtype and is computed in float32 (float64 for float64), about the weighted mean of the
+    keys, as a shift of all keys does not change it (S25). Its error is a few units of rounding times ‖vector‖ times the
+    spread of the keys as p weighs them; where nearly all weight is on one key, that small spread keeps its digits
+    while the share of the others is above the square of the rounding unit.
+
+    Raises:
+        TypeError: not a tensor, not floating-point, dtypes that differ, a scale or is_causal of another type.
+        ValueError: shapes or devices that do not fit (both are named), an unknown backend, "blocks" where it cannot go.
+    """
+    problem = check_problem(query, key, None, log_weight, scale, is_causal)
+    _check_vector(vector, query)
+    room = _blocks if _choose(problem, vector, backend) == "blocks" else _reference
+    product = room(_centred(problem), vector.reshape(problem.query.shape).to(problem.dtype))
+    return problem.restore(product).to(query.dtype)
+
+
+def _check_vector(vector: Tensor, query: Tensor) -> None:
+    if not isinstance(vector, Tensor):
+        raise TypeError(f"vector must be a tensor, got {type(vector).__name__}")
+    if vector.dtype != query.dtype:
+        raise TypeError(f"query and vector must have one dtype, got {query.dtype} and {vector.dtype}")
+    if vector.device != query.device:
+        raise ValueError(f"query and vector must be on one device, got {query.device} and {vector.device}")
+    if vector.shape != query.shape:
+        raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")
+
+
+def _choose(problem: Problem, vector: Tensor, backend: str) -> str:
+    if backend not in ("auto", "reference", "blocks"):
+        raise ValueError(f"backend must be 'auto', 'reference' or 'blocks', got {backend!r}")
+    if backend == "reference":
+        return backend
+    reason = _blocks_unusable(problem, vector)
+    if reason is None:
+        return "blocks"
+    if backend == "blocks":
+        raise ValueError(f"backend 'blocks' cannot be used here: {reason}; 'reference' can")
+    return "reference"
+
+
+def _blocks_unusable(problem: Problem, vector: Tensor) -> str | None:
+    tensors = (problem.query, problem.key, vector, problem.log_weight, problem.scale)
+    if problem.query.device.type != "cpu":
+        return f"it runs on the CPU, got {problem.query.device}"
+    if torch.compiler.is_compiling():
+        return "it cannot be compiled into something else"
+    if any(isinstance(tensor, Tensor) and may_be_differentiated(tensor) for tensor in tensors):
+        return "it has no derivative, and one may be wanted here"
+    if problem.pairs == 0:
+        return "it needs at least one query and one key"
+    return None
+
+
+def _centred(problem: Problem) -> Problem:
+    """The problem in its working dtype, its scale in the query, its keys about their weighted mean."""
+    query, key, weight = problem.scaled_query(), problem.key.to(problem.dtype), problem.log_weight
+    if problem.pairs > 0:
+        # Of hidden keys nothing is known but that they are finite, so they must not move the mean.
+        count = min(query.shape[3], key.shape[2]) if problem.is_causal else key.shape[2]
+        seen = key[:, :, :count].detach()
+        share = seen.new_full((1, 1, count), 1 / count) if weight is None else _share(weight.detach(), count, key.dtype)
+        key = key - share.unsqueeze(-2) @ seen
+    return replace(problem, query=query, key=key, scale=1.0)
+
+
+def _share(weight: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The largest weight that any query of a key head gives each of the first keys, normalised: (#B, #Hk, keys)."""
+    weight = weight.expand(*weight.shape[:-1], max(count, weight.shape[-1]))[..., :count]
+    if weight.dtype == torch.bool:
+        kept = weight.any(3).any(2).to(dtype)
+        return kept / kept.sum(-1, keepdim=True).clamp_min(1)
+    level = weight.amax((2, 3)).to(dtype)
+    share = (level - level.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)).exp()
+    return share / share.sum(-1, keepdim=True).clamp_min(1)
+
+
+def _reference(problem: Problem, vector: Tensor) -> Tensor:
+    # Vectors are one more group of queries: their products with the keys are the changes of the scores.
+    both = torch.cat([problem.query, vector], dim=2)
+    return reference.in_blocks(replace(problem, query=both, value=problem.key), _product)[0]
+
+
+def _product(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> tuple[Tensor]:
+    assert key is not None
+    scores, change = scores.chunk(2, dim=2)
+    weights, total, _ = reference.softmax(scores, log_weight)
+    total = total.unsqueeze(-1)
+    # The first mean's rounding may exceed the spread. A constant shift changes nothing, so it needs no derivative.
+    change = change - ((weights * change).sum(-1, keepdim=True) / total).detach()
+    change = weights * change
+    change = change - weights * (change.sum(-1, keepdim=True) / total)
+    return (reference.weighted_sum(change, key) / total,)
+
+
+def _blocks(problem: Problem, vector: Tensor) -> Tensor:
+    capacity = max(PAIRS_PER_THREAD * torch.get_num_threads(), problem.query.shape[2] * problem.key.shape[2])
+    buffers = problem.query.new_empty(2, min(capacity, problem.pairs))
+    result = torch.zeros_like(problem.query)
+    with torch.no_grad():
+        for slab in tiles.slabs(problem, capacity):
+            vectors = slab.of(vector).reshape(slab.query.shape)
+            product = torch.empty_like(slab.query)
+            weight = _finite_weight(problem, slab)
+            for tile in slab.tiles(buffers, 1.0, None):
+                _tile_product(tile, weight, vectors[tile.heads], product[tile.heads])
+            empty = slab.per_query(slab.seen.count) == 0
+            slab.of(result).copy_(product.masked_fill_(empty, 0.0).view(*slab.shape, -1))
+    return result
+
+
+def _finite_weight(problem: Problem, slab: Slab) -> Tensor | None:
+    """Float log-weights of a slab, 0 for the hidden pairs that `Tile.hide` takes care of."""
+    weight = tiles.slab_weight(problem, slab.batch, slab.rows)
+    if weight is None or weight.dtype == torch.bool:
+        return None
+    weight = weight[..., slab.seen.first : slab.seen.last].to(problem.dtype)
+    return weight.masked_fill(weight == -torch.inf, 0.0)
+
+
+def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Tensor) -> None:
+    """Each line is one pass over the tile's two buffers."""
+    weights, change = tile.scores, tile.scratch[0]
+    key = tile.slab.key[tile.heads]
+    if weight is not None:
+        tile.spread_out(weights).add_(tile.of_heads(weight))
+    tile.hide()
+    weights.sub_(weights.amax(-1, keepdim=True))
+    _exp(weights)
+    total = weights.sum(-1, keepdim=True)
+    torch.bmm(vector, key, out=change)
+    change.mul_(weights)
+    # The largest weight is exactly 1: where nearly all weight is on one key only the mean is rounded, so take it twice.
+    for _ in range(2):
+        change.addcmul_(weights, change.sum(-1, keepdim=True).div_(total), value=-1)
+    torch.bmm(change, key.mT, out=product).div_(total)
+
+
+def _exp(scores: Tensor) -> None:
+    """exp in place for scores up to 0; where it is too small for products with it to be normal numbers, 0.
+
+    On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
+    """
+    lowest = -690.0 if scores.dtype == torch.float64 else -80.0
+    scores.clamp_min_(lowest).exp_()
+    torch.nn.functional.threshold_(scores, 2 * torch.tensor(lowest, dtype=torch.float64).exp().item(), 0.0)

@@ -1,0 +1,341 @@
+"""Conjugate priors against integrals over the natural parameter (S16)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, special, stats
+
+from massieu.measures import (
+    Atoms,
+    Bernoulli,
+    DomainError,
+    Exponential,
+    Gamma,
+    Gaussian,
+    Laplace,
+    Measure,
+    Poisson,
+    Spin,
+)
+from massieu.measures.conjugate import ConjugatePrior
+from massieu.testing import check_measure
+
+F64 = torch.float64
+LOGIT = math.log(0.3 / 0.7)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    measure: Measure
+    log_partition: Callable[[Any], Any]
+    log_probability: Callable[[Any, float], Any]  # of an observation, given the natural parameter
+    observations: tuple[float, ...]
+    chi: tuple[float, ...]
+    upper: float = math.inf  # bound of the natural parameter
+    strength: float = 2.5
+
+
+LIKELIHOODS = {
+    "bernoulli": Likelihood(
+        Bernoulli.create(tensor(0.3)),
+        lambda t: mpmath.log(0.7 + 0.3 * mpmath.exp(t)),
+        lambda t, x: stats.bernoulli.logpmf(x, special.expit(t + LOGIT)),
+        (1.0, 0.0, 1.0, 1.0),
+        (0.25, 1.0, 2.375),
+    ),
+    "spin": Likelihood(
+        Spin.create(tensor(0.4)),
+        lambda t: mpmath.log(mpmath.cosh(t + 0.4) / mpmath.cosh(0.4)),
+        lambda t, x: special.log_expit(2 * x * (t + 0.4)),
+        (1.0, -1.0, 1.0, 1.0),
+        (-2.25, 0.0, 1.5),
+    ),
+    "poisson": Likelihood(
+        Poisson.create(tensor(1.5)),
+        lambda t: 1.5 * mpmath.expm1(t),
+        lambda t, x: stats.poisson.logpmf(x, 1.5 * np.exp(t)),
+        (2.0, 0.0, 1.0, 5.0),
+        (0.375, 1.0, 6.0),
+    ),
+    "exponential": Likelihood(
+        Exponential.create(tensor(1.75)),
+        lambda t: -mpmath.log(1 - t / mpmath.mpf(1.75)),
+        lambda t, x: stats.expon.logpdf(x, scale=1 / (1.75 - t)),
+        (0.3, 2.0, 0.01),
+        (0.5, 1.0, 4.0),
+        upper=1.75,
+    ),
+    "gamma": Likelihood(
+        Gamma.create(tensor(0.75), tensor(0.4)),
+        lambda t: -0.75 * mpmath.log(1 - mpmath.mpf(0.4) * t),
+        lambda t, x: stats.gamma.logpdf(x, 0.75, scale=0.4 / (1 - 0.4 * t)),
+        (0.3, 2.0, 0.01),
+        (0.5, 1.0, 4.0),
+        upper=2.5,
+    ),
+    "gaussian": Likelihood(
+        Gaussian.create(tensor(-0.5), tensor(2.0)),
+        lambda t: -0.5 * t + t * t,
+        lambda t, x: stats.norm.logpdf(x, -0.5 + 2 * t, math.sqrt(2)),
+        (0.3, -2.0, 1.0),
+        (-3.0, 0.0, 4.0),
+    ),
+    "gaussian, isotropic": Likelihood(
+        Gaussian.create(tensor(1.0), torch.tensor(0.25, dtype=F64)),
+        lambda t: t + t * t / 8,
+        lambda t, x: stats.norm.logpdf(x, 1 + t / 4, 0.5),
+        (0.3, -2.0, 1.0),
+        (-3.0, 0.0, 4.0),
+    ),
+}
+CASES = pytest.mark.parametrize("name", LIKELIHOODS)
+
+
+def prior(name: str) -> ConjugatePrior:
+    case = LIKELIHOODS[name]
+    return ConjugatePrior.create(case.measure, tensor(case.strength))
+
+
+def integral(name: str, chi: float, function: Callable[[Any], Any] = lambda t: 1) -> Any:
+    """∫ function(η) exp(χη − νA_0(η)) dη."""
+    case = LIKELIHOODS[name]
+    edges = [-mpmath.inf, -60, -20, -8, -3, 0, 3, 8, 20, 60, mpmath.inf]
+    if math.isfinite(case.upper):
+        # In log(upper − η), where the integrand is smooth up to the bound.
+        edges = [-60, -20, -8, -4, -2, 0, 1, 2, 3, 4, 6]
+
+    def integrand(t: Any) -> Any:
+        eta, volume = (t, 1) if case.upper == math.inf else (case.upper - mpmath.exp(t), mpmath.exp(t))
+        return function(eta) * mpmath.exp(chi * eta - case.strength * case.log_partition(eta)) * volume
+
+    with mpmath.workdps(25):
+        return mpmath.quad(integrand, edges)
+
+
+@CASES
+def test_log_partition_is_the_log_of_the_integral(name):
+    for chi in LIKELIHOODS[name].chi:
+        expected = float(mpmath.log(integral(name, chi)))
+        assert prior(name).log_partition(tensor(chi)).item() == pytest.approx(expected, abs=1e-9)
+
+
+@CASES
+def test_mean_of_the_expectation_parameter_is_chi_over_strength(name):
+    """Diaconis and Ylvisaker."""
+    case, measure = LIKELIHOODS[name], prior(name)
+    for chi in case.chi:
+        slope = integral(name, chi, lambda t: mpmath.diff(case.log_partition, t, h=mpmath.mpf(10) ** -12))
+        mass = math.exp(measure.log_partition(tensor(chi)).item())
+        assert float(slope) / mass == pytest.approx(chi / case.strength, abs=1e-10)
+
+
+@CASES
+def test_moments_by_integration_and_six_cumulants(name):
+    case, measure = LIKELIHOODS[name], prior(name)
+    chi = case.chi[1]
+    cumulants = measure.cumulants(tensor(chi), tensor(1.0), 6).tolist()
+    mass = integral(name, chi)
+    mean = integral(name, chi, lambda t: t) / mass
+    second, third, fourth, fifth, sixth = (
+        float(integral(name, chi, lambda t, n=n: (t - mean) ** n) / mass) for n in range(2, 7)
+    )
+    expected = [
+        float(mean),
+        second,
+        third,
+        fourth - 3 * second**2,
+        fifth - 10 * third * second,
+        sixth - 15 * fourth * second - 10 * third**2 + 30 * second**3,
+    ]
+    assert cumulants == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert measure.mean(tensor(chi)).item() == pytest.approx(float(mean), abs=1e-12)
+    assert measure.fisher(tensor(chi)).item() == pytest.approx(second, rel=1e-12)
+
+
+@CASES
+def test_derivative_in_the_strength_is_minus_the_mean_of_the_log_partition(name):
+    case = LIKELIHOODS[name]
+    chi, strength = case.chi[1], tensor(case.strength).requires_grad_()
+    (slope,) = torch.autograd.grad(ConjugatePrior.create(case.measure, strength).log_partition(tensor(chi)), strength)
+    expected = integral(name, chi, case.log_partition) / integral(name, chi)
+    assert -slope.item() == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_closed_forms_of_the_table():
+    chi, strength = tensor(0.7, 1.9), tensor(2.0, 5.0)
+    bernoulli = ConjugatePrior.create(Bernoulli.create(tensor(0.5, 0.5)), strength)
+    expected = special.betaln(chi, strength - chi) + strength.numpy() * math.log(2)
+    assert bernoulli.log_partition(chi).item() == pytest.approx(expected.sum().item(), rel=1e-13)
+    expected = special.digamma(chi) - special.digamma(strength - chi)
+    torch.testing.assert_close(bernoulli.mean(chi), expected, rtol=1e-13, atol=0)
+    poisson = ConjugatePrior.create(Poisson.create(tensor(1.0, 1.0)), strength)
+    expected = special.gammaln(chi) - chi * strength.log() + strength
+    assert poisson.log_partition(chi).item() == pytest.approx(expected.sum().item(), rel=1e-13)
+    torch.testing.assert_close(poisson.mean(chi), special.digamma(chi) - strength.log(), rtol=1e-13, atol=0)
+    gaussian = ConjugatePrior.create(Gaussian.create(tensor(0.0, 0.0), tensor(1.5, 3.0)), strength)
+    torch.testing.assert_close(gaussian.mean(chi), chi / (strength * tensor(1.5, 3.0)))
+
+
+@CASES
+def test_evidence_is_the_product_of_predictives_and_the_integral_of_the_likelihood(name):
+    case, measure = LIKELIHOODS[name], prior(name)
+    data, chi = tensor(*case.observations)[:, None], tensor(case.chi[1])
+    whole = measure.evidence(chi, data)
+    assert whole.shape == ()
+    total, running, state = 0.0, measure, chi
+    for one in data:
+        total += running.evidence(state, one[None]).item()
+        state, running = running.update(state, one[None])
+    assert whole.item() == pytest.approx(total, rel=1e-12)
+    after, posterior = measure.update(chi, data)
+    assert after.item() == pytest.approx(state.item()) and posterior.strength.item() == case.strength + len(data)
+
+    def density(t: float) -> float:
+        eta = tensor(t)
+        logs = [case.log_probability(t, x) for x in case.observations]
+        return math.exp(measure.log_prob(chi[None], eta[None]).item() + sum(logs))
+
+    edges = [-60, -20, -8, -3, 0, 3, 8] if case.upper == math.inf else [-60, -20, -8, -3, 0, 1, case.upper]
+    parts = [integrate.quad(density, a, b, epsrel=1e-10)[0] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    assert whole.item() == pytest.approx(math.log(sum(parts)), abs=1e-8)
+
+
+def test_evidence_of_bits_is_that_of_the_polya_urn():
+    measure = ConjugatePrior.create(Bernoulli.create(tensor(0.5)), tensor(3.0))
+    data = torch.tensor([1, 0, 1, 1, 0])[:, None]
+    urn = math.prod([1 / 3, 2 / 4, 2 / 5, 3 / 6, 3 / 7])
+    assert measure.evidence(tensor(1.0), data).item() == pytest.approx(math.log(urn), rel=1e-13)
+
+
+@CASES
+def test_batches_and_float32(name):
+    case = LIKELIHOODS[name]
+    single = torch.utils._pytree.tree_map(lambda leaf: leaf.expand(3, *leaf.shape), case.measure)
+    strength = tensor(case.strength).expand(3, 1)
+    measure, chi = ConjugatePrior.create(single, strength), tensor(*case.chi)[:, None]
+    data = tensor(*case.observations)[:, None].expand(3, -1, 1)
+    alone = [prior(name).evidence(row, data[0]).item() for row in chi]
+    assert measure.evidence(chi, data).tolist() == pytest.approx(alone)
+    later, posterior = measure.update(chi, data)
+    assert later.shape == (3, 1) and posterior.strength.shape == (3, 1)
+    half = ConjugatePrior.create(case.measure._to(torch.float32), torch.tensor([case.strength]))
+    exact, point = half._to(F64), chi.float()
+    for function in ("log_partition", "mean", "fisher"):
+        found = getattr(half, function)(point)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, getattr(exact, function)(point.double()).float(), rtol=2e-7, atol=0)
+
+
+@CASES
+def test_samples(name):
+    case, measure, count = LIKELIHOODS[name], prior(name), 40_000
+    chi = tensor(*case.chi)[:, None]
+    draws = measure.sample(chi, (count,), generator=torch.Generator().manual_seed(0))
+    mean, variance = measure.mean(chi), measure.fisher(chi)[..., 0]
+    square = (draws - mean).square()
+    assert ((draws.mean(0) - mean).abs() <= 5 * (variance / count).sqrt()).all()
+    assert ((square.mean(0) - variance).abs() <= 5 * square.std(0) / math.sqrt(count)).all()
+    assert (draws < case.upper).all()
+
+
+def test_samples_where_gammas_underflow():
+    measure = ConjugatePrior.create(Poisson.create(tensor(1.0)), tensor(1.0))
+    chi, count = tensor(1e-4), 20_000
+    draws = measure.sample(chi, (count,), generator=torch.Generator().manual_seed(0))
+    assert draws.isfinite().all() and draws.min() < -2e4
+    assert abs(draws.mean().item() - special.digamma(1e-4)) < 5 * 1e4 / math.sqrt(count)
+
+
+@CASES
+def test_natural_inverts_the_mean(name):
+    chi = tensor(*LIKELIHOODS[name].chi)[:, None]
+    measure = prior(name)
+    found = measure._natural(measure.mean(chi))
+    if name in ("bernoulli", "spin", "poisson"):
+        assert found is None
+    else:
+        torch.testing.assert_close(found, chi)
+    interior = measure._interior()
+    assert measure._in_domain(interior) is None or bool(measure._in_domain(interior).all())
+
+
+@CASES
+def test_derivatives(name):
+    case = LIKELIHOODS[name]
+    leaves, structure = torch.utils._pytree.tree_flatten(case.measure)
+    inputs = [leaf.clone().requires_grad_() for leaf in (tensor(case.chi[1]), tensor(case.strength), *leaves)]
+
+    def log_partition(chi: torch.Tensor, strength: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
+        likelihood = torch.utils._pytree.tree_unflatten(list(leaves), structure)
+        return ConjugatePrior.create(likelihood, strength).log_partition(chi)
+
+    assert torch.autograd.gradcheck(log_partition, inputs)
+    assert torch.autograd.gradgradcheck(log_partition, inputs)
+
+
+@CASES
+def test_conforms(name):
+    case = LIKELIHOODS[name]
+    measure = ConjugatePrior.create(case.measure, tensor(16 * case.strength))
+    eta = torch.stack([measure._interior() * factor for factor in (0.8, 1.0, 1.1)])
+    check_measure(measure, eta=eta, scales=(1e-4, 1.0, 4.0), compile_backend="aot_eager")
+
+
+def test_domain_errors_name_the_bound():
+    for name, chi, message in (
+        ("bernoulli", 2.5, r"0 < eta < strength = 2\.5"),
+        ("bernoulli", 0.0, r"0 < eta < strength = 2\.5"),
+        ("spin", -2.5, r"\|eta\| < strength = 2\.5"),
+        ("poisson", 0.0, "0 < eta in every"),
+        ("exponential", -1.0, "0 < eta in every"),
+        ("gamma", 0.0, "0 < eta in every"),
+    ):
+        with pytest.raises(DomainError, match=message):
+            prior(name).mean(tensor(chi))
+        with pytest.raises(DomainError, match=message):
+            prior(name).update(tensor(chi), torch.ones(1, 1))
+    assert prior("gaussian").mean(tensor(-1e6)).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: ConjugatePrior.create(Laplace.create(tensor(1.0)), tensor(1.0)), TypeError, "got Laplace"),
+        (lambda: ConjugatePrior.create(Atoms.create(torch.zeros(2, 2)), tensor(1.0)), TypeError, "got Atoms"),
+        (lambda: ConjugatePrior.create(Spin.create(2), tensor(1.0)), ValueError, r"shape \(2,\), got \(1,\)"),
+        (lambda: ConjugatePrior.create(Spin.create(1), tensor(0.0)), ValueError, "strength must be positive, got 0"),
+        (lambda: ConjugatePrior.create(Spin.create(1), torch.tensor([1])), TypeError, "int64"),
+        (
+            lambda: ConjugatePrior.create(Gaussian.create(torch.zeros(2), torch.eye(2)), torch.ones(2)),
+            ValueError,
+            "independent coordinates",
+        ),
+        (
+            lambda: ConjugatePrior.create(Gaussian.create(torch.zeros(2), torch.zeros(2)), torch.ones(2)),
+            ValueError,
+            "variance of 0",
+        ),
+        (
+            lambda: prior("poisson").update(tensor(1.0, 1.0), torch.ones(1, 1)),
+            ValueError,
+            r"chi must have shape \(1,\)",
+        ),
+        (lambda: prior("poisson").update(tensor(1.0), torch.ones(1)), ValueError, r"\('n', 1\), got \(1,\)"),
+        (lambda: prior("poisson").update(tensor(1.0), tensor(1.5)[:, None]), ValueError, "support of Poisson, got 1.5"),
+        (lambda: prior("bernoulli").evidence(tensor(1.0), tensor(2.0)[:, None]), ValueError, "support of Bernoulli"),
+        (lambda: prior("gaussian").update(tensor(1.0), tensor(math.nan)[:, None]), ValueError, "support of Gaussian"),
+    ],
+)
+def test_bad_input_is_refused(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
