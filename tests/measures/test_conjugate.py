@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import mpmath
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, special, stats
+from scipy import special, stats
 
 from massieu.measures import (
     Atoms,
@@ -38,6 +37,7 @@ def tensor(*values: float) -> torch.Tensor:
 class Likelihood:
     measure: Measure
     log_partition: Callable[[Any], Any]
+    mean: Callable[[Any], Any]
     log_probability: Callable[[Any, float], Any]  # of an observation, given the natural parameter
     observations: tuple[float, ...]
     chi: tuple[float, ...]
@@ -48,28 +48,32 @@ class Likelihood:
 LIKELIHOODS = {
     "bernoulli": Likelihood(
         Bernoulli.create(tensor(0.3)),
-        lambda t: mpmath.log(0.7 + 0.3 * mpmath.exp(t)),
+        lambda t: np.logaddexp(math.log(0.7), math.log(0.3) + t),
+        lambda t: special.expit(t + LOGIT),
         lambda t, x: stats.bernoulli.logpmf(x, special.expit(t + LOGIT)),
         (1.0, 0.0, 1.0, 1.0),
         (0.25, 1.0, 2.375),
     ),
     "spin": Likelihood(
         Spin.create(tensor(0.4)),
-        lambda t: mpmath.log(mpmath.cosh(t + 0.4) / mpmath.cosh(0.4)),
+        lambda t: np.logaddexp(t + 0.4, -t - 0.4) - math.log(2 * math.cosh(0.4)),
+        lambda t: np.tanh(t + 0.4),
         lambda t, x: special.log_expit(2 * x * (t + 0.4)),
         (1.0, -1.0, 1.0, 1.0),
         (-2.25, 0.0, 1.5),
     ),
     "poisson": Likelihood(
         Poisson.create(tensor(1.5)),
-        lambda t: 1.5 * mpmath.expm1(t),
+        lambda t: 1.5 * np.expm1(t),
+        lambda t: 1.5 * np.exp(t),
         lambda t, x: stats.poisson.logpmf(x, 1.5 * np.exp(t)),
         (2.0, 0.0, 1.0, 5.0),
         (0.375, 1.0, 6.0),
     ),
     "exponential": Likelihood(
         Exponential.create(tensor(1.75)),
-        lambda t: -mpmath.log(1 - t / mpmath.mpf(1.75)),
+        lambda t: -np.log1p(-t / 1.75),
+        lambda t: 1 / (1.75 - t),
         lambda t, x: stats.expon.logpdf(x, scale=1 / (1.75 - t)),
         (0.3, 2.0, 0.01),
         (0.5, 1.0, 4.0),
@@ -77,7 +81,8 @@ LIKELIHOODS = {
     ),
     "gamma": Likelihood(
         Gamma.create(tensor(0.75), tensor(0.4)),
-        lambda t: -0.75 * mpmath.log(1 - mpmath.mpf(0.4) * t),
+        lambda t: -0.75 * np.log1p(-0.4 * t),
+        lambda t: 0.3 / (1 - 0.4 * t),
         lambda t, x: stats.gamma.logpdf(x, 0.75, scale=0.4 / (1 - 0.4 * t)),
         (0.3, 2.0, 0.01),
         (0.5, 1.0, 4.0),
@@ -86,6 +91,7 @@ LIKELIHOODS = {
     "gaussian": Likelihood(
         Gaussian.create(tensor(-0.5), tensor(2.0)),
         lambda t: -0.5 * t + t * t,
+        lambda t: -0.5 + 2 * t,
         lambda t, x: stats.norm.logpdf(x, -0.5 + 2 * t, math.sqrt(2)),
         (0.3, -2.0, 1.0),
         (-3.0, 0.0, 4.0),
@@ -93,6 +99,7 @@ LIKELIHOODS = {
     "gaussian, isotropic": Likelihood(
         Gaussian.create(tensor(1.0), torch.tensor(0.25, dtype=F64)),
         lambda t: t + t * t / 8,
+        lambda t: 1 + t / 4,
         lambda t, x: stats.norm.logpdf(x, 1 + t / 4, 0.5),
         (0.3, -2.0, 1.0),
         (-3.0, 0.0, 4.0),
@@ -106,26 +113,30 @@ def prior(name: str) -> ConjugatePrior:
     return ConjugatePrior.create(case.measure, tensor(case.strength))
 
 
-def integral(name: str, chi: float, function: Callable[[Any], Any] = lambda t: 1) -> Any:
-    """∫ function(η) exp(χη − νA_0(η)) dη."""
-    case = LIKELIHOODS[name]
-    edges = [-mpmath.inf, -60, -20, -8, -3, 0, 3, 8, 20, 60, mpmath.inf]
-    if math.isfinite(case.upper):
-        # In log(upper − η), where the integrand is smooth up to the bound.
-        edges = [-60, -20, -8, -4, -2, 0, 1, 2, 3, 4, 6]
+def grid(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Points η and log-weights of the trapezoidal rule, which converges exponentially for analytic integrands."""
+    upper, step = LIKELIHOODS[name].upper, 1 / 64
+    if upper == math.inf:
+        points = np.arange(-300, 300, step)
+        return points, np.full_like(points, math.log(step))
+    t = np.arange(-30, 8, step)
+    return upper - np.exp(t), t + math.log(step)  # in log(upper − η), smooth up to the bound
 
-    def integrand(t: Any) -> Any:
-        eta, volume = (t, 1) if case.upper == math.inf else (case.upper - mpmath.exp(t), mpmath.exp(t))
-        return function(eta) * mpmath.exp(chi * eta - case.strength * case.log_partition(eta)) * volume
 
-    with mpmath.workdps(25):
-        return mpmath.quad(integrand, edges)
+def integral(name: str, chi: float, function: Callable[[Any], Any] = np.ones_like) -> tuple[float, float]:
+    """∫ function(η) exp(χη − νA_0(η)) dη over that of exp(χη − νA_0(η)), and the logarithm of the latter."""
+    case, (points, log_weight) = LIKELIHOODS[name], grid(name)
+    with np.errstate(over="ignore"):
+        scores = chi * points - case.strength * case.log_partition(points) + log_weight
+        mass = special.logsumexp(scores)
+        kept = scores > mass - 700
+        return float(np.sum(np.exp(scores[kept] - mass) * function(points[kept]))), float(mass)
 
 
 @CASES
 def test_log_partition_is_the_log_of_the_integral(name):
     for chi in LIKELIHOODS[name].chi:
-        expected = float(mpmath.log(integral(name, chi)))
+        _, expected = integral(name, chi)
         assert prior(name).log_partition(tensor(chi)).item() == pytest.approx(expected, abs=1e-9)
 
 
@@ -134,9 +145,9 @@ def test_mean_of_the_expectation_parameter_is_chi_over_strength(name):
     """Diaconis and Ylvisaker."""
     case, measure = LIKELIHOODS[name], prior(name)
     for chi in case.chi:
-        slope = integral(name, chi, lambda t: mpmath.diff(case.log_partition, t, h=mpmath.mpf(10) ** -12))
-        mass = math.exp(measure.log_partition(tensor(chi)).item())
-        assert float(slope) / mass == pytest.approx(chi / case.strength, abs=1e-10)
+        mean, mass = integral(name, chi, case.mean)
+        ours = mean * math.exp(mass - measure.log_partition(tensor(chi)).item())
+        assert ours == pytest.approx(chi / case.strength, abs=1e-12)
 
 
 @CASES
@@ -144,13 +155,10 @@ def test_moments_by_integration_and_six_cumulants(name):
     case, measure = LIKELIHOODS[name], prior(name)
     chi = case.chi[1]
     cumulants = measure.cumulants(tensor(chi), tensor(1.0), 6).tolist()
-    mass = integral(name, chi)
-    mean = integral(name, chi, lambda t: t) / mass
-    second, third, fourth, fifth, sixth = (
-        float(integral(name, chi, lambda t, n=n: (t - mean) ** n) / mass) for n in range(2, 7)
-    )
+    mean, _ = integral(name, chi, lambda t: t)
+    second, third, fourth, fifth, sixth = (integral(name, chi, lambda t, n=n: (t - mean) ** n)[0] for n in range(2, 7))
     expected = [
-        float(mean),
+        mean,
         second,
         third,
         fourth - 3 * second**2,
@@ -158,7 +166,7 @@ def test_moments_by_integration_and_six_cumulants(name):
         sixth - 15 * fourth * second - 10 * third**2 + 30 * second**3,
     ]
     assert cumulants == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    assert measure.mean(tensor(chi)).item() == pytest.approx(float(mean), abs=1e-12)
+    assert measure.mean(tensor(chi)).item() == pytest.approx(mean, abs=1e-12)
     assert measure.fisher(tensor(chi)).item() == pytest.approx(second, rel=1e-12)
 
 
@@ -167,21 +175,22 @@ def test_derivative_in_the_strength_is_minus_the_mean_of_the_log_partition(name)
     case = LIKELIHOODS[name]
     chi, strength = case.chi[1], tensor(case.strength).requires_grad_()
     (slope,) = torch.autograd.grad(ConjugatePrior.create(case.measure, strength).log_partition(tensor(chi)), strength)
-    expected = integral(name, chi, case.log_partition) / integral(name, chi)
-    assert -slope.item() == pytest.approx(float(expected), abs=1e-9)
+    expected, _ = integral(name, chi, case.log_partition)
+    assert -slope.item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_closed_forms_of_the_table():
     chi, strength = tensor(0.7, 1.9), tensor(2.0, 5.0)
     bernoulli = ConjugatePrior.create(Bernoulli.create(tensor(0.5, 0.5)), strength)
-    expected = special.betaln(chi, strength - chi) + strength.numpy() * math.log(2)
+    a, total = chi.numpy(), strength.numpy()
+    expected = special.betaln(a, total - a) + total * math.log(2)
     assert bernoulli.log_partition(chi).item() == pytest.approx(expected.sum().item(), rel=1e-13)
-    expected = special.digamma(chi) - special.digamma(strength - chi)
-    torch.testing.assert_close(bernoulli.mean(chi), expected, rtol=1e-13, atol=0)
+    expected = special.digamma(a) - special.digamma(total - a)
+    np.testing.assert_allclose(bernoulli.mean(chi).numpy(), expected, rtol=1e-13)
     poisson = ConjugatePrior.create(Poisson.create(tensor(1.0, 1.0)), strength)
-    expected = special.gammaln(chi) - chi * strength.log() + strength
+    expected = special.gammaln(a) - a * np.log(total) + total
     assert poisson.log_partition(chi).item() == pytest.approx(expected.sum().item(), rel=1e-13)
-    torch.testing.assert_close(poisson.mean(chi), special.digamma(chi) - strength.log(), rtol=1e-13, atol=0)
+    np.testing.assert_allclose(poisson.mean(chi).numpy(), special.digamma(a) - np.log(total), rtol=1e-13)
     gaussian = ConjugatePrior.create(Gaussian.create(tensor(0.0, 0.0), tensor(1.5, 3.0)), strength)
     torch.testing.assert_close(gaussian.mean(chi), chi / (strength * tensor(1.5, 3.0)))
 
@@ -200,14 +209,13 @@ def test_evidence_is_the_product_of_predictives_and_the_integral_of_the_likeliho
     after, posterior = measure.update(chi, data)
     assert after.item() == pytest.approx(state.item()) and posterior.strength.item() == case.strength + len(data)
 
-    def density(t: float) -> float:
-        eta = tensor(t)
-        logs = [case.log_probability(t, x) for x in case.observations]
-        return math.exp(measure.log_prob(chi[None], eta[None]).item() + sum(logs))
-
-    edges = [-60, -20, -8, -3, 0, 3, 8] if case.upper == math.inf else [-60, -20, -8, -3, 0, 1, case.upper]
-    parts = [integrate.quad(density, a, b, epsrel=1e-10)[0] for a, b in zip(edges[:-1], edges[1:], strict=True)]
-    assert whole.item() == pytest.approx(math.log(sum(parts)), abs=1e-8)
+    points, log_weight = grid(name)
+    inside = np.isfinite(measure._log_density(torch.from_numpy(points)[:, None]).numpy()) & (np.abs(points) < 100)
+    points, log_weight = points[inside], log_weight[inside]
+    etas = torch.from_numpy(points)[:, None]
+    scores = measure.log_prob(chi.expand_as(etas), etas).numpy() + log_weight
+    scores = scores + sum(case.log_probability(points, x) for x in case.observations)
+    assert whole.item() == pytest.approx(special.logsumexp(scores), abs=1e-9)
 
 
 def test_evidence_of_bits_is_that_of_the_polya_urn():
@@ -288,7 +296,22 @@ def test_conforms(name):
     case = LIKELIHOODS[name]
     measure = ConjugatePrior.create(case.measure, tensor(16 * case.strength))
     eta = torch.stack([measure._interior() * factor for factor in (0.8, 1.0, 1.1)])
-    check_measure(measure, eta=eta, scales=(1e-4, 1.0, 4.0), compile_backend="aot_eager")
+    check_measure(measure, eta=eta, scales=(1e-4, 1.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    "name", ["bernoulli", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LIKELIHOODS)[1:])]
+)
+def test_compiled_is_eager(name):
+    measure, chi = prior(name), tensor(*LIKELIHOODS[name].chi)[:, None]
+
+    def everything(chi: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return measure.log_partition(chi), measure.mean(chi), measure.cumulants(chi, torch.ones_like(chi), 6)
+
+    torch.compiler.reset()
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")(chi)
+    for found, expected in zip(compiled, everything(chi), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_domain_errors_name_the_bound():

@@ -5,11 +5,10 @@ from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Float
-from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
 from massieu.measures.base import Measure, static_field, values_are_readable
-from massieu.measures.hooks import Reference
+from massieu.measures.hooks import GAUSS_LEGENDRE, Reference
 from massieu.ops import bessel
 
 _NEWTON_STEPS = 8
@@ -20,8 +19,6 @@ _PROPOSALS = 128
 
 _ROUNDINGS = 8
 """How many roundings of its dtype a point may lie off the sphere."""
-
-_GAUSS_LEGENDRE = [(float(0.5 * (x + 1)), float(0.5 * w)) for x, w in zip(*leggauss(8), strict=True)]
 
 
 class Sphere(Measure):
@@ -107,28 +104,10 @@ class Sphere(Measure):
         dtype, eta, delta = eta.dtype, eta.double(), delta.double()
         difference = self._log_partition(eta + delta) - self._log_partition(eta) - self._dot(self._mean(eta), delta)
         integral = torch.zeros_like(difference)
-        for t, weight in _GAUSS_LEGENDRE:
+        for t, weight in GAUSS_LEGENDRE:
             integral = integral + weight * (1 - t) * self._dot(delta, self._fisher_vp(eta + t * delta, delta))
         close = self._support(delta.detach()) <= 0.5 * (1 + self._support(eta.detach()))
         return torch.where(close, integral, difference).to(dtype)
-
-    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        """As the default, but from the closed forms of the first two on: each derivative more multiplies the cost."""
-
-        def derivatives(t: Tensor, count: int) -> tuple[Tensor, ...]:
-            if count == 0:
-                return (self._dot(direction, self._fisher_vp(eta + t.unsqueeze(-1) * direction, direction)),)
-
-            def total(s: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-                lower = derivatives(s, count - 1)
-                return lower[-1].sum(), lower
-
-            derivative, lower = torch.func.grad(total, has_aux=True)(t)
-            return (*lower, derivative)
-
-        first = self._dot(direction, self._mean(eta))
-        later = derivatives(torch.zeros_like(first), order - 2) if order > 1 else ()
-        return torch.stack([first, *later], -1)
 
     def _support(self, direction: Tensor) -> Tensor:
         largest = direction.detach().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(direction.dtype).tiny)

@@ -49,9 +49,9 @@ def fisher_vp(
     gradient 0.
 
     The result has the query's dtype and is computed in float32 (float64 for float64), about the weighted mean of the
-    keys, as a shift of all keys does not change it (S25). Its error is a few units of rounding times ‖vector‖ times the
-    spread of the keys as p weighs them; where nearly all weight is on one key, that small spread keeps its digits
-    while the share of the others is above the square of the rounding unit.
+    keys, as a shift of all keys does not change it (S25). Its error is a few units of rounding times ‖vector‖, the
+    distance of the attended keys from that mean, and their spread; where nearly all weight is on one key, the small
+    result keeps its digits until the share of the others comes near the square of the rounding unit.
 
     Raises:
         TypeError: not a tensor, not floating-point, dtypes that differ, a scale or is_causal of another type.

@@ -1,0 +1,115 @@
+"""The claims on exponential families notice what is wrong, and the numbers they measure by are right themselves."""
+
+import math
+
+import pytest
+import torch
+
+from massieu.errors import InputError
+from massieu.measures import Atoms, Exponential, Gaussian, Poisson, Spin
+from massieu.verification.inputs import normal_draws
+from massieu.verification.run import verify
+from massieu.verification.shim import finite_keys
+from massieu.verification.shim.library import library
+
+
+def _uncentred(self, eta):
+    weights = self._log_probability(eta).exp()
+    return (weights.unsqueeze(-1) * self.points).mT @ self.points
+
+
+def _too_wide(self, eta, shape, generator):
+    return 1.05 * _SAMPLE(self, eta, shape, generator)
+
+
+def _swapped(self, eta, delta):
+    return _KL(Spin(self.field + delta), eta, -delta)
+
+
+_SAMPLE, _KL, _MEAN = Gaussian._sample, Spin._kl, Atoms._mean
+
+WRONG = {
+    "S1: no domain": ("S1", Exponential, "_in_domain", lambda self, eta: None),
+    "S2: a sampler five percent too wide": ("S2", Gaussian, "_sample", _too_wide),
+    "S2: a density without its constant": ("S2", Poisson, "_log_density_each", lambda self, x: -torch.lgamma(x + 1)),
+    "S3: an output one percent too large": ("S3", Atoms, "_mean", lambda self, eta: 1.01 * _MEAN(self, eta)),
+    "S4: a tilt the wrong way": ("S4", Spin, "_tilt", lambda self, eta: Spin(self.field - eta)),
+    "S5: half the covariance": ("S5", Gaussian, "_mean", lambda self, eta: self.location + self._covariance_times(eta) / 2),
+    "S7: arguments in the published order": ("S7", Spin, "_kl", _swapped),
+    "S10: uncentred": ("S10", Atoms, "_fisher", _uncentred),
+    "S25: an entropy that sees the origin": ("S25", Atoms, "_entropy", lambda self, eta: self._log_partition(eta)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_measure_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
+    id, owner, name, replacement = WRONG[case]
+    monkeypatch.setattr(owner, name, replacement)
+    assert verify(id)[0].verdict == "fails"
+
+
+def test_attention_with_a_bias_of_its_own_fails_s15(monkeypatch: pytest.MonkeyPatch):
+    # One percent of the mean, times N = 500, is nineteen standard errors of N·bias.
+    monkeypatch.setattr(Atoms, "_mean", lambda self, eta: 1.01 * _MEAN(self, eta))
+    assert verify("S15", settings={"repetitions": 20_000})[0].verdict == "fails"
+
+
+def test_one_key_is_its_own_output():
+    # N = 1: attention returns the key, of mean μ and covariance Σ, and log Ẑ = k·η has the mean μ·η.
+    exact = finite_keys._exact(1)
+    torch.testing.assert_close(exact.bias, -finite_keys._SHIFT, rtol=0, atol=1e-10)
+    torch.testing.assert_close(exact.covariance, finite_keys._COVARIANCE, rtol=0, atol=1e-10)
+    assert math.isclose(exact.log_bias, -0.5 * finite_keys._VARIANCE, abs_tol=1e-10)
+
+
+@pytest.mark.parametrize("settings", [{"N": 1}, {"N": 2}, {"N": 1024, "seed": 3}])
+def test_s15_holds_for_other_numbers_of_keys(settings: dict[str, int]):
+    assert verify("S15", settings={"repetitions": 2000, **settings})[0].verdict == "holds"
+
+
+@pytest.mark.parametrize(
+    ("id", "settings"),
+    [
+        ("S15", {"repetitions": 10}),
+        ("S3", {"dimensions": 1}),
+        ("S6", {"atoms": 1}),
+        ("S8", {"atoms": 4}),
+        ("S2", {"samples": 1}),
+    ],
+)
+def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
+    with pytest.raises(InputError, match="must be at least"):
+        verify(id, settings=settings)
+
+
+def test_the_weighted_points_have_the_known_moments():
+    # Masses, means and variances of h itself, from the textbook.
+    members = {member.name: member for member in library(normal_draws(0), 2)}
+    known = {
+        "exponential": lambda m: (1 / m.rate, 1 / m.rate**2),
+        "gamma": lambda m: (m.shape * m.scale, m.shape * m.scale**2),
+        "Laplace": lambda m: (torch.zeros(1), 2 * m.scale**2),
+        "uniform": lambda m: ((m.low + m.high) / 2, (m.high - m.low) ** 2 / 12),
+        "Poisson": lambda m: (m.rate, m.rate),
+        "sphere": lambda m: (torch.zeros(3), m.radius**2 / 3 * torch.eye(3).double()),
+        "circle": lambda m: (torch.zeros(2), m.radius**2 / 2 * torch.eye(2).double()),
+        "Rademacher": lambda m: (torch.zeros(3), torch.eye(3).double()),
+    }
+    for name, moments in known.items():
+        member = members[name]
+        zero = torch.zeros_like(member.eta[:1])
+        mean, variance = moments(member.measure)
+        torch.testing.assert_close(member.log_partition(zero)[0], zero.sum(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(member.mean(zero)[0], mean.double(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            member.covariance(zero)[0].flatten(), variance.double().flatten(), rtol=1e-11, atol=1e-12
+        )
+
+
+def test_the_least_curvature_bounds_the_variance():
+    member = library(normal_draws(1), 10)[0]
+    start, end = member.eta, member.eta.flip(0)
+    step = (end - start).unsqueeze(-1)
+    for share in torch.linspace(0, 1, 11):
+        curvature = (step.mT @ member.covariance(torch.lerp(start, end, share.double())) @ step).flatten()
+        assert bool((curvature >= member.least_curvature(start, end) - 1e-12).all())
