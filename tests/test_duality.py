@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.duality import conjugate, natural
-from massieu.duality.newton import _UNROLLED
 from massieu.measures import Atoms, Gaussian, Measure, Poisson, Spin, affine, mixture, product, tilt
 
 INFINITY = math.inf
@@ -176,9 +175,8 @@ class TestClosedForms:
     def test_spins_with_and_without_their_closed_form(self):
         field, mu = draw(2, 2), torch.tanh(draw(2, 3, 2, 2, seed=1))
         up, down = (1 + mu) / 2, (1 - mu) / 2
-        local = field[:, None] if False else field
-        eta = torch.atanh(mu) - local
-        log_up, log_down = torch.nn.functional.logsigmoid(2 * local), torch.nn.functional.logsigmoid(-2 * local)
+        eta = torch.atanh(mu) - field
+        log_up, log_down = torch.nn.functional.logsigmoid(2 * field), torch.nn.functional.logsigmoid(-2 * field)
         expected = up * (up.log() - log_up) + down * (down.log() - log_down)
         close(natural(Grid(field), mu), eta)
         close(conjugate(Grid(field), mu), expected.sum((-2, -1)))
@@ -204,9 +202,7 @@ class TestClosedForms:
 class TestBoundary:
     """The unit square with a fifth point inside."""
 
-    MU = torch.tensor(
-        [[0, 0], [1, 1], [0.5, 0], [1, 0.25], [0.5, 1e-6], [1e-6, 1e-6], [0.3, 0.4]], dtype=torch.float64
-    )
+    MU = torch.tensor([[0, 0], [1, 1], [0.5, 0], [1, 0.25], [0.5, 1e-6], [1e-6, 1e-6], [0.3, 0.4]], dtype=torch.float64)
     BOUNDARY = [0, 1, 2, 3]
     INSIDE = [4, 5, 6]
 
@@ -220,7 +216,10 @@ class TestBoundary:
         weights = square().log_weight
         values = conjugate(square(), self.MU)
         half = tensor(0.5, 0.5)
-        edges = [half @ (half.log() - weights[[0, 1]]), tensor(0.75, 0.25) @ (tensor(0.75, 0.25).log() - weights[[1, 3]])]
+        edges = [
+            half @ (half.log() - weights[[0, 1]]),
+            tensor(0.75, 0.25) @ (tensor(0.75, 0.25).log() - weights[[1, 3]]),
+        ]
         close(values[:4], torch.stack([-weights[0], -weights[3], *edges]), 1e-9)
         # Continuous up to the boundary, with a slope that grows as a logarithm.
         assert abs(float(values[4] - values[2])) < 3e-5
@@ -233,7 +232,9 @@ class TestBoundary:
     @pytest.mark.parametrize("outside", [(0.5, -1e-3), (1.001, 1.001), (7.0, 0.2), (-1e-6, 0.5), (1e9, -1e9)])
     def test_outside(self, outside):
         mu = torch.cat([self.MU, tensor(*outside)[None]])
-        with pytest.raises(ValueError, match=r"outside the convex hull of the support: Atoms, mu = \[.*\] at index \(7,\)"):
+        with pytest.raises(
+            ValueError, match=r"outside the convex hull of the support: Atoms, mu = \[.*\] at index \(7,\)"
+        ):
             natural(square(), mu)
         values = conjugate(square(), mu)
         assert values[7] == INFINITY
@@ -285,3 +286,276 @@ class TestBoundary:
         with pytest.raises(ValueError, match="outside"):
             natural(spins, tensor(1.1, 0.5))
         close(conjugate(Poisson.create(tensor(2.0, 0.5)), tensor(0.0, 1.0)), 2 + math.log(2) - 0.5, 1e-9)
+
+
+def families() -> list[Measure]:
+    """One of each way to an answer: Newton, closed form, without the origin, not minimal, a composition."""
+    return [
+        Atoms.create(draw(7, 3), draw(7, seed=1)),
+        Gaussian.create(draw(3), factor=draw(3, 4, seed=1)),
+        Counts(draw(3).exp()),
+        HalfLine(draw(3).exp()),
+        Atoms.create(draw(3, 3), draw(3, seed=1)),
+        affine(Spin.create(draw(4)), draw(3, 4, seed=2), draw(3, seed=3)),
+        tilt(mixture(draw(2), Gaussian.create(draw(2, 3), tensor(0.5, 2.0))), draw(3, seed=4)),
+        product(Atoms.create(draw(3, 2)), Poisson.create(tensor(2.0))),
+    ]
+
+
+def points_of(measure: Measure, count: int = 3) -> Tensor:
+    """Parameters orthogonal to what A cannot see."""
+    eta = draw(count, 3, seed=8)
+    eta = -eta.exp() if isinstance(measure, HalfLine) else eta
+    return (torch.linalg.pinv(measure.fisher(eta), hermitian=True) @ measure.fisher(eta) @ eta.unsqueeze(-1)).squeeze(
+        -1
+    )
+
+
+parametrised = pytest.mark.parametrize("measure", families(), ids=lambda measure: type(measure).__name__)
+
+
+@parametrised
+class TestLaws:
+    def test_round_trips(self, measure):
+        eta = points_of(measure)
+        close(natural(measure, measure.mean(eta)), eta, 1e-9)
+        close(measure.mean(natural(measure, measure.mean(eta))), measure.mean(eta), 1e-12)
+
+    def test_conjugate_is_minus_entropy_and_its_derivatives_are_natural_and_the_inverse_fisher_information(
+        self, measure
+    ):
+        eta = points_of(measure)
+        mu = measure.mean(eta)
+        close(conjugate(measure, mu), -measure.entropy(eta))
+        close(torch.func.grad(lambda point: conjugate(measure, point).sum())(mu), eta, 1e-9)
+        hessian = torch.func.hessian(lambda point: conjugate(measure, point))(mu[0])
+        close(hessian, torch.linalg.pinv(measure.fisher(eta[0]), hermitian=True), 1e-8)
+
+    def test_the_dual_divergence_is_the_divergence_with_its_arguments_exchanged(self, measure):
+        p, q = points_of(measure), points_of(measure).flip(0)
+        mu_p, mu_q = measure.mean(p), measure.mean(q)
+        dual = conjugate(measure, mu_p) - conjugate(measure, mu_q) - ((mu_p - mu_q) * natural(measure, mu_q)).sum(-1)
+        close(dual, measure.kl(p, q), 1e-9)
+
+    def test_vmap_and_single_precision(self, measure):
+        mu = measure.mean(points_of(measure))
+        for function in (natural, conjugate):
+            expected = function(measure, mu)
+            close(torch.func.vmap(lambda point, f=function: f(measure, point))(mu), expected, 1e-9)
+            single = function(measure._to(torch.float32), mu.float())
+            assert single.dtype == torch.float32
+            torch.testing.assert_close(single.double(), expected, atol=1e-3, rtol=1e-3)
+
+
+class TestDerivatives:
+    @pytest.mark.parametrize("count", [7, 3, 2, 1], ids=lambda count: f"{count} points in 3 dimensions")
+    def test_in_the_points_their_weights_and_the_mean_twice(self, count):
+        """With 3 points or fewer the family is not minimal, and what A cannot see turns with the points."""
+
+        def mean(points: Tensor, share: Tensor) -> Tensor:
+            return share.softmax(0) @ points
+
+        def eta(points: Tensor, log_weight: Tensor, share: Tensor) -> Tensor:
+            return natural(Atoms(points, log_weight), mean(points, share))
+
+        def value(points: Tensor, log_weight: Tensor, share: Tensor) -> Tensor:
+            return conjugate(Atoms(points, log_weight), mean(points, share))
+
+        inputs = tuple(x.requires_grad_() for x in (draw(count, 3), draw(count, seed=1), draw(count, seed=2)))
+        for function in (eta, value):
+            assert gradcheck(function, inputs)
+            assert gradgradcheck(function, inputs)
+
+    def test_least_norm_and_its_derivative_against_a_basis_of_the_span(self):
+        points, log_weight, mu = draw(3, 5), draw(3, seed=1), tensor(0.2, 0.3, 0.5) @ draw(3, 5)
+
+        def inside(points: Tensor) -> Tensor:
+            # eta = differencesᵀ c, with the weights of mu known: log p − log w = x·eta + constant.
+            differences = points[1:] - points[0]
+            log_ratio = tensor(0.2, 0.3, 0.5).log() - log_weight
+            coefficients = torch.linalg.solve(differences @ differences.T, log_ratio[1:] - log_ratio[0])
+            return differences.T @ coefficients
+
+        def found(points: Tensor) -> Tensor:
+            return natural(Atoms(points, log_weight), tensor(0.2, 0.3, 0.5) @ points)
+
+        close(natural(Atoms(points, log_weight), mu), inside(points))
+        close(torch.func.jacrev(found)(points), torch.func.jacrev(inside)(points), 1e-9)
+
+    def test_third_order_and_every_nesting_of_modes(self):
+        """Spins without their closed form: d³ atanh(m)/dm³ = (2 + 6m²)/(1 − m²)³."""
+        measure, m = Grid(draw(2, 2)), 0.4
+
+        def along(t: Tensor) -> Tensor:
+            return natural(measure, t.expand(2, 2))[0, 0]
+
+        reverse, forward = torch.func.grad, lambda f: lambda t: torch.func.jvp(f, (t,), (torch.ones_like(t),))[1]
+        third = (2 + 6 * m**2) / (1 - m**2) ** 3
+        t = torch.tensor(m, dtype=torch.float64)
+        for derivative in (
+            reverse(reverse(reverse(along))),
+            forward(forward(forward(along))),
+            forward(reverse(forward(along))),
+            reverse(forward(reverse(along))),
+        ):
+            close(derivative(t), third)
+        mapped = torch.func.vmap(reverse(reverse(along)))(tensor(m, -0.3))
+        close(mapped, 2 * tensor(m, -0.3) / (1 - tensor(m, -0.3) ** 2) ** 2)
+
+    def test_no_gradient_flows_from_the_boundary_to_others(self):
+        mu = TestBoundary.MU.clone().requires_grad_()
+        values = conjugate(square(), mu)
+        (slope,) = torch.autograd.grad(values.sum(), mu)
+        close(slope[TestBoundary.INSIDE], natural(square(), mu)[TestBoundary.INSIDE].detach(), 1e-7)
+        assert (slope[TestBoundary.BOUNDARY] == 0).all()
+        bits = Spin.create(tensor(0.1, 0.2)).field.requires_grad_()
+        conjugate(Spin(bits), torch.tensor([[1.0, 0.5], [0.2, 0.3]], dtype=torch.float64)).sum().backward()
+        assert bits.grad is not None
+        assert bits.grad.isfinite().all()
+
+
+class TestCompile:
+    @pytest.mark.parametrize("function", [natural, conjugate], ids=["natural", "conjugate"])
+    def test_values_and_gradients(self, function):
+        torch.compiler.reset()
+        mu, inside = TestBoundary.MU.clone().requires_grad_(), TestBoundary.INSIDE
+        expected, actual = (
+            call(square(), mu) for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager"))
+        )
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+        slopes = [torch.autograd.grad(values[inside].sum(), mu)[0] for values in (actual, expected)]
+        torch.testing.assert_close(*slopes, atol=1e-9, rtol=1e-9)
+
+    @pytest.mark.slow
+    def test_transforms_inside(self):
+        torch.compiler.reset()
+        measure = Atoms.create(draw(7, 3))
+        mu = measure.mean(draw(2, 3, seed=1))
+        gradient = torch.func.grad(lambda point: natural(measure, point).sum())
+        compiled = torch.compile(gradient, fullgraph=True, backend="aot_eager")(mu)
+        torch.testing.assert_close(compiled, gradient(mu), atol=1e-9, rtol=1e-9)
+
+
+class TestPrecision:
+    def test_half_precision_is_promoted(self):
+        measure = Atoms.create(draw(6, 2).bfloat16())
+        mu = measure.mean(draw(4, 2, seed=1).bfloat16()).bfloat16()
+        eta, value = natural(measure, mu), conjugate(measure, mu)
+        assert eta.dtype == value.dtype == torch.float32
+        exact = Atoms.create(measure.points.double())
+        torch.testing.assert_close(eta.double(), natural(exact, mu.double()), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(value.double(), conjugate(exact, mu.double()), atol=1e-5, rtol=1e-5)
+
+    def test_rounding_of_a_mean_in_an_affine_subspace_is_forgiven(self):
+        """In float32 a mean of three points in five dimensions is off their plane by 1e-8."""
+        measure = Atoms.create(draw(3, 5).float() + 3)
+        eta = torch.linalg.pinv(measure.fisher(torch.zeros(5))) @ draw(5, seed=1).float()
+        torch.testing.assert_close(natural(measure, measure.mean(eta)), eta, atol=1e-3, rtol=1e-3)
+
+
+@st.composite
+def problems(draw_from):
+    """Atoms of any number, scale along the axes, offset and weight, some twice, and a mean of theirs."""
+    random = np.random.default_rng(draw_from(st.integers(0, 2**32 - 1)))
+    count, dimension = draw_from(st.integers(1, 12)), draw_from(st.integers(1, 5))
+    points = random.standard_normal((count, dimension))
+    points *= 10.0 ** (draw_from(st.sampled_from([0, 0, 3])) * random.uniform(-1, 1, dimension))
+    points *= draw_from(st.sampled_from([1e-6, 1.0, 1.0, 1e6]))
+    points[random.integers(count)] = points[0]
+    offset = draw_from(st.sampled_from([0.0, 0.0, 1e3])) * np.ptp(points, 0) * random.standard_normal(dimension)
+    log_weight = draw_from(st.sampled_from([0.0, 1.0, 50.0])) * random.choice([-1.0, 0.0, 1.0], count)
+    if draw_from(st.booleans()) and count > 1:
+        log_weight[1] = -np.inf
+    share = random.dirichlet(np.full(count, draw_from(st.sampled_from([0.3, 1.0, 5.0])))) + 1e-7
+    share = np.where(np.isinf(log_weight), 0, share)
+    return points + offset, log_weight, share / share.sum()
+
+
+def check_round_trip(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    points, log_weight, share = (torch.from_numpy(part) for part in problem)
+    measure, mu = Atoms.create(points, log_weight), share @ points
+    eta = natural(measure, mu)
+    assert eta.isfinite().all()
+    kept = points[log_weight > -INFINITY]
+    spread, size = kept.amax(0) - kept.amin(0), kept.abs().amax(0)
+    assert ((measure.mean(eta) - mu).abs() <= 1e-9 * spread + 1e-14 * size).all()
+    # Any weights of that mean bound A* from above, any eta from below.
+    value, scale = conjugate(measure, mu), 1 + log_weight[log_weight > -INFINITY].abs().amax()
+    upper = torch.where(share > 0, share * ((share + 1e-300).log() - log_weight), 0.0).sum()
+    noise = 1e-9 * scale + 1e-13 * (eta.abs() * size).sum()
+    assert value <= upper + noise
+    assert value >= (0.9 * eta) @ mu - measure.log_partition(0.9 * eta) - noise
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_converges_from_anywhere(problem):
+    check_round_trip(problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(problems())
+def test_converges_from_anywhere_at_length(problem):
+    check_round_trip(problem)
+
+
+class TestErrors:
+    def test_shapes(self):
+        for function in (natural, conjugate):
+            with pytest.raises(ValueError, match=r"Atoms needs mu of shape \(\) \+ queries \+ \(2,\).*got \(4, 3\)"):
+                function(square(), draw(4, 3))
+            with pytest.raises(TypeError, match=r"mu must be a floating-point tensor, got a tensor of torch\.int64"):
+                function(square(), torch.zeros(2, dtype=torch.int64))
+
+    @pytest.mark.parametrize("measure", [square(), Spin.create(2)], ids=["Atoms", "Spin"])
+    def test_means_that_are_not_finite(self, measure):
+        for function in (natural, conjugate):
+            for bad in (math.nan, math.inf):
+                with pytest.raises(ValueError, match="mu must be finite"):
+                    function(measure, tensor(0.0, bad))
+            mapped = torch.func.vmap(lambda point, f=function: f(measure, point))(tensor(0.1, math.nan)[None])
+            assert mapped.isnan().any()
+
+    def test_the_zero_measure_has_no_mean(self):
+        empty = Atoms.create(draw(4, 2), torch.zeros(4, dtype=torch.bool))
+        for function in (natural, conjugate):
+            with pytest.raises(ValueError, match="A is not finite where Newton's method starts"):
+                function(empty, tensor(0.0, 0.0))
+            assert torch.func.vmap(lambda point, f=function: f(empty, point))(draw(1, 2)).isnan().all()
+
+    def test_a_point_left_out_is_no_part_of_the_hull(self):
+        atoms = Atoms.create(square().points, tensor(0, 0, 0, -INFINITY, 0))
+        assert natural(atoms, tensor(0.4, 0.4)).isfinite().all()
+        assert (natural(atoms, tensor(0.5, 0.5)) == INFINITY).all()
+        close(conjugate(atoms, tensor(0.5, 0.5)), -math.log(2), 1e-9)
+        with pytest.raises(ValueError, match="outside"):
+            natural(atoms, tensor(0.5, 0.501))
+
+    def test_no_convergence_is_said(self):
+        with pytest.raises(ValueError, match=r"no convergence in 100 Newton steps: Cliff, mu = \[5\]; residual"):
+            natural(Cliff(tensor(1.0)), tensor(5.0))
+        assert torch.func.vmap(lambda mu: natural(Cliff(tensor(1.0)), mu))(tensor(5.0)[None]).isnan().all()
+
+
+class Cliff(Measure):
+    """Not steep: the domain is eta ≤ 0 and the mean is at most 2 on it, though the support has no end."""
+
+    scale: Tensor
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.scale.shape[:-1]
+
+    @property
+    def event_shape(self) -> torch.Size:
+        return self.scale.shape[-1:]
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return (2 * eta + eta.square()).sum(-1)
+
+    def _in_domain(self, eta: Tensor) -> Tensor:
+        return (eta <= 0).all(-1)
+
+    def _domain(self) -> str:
+        return "eta ≤ 0"

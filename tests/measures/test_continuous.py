@@ -9,8 +9,7 @@ import pytest
 import torch
 from scipy import integrate
 
-from massieu.measures import Constant, DomainError, Exponential, Gamma, Laplace
-from massieu.measures.uniform import Uniform
+from massieu.measures import Constant, DomainError, Exponential, Gamma, Laplace, Uniform
 from massieu.testing import check_measure
 
 F64 = torch.float64

@@ -13,8 +13,7 @@ import torch
 from scipy import integrate, special, stats
 from torch import Tensor
 
-from massieu.measures import Bernoulli, Exponential, Gamma, Laplace, Measure, Poisson, Spin
-from massieu.measures.uniform import Uniform
+from massieu.measures import Bernoulli, Exponential, Gamma, Laplace, Measure, Poisson, Spin, Uniform
 
 MAX = torch.finfo(torch.float32).max
 

@@ -15,6 +15,10 @@ F64 = torch.float64
 CHANCES = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.125, 0.375]], dtype=F64)
 
 
+def tensor_of(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
@@ -73,6 +77,15 @@ def test_bernoulli_keeps_small_probabilities():
     assert measure.log_partition(torch.tensor([80.0])).item() == pytest.approx(
         math.log1p(1e-30 * math.exp(80)), rel=1e-5
     )
+
+
+def test_an_all_but_certain_sign_has_finite_gradients():
+    measure = Spin.create(tensor_of(30.0))
+    mu = tensor_of(0.5, 1.0, 2.0)[:, None].requires_grad_()
+    found = measure._natural(mu)
+    assert found[:, 0].tolist() == pytest.approx([math.atanh(0.5) - 30, math.inf, math.nan], nan_ok=True)
+    (slope,) = torch.autograd.grad(found[0].sum(), mu)
+    assert slope[:, 0].tolist() == pytest.approx([4 / 3, 0, 0])
 
 
 def test_extreme_divergences():
@@ -181,6 +194,7 @@ def test_category_extremes_are_finite(dtype):
         (lambda: Bernoulli.create(torch.tensor([0.5, 1.5])), ValueError, r"got \[0\.5, 1\.5\]"),
         (lambda: Bernoulli.create(torch.tensor([math.nan])), ValueError, "probability must be finite"),
         (lambda: Bernoulli.create(torch.tensor([1])), TypeError, "int64"),
+        (lambda: Poisson.create(2.0), TypeError, "rate must be a floating-point tensor, got float"),
         (lambda: Poisson.create(torch.tensor([1.0, 0.0])), ValueError, "rate must be positive, got 0"),
         (lambda: Poisson.create(torch.tensor(1.0)), ValueError, r"rate must have shape \(\*batch, d\)"),
         (lambda: Poisson.create(torch.zeros(2, 0)), ValueError, r"d ≥ 1, got \(2, 0\)"),

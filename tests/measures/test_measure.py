@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from scipy.stats import expon
 from torch.utils import _pytree as pytree
 
-from massieu.measures import Affine, Atoms, Gaussian, Measure, Spin, Tilted, affine, static_field
+from massieu.measures import Affine, Atoms, Exponential, Gaussian, Measure, Spin, Tilted, affine, static_field
 
 
 def measures(dtype=torch.float32):
@@ -143,3 +144,16 @@ def test_importing_the_package_needs_no_torch():
         "import massieu, sys; assert 'torch' not in sys.modules; massieu.measures.Spin; assert 'torch' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", command], check=True)
+
+
+def test_log_prob_takes_draws_of_any_shape():
+    """As samples come: without query or sample dimensions, or with several; against SciPy."""
+    rate = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    measure = Exponential.create(rate)
+    for shape, query in [((), ()), ((3,), ()), ((), (4,)), ((3, 2), (4, 1))]:
+        eta = torch.full((*query, 2), -0.25, dtype=torch.float64)
+        point = measure.sample(eta, shape)
+        expected = torch.from_numpy(expon(scale=1 / (rate + 0.25)).logpdf(point)).sum(-1)
+        torch.testing.assert_close(measure.log_prob(eta, point), expected)
+    with pytest.raises(ValueError, match=r"\(\*shape, \*\(2,\)\), got \(3,\)"):
+        measure.log_prob(rate - 1, torch.ones(3))

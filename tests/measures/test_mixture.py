@@ -166,3 +166,8 @@ def test_conforms():
 def test_bad_mixtures_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         mixture(*arguments)
+
+
+def test_an_overflowing_component_gives_infinity_not_nan():
+    measure = mixture(torch.zeros(2), [Poisson.create(torch.ones(1)), Spin.create(1)])
+    assert measure.log_partition(torch.tensor([1e3])) == torch.inf

@@ -187,7 +187,7 @@ class Measure(Hooks):
         measure, etas, points = self._admit(eta.unsqueeze(queries_end).expand(points.shape), point=points)
         value = measure._dot(points, etas) + measure._log_density(points)
         value = value - measure._log_partition(etas.select(queries_end, 0)).unsqueeze(queries_end)
-        return value.movedim(queries_end, 0).reshape(*shape, *eta.shape[:queries_end])
+        return value.movedim(queries_end, 0).reshape((*shape, *eta.shape[:queries_end]))
 
     @final
     def cumulants(

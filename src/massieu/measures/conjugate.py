@@ -140,7 +140,13 @@ class ConjugatePrior(Coordinates):
         return "0 < eta in every coordinate"
 
     def _interior(self) -> Tensor:
-        return self.strength * self.likelihood._mean(torch.zeros_like(self.strength))
+        mean = self.strength * self.likelihood._mean(torch.zeros_like(self.strength))
+        limits = self._limits()
+        if limits is None:
+            return mean
+        # The mean of a likelihood that is all but certain rounds to the bound; the middle of an interval does not.
+        middle = 0.5 * (limits[0] + limits[1])
+        return torch.where(middle.isfinite(), middle, mean)
 
     def _range(self) -> tuple[Tensor, Tensor]:
         limits = self.likelihood._limits() if isinstance(self.likelihood, Coordinates) else None

@@ -47,7 +47,7 @@ class Coordinates(Measure):
 
     @abstractmethod
     def _log_density_each(self, point: Tensor) -> Tensor:
-        """The log-density of each coordinate's h at points of the support and at h's mean; elsewhere it is not used."""
+        """The log-density of each coordinate's h at points of the support; finite wherever inside the range."""
 
     def _limits(self) -> tuple[Tensor, Tensor] | None:
         """The open interval of each coordinate's domain, ±inf allowed, shape (*batch, d); None: the whole line."""
@@ -102,23 +102,25 @@ class Coordinates(Measure):
 
     def _log_density(self, point: Tensor) -> Tensor:
         inside = self._holds(point)
-        density = self._log_density_each(torch.where(inside, point, self._own_mean(point)))
+        density = self._log_density_each(torch.where(inside, point, self._anchor(point)))
         return torch.where(inside, density, -torch.inf).sum(-1)
 
     def _natural(self, mu: Tensor) -> Tensor | None:
         low, high = (self._align(bound, mu) for bound in self._range())
         inside = (low < mu) & (mu < high)
-        eta = self._natural_each(torch.where(inside, mu, self._own_mean(mu)))
+        eta = self._natural_each(torch.where(inside, mu, self._anchor(mu)))
         if eta is None:
             return None
         edge = torch.where(mu == low, -torch.inf, torch.where(mu == high, torch.inf, torch.nan))
         return torch.where(inside, eta, edge.masked_fill(mu.isinf(), torch.nan))
 
-    def _own_mean(self, like: Tensor) -> Tensor:
-        """The mean at a point inside the domain, to stand where a value is of no matter but its gradient must be finite."""
+    def _anchor(self, like: Tensor) -> Tensor:
+        """A point within the range, to stand where a value does not matter but its gradient must be finite."""
+        low, high = self._range()
         start = self._interior()
         mean = self._mean(like.new_zeros(self._shape) if start is None else start)
-        return self._align(mean, like)
+        middle = 0.5 * low + 0.5 * high
+        return self._align(torch.where(middle.isfinite(), middle, mean), like)
 
 
 def check_parameters(*, positive: bool = False, **parameters: Tensor) -> None:
@@ -130,8 +132,7 @@ def check_parameters(*, positive: bool = False, **parameters: Tensor) -> None:
     """
     first, *_ = parameters
     for name, value in parameters.items():
-        if not value.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {value.dtype}")
+        check_floating(name, value)
         if value.ndim == 0 or value.shape[-1] == 0:
             raise ValueError(f"{name} must have shape (*batch, d) with d ≥ 1, got {tuple(value.shape)}")
         if value.shape != parameters[first].shape:
@@ -144,6 +145,14 @@ def check_parameters(*, positive: bool = False, **parameters: Tensor) -> None:
             raise ValueError(f"{name} must be finite")
         if positive and not bool((value > 0).all()):
             raise ValueError(f"{name} must be positive, got {in_words(value.min())}")
+
+
+def check_floating(name: str, value: Tensor) -> None:
+    """Raise a TypeError unless `value` is a floating-point tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a floating-point tensor, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {value.dtype}")
 
 
 def magnitude(value: Tensor) -> Tensor:

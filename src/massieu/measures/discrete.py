@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.measures import stable
 from massieu.measures.base import Measure, values_are_readable
-from massieu.measures.coordinates import Coordinates, check_parameters, in_words, magnitude
+from massieu.measures.coordinates import Coordinates, check_floating, check_parameters, in_words, magnitude
 from massieu.measures.hooks import Reference
 from massieu.measures.moments import cumulants_of_moments
 
@@ -253,8 +253,7 @@ class Categorical(Measure):
             raise ValueError("Categorical needs exactly one of probability and logits")
         name, given = ("logits", logits) if probability is None else ("probability", probability)
         assert given is not None
-        if not given.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {given.dtype}")
+        check_floating(name, given)
         if given.ndim == 0 or given.shape[-1] == 0:
             raise ValueError(f"{name} must have shape (*batch, M) with M ≥ 1, got {tuple(given.shape)}")
         if values_are_readable(given):
@@ -289,10 +288,7 @@ class Categorical(Measure):
         return stable.log_softmax(self._scores(eta))
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        scores = self._scores(eta)
-        # Next to the largest numbers the sum's logarithm would be rounded away, and softmax would not sum to one.
-        peak = scores.detach().amax(-1, keepdim=True)
-        return peak.squeeze(-1) + stable.logsumexp(scores - peak)
+        return stable.logsumexp(self._scores(eta))
 
     def _mean(self, eta: Tensor) -> Tensor:
         return self._log_share(eta).exp()

@@ -17,7 +17,12 @@ def log_softmax(scores: Tensor) -> Tensor:
 def logsumexp(scores: Tensor) -> Tensor:
     """log Σ exp over the last dimension; −inf, with gradient 0, for a row whose scores are all −inf."""
     empty = (scores == -torch.inf).all(-1, keepdim=True)
-    return torch.logsumexp(torch.where(empty, 0.0, scores), -1).masked_fill(empty.squeeze(-1), -torch.inf)
+    scores = torch.where(empty, 0.0, scores)
+    # The gradient is made from the result, which next to a large number has lost its logarithm to rounding.
+    peak = scores.detach().amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak == torch.inf, 0.0)
+    total = peak.squeeze(-1) + torch.logsumexp(scores - peak, -1)
+    return total.masked_fill(empty.squeeze(-1), -torch.inf)
 
 
 def centred_log_mean_exp(log_weight: Tensor, centred: Tensor) -> Tensor:

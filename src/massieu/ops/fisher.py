@@ -1,5 +1,6 @@
 """The Fisher information of attention's weights applied to vectors, without a matrix."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -146,25 +147,25 @@ def _blocks(problem: Problem, vector: Tensor) -> Tensor:
     capacity = max(PAIRS_PER_THREAD * torch.get_num_threads(), problem.query.shape[2] * problem.key.shape[2])
     buffers = problem.query.new_empty(2, min(capacity, problem.pairs))
     result = torch.zeros_like(problem.query)
-    with torch.no_grad():
-        for slab in tiles.slabs(problem, capacity):
-            vectors = slab.of(vector).reshape(slab.query.shape)
-            product = torch.empty_like(slab.query)
-            weight = _finite_weight(problem, slab)
-            for tile in slab.tiles(buffers, 1.0, None):
-                _tile_product(tile, weight, vectors[tile.heads], product[tile.heads])
-            empty = slab.per_query(slab.seen.count) == 0
-            slab.of(result).copy_(product.masked_fill_(empty, 0.0).view(*slab.shape, -1))
+    for slab in tiles.slabs(problem, capacity):
+        vectors = slab.of(vector).reshape(slab.query.shape)
+        product = torch.empty_like(slab.query)
+        weight = _finite_weight(problem, slab)
+        for tile in slab.tiles(buffers, 1.0, None):
+            _tile_product(tile, weight, vectors[tile.heads], product[tile.heads])
+        empty = slab.per_query(slab.seen.count) == 0
+        slab.of(result).copy_(product.masked_fill_(empty, 0.0).view(*slab.shape, -1))
     return result
 
 
 def _finite_weight(problem: Problem, slab: Slab) -> Tensor | None:
-    """Float log-weights of a slab, 0 for the hidden pairs that `Tile.hide` takes care of."""
+    """Float log-weights of a slab, 0 for the hidden pairs that `Tile.hide` takes care of; None if all are 0."""
     weight = tiles.slab_weight(problem, slab.batch, slab.rows)
     if weight is None or weight.dtype == torch.bool:
         return None
     weight = weight[..., slab.seen.first : slab.seen.last].to(problem.dtype)
-    return weight.masked_fill(weight == -torch.inf, 0.0)
+    weight = weight.masked_fill(weight == -torch.inf, 0.0)
+    return weight if bool(weight.any()) else None
 
 
 def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Tensor) -> None:
@@ -191,5 +192,4 @@ def _exp(scores: Tensor) -> None:
     On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
     """
     lowest = -690.0 if scores.dtype == torch.float64 else -80.0
-    scores.clamp_min_(lowest).exp_()
-    torch.nn.functional.threshold_(scores, 2 * torch.tensor(lowest, dtype=torch.float64).exp().item(), 0.0)
+    torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)

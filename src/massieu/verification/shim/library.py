@@ -118,7 +118,8 @@ def _constant(normal: Normal, draws: int) -> Member:
 
 
 def _gaussian(normal: Normal, draws: int) -> Member:
-    location, root = normal(2), torch.tril(0.5 * normal(2, 2)) + torch.diag(torch.tensor([0.8, 0.6]).double())
+    location, root = normal(2), torch.diag(_positive(normal, 2))
+    root[1, 0] = 0.5 * normal(1)
     # Whitened, the trapezoid rule of step ½ has an error of e^(−2π²/0.25); the ends leave room for the tilt.
     line = torch.arange(-20.0, 20.0, 0.5, dtype=torch.float64)
     white = torch.cartesian_prod(line, line)
