@@ -84,3 +84,21 @@ def test_bad_locations_are_refused():
         Gaussian.create(torch.tensor(0.0), torch.tensor(1.0))
     with pytest.raises(ValueError, match="finite"):
         Gaussian.create(torch.tensor([math.inf]), torch.tensor(1.0))
+
+
+def test_every_mean_of_a_full_rank_gaussian_has_a_natural_parameter():
+    """Ill-conditioned covariances too; off the support of a degenerate one there is none (S9)."""
+    generator = torch.Generator().manual_seed(0)
+    for condition in (1e2, 1e4, 1e6, 1e8):
+        axes = torch.linalg.qr(torch.randn(200, 3, 3, generator=generator, dtype=torch.float64))[0]
+        spectrum = torch.tensor([1.0, condition**-0.5, 1 / condition], dtype=torch.float64)
+        covariance = (axes * spectrum) @ axes.mT
+        location, eta = torch.randn(2, 200, 3, generator=generator, dtype=torch.float64)
+        measure = Gaussian.create(location, (covariance + covariance.mT) / 2)
+        found = measure._natural(measure.mean(eta))
+        torch.testing.assert_close(found, eta, atol=1e-13 * condition, rtol=0)
+    across = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
+    line = Gaussian.create(torch.tensor([3.0, 1.0], dtype=torch.float64), factor=across)
+    on, off = torch.tensor([[5.0, 3.0], [5.0, 3.001]], dtype=torch.float64)
+    torch.testing.assert_close(line._natural(on), torch.tensor([1.0, 1.0], dtype=torch.float64))
+    assert line._natural(off).isnan().all()

@@ -162,13 +162,15 @@ class Gaussian(Measure):
             solution = deviation / torch.where(variance == 0, 1.0, variance)
             return torch.where(variance == 0, torch.where(deviation == 0, 0.0, torch.nan), solution)
         matrix = self._matrix()
-        inverse = self._align(torch.linalg.pinv(matrix, hermitian=True), mu, 2)
-        solution = (inverse @ deviation.unsqueeze(-1)).squeeze(-1)
-        # A mean off the support's affine hull has no eta.
-        missed = (self._covariance_times(solution) - deviation).norm(dim=-1)
-        size = self._align(torch.linalg.matrix_norm(matrix), mu, 0) * solution.norm(dim=-1) + deviation.norm(dim=-1)
-        outside = missed > 8 * matrix.shape[-1] * torch.finfo(mu.dtype).eps * size
-        return torch.where(outside.unsqueeze(-1), torch.nan, solution)
+        solution = self._align(torch.linalg.pinv(matrix, hermitian=True), mu, 2) @ deviation.unsqueeze(-1)
+        # A mean off the support's affine hull has no eta: its part in the null space is more than rounding.
+        eigenvalues, vectors = torch.linalg.eigh(matrix.detach())
+        rounding = matrix.shape[-1] * torch.finfo(mu.dtype).eps
+        null = (eigenvalues <= rounding * eigenvalues[..., -1:]).to(mu.dtype)
+        missed = self._align(null.unsqueeze(-1) * vectors.mT, mu, 2) @ deviation.detach().unsqueeze(-1)
+        size = mu.detach().norm(dim=-1) + self._align(self.location.detach().norm(dim=-1), mu, 0)
+        outside = missed.squeeze(-1).norm(dim=-1) > 8 * rounding * size
+        return torch.where(outside.unsqueeze(-1), torch.nan, solution.squeeze(-1))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         def noise(*lead: int) -> Tensor:

@@ -64,18 +64,12 @@ def measure_generates_family(draws: int = 20, seed: int = 0) -> Iterator[Check]:
 
     yield at_least("chord of A less A, every measure", torch.cat([gaps(member) for member in members]), -1e-12)
 
-    def both(side: int) -> Tensor:
-        """log ∫ e^{t·x} p_η(dx) for η, t half of two draws; t and η + t stay in the domain."""
-        rises = []
-        for member in members:
-            start, rise = 0.5 * member.eta, 0.5 * member.eta.flip(0)
-            if side == 0:
-                rises.append(member.measure.log_partition(start + rise) - member.measure.log_partition(start))
-            else:
-                rises.append((member.log_share(start) + rise @ member.points.T).logsumexp(-1))
-        return torch.cat(rises)
-
-    yield close("A(η + t) − A(η) and log E_{p_η} e^{t·x}, every measure", both(0), both(1), QUADRATURE)
+    # Halves of draws: η, t and η + t lie in the domain.
+    halves = [(member, 0.5 * member.eta, 0.5 * member.eta.flip(0)) for member in members]
+    rises = [member.measure.log_partition(eta + t) - member.measure.log_partition(eta) for member, eta, t in halves]
+    moments = [(member.log_share(eta) + t @ member.points.T).logsumexp(-1) for member, eta, t in halves]
+    name = "A(η + t) − A(η) and log E_{p_η} e^{t·x}, every measure"
+    yield close(name, torch.cat(rises), torch.cat(moments), QUADRATURE)
     yield from _laplace_sign(members)
     atoms = members[0]
     mass = atoms.log_density.logsumexp(-1)

@@ -65,7 +65,7 @@ def finitely_many_keys(N: int = 500, repetitions: int = 100_000, seed: int = 0) 
     correction = {name: value / _MANY_KEYS for name, value in next_order.entries().items()}
     for name, value in _exact(_MANY_KEYS).entries().items():
         corrected = limit.entries()[name] + correction[name]
-        yield close(f"{name}: exact for a million keys, and limit + O(1/N)", value, corrected, QUADRATURE)
+        yield close(f"{name}: exact at 10⁶ keys, and limit + next order", value, corrected, QUADRATURE)
 
 
 def _simulate(
