@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.duality import conjugate, natural
-from massieu.measures import Atoms, Gaussian, Measure, Poisson, Spin, affine, mixture, product, tilt
+from massieu.measures import Atoms, Categorical, Gaussian, Measure, Poisson, Spin, affine, mixture, product, tilt
 
 INFINITY = math.inf
 
@@ -276,6 +276,14 @@ class TestBoundary:
         assert (natural(line, tensor(0.0, 1.0)) == INFINITY).all()
         # No mass at 0: A* grows without bound.
         assert conjugate(line, tensor(0.0, 1.0)) == INFINITY
+
+    def test_a_slanted_image_of_counts(self):
+        """Its support is a cone in a plane: the support function is infinite a rounding beside the face's normal."""
+        weight = draw(3, 2)
+        measure = affine(Poisson.create(tensor(2.0, 0.1)), weight)
+        assert (natural(measure, weight @ tensor(0.0, 0.3)) == INFINITY).all()
+        close(conjugate(measure, weight @ tensor(0.0, 0.3)), 2 + 0.3 * math.log(3) - 0.3 + 0.1, 1e-9)
+        assert conjugate(measure, weight @ tensor(-1e-3, 0.3)) == INFINITY
 
     def test_where_the_inverse_is_known(self):
         spins = Spin.create(tensor(0.3, -0.2))
@@ -559,3 +567,23 @@ class Cliff(Measure):
 
     def _domain(self) -> str:
         return "eta ≤ 0"
+
+
+def test_a_mean_in_half_precision_beside_a_flat_support_is_not_outside():
+    measure = Categorical.create(torch.tensor([0.2, 0.3, 0.5]))
+    mean = torch.tensor([0.1, 0.3, 0.6]).bfloat16()  # sums to 1.001
+    found = natural(measure, mean)
+    assert (measure.mean(found) - torch.tensor([0.1, 0.3, 0.6])).abs().max() < 4e-3
+    value = conjugate(measure, mean)
+    expected = (torch.tensor([0.1, 0.3, 0.6]) * (torch.tensor([0.1, 0.3, 0.6]) / measure.probability).log()).sum()
+    assert abs(value - expected) < 1e-2
+    with pytest.raises(ValueError, match="outside"):
+        natural(measure, mean.float() + 0.01)
+
+
+def test_the_hessian_of_categorical_entropy_is_the_pseudo_inverse():
+    measure = Categorical.create(torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64))
+    mean = torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64)
+    hessian = torch.func.hessian(lambda m: conjugate(measure, m))(mean)
+    expected = torch.linalg.pinv(torch.diag(mean) - mean.outer(mean))
+    torch.testing.assert_close(hessian, expected, atol=1e-9, rtol=0)

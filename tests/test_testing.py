@@ -230,6 +230,206 @@ def test_a_correct_measure_passes_with_one_hook():
     check_measure(Poisson(torch.rand(2, 3) + 0.5))
 
 
+class Counts(Coordinates):
+    """Poisson with a right sampler and density; the classes below each get one thing wrong."""
+
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _sample(self, eta, shape, generator):
+        rate = self._align(self.rate, eta) * eta.exp()
+        return torch.poisson(rate.expand(*shape, *eta.shape), generator=generator)
+
+    @property
+    def _reference(self):
+        return "counting"
+
+    def _log_density(self, point):
+        rate = self._align(self.rate, point)
+        return (torch.xlogy(point, rate) - rate - torch.lgamma(point + 1)).sum(-1)
+
+    def _support(self, direction):
+        return torch.where(direction > 0, torch.inf, 0.0).sum(-1)
+
+
+def counts(**hooks) -> Measure:
+    """`Counts` with other hooks: a class cannot derive from a concrete measure."""
+    own = {name: value for name, value in vars(Counts).items() if name.startswith("_") and not name.startswith("__")}
+    return type("Wrong", (Coordinates,), {"__module__": __name__, **own, **hooks})(RATE)
+
+
+def rate_of(measure, eta):
+    return measure._align(measure.rate, eta) * eta.exp()
+
+
+def matching_normal(measure, eta, shape, generator):
+    rate = rate_of(measure, eta).expand(*shape, *eta.shape)
+    return rate + rate.sqrt() * torch.randn(rate.shape, dtype=rate.dtype, generator=generator)
+
+
+def same_for_all_queries(measure, eta, shape, generator):
+    rate = rate_of(measure, eta)
+    share = torch.rand(*shape, *[1] * (eta.ndim - 1), eta.shape[-1], dtype=eta.dtype, generator=generator)
+    count = torch.arange(200, dtype=eta.dtype)
+    below = torch.special.gammaincc(count + 1, rate.unsqueeze(-1))
+    return (share.unsqueeze(-1) > below).sum(-1).to(eta.dtype)
+
+
+def each_draw_twice(measure, eta, shape, generator):
+    rate = rate_of(measure, eta)
+    drawn = torch.poisson(rate.expand(*shape, *eta.shape), generator=generator)
+    return drawn.index_select(0, torch.arange(len(drawn)) // 2 * 2) if shape else drawn
+
+
+def one_draw_for_all(measure, eta, shape, generator):
+    return torch.poisson(rate_of(measure, eta), generator=generator).expand(*shape, *eta.shape)
+
+
+def another_law(measure, eta, shape, generator):
+    """Mean, variance and third central moment of a Poisson law: two values and their probabilities."""
+    rate = rate_of(measure, eta).expand(*shape, *eta.shape)
+    half = 0.5 * (1 + torch.sqrt(1 + 4 * rate))
+    # Values rate + half and rate + half − root have products −rate and sum 1.
+    other = 1 - half
+    chance = -other / (half - other)
+    return rate + torch.where(torch.rand(rate.shape, dtype=rate.dtype, generator=generator) < chance, half, other)
+
+
+def cumulants_times(factors):
+    def _cumulants(self, eta, direction, order):
+        rate = rate_of(self, eta)
+        return torch.stack([factors.get(n, 1) * (direction**n * rate).sum(-1) for n in range(1, order + 1)], -1)
+
+    return _cumulants
+
+
+def moments_for_cumulants(measure, eta, direction, order):
+    rate = (rate_of(measure, eta) * direction.new_ones(())).unsqueeze(-1)
+    del order
+    return (rate * torch.stack([direction, direction**2 * (1 + rate.squeeze(-1))], -1)).sum(-2)
+
+
+RIGHT_NATURAL = {"_natural": lambda self, mu: (mu / self._align(self.rate, mu)).log()}
+
+SUBTLY_WRONG = {
+    "cumulant 1": ({"_cumulants": cumulants_times({1: 1.001})}, "cumulant 1 = mean"),
+    "cumulant 2": ({"_cumulants": cumulants_times({2: 1.001})}, "cumulant 2 = direction·Fisher"),
+    "cumulant 4": ({"_cumulants": cumulants_times({4: -1})}, "cumulant 4 = derivative of cumulant 3"),
+    "cumulant 6": ({"_cumulants": cumulants_times({6: 1 + 1e-6})}, "cumulant 6 = derivative of cumulant 5"),
+    "third moment": ({"_sample": matching_normal}, "third moment of samples"),
+    "queries share noise": ({"_sample": same_for_all_queries}, "independence of queries"),
+    "draws repeat": ({"_sample": each_draw_twice}, "independence of draws"),
+    "one draw": ({"_sample": one_draw_for_all}, "of samples"),
+    "three right moments": ({"_sample": another_law}, "frequency of a drawn value|probabilities of what is drawn"),
+    "no normaliser": (
+        {"_log_density": lambda self, x: Counts._log_density(self, x) + 0.01},
+        "frequency of a drawn value|probabilities of what is drawn",
+    ),
+    "impossible draws": (
+        {"_log_density": lambda self, x: Counts._log_density(self, x).masked_fill(x[..., 0] > 3, -torch.inf)},
+        "what is drawn is possible",
+    ),
+    "natural without the rate": ({"_natural": lambda self, mu: mu.log()}, "mean\\(natural\\(mu\\)\\) = mu"),
+    "natural of no mean": (
+        {"_natural": lambda self, mu: (mu.abs() / self._align(self.rate, mu)).log()},
+        "outside the support did not raise",
+    ),
+    "support too small": ({"_support": lambda self, v: -(v.abs().sum(-1))}, "mean·v ≤ support\\(v\\)"),
+    "support too large": (
+        {"_support": lambda self, v: torch.where(v > 0, torch.inf, v.abs()).sum(-1)},
+        "support\\(v\\) = mean·v far out",
+    ),
+    "support not homogeneous": (
+        {"_support": lambda self, v: torch.where(v > 0, torch.inf, 0.0).sum(-1) + 1},
+        "support\\(2v\\) = 2 support",
+    ),
+    "domain too large": (
+        {
+            "_log_partition": lambda self, eta: -torch.log1p(-eta).sum(-1),
+            "_in_domain": lambda self, eta: eta[..., 0] < 9,
+        },
+        "domain: A is not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUBTLY_WRONG)
+def test_one_wrong_hook_is_caught(name):
+    hooks, law = SUBTLY_WRONG[name]
+    with pytest.raises(AssertionError, match=law):
+        check_measure(counts(**hooks))
+
+
+def test_the_hooks_are_caught_for_what_is_wrong_with_them():
+    assert check_measure(Counts(RATE)) == ("domain", "compiled")
+    assert check_measure(counts(**RIGHT_NATURAL)) == ("domain", "compiled")
+
+
+class Waiting(Coordinates):
+    """An exponential law whose density lacks its rate."""
+
+    def _log_partition(self, eta):
+        return -torch.log1p(-eta / self._align(self.rate, eta)).sum(-1)
+
+    def _in_domain(self, eta):
+        return (eta < self._align(self.rate, eta)).all(-1)
+
+    def _sample(self, eta, shape, generator):
+        rate = (self._align(self.rate, eta) - eta).expand(*shape, *eta.shape)
+        return torch.empty_like(rate).exponential_(generator=generator) / rate
+
+    def _log_density(self, point):
+        density = -(self._align(self.rate, point) * point).sum(-1)
+        return density.masked_fill((point < 0).any(-1), -torch.inf)
+
+
+def test_a_density_that_is_not_normalised_is_caught():
+    with pytest.raises(AssertionError, match="log_prob is the normalised density of the samples"):
+        check_measure(Waiting(2 * RATE))
+
+
+def test_a_wrong_oracle_for_log_prob_is_reported():
+    with pytest.raises(AssertionError, match=r"log_prob = oracle: broken at eta = .* expected 0"):
+        check_measure(Spin.create(2), log_prob=lambda eta, point: point.new_zeros(point.shape[:-1]))
+
+
+class LongNatural(Coordinates):
+    """Categories with weights `rate`: eta is known up to a constant, and not the shortest one is given."""
+
+    def _log_partition(self, eta):
+        return torch.logsumexp(eta + self._align(self.rate, eta).log(), -1)
+
+    def _natural(self, mu):
+        return (mu / self._align(self.rate, mu)).log() + 20
+
+
+def test_a_natural_parameter_of_more_than_the_least_norm_is_caught():
+    with pytest.raises(AssertionError, match="no longer than eta"):
+        check_measure(LongNatural(RATE))
+
+
+def test_laws_left_out_are_returned():
+    assert check_measure(Poisson(RATE)) == ("domain", "samples", "log_prob", "support", "compiled")
+    assert check_measure(Spin.create(2)) == ("domain", "compiled")
+
+
+def test_points_are_found_inside_a_small_domain_or_asked_for():
+    assert "domain" not in check_measure(Exponential(torch.tensor([1e-3, 3.0])))
+
+    class FarAway(Coordinates):
+        def _log_partition(self, eta):
+            return -torch.log(eta - 1e3).sum(-1)
+
+        def _in_domain(self, eta):
+            return (eta > 1e3).all(-1)
+
+        def _domain(self):
+            return "eta > 1000"
+
+    with pytest.raises(ValueError, match="no eta inside the domain of FarAway, eta > 1000"):
+        check_measure(FarAway(RATE))
+
+
 def test_a_measure_with_a_domain_passes_inside_it_and_raises_outside():
     measure = Exponential(torch.tensor([1.0, 3.0]))
     eta = torch.tensor([[0.5, 1.0], [-2.0, 2.0], [-0.1, -4.0]], dtype=torch.float64)

@@ -18,17 +18,18 @@ def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Float[
 
     In closed form where the measure knows it, else by at most 100 damped Newton steps in float64, each of which
     diagonalises the Fisher information (n × n for n coordinates; up to about a thousand). The mean of the result differs
-    from mu by about 1e-12 of the spread of p_eta. Where values cannot be read (under `torch.func` transforms) the steps
-    are a fixed 48; `torch.compile` loops until all is done, but unrolls that loop around a transform, which then takes
-    about a minute to compile.
+    from mu by rounding, 1e-13 of the spread. Where values cannot be read (under `torch.func` transforms) the steps are a
+    fixed 48, with NaN where that was not enough; `torch.compile` loops until all is done, but unrolls that loop around a
+    transform, which then takes about a minute to compile.
 
     Derivatives in mu and in the measure's tensors are right to third order. If the family is not minimal (points within
     an affine subspace), they are those of the eta of least norm, along the subspace.
 
     On the boundary of the support's convex hull eta is not finite: +inf in every entry, or, in closed forms, ±inf in those
-    that diverge. A mu within rounding of its dtype (at least 1e-10 of the spread) of the boundary, towards which the
-    iteration diverges, is on it; so are means whose own eta lost that much. No gradient flows from there. How far the
-    support reaches is asked of the measure (`_support`) or, where it does not know, of its mean far away.
+    that diverge. No gradient flows from there. Newton's method counts as boundary what is within 1e-10 of the spread of
+    it, and what it cannot reach within mu's own rounding; a boundary mean that a finite eta reaches to rounding, since
+    what lies beyond its face is that faint, gets that eta. How far the support extends is asked of the measure
+    (`_support`) or, where it does not know, of its mean far away.
 
     Args:
         measure: Any measure; half precision is promoted.
@@ -40,7 +41,7 @@ def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Float[
     """
     promoted, target = measure._fit(mu=mu)
     _refuse(_some(promoted, ~target.isfinite()), promoted, target, "mu must be finite")
-    closed = promoted._natural(target)
+    closed = _closed_form(promoted, target, mu.dtype)
     if closed is not None:
         _refuse(_some(promoted, closed.isnan()), promoted, target, _OUTSIDE)
         return closed
@@ -70,7 +71,7 @@ def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Floa
     """
     promoted, target = measure._fit(mu=mu)
     _refuse(_some(promoted, ~target.isfinite()), promoted, target, "mu must be finite")
-    closed = promoted._natural(target.detach())
+    closed = _closed_form(promoted, target.detach(), mu.dtype)
     if closed is not None:
         value = _closed_conjugate(promoted, target, closed)
         return torch.where(_every(promoted, target.isfinite()), value, torch.nan)
@@ -78,10 +79,17 @@ def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Floa
     solution = solve(exact, wide, mu.dtype)
     _refuse_failures(exact, wide, solution)
     value = _fenchel(exact, _attach(exact, wide, solution), wide)
-    # Towards a face that carries mass the decrement vanishes, towards any other it stays.
-    limit = torch.where(solution.decrement < 1e-6, _fenchel(exact, solution.last, wide).detach(), torch.inf)
+    limit = torch.where(solution.massive, _fenchel(exact, solution.last, wide).detach(), torch.inf)
     other = torch.where(solution.boundary, limit, torch.where(solution.outside, torch.inf, torch.nan))
     return torch.where(solution.found, value, other).to(target.dtype)
+
+
+def _closed_form(measure: Measure, mu: Tensor, given: torch.dtype) -> Tensor | None:
+    """`Measure._natural`; None where it refuses what only the rounding of half precision put beside the support."""
+    closed = measure._natural(mu)
+    if closed is None or torch.finfo(given).bits >= 32 or not values_are_readable(closed):
+        return closed
+    return None if bool(closed.isnan().any()) else closed
 
 
 def _attach(measure: Measure, mu: Tensor, solution: Solution) -> Tensor:
@@ -93,11 +101,17 @@ def _attach(measure: Measure, mu: Tensor, solution: Solution) -> Tensor:
     """
     inverse, null = solution.inverse, solution.null
     base, eta, dual = solution.eta.reshape(mu.shape), solution.eta, times(inverse, solution.eta)
+
+    def missing(eta: Tensor) -> Tensor:
+        return (mu - measure._mean(eta.reshape(mu.shape))).reshape(eta.shape)
+
+    # What rounding left of either equation stays: an inverse of large entries would make it large.
+    left, unmatched = missing(eta).detach(), (eta - _image(measure, base, dual)).detach()
     for _ in range(_ORDERS):
-        eta = eta + times(inverse, (mu - measure._mean(eta.reshape(mu.shape))).reshape(eta.shape))
+        eta = eta + times(inverse, missing(eta) - left)
         if null is not None:
-            dual = dual + times(inverse, eta - _image(measure, base, dual))
-            eta = eta + times(null, _image(measure, base, dual) - eta)
+            dual = dual + times(inverse, eta - _image(measure, base, dual) - unmatched)
+            eta = eta + times(null, _image(measure, base, dual) + unmatched - eta)
     return eta.reshape(mu.shape)
 
 

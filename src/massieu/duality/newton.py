@@ -23,6 +23,10 @@ _UNROLLED = 48
 """Those of the fixed-length loop."""
 _BOUNDARY = 1e-10
 """What part of the spread counts as no distance from the boundary."""
+_VANISHING = 1e-6
+"""What part of the spread's square is a vanishing variance."""
+_MASSIVE = 1e10
+"""How many units an eta whose mean has come to rounding of a face of mass is away at most."""
 _FAR = 1e12
 """How many units away a mean stands for the end of the support."""
 _TINY = 1e-36
@@ -46,8 +50,6 @@ class _Point(NamedTuple):
 class _State(NamedTuple):
     point: _Point
     shift: Tensor  # τ
-    decrement: Tensor  # ∇φᵀ F⁺ ∇φ: twice what A* is short of
-    ratio: Tensor  # of the last two decrements
     done: Tensor
 
 
@@ -62,7 +64,7 @@ class Solution(NamedTuple):
     inverse: Tensor  # the Fisher information's pseudo-inverse where found, 0 elsewhere, (*lead, n, n)
     null: Tensor | None  # the projector on what A cannot see; None where it is known to be nothing
     last: Tensor  # the last iterate, shaped like eta
-    decrement: Tensor  # ∇φᵀ F⁺ ∇φ there: twice what A* is short of
+    massive: Tensor  # whether A* is finite there, if on the boundary
     residual: Tensor  # ‖∇A − mu‖ there; NaN where A is not finite at the start
 
 
@@ -133,7 +135,7 @@ class _Problem:
 
     def target(self, point: _Point) -> Tensor:
         """How small ∇φ has to become."""
-        return 4096 * self.eps * point.scale + 16 * self.eps * self.size
+        return 64 * self.eps * point.scale + 16 * self.eps * self.size
 
     def beyond(self, directions: Tensor) -> Tensor | None:
         """How far the support reaches beyond mu along unit vectors (*lead, k, n); None where it is not known."""
@@ -150,8 +152,8 @@ class _Problem:
         return gap if inside is None else torch.where(inside, gap, torch.inf)
 
     def tolerance(self, scale: Tensor) -> Tensor:
-        """How near to the boundary counts as on it."""
-        return _BOUNDARY * scale + self.rounding
+        """How near to the boundary counts as on it; for a mu that was not reached, its own rounding is added."""
+        return _BOUNDARY * scale + 64 * self.eps * self.size
 
 
 def solve(measure: Measure, mu: Tensor, given: torch.dtype) -> Solution:
@@ -159,10 +161,10 @@ def solve(measure: Measure, mu: Tensor, given: torch.dtype) -> Solution:
     with torch.no_grad():
         problem = _Problem(measure, mu, given)
         point = problem.at(problem.start, torch.zeros_like(problem.size))
-        size, zero = point.slope.norm(dim=-1), torch.zeros_like(problem.size)
+        size = point.slope.norm(dim=-1)
         point = point._replace(scale=torch.maximum(point.scale, size))
         done = point.value.isnan() | problem.converged(point)
-        state = _State(point, size.clamp_min(problem.eps), zero, zero, done)
+        state = _State(point, size.clamp_min(problem.eps), done)
         return _conclude(problem, _repeat(partial(_step, problem), state))
 
 
@@ -211,15 +213,14 @@ def _step(problem: _Problem, state: _State) -> _State:
     shift = state.shift * torch.where(accepted, torch.where(short, 0.125, 1.0), 4.0)
 
     moved = _choose(accepted, trial, point)
+    # As near as rounding lets it come: the decrement, twice what A* is short of, is rounding too.
     decrement = (moved.signal.square() / moved.eigenvalues).sum(-1)
-    ratio = torch.where(accepted, decrement / state.decrement, state.ratio)
-    # As near as rounding lets it come: A* is exact.
     stalled = (decrement <= 64 * problem.eps) & (moved.slope.norm(dim=-1) > 0.5 * point.slope.norm(dim=-1))
     beyond = problem.beyond(torch.stack([_unit(-moved.slope), problem.newton(moved)], -2))
     done = state.done | stalled | problem.converged(moved)
     if beyond is not None:
-        done = done | (beyond < -problem.tolerance(moved.scale).unsqueeze(-1)).any(-1)
-    return _State(moved, shift, decrement, ratio, done)
+        done = done | (beyond < -(problem.tolerance(moved.scale) + problem.rounding).unsqueeze(-1)).any(-1)
+    return _State(moved, shift, done)
 
 
 def _conclude(problem: _Problem, state: _State) -> Solution:
@@ -237,24 +238,32 @@ def _conclude(problem: _Problem, state: _State) -> Solution:
     residual = torch.where(point.value.isnan(), torch.nan, (point.slope * unit).norm(dim=-1))
     failed = ~(found | boundary | outside)
     last = problem.eta(point.vector)
-    return Solution(found, boundary, outside, failed, eta, inverse, null, last, state.decrement, residual)
+    # The mean comes near a face of mass exponentially in ‖eta‖, near any other as 1/‖eta‖ or slower.
+    massive = (point.vector - problem.start).norm(dim=-1) < _MASSIVE
+    return Solution(found, boundary, outside, failed, eta, inverse, null, last, massive, residual)
 
 
 def _judge(problem: _Problem, state: _State) -> tuple[Tensor, Tensor, Tensor]:
     """Whether an eta was found, or the iterates run to infinity, towards a boundary point or past it.
 
-    Towards the boundary the decrement falls by a constant factor at each step, in the interior faster and faster.
+    They run along a direction in which the support ends at mu, or before it, and in which the variance vanishes.
     """
     point = state.point
-    directions = torch.stack([problem.newton(point), _unit(-point.slope), _unit(point.vector - problem.start)], -2)
-    ahead, behind = problem.beyond(directions), problem.beyond(-directions)
-    if ahead is None or behind is None:
-        ahead, behind = problem.far(point.vector, directions), problem.far(point.vector, -directions)
-    tolerance = problem.tolerance(point.scale).unsqueeze(-1)
-    touching = ((ahead.abs() <= tolerance) & (ahead + behind > 2 * tolerance)).any(-1)
+    moved = point.vector - problem.start
+    vanishing = point.eigenvalues < _VANISHING * point.scale.square().unsqueeze(-1)
+    along = times(point.eigenvectors, torch.where(vanishing, times(point.eigenvectors.mT, moved), 0.0))
+    candidates = problem.newton(point), -point.slope, moved, along
+    directions = torch.stack([_unit(candidate) for candidate in candidates], -2)
+    # The mean far away, since the support of an unbounded measure may be infinite a rounding beside the direction.
+    ahead, behind = problem.far(point.vector, directions), problem.far(point.vector, -directions)
+    end = problem.beyond(directions)
+    near = problem.tolerance(point.scale)
+    forgiven = (near + problem.rounding).unsqueeze(-1)
+    near = torch.where(state.done.unsqueeze(-1), near.unsqueeze(-1), forgiven)
     usable = ~point.value.isnan() & problem.mu.isfinite().all(-1)
-    outside = usable & (ahead < -tolerance).any(-1)
-    boundary = usable & ~outside & touching & ~(state.done & (state.ratio < 0.25))
+    outside = usable & ((ahead if end is None else end) < -forgiven).any(-1)
+    touching = ((ahead.abs() <= near) & (ahead + behind > 2 * forgiven)).any(-1)
+    boundary = usable & ~outside & touching
     return usable & state.done & ~outside & ~boundary, boundary, outside
 
 

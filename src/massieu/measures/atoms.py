@@ -119,11 +119,9 @@ class Atoms(Measure):
         return self._attend(eta, self.points)
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        centred = self._centred()
-        weights = centred._log_probability(eta).exp()
-        change = _scores(vector, centred.points)
-        change = change - (weights * change).sum(-1, keepdim=True)
-        return _weighted_sum(weights * change, centred.points)
+        query, key, log_weight = self._as_heads(eta)
+        product = ops.fisher_vp(query, key, vector.reshape(query.shape), log_weight=log_weight, scale=1.0)
+        return product.reshape(eta.shape)
 
     def _fisher(self, eta: Tensor) -> Tensor:
         centred = self._centred()

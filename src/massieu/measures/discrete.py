@@ -343,13 +343,17 @@ class Categorical(Measure):
         log_probability = self._align(self.log_probability, mu)
         kept, positive = (log_probability > -torch.inf).expand_as(mu), mu > 0
         both = kept & positive
-        ratio = torch.where(both, mu, 1.0).log() - torch.where(kept, log_probability, 0.0)
-        ratio = torch.where(both, ratio, 0.0)
-        ratio = ratio - ratio.sum(-1, keepdim=True) / both.sum(-1, keepdim=True).clamp_min(1)
         rounding = 64 * torch.finfo(mu.dtype).eps * mu.shape[-1] ** 0.5
         valid = (mu >= 0).all(-1) & ~(positive & ~kept).any(-1) & ((mu.sum(-1) - 1).abs() <= rounding)
+        valid = valid.unsqueeze(-1)
+        # A sum other than one is taken off evenly, so that derivatives are those along the simplex.
+        count = both.sum(-1, keepdim=True).clamp_min(1)
+        excess = (torch.where(both, mu, 0.0).sum(-1, keepdim=True) - 1) / count
+        ratio = torch.where(both, mu - torch.where(valid, excess, 0.0), 1.0).log() - torch.where(kept, log_probability, 0.0)
+        ratio = torch.where(both, ratio, 0.0)
+        ratio = ratio - ratio.sum(-1, keepdim=True) / count
         eta = torch.where(both, ratio, torch.where(kept, -torch.inf, 0.0))
-        return torch.where(valid.unsqueeze(-1), eta, torch.nan)
+        return torch.where(valid, eta, torch.nan)
 
 
 def _check_probability(probability: Tensor) -> None:

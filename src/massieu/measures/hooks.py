@@ -132,8 +132,10 @@ class Hooks(ABC):
             integral = integral + weight * (1 - t) * curvature
             coarse = coarse + embedded * curvature
         rounding = 4 * torch.finfo(torch.float64).eps * (1 + start.abs() + end.abs() + slope.abs())
-        close = (integral - coarse).abs() <= rounding
-        return torch.where(close, integral, difference).to(dtype)
+        # Nodes may all miss a sudden change, as between atoms far apart; the difference does not.
+        close = ((integral - coarse).abs() <= rounding) & ((integral - difference).abs() <= 64 * rounding)
+        # Rounding may leave either a little below 0.
+        return torch.where(close, integral, difference).clamp_min(0).to(dtype)
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         """κ_1 … κ_order of x·direction, stacked last: the derivatives of A(eta + t·direction) at t = 0."""

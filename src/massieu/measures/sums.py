@@ -77,7 +77,7 @@ class Product(Measure):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return max((measure.batch_shape for measure in self.measures), key=len)
+        return max([measure.batch_shape for measure in self.measures], key=len)
 
     @property
     def event_shape(self) -> torch.Size:
@@ -165,7 +165,7 @@ class Convolution(Measure):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return max((measure.batch_shape for measure in self.measures), key=len)
+        return max([measure.batch_shape for measure in self.measures], key=len)
 
     @property
     def event_shape(self) -> torch.Size:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.ops import reference, tiles
-from massieu.ops.shapes import Problem, Scale, check_problem, may_be_differentiated
+from massieu.ops.shapes import Problem, Scale, check_problem
 from massieu.ops.tiles import Slab, Tile
 
 FisherBackend = Literal["auto", "reference", "blocks"]
@@ -81,25 +81,12 @@ def _choose(problem: Problem, vector: Tensor, backend: str) -> str:
         raise ValueError(f"backend must be 'auto', 'reference' or 'blocks', got {backend!r}")
     if backend == "reference":
         return backend
-    reason = _blocks_unusable(problem, vector)
+    reason = tiles.unusable(problem, vector)
     if reason is None:
         return "blocks"
     if backend == "blocks":
         raise ValueError(f"backend 'blocks' cannot be used here: {reason}; 'reference' can")
     return "reference"
-
-
-def _blocks_unusable(problem: Problem, vector: Tensor) -> str | None:
-    tensors = (problem.query, problem.key, vector, problem.log_weight, problem.scale)
-    if problem.query.device.type != "cpu":
-        return f"it runs on the CPU, got {problem.query.device}"
-    if torch.compiler.is_compiling():
-        return "it cannot be compiled into something else"
-    if any(isinstance(tensor, Tensor) and may_be_differentiated(tensor) for tensor in tensors):
-        return "it has no derivative, and one may be wanted here"
-    if problem.pairs == 0:
-        return "it needs at least one query and one key"
-    return None
 
 
 def _centred(problem: Problem) -> Problem:

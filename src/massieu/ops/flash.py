@@ -87,6 +87,9 @@ def _kernel_arguments(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, 
         return query, key, None, scale
     if may_be_differentiated(weight):
         return _with_weight_column(query * scale, key, weight, problem)
+    if weight.is_floating_point() and weight.shape[3] == 1 and not torch.compiler.is_compiling() and not weight.any():
+        # A mask costs the kernel up to a tenth of its time, also when it hides and weighs nothing.
+        return query, key, None, scale
     if weight.dtype == torch.bool:
         weight = torch.zeros_like(weight, dtype=query.dtype).masked_fill(~weight, -torch.inf)
     elif query.dtype == torch.float64:

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import compiled, moment_blocks, reference
-from massieu.ops.shapes import Problem, Scale, check_problem, may_be_differentiated
+from massieu.ops import compiled, moment_blocks, reference, tiles
+from massieu.ops.shapes import Problem, Scale, check_problem
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
 
@@ -140,7 +140,7 @@ def _choose(problem: Problem, backend: str) -> str:
         raise ValueError(f"backend must be 'auto', 'reference', 'compiled' or 'blocks', got {backend!r}")
     if backend == "reference":
         return backend
-    reason = _blocks_unusable(problem)
+    reason = tiles.unusable(problem, problem.value)
     if backend != "auto":
         if reason is None and backend == "compiled" and not compiled.compiler_exists():
             reason = "no C++ compiler was found"
@@ -155,19 +155,6 @@ def _choose(problem: Problem, backend: str) -> str:
 
 def _is_fusable(problem: Problem) -> bool:
     return problem.log_weight is None or problem.log_weight.dtype == torch.bool
-
-
-def _blocks_unusable(problem: Problem) -> str | None:
-    tensors = (problem.query, problem.key, problem.value, problem.log_weight, problem.scale)
-    if problem.query.device.type != "cpu":
-        return f"it runs on the CPU, got {problem.query.device}"
-    if torch.compiler.is_compiling():
-        return "it cannot be compiled into something else"
-    if any(isinstance(tensor, Tensor) and may_be_differentiated(tensor) for tensor in tensors):
-        return "it has no derivative, and one may be wanted here"
-    if problem.pairs == 0:
-        return "it needs at least one query and one key"
-    return None
 
 
 def _reference(softcap: float | None) -> Callable[..., tuple[Tensor, ...]]:

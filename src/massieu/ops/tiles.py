@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import Problem
+from massieu.ops.shapes import Problem, may_be_differentiated
 
 HIDDEN = -1e30
 """Stands for −inf where 0·score must stay 0."""
@@ -188,3 +188,17 @@ def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
         return Visible(first, last, 0, 0, None, count)
     mixed_first, mixed_last = first + int(partly[0]), first + int(partly[-1]) + 1
     return Visible(first, last, mixed_first, mixed_last, kept[..., mixed_first:mixed_last].to(dtype), count)
+
+
+def unusable(problem: Problem, *others: Tensor | None) -> str | None:
+    """Why tiles cannot take this problem, with the other tensors that go in; None where they can."""
+    tensors = (problem.query, problem.key, problem.log_weight, problem.scale, *others)
+    if problem.query.device.type != "cpu":
+        return f"it runs on the CPU, got {problem.query.device}"
+    if torch.compiler.is_compiling():
+        return "it cannot be compiled into something else"
+    if any(isinstance(tensor, Tensor) and may_be_differentiated(tensor) for tensor in tensors):
+        return "it has no derivative, and one may be wanted here"
+    if problem.pairs == 0:
+        return "it needs at least one query and one key"
+    return None

@@ -22,7 +22,7 @@ def differences(
         shift = torch.zeros_like(point)
         shift[..., index] = size
         change = function(point + shift) - function(point - shift)
-        columns.append(change / (2 * size).reshape(*size.shape, *[1] * (change.ndim - size.ndim)))
+        columns.append(change / (2 * size).reshape((*size.shape, *[1] * (change.ndim - size.ndim))))
     return torch.stack(columns, -1)
 
 

@@ -1,0 +1,9 @@
+"""The laws every measure obeys, as a check to run on one's own: `check_measure`.
+
+It needs neither pytest nor SciPy. Laws are grouped by theme: `derivatives`, `divergence`, `distribution` (density, samples,
+support), `inverse` (mean to natural parameter), `batching` and `precision`.
+"""
+
+from massieu.testing.check import check_measure
+
+__all__ = ["check_measure"]

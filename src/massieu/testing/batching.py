@@ -1,0 +1,84 @@
+"""Batched, one by one, mapped and compiled: four ways to the same numbers."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from massieu.measures.base import Measure
+from massieu.testing.subject import Subject, agree
+
+DERIVED = ("log_partition", "mean", "fisher", "entropy")
+"""Functions of one eta."""
+
+FUNCTIONS: dict[str, Callable[[Measure, Tensor, Tensor], Tensor]] = {
+    **{name: lambda measure, eta, other, name=name: getattr(measure, name)(eta) for name in DERIVED},
+    "fisher_vp": lambda measure, eta, other: measure.fisher_vp(eta, other),
+    "kl": lambda measure, eta, other: measure.kl(eta, other),
+    "cumulants": lambda measure, eta, other: measure.cumulants(eta, other, 3),
+}
+"""All deterministic functions of a measure at eta, with a second point of the domain for those that take two."""
+
+
+def check_shapes(subject: Subject) -> None:
+    measure, eta = subject.measure, subject.eta
+    lead, event = eta.shape[: subject.queries + 1], measure.event_shape
+    for name, shape in zip(DERIVED, (lead, eta.shape, (*eta.shape, *event), lead), strict=True):
+        actual = tuple(getattr(measure, name)(eta).shape)
+        if actual != tuple(shape):
+            raise AssertionError(f"shape of {name}: got {actual}, expected {tuple(shape)}")
+    try:
+        measure.log_partition(torch.cat([eta, eta], -1))
+    except ValueError:
+        return
+    raise AssertionError(f"shapes: eta with an event shape other than {tuple(event)} did not raise ValueError")
+
+
+def check_batching(subject: Subject) -> None:
+    measure, eta, other, queries = subject.measure, subject.eta, subject.middle, subject.queries
+    pairs = list(zip(eta.unbind(queries), other.unbind(queries), strict=True))
+    sliced = _can_be_sliced(measure)
+    parts = [pytree.tree_map(lambda leaf, i=i: leaf[i], measure) for i in range(len(eta))] if sliced else []
+    for name, function in FUNCTIONS.items():
+        whole = function(measure, eta, other)
+        tolerance = 1e-12 * (1 + whole.abs())
+        alone = [function(measure, point, second) for point, second in pairs]
+        agree(f"{name}: all queries at once = one by one", eta, whole, torch.stack(alone, queries), tolerance)
+        # Out at 0 and moved: vmap with another out_dims fails on results that do not depend on eta.
+        mapped = torch.func.vmap(function, (None, queries, queries))(measure, eta, other).movedim(0, queries)
+        agree(f"{name}: vmap over queries", eta, whole, mapped, tolerance)
+        if sliced:
+            alone = [function(*one) for one in zip(parts, eta, other, strict=True)]
+            agree(f"{name}: whole batch = one by one", eta, whole, torch.stack(alone), tolerance)
+            mapped = torch.func.vmap(function)(measure, eta, other)
+            agree(f"{name}: vmap over the batch", eta, whole, mapped, tolerance)
+
+
+def _can_be_sliced(measure: Measure) -> bool:
+    """Whether every tensor of the measure carries its first batch dimension (in compositions some may not)."""
+    batch = measure.batch_shape
+    return len(batch) > 0 and all(leaf.shape[: len(batch)] == batch for leaf in pytree.tree_leaves(measure))
+
+
+def _gradient(measure: Measure, eta: Tensor, other: Tensor) -> Tensor:
+    return torch.func.grad(lambda point: measure.log_partition(point).sum())(eta)
+
+
+def _gradient_of_the_mean(measure: Measure, eta: Tensor, other: Tensor) -> Tensor:
+    return torch.func.grad(lambda point: measure._dot(other, measure.mean(point)).sum())(eta)
+
+
+COMPILED = {**FUNCTIONS, "gradient": _gradient, "gradient of the mean": _gradient_of_the_mean}
+"""The functions that are compiled."""
+
+
+def check_compiled(subject: Subject, backend: str, names: Iterable[str] = COMPILED) -> None:
+    measure, eta, other = subject.measure, subject.eta, subject.middle
+    for name in names:
+        function = partial(COMPILED[name], measure)
+        expected = function(eta, other)
+        torch.compiler.reset()
+        actual = torch.compile(function, fullgraph=True, backend=backend)(eta, other)
+        agree(f"{name}: compiled = eager", eta, actual, expected, 1e-10 * (1 + expected.abs()))

@@ -1,0 +1,406 @@
+"""A measure of each class, with an oracle that shares no code with it."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from scipy import stats
+from scipy.special import logsumexp
+from tests.measures.oracles import (
+    AtomsAndDensity,
+    Enumerated,
+    Image,
+    Joint,
+    Line,
+    Normal,
+    Oracle,
+    UniformSphere,
+    joined,
+    numpy,
+    product_of_values,
+)
+from torch import Tensor
+
+from massieu.measures import (
+    Atoms,
+    Bernoulli,
+    Categorical,
+    ConjugatePrior,
+    Constant,
+    Exponential,
+    Gamma,
+    Gaussian,
+    Laplace,
+    Measure,
+    Poisson,
+    Sphere,
+    Spin,
+    Uniform,
+    affine,
+    convolve,
+    hybrid,
+    mixture,
+    power,
+    product,
+)
+from massieu.testing import check_measure
+
+F64 = torch.float64
+_TAIL = 45.0
+"""e^−45 = 3e-20 of the mass is left out on either side."""
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def positive(*shape: int, seed: int = 0, low: float = 0.5, high: float = 2.0) -> Tensor:
+    return low + (high - low) * torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measure, its oracle, and which laws are left out for it by `check_measure`."""
+
+    measure: Measure
+    oracle: Oracle
+    left_out: tuple[str, ...] = ("domain",)
+    eta: Tensor | None = None
+    scales: tuple[float, ...] = (0.0, 1e-4, 1.0, 15.0, 100.0)
+    density: bool = True  # whether the oracle has one
+    divergence: bool = True
+
+    def check(self, **options) -> None:
+        oracle = self.oracle
+        left_out = check_measure(
+            self.measure,
+            log_partition=oracle.log_partition,
+            kl=oracle.kl if self.divergence else None,
+            log_prob=oracle.log_prob if self.density else None,
+            eta=self.eta,
+            scales=self.scales,
+            **options,
+        )
+        compiled = ("compiled",) if options.get("compile_backend") is None else ()
+        assert left_out == self.left_out + compiled
+
+
+def atoms_case(measure: Atoms) -> Case:
+    return Case(measure, Enumerated(numpy(measure.points), numpy(measure.log_weight)))
+
+
+def gaussian_case(location: Tensor, matrix: Tensor, **covariance: Tensor) -> Case:
+    return Case(Gaussian.create(location, **covariance), Normal(numpy(location), numpy(matrix)))
+
+
+def spins(field: Tensor) -> Enumerated:
+    f = numpy(field)[..., None] * np.array([-1.0, 1.0])
+    return product_of_values([-1.0, 1.0], f - logsumexp(f, -1, keepdims=True))
+
+
+def bits(probability: Tensor) -> Enumerated:
+    return product_of_values([0.0, 1.0], np.log(np.stack([1 - numpy(probability), numpy(probability)], -1)))
+
+
+# Pieces that carry the mass of exp(x·eta) h(dx), from how fast that decays.
+
+
+def above_zero(decay):
+    return [(np.zeros_like(decay), _TAIL / decay)]
+
+
+def about_zero(left, right):
+    return [(-_TAIL / left, np.zeros_like(left)), (np.zeros_like(right), _TAIL / right)]
+
+
+def in_box(eta, low, high):
+    reach = np.minimum(high - low, _TAIL / np.maximum(np.abs(eta), 1e-9))
+    return [(np.where(eta > 0, high - reach, low), np.where(eta > 0, high, low + reach))]
+
+
+def gamma_pieces(decay, shape):
+    """In t = log x: e^{shape·t} to the left, e^{−decay·eᵗ} to the right."""
+    centre = np.log(shape / decay)
+    return [(centre - _TAIL / shape - 2, centre), (centre, np.log((_TAIL + 4 * shape) / decay) + 1)]
+
+
+def exponential(rate: Tensor) -> Line:
+    return Line(lambda x, r: stats.expon.logpdf(x, scale=1 / r), (numpy(rate),), lambda eta, r: above_zero(r - eta))
+
+
+def laplace(scale: Tensor) -> Line:
+    pieces = lambda eta, s: about_zero(1 / s + eta, 1 / s - eta)  # noqa: E731
+    return Line(lambda x, s: stats.laplace.logpdf(x, scale=s), (numpy(scale),), pieces)
+
+
+def uniform(low: Tensor, high: Tensor) -> Line:
+    return Line(lambda x, a, b: -np.log(b - a) + 0 * x, (numpy(low), numpy(high)), in_box)
+
+
+def normal_line(location: Tensor, variance: Tensor) -> Line:
+    def pieces(eta, m, v):
+        return [(m + v * eta - 12 * np.sqrt(v), m + v * eta + 12 * np.sqrt(v))]
+
+    return Line(lambda x, m, v: stats.norm.logpdf(x, m, np.sqrt(v)), (numpy(location), numpy(variance)), pieces)
+
+
+def mixed_normals(points: Tensor, log_weight: Tensor, variance: float) -> Line:
+    """Σ w_n N(x_n, variance) on the line, as one density."""
+    x_n, w_n, spread = numpy(points), numpy(log_weight), np.sqrt(variance)
+
+    def density(x, _):
+        return logsumexp(stats.norm.logpdf(x[..., None], x_n, spread) + w_n, -1)
+
+    def pieces(eta, _):
+        return [(x_n.min() + variance * eta - 12 * spread, x_n.max() + variance * eta + 12 * spread)]
+
+    return Line(density, (np.zeros(1),), pieces)
+
+
+def conjugate_cases() -> dict[str, Case]:
+    strength = positive(2, seed=20, low=3.0, high=6.0)
+    nu = (numpy(strength),)
+    chance, field, rate = positive(2, seed=21, low=0.2, high=0.8), draw(2, seed=22), positive(2, seed=23)
+    shape, location, variance = positive(2, seed=24), draw(2, seed=25), positive(2, seed=26)
+    inside = torch.tensor([[0.25, 0.4], [0.5, 0.5], [0.7, 0.3], [0.4, 0.8]], dtype=F64) * strength
+    above = torch.tensor([[1.0, 4.0], [3.0, 2.0], [6.0, 0.7]], dtype=F64)
+
+    def logistic(x, n, p):
+        return -n * np.logaddexp(np.log1p(-p), np.log(p) + x)
+
+    def shifted(chi, n, p):  # the mode is near χ/ν, the decay χ to the left and ν − χ to the right
+        centre = np.log(chi / (n - chi)) - np.log(p / (1 - p))
+        return [(centre - 2 * _TAIL / chi, centre), (centre, centre + 2 * _TAIL / (n - chi))]
+
+    def log_cosh(x, n, f):
+        return -n * (np.logaddexp(x + f, -x - f) - np.logaddexp(f, -f))
+
+    def signs(chi, n, f):
+        return [(-f - 2 * _TAIL / (n + chi), -f), (-f, -f + 2 * _TAIL / (n - chi))]
+
+    def counts(chi, n, r):
+        centre = np.log(chi / (n * r))
+        return [(centre - 2 * _TAIL / chi, centre), (centre, centre + np.log(_TAIL / np.minimum(chi, 1)) + 2)]
+
+    def waiting(x, n, k, r):  # x = r − η > 0 in the argument's place
+        return n * k * np.log(np.maximum(r - x, 1e-300) / r)
+
+    def below(chi, n, k, r):
+        return [(r - (_TAIL + 4 * n * k) / chi, r)]
+
+    def square(x, n, m, v):
+        return -n * (m * x + 0.5 * v * x**2)
+
+    def around(chi, n, m, v):
+        centre, spread = (chi - n * m) / (n * v), 1 / np.sqrt(n * v)
+        return [(centre - 12 * spread, centre + 12 * spread)]
+
+    def case(likelihood: Measure, density, pieces, eta, *parameters: Tensor) -> Case:
+        line = Line(density, (*nu, *(numpy(p) for p in parameters)), pieces)
+        left_out = ("domain",) if isinstance(likelihood, Gaussian) else ()
+        return Case(ConjugatePrior.create(likelihood, strength), line, left_out, eta, (0.0, 1e-4, 0.5))
+
+    one = torch.ones_like(rate)
+    return {
+        "conjugate to bernoulli": case(Bernoulli.create(chance), logistic, shifted, inside, chance),
+        "conjugate to spin": case(Spin.create(field), log_cosh, signs, 2 * inside - strength, field),
+        "conjugate to poisson": case(Poisson.create(rate), lambda x, n, r: -n * r * np.expm1(x), counts, above, rate),
+        "conjugate to exponential": case(Exponential.create(rate), waiting, below, above, one, rate),
+        "conjugate to gamma": case(Gamma.create(shape, 1 / rate), waiting, below, above, shape, rate),
+        "conjugate to gaussian": case(
+            Gaussian.create(location, variance), square, around, draw(3, 2, seed=27), location, variance
+        ),
+    }
+
+
+def single_cases() -> dict[str, Case]:
+    masked = draw(2, 7, seed=1)
+    masked[0, 2] = masked[1, 0] = masked[1, 6] = -torch.inf
+    root, thin = draw(2, 3, 3, seed=2), draw(2, 3, 1, seed=8)
+    full = root @ root.mT + 0.1 * torch.eye(3, dtype=F64)
+    variances, location, field = draw(2, 3, seed=3).square() + 0.1, draw(2, 3), draw(2, 3, seed=4)
+    rate, chance, rates = positive(2, 2), positive(2, 3, low=0.1, high=0.9), positive(2, 2, seed=5)
+    shape, scale, logits = positive(2, 2, seed=6, low=0.3, high=3.0), positive(2, 2, seed=7), draw(2, 4, seed=9)
+    logits[1, 2] = -torch.inf
+    shares = torch.log_softmax(logits, -1)
+    low, high = -positive(2, 2, seed=10), positive(2, 2, seed=11)
+    radius = positive(3, seed=12)
+    value = draw(2, 3, seed=13)
+    return {
+        "atoms": atoms_case(Atoms.create(draw(6, 3))),
+        "atoms, batched and masked": atoms_case(Atoms.create(draw(2, 7, 3), masked)),
+        "atoms, far from the origin": atoms_case(Atoms.create(draw(2, 5, 3) + 20.0)),
+        "atoms, one point": atoms_case(Atoms.create(draw(1, 2))),
+        "atoms, fewer than dimensions": atoms_case(Atoms.create(draw(3, 6), draw(3, seed=1))),
+        "atoms, two batch dimensions": atoms_case(Atoms.create(draw(2, 3, 4, 2), draw(2, 3, 4, seed=1))),
+        "gaussian, isotropic": gaussian_case(
+            location, torch.diag_embed(variances[:, :1].expand(2, 3)), covariance=variances[:, 0]
+        ),
+        "gaussian, diagonal": gaussian_case(location, torch.diag_embed(variances), covariance=variances),
+        "gaussian, full": gaussian_case(location, full, covariance=full),
+        "gaussian, low rank plus diagonal": gaussian_case(
+            location, thin @ thin.mT + torch.diag_embed(variances), covariance=variances, factor=thin
+        ),
+        "gaussian, rank one": Case(
+            Gaussian.create(draw(3), factor=thin[0]),
+            Normal(numpy(draw(3)), numpy(thin[0] @ thin[0].mT)),
+            ("domain", "log_prob"),
+            density=False,
+            divergence=False,
+        ),
+        "spin, fair": Case(Spin.create(3), spins(torch.zeros(3))),
+        "spin, in a field": Case(Spin.create(field), spins(field)),
+        "bernoulli": Case(Bernoulli.create(chance), bits(chance)),
+        "categorical": Case(
+            Categorical.create(logits=logits), Enumerated(np.broadcast_to(np.eye(4), (2, 4, 4)), numpy(shares))
+        ),
+        "poisson": Case(
+            Poisson.create(rate),
+            Line(lambda x, r: stats.poisson.logpmf(x, r), (numpy(rate),), values=np.arange(800.0)),
+            scales=(0.0, 1e-4, 1.0, 4.0),
+        ),
+        "exponential": Case(Exponential.create(rates), exponential(rates), ()),
+        "gamma": Case(
+            Gamma.create(shape, scale),
+            Line(
+                lambda x, k, s: stats.gamma.logpdf(x, k, scale=s),
+                (numpy(shape), numpy(scale)),
+                lambda eta, k, s: gamma_pieces(1 / s - eta, k),
+                logarithmic=True,
+            ),
+            (),
+        ),
+        "laplace": Case(Laplace.create(scale), laplace(scale), ()),
+        "uniform": Case(Uniform.create(low, high), uniform(low, high)),
+        "constant": Case(Constant.create(value), Enumerated(numpy(value)[:, None], np.zeros((2, 1)))),
+        "circle": Case(Sphere.create(2, radius[0]), UniformSphere(2, numpy(radius[0]))),
+        "sphere": Case(Sphere.create(3, radius), UniformSphere(3, numpy(radius))),
+        "sphere in five dimensions": Case(Sphere.create(5, radius[:2]), UniformSphere(5, numpy(radius[:2]))),
+    }
+
+
+# The density of the sum of uniform laws on [−0.8, 0.8] and [−0.3, 0.6] is a trapezium.
+_CORNERS = [-1.1, -0.2, 0.5, 1.4]
+_HEIGHTS = [0.0, 1 / 1.6, 1 / 1.6, 0.0]
+
+
+def composed_cases() -> dict[str, Case]:
+    field, weight, bias = draw(2, 3, seed=4), draw(2, 4, 3, seed=5), draw(4, seed=6)
+    pushed = spins(field).pushed(numpy(weight), numpy(bias))
+    single, tilt = Enumerated(pushed.points[0], pushed.log_weight[0]), draw(4, seed=7)
+    scale, square, shift = positive(2, seed=7, low=0.2, high=0.5), draw(2, 2, seed=8), draw(2, seed=9)
+    slope = torch.tensor([0.4, -0.7], dtype=F64)
+    moved = laplace(scale)
+    start = moved.log_partition(slope[None]).numpy() / 2
+    tilted_laplace = Line(
+        lambda x, s, a: stats.laplace.logpdf(x, scale=s) + x * a - start,
+        (numpy(scale), numpy(slope)),
+        lambda eta, s, a: about_zero(1 / s + eta + a, 1 / s - eta - a),
+    )
+    points, logs, keys = draw(3, 2, seed=14), draw(3, seed=15), draw(4, 1, seed=16)
+    together = joined(
+        Enumerated(numpy(points), np.full(3, float(logs[0]))),
+        Enumerated(spins(field[0, :2]).points, spins(field[0, :2]).log_weight + float(logs[1])),
+    )
+    batched = Enumerated(numpy(draw(2, 12, 2, seed=17)), np.repeat(numpy(draw(2, 3, seed=18)), 4, -1))
+    components = Atoms.create(torch.from_numpy(batched.points).reshape(2, 3, 4, 2))
+    unit = torch.tensor([0.3], dtype=F64), torch.tensor([0.8], dtype=F64)
+    chance = torch.tensor([0.3, 0.6], dtype=F64)
+    binomial = stats.binom.logpmf(np.arange(4), 3, numpy(chance)[:, None])
+    rate = positive(2, 1, seed=19)
+    return {
+        "affine": Case(affine(Spin.create(field), weight, bias), pushed, ("domain", "log_prob"), density=False),
+        "affine, of a density": Case(affine(Laplace.create(scale), square, shift), Image(moved, square, shift), ()),
+        "affine, of atoms": Case(
+            affine(Atoms.create(points), weight[0, :2, :2], bias[:2]),
+            Enumerated(numpy(points), np.zeros(3)).pushed(numpy(weight[0, :2, :2]), numpy(bias[:2])),
+        ),
+        "tilted": Case(
+            affine(Spin.create(field[0]), weight[0], bias).tilt(tilt),
+            single.tilted(numpy(tilt)),
+            ("domain", "log_prob"),
+            density=False,
+        ),
+        "tilted density": Case(Laplace.create(scale).tilt(slope), tilted_laplace, ()),
+        "mixture of atoms and spins": Case(
+            mixture(logs[:2], [Atoms.create(points), Spin.create(field[0, :2])]), together
+        ),
+        "mixture of a batch": Case(mixture(draw(2, 3, seed=18), components), batched),
+        "hybrid of atoms and a Gaussian": Case(
+            hybrid(Atoms.create(keys), Gaussian.create(unit[0], unit[1]), 0.7),
+            AtomsAndDensity(
+                Enumerated(numpy(keys), np.zeros(4)),
+                Line(
+                    lambda x, m, v: stats.norm.logpdf(x, m, np.sqrt(v)) + np.log(0.7),
+                    (numpy(unit[0]), numpy(unit[1])),
+                    normal_line(*unit).pieces,
+                ),
+            ),
+        ),
+        "product": Case(
+            product(Spin.create(field[:, :2]), Exponential.create(rate)),
+            Joint([(2, spins(field[:, :2])), (1, exponential(rate))]),
+            (),
+        ),
+        "kernel density": Case(
+            convolve(Atoms.create(keys, logs.new_tensor([0.1, -0.4, 0.6, 0.0])), Gaussian.create(unit[0], unit[1])),
+            mixed_normals(keys.squeeze(-1) + 0.3, logs.new_tensor([0.1, -0.4, 0.6, 0.0]), 0.8),
+        ),
+        "sum of uniforms": Case(
+            convolve(Uniform.create(-unit[1], unit[1]), Uniform.create(-unit[0], 2 * unit[0])),
+            Line(
+                lambda x, _: np.log(np.interp(x, _CORNERS, _HEIGHTS)),
+                (np.zeros(1),),
+                lambda eta, _: [(np.full_like(eta, a), np.full_like(eta, b)) for a, b in pairwise(_CORNERS)],
+            ),
+            ("domain", "log_prob"),
+            density=False,
+        ),
+        "power": Case(
+            power(Bernoulli.create(chance), 3),
+            product_of_values([0.0, 1.0, 2.0, 3.0], binomial),
+            ("domain", "log_prob"),
+            density=False,
+        ),
+    }
+
+
+CASES: dict[str, Case] = {**single_cases(), **conjugate_cases(), **composed_cases()}
+
+ONE_OF_EACH = [
+    "atoms, batched and masked",
+    "gaussian, full",
+    "spin, in a field",
+    "bernoulli",
+    "categorical",
+    "poisson",
+    "exponential",
+    "gamma",
+    "laplace",
+    "uniform",
+    "constant",
+    "sphere",
+    "conjugate to poisson",
+    "affine",
+    "tilted",
+    "mixture of atoms and spins",
+    "product",
+    "kernel density",
+    "power",
+]
+"""A case for each class, for the laws that take long."""
+
+VARIANTS = {
+    "atoms",
+    "atoms, far from the origin",
+    "atoms, one point",
+    "atoms, two batch dimensions",
+    "gaussian, isotropic",
+    "gaussian, diagonal",
+    "spin, fair",
+    "circle",
+    "sphere in five dimensions",
+    "conjugate to gamma",
+}
+"""Near relatives of other cases: checked in the slow run."""
