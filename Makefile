@@ -46,6 +46,8 @@ floor: .venv-floor/installed
 bench: $(VENV)/installed ## the benchmarks, written to benchmarks/results/
 	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/measures.py
+	$(BIN)/python benchmarks/losses.py
+	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/probe.py
 
 clean:

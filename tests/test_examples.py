@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["docs/measures.md", "docs/ops.md", "docs/duality.md", "docs/verify.md"]
+PAGES = [f"docs/{name}.md" for name in ("measures", "ops", "losses", "streaming", "duality", "verify")]
 
 
 def run(*arguments: str, **keywords) -> str:
@@ -27,10 +27,20 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path):
 
 
 def test_every_example_is_tested():
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"own_measure.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"own_measure.py", "contrastive.py"}
 
 
 def test_attention_over_ones_own_measure_trains():
     found = dict(re.findall(r"error of recall, (.*?): +([\d.]+)", run("examples/own_measure.py")))
     # Images whose colours are exchanged, half of the queries, cannot be recalled from atoms at the images alone.
     assert float(found["mirrored atoms"]) < 0.2 < 0.3 < float(found["softmax attention"]) < 1
+
+
+def test_gradient_caching_changes_no_gradient_and_the_encoder_learns():
+    found = run("examples/contrastive.py")
+    assert float(re.search(r"uncached ones by: (\S+)", found).group(1)) < 1e-6
+    before, after = (
+        float(re.search(rf"accuracy {when} training: +(\S+)", found).group(1)) for when in ("before", "after")
+    )
+    assert before < 0.75
+    assert after > 0.8

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from scipy.special import logsumexp
 from tests.measures.oracles import (
+    TAIL,
     AtomsAndDensity,
     Enumerated,
     Image,
@@ -16,9 +17,16 @@ from tests.measures.oracles import (
     Normal,
     Oracle,
     UniformSphere,
+    about_zero,
+    exponential,
+    gamma_pieces,
     joined,
+    laplace,
+    mixed_normals,
+    normal,
     numpy,
     product_of_values,
+    uniform,
 )
 from torch import Tensor
 
@@ -47,8 +55,6 @@ from massieu.measures import (
 from massieu.testing import check_measure
 
 F64 = torch.float64
-_TAIL = 45.0
-"""e^−45 = 3e-20 of the mass is left out on either side."""
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -103,61 +109,6 @@ def bits(probability: Tensor) -> Enumerated:
     return product_of_values([0.0, 1.0], np.log(np.stack([1 - numpy(probability), numpy(probability)], -1)))
 
 
-# Pieces that carry the mass of exp(x·eta) h(dx), from how fast that decays.
-
-
-def above_zero(decay):
-    return [(np.zeros_like(decay), _TAIL / decay)]
-
-
-def about_zero(left, right):
-    return [(-_TAIL / left, np.zeros_like(left)), (np.zeros_like(right), _TAIL / right)]
-
-
-def in_box(eta, low, high):
-    reach = np.minimum(high - low, _TAIL / np.maximum(np.abs(eta), 1e-9))
-    return [(np.where(eta > 0, high - reach, low), np.where(eta > 0, high, low + reach))]
-
-
-def gamma_pieces(decay, shape):
-    """In t = log x: e^{shape·t} to the left, e^{−decay·eᵗ} to the right."""
-    centre = np.log(shape / decay)
-    return [(centre - _TAIL / shape - 2, centre), (centre, np.log((_TAIL + 4 * shape) / decay) + 1)]
-
-
-def exponential(rate: Tensor) -> Line:
-    return Line(lambda x, r: stats.expon.logpdf(x, scale=1 / r), (numpy(rate),), lambda eta, r: above_zero(r - eta))
-
-
-def laplace(scale: Tensor) -> Line:
-    pieces = lambda eta, s: about_zero(1 / s + eta, 1 / s - eta)  # noqa: E731
-    return Line(lambda x, s: stats.laplace.logpdf(x, scale=s), (numpy(scale),), pieces)
-
-
-def uniform(low: Tensor, high: Tensor) -> Line:
-    return Line(lambda x, a, b: -np.log(b - a) + 0 * x, (numpy(low), numpy(high)), in_box)
-
-
-def normal_line(location: Tensor, variance: Tensor) -> Line:
-    def pieces(eta, m, v):
-        return [(m + v * eta - 12 * np.sqrt(v), m + v * eta + 12 * np.sqrt(v))]
-
-    return Line(lambda x, m, v: stats.norm.logpdf(x, m, np.sqrt(v)), (numpy(location), numpy(variance)), pieces)
-
-
-def mixed_normals(points: Tensor, log_weight: Tensor, variance: float) -> Line:
-    """Σ w_n N(x_n, variance) on the line, as one density."""
-    x_n, w_n, spread = numpy(points), numpy(log_weight), np.sqrt(variance)
-
-    def density(x, _):
-        return logsumexp(stats.norm.logpdf(x[..., None], x_n, spread) + w_n, -1)
-
-    def pieces(eta, _):
-        return [(x_n.min() + variance * eta - 12 * spread, x_n.max() + variance * eta + 12 * spread)]
-
-    return Line(density, (np.zeros(1),), pieces)
-
-
 def conjugate_cases() -> dict[str, Case]:
     strength = positive(2, seed=20, low=3.0, high=6.0)
     nu = (numpy(strength),)
@@ -171,23 +122,23 @@ def conjugate_cases() -> dict[str, Case]:
 
     def shifted(chi, n, p):  # the mode is near χ/ν, the decay χ to the left and ν − χ to the right
         centre = np.log(chi / (n - chi)) - np.log(p / (1 - p))
-        return [(centre - 2 * _TAIL / chi, centre), (centre, centre + 2 * _TAIL / (n - chi))]
+        return [(centre - 2 * TAIL / chi, centre), (centre, centre + 2 * TAIL / (n - chi))]
 
     def log_cosh(x, n, f):
         return -n * (np.logaddexp(x + f, -x - f) - np.logaddexp(f, -f))
 
     def signs(chi, n, f):
-        return [(-f - 2 * _TAIL / (n + chi), -f), (-f, -f + 2 * _TAIL / (n - chi))]
+        return [(-f - 2 * TAIL / (n + chi), -f), (-f, -f + 2 * TAIL / (n - chi))]
 
     def counts(chi, n, r):
         centre = np.log(chi / (n * r))
-        return [(centre - 2 * _TAIL / chi, centre), (centre, centre + np.log(_TAIL / np.minimum(chi, 1)) + 2)]
+        return [(centre - 2 * TAIL / chi, centre), (centre, centre + np.log(TAIL / np.minimum(chi, 1)) + 2)]
 
     def waiting(x, n, k, r):  # x = r − η > 0 in the argument's place
         return n * k * np.log(np.maximum(r - x, 1e-300) / r)
 
     def below(chi, n, k, r):
-        return [(r - (_TAIL + 4 * n * k) / chi, r)]
+        return [(r - (TAIL + 4 * n * k) / chi, r)]
 
     def square(x, n, m, v):
         return -n * (m * x + 0.5 * v * x**2)
@@ -303,8 +254,8 @@ def composed_cases() -> dict[str, Case]:
         Enumerated(numpy(points), np.full(3, float(logs[0]))),
         Enumerated(spins(field[0, :2]).points, spins(field[0, :2]).log_weight + float(logs[1])),
     )
-    batched = Enumerated(numpy(draw(2, 12, 2, seed=17)), np.repeat(numpy(draw(2, 3, seed=18)), 4, -1))
-    components = Atoms.create(torch.from_numpy(batched.points).reshape(2, 3, 4, 2))
+    batched = Enumerated(numpy(draw(6, 2, seed=17)), np.repeat(numpy(draw(2, seed=18)), 3))
+    components = Atoms.create(torch.from_numpy(batched.points).reshape(2, 3, 2))
     unit = torch.tensor([0.3], dtype=F64), torch.tensor([0.8], dtype=F64)
     chance = torch.tensor([0.3, 0.6], dtype=F64)
     binomial = stats.binom.logpmf(np.arange(4), 3, numpy(chance)[:, None])
@@ -326,16 +277,12 @@ def composed_cases() -> dict[str, Case]:
         "mixture of atoms and spins": Case(
             mixture(logs[:2], [Atoms.create(points), Spin.create(field[0, :2])]), together
         ),
-        "mixture of a batch": Case(mixture(draw(2, 3, seed=18), components), batched),
+        "mixture of a batch": Case(mixture(draw(2, seed=18), components), batched),
         "hybrid of atoms and a Gaussian": Case(
             hybrid(Atoms.create(keys), Gaussian.create(unit[0], unit[1]), 0.7),
             AtomsAndDensity(
                 Enumerated(numpy(keys), np.zeros(4)),
-                Line(
-                    lambda x, m, v: stats.norm.logpdf(x, m, np.sqrt(v)) + np.log(0.7),
-                    (numpy(unit[0]), numpy(unit[1])),
-                    normal_line(*unit).pieces,
-                ),
+                normal(*unit, mass=0.7),
             ),
         ),
         "product": Case(

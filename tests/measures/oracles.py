@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from scipy import stats
 from scipy.special import gammaln, ive, logsumexp
 from torch import Tensor
 
@@ -260,3 +261,64 @@ class Image:
     def log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         volume = torch.linalg.slogdet(self.weight).logabsdet
         return self.source.log_prob(eta @ self.weight, (point - self.bias) @ torch.linalg.inv(self.weight).mT) - volume
+
+
+TAIL = 45.0
+"""e^−45 = 3e-20 of the mass is left out on either side."""
+
+# Pieces that carry the mass of exp(x·eta) h(dx), from how fast that decays.
+
+
+def above_zero(decay):
+    return [(np.zeros_like(decay), TAIL / decay)]
+
+
+def about_zero(left, right):
+    return [(-TAIL / left, np.zeros_like(left)), (np.zeros_like(right), TAIL / right)]
+
+
+def in_box(eta, low, high):
+    reach = np.minimum(high - low, TAIL / np.maximum(np.abs(eta), 1e-9))
+    return [(np.where(eta > 0, high - reach, low), np.where(eta > 0, high, low + reach))]
+
+
+def gamma_pieces(decay, shape):
+    """In t = log x: e^{shape·t} to the left, e^{−decay·eᵗ} to the right."""
+    centre = np.log(shape / decay)
+    return [(centre - TAIL / shape - 2, centre), (centre, np.log((TAIL + 4 * shape) / decay) + 1)]
+
+
+def exponential(rate: Tensor) -> Line:
+    return Line(lambda x, r: stats.expon.logpdf(x, scale=1 / r), (numpy(rate),), lambda eta, r: above_zero(r - eta))
+
+
+def laplace(scale: Tensor) -> Line:
+    pieces = lambda eta, s: about_zero(1 / s + eta, 1 / s - eta)  # noqa: E731
+    return Line(lambda x, s: stats.laplace.logpdf(x, scale=s), (numpy(scale),), pieces)
+
+
+def uniform(low: Tensor, high: Tensor) -> Line:
+    return Line(lambda x, a, b: -np.log(b - a) + 0 * x, (numpy(low), numpy(high)), in_box)
+
+
+def normal(location: Tensor, variance: Tensor, mass: float = 1.0) -> Line:
+    def pieces(eta, m, v):
+        return [(m + v * eta - 12 * np.sqrt(v), m + v * eta + 12 * np.sqrt(v))]
+
+    def density(x, m, v):
+        return stats.norm.logpdf(x, m, np.sqrt(v)) + np.log(mass)
+
+    return Line(density, (numpy(location), numpy(variance)), pieces)
+
+
+def mixed_normals(points: Tensor, log_weight: Tensor, variance: float) -> Line:
+    """Σ w_n N(x_n, variance) on the line, as one density."""
+    x_n, w_n, spread = numpy(points), numpy(log_weight), np.sqrt(variance)
+
+    def density(x, _):
+        return logsumexp(stats.norm.logpdf(x[..., None], x_n, spread) + w_n, -1)
+
+    def pieces(eta, _):
+        return [(x_n.min() + variance * eta - 12 * spread, x_n.max() + variance * eta + 12 * spread)]
+
+    return Line(density, (np.zeros(1),), pieces)

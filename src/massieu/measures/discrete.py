@@ -349,7 +349,9 @@ class Categorical(Measure):
         # A sum other than one is taken off evenly, so that derivatives are those along the simplex.
         count = both.sum(-1, keepdim=True).clamp_min(1)
         excess = (torch.where(both, mu, 0.0).sum(-1, keepdim=True) - 1) / count
-        ratio = torch.where(both, mu - torch.where(valid, excess, 0.0), 1.0).log() - torch.where(kept, log_probability, 0.0)
+        ratio = torch.where(both, mu - torch.where(valid, excess, 0.0), 1.0).log() - torch.where(
+            kept, log_probability, 0.0
+        )
         ratio = torch.where(both, ratio, 0.0)
         ratio = ratio - ratio.sum(-1, keepdim=True) / count
         eta = torch.where(both, ratio, torch.where(kept, -torch.inf, 0.0))

@@ -132,8 +132,10 @@ class Hooks(ABC):
             integral = integral + weight * (1 - t) * curvature
             coarse = coarse + embedded * curvature
         rounding = 4 * torch.finfo(torch.float64).eps * (1 + start.abs() + end.abs() + slope.abs())
-        # Nodes may all miss a sudden change, as between atoms far apart; the difference does not.
-        close = ((integral - coarse).abs() <= rounding) & ((integral - difference).abs() <= 64 * rounding)
+        # Nodes may all miss a sudden change, as between atoms far apart; then the two forms differ by much more than a
+        # log-partition that cancels inside loses.
+        missed = (integral - difference).abs() > 1e7 * rounding
+        close = ((integral - coarse).abs() <= rounding) & ~missed
         # Rounding may leave either a little below 0.
         return torch.where(close, integral, difference).clamp_min(0).to(dtype)
 

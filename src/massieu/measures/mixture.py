@@ -165,8 +165,9 @@ class Mixture(Measure):
         axis = self._axis
         share, offsets, _ = self._shares_and_means(eta)
         within = self._each(lambda part, x, v: part._fisher_vp(x, v), eta, vector)
-        between = offsets * self._eventwise(self._dot(offsets, vector.unsqueeze(axis)))
-        return (self._eventwise(share) * (within + between)).sum(axis)
+        # A share of 0 takes away an offset whose square would overflow.
+        between = offsets * self._eventwise(share * self._dot(offsets, vector.unsqueeze(axis)))
+        return (self._eventwise(share) * within + between).sum(axis)
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         axis = self._axis

@@ -3,19 +3,45 @@
 - `attention`: output and log Z, differentiable in both;
 - `log_partition`: log Z alone;
 - `fisher_vp`: the covariance of the keys under the weights of each query, times a vector;
-- `attention_moments`: what the weights of each query look like: entropy, largest weight, moments of the scores.
+- `attention_moments`: what the weights of each query look like: entropy, largest weight, moments of the scores;
+- `linear_cross_entropy`, `info_nce`, `n_pairs`, `nca`: vocabulary, contrastive and metric losses as log Z − score;
+- `Partial`, `streaming`, `sharded`: results over blocks of keys, merged exactly; keys on disk, or on many processes;
+- `random_feature_log_partition`, `resample_attention`: estimates of log Z and of attention, with their errors.
 """
 
+from massieu.ops import sharded, streaming
 from massieu.ops.attention import Attention, attention, log_partition
+from massieu.ops.contrastive import Contrast, FalseNegatives, info_nce, n_pairs, nca
 from massieu.ops.fisher import fisher_vp
 from massieu.ops.moments import Moments, attention_moments, moments_backend
+from massieu.ops.partial import Partial
+from massieu.ops.random_features import RandomFeatures, random_feature_log_partition
+from massieu.ops.resampling import Resampling, resample_attention
+from massieu.ops.store import AtomBlock, AtomStore
+from massieu.ops.vocabulary import CrossEntropy, linear_cross_entropy
 
 __all__ = [
+    "AtomBlock",
+    "AtomStore",
     "Attention",
+    "Contrast",
+    "CrossEntropy",
+    "FalseNegatives",
     "Moments",
+    "Partial",
+    "RandomFeatures",
+    "Resampling",
     "attention",
     "attention_moments",
     "fisher_vp",
+    "info_nce",
+    "linear_cross_entropy",
     "log_partition",
     "moments_backend",
+    "n_pairs",
+    "nca",
+    "random_feature_log_partition",
+    "resample_attention",
+    "sharded",
+    "streaming",
 ]

@@ -1,0 +1,115 @@
+"""Contrastive learning in one large batch, with the memory of a small one: gradients are cached between two passes.
+
+Every image of a batch is told apart from every other one, so the loss needs all embeddings at once. `info_nce` keeps no
+matrix of scores; what fills the memory then is the encoder. It is run twice: once without gradient for the embeddings;
+their gradients are taken from the loss and kept; and then a piece of the batch at a time, each piece handing its
+gradients on to the weights. The gradients are those of the whole batch.
+
+Digits of scikit-learn; two shifted, scaled and noisy copies of an image are a pair. Run: python examples/contrastive.py
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from massieu.ops import info_nce
+
+PIECE, STEPS, LABELLED = 256, 80, 5
+
+
+class Encoder(nn.Module):
+    """An embedding of unit length, and the logarithm of the loss's temperature, which is learned too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(1, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, padding=1, stride=2), nn.GELU()),
+            *(nn.Flatten(), nn.Linear(1024, 128), nn.GELU(), nn.Linear(128, 32)),
+        )
+        self.log_temperature = nn.Parameter(torch.tensor(0.2).log())
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.normalize(self.layers(images), dim=-1)
+
+
+def loss_of(encoder: Encoder, embeddings: Sequence[Tensor]) -> Tensor:
+    loss = info_nce(*embeddings, temperature=encoder.log_temperature.exp(), symmetric=True)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def backward(encoder: Encoder, views: Sequence[Tensor]) -> Tensor:
+    """Gradients of the loss of the whole batch; activations of no more than `PIECE` images are ever held."""
+    with torch.no_grad():
+        embeddings = [torch.cat([encoder(piece) for piece in view.split(PIECE)]) for view in views]
+    embeddings = [embedding.requires_grad_() for embedding in embeddings]
+    loss = loss_of(encoder, embeddings)
+    loss.backward()
+    for view, embedding in zip(views, embeddings, strict=True):
+        assert embedding.grad is not None
+        for piece, gradient in zip(view.split(PIECE), embedding.grad.split(PIECE), strict=True):
+            encoder(piece).backward(gradient)
+    return loss.detach()
+
+
+def largest_difference(encoder: Encoder, views: Sequence[Tensor]) -> float:
+    """Between the gradients of `backward` and those of one pass over the whole batch, relative to the largest."""
+    found = []
+    for cached in (True, False):
+        encoder.zero_grad()
+        if cached:
+            backward(encoder, views)
+        else:
+            loss_of(encoder, [encoder(view) for view in views]).backward()
+        found.append(torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None]))
+    encoder.zero_grad()
+    return float((found[0] - found[1]).abs().max() / found[1].abs().max())
+
+
+def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image turned, scaled, sheared and moved a little, with noise."""
+    change = 0.15 * torch.randn(len(images), 2, 3, generator=generator)
+    grid = F.affine_grid(torch.eye(2, 3) + change, list(images.shape), align_corners=False)
+    moved = F.grid_sample(images, grid, align_corners=False)
+    return moved + 0.1 * torch.randn(moved.shape, generator=generator)
+
+
+@torch.no_grad()
+def accuracy(encoder: Encoder, images: Tensor, labels: Tensor) -> float:
+    """Of the nearest class mean, where only `LABELLED` images of each digit have a label."""
+    embedding = encoder(images)
+    known = torch.cat([(labels == digit).nonzero()[:LABELLED, 0] for digit in range(10)])
+    means = torch.stack([embedding[known[labels[known] == digit]].mean(0) for digit in range(10)])
+    rest = torch.ones(len(labels), dtype=torch.bool)
+    rest[known] = False
+    nearest = torch.cdist(embedding[rest], means).argmin(1)
+    return float((nearest == labels[rest]).double().mean())
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    images = images.float().view(-1, 1, 8, 8) / 16
+    encoder = Encoder()
+    views = [augmented(images[:600], generator) for _ in range(2)]
+    difference = largest_difference(encoder.double(), [view.double() for view in views])
+    print(f"cached gradients differ from uncached ones by: {difference:.1e}")
+    encoder.float()
+    print(f"accuracy before training: {accuracy(encoder, images, labels):.3f}")
+    optimiser = torch.optim.Adam(encoder.parameters(), lr=2e-3)
+    loss = torch.tensor(0.0)
+    for _ in range(STEPS):
+        optimiser.zero_grad()
+        loss = backward(encoder, [augmented(images, generator) for _ in range(2)])
+        optimiser.step()
+    temperature = float(encoder.log_temperature.detach().exp())
+    print(f"loss of {len(images)} pairs: {float(loss):.3f}, temperature {temperature:.3f}")
+    print(f"accuracy after training:  {accuracy(encoder, images, labels):.3f}")
+
+
+if __name__ == "__main__":
+    main()

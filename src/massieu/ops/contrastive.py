@@ -1,0 +1,245 @@
+"""Contrastive and metric losses as Fenchel–Young losses of the log-partition, without the matrix of scores."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from massieu.ops.linear_scores import (
+    EVERYTHING,
+    Direction,
+    Seen,
+    check_integers,
+    check_range,
+    check_tensors,
+    full_precision,
+    log_partitions,
+)
+
+
+class Contrast(NamedTuple):
+    """What the losses of this file return with `return_log_partition=True`."""
+
+    loss: Float[Tensor, ""]
+    """Mean over the queries, in nats."""
+    log_partition: Float[Tensor, "..."]
+    """log Z of each query, (B,), in nats; for a symmetric loss (2, B), of queries over keys and of keys over queries."""
+
+
+@dataclass(frozen=True)
+class FalseNegatives:
+    """A log-weight of −inf for every key that has its query's id, except the query's positive.
+
+    Given as `log_weight` it hides, for instance, other captions of the same image, and no matrix of pairs is made.
+    """
+
+    query_ids: Int[Tensor, "B"]
+    key_ids: Int[Tensor, "N"] | None = None
+    """Ids of the keys, extra negatives last; None: the queries' ids."""
+
+
+LogWeight = Float[Tensor, "..."] | Bool[Tensor, "..."] | FalseNegatives | None
+
+
+def info_nce(
+    query: Float[Tensor, "B D"],
+    key: Float[Tensor, "K D"],
+    *,
+    positive: Int[Tensor, "B"] | None = None,
+    negatives: Float[Tensor, "M D"] | None = None,
+    log_weight: LogWeight = None,
+    temperature: float | Float[Tensor, ""],
+    symmetric: bool = False,
+    return_log_partition: bool = False,
+) -> Tensor | Contrast:
+    """InfoNCE: the mean over queries of A(q) − q·k₊/temperature, A(q) = log Σ_j w_j exp(q·k_j/temperature), in nats.
+
+    That is the Fenchel–Young loss of A at the positive (S23): its gradient in q·1/temperature is the keys' mean under
+    the softmax less the positive key. Without weights it is at least 0, and 0 in the limit where the softmax is all on
+    the positive. Queries and keys are taken as they are: normalise them for cosine scores.
+
+    Args:
+        query, key: (B, D) and (K, D), of one dtype and device. Query i's positive is key i, and K = B, unless
+        positive: (B,) integers says which key is.
+        negatives: (M, D), more keys that are nobody's positive; there are N = K + M in all.
+        log_weight: log w, below +inf, or booleans of which True keeps a key: (N,), one a key, or (B, N), one a query and
+            key; or `FalseNegatives`, which hides keys of equal ids. It acts in A alone, so a hidden positive is left
+            out of A but still attracts, and −log p₊ is the loss plus A*(k₊) = −log w₊. A float tensor has a gradient
+            ((B, N) by plain operations, slower). A query that sees no key has loss 0.
+        temperature: above 0, a number or a tensor of one number, which has its gradient.
+        symmetric: the mean of this loss and that of keys over queries, for two views or CLIP; positives are then on the
+            diagonal. The negatives and the weights of single keys have no part in the second; pairs' weights have.
+        return_log_partition: return `Contrast(loss, log_partition)`; both have their gradients.
+
+    Both directions of a symmetric loss share their tiles of scores, which are computed in the forward and again in the
+    backward pass; no memory in queries × keys. Differentiable any number of times, forwards too, under `torch.func` and
+    `torch.compile`; beyond first derivatives, and in compiled transforms, by plain operations in blocks of queries.
+    Results are float64 for float64 and float32 for every other dtype. Without a query the mean is NaN.
+
+    Raises:
+        TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
+        ValueError: shapes or devices that do not fit (both are named), a temperature that is not above 0 (a number; a
+            tensor is not looked at), `symmetric` with `positive`; on the CPU a positive out of range (elsewhere NaN).
+    """
+    check_keys(query, key, negatives)
+    for name, option in (("symmetric", symmetric), ("return_log_partition", return_log_partition)):
+        if not isinstance(option, bool):
+            raise TypeError(f"{name} must be True or False, got {option!r}")
+    count = len(key) + (0 if negatives is None else len(negatives))
+    target = _targets(query, key, positive, symmetric)
+    bias, seen = _weights(log_weight, query, count)
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    with full_precision(query):
+        keys = key if negatives is None else torch.cat([key, negatives])
+        row = query.to(dtype) / checked_temperature(temperature, query, dtype)
+        found = log_partitions(row, keys, bias, target, seen, both=symmetric)
+        loss = torch.stack([_mean_loss(direction) for direction in found]).mean()
+    if not return_log_partition:
+        return loss
+    levels = [direction.log_partition for direction in found]
+    return Contrast(loss, torch.stack(levels) if symmetric else levels[0])
+
+
+def n_pairs(
+    query: Float[Tensor, "B D"], key: Float[Tensor, "B D"], *, log_weight: LogWeight = None, norm_weight: float = 0.0
+) -> Tensor:
+    """The N-pair loss: mean log(1 + Σ_{j≠i} exp(q_i·k_j − q_i·k_i)), in nats: `info_nce` of plain dot products.
+
+    Args:
+        query, key, log_weight: as in `info_nce`, positives on the diagonal.
+        norm_weight: adds norm_weight·mean(‖q‖² + ‖k‖²), the published regulariser (Sohn 2016, §3.2.2), as nothing else
+            bounds the norms.
+
+    Raises:
+        TypeError, ValueError: as `info_nce`.
+    """
+    if isinstance(norm_weight, bool) or not isinstance(norm_weight, int | float):
+        raise TypeError(f"norm_weight must be a number, got {type(norm_weight).__name__}")
+    if not 0 <= norm_weight < math.inf:
+        raise ValueError(f"norm_weight must be finite and at least 0, got {norm_weight}")
+    loss = info_nce(query, key, log_weight=log_weight, temperature=1.0)
+    assert isinstance(loss, Tensor)
+    if not norm_weight:
+        return loss
+    norms = query.to(loss.dtype).square().sum(-1) + key.to(loss.dtype).square().sum(-1)
+    return loss + norm_weight * norms.mean()
+
+
+def nca(
+    embedding: Float[Tensor, "N D"], labels: Int[Tensor, "N"], *, return_log_partition: bool = False
+) -> Tensor | Contrast:
+    """Neighbourhood components analysis: mean of −log Σ_{j of i's label} p_ij, p_ij ∝ exp(−‖x_i − x_j‖²) over j ≠ i.
+
+    With x = A·features, whose A is learned (Goldberger et al. 2004, the objective of log-probabilities). The squared
+    distances are attention with scores 2·x_i·x_j, intrinsic log-weights −‖x_j‖² and the own index left out (S23, S24), so
+    the loss is a difference of two log-partitions: all others, less those of the same label.
+
+    Args:
+        embedding: (N, D), x.
+        labels: (N,) integers. A point whose label nobody shares counts in no mean; if there is no other, NaN.
+        return_log_partition: return `Contrast(loss, log_partition)` with log Σ_{j≠i} exp(−‖x_i − x_j‖²), (N,), in nats:
+            up to a constant the leave-one-out Gaussian log-density; −inf for a single point.
+
+    Computed about the mean of the embeddings, as no distance depends on it; memory, precision and derivatives are those
+    of `info_nce`.
+
+    Raises:
+        TypeError: not a tensor, not floating-point, labels that are not integers.
+        ValueError: shapes or devices that do not fit (both are named).
+    """
+    check_tensors({"embedding": embedding})
+    if embedding.ndim != 2 or embedding.shape[1] == 0:
+        raise ValueError(f"embedding must have shape (N, D) with D at least 1, got {tuple(embedding.shape)}")
+    check_integers("labels", labels, (len(embedding),), f"for embedding {tuple(embedding.shape)}", embedding.device)
+    if not isinstance(return_log_partition, bool):
+        raise TypeError(f"return_log_partition must be True or False, got {return_log_partition!r}")
+    dtype = torch.float64 if embedding.dtype == torch.float64 else torch.float32
+    with full_precision(embedding):
+        point = embedding.to(dtype)
+        # No distance changes with the origin, so no derivative goes through it.
+        point = point - point.mean(0).detach()
+        norm = point.square().sum(-1)
+        target = torch.zeros_like(labels, dtype=torch.int64)
+        everyone, peers = (
+            log_partitions(2 * point, point, -norm, target, seen)[0].log_partition
+            for seen in (Seen("no self"), Seen("peers", labels, labels))
+        )
+        counted = peers.detach() > -torch.inf
+        loss = (everyone - peers.where(counted, 0.0)).where(counted, 0.0).sum() / counted.sum()
+        return Contrast(loss, everyone - norm) if return_log_partition else loss
+
+
+def _mean_loss(direction: Direction) -> Tensor:
+    """A row that sees nothing has nothing to be told apart from."""
+    return direction.excess.masked_fill(direction.log_partition.detach() == -torch.inf, 0.0).mean()
+
+
+def check_keys(query: Tensor, key: Tensor, negatives: Tensor | None) -> None:
+    tensors = {"query": query, "key": key} | ({} if negatives is None else {"negatives": negatives})
+    check_tensors(tensors)
+    q, k = tuple(query.shape), tuple(key.shape)
+    if len(q) != 2 or len(k) != 2 or q[1] != k[1] or q[1] == 0:
+        raise ValueError(f"query and key must have shapes (B, D) and (K, D) with one D of at least 1, got {q} and {k}")
+    if negatives is not None and (negatives.ndim != 2 or negatives.shape[1] != q[1]):
+        raise ValueError(f"negatives must have shape (M, {q[1]}) for query {q}, got {tuple(negatives.shape)}")
+
+
+def _targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: bool) -> Tensor:
+    if positive is None:
+        if len(query) != len(key):
+            raise ValueError(
+                f"query and key must be as many, or positive must say which key is whose: got {len(query)} and {len(key)}"
+            )
+        return torch.arange(len(query), device=query.device)
+    if symmetric:
+        raise ValueError("a symmetric loss has its positives on the diagonal: give key[positive] for key, not positive")
+    check_integers("positive", positive, (len(query),), f"for query {tuple(query.shape)}", query.device)
+    check_range("positive", positive, len(key))
+    return positive.long()
+
+
+def checked_temperature(temperature: float | Tensor, query: Tensor, dtype: torch.dtype) -> float | Tensor:
+    if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point():
+            raise TypeError(f"temperature must be a number or a floating-point tensor, got {temperature.dtype}")
+        if temperature.numel() != 1:
+            raise ValueError(f"temperature must be one number, got shape {tuple(temperature.shape)}")
+        if temperature.device != query.device and temperature.ndim > 0:
+            raise ValueError(
+                f"query and temperature must be on one device, got {query.device} and {temperature.device}"
+            )
+        return temperature.reshape(()).to(dtype)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be finite and above 0, got {temperature}")
+    return float(temperature)
+
+
+def _weights(log_weight: LogWeight, query: Tensor, count: int) -> tuple[Tensor | None, Seen]:
+    """Log-weights of single keys, and those of pairs."""
+    if log_weight is None:
+        return None, EVERYTHING
+    if isinstance(log_weight, FalseNegatives):
+        own = log_weight.query_ids
+        others = own if log_weight.key_ids is None else log_weight.key_ids
+        check_integers("query_ids", own, (len(query),), f"for query {tuple(query.shape)}", query.device)
+        check_integers("key_ids", others, (count,), f"for {count} keys, negatives included", query.device)
+        return None, Seen("no equals", own, others)
+    if not isinstance(log_weight, Tensor):
+        raise TypeError(f"log_weight must be a tensor or FalseNegatives, got {type(log_weight).__name__}")
+    if log_weight.dtype != torch.bool and not log_weight.is_floating_point():
+        raise TypeError(f"log_weight must be boolean (True keeps) or floating-point, got {log_weight.dtype}")
+    if log_weight.device != query.device:
+        raise ValueError(f"query and log_weight must be on one device, got {query.device} and {log_weight.device}")
+    shape = tuple(log_weight.shape)
+    if shape == (len(query), count):
+        return None, Seen(log_weight=log_weight)
+    if shape != (count,):
+        raise ValueError(f"log_weight must have shape {(count,)} or {(len(query), count)}, got {shape}")
+    if log_weight.dtype == torch.bool:
+        log_weight = torch.zeros_like(log_weight, dtype=query.dtype).masked_fill(~log_weight, -torch.inf)
+    return log_weight, EVERYTHING

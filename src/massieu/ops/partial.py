@@ -1,0 +1,167 @@
+"""Attention over a part of the keys: results of disjoint parts merge into that of all, exactly and in any order."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.ops.attention import Attention
+from massieu.ops.shapes import may_be_differentiated
+
+
+class Partial(NamedTuple):
+    """The log-partition over some of the keys, and the mean of their values under the weights of each query.
+
+    Two such results of disjoint keys hold all there is to know for that of their union: log Z = log(Z₁ + Z₂), and the
+    means are averaged with weights softmax(log Z₁, log Z₂). So parts may be computed anywhere and merged in any order
+    and grouping, to rounding. A part without a visible key (log Z = −inf) changes nothing, whatever its mean.
+
+    A part need not come from keys: log-partition 0 and mean 0 is a null slot, which lets a query attend to nothing.
+
+    Make one by `Partial.of(attention(query, some_keys, some_values))`. Merging checks what it is given.
+    """
+
+    log_partition: Float[Tensor, "*query"]
+    """log Z in nats, float32 or float64."""
+    mean: Float[Tensor, "*query E"]
+    """Σ p_n value_n over these keys, in the same dtype."""
+
+    @classmethod
+    def of(cls, attention: Attention) -> Self:
+        """The result of `massieu.ops.attention` over some keys; its output is widened to the dtype of log Z."""
+        return cls(attention.log_partition, attention.output.to(attention.log_partition.dtype))
+
+    @classmethod
+    def empty(
+        cls,
+        shape: Sequence[int],
+        size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """No keys at all: what merging starts from, and is not changed by.
+
+        Args:
+            shape: of the log-partition.
+            size: of a value.
+        """
+        level = torch.full(tuple(shape), -torch.inf, dtype=dtype, device=device)
+        return cls(level, torch.zeros(*shape, size, dtype=dtype, device=device))
+
+    def merge(self, *others: "Partial") -> "Partial":
+        """The result over the keys of this part and all others, which must be disjoint.
+
+        Exact derivatives of every order, forwards too, under `torch.func` and `torch.compile`. The gradient for a
+        part's log Z is p·(g + grad·(mean_part − mean)) with p its share of Z: differences of means, so that a constant
+        in all values costs no digits.
+
+        Raises:
+            TypeError: something is not a `Partial` of floating-point tensors, or dtypes differ.
+            ValueError: shapes or devices differ (both are named).
+        """
+        parts = (self, *others)
+        for part in parts:
+            _check(part)
+            _check_alike(self, part)
+        levels, means = zip(*parts, strict=True)
+        return Partial(torch.stack(levels), torch.stack(means)).reduce(0)
+
+    def reduce(self, dim: int) -> "Partial":
+        """Merge the parts that lie along one dimension of the log-partition; as `merge`, for any number of them.
+
+        Raises:
+            TypeError: as `merge`.
+            ValueError: the shapes do not fit, or there is no such dimension.
+        """
+        _check(self)
+        count = self.log_partition.ndim
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim must be a whole number, got {dim!r}")
+        if not -count <= dim < count:
+            raise ValueError(
+                f"dim must be a dimension of the log-partition {tuple(self.log_partition.shape)}, got {dim}"
+            )
+        dim %= count
+        anchor = _merged(Partial(self.log_partition.detach(), self.mean.detach()), dim)
+        if not any(may_be_differentiated(tensor) for tensor in self):
+            return anchor
+        weight, moment = shares(anchor.unsqueeze(dim), self)
+        return around(anchor, weight.sum(dim), moment.sum(dim))
+
+    def unsqueeze(self, dim: int) -> "Partial":
+        """One more dimension of size 1, before dimension `dim` ≥ 0 of the log-partition."""
+        return Partial(self.log_partition.unsqueeze(dim), self.mean.unsqueeze(dim))
+
+
+def shares(anchor: Partial, part: Partial) -> tuple[Tensor, Tensor]:
+    """A part's share p of the anchor's Z, and p·(mean − the anchor's mean).
+
+    Sums of these over all parts are differentiable to every order, and around an anchor that is constant nothing is
+    lost: log Z + log Σp and mean + Σp·(mean_part − mean)/Σp do not depend on the anchor.
+    """
+    hidden = part.log_partition == -torch.inf
+    level = anchor.log_partition.masked_fill(anchor.log_partition == -torch.inf, 0.0)
+    weight = (part.log_partition - level).masked_fill(hidden, -torch.inf).exp()
+    deviation = torch.where(hidden.unsqueeze(-1), 0.0, part.mean - anchor.mean)
+    return weight, weight.unsqueeze(-1) * deviation
+
+
+def around(anchor: Partial, weight: Tensor, moment: Tensor) -> Partial:
+    """The merged result from the sums of `shares` over all parts."""
+    empty = anchor.log_partition == -torch.inf
+    total = torch.where(empty, 1.0, weight)
+    return Partial(anchor.log_partition + total.log(), anchor.mean + moment / total.unsqueeze(-1))
+
+
+def _merged(parts: Partial, dim: int) -> Partial:
+    """The merged values alone."""
+    levels, means = parts
+    if levels.shape[dim] == 0:
+        return Partial(levels.sum(dim) - torch.inf, means.sum(dim))
+    top = levels.amax(dim, keepdim=True)
+    hidden = levels == -torch.inf
+    weights = (levels - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    total = weights.sum(dim, keepdim=True)
+    total = torch.where(total == 0, 1.0, total)
+    # A log of 1 where nothing is visible: the top is −inf there, and so is the sum.
+    level = (total.log() + top).squeeze(dim)
+    return Partial(level, (torch.where(hidden, 0.0, weights / total).unsqueeze(-1) * _seen(means, hidden)).sum(dim))
+
+
+def _seen(means: Tensor, hidden: Tensor) -> Tensor:
+    """Means, with 0 for those of parts without a visible key, which may be anything."""
+    return torch.where(hidden.unsqueeze(-1), 0.0, means)
+
+
+def _check(part: Partial) -> None:
+    if not isinstance(part, Partial):
+        raise TypeError(f"only a Partial can be merged, got {type(part).__name__}")
+    level, mean = part
+    for name, tensor in (("log_partition", level), ("mean", mean)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if level.dtype not in (torch.float32, torch.float64) or mean.dtype != level.dtype:
+        raise TypeError(
+            f"log_partition and mean must both be float32 or both float64, got {level.dtype} and {mean.dtype}"
+        )
+    if level.device != mean.device:
+        raise ValueError(f"log_partition and mean must be on one device, got {level.device} and {mean.device}")
+    if mean.ndim != level.ndim + 1 or mean.shape[:-1] != level.shape:
+        raise ValueError(
+            f"mean must have the shape of log_partition {tuple(level.shape)} and one more dimension, "
+            f"got {tuple(mean.shape)}"
+        )
+
+
+def _check_alike(first: Partial, part: Partial) -> None:
+    if part.mean.shape != first.mean.shape:
+        raise ValueError(
+            f"parts must have means of one shape, got {tuple(first.mean.shape)} and {tuple(part.mean.shape)}"
+        )
+    if part.mean.dtype != first.mean.dtype:
+        raise TypeError(f"parts must have one dtype, got {first.mean.dtype} and {part.mean.dtype}")
+    if part.mean.device != first.mean.device:
+        raise ValueError(f"parts must be on one device, got {first.mean.device} and {part.mean.device}")

@@ -1,0 +1,140 @@
+"""Attention as sequential Monte Carlo: each query draws values by its weights, and attention is the mean of the draws."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from massieu.ops import reference
+from massieu.ops.shapes import Problem, Scale, check_problem
+
+Method = Literal["multinomial", "systematic"]
+
+
+class Resampling(NamedTuple):
+    """What `resample_attention` returns; P are the attention weights."""
+
+    sample: Float[Tensor, "*query S E"]
+    """value_J of each draw, in the query's dtype; 0 for a query that sees no key. It has the values' gradient."""
+    indices: Int[Tensor, "*query S"]
+    """J, which key was drawn; −1 for a query that sees none."""
+    effective_size: Float[Tensor, "*query"]
+    """1/Σ_j P_ij², between 1 and the number of visible keys, and at most the perplexity; 0 where there is none."""
+    offspring: Float[Tensor, "*head N"]
+    """Σ_i P_ij: how often key j is expected to be drawn if each query of a head draws once."""
+
+
+def resample_attention(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    value: Float[Tensor, "B Hk N E"],
+    *,
+    generator: torch.Generator,
+    draws: int = 1,
+    method: Method = "multinomial",
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    is_causal: bool = False,
+) -> Resampling:
+    """Draw J ~ P_i for each query i and return value_J: what `massieu.ops.attention` is the conditional mean of (S19).
+
+    E[value_J] = Σ_j P_ij value_j and Cov[value_J] = Cov_{P_i}(value), which for value = key is the derivative of attention
+    in the query over the scale. So the mean of S draws is unbiased for attention with covariance Cov/S, and attention is
+    resampling with its noise averaged out (Rao and Blackwell).
+
+    Args:
+        query, key, value, log_weight, scale, is_causal: as in `massieu.ops.attention`.
+        generator: source of the draws; its device may be another than the query's.
+        draws: S, for each query.
+        method: "multinomial": draws are independent. "systematic": those of a head share one uniform number, and lie on a
+            grid: every draw still has the probabilities P_i, but of S draws of a query key j gets S·P_ij rounded up or
+            down, and if all L queries of a head have the same weights, of all their draws L·S·P_j rounded up or down.
+
+    Weights are held for blocks of queries; memory is linear in queries and keys. Only `sample` has a gradient, that for the
+    values: draws have none, and `massieu.ops.attention` is the differentiable mean.
+
+    Raises:
+        TypeError: as `massieu.ops.attention`; a generator or number of draws of another type.
+        ValueError: the same; fewer than 1 draw, an unknown method.
+    """
+    _check(generator, draws, method)
+    if value is None:
+        raise TypeError("value must be a tensor, got None")
+    problem = check_problem(query, key, value, log_weight, scale, is_causal)
+    with torch.no_grad():
+        index, size, offspring = _draw(problem, generator, draws, method)
+    sample = _take(value, index)
+    heads = problem.lead[:-1]
+    return Resampling(
+        problem.restore(sample).to(query.dtype),
+        problem.restore(index),
+        problem.restore(size),
+        offspring.reshape(*heads, key.shape[2]),
+    )
+
+
+def _check(generator: object, draws: object, method: object) -> None:
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    if isinstance(draws, bool) or not isinstance(draws, int):
+        raise TypeError(f"draws must be a whole number, got {draws!r}")
+    if draws < 1:
+        raise ValueError(f"at least 1 draw is needed, got {draws}")
+    if method not in ("multinomial", "systematic"):
+        raise ValueError(f"method must be 'multinomial' or 'systematic', got {method!r}")
+
+
+def _draw(problem: Problem, generator: torch.Generator, draws: int, method: Method) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices (B, Hk, G, L, S), effective sizes (B, Hk, G, L) and column sums (B, Hk, G, N)."""
+    shape, keys = problem.query.shape[:4], problem.key.shape[2]
+    uniform = _uniform(shape, draws, generator, method).to(problem.query.device)
+    offspring = torch.zeros(*shape[:3], keys, dtype=problem.dtype, device=problem.query.device)
+    first = 0  # of the queries, which come in their order
+
+    def weigh(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        nonlocal first, offspring
+        weights, total, log_z = reference.softmax(scores, log_weight)
+        share = weights / total.unsqueeze(-1)
+        offspring += share.sum(3)
+        rows = uniform[:, :, :, first : first + share.shape[3]]
+        first += share.shape[3]
+        size = torch.where(log_z == -torch.inf, 0.0, 1 / share.square().sum(-1))
+        return _inverse(weights, rows, log_z == -torch.inf), size
+
+    index, size = reference.in_blocks(problem, weigh)
+    return index, size, offspring
+
+
+def _uniform(shape: tuple[int, ...], draws: int, generator: torch.Generator, method: Method) -> Tensor:
+    """Where on [0, 1) each draw reads the cumulative weights: (B, Hk, G, L, S), float64."""
+    options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
+    if method == "multinomial":
+        return torch.rand(*shape, draws, **options)
+    length = shape[3]
+    start = torch.rand(*shape[:3], 1, 1, **options)
+    # A query's own draws are 1/S apart, and the queries' grids fill each other's gaps.
+    query = torch.arange(length, dtype=torch.float64, device=generator.device).unsqueeze(-1) / max(1, length * draws)
+    return (start + query + torch.arange(draws, dtype=torch.float64, device=generator.device) / draws) % 1.0
+
+
+def _inverse(weights: Tensor, uniform: Tensor, empty: Tensor) -> Tensor:
+    """The first key at which the cumulative weight passes the uniform number's share of their sum."""
+    if weights.shape[-1] == 0:
+        return torch.full(uniform.shape, -1, device=weights.device)
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[..., -1:]
+    # A product that is rounded up to the sum would be passed by no key.
+    place = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, place.contiguous(), right=True)
+    return index.masked_fill(empty.unsqueeze(-1), -1)
+
+
+def _take(value: Tensor, index: Tensor) -> Tensor:
+    """Values (B, Hk, N, E) at (B, Hk, G, L, S); 0 at −1."""
+    batch, heads, _, size = value.shape
+    flat = index.reshape(batch, heads, -1, 1)
+    if value.shape[2] == 0:
+        return value.sum(2)[:, :, None, None, None].expand(*index.shape, size)
+    taken = value.gather(2, flat.clamp_min(0).expand(-1, -1, -1, size)).masked_fill(flat < 0, 0.0)
+    return taken.reshape(*index.shape, size)

@@ -1,0 +1,232 @@
+"""The numerical work of `massieu.ops.linear_scores`: log-partitions and their gradients from tiles of scores.
+
+A tile holds the scores of some rows and some columns; nothing larger than a tile is made beside the results.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+TILE_PAIRS = 1 << 20
+"""Scores of a tile on the CPU: 4 MiB in float32, so that the passes over them stay in the caches."""
+TILE_ROWS = 2048
+COMPILED_TILES = 16
+"""Compiled, each tile is a piece of the program, so there are few of them."""
+LOWEST = -1e30
+"""Stands for −inf as a level, where −inf − (−inf) must not become NaN."""
+
+
+def hidden(
+    rule: str, target: Tensor, row_ids: Tensor | None, column_ids: Tensor | None, rows: slice, columns: slice
+) -> Tensor | None:
+    """Which pairs of a tile do not count; None if all do."""
+    if rule == "all":
+        return None
+    position = torch.arange(columns.start, columns.stop, device=target.device)
+    own = torch.arange(rows.start, rows.stop, device=target.device).unsqueeze(1) == position
+    if rule == "no self":
+        return own
+    assert row_ids is not None and column_ids is not None
+    equal = row_ids[rows].unsqueeze(1) == column_ids[columns]
+    if rule == "peers":
+        return ~equal | own
+    return equal & (target[rows].unsqueeze(1) != position)
+
+
+def forward(
+    row: Tensor,
+    column: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_ids: Tensor | None,
+    column_ids: Tensor | None,
+    log_weight: Tensor | None,
+    rule: str,
+    bias_in_score: bool,
+    both: bool,
+) -> tuple[Tensor, ...]:
+    """(excess, log Z) of the rows, then if `both` of the first columns over the rows."""
+    of_rows, of_columns = _Level(row, len(row)), _Level(row, len(column))
+    score = row.new_full((len(row),), torch.nan)
+    for columns, rows, keys in _tiles(row, column):
+        scores = row[rows] @ keys.mT
+        place, inside = _place(target[rows], columns)
+        if not bias_in_score:
+            score[rows] = torch.where(inside, scores.gather(1, place).squeeze(1), score[rows])
+        _hide(scores, rule, target, row_ids, column_ids, log_weight, rows, columns)
+        if both:
+            of_columns.add(columns, scores.clone(), 0)
+        if bias is not None:
+            scores += bias[columns].to(scores.dtype)
+        if bias_in_score:
+            score[rows] = torch.where(inside, scores.gather(1, place).squeeze(1), score[rows])
+        of_rows.add(rows, scores, 1)
+    found = of_rows.excess(score), of_rows.log_partition()
+    if not both:
+        return found
+    length = len(row)
+    return *found, of_columns.excess(score, length), of_columns.log_partition(length)
+
+
+def backward(
+    row: Tensor,
+    column: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_ids: Tensor | None,
+    column_ids: Tensor | None,
+    log_weight: Tensor | None,
+    level: Tensor,
+    column_level: Tensor | None,
+    grad_excess: Tensor | None,
+    grad_level: Tensor | None,
+    grad_column_excess: Tensor | None,
+    grad_column_level: Tensor | None,
+    rule: str,
+    bias_in_score: bool,
+    both: bool,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor, ...]:
+    """Gradients of row, column and bias, those that are wanted.
+
+    A score has the gradient (g_excess + g_level)·p, less g_excess at the target; p = exp(score − level).
+    """
+    length = len(row)
+    share = _sum(row, length, grad_excess, grad_level).unsqueeze(1)
+    level = _finite(level).unsqueeze(1)
+    # A target's own share leaves with both directions' excess.
+    own = -_sum(row, length, grad_excess, grad_column_excess)
+    column_share = share
+    if column_level is not None:
+        column_share = _padded(_sum(row, length, grad_column_excess, grad_column_level), len(column), 0.0)
+        column_level = _padded(_finite(column_level), len(column), -LOWEST)
+    grad_row = torch.zeros_like(row, memory_format=torch.contiguous_format) if wanted[0] else None
+    grad_column = torch.zeros_like(column, memory_format=torch.contiguous_format) if wanted[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=row.dtype) if wanted[2] and bias is not None else None
+    part = None
+    for columns, rows, keys in _tiles(row, column):
+        scores = row[rows] @ keys.mT
+        _hide(scores, rule, target, row_ids, column_ids, log_weight, rows, columns)
+        other = scores.clone() if both else None
+        if bias is not None:
+            scores += bias[columns].to(scores.dtype)
+        weights = exponential_(scores.sub_(level[rows])).mul_(share[rows])
+        if grad_bias is not None and not bias_in_score:
+            grad_bias[columns] += weights.sum(0)
+        if other is not None:
+            assert column_level is not None
+            weights.addcmul_(exponential_(other.sub_(column_level[columns])), column_share[columns])
+        place, inside = _place(target[rows], columns)
+        weights.scatter_add_(1, place, torch.where(inside, own[rows], 0.0).unsqueeze(1))
+        if grad_bias is not None and bias_in_score:
+            grad_bias[columns] += weights.sum(0)
+        if grad_row is not None:
+            grad_row[rows] += weights @ keys
+        if grad_column is not None:
+            part = _accumulate(part, weights, row[rows], first=rows.start == 0)
+            if rows.stop == length:
+                grad_column[columns] = part.to(column.dtype)
+    grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+    return tuple(gradient for gradient in (grad_row, grad_column, grad_bias) if gradient is not None)
+
+
+def _accumulate(part: Tensor | None, weights: Tensor, row: Tensor, first: bool) -> Tensor:
+    return weights.mT @ row if first or part is None else part.addmm_(weights.mT, row)
+
+
+def _tiles(row: Tensor, column: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Columns, rows, and those columns in the row's dtype; all rows of some columns one after the other."""
+    length, count = len(row), len(column)
+    if torch.compiler.is_compiling():
+        # Bounds that are formulas in the lengths, so that one program serves all lengths.
+        number = COMPILED_TILES if count >= COMPILED_TILES else count
+        for part in range(number):
+            columns = slice(part * count // number, (part + 1) * count // number)
+            yield columns, slice(0, length), column[columns].to(row.dtype)
+        return
+    # A device other than the CPU needs more work at a time to be busy.
+    pairs = TILE_PAIRS if row.device.type == "cpu" else TILE_PAIRS << 5
+    height = max(1, min(length, TILE_ROWS))
+    width = max(1, min(count, pairs // height))
+    for start in range(0, count, width):
+        columns = slice(start, min(count, start + width))
+        keys = column[columns].to(row.dtype)
+        for first in range(0, length, height):
+            yield columns, slice(first, min(length, first + height)), keys
+
+
+def _place(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Where in a tile's columns the rows' targets are, (rows, 1), and whether they are there at all, (rows,)."""
+    inside = (target >= columns.start) & (target < columns.stop)
+    return torch.where(inside, target - columns.start, 0).unsqueeze(1), inside
+
+
+def _hide(
+    scores: Tensor,
+    rule: str,
+    target: Tensor,
+    row_ids: Tensor | None,
+    column_ids: Tensor | None,
+    log_weight: Tensor | None,
+    rows: slice,
+    columns: slice,
+) -> None:
+    """Add a tile's log-weights, −inf for pairs that do not count."""
+    if log_weight is not None and log_weight.dtype == torch.bool:
+        scores.masked_fill_(~log_weight[rows, columns], -torch.inf)
+    elif log_weight is not None:
+        scores += log_weight[rows, columns].to(scores.dtype)
+    mask = hidden(rule, target, row_ids, column_ids, rows, columns)
+    if mask is not None:
+        scores.masked_fill_(mask, -torch.inf)
+
+
+def exponential_(scores: Tensor) -> Tensor:
+    """exp in place, for scores up to about 0; 0 where products with it would not be normal numbers.
+
+    On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
+    """
+    lowest = -690.0 if scores.dtype == torch.float64 else -80.0
+    return torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)
+
+
+class _Level:
+    """log Σ exp of scores that come in parts: the largest so far, and the sum in units of its exponential."""
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        self.high = like.new_full((size,), LOWEST)
+        self.total = like.new_zeros(size)
+
+    def add(self, place: slice, scores: Tensor, dim: int) -> None:
+        """Take in a tile, which is overwritten."""
+        before = self.high[place]
+        high = torch.maximum(before, scores.amax(dim))
+        total = self.total[place] * (before - high).exp()
+        self.total[place] = total + exponential_(scores.sub_(high.unsqueeze(dim))).sum(dim)
+        self.high[place] = high
+
+    def log_partition(self, length: int | None = None) -> Tensor:
+        return self.total[:length].log() + self.high[:length]
+
+    def excess(self, score: Tensor, length: int | None = None) -> Tensor:
+        """log Z − score, to the last digit where the largest score is that score."""
+        return self.total[:length].log() + (self.high[:length] - score)
+
+
+def _finite(level: Tensor) -> Tensor:
+    """Where nothing is seen, a level that makes every weight 0."""
+    return level.masked_fill(level == -torch.inf, -LOWEST)
+
+
+def _padded(numbers: Tensor, size: int, value: float) -> Tensor:
+    return torch.nn.functional.pad(numbers, (0, size - len(numbers)), value=value)
+
+
+def _sum(like: Tensor, size: int, *parts: Tensor | None) -> Tensor:
+    total = like.new_zeros(size)
+    for part in parts:
+        if part is not None:
+            total = total + part
+    return total

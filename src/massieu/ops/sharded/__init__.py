@@ -1,0 +1,23 @@
+"""The same calls with keys, or a vocabulary, sharded over the processes of a `torch.distributed` group.
+
+Every process calls with its own keys; together they are the keys. What is sent for each query does not depend on how many
+there are. A process that dies makes the others' call raise `RuntimeError`, at the latest at the group's timeout.
+
+**The objective.** Gradients are those of one objective. What it is, the caller says:
+
+- queries="replicated", loss="replicated": all processes hold the same queries, compute the same loss from the same results,
+  and that loss, counted once, is the objective.
+- queries="replicated", loss="sharded": the same queries and results, but each process has a loss of its own, and their sum is
+  the objective.
+- queries="sharded": each process has queries of its own and gets their results; the sum of the losses is the objective.
+
+In all three a process's keys, values and log-weights, and queries of its own, get their gradient of the objective; a
+replicated query (and scale) gets the same whole gradient on every process. All processes must call the same functions in
+the same order, and the backward pass where one does. (`DistributedDataParallel` divides sums of gradients by the number of
+processes: multiply the loss by it where parameters before these calls are synchronised that way.)
+"""
+
+from massieu.ops.sharded.keys import attention, log_partition
+from massieu.ops.sharded.losses import info_nce, linear_cross_entropy
+
+__all__ = ["attention", "info_nce", "linear_cross_entropy", "log_partition"]

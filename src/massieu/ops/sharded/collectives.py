@@ -1,0 +1,233 @@
+"""Communication between processes that autograd can differentiate, any number of times.
+
+A tensor is replicated (every process holds it, with the same numbers, and it is one variable of the objective) or the
+process's own. Each operation below is linear, and its backward pass is another of them:
+
+- `replicate`: replicated → own copies, for uses that differ between processes. Backward: `total`.
+- `total`: own → replicated, the sum. Backward: `replicate`, which communicates nothing. So the gradient of a replicated
+  result is that of the one objective, not multiplied by the number of processes.
+- `gather`: own → own, every process's tensor stacked. Backward: `scatter_sum`, and the other way round.
+- `exchange`: own → own, slice j goes to process j. Backward: `exchange`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes that share a problem."""
+
+    handle: ProcessGroup
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(group: ProcessGroup | DeviceMesh | None) -> "Group":
+        """From a process group, a mesh of one dimension, or None for all processes.
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: there is no process group yet, the mesh has several dimensions, or this process is not in it.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("keys are sharded over a process group, and none exists: call init_process_group first")
+        if group is None:
+            group = dist.group.WORLD
+        elif isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"group must be a mesh of one dimension, got {group.ndim}; take one by its name")
+            group = group.get_group()
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("this process is not in the group that shares the keys")
+        return Group(group, rank, dist.get_world_size(group))
+
+    def agree(self, given: Mapping[str, int], free: Mapping[str, int], failed: bool = False) -> dict[str, list[int]]:
+        """Make sure that all processes were called alike, and tell each what the others gave that may differ.
+
+        Every process takes part, also one whose own arguments are wrong: so that all stop, and none waits for it.
+
+        Raises:
+            RuntimeError: another process's arguments are wrong.
+            ValueError: a number in `given` differs between processes.
+        """
+        names = [*given, *free]
+        numbers = [int(failed), *(0 if failed else number for number in (*given.values(), *free.values()))]
+        own = torch.zeros(_AGREED, dtype=torch.int64, device=self.device)
+        own[0] = len(numbers)
+        own[1 : len(numbers) + 1] = torch.tensor(numbers)
+        rows = _gathered(own, self).tolist()
+        wrong = [rank for rank, row in enumerate(rows) if row[1] and rank != self.rank]
+        if failed:
+            return {}
+        if wrong:
+            raise RuntimeError(f"the arguments of process {wrong[0]} are wrong, and its own error says why")
+        if len({row[0] for row in rows}) > 1:
+            raise ValueError("all processes must call the same function")
+        found = {name: [row[2 + index] for row in rows] for index, name in enumerate(names)}
+        for name in given:
+            if len(set(found[name])) > 1:
+                raise ValueError(f"all processes must give the same {name}, got {found[name]}")
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's backend wants tensors."""
+        kinds = dist.get_backend(self.handle)
+        return torch.device("cuda", torch.cuda.current_device()) if kinds == "nccl" else torch.device("cpu")
+
+
+_AGREED = 24
+"""Room for the numbers that processes compare before they begin."""
+
+
+def replicate(tensor: Tensor, group: Group) -> Tensor:
+    """A replicated tensor, to be used in ways that differ between processes."""
+    return _Replicate.apply(tensor, group)  # pyright: ignore[reportReturnType]
+
+
+def total(tensor: Tensor, group: Group, known: Tensor | None = None) -> Tensor:
+    """The sum over processes, replicated; where its value is `known`, nothing is communicated."""
+    return _Total.apply(tensor, known, group)  # pyright: ignore[reportReturnType]
+
+
+def gather(tensor: Tensor, group: Group) -> Tensor:
+    """All processes' tensors, stacked."""
+    return _Gather.apply(tensor, group)  # pyright: ignore[reportReturnType]
+
+
+def exchange(tensor: Tensor, group: Group) -> Tensor:
+    """From a stack of one slice for each process, the stack of those that the processes have for this one."""
+    return _Exchange.apply(tensor, group)  # pyright: ignore[reportReturnType]
+
+
+def largest(tensor: Tensor, group: Group) -> Tensor:
+    """The largest of all processes, entry by entry; without gradient."""
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if result.numel():
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=group.handle)
+    return result
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """A contiguous copy that sums are not rounded in."""
+    wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    return wide.clone(memory_format=torch.contiguous_format)
+
+
+def _summed(tensor: Tensor, group: Group) -> Tensor:
+    result = _widened(tensor)
+    if result.numel():
+        dist.all_reduce(result, group=group.handle)
+    return result.to(tensor.dtype)
+
+
+def _gathered(tensor: Tensor, group: Group) -> Tensor:
+    result = tensor.new_empty(group.size, *tensor.shape)
+    if tensor.numel():
+        dist.all_gather_single(result.view(-1), tensor.detach().contiguous().view(-1), group=group.handle)
+    return result
+
+
+def _scattered(tensor: Tensor, group: Group) -> Tensor:
+    wide = _widened(tensor)
+    result = torch.empty_like(wide[0])
+    if result.numel():
+        dist.reduce_scatter_single(result.view(-1), wide.view(-1), group=group.handle)
+    return result.to(tensor.dtype)
+
+
+def _exchanged(tensor: Tensor, group: Group) -> Tensor:
+    source = tensor.detach().contiguous()
+    result = torch.empty_like(source)
+    if result.numel():
+        dist.all_to_all_single(result, source, group=group.handle)
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """An operation whose last argument is the group."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.group = inputs[-1]
+
+
+class _Replicate(_Linear):
+    @staticmethod
+    def forward(tensor: Tensor, group: Group) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return _Total.apply(cotangents[0], None, ctx.group), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+
+class _Total(_Linear):
+    @staticmethod
+    def forward(tensor: Tensor, known: Tensor | None, group: Group) -> Tensor:
+        return _summed(tensor, group) if known is None else known.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return _Replicate.apply(cotangents[0], ctx.group), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Total.apply(tangents[0], None, ctx.group)
+
+
+class _Gather(_Linear):
+    @staticmethod
+    def forward(tensor: Tensor, group: Group) -> Tensor:
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return _ScatterSum.apply(cotangents[0], ctx.group), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Gather.apply(tangents[0], ctx.group)
+
+
+class _ScatterSum(_Linear):
+    @staticmethod
+    def forward(tensor: Tensor, group: Group) -> Tensor:
+        return _scattered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return _Gather.apply(cotangents[0], ctx.group), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _ScatterSum.apply(tangents[0], ctx.group)
+
+
+class _Exchange(_Linear):
+    @staticmethod
+    def forward(tensor: Tensor, group: Group) -> Tensor:
+        return _exchanged(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return _Exchange.apply(cotangents[0], ctx.group), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Exchange.apply(tangents[0], ctx.group)

@@ -1,0 +1,236 @@
+"""Attention and log Z over the keys of all processes."""
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from massieu.ops.attention import Attention
+from massieu.ops.attention import attention as local_attention
+from massieu.ops.attention import log_partition as local_log_partition
+from massieu.ops.partial import Partial, around, shares
+from massieu.ops.shapes import Problem, Scale, check_problem, may_be_differentiated
+from massieu.ops.sharded.collectives import Group, exchange, gather, largest, replicate, total
+from massieu.ops.uncompiled import uncompiled
+
+Processes = ProcessGroup | DeviceMesh | None
+Placement = Literal["replicated", "sharded"]
+
+
+@uncompiled
+def attention(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    value: Float[Tensor, "B Hk N E"],
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    queries: Placement = "replicated",
+    loss: Placement | None = None,
+    group: Processes = None,
+) -> Attention:
+    """`massieu.ops.attention` over the keys of all processes.
+
+    Replicated queries are answered by two sums over processes of E + 2 numbers a query; sharded ones by sending each query
+    to all processes and a log-partition and a mean back from each.
+
+    Args:
+        query: the same on all processes, or this process's own, of any number; see `queries`.
+        key, value: this process's, of any number, 0 included.
+        log_weight: for this process's keys; as in `massieu.ops.attention`, but with sharded queries not one a query.
+        scale: as in `massieu.ops.attention`. A tensor belongs to the queries: replicated or sharded as they are.
+        queries, loss: what is replicated, and what the objective is; see `massieu.ops.sharded`. `loss` is by default what
+            `queries` is.
+        group: a process group, a mesh of one dimension, or None for all processes.
+
+    Equal to one process with all keys to rounding, derivatives of every order and forward mode included. `torch.compile`
+    runs this as it is and compiles what is around it; `torch.func.vmap` raises.
+
+    Raises:
+        TypeError: as `massieu.ops.attention`; a group of another type.
+        ValueError: the same; what must be alike differs between processes; there is no process group.
+        RuntimeError: another process's arguments are wrong, or it died.
+    """
+
+    def local(problem: Problem, eta: Tensor, scale: float) -> Partial:
+        assert problem.value is not None
+        weight = problem.log_weight
+        return Partial.of(local_attention(eta, problem.key, problem.value, log_weight=weight, scale=scale))
+
+    def check() -> Problem:
+        if value is None:
+            raise TypeError("value must be a tensor, got None; massieu.ops.sharded.log_partition needs no value")
+        return check_problem(query, key, value, log_weight, scale, False)
+
+    problem, found = _run(check, local, queries, loss, group)
+    return Attention(problem.restore(found.mean).to(query.dtype), problem.restore(found.log_partition))
+
+
+@uncompiled
+def log_partition(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    queries: Placement = "replicated",
+    loss: Placement | None = None,
+    group: Processes = None,
+) -> Float[Tensor, "*query"]:
+    """log Z over the keys of all processes, with two numbers a query summed over processes.
+
+    Arguments, guarantees and errors are those of `attention`.
+    """
+
+    def local(problem: Problem, eta: Tensor, scale: float) -> Partial:
+        return only(local_log_partition(eta, problem.key, log_weight=problem.log_weight, scale=scale))
+
+    def check() -> Problem:
+        return check_problem(query, key, None, log_weight, scale, False)
+
+    problem, found = _run(check, local, queries, loss, group)
+    return problem.restore(found.log_partition)
+
+
+def only(log_partition: Tensor) -> Partial:
+    """A log-partition without a mean."""
+    return Partial(log_partition, log_partition.new_zeros(*log_partition.shape, 0))
+
+
+Local = Callable[[Problem, Tensor, float], Partial]
+
+
+def _run(
+    check: Callable[[], Problem], local: Local, queries: Placement, loss: Placement | None, processes: Processes
+) -> tuple[Problem, Partial]:
+    group = Group.of(processes)
+
+    def checked() -> tuple[Problem, dict[str, int], dict[str, int]]:
+        _check_placement(queries, loss)
+        problem = check()
+        _check_weight(problem, queries)
+        given, free = _told(problem, queries, loss or queries)
+        return problem, given, free
+
+    problem, lengths = together(group, checked, "queries")
+    eta, scale = problem.query, problem.scale
+    if isinstance(scale, Tensor):
+        eta, scale = (eta * scale).to(eta.dtype), 1.0
+    if queries == "sharded":
+        return problem, _of_own_queries(problem, eta, scale, local, lengths, group)
+    found = merge(local(problem, replicate(eta, group), scale), group)
+    return problem, found if loss != "sharded" else _own_copy(found, group)
+
+
+Checked = TypeVar("Checked")
+
+
+def together(
+    group: Group, check: Callable[[], tuple[Checked, dict[str, int], dict[str, int]]], wanted: str
+) -> tuple[Checked, list[int]]:
+    """Check this process's arguments, and that the processes agree; also each process's number called `wanted`.
+
+    Args:
+        check: what was checked, numbers that must be alike, numbers that need not be.
+    """
+    try:
+        checked, given, free = check()
+    except (TypeError, ValueError):
+        group.agree({}, {}, failed=True)
+        raise
+    return checked, group.agree(given, free)[wanted]
+
+
+def _check_placement(queries: str, loss: str | None) -> None:
+    if queries not in ("replicated", "sharded"):
+        raise ValueError(f"queries must be 'replicated' or 'sharded', got {queries!r}")
+    if loss not in ("replicated", "sharded", None):
+        raise ValueError(f"loss must be 'replicated', 'sharded' or None, got {loss!r}")
+    if queries == "sharded" and loss == "replicated":
+        raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
+
+
+def _check_weight(problem: Problem, queries: Placement) -> None:
+    weight = problem.log_weight
+    if queries == "sharded" and weight is not None and weight.shape[3] > 1:
+        raise ValueError(
+            f"with sharded queries log_weight must be one a key for all queries, got {tuple(weight.shape[-2:])} for "
+            f"{problem.query.shape[3]} queries and {problem.key.shape[2]} keys"
+        )
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def wants_gradient(*tensors: object) -> int:
+    """Whether one of these requires a gradient here; processes must agree, as the backward pass communicates."""
+    return int(torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors))
+
+
+def _told(problem: Problem, queries: Placement, loss: Placement) -> tuple[dict[str, int], dict[str, int]]:
+    """What must be alike on all processes, and what need not be."""
+    batch, key_heads, group, length, size = problem.query.shape
+    given = {
+        "batch size": batch,
+        "number of key heads": key_heads,
+        "number of queries a key head": group,
+        "head size": size,
+        "size of values": 0 if problem.value is None else problem.value.shape[3],
+        "dtype (0 float64, 1 float32, 2 bfloat16, 3 float16)": DTYPES.index(problem.query.dtype),
+        "queries (0 replicated, 1 sharded)": int(queries == "sharded"),
+        "loss (0 replicated, 1 sharded)": int(loss == "sharded"),
+        "requires_grad of the query": wants_gradient(problem.query, problem.scale),
+        "requires_grad of any tensor": wants_gradient(
+            problem.query, problem.key, problem.value, problem.log_weight, problem.scale
+        ),
+    }
+    if queries == "sharded":
+        return given, {"queries": length}
+    return given | {"queries": length}, {}
+
+
+def merge(part: Partial, group: Group) -> Partial:
+    """The result over all processes' keys, replicated."""
+    with torch.no_grad():
+        anchor = _merged(Partial(part.log_partition.detach(), part.mean.detach()), group)
+    if not any(may_be_differentiated(tensor) for tensor in part):
+        return anchor
+    # The sums of the shares are 1 and 0, so nothing is sent; their derivatives need what each process has.
+    weight, moment = shares(anchor, part)
+    seen = (anchor.log_partition > -torch.inf).to(weight.dtype)
+    weight, moment = total(weight, group, seen), total(moment, group, torch.zeros_like(anchor.mean))
+    return around(anchor, weight, moment)
+
+
+def _merged(part: Partial, group: Group) -> Partial:
+    level, mean = part
+    top = largest(level, group)
+    weight = (level - top.masked_fill(top == -torch.inf, 0.0)).exp().unsqueeze(-1)
+    sums = total(torch.cat([weight, torch.where(weight > 0, weight * mean, 0.0)], -1), group)
+    weight = sums[..., 0]
+    weight = torch.where(weight == 0, 1.0, weight)
+    return Partial(top + weight.log(), sums[..., 1:] / weight.unsqueeze(-1))
+
+
+def _own_copy(found: Partial, group: Group) -> Partial:
+    """A replicated result for losses that differ between processes, in one message back whichever part they use."""
+    both = replicate(torch.cat([found.log_partition.unsqueeze(-1), found.mean], -1), group)
+    return Partial(both[..., 0], both[..., 1:])
+
+
+def _of_own_queries(
+    problem: Problem, eta: Tensor, scale: float, local: Local, lengths: list[int], group: Group
+) -> Partial:
+    """All queries come here, and what this process's keys say of each goes back."""
+    own, longest = problem.query.shape[3], max(lengths)
+    everyone = gather(F.pad(eta, (0, 0, 0, longest - own)), group)
+    everyone = everyone.movedim(0, 3).flatten(3, 4)
+    level, mean = local(problem, everyone, scale)
+    answers = torch.cat([level.unsqueeze(-1), mean], -1).unflatten(3, (group.size, longest))
+    answers = exchange(answers.movedim(3, 0), group)[:, :, :, :, :own]
+    return Partial(answers[..., 0], answers[..., 1:]).reduce(0)

@@ -1,0 +1,216 @@
+"""Atoms on disk: keys, values and log-weights that need not fit in memory, in memory-mapped safetensors files."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class AtomBlock(NamedTuple):
+    """Some of the atoms: points with or without values and log-weights of their own, for each of Hk key heads."""
+
+    points: Float[Tensor, "Hk N D"]
+    values: Float[Tensor, "Hk N E"] | None = None
+    """None: the points are the values."""
+    log_weight: Float[Tensor, "Hk N"] | None = None
+    """Natural logarithms, −inf hides an atom; None: weight 1."""
+
+
+@dataclass(frozen=True)
+class AtomStore:
+    """Atoms in safetensors files, read block by block.
+
+    A file holds `points` (Hk, n, D) and, if any, `values` (Hk, n, E) and `log_weight` (Hk, n), in any floating dtype;
+    files of one directory follow each other in the order of their names. Nothing else is in it, so that any tool that
+    writes safetensors can make one. Make a store by `write` or `open`.
+    """
+
+    files: tuple[Path, ...]
+    counts: tuple[int, ...]
+    """Atoms a head in each file."""
+    heads: int
+    size: int
+    """D, of a point."""
+    value_size: int
+    """E, of a value."""
+    has_values: bool
+    has_log_weight: bool
+
+    def __len__(self) -> int:
+        """Atoms of one head."""
+        return sum(self.counts)
+
+    @staticmethod
+    def write(path: str | os.PathLike[str], blocks: Iterable[AtomBlock]) -> "AtomStore":
+        """Write blocks of atoms as they come, one file each, and open the result.
+
+        Everything is written beside `path` and renamed when it is complete: after an error, or Ctrl-C, there is no
+        store at `path` and nothing is left beside it. A process that is killed leaves a directory `.<name>.writing-…`.
+
+        Args:
+            path: the directory to make; it must not exist, or be empty.
+            blocks: alike but for their number of atoms; a generator, where all of them do not fit in memory.
+
+        Raises:
+            TypeError: something is not an `AtomBlock` of floating-point tensors.
+            ValueError: shapes do not fit each other or the first block, there are no blocks, or `path` is taken.
+        """
+        path = Path(path)
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise ValueError(f"a store is written to a new directory, and {path} is already there")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.writing-", dir=path.parent))
+        try:
+            first = None
+            for index, block in enumerate(blocks):
+                _check_block(block, first)
+                first = block if first is None else first
+                tensors = {name: part.contiguous() for name, part in block._asdict().items() if part is not None}
+                save_file(tensors, beside / f"{index:08d}.safetensors")
+            if first is None:
+                raise ValueError("a store needs at least one block of atoms, got none")
+            beside.chmod(0o777 & ~_umask())
+            beside.replace(path)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+        return AtomStore.open(path)
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> "AtomStore":
+        """Open a directory of safetensors files, or one file. Only their headers are read.
+
+        Raises:
+            ValueError: there is no such file or directory, it holds no safetensors file, one cannot be read, or the
+                tensors of one do not fit each other or those of the first.
+        """
+        path = Path(path)
+        files = tuple(sorted(path.glob("*.safetensors"))) if path.is_dir() else (path,)
+        if not path.exists():
+            raise ValueError(f"there is no store of atoms at {path}")
+        if not files:
+            raise ValueError(f"a store of atoms is a directory of .safetensors files, and {path} holds none")
+        layouts = [_layout(file) for file in files]
+        for file, layout in zip(files, layouts, strict=True):
+            if layout.fixed != layouts[0].fixed:
+                raise ValueError(
+                    f"all files of a store must be alike: {files[0].name} has {layouts[0].told}, "
+                    f"{file.name} has {layout.told}"
+                )
+        first = layouts[0]
+        return AtomStore(files, tuple(layout.atoms for layout in layouts), *first.fixed)
+
+    def blocks(self, size: int = 1 << 16) -> Iterator[AtomBlock]:
+        """The atoms in order, at most `size` a head at a time.
+
+        Tensors are views of the file, read from disk where they are touched and unmapped when they are dropped; a
+        change of one does not reach the file.
+
+        Raises:
+            ValueError: size is below 1, or a file has changed since the store was opened.
+        """
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"a block must hold a whole number of atoms, at least 1, got {size!r}")
+        for file, count in zip(self.files, self.counts, strict=True):
+            for first in range(0, count, size):
+                yield self._read(file, count, slice(first, min(count, first + size)))
+
+    def _read(self, file: Path, count: int, atoms: slice) -> AtomBlock:
+        # Mapped anew for each block: pages once read would else count as this process's memory until the file is done.
+        with _opened(file) as content:
+            points = content.get_slice("points")
+            if points.get_shape() != [self.heads, count, self.size]:
+                raise ValueError(f"{file} has changed since the store was opened")
+            values = content.get_slice("values")[:, atoms] if self.has_values else None
+            log_weight = content.get_slice("log_weight")[:, atoms] if self.has_log_weight else None
+            return AtomBlock(points[:, atoms], values, log_weight)
+
+
+class _Layout(NamedTuple):
+    atoms: int
+    fixed: tuple[int, int, int, bool, bool]
+    """What all files of a store share, in the order of its fields."""
+
+    @property
+    def told(self) -> str:
+        heads, size, value_size, has_values, has_log_weight = self.fixed
+        values = f"values of size {value_size}" if has_values else "no values"
+        return f"{heads} heads, points of size {size}, {values}, {'' if has_log_weight else 'no '}log-weights"
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from error
+
+
+def _layout(file: Path) -> _Layout:
+    with _opened(file) as content:
+        shapes = {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
+        types = {name: content.get_slice(name).get_dtype() for name in shapes}
+    if "points" not in shapes:
+        raise ValueError(f"{file} must hold a tensor named points, got {sorted(shapes)}")
+    for name in shapes:
+        if name not in AtomBlock._fields:
+            raise ValueError(f"{file} must hold points, values and log_weight alone, got {sorted(shapes)}")
+        if types[name] not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(f"{name} of {file} must be float64, float32, float16 or bfloat16, got {types[name]}")
+    try:
+        _check_shapes(shapes)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    heads, count, size = shapes["points"]
+    value_size = shapes["values"][2] if "values" in shapes else size
+    return _Layout(count, (heads, size, value_size, "values" in shapes, "log_weight" in shapes))
+
+
+def _check_block(block: object, first: AtomBlock | None) -> None:
+    if not isinstance(block, AtomBlock):
+        raise TypeError(f"a block of atoms must be an AtomBlock, got {type(block).__name__}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, part in block._asdict().items():
+        if part is None and name != "points":
+            continue
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
+        if part.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {part.dtype}")
+        shapes[name] = tuple(part.shape)
+    _check_shapes(shapes)
+    if first is None:
+        return
+    wanted = {name: tuple(part.shape) for name, part in first._asdict().items() if part is not None}
+    if _but_for_count(shapes) != _but_for_count(wanted):
+        raise ValueError(f"blocks must be alike but for their number of atoms, got {wanted} and {shapes}")
+
+
+def _but_for_count(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {name: (shape[0], *shape[2:]) for name, shape in shapes.items()}
+
+
+def _check_shapes(shapes: dict[str, tuple[int, ...]]) -> None:
+    points = shapes["points"]
+    if len(points) != 3 or points[0] == 0 or points[2] == 0:
+        raise ValueError(f"points must have shape (Hk, N, D) with at least one head and dimension, got {points}")
+    values = shapes.get("values", points)
+    if len(values) != 3 or values[:2] != points[:2] or values[2] == 0:
+        raise ValueError(f"values must have shape {(*points[:2], 'E')} for points {points}, got {values}")
+    if shapes.get("log_weight", points[:2]) != points[:2]:
+        raise ValueError(f"log_weight must have shape {points[:2]} for points {points}, got {shapes['log_weight']}")
+
+
+def _umask() -> int:
+    """The process's file mode mask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,156 @@
+"""B17: log Z by positive random features."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from massieu.ops.random_features import RandomFeatures, random_feature_log_partition
+from massieu.verification.claim import (
+    BAL,
+    GRADIENT_BY_DIFFERENCES,
+    QUADRATURE,
+    Check,
+    at_least,
+    close,
+    near_in_standard_errors,
+)
+from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.oracles import differences, log_integral, quadrature
+from massieu.verification.registry import claim
+
+
+@claim(
+    "B17",
+    statement="Positive random features estimate Z without bias, with the variance (E Ẑ₁² − Z²)/m known in closed form; "
+    "log Ẑ is biased down by half the relative variance.",
+    source=f"{BAL}, §3.1, which cites Performers; the formulas are derived",
+    status="quoted",
+    corrected="ReLU features define another normaliser, not an approximation of exp; of the two estimators of attention, "
+    "the gradient of log Ẑ is the noisier one.",
+)
+def random_features(atoms: int = 6, features: int = 64, estimates: int = 1000, seed: int = 0) -> Iterator[Check]:
+    need(2, atoms=atoms, features=features, estimates=estimates)
+    normal = normal_draws(seed)
+    # Norms of 0.3 and 0.4: ‖q + k‖ ≤ 0.7, where draws see the variance.
+    query, key = 0.3 * _unit(normal(2)), 0.4 * _unit(normal(atoms, 2))
+    yield from _one_feature(query, key)
+    yield from _all_features(query, key, features, seed)
+    yield from _draws(query, key, features, estimates, seed)
+    yield from _estimators(query, key, features, estimates, seed)
+    yield from _heavy_tails(normal)
+    yield from _rectified(normal, key)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors / vectors.norm(dim=-1, keepdim=True)
+
+
+def _estimate(query: Tensor, key: Tensor, features: int, seed: int, error: bool = True) -> RandomFeatures:
+    """The library's, for one query or several, at scale 1."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = query.reshape(1, 1, -1, query.shape[-1])
+    options = {"features": features, "scale": 1.0, "standard_error": error}
+    return random_feature_log_partition(queries, key[None, None], generator=generator, **options)
+
+
+def _one_feature(query: Tensor, key: Tensor) -> Iterator[Check]:
+    """Mean and variance of φ(q)φ(k), by quadrature along q + k."""
+    norms = (query.square().sum() + key.square().sum(-1)) / 2
+    length = (query + key).norm(dim=-1, keepdim=True)
+
+    def moment(power: int) -> Tensor:
+        def log_integrand(x: Tensor) -> Tensor:
+            return power * length * x - x * x / 2 - math.log(2 * math.pi) / 2
+
+        return (log_integral(log_integrand, -12, 12) - power * norms).exp()
+
+    dot = key @ query
+    yield close("E φ(q)φ(k) and exp(q·k)", moment(1), dot.exp(), QUADRATURE)
+    variance = torch.exp(2 * dot) * torch.expm1(length[:, 0].square())
+    yield close("Var φ(q)φ(k) and e^{2q·k}(e^{‖q+k‖²} − 1)", moment(2) - moment(1).square(), variance, QUADRATURE)
+
+
+def _all_features(query: Tensor, key: Tensor, features: int, seed: int) -> Iterator[Check]:
+    """E Ẑ₁²: the formula, the integral over the plane, and what the library reports."""
+    z = (key @ query).exp().sum()
+    pairs = (2 * query + key[:, None] + key).square().sum(-1) / 2
+    norms = key.square().sum(-1) / 2
+    second = torch.exp(pairs - query.square().sum() - norms[:, None] - norms).sum()
+    nodes, log_weight = quadrature(-10, 10, 20)
+    plane = torch.cartesian_prod(nodes, nodes)
+    log_density = (log_weight[:, None] + log_weight).flatten() - plane.square().sum(-1) / 2 - math.log(2 * math.pi)
+    log_feature = plane @ query - query.square().sum() / 2 + torch.logsumexp(plane @ key.T - norms, -1)
+    integral = torch.exp(log_density + 2 * log_feature).sum()
+    yield close("E Ẑ₁² by the double sum and by quadrature", second, integral, QUADRATURE)
+    error = _estimate(query, key, features, seed).standard_error
+    assert error is not None
+    yield close(
+        "the standard error and ((E Ẑ₁² − Z²)/m)^½ / Z", error[0, 0, 0], ((second - z * z) / features).sqrt() / z
+    )
+
+
+def _draws(query: Tensor, key: Tensor, features: int, estimates: int, seed: int) -> Iterator[Check]:
+    """Ẑ against Z, and log Ẑ against its bias, both in standard errors."""
+    log_z = torch.logsumexp(key @ query, -1)
+    large = _estimate(query, key, features * estimates, seed)
+    assert large.standard_error is not None
+    ratio = torch.exp(large.log_partition[0, 0, 0] - log_z)
+    yield near_in_standard_errors("Ẑ/Z and 1", ratio, 1.0, large.standard_error[0, 0, 0])
+    drawn = torch.stack(
+        [_estimate(query, key, features, seed + i, False).log_partition[0, 0, 0] for i in range(estimates)]
+    )
+    # Ẑ/Z − 1 has mean 0 and carries nearly all of the noise.
+    excess = drawn - log_z - torch.expm1(drawn - log_z)
+    bias = -large.standard_error[0, 0, 0].square() * estimates / 2
+    error = excess.std() / estimates**0.5
+    yield near_in_standard_errors("bias of log Ẑ and −(E Ẑ₁² − Z²)/(2mZ²)", excess.mean(), bias, error)
+
+
+def _estimators(query: Tensor, key: Tensor, features: int, estimates: int, seed: int) -> Iterator[Check]:
+    """The gradient of log Ẑ, and its error beside that of the ratio of features."""
+
+    def shares(omega: Tensor) -> tuple[Tensor, Tensor]:
+        """r of each feature, and the mean key in it."""
+        scores = omega @ key.T - key.square().sum(-1) / 2
+        return torch.softmax(omega @ query + torch.logsumexp(scores, -1), -1), torch.softmax(scores, -1) @ key
+
+    generator = torch.Generator().manual_seed(seed)
+    share, _ = shares(torch.randn(features, 2, dtype=torch.float64, generator=generator))
+    generator.manual_seed(seed)
+    omega = torch.randn(features, 2, dtype=torch.float64, generator=generator)
+    slope = differences(lambda q: _estimate(q, key, features, seed, False).log_partition[0, 0, 0], query)
+    yield close("∂ log Ẑ/∂q and Σ r_ω ω − q", slope, share @ omega - query, GRADIENT_BY_DIFFERENCES)
+
+    omega = torch.randn(estimates, features, 2, dtype=torch.float64, generator=generator)
+    share, inside = shares(omega)
+    exact = torch.softmax(key @ query, -1) @ key
+    ratio = (share.unsqueeze(-1) * inside).sum(1) - exact
+    gradient = (share.unsqueeze(-1) * omega).sum(1) - query - exact
+    size = [part.square().sum(-1).mean().sqrt() for part in (gradient, ratio)]
+    detail = f"{size[0]:.3g} against {size[1]:.3g} at m = {features}"
+    yield at_least("error of ∂ log Ẑ/∂q over that of the ratio of features", size[0] / size[1], 1.0, detail)
+
+
+def _heavy_tails(normal: Normal) -> Iterator[Check]:
+    """Trap 32: at ‖q + k‖² = 4.86 two million draws do not know the variance; the formula does."""
+    half = _unit(normal(2)) * math.sqrt(4.86) / 2
+    error = _estimate(half, half[None], 1, 0).standard_error
+    assert error is not None
+    variance = math.expm1(4.86)
+    yield close("‖q+k‖² = 4.86: reported variance and e^{‖q+k‖²} − 1", error[0, 0, 0].square(), variance)
+    growth = math.exp(4.86)
+    kurtosis = growth**4 + 2 * growth**3 + 3 * growth**2 - 3
+    unreliable = math.sqrt(kurtosis / 2e6)
+    yield at_least("‖q+k‖² = 4.86: relative error of the variance of 2e6 draws", unreliable, 1.0)
+
+
+def _rectified(normal: Normal, key: Tensor) -> Iterator[Check]:
+    """Features max(0, ω·x) sum to another function of the query: the log-ratio to Z is not constant."""
+    queries = _unit(normal(20, 2))
+    cosine = (queries @ _unit(key).T).clamp(-1, 1)
+    angle = torch.acos(cosine)
+    kernel = (torch.sin(angle) + (math.pi - angle) * cosine) * key.norm(dim=-1) / (2 * math.pi)
+    ratio = kernel.sum(-1).log() - torch.logsumexp(queries @ key.T, -1)
+    yield at_least("ReLU features: largest less smallest log Ẑ − log Z", ratio.max() - ratio.min(), 0.01)

@@ -1,0 +1,305 @@
+"""What the processes of `test_sharded` do, and the same by one process: problems, calls, gradients."""
+
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from massieu import ops
+from massieu.ops import sharded
+from massieu.ops.contrastive import FalseNegatives, info_nce
+from massieu.ops.vocabulary import linear_cross_entropy
+
+BATCH, HEADS, KEY_HEADS, LENGTH, SIZE, VALUE = 2, 4, 2, 3, 5, 6
+KEYS = {2: (7, 4), 4: (3, 0, 5, 3)}
+"""Keys of each process, by the number of processes; one has none."""
+QUERIES = {2: (2, 3), 4: (1, 2, 0, 2)}
+WORDS = {2: (6, 5), 4: (3, 2, 2, 4)}
+PAIRS = {2: (4, 3), 4: (2, 1, 2, 2)}
+NEGATIVES = {2: (0, 2), 4: (1, 0, 1, 0)}
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gradients(objective, *tensors):
+    """First derivatives, and those of Σ of the squares of the first one."""
+    first = torch.autograd.grad(objective, tensors, create_graph=True)
+    second = torch.autograd.grad(first[0].square().sum(), tensors)
+    return [part.detach() for part in (*first, *second)]
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def keys(dtype=torch.float64):
+    count = sum(KEYS[2])
+    key, value = draw(BATCH, KEY_HEADS, count, SIZE, seed=1), draw(BATCH, KEY_HEADS, count, VALUE, seed=2) + 3
+    weight = draw(count, seed=3)
+    weight[5] = -math.inf
+    return [tensor.to(dtype).requires_grad_() for tensor in (key, value, weight)]
+
+
+def query(length, dtype=torch.float64):
+    tensor = draw(BATCH, HEADS, length, SIZE, seed=4, dtype=dtype).requires_grad_()
+    return tensor, torch.tensor([0.5, 0.3, -0.4, 1.0], dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def one_loss(result, factor=1.0):
+    output, log_z = result
+    return factor * (output.square().sum() + log_z.sin().sum())
+
+
+def my_loss(result, rank):
+    """Of which the first uses no log Z, the second no output."""
+    output, log_z = result
+    return log_z.sin().sum() if rank == 1 else (rank + 1) * (output.square() * draw(*output.shape, seed=rank)).sum()
+
+
+def shards(tensors, sizes, rank, dims):
+    """A process's parts, as leaves of their own."""
+    parts = (tensor.detach().split(sizes, dim)[rank] for tensor, dim in zip(tensors, dims, strict=True))
+    return [part.clone().requires_grad_() for part in parts]
+
+
+def attention_alike(rank, size, loss):
+    (q, scale), (k, v, w) = query(LENGTH), shards(keys(), KEYS[size], rank, (2, 2, 0))
+    result = sharded.attention(q, k, v, log_weight=w, scale=scale, loss=loss)
+    alone = sharded.log_partition(q, k, log_weight=w, scale=scale, loss=loss)
+    objective = one_loss(result) if loss == "replicated" else my_loss(result, rank)
+    objective = objective + (alone.square().sum() if loss == "replicated" else (rank + 1) * alone.square().sum())
+    return [*(part.detach() for part in (*result, alone)), *gradients(objective, q, scale, k, v, w)]
+
+
+def attention_alike_alone(size, loss):
+    (q, scale), (k, v, w) = query(LENGTH), keys()
+    result = ops.attention(q, k, v, log_weight=w, scale=scale)
+    if loss == "replicated":
+        objective = one_loss(result) + result.log_partition.square().sum()
+    else:
+        objective = sum(
+            my_loss(result, rank) + (rank + 1) * result.log_partition.square().sum() for rank in range(size)
+        )
+    return [*result, result.log_partition, *gradients(objective, q, scale, k, v, w)]
+
+
+def attention_own(rank, size):
+    q, _ = query(sum(QUERIES[size]))
+    (q,), (k, v, w) = shards([q], QUERIES[size], rank, (2,)), shards(keys(), KEYS[size], rank, (2, 2, 0))
+    result = sharded.attention(q, k, v, log_weight=w, scale=0.4, queries="sharded")
+    alone = sharded.log_partition(q, k, log_weight=w, queries="sharded")
+    objective = one_loss(result, rank + 1) + (rank + 1) * alone.square().sum()
+    return [*(part.detach() for part in (*result, alone)), *gradients(objective, q, k, v, w)]
+
+
+def attention_own_alone(size):
+    (q, _), (k, v, w) = query(sum(QUERIES[size])), keys()
+    result = ops.attention(q, k, v, log_weight=w, scale=0.4)
+    alone = ops.log_partition(q, k, log_weight=w)
+    objective, start = 0.0, 0
+    for rank, count in enumerate(QUERIES[size]):
+        part = slice(start, start + count)
+        objective += one_loss([tensor[:, :, part] for tensor in result], rank + 1)
+        objective += (rank + 1) * alone[:, :, part].square().sum()
+        start += count
+    return [*result, alone, *gradients(objective, q, k, v, w)]
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+CROSS_ENTROPIES = {
+    "mean": {},
+    "sum, smoothed": {"reduction": "sum", "label_smoothing": 0.2},
+    "none, all": {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.3},
+}
+TARGET = torch.tensor([[0, 5, 10], [6, -100, 3]])
+
+
+def words():
+    count = sum(WORDS[2])
+    tensors = draw(2, 3, SIZE, seed=1), draw(count, SIZE, seed=2), draw(count, seed=3)
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def cross_entropy(rank, size, options, loss):
+    hidden, *rest = words()
+    weight, bias = shards(rest, WORDS[size], rank, (0, 0))
+    bias = None if options == {} else bias
+    call = partial(sharded.linear_cross_entropy, return_log_partition=True, loss=loss, **options)
+    nats, log_z = call(hidden, weight, TARGET, bias=bias)
+    factor = 1 if loss == "replicated" else rank + 1
+    objective = factor * (nats.square().sum() + (log_z.sin().sum() if rank != 1 or factor == 1 else 0.0))
+    wanted = (hidden, weight) if bias is None else (hidden, weight, bias)
+    return [nats.detach(), log_z.detach(), *gradients(objective, *wanted)]
+
+
+def cross_entropy_alone(size, options, loss):
+    hidden, weight, bias = words()
+    bias = None if options == {} else bias
+    nats, log_z = linear_cross_entropy(hidden, weight, TARGET, bias=bias, return_log_partition=True, **options)
+    factors = [1] if loss == "replicated" else range(1, size + 1)
+    objective = sum(factor * (nats.square().sum() + (log_z.sin().sum() if factor != 2 else 0.0)) for factor in factors)
+    wanted = (hidden, weight) if bias is None else (hidden, weight, bias)
+    return [nats, log_z, *gradients(objective, *wanted)]
+
+
+IDS = torch.tensor([0, 1, 2, 0, 1, 5, 6])
+NEGATIVE_IDS = torch.tensor([0, 9])
+
+
+def pairs():
+    count = sum(PAIRS[2])
+    tensors = draw(count, SIZE, seed=1), draw(count, SIZE, seed=2), draw(2, SIZE, seed=3)
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def contrast(rank, size, full, symmetric):
+    *both, negatives = pairs()
+    q, k = shards(both, PAIRS[size], rank, (0, 0))
+    (m,) = shards([negatives], NEGATIVES[size], rank, (0,))
+    temperature, options = torch.tensor(0.7, dtype=torch.float64, requires_grad=True), {}
+    if full:
+        own = IDS.split(PAIRS[size])[rank]
+        others = torch.cat([own, NEGATIVE_IDS.split(NEGATIVES[size])[rank]])
+        options = {"negatives": m, "log_weight": FalseNegatives(own, others)}
+    result = sharded.info_nce(q, k, temperature=temperature, symmetric=symmetric, return_log_partition=True, **options)
+    objective = result.loss.square() + result.log_partition.sin().sum()
+    wanted = (q, k, temperature, m) if full else (q, k, temperature)
+    return [*(part.detach() for part in result), *gradients(objective, *wanted)]
+
+
+def contrast_alone(size, full, symmetric):
+    q, k, m = pairs()
+    temperature, options = torch.tensor(0.7, dtype=torch.float64, requires_grad=True), {}
+    if full:
+        options = {"negatives": m, "log_weight": FalseNegatives(IDS, torch.cat([IDS, NEGATIVE_IDS]))}
+    result = info_nce(q, k, temperature=temperature, symmetric=symmetric, return_log_partition=True, **options)
+    objective = result.loss.square() + result.log_partition.sin().sum()
+    return [*result, *gradients(objective, *((q, k, temperature, m) if full else (q, k, temperature)))]
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def forward_mode(rank, size):
+    """The derivative along a direction of the queries and all keys."""
+    (q, _), (k, v, _) = query(LENGTH), shards(keys(), KEYS[size], rank, (2, 2, 0))
+    change = draw(*q.shape, seed=8), draw(*keys()[0].shape, seed=9).split(KEYS[size], 2)[rank]
+
+    def call(q, k):
+        return sharded.attention(q, k, v.detach())
+
+    with torch.no_grad():
+        return torch.func.jvp(call, (q.detach(), k.detach()), change)[1]
+
+
+def forward_mode_alone():
+    (q, _), (k, v, _) = query(LENGTH), keys()
+    change = draw(*q.shape, seed=8), draw(*k.shape, seed=9)
+    call = lambda q, k: ops.attention(q, k, v.detach())  # noqa: E731
+    return torch.func.jvp(call, (q.detach(), k.detach()), change)[1]
+
+
+def precision(rank, size, dtype):
+    (q, _), (k, v, _) = query(LENGTH, dtype), shards(keys(dtype), KEYS[size], rank, (2, 2, 0))
+    result = sharded.attention(q, k, v)
+    found = torch.autograd.grad(one_loss(result), (q, k, v))
+    own = sharded.attention(q, k, v, queries="sharded")
+    return [*(part.detach() for part in (*result, *own)), *found]
+
+
+def precision_alone():
+    (q, _), (k, v, _) = query(LENGTH), keys()
+    result = ops.attention(q, k, v)
+    return [*result, *result, *torch.autograd.grad(one_loss(result), (q, k, v))]
+
+
+def grouped_and_masked(rank, size):
+    """Five dimensions, booleans per query, rows that see nothing or only what one process has, and a mesh."""
+    q, (k, v, _) = query(LENGTH)[0].unflatten(1, (KEY_HEADS, 2)), shards(keys(), KEYS[size], rank, (2, 2, 0))
+    mask = MASK.split(KEYS[size], -1)[rank]
+    mesh = init_device_mesh("cpu", (size,))
+    return [part.detach() for part in sharded.attention(q, k, v, log_weight=mask, group=mesh)]
+
+
+MASK = torch.ones(BATCH, 1, 1, LENGTH, sum(KEYS[2]), dtype=torch.bool)
+MASK[:, :, :, 0] = False
+MASK[:, :, :, 1, :7] = False
+
+
+def grouped_and_masked_alone():
+    q, (k, v, _) = query(LENGTH)[0].unflatten(1, (KEY_HEADS, 2)), keys()
+    return ops.attention(q, k, v, log_weight=MASK)
+
+
+def messages(rank, size):
+    """Numbers that this process hands to the group for 3 queries, by how many keys there are."""
+    sent = {}
+    names = ["all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"]
+    for count in (4, 400):
+        counted = []
+        originals = {name: getattr(dist, name) for name in names}
+        for name, original in originals.items():
+            place = 0 if name == "all_reduce" else 1
+
+            def counting(*given, original=original, place=place, counted=counted, **options):
+                counted.append(given[place].numel())
+                return original(*given, **options)
+
+            setattr(dist, name, counting)
+        for queries in ("replicated", "sharded"):
+            q = draw(1, 1, 3, SIZE).requires_grad_()
+            k, v = draw(1, 1, count, SIZE, seed=rank).requires_grad_(), draw(1, 1, count, VALUE, seed=rank)
+            one_loss(sharded.attention(q, k, v, queries=queries)).backward()
+        for name, original in originals.items():
+            setattr(dist, name, original)
+        sent[count] = counted
+    return sent
+
+
+def refusals(rank, size):
+    """The error of each call that this process makes wrong, or that differs between processes."""
+    q, k = draw(1, 2, 3, SIZE), draw(1, 2, 4, SIZE)
+    calls = {
+        "other length": lambda: sharded.log_partition(q[:, :, : 3 - rank], k),
+        "other loss": lambda: sharded.attention(q, k, k, loss="sharded" if rank else "replicated"),
+        "other gradient": lambda: sharded.attention(q.clone().requires_grad_(rank == 0), k, k),
+        "one wrong": lambda: sharded.attention(q, k, k[..., :2, :] if rank == 1 else k),
+        "weights of own queries": lambda: sharded.attention(q, k, k, log_weight=draw(3, 4), queries="sharded"),
+        "loss of own queries": lambda: sharded.attention(q, k, k, queries="sharded", loss="replicated"),
+        "placement": lambda: sharded.attention(q, k, k, queries="split"),
+        "group": lambda: sharded.attention(q, k, k, group="world"),
+        "target": lambda: sharded.linear_cross_entropy(q[0, 0], k[0, 0], torch.tensor([0, 1, 4 * size])),
+        "counts": lambda: sharded.info_nce(q[0, 0], k[0, 0], temperature=1.0),
+        "weights of pairs": lambda: sharded.info_nce(q[0, 0], q[0, 0], log_weight=draw(3, 3), temperature=1.0),
+        "vmap": lambda: torch.func.vmap(lambda q: sharded.log_partition(q, k))(q.expand(2, 1, 2, 3, SIZE)),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (TypeError, ValueError, RuntimeError) as error:
+            found[name] = (type(error), str(error))
+    return found
+
+
+def everything(rank, size):
+    found = {f"attention, {loss} loss": attention_alike(rank, size, loss) for loss in ("replicated", "sharded")} | {
+        "attention, own queries": attention_own(rank, size)
+    }
+    for name, options in CROSS_ENTROPIES.items():
+        for loss in ("replicated", "sharded"):
+            found[f"cross-entropy, {name}, {loss} loss"] = cross_entropy(rank, size, options, loss)
+    for full in (False, True):
+        for symmetric in (False, True):
+            found[f"contrast, {full}, {symmetric}"] = contrast(rank, size, full, symmetric)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found[str(dtype)] = precision(rank, size, dtype)
+    found["forward mode"] = forward_mode(rank, size)
+    found["grouped"] = grouped_and_masked(rank, size)
+    found["messages"] = messages(rank, size)
+    found["refusals"] = refusals(rank, size)
+    return found

@@ -1,0 +1,204 @@
+"""Keys, words and negatives sharded over Gloo processes of this machine, against one process that has all of them."""
+
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ops import processes
+from tests.ops import sharded_work as work
+
+from massieu import ops
+from massieu.ops import sharded
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def found(request):
+    """What each process found."""
+    return request.param, processes.run(work.everything, request.param)
+
+
+def same(found, expected, tolerance=1e-12):
+    """Equal in units of 1 + the largest entry; equal infinities are equal."""
+    for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert actual.shape == wanted.shape
+        error = torch.where(actual == wanted, 0.0, (actual.double() - wanted.double()).abs())
+        size = wanted.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()
+        assert error.max() < tolerance * (1 + size), index
+
+
+def joined(results, name, dims):
+    """Each result of all processes: side by side along a dimension; or, where that is None, the same for all."""
+    columns = zip(*(result[name] for result in results), strict=True)
+    for parts, dim in zip(columns, dims, strict=True):
+        if dim == "sum":
+            yield sum(parts)
+        elif dim is not None:
+            yield torch.cat(parts, dim)
+        else:
+            for part in parts[1:]:
+                torch.testing.assert_close(part, parts[0], atol=1e-12, rtol=1e-12)
+            yield parts[0]
+
+
+@pytest.mark.parametrize("loss", ["replicated", "sharded"])
+def test_replicated_queries(found, loss):
+    """Both results, and first and second derivatives; not multiplied by the number of processes."""
+    size, results = found
+    dims = [None, None, None, *2 * [None, None, 2, 2, 0]]
+    same(joined(results, f"attention, {loss} loss", dims), work.attention_alike_alone(size, loss), 1e-11)
+
+
+def test_own_queries(found):
+    size, results = found
+    dims = [2, 2, 2, *2 * [2, 2, 2, 0]]
+    name = "attention, own queries"
+    expected = work.attention_own_alone(size)
+    same(joined(results, name, dims), expected, 1e-10)
+
+
+@pytest.mark.parametrize("loss", ["replicated", "sharded"])
+@pytest.mark.parametrize("name", work.CROSS_ENTROPIES)
+def test_a_sharded_vocabulary(found, name, loss):
+    size, results = found
+    options = work.CROSS_ENTROPIES[name]
+    gradients = [None, 0] if options == {} else [None, 0, 0]
+    expected = work.cross_entropy_alone(size, options, loss)
+    same(joined(results, f"cross-entropy, {name}, {loss} loss", [None, None, *gradients, *gradients]), expected, 1e-11)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_negatives_of_all_processes(found, full, symmetric):
+    size, results = found
+    gradients = [0, 0, "sum", 0] if full else [0, 0, "sum"]
+    expected = work.contrast_alone(size, full, symmetric)
+    dims = [None, 1 if symmetric else 0, *gradients, *gradients]
+    same(joined(results, f"contrast, {full}, {symmetric}", dims), expected, 1e-11)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.02)])
+def test_precision(found, dtype, tolerance):
+    _, results = found
+    actual = list(joined(results, str(dtype), [None, None, None, None, None, 2, 2]))
+    for index in (1, 3):
+        assert actual[index].dtype == torch.float32  # log Z
+    for part, wanted in zip(actual, work.precision_alone(), strict=True):
+        assert (part.double() - wanted).abs().max() < tolerance * (1 + wanted.abs().max())
+
+
+def test_forward_mode(found):
+    _, results = found
+    same(joined(results, "forward mode", [None, None]), work.forward_mode_alone())
+
+
+def test_groups_masks_and_a_mesh(found):
+    _, results = found
+    actual = list(joined(results, "grouped", [None, None]))
+    same(actual, work.grouped_and_masked_alone())
+    assert not actual[0][:, :, :, 0].any() and (actual[1][:, :, :, 0] == -torch.inf).all()
+
+
+def test_what_is_sent_does_not_depend_on_the_number_of_keys(found):
+    size, results = found
+    for result in results:
+        few, many = result["messages"][4], result["messages"][400]
+        assert few == many
+        queries, query, answer = 3, 3 * work.SIZE, 3 * (work.VALUE + 1)
+        agreed = few[0]
+        # Replicated: largest log Z, sums, and the query's gradient. Own: queries, answers, and the way back.
+        assert few == [agreed, queries, answer, query, agreed, query, size * answer, size * answer, size * query]
+
+
+def test_refusals(found):
+    size, results = found
+    for rank, result in enumerate(results):
+        refused = result["refusals"]
+        if size == 2:
+            assert refused["other length"] == (ValueError, "all processes must give the same queries, got [3, 2]")
+        for name, words in {
+            "other loss": "the same loss (0 replicated, 1 sharded), got [0, 1",
+            "other gradient": "the same requires_grad of the query, got [1, 0",
+            "weights of own queries": "log_weight must be one a key for all queries, got (3, 4) for 3 queries and 4 keys",
+            "loss of own queries": "loss must be 'sharded'",
+            "placement": "queries must be 'replicated' or 'sharded', got 'split'",
+            "target": f"target must be in 0 … {4 * size - 1}, got {4 * size}",
+            "counts": "query and key must be as many, got 3 and 4",
+        }.items():
+            assert refused[name][0] is ValueError and words in refused[name][1], name
+        if rank == 1:
+            assert refused["one wrong"][0] is ValueError and "(1, 2, 2, 5)" in refused["one wrong"][1]
+        else:
+            message = "the arguments of process 1 are wrong, and its own error says why"
+            assert refused["one wrong"] == (RuntimeError, message)
+        assert refused["group"] == (TypeError, "group must be a ProcessGroup, a DeviceMesh or None, got str")
+        assert refused["weights of pairs"] == (TypeError, "log_weight must be FalseNegatives or None, got Tensor")
+        assert refused["vmap"][0] is RuntimeError and "vmap" in refused["vmap"][1]
+
+
+def test_without_a_process_group():
+    tensor = torch.zeros(1, 1, 1, 1)
+    with pytest.raises(ValueError, match="call init_process_group first"):
+        sharded.log_partition(tensor, tensor)
+
+
+def test_a_group_of_one(tmp_path):
+    """As without processes; a group leaves this process again afterwards."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        (q, scale), (k, v, w) = work.query(3), work.keys()
+        for options in ({}, {"loss": "sharded"}, {"queries": "sharded"}):
+            ours = sharded.attention(q, k, v, log_weight=w, scale=scale, **options)
+            same(ours, ops.attention(q, k, v, log_weight=w, scale=scale))
+        doubled = torch.compile(lambda q: 2 * sharded.log_partition(2 * q, k), backend="eager")
+        same([doubled(q)], [2 * ops.log_partition(2 * q, k)])
+    finally:
+        dist.destroy_process_group()
+
+
+def dies(rank, size, backward):
+    """Process 1 dies before the collective of the forward or the backward pass; the others say what they saw and when."""
+    (q, _), (k, v, _) = work.query(3), work.shards(work.keys(), work.KEYS[size], rank, (2, 2, 0))
+    if rank == 1 and not backward:
+        os._exit(0)
+    started = time.monotonic()
+    try:
+        result = sharded.attention(q, k, v)
+        if rank == 1:
+            os._exit(0)
+        work.one_loss(result).backward()
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return None
+
+
+def hangs(rank, size):
+    """Process 1 lives, but never calls; the other's wait ends at the group's timeout."""
+    (q, _), (k, v, _) = work.query(3), work.shards(work.keys(), work.KEYS[size], rank, (2, 2, 0))
+    started = time.monotonic()
+    if rank == 1:
+        time.sleep(3)
+        return None
+    try:
+        sharded.attention(q, k, v)
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return None
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(partial(dies, backward=False), id="forward", marks=pytest.mark.slow),
+        pytest.param(partial(dies, backward=True), id="backward"),
+        pytest.param(hangs, id="hangs"),
+    ],
+)
+def test_a_process_that_dies_is_an_error_of_the_others(what):
+    seen = processes.run_first(what, 2, timeout=1.0)
+    assert seen is not None, "the process that lives saw no error"
+    kind, message, seconds = seen
+    assert message and kind.endswith("Error")
+    assert seconds < 10  # a bound on a hang, not a timing: the group's timeout is 1 s
