@@ -23,7 +23,7 @@ test: $(VENV)/installed ## the default test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 slow: $(VENV)/installed ## the longer checks
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist load -m slow
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check src tests benchmarks examples

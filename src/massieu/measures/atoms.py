@@ -141,6 +141,8 @@ class Atoms(Measure):
         centred = self._centred()
         log_probability = centred._log_probability(eta)
         ratio = _scores(delta, centred.points)
+        # The likeliest point's is taken off first, to keep the digits as its weight tends to 1.
+        ratio = ratio - ratio.gather(-1, log_probability.argmax(-1, keepdim=True))
         ratio = ratio - (log_probability.exp() * ratio).sum(-1, keepdim=True)
         return stable.centred_log_mean_exp(log_probability, ratio)
 
