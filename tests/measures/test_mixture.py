@@ -8,7 +8,8 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
-from massieu.measures import Atoms, Gaussian, Poisson, Spin, hybrid, mixture
+from massieu.duality import natural
+from massieu.measures import Atoms, ConjugatePrior, Gaussian, Poisson, Spin, hybrid, mixture
 from massieu.testing import check_measure
 
 
@@ -171,3 +172,13 @@ def test_bad_mixtures_are_refused(arguments, error, message):
 def test_an_overflowing_component_gives_infinity_not_nan():
     measure = mixture(torch.zeros(2), [Poisson.create(torch.ones(1)), Spin.create(1)])
     assert measure.log_partition(torch.tensor([1e3])) == torch.inf
+
+
+def test_a_mixture_whose_domain_leaves_out_the_origin_has_its_inverse():
+    strength = torch.tensor([[2.0, 2.0], [5.0, 5.0]], dtype=torch.float64)
+    batched = ConjugatePrior.create(Poisson.create(torch.ones_like(strength)), strength)
+    listed = [ConjugatePrior.create(Poisson.create(torch.ones_like(row)), row) for row in strength]
+    eta = draw(4, 2).abs() + 0.5
+    for count, components in ((2, batched), (2, listed), (3, [Spin.create(2), *listed])):
+        measure = mixture(torch.zeros(count, dtype=torch.float64), components)
+        torch.testing.assert_close(natural(measure, measure.mean(eta)), eta, atol=1e-9, rtol=0)

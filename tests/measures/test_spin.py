@@ -77,3 +77,14 @@ def test_bad_fields_are_refused():
             Spin.create(field)
     with pytest.raises(TypeError, match="int64"):
         Spin.create(torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("start", "end"), [(1.0, 15.0), (-3.0, 12.0), (0.0, 11.0), (0.0, 200.0)])
+def test_divergence_of_far_fields_keeps_its_digits(start, end):
+    """Where 2·field is between 20 and 40, e^(−2·field) still counts."""
+    with mpmath.workdps(40):
+        a, b = mpmath.mpf(start), mpmath.mpf(end)
+        expected = float(mpmath.log(mpmath.cosh(b) / mpmath.cosh(a)) - mpmath.tanh(a) * (b - a))
+    spin = Spin.create(torch.zeros(1, dtype=torch.float64))
+    found = spin.kl(torch.tensor([start], dtype=torch.float64), torch.tensor([end], dtype=torch.float64))
+    assert float(found) == pytest.approx(expected, rel=1e-14)

@@ -275,7 +275,7 @@ class _Normal(_Law):
 
 def _of_bernoulli(likelihood: Bernoulli, strength: Tensor, chi: Tensor) -> _Law:
     logit = likelihood._align(likelihood.logit, chi)
-    return _LogRatio(chi, strength - chi, 1.0, -logit, strength * F.softplus(logit) - chi * logit)
+    return _LogRatio(chi, strength - chi, 1.0, -logit, strength * F.softplus(logit, threshold=40) - chi * logit)
 
 
 def _of_spin(likelihood: Spin, strength: Tensor, chi: Tensor) -> _Law:

@@ -192,6 +192,19 @@ class Mixture(Measure):
 
         return self._each(inside, eta).all(self._axis)
 
+    def _interior(self) -> Tensor | None:
+        """A component's interior point that lies in all domains."""
+        if isinstance(self.components, Measure):
+            inside = self.components._interior()
+            return None if inside is None else inside.select(len(self.components.batch_shape) - 1, 0)
+        known = [inside for part in self.components if (inside := part._interior()) is not None]
+        for point in known:
+            lead = point.reshape(*point.shape[:-1], *[1] * (self._axis + 1 - point.ndim), point.shape[-1])
+            inside = self._in_domain(lead.expand(*self.batch_shape, *self.event_shape))
+            if inside is None or not values_are_readable(inside) or bool(inside.all()):
+                return point
+        return known[0] if known else None
+
     def _domain(self) -> str:
         return " and ".join(dict.fromkeys(part._domain() for part in self._parts()))
 
