@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [f"docs/{name}.md" for name in ("measures", "ops", "losses", "streaming", "duality", "verify")]
+README_BLOCK = "from massieu import duality, measures"
 
 
 def run(*arguments: str, **keywords) -> str:
@@ -23,6 +24,14 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path):
     assert blocks
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
+    run(str(script))
+
+
+def test_the_readmes_measures_run(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (block,) = [block for block in blocks if README_BLOCK in block]
+    script = tmp_path / "readme.py"
+    script.write_text(block)
     run(str(script))
 
 
