@@ -10,7 +10,7 @@ from massieu.measures import Atoms, Exponential, Gaussian, Poisson, Spin
 from massieu.verification.inputs import normal_draws
 from massieu.verification.run import verify
 from massieu.verification.shim import finite_keys
-from massieu.verification.shim.library import library
+from massieu.verification.shim.catalogue import library
 
 
 def _uncentred(self, eta):

@@ -18,7 +18,7 @@ from massieu.measures import (
 from massieu.verification.claim import CLOSED_FORM, QUADRATURE, Check, at_least, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.registry import claim
-from massieu.verification.shim.library import Member, library
+from massieu.verification.shim.catalogue import Member, library
 
 _SUMMED_EXACTLY = ("atoms", "point mass", "Bernoulli", "Rademacher", "Poisson", "categorical")
 """Members whose weighted points are the measure itself."""

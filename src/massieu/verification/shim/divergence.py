@@ -8,7 +8,7 @@ from massieu.measures import Measure
 from massieu.verification.claim import CLOSED_FORM, QUADRATURE, SHIM, Check, as_published, close
 from massieu.verification.inputs import need, normal_draws
 from massieu.verification.registry import claim
-from massieu.verification.shim.library import Member, library
+from massieu.verification.shim.catalogue import Member, library
 
 
 @claim(

@@ -35,7 +35,7 @@ from massieu.verification.claim import (
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
-from massieu.verification.shim.library import Member, library
+from massieu.verification.shim.catalogue import Member, library
 
 # --- S1 --------------------------------------------------------------------------------------------------------------
 
