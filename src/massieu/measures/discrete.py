@@ -390,8 +390,8 @@ def _sign_kl(field: Tensor, delta: Tensor) -> Tensor:
     From 1/4 on as a difference, on the side where the exponentials are small; else as the log-mean of the ratio.
     """
     rarer, change = -magnitude(field), torch.where(field < 0, delta, -delta)
-    rise = F.softplus(2 * (rarer + change), threshold=40) - F.softplus(2 * rarer)  # not linear from 20 on, as by default
-    difference = rise - 2 * (change * torch.sigmoid(2 * rarer))
+    moved = F.softplus(2 * (rarer + change), threshold=40)  # not linear from 20 on, as by default
+    difference = moved - F.softplus(2 * rarer) - 2 * (change * torch.sigmoid(2 * rarer))
     large = difference > 0.25
     rarer, change = torch.where(large, 0.0, rarer), torch.where(large, 0.0, change)
     up, down = F.logsigmoid(2 * rarer), F.logsigmoid(-2 * rarer)
