@@ -1,0 +1,36 @@
+"""Samplers. They know functions only; a sampler is an `init` and a `step`, and noise or its generator is an argument.
+
+- `langevin_init`, `langevin_noise`, `langevin_step`: Langevin dynamics with Metropolis correction;
+- `gibbs_init`, `gibbs_step`, `contrastive_divergence`: two groups of units that are independent given each other;
+- `anneal` (`anneal_init`, `anneal_step`, `anneal_result`): log Z with its standard error.
+"""
+
+from massieu.inference.annealed import Annealed, AnnealState, anneal, anneal_init, anneal_result, anneal_step
+from massieu.inference.gibbs import GibbsState, contrastive_divergence, gibbs_init, gibbs_step
+from massieu.inference.langevin import (
+    LangevinNoise,
+    LangevinState,
+    LangevinStep,
+    langevin_init,
+    langevin_noise,
+    langevin_step,
+)
+
+__all__ = [
+    "AnnealState",
+    "Annealed",
+    "GibbsState",
+    "LangevinNoise",
+    "LangevinState",
+    "LangevinStep",
+    "anneal",
+    "anneal_init",
+    "anneal_result",
+    "anneal_step",
+    "contrastive_divergence",
+    "gibbs_init",
+    "gibbs_step",
+    "langevin_init",
+    "langevin_noise",
+    "langevin_step",
+]

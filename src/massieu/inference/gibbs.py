@@ -1,0 +1,65 @@
+"""Block Gibbs sampling of two groups of units, and contrastive divergence.
+
+Given one group, the units of the other are independent: `sample_hidden(visible, generator)` and
+`sample_visible(hidden, generator)` draw them exactly. Chains are the leading dimensions of what these take and return.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Conditional = Callable[[Tensor, torch.Generator | None], Tensor]
+
+
+class GibbsState(NamedTuple):
+    """Both groups of every chain; `hidden` was drawn given `visible`."""
+
+    visible: Float[Tensor, "*chains V"]
+    hidden: Float[Tensor, "*chains H"]
+
+
+def gibbs_init(
+    visible: Float[Tensor, "*chains V"], sample_hidden: Conditional, generator: torch.Generator | None = None
+) -> GibbsState:
+    """Chains at `visible`, with hidden units drawn given it."""
+    return GibbsState(visible, sample_hidden(visible, generator))
+
+
+@torch.no_grad()
+def gibbs_step(
+    state: GibbsState,
+    sample_visible: Conditional,
+    sample_hidden: Conditional,
+    generator: torch.Generator | None = None,
+    *,
+    steps: int = 1,
+) -> GibbsState:
+    """`steps` sweeps: visible units given the hidden ones, then hidden units given those (B8).
+
+    The joint law is invariant; the chain of the visible units alone is reversible.
+
+    Raises:
+        ValueError: `steps` is not a positive whole number.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a positive whole number, got {steps!r}")
+    visible, hidden = state
+    for _ in range(steps):
+        visible = sample_visible(hidden, generator)
+        hidden = sample_hidden(visible, generator)
+    return GibbsState(visible, hidden)
+
+
+def contrastive_divergence(
+    energy: Callable[[Tensor], Tensor], data: Float[Tensor, "*items V"], sample: Float[Tensor, "*chains V"]
+) -> Float[Tensor, ""]:
+    """mean E(data) − mean E(sample), whose gradient is that of the negative log-likelihood if `sample` is from the model.
+
+    With samples `k` sweeps away from the data it is CD-k, biased; with chains that are kept from one update to the next,
+    persistent contrastive divergence. With the effective energy, hidden units summed out, it is Rao–Blackwellised (B8).
+    Its value means nothing: only the gradient does.
+    """
+    return energy(data).mean() - energy(sample.detach()).mean()

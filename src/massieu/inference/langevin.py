@@ -1,0 +1,114 @@
+"""Langevin dynamics with Metropolis correction: samples of exp(log_density) for a density one can differentiate.
+
+A sampler is a pair: `langevin_init` makes a state, `langevin_step` maps a state and its noise to the next one. Noise is
+drawn apart (`langevin_noise`), so that the step is a function like any other: it can be repeated, vectorised, tested.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+LogDensity = Callable[[Float[Tensor, "chains *event"]], Float[Tensor, " chains"]]
+
+
+class LangevinState(NamedTuple):
+    """Where the chains are, with what the next step needs of the density there."""
+
+    position: Float[Tensor, "chains *event"]
+    log_density: Float[Tensor, " chains"]
+    """In nats, up to the constant that `log_density` leaves out."""
+    gradient: Float[Tensor, "chains *event"]
+    """Of the log-density, at the position."""
+
+
+class LangevinNoise(NamedTuple):
+    """What one step draws."""
+
+    normal: Float[Tensor, "chains *event"]
+    uniform: Float[Tensor, " chains"]
+
+
+class LangevinStep(NamedTuple):
+    """What one step did."""
+
+    state: LangevinState
+    accepted: Bool[Tensor, " chains"]
+    acceptance: Float[Tensor, " chains"]
+    """The probability with which the proposal was to be accepted."""
+
+
+def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDensity) -> LangevinState:
+    """The state of chains at `position`.
+
+    Raises:
+        TypeError: `position` is not a floating-point tensor.
+        ValueError: it has no chain, `log_density` does not return a number a chain, or that is not finite.
+    """
+    if not isinstance(position, Tensor) or not position.is_floating_point():
+        raise TypeError(f"position must be a floating-point tensor, got {getattr(position, 'dtype', type(position))}")
+    if position.ndim == 0 or position.shape[0] == 0:
+        raise ValueError(
+            f"position must have shape (chains, *event) with at least one chain, got {tuple(position.shape)}"
+        )
+    state = _evaluate(position, log_density)
+    if not state.log_density.isfinite().all():
+        raise ValueError("every chain must start where the log-density is finite")
+    return state
+
+
+def langevin_noise(state: LangevinState, generator: torch.Generator | None = None) -> LangevinNoise:
+    """Noise for one step from `state`."""
+    like = {"dtype": state.position.dtype, "device": state.position.device, "generator": generator}
+    return LangevinNoise(torch.randn(state.position.shape, **like), torch.rand(state.log_density.shape, **like))
+
+
+def langevin_step(
+    state: LangevinState, noise: LangevinNoise, log_density: LogDensity, *, step_size: float
+) -> LangevinStep:
+    """One proposal along the gradient, accepted or not, so that exp(log_density) stays invariant.
+
+    Proposed is x + ½ε²∇log p(x) + ε·normal with ε = `step_size`; a proposal of which density or gradient is not finite is
+    refused.
+
+    Raises:
+        ValueError: `step_size` is not positive and finite.
+    """
+    if not 0 < step_size < float("inf"):
+        raise ValueError(f"step_size must be positive and finite, got {step_size}")
+    proposal = _evaluate(state.position + _drift(state, step_size) + step_size * noise.normal, log_density)
+    there = _squared_norm(step_size * noise.normal)
+    back = _squared_norm(state.position - proposal.position - _drift(proposal, step_size))
+    log_ratio = proposal.log_density - state.log_density + (there - back) / (2 * step_size**2)
+    acceptance = log_ratio.clamp(max=0.0).exp().nan_to_num(nan=0.0)
+    accepted = noise.uniform < acceptance
+    chosen = (
+        torch.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        for new, old in zip(proposal, state, strict=True)
+    )
+    return LangevinStep(LangevinState(*chosen), accepted, acceptance)
+
+
+def _evaluate(position: Tensor, log_density: LogDensity) -> LangevinState:
+    position = position.detach()
+
+    def summed(points: Tensor) -> tuple[Tensor, Tensor]:
+        found = log_density(points)
+        if found.shape != position.shape[:1]:
+            raise ValueError(
+                f"log_density must return a number a chain, {tuple(position.shape[:1])}, got {tuple(found.shape)}"
+            )
+        return found.sum(), found
+
+    gradient, found = torch.func.grad(summed, has_aux=True)(position)
+    return LangevinState(position, found.detach(), gradient)
+
+
+def _drift(state: LangevinState, step_size: float) -> Tensor:
+    return 0.5 * step_size**2 * state.gradient
+
+
+def _squared_norm(tensor: Tensor) -> Tensor:
+    return tensor.square().flatten(1).sum(-1)
