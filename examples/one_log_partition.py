@@ -30,7 +30,7 @@ from massieu import ops
 from massieu.energy import Hopfield
 from massieu.measures import Bernoulli, Categorical, affine
 
-SCALE = 2.0
+SCALE = 5.0
 
 
 def patterns_and_query() -> tuple[Tensor, Tensor]:
@@ -58,7 +58,10 @@ def readings(patterns: Tensor, query: Tensor) -> dict[str, tuple[Tensor, Tensor,
     memory = Hopfield.create(patterns, scale=SCALE)
     constants = math.log(10) / SCALE + 0.5 * patterns.square().sum(-1).max()
     step = memory.step(query)
-    weights = torch.linalg.lstsq(patterns.mT, step.unsqueeze(-1)).solution.flatten()  # the patterns are independent
+    # The step says nothing of weights; they are what makes it of the patterns, with sum 1.
+    ones = torch.ones(10, 1, dtype=patterns.dtype)
+    system, sums = torch.cat([patterns, ones], -1).mT, torch.cat([step, ones[0]])
+    weights = torch.linalg.lstsq(system, sums.unsqueeze(-1)).solution.flatten()
     found["one Hopfield step"] = weights, step, SCALE * (0.5 * query.square().sum() + constants - memory(query))
 
     state = Categorical.create(logits=torch.zeros(10, dtype=patterns.dtype))
@@ -79,13 +82,13 @@ def readings(patterns: Tensor, query: Tensor) -> dict[str, tuple[Tensor, Tensor,
 
 def draw(patterns: Tensor, query: Tensor, found: dict[str, tuple[Tensor, Tensor, Tensor]], path: Path) -> None:
     """Patterns above; below, one column a reading: its weights of the patterns, and the image that it returns."""
-    figure = plt.figure(figsize=(11, 7), layout="constrained")
+    figure = plt.figure(figsize=(11, 6.5), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(1, 2.6))
     images = above.subplots(1, 11)
     for axes, image, title in zip(images, [query, *patterns], ["query", *range(10)], strict=True):
         show(axes, image, str(title))
     above.suptitle("The query, and ten patterns")
-    rows = below.subplots(2, len(found), height_ratios=(1.2, 1), sharey="row")
+    rows = below.subplots(2, len(found), height_ratios=(1.3, 1), sharey="row")
     for column, (name, (weights, output, log_z)) in enumerate(found.items()):
         rows[0, column].bar(range(10), weights, color="#2a6f97" if column < 3 else "#c8553d")
         rows[0, column].set_title(f"{name}\nA = {log_z:.4f}", fontsize=10)

@@ -1,0 +1,220 @@
+"""Boltzmann machines of two layers, of which every unit has any measure one likes.
+
+With visible units v of measure a, hidden units h of measure b and a matrix W,
+
+    p(v, h) ∝ exp(vᵀ W h) a(dv) b(dh),
+
+so given v the hidden units have the law b tilted by Wᵀv, and summed out they leave A_b(Wᵀv), their log-partition (B1,
+B2). Binary, Gaussian, spin, Poisson, … units differ by their measure alone; a categorical hidden layer is attention.
+"""
+
+import dataclasses
+import math
+from typing import Literal, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu import inference
+from massieu.energy import states
+from massieu.energy.normalisable import why_not_normalisable
+from massieu.measures import Measure
+from massieu.measures.base import values_are_readable
+from massieu.measures.value import register
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoltzmannMachine:
+    """The machine of `visible`, `hidden` and `weight`. Energies are in nats, relative to the two probabilities.
+
+    Attributes:
+        visible: A probability on R^V, the law of the visible units at weight 0.
+        hidden: A probability on R^H.
+        weight: The couplings, (V, H).
+    """
+
+    visible: Measure
+    hidden: Measure
+    weight: Float[Tensor, "V H"]
+
+    @classmethod
+    def create(cls, visible: Measure, hidden: Measure, weight: Float[Tensor, "V H"]) -> Self:
+        """A machine, checked to have a normaliser (B2).
+
+        Raises:
+            TypeError: something is not a measure, or the weight no floating-point tensor.
+            ValueError: shapes that do not fit; a weight that is not finite; Σ or ∫ exp(vᵀWh) a b is infinite, as it
+                always is for Poisson hidden and Gaussian visible units.
+        """
+        for name, measure in (("visible", visible), ("hidden", hidden)):
+            if not isinstance(measure, Measure):
+                raise TypeError(f"{name} must be a measure, got {type(measure).__name__}")
+            if measure.batch_shape or len(measure.event_shape) != 1:
+                raise ValueError(
+                    f"{name} must be one measure on vectors, got batch shape {tuple(measure.batch_shape)} and event "
+                    f"shape {tuple(measure.event_shape)}"
+                )
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            raise TypeError(
+                f"weight must be a floating-point tensor, got {getattr(weight, 'dtype', type(weight).__name__)}"
+            )
+        wanted = (*visible.event_shape, *hidden.event_shape)
+        if tuple(weight.shape) != wanted:
+            raise ValueError(f"weight must have shape {wanted}, visible by hidden units, got {tuple(weight.shape)}")
+        machine = cls(visible, hidden, weight)
+        if values_are_readable(weight):
+            if not bool(weight.isfinite().all()):
+                raise ValueError("weight must be finite")
+            reason = why_not_normalisable(visible, hidden, weight.detach())
+            if reason is not None:
+                raise ValueError(f"this machine has no normaliser: {reason}")
+        return machine
+
+    # Energies.
+
+    def energy(self, visible: Float[Tensor, "*items V"], hidden: Float[Tensor, "*items H"]) -> Float[Tensor, "*items"]:
+        """E(v, h) = −vᵀWh − log a(v) − log b(h), with a and b the densities of the two probabilities (B1).
+
+        Raises:
+            MissingFormError: one of the measures has no density in closed form.
+        """
+        coupling = (visible @ self.weight * hidden).sum(-1)
+        return -coupling - _log_density(self.visible, visible) - _log_density(self.hidden, hidden)
+
+    def effective_energy(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items"]:
+        """E(v) = −log ∫ exp(−E(v, h)) dh = −log a(v) − A_b(Wᵀv), all constants included (B2, B10)."""
+        return -_log_density(self.visible, visible) - self._log_partition_of_hidden(visible)
+
+    def _log_partition_of_hidden(self, visible: Tensor) -> Tensor:
+        return _rise(self.hidden, visible @ self.weight)
+
+    # The laws of one layer given the other.
+
+    def hidden_field(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
+        """Wᵀv: the eta of the hidden units, whose law is `hidden.tilt` of it (B8)."""
+        return visible @ self.weight
+
+    def visible_field(self, hidden: Float[Tensor, "*items H"]) -> Float[Tensor, "*items V"]:
+        """Wh: the eta of the visible units."""
+        return hidden @ self.weight.mT
+
+    def sample_hidden(
+        self, visible: Float[Tensor, "*items V"], generator: torch.Generator | None = None
+    ) -> Float[Tensor, "*items H"]:
+        """Exact draws of the hidden units given the visible ones."""
+        return self.hidden.sample(self.hidden_field(visible), generator=generator)
+
+    def sample_visible(
+        self, hidden: Float[Tensor, "*items H"], generator: torch.Generator | None = None
+    ) -> Float[Tensor, "*items V"]:
+        """Exact draws of the visible units given the hidden ones."""
+        return self.visible.sample(self.visible_field(hidden), generator=generator)
+
+    # What the hidden units do to the visible ones.
+
+    def couplings(self, order: int) -> list[Float[Tensor, "..."]]:
+        """The effective interactions J⁽¹⁾ … of the visible units: −E(v) = log a(v) + Σ_n ⟨J⁽ⁿ⁾, v⊗…⊗v⟩/n! (B10).
+
+        J⁽ⁿ⁾_{i…k} = Σ_μ κ⁽ⁿ⁾_μ W_{iμ}…W_{kμ} with the cumulants of the hidden units: the Taylor series of their
+        log-partition, which converges where |Wᵀv| is below its radius (B2). The hidden units must be independent.
+
+        Raises:
+            ValueError: `order` is not 1, 2, 3 or 4, or the hidden units are not independent of each other.
+        """
+        if order not in (1, 2, 3, 4):
+            raise ValueError(f"order must be 1, 2, 3 or 4, got {order!r}")
+        count = self.hidden.event_shape[0]
+        basis = torch.eye(count, dtype=self.weight.dtype, device=self.weight.device)
+        zero = torch.zeros_like(basis)
+        covariance = self.hidden.fisher(zero[0])
+        if values_are_readable(covariance) and bool((covariance - covariance.diagonal().diag()).abs().max() > 0):
+            raise ValueError(
+                f"effective couplings need independent hidden units, which {type(self.hidden).__name__} has not"
+            )
+        cumulants = self.hidden.cumulants(zero, basis, order)
+        found = []
+        for n in range(1, order + 1):
+            letters = "abcd"[:n]
+            inputs = ",".join(f"{letter}m" for letter in letters)
+            found.append(torch.einsum(f"m,{inputs}->{letters}", cumulants[:, n - 1], *[self.weight] * n))
+        return found
+
+    # The normaliser.
+
+    def log_partition(self) -> Float[Tensor, ""]:
+        """log Σ exp(vᵀWh) a b, exactly, by going through all states of the layer that has fewer; 0 at weight 0.
+
+        Raises:
+            ValueError: neither layer has a finite number of states that is at most 2^20.
+        """
+        sides = [(self.visible, self.hidden, self.weight), (self.hidden, self.visible, self.weight.mT)]
+        counted = [(states.count(listed), index) for index, (listed, _, _) in enumerate(sides)]
+        number, index = min((number if number is not None else math.inf, index) for number, index in counted)
+        if number > states.MOST:
+            raise ValueError(
+                f"an exact normaliser needs a layer of at most 2^20 states, got {_states_in_words(counted[0][0])} visible "
+                f"and {_states_in_words(counted[1][0])} hidden; `estimate_log_partition` has no such bound"
+            )
+        listed, summed, weight = sides[index]
+        levels = [
+            torch.logsumexp(_log_density(listed, block) + _rise(summed, block @ weight), 0)
+            for block in states.blocks(listed, weight)
+        ]
+        return torch.stack(levels).logsumexp(0)
+
+    def estimate_log_partition(
+        self,
+        chains: int = 1000,
+        *,
+        schedule: int = 1000,
+        method: Literal["importance", "sequential"] = "importance",
+        generator: torch.Generator | None = None,
+    ) -> inference.Annealed:
+        """log Σ exp(vᵀWh) a b with its standard error, from chains whose weight W grows from 0.
+
+        `Annealed.position` are visible units. "importance": annealed importance sampling; "sequential": chains in 16
+        groups, which are resampled.
+
+        Raises:
+            ValueError: fewer than two chains, or an unknown method.
+        """
+        if method not in ("importance", "sequential"):
+            raise ValueError(f"method must be 'importance' or 'sequential', got {method!r}")
+        if chains < 2 or (method == "sequential" and chains % 16):
+            raise ValueError(f"chains must be at least 2, and a multiple of 16 for 'sequential', got {chains}")
+        zero = self.weight.new_zeros(chains, *self.visible.event_shape)
+
+        def machine(t: float) -> BoltzmannMachine:
+            return BoltzmannMachine(self.visible, self.hidden, t * self.weight)
+
+        def path(visible: Tensor, t: float) -> Tensor:
+            # Relative to a(v), which does not change along the path.
+            return machine(t)._log_partition_of_hidden(visible)
+
+        def move(visible: Tensor, t: float, generator: torch.Generator | None) -> Tensor:
+            there = machine(t)
+            return there.sample_visible(there.sample_hidden(visible, generator), generator)
+
+        with torch.no_grad():
+            start = self.visible.sample(zero, generator=generator)
+            groups = None if method == "importance" else 16
+            return inference.anneal(start, path, move, schedule=schedule, groups=groups, generator=generator)
+
+
+register(BoltzmannMachine)
+
+
+def _rise(measure: Measure, eta: Tensor) -> Tensor:
+    """A(eta) − A(0): the log-partition of the probability that `measure` is up to a factor."""
+    return measure.log_partition(eta) - measure.log_partition(
+        torch.zeros_like(eta[..., :1, :] if eta.ndim > 1 else eta)
+    )
+
+
+def _log_density(measure: Measure, point: Tensor) -> Tensor:
+    return measure.log_prob(torch.zeros_like(point), point)
+
+
+def _states_in_words(number: int | None) -> str:
+    return "infinitely many" if number is None else str(number)

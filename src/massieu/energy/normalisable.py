@@ -1,0 +1,74 @@
+"""Which Boltzmann machines have a normaliser: Σ or ∫ exp(vᵀWh) a(dv) b(dh) < ∞ (B1, B2)."""
+
+import torch
+from torch import Tensor
+
+from massieu.measures import Exponential, Gamma, Gaussian, Laplace, Measure, Poisson
+from massieu.measures.coordinates import Coordinates
+
+_HALF_LINE = (Poisson, Exponential, Gamma)
+_WHOLE_LINE = (Gaussian, Laplace)
+
+
+def why_not_normalisable(visible: Measure, hidden: Measure, weight: Tensor) -> str | None:
+    """Why there is no normaliser; None where there is one, and where this cannot tell: unbounded units of other kinds."""
+    if not bool((weight != 0).any()):
+        return None
+    names = f"{type(hidden).__name__} hidden and {type(visible).__name__} visible units"
+    if _is_bounded(visible, weight):
+        return _leaves_domain(hidden, visible, weight, "hidden")
+    if _is_bounded(hidden, weight):
+        return _leaves_domain(visible, hidden, weight.mT, "visible")
+    if isinstance(visible, Gaussian) and isinstance(hidden, Gaussian):
+        norm = torch.linalg.matrix_norm(_factor(visible, weight).mT @ weight.double() @ _factor(hidden, weight), 2)
+        if norm < 1:
+            return None
+        return (
+            f"of {names} the couplings, in units of the standard deviations, must have a spectral norm below 1, got "
+            f"{norm.item():.4g}"
+        )
+    if isinstance(visible, _HALF_LINE) and isinstance(hidden, _HALF_LINE):
+        if bool((weight <= 0).all()):
+            return None
+        return f"{names} need weights that are nowhere positive, got up to {weight.max().item():.4g}"
+    if isinstance(visible, (*_HALF_LINE, *_WHOLE_LINE)) and isinstance(hidden, (*_HALF_LINE, *_WHOLE_LINE)):
+        return f"{names} never have one, whatever the weights, unless they are 0; bound one of the layers"
+    return None
+
+
+def _is_bounded(measure: Measure, weight: Tensor) -> bool:
+    """Whether the support is bounded in every direction of the axes."""
+    size = measure.event_shape[0]
+    axes = torch.eye(size, dtype=weight.dtype, device=weight.device)
+    found = [_reach(measure, sign * axes) for sign in (1, -1)]
+    return all(reach is not None and bool(reach.isfinite().all()) for reach in found)
+
+
+def _reach(measure: Measure, direction: Tensor) -> Tensor | None:
+    """sup x·direction over the support; None where the measure does not know it."""
+    return measure._support(direction)
+
+
+def _leaves_domain(limited: Measure, bounded: Measure, weight: Tensor, layer: str) -> str | None:
+    """Whether some state of the bounded layer takes the other layer's eta out of its domain."""
+    limits = limited._limits() if isinstance(limited, Coordinates) else None
+    if limits is None:
+        return None
+    low, high = limits
+    up, down = _reach(bounded, weight.mT), _reach(bounded, -weight.mT)
+    assert up is not None and down is not None  # the layer is bounded
+    beyond = (up >= high) | (-down <= low)
+    if not bool(beyond.any()):
+        return None
+    unit = int(beyond.nonzero()[0])
+    return (
+        f"the field of {layer} unit {unit} reaches from {0.0 - down[unit].item():.4g} to {up[unit].item():.4g}, and "
+        f"{type(limited).__name__} needs {limited._domain()}"
+    )
+
+
+def _factor(gaussian: Gaussian, weight: Tensor) -> Tensor:
+    """A square root of the covariance, (d, d), float64."""
+    covariance = gaussian.fisher(torch.zeros_like(gaussian.location)).double().to(weight.device)
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp_min(0).sqrt()

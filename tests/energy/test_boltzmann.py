@@ -1,0 +1,326 @@
+"""Boltzmann machines against enumeration and quadrature: energies, conditional laws, couplings, normalisers."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import quad
+
+from massieu.energy.boltzmann import BoltzmannMachine
+from massieu.inference import gibbs_init, gibbs_step
+from massieu.measures import (
+    Atoms,
+    Bernoulli,
+    Categorical,
+    Constant,
+    Exponential,
+    Gamma,
+    Gaussian,
+    Laplace,
+    Poisson,
+    Spin,
+    Uniform,
+)
+
+
+def weights(visible, hidden, size=0.4, seed=0):
+    return size * torch.randn(visible, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def half(number):
+    return torch.full((number,), 0.5, dtype=torch.float64)
+
+
+def signs(number):
+    return torch.tensor(list(itertools.product((-1.0, 1.0), repeat=number)), dtype=torch.float64)
+
+
+SPINS = Spin.create(torch.tensor([0.2, -0.3, 0.1, 0.0]).double())
+HIDDEN = {
+    "Bernoulli": Bernoulli.create(torch.tensor([0.3, 0.6]).double()),
+    "Spin": Spin.create(torch.tensor([0.1, -0.4]).double()),
+    "Gaussian": Gaussian.create(torch.tensor([0.2, -0.1]).double(), torch.tensor([1.0, 0.5]).double()),
+    "Poisson": Poisson.create(torch.tensor([0.7, 1.2]).double()),
+    "Exponential": Exponential.create(torch.tensor([3.0, 3.0]).double()),
+    "Gamma": Gamma.create(torch.tensor([2.0, 1.5]).double(), torch.tensor([0.3, 0.3]).double()),
+    "Laplace": Laplace.create(torch.tensor([0.3, 0.3]).double()),
+    "Uniform": Uniform.create(torch.tensor([-1.0, 0.0]).double(), torch.tensor([1.0, 2.0]).double()),
+    "Categorical": Categorical.create(torch.tensor([0.3, 0.7]).double()),
+    "Constant": Constant.create(torch.tensor([0.5, -1.0]).double()),
+}
+
+
+def cgf(name, hidden, t):
+    """log E exp(t·h), written out or integrated."""
+    if name == "Bernoulli":
+        return sum(math.log(1 - p + p * math.exp(x)) for p, x in zip((0.3, 0.6), t, strict=True))
+    if name == "Spin":
+        return sum(math.log(math.cosh(b + x) / math.cosh(b)) for b, x in zip((0.1, -0.4), t, strict=True))
+    if name == "Gaussian":
+        return sum(m * x + 0.5 * v * x * x for m, v, x in zip((0.2, -0.1), (1.0, 0.5), t, strict=True))
+    if name == "Poisson":
+        return sum(r * (math.exp(x) - 1) for r, x in zip((0.7, 1.2), t, strict=True))
+    if name == "Exponential":
+        return sum(math.log(quad(lambda h: 3 * math.exp((x - 3) * h), 0, np.inf)[0]) for x in t)  # noqa: B023
+    if name == "Gamma":
+        return sum(-k * math.log(1 - 0.3 * x) for k, x in zip((2.0, 1.5), t, strict=True))
+    if name == "Laplace":
+        return sum(-math.log(1 - (0.3 * x) ** 2) for x in t)
+    if name == "Uniform":
+        return sum(
+            math.log(quad(lambda h: math.exp(x * h) / 2, low, low + 2)[0])  # noqa: B023
+            for x, low in zip(t, (-1.0, 0.0), strict=True)
+        )
+    if name == "Categorical":
+        return math.log(0.3 * math.exp(t[0]) + 0.7 * math.exp(t[1]))
+    return 0.5 * t[0] - t[1]
+
+
+def exact_log_density(name, weight):
+    """Unnormalised log p(v) of all 16 states of the visible spins, by hand."""
+    hidden, states, fields = HIDDEN[name], signs(4), SPINS.field
+    prior = [
+        sum(b * s - math.log(2 * math.cosh(b)) for b, s in zip(fields.tolist(), v, strict=True))
+        for v in states.tolist()
+    ]
+    return torch.tensor(
+        [p + cgf(name, hidden, t) for p, t in zip(prior, (states @ weight).tolist(), strict=True)]
+    ).double()
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_effective_energy_and_normaliser(name):
+    weight = weights(4, 2)
+    machine = BoltzmannMachine.create(SPINS, HIDDEN[name], weight)
+    wanted = exact_log_density(name, weight)
+    assert torch.allclose(machine.effective_energy(signs(4)), -wanted, atol=1e-8)
+    assert torch.isclose(machine.log_partition(), wanted.logsumexp(0), atol=1e-8)
+
+
+def test_energy_integrates_to_the_effective_energy():
+    machine = BoltzmannMachine.create(SPINS, HIDDEN["Gaussian"], weights(4, 2))
+    axis = torch.linspace(-12, 12, 481, dtype=torch.float64)  # the trapezoidal rule is exact for such a density
+    hidden = torch.cartesian_prod(axis, axis)
+    for visible in signs(4):
+        energies = machine.energy(visible.expand(len(hidden), 4), hidden)
+        wanted = -(torch.logsumexp(-energies, 0) + 2 * math.log(0.05))
+        assert torch.isclose(wanted, machine.effective_energy(visible), atol=1e-10)
+
+
+def test_a_gaussian_machines_precision():
+    """Gaussian visible and hidden units: the joint precision is [[Σ_v⁻¹, −W], [−Wᵀ, Σ_h⁻¹]]."""
+    weight = weights(3, 2, size=0.3)
+    variance = torch.tensor([0.5, 0.8, 1.1]).double()
+    visible = Gaussian.create(torch.tensor([0.3, -0.2, 0.5]).double(), variance)
+    machine = BoltzmannMachine.create(visible, HIDDEN["Gaussian"], weight)
+    prior = torch.cat([1 / variance, 1 / torch.tensor([1.0, 0.5]).double()])
+    coupling = torch.zeros(5, 5, dtype=torch.float64)
+    coupling[:3, 3:], coupling[3:, :3] = weight, weight.mT
+    precision = prior.diag() - coupling
+    location = torch.cat([visible.location, torch.tensor([0.2, -0.1]).double()])
+    pull = prior * location
+    wanted = 0.5 * (pull @ torch.linalg.solve(precision, pull) - (prior * location.square()).sum())
+    wanted = wanted - 0.5 * torch.linalg.slogdet(precision)[1] + 0.5 * prior.log().sum()
+    found = machine.estimate_log_partition(20_000, schedule=50, generator=torch.Generator().manual_seed(0))
+    assert abs(found.log_partition - wanted) < 4 * found.standard_error
+    assert found.standard_error < 0.02
+
+
+@pytest.mark.parametrize("name", ["Bernoulli", "Spin", "Gaussian", "Poisson", "Exponential", "Laplace", "Categorical"])
+def test_chains_of_any_unit_have_the_exact_law(name):
+    """2·10⁴ independent chains within five standard errors: moments of v and v with the hidden means (B8)."""
+    weight, chains = weights(4, 2, size=0.25), 20_000
+    machine = BoltzmannMachine.create(SPINS, HIDDEN[name], weight)
+    generator = torch.Generator().manual_seed(0)
+    state = gibbs_init(
+        machine.visible.sample(torch.zeros(chains, 4).double(), generator=generator), machine.sample_hidden, generator
+    )
+    state = gibbs_step(state, machine.sample_visible, machine.sample_hidden, generator, steps=30)
+    p = exact_log_density(name, weight).softmax(0)
+    states = signs(4)
+    conditional = machine.hidden.mean(machine.hidden_field(states))
+    for wanted, observed in (
+        (p @ states, state.visible),
+        (torch.einsum("s,sv,sh->vh", p, states, conditional), torch.einsum("cv,ch->cvh", state.visible, state.hidden)),
+    ):
+        error = observed.std(0) / math.sqrt(chains)
+        assert ((observed.mean(0) - wanted).abs() < 5 * error + 1e-12).all()
+
+
+@pytest.mark.parametrize("name", ["Bernoulli", "Spin", "Categorical"])
+def test_detailed_balance_of_the_visible_chain(name):
+    """p(v) T(v, v') = p(v') T(v', v) with T enumerated over the hidden states."""
+    weight = weights(4, 2, size=0.8)
+    machine = BoltzmannMachine.create(SPINS, HIDDEN[name], weight)
+    states = signs(4)
+    levels = {"Bernoulli": (0.0, 1.0), "Spin": (-1.0, 1.0)}.get(name)
+    hidden = (
+        torch.eye(2).double() if levels is None else torch.tensor(list(itertools.product(levels, repeat=2))).double()
+    )
+    to_hidden = machine.hidden.log_prob(
+        machine.hidden_field(states)[:, None].expand(16, len(hidden), 2), hidden.expand(16, -1, -1)
+    )
+    to_visible = machine.visible.log_prob(
+        machine.visible_field(hidden)[:, None].expand(len(hidden), 16, 4), states.expand(len(hidden), -1, -1)
+    )
+    transition = to_hidden.exp() @ to_visible.exp()
+    assert torch.allclose(transition.sum(1), torch.ones(16).double())
+    flow = exact_log_density(name, weight).softmax(0)[:, None] * transition
+    assert torch.allclose(flow, flow.mT, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", ["importance", "sequential"])
+def test_annealed_estimate_of_16_by_8_units(method):
+    """Within three standard errors of enumeration, and the error is honest over 200 runs."""
+    visible = Bernoulli.create(torch.sigmoid(weights(16, 1, 0.5)[:, 0]))
+    machine = BoltzmannMachine.create(visible, Bernoulli.create(half(8)), weights(16, 8, 0.5, seed=1))
+    exact = machine.log_partition()
+    found = machine.estimate_log_partition(512, schedule=100, method=method, generator=torch.Generator().manual_seed(0))
+    assert abs(found.log_partition - exact) < 3 * found.standard_error
+    runs = [
+        machine.estimate_log_partition(64, schedule=10, method=method, generator=torch.Generator().manual_seed(seed))
+        for seed in range(200)
+    ]
+    z = torch.stack([(run.log_partition - exact) / run.standard_error for run in runs])
+    reach = 2.13 if method == "sequential" else 2.0  # Student's, 15 and 63 degrees of freedom
+    assert 178 <= (z.abs() < reach).sum() <= 199
+
+
+def walsh(values):
+    """Coefficients of a function of four signs in products of them."""
+    states = signs(4)
+    return {
+        chosen: (states[:, chosen].prod(1) * values).mean().item()
+        for n in range(5)
+        for chosen in itertools.combinations(range(4), n)
+    }
+
+
+def test_couplings_are_the_series_of_the_effective_energy():
+    """Truncated after n terms, the error of the exact interactions falls with n (B10)."""
+    weight = weights(4, 2, size=0.25)
+    machine = BoltzmannMachine.create(SPINS, HIDDEN["Spin"], weight)
+    exact = walsh(-machine.effective_energy(signs(4)))
+    states, errors = signs(4), []
+    couplings = machine.couplings(4)
+    total = (SPINS.field * states).sum(-1)
+    for n, tensor in enumerate(couplings, start=1):
+        letters = "abcd"[:n]
+        term = torch.einsum(f"{letters},{','.join('s' + letter for letter in letters)}->s", tensor, *[states] * n)
+        total = total + term / math.factorial(n)
+        found = walsh(total)
+        errors.append(max(abs(found[chosen] - exact[chosen]) for chosen in exact if chosen))
+    assert errors[1] < errors[0]
+    assert errors[3] < 0.5 * errors[1]
+    # The second-order term is Hebb's rule, and is not the exact pair coupling.
+    hebb = torch.einsum("am,m,bm->ab", weight, 1 - torch.tanh(HIDDEN["Spin"].field).square(), weight)
+    assert torch.allclose(couplings[1], hebb)
+    assert abs(walsh(-machine.effective_energy(states))[(0, 1)] - hebb[0, 1].item()) > 1e-4
+
+
+def test_categorical_hidden_units_are_attention():
+    """One hidden unit of N states: its law is softmax, what it gives back to Gaussian visible units is attention (B6)."""
+    patterns = weights(5, 7, 1.0).mT  # (N, d)
+    machine = BoltzmannMachine.create(
+        Gaussian.create(torch.zeros(5).double(), torch.tensor(1.0).double()),
+        Categorical.create(torch.full((7,), 1 / 7, dtype=torch.float64)),
+        patterns.mT,
+    )
+    visible = torch.randn(3, 5, generator=torch.Generator().manual_seed(3)).double()
+    p = torch.softmax(visible @ patterns.mT, -1)
+    assert torch.allclose(machine.hidden.mean(machine.hidden_field(visible)), p)
+    assert torch.allclose(machine.visible.mean(machine.visible_field(p)), p @ patterns)
+    constants = 2.5 * math.log(2 * math.pi) + math.log(7)
+    wanted = 0.5 * visible.square().sum(-1) - torch.logsumexp(visible @ patterns.mT, -1) + constants
+    assert torch.allclose(machine.effective_energy(visible), wanted)
+    # Its normaliser: Σ exp(½‖x‖²)/N.
+    assert torch.isclose(machine.log_partition(), (0.5 * patterns.square().sum(-1)).logsumexp(0) - math.log(7))
+
+
+def test_gradients_and_values_are_pytrees():
+    weight = weights(4, 2).requires_grad_()
+    machine = BoltzmannMachine.create(SPINS, HIDDEN["Spin"], weight)
+    likelihood = lambda w: BoltzmannMachine(SPINS, HIDDEN["Spin"], w).log_partition()  # noqa: E731
+    assert torch.autograd.gradcheck(likelihood, (weight,))
+    (found,) = torch.autograd.grad(machine.log_partition(), weight)
+    p = exact_log_density("Spin", weight.detach()).softmax(0)
+    hidden = torch.tanh(signs(4) @ weight + HIDDEN["Spin"].field)
+    assert torch.allclose(found, torch.einsum("s,sv,sh->vh", p, signs(4), hidden))
+    batch = torch.func.vmap(machine.effective_energy)(signs(4))
+    assert torch.allclose(batch, machine.effective_energy(signs(4)))
+
+
+UNBOUNDED = {
+    "Gaussian": Gaussian.create(torch.zeros(2).double(), torch.tensor(1.0).double()),
+    **{name: HIDDEN[name] for name in ("Poisson", "Exponential", "Gamma", "Laplace")},
+}
+
+
+@pytest.mark.parametrize(
+    ("visible", "hidden", "weight", "message"),
+    [
+        ("Gaussian", "Poisson", 1e-6, "never have one"),
+        ("Laplace", "Gaussian", 0.1, "never have one"),
+        ("Laplace", "Exponential", -0.1, "never have one"),
+        ("Gaussian", "Gaussian", 1.01, "spectral norm below 1, got 1.01"),
+        ("Poisson", "Poisson", 0.01, "nowhere positive, got up to 0.01"),
+        ("Gamma", "Exponential", 0.01, "nowhere positive"),
+    ],
+)
+def test_machines_without_a_normaliser(visible, hidden, weight, message):
+    with pytest.raises(ValueError, match=message):
+        BoltzmannMachine.create(UNBOUNDED[visible], UNBOUNDED[hidden], weight * torch.eye(2).double())
+
+
+@pytest.mark.parametrize(
+    ("visible", "hidden", "weight"),
+    [
+        ("Gaussian", "Gaussian", 0.99),
+        ("Poisson", "Poisson", -0.5),
+        ("Gamma", "Exponential", -2.0),
+        ("Gaussian", "Poisson", 0.0),
+    ],
+)
+def test_machines_with_one(visible, hidden, weight):
+    BoltzmannMachine.create(UNBOUNDED[visible], UNBOUNDED[hidden], weight * torch.eye(2).double())
+
+
+def test_the_field_must_stay_in_the_domain():
+    strong = 1.6 * torch.eye(2).double()
+    with pytest.raises(
+        ValueError, match=r"hidden unit 0 reaches from -3.2 to 3.2, and Exponential needs eta < rate = 3"
+    ):
+        BoltzmannMachine.create(Spin.create(2), HIDDEN["Exponential"], 2 * strong)
+    BoltzmannMachine.create(Spin.create(2), HIDDEN["Exponential"], strong)
+    with pytest.raises(ValueError, match="visible unit 0 reaches from 0 to 4"):
+        BoltzmannMachine.create(HIDDEN["Laplace"], Atoms.create(4 * torch.eye(2).double()), torch.eye(2).double())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((SPINS, SPINS, torch.zeros(4, 3)), ValueError, r"\(4, 4\), .* got \(4, 3\)"),
+        ((SPINS, "spin", torch.zeros(4, 4)), TypeError, "hidden must be a measure, got str"),
+        ((SPINS, SPINS, torch.zeros(4, 4, dtype=torch.int64)), TypeError, "int64"),
+        ((SPINS, SPINS, torch.full((4, 4), math.nan)), ValueError, "finite"),
+        ((Spin(torch.zeros(2, 4)), SPINS, torch.zeros(4, 4)), ValueError, "one measure"),
+    ],
+)
+def test_bad_machines(arguments, error, message):
+    with pytest.raises(error, match=message):
+        BoltzmannMachine.create(*arguments)
+
+
+def test_bad_calls():
+    machine = BoltzmannMachine.create(UNBOUNDED["Gaussian"], UNBOUNDED["Gaussian"], torch.zeros(2, 2).double())
+    with pytest.raises(ValueError, match="infinitely many visible and infinitely many hidden"):
+        machine.log_partition()
+    with pytest.raises(ValueError, match="order"):
+        machine.couplings(5)
+    with pytest.raises(ValueError, match="multiple of 16 for 'sequential', got 30"):
+        machine.estimate_log_partition(30, method="sequential")
+    dependent = Gaussian.create(torch.zeros(2).double(), torch.tensor([[1.0, 0.5], [0.5, 1.0]]).double())
+    with pytest.raises(ValueError, match="independent hidden units"):
+        BoltzmannMachine.create(SPINS, dependent, torch.zeros(4, 2).double()).couplings(2)
