@@ -1,0 +1,250 @@
+"""Restricted Boltzmann machines with any units, as modules that train, sample and score."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Self
+
+import torch
+from jaxtyping import Float
+from rich.progress import track
+from torch import Tensor, nn
+
+from massieu.energy.boltzmann import BoltzmannMachine
+from massieu.energy.normalisable import why_not_normalisable
+from massieu.inference import gibbs_init, gibbs_step
+from massieu.measures import Bernoulli, Measure, Spin
+from massieu.nn.stored import StoredMeasure
+
+_MEMORY = 0.01
+"""Of the running mean of hidden activities: the weight of the newest batch."""
+
+
+class RestrictedBoltzmannMachine(nn.Module):
+    """p(v, h) ∝ exp(vᵀWh + a·v + b·h) on any two measures, with parameters W, a and b (B1).
+
+    The layers are given as measures: `Bernoulli.create(torch.full((64,), 0.5))` for 64 bits, and `Spin`, `Gaussian`,
+    `Poisson`, `Categorical`, … for others; the biases a and b tilt them. `machine()` is the `BoltzmannMachine` at the
+    current parameters, with its energies, couplings and normaliser.
+
+    Attributes:
+        weight: W, (V, H).
+        visible_bias: a, (V,).
+        hidden_bias: b, (H,).
+    """
+
+    weight: nn.Parameter
+    visible_bias: nn.Parameter
+    hidden_bias: nn.Parameter
+    chains: Tensor | None
+    """Visible units of the persistent chains, after `fit`."""
+
+    def __init__(self, visible: Measure, hidden: Measure, *, generator: torch.Generator | None = None) -> None:
+        """Weights start as small normal numbers, biases as 0.
+
+        Raises:
+            TypeError, ValueError: as `BoltzmannMachine.create`.
+        """
+        super().__init__()
+        weight = 0.01 * torch.randn(_units(visible, "visible"), _units(hidden, "hidden"), generator=generator)
+        BoltzmannMachine.create(visible, hidden, torch.zeros_like(weight))
+        self._visible, self._hidden = StoredMeasure(visible), StoredMeasure(hidden)
+        self.weight = nn.Parameter(weight)
+        self.visible_bias = nn.Parameter(torch.zeros(weight.shape[0]))
+        self.hidden_bias = nn.Parameter(torch.zeros(weight.shape[1]))
+        self.register_buffer("chains", None, persistent=False)
+
+    def machine(self) -> BoltzmannMachine:
+        """The machine at the current parameters, differentiable in them."""
+        visible, hidden = self._visible(), self._hidden()
+        return BoltzmannMachine(visible.tilt(self.visible_bias), hidden.tilt(self.hidden_bias), self.weight)
+
+    def forward(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
+        """Mean hidden units given the visible ones."""
+        return self._hidden().mean(self._hidden_field(visible))
+
+    def energy(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items"]:
+        """The effective energy: −log p(v) up to the normaliser (B2)."""
+        return self.machine().effective_energy(visible)
+
+    @torch.no_grad()
+    def transform(self, data: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
+        """Features of the data: mean hidden units, without gradient."""
+        return self(data)
+
+    @torch.no_grad()
+    def reconstruct(self, data: Float[Tensor, "*items V"]) -> Float[Tensor, "*items V"]:
+        """Mean visible units given the mean hidden units of the data."""
+        return self._visible().mean(self._visible_field(self(data)))
+
+    @torch.no_grad()
+    def score_samples(
+        self, data: Float[Tensor, "*items V"], log_partition: Float[Tensor, ""] | float | None = None
+    ) -> Float[Tensor, "*items"]:
+        """log p(v), nats: the log-likelihood of each item.
+
+        Args:
+            log_partition: `machine().log_partition()`, which is taken where it is not given and can be enumerated, or
+                an estimate: `machine().estimate_log_partition(...).log_partition`.
+
+        Raises:
+            ValueError: not given, and both layers have too many states.
+        """
+        level = self.machine().log_partition() if log_partition is None else log_partition
+        return -self.energy(data) - level
+
+    @torch.no_grad()
+    def pseudo_log_likelihood(self, data: Float[Tensor, "*items V"]) -> Float[Tensor, "*items"]:
+        """Σ_i log p(v_i | all other v), nats: needs no normaliser. Of bits and spins alone.
+
+        Raises:
+            ValueError: the visible units take more than two values.
+        """
+        visible = self._visible()
+        if not isinstance(visible, Bernoulli | Spin):
+            raise ValueError(
+                f"the pseudo-likelihood is for Bernoulli or Spin visible units, not {type(visible).__name__}"
+            )
+        machine = self.machine()
+        level = machine.effective_energy(data)
+        total = torch.zeros_like(level)
+        for unit in range(data.shape[-1]):
+            other = data.clone()
+            other[..., unit] = 1 - data[..., unit] if isinstance(visible, Bernoulli) else -data[..., unit]
+            total += torch.nn.functional.logsigmoid(machine.effective_energy(other) - level)
+        return total
+
+    @torch.no_grad()
+    def sample(
+        self, count: int, *, sweeps: int = 1000, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "count V"]:
+        """Visible units after so many sweeps of Gibbs sampling from the law at weight 0."""
+        start = self._visible().sample(self.visible_bias.expand(count, -1), generator=generator)
+        return self._sweep(start, sweeps, generator)
+
+    def fit(
+        self,
+        data: Float[Tensor, "items V"],
+        *,
+        epochs: int = 40,
+        batch_size: int = 100,
+        chains: int = 20,
+        sweeps: int = 1,
+        learning_rate: float = 1.0,
+        generator: torch.Generator | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Maximise the likelihood by persistent contrastive divergence with centred gradients.
+
+        Chains of the model are kept from one update to the next, and from one call to the next. Gradients are taken
+        about the mean of the data and of the hidden units, which the choice of 0 and 1, or ±1, then does not affect
+        (Melchior, Fischer and Wiskott, 2016). The learning rate falls to 0 over the epochs. Interrupted, it keeps what
+        it has learned and warns.
+
+        Args:
+            learning_rate: 1 suits bits; with units that have no bounds take 0.01 to 0.1.
+            sweeps: of the chains an update.
+
+        Raises:
+            ValueError: data of another shape, or outside the support of the visible units; a number that is not
+                positive; parameters for which the machine has no normaliser, which a smaller learning rate avoids.
+        """
+        data = self._check_fit(data, epochs, batch_size, chains, sweeps, learning_rate)
+        trainer = _Training(self, data, chains, generator)
+        updates = epochs * -(-len(data) // batch_size)
+        rounds: Iterable[int] = range(epochs)
+        done = 0
+        try:
+            for done in track(rounds, description="training", transient=True) if progress else rounds:  # noqa: B007
+                order = torch.randperm(len(data), generator=generator, device=data.device)
+                for batch in order.split(batch_size):
+                    trainer.update(data[batch], learning_rate * (1 - trainer.done / updates), sweeps)
+                self._check_normaliser(learning_rate)
+        except KeyboardInterrupt:
+            warnings.warn(f"interrupted in epoch {done + 1} of {epochs}: the parameters are those so far", stacklevel=2)
+        self.chains = trainer.visible
+        return self
+
+    def _hidden_field(self, visible: Tensor) -> Tensor:
+        return torch.nn.functional.linear(visible, self.weight.mT, self.hidden_bias)
+
+    def _visible_field(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden, self.weight, self.visible_bias)
+
+    def _sweep(self, visible: Tensor, sweeps: int, generator: torch.Generator | None) -> Tensor:
+        machine = self.machine()
+        state = gibbs_init(visible, machine.sample_hidden, generator)
+        return gibbs_step(state, machine.sample_visible, machine.sample_hidden, generator, steps=sweeps).visible
+
+    def _check_fit(self, data: Tensor, *numbers: float) -> Tensor:
+        names = ("epochs", "batch_size", "chains", "sweeps", "learning_rate")
+        for name, number in zip(names, numbers, strict=True):
+            if not number > 0:
+                raise ValueError(f"{name} must be positive, got {number}")
+        if data.ndim != 2 or data.shape[-1] != len(self.visible_bias) or len(data) == 0:
+            raise ValueError(f"data must have shape (items, {len(self.visible_bias)}), got {tuple(data.shape)}")
+        data = data.to(self.weight.dtype)
+        inside = self._visible().log_prob(torch.zeros_like(data), data) > -torch.inf
+        if not bool(inside.all()):
+            raise ValueError(
+                f"{int((~inside).sum())} of {len(data)} items are no states of {type(self._visible()).__name__} units: "
+                f"item {int((~inside).nonzero()[0])} has values from {data.min():.4g} to {data.max():.4g}"
+            )
+        return data
+
+    def _check_normaliser(self, learning_rate: float) -> None:
+        advice = f"; take a smaller learning_rate than {learning_rate}, or more sweeps"
+        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters()):
+            raise ValueError(f"training diverged: a parameter is not finite{advice}")
+        reason = why_not_normalisable(self.machine().visible, self.machine().hidden, self.weight.detach())
+        if reason is not None:
+            raise ValueError(f"training left the machines that have a normaliser: {reason}{advice}")
+
+
+class _Training:
+    """Persistent contrastive divergence with centred gradients, in place."""
+
+    def __init__(
+        self, model: RestrictedBoltzmannMachine, data: Tensor, chains: int, generator: torch.Generator | None
+    ) -> None:
+        self.model, self.generator, self.done = model, generator, 0
+        self.visible_layer, self.hidden_layer = model._visible(), model._hidden()
+        self.centre = data.mean(0)
+        kept = model.chains
+        drawn = torch.randint(len(data), (chains,), generator=generator, device=data.device)
+        self.visible = data[drawn] if kept is None or len(kept) != chains else kept
+        self.activity = model.transform(self.centre)
+
+    @torch.no_grad()
+    def update(self, batch: Tensor, learning_rate: float, sweeps: int) -> None:
+        """One step along the gradient of the likelihood; the chains' sweeps go with the parameters before it."""
+        model, chains = self.model, len(self.visible)
+        field = model._hidden_field(torch.cat([batch, self.visible]))
+        wanted, found = self.hidden_layer.mean(field).split([len(batch), chains])
+        share = len(batch) / chains
+        up = batch.sum(0) - share * self.visible.sum(0)
+        right = wanted.sum(0) - share * found.sum(0)
+        step = learning_rate / len(batch)
+        # Σ (v − centre)(h − activity)ᵀ over the data, less the same over the chains.
+        gradient = torch.addmm(batch.mT @ wanted, self.visible.mT, found, alpha=-share)
+        gradient.addr_(up, self.activity, alpha=-1).addr_(self.centre, right, alpha=-1)
+        self._sweep(field[len(batch) :], sweeps)
+        model.weight.add_(gradient, alpha=step)
+        # Biases of the units about their centres stand still when the weight moves.
+        model.visible_bias.add_(up - gradient @ self.activity, alpha=step)
+        model.hidden_bias.add_(right - self.centre @ gradient, alpha=step)
+        self.activity.lerp_(wanted.mean(0), _MEMORY)
+        self.done += 1
+
+    def _sweep(self, field: Tensor, sweeps: int) -> None:
+        """Of the chains, whose hidden units are in `field`."""
+        for sweep in range(sweeps):
+            if sweep > 0:
+                field = self.model._hidden_field(self.visible)
+            hidden = self.hidden_layer.sample(field, generator=self.generator)
+            self.visible = self.visible_layer.sample(self.model._visible_field(hidden), generator=self.generator)
+
+
+def _units(measure: Measure, name: str) -> int:
+    if not isinstance(measure, Measure):
+        raise TypeError(f"{name} must be a measure, got {type(measure).__name__}")
+    return measure.event_shape.numel()

@@ -1,0 +1,207 @@
+"""Restricted Boltzmann machines against enumeration; training towards the exact likelihood's maximum."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from massieu.measures import Bernoulli, Gaussian, Poisson, Spin
+from massieu.nn.boltzmann import RestrictedBoltzmannMachine
+
+
+def bits(number):
+    return Bernoulli.create(torch.full((number,), 0.5))
+
+
+def states(number, values=(0.0, 1.0)):
+    return torch.tensor(list(itertools.product(values, repeat=number)))
+
+
+def model(visible=None, hidden=None, spread=0.7):
+    found = RestrictedBoltzmannMachine(
+        visible or bits(4), hidden or bits(3), generator=torch.Generator().manual_seed(0)
+    )
+    for index, parameter in enumerate(found.parameters()):
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+        parameter.data = spread * noise
+    return found.double()
+
+
+def log_joint(machine):
+    """log p̃ of all states of 4 visible and 3 hidden bits, relative to counting."""
+    visible, hidden = states(4).double(), states(3).double()
+    return (
+        visible @ machine.weight @ hidden.mT + (visible @ machine.visible_bias)[:, None] + hidden @ machine.hidden_bias
+    )
+
+
+def test_likelihood_of_all_states():
+    machine = model()
+    wanted = log_joint(machine).logsumexp(1)
+    found = machine.score_samples(states(4).double())
+    assert torch.allclose(found, wanted - wanted.logsumexp(0))
+    assert torch.isclose(found.exp().sum(), torch.tensor(1.0).double())
+
+
+def test_pseudo_likelihood_is_the_product_of_conditionals():
+    machine = model()
+    level = log_joint(machine).logsumexp(1)
+    wanted = []
+    for index, state in enumerate(states(4)):
+        total = 0.0
+        for unit in range(4):
+            other = index ^ (1 << (3 - unit))
+            assert (states(4)[other] != state).nonzero().flatten().tolist() == [unit]
+            total += (level[index] - torch.logaddexp(level[index], level[other])).item()
+        wanted.append(total)
+    assert torch.allclose(machine.pseudo_log_likelihood(states(4).double()), torch.tensor(wanted).double())
+
+
+def test_features_and_reconstructions():
+    machine = model()
+    data = states(4).double()
+    p = log_joint(machine).softmax(1)
+    features = p @ states(3).double()
+    assert torch.allclose(machine.transform(data), features)
+    assert torch.allclose(machine(data), features)
+    wanted = torch.sigmoid(features @ machine.weight.mT + machine.visible_bias)
+    assert torch.allclose(machine.reconstruct(data), wanted)
+
+
+def test_samples_have_the_models_law():
+    machine = model()
+    drawn = machine.sample(20_000, sweeps=30, generator=torch.Generator().manual_seed(1))
+    p = log_joint(machine).logsumexp(1).softmax(0)
+    found = torch.bincount((drawn @ torch.tensor([8.0, 4.0, 2.0, 1.0]).double()).long(), minlength=16) / 20_000
+    assert ((found - p).abs() < 5 * (p * (1 - p) / 20_000).sqrt()).all()
+
+
+@pytest.mark.parametrize("kind", ["Bernoulli", "Spin"])
+def test_an_update_goes_along_the_likelihoods_gradient(kind):
+    """With chains in the exact proportions of the model, whatever the centres: ascent of the mean log-likelihood."""
+    units = {"Bernoulli": (bits, (0.0, 1.0)), "Spin": (Spin.create, (-1.0, 1.0))}[kind]
+    machine = model(units[0](4), units[0](3))
+    data = states(4, units[1]).double()[[0, 3, 3, 9, 14]]
+    exact = machine.score_samples(states(4, units[1]).double()).exp()
+    index = torch.multinomial(exact, 200_000, True, generator=torch.Generator().manual_seed(2))
+    machine.chains = states(4, units[1]).double()[index]
+    loss = -(-machine.energy(data) - machine.machine().log_partition()).mean()
+    gradient = dict(
+        zip(dict(machine.named_parameters()), torch.autograd.grad(loss, list(machine.parameters())), strict=True)
+    )
+    before = {name: parameter.detach().clone() for name, parameter in machine.named_parameters()}
+    activity, centre = machine.transform(data.mean(0)), data.mean(0)
+    machine.fit(data, epochs=1, batch_size=5, chains=200_000, learning_rate=1e-3, progress=False)
+    moved = {name: (parameter - before[name]) / 1e-3 for name, parameter in machine.named_parameters()}
+    # Centred: the bias's gradient is taken with the weight's share about the centres removed.
+    weight = (
+        -gradient["weight"]
+        - torch.outer(-gradient["visible_bias"], activity)
+        - torch.outer(centre, -gradient["hidden_bias"])
+    )
+    assert (moved["weight"] - weight).abs().max() < 0.006
+    assert (moved["visible_bias"] - (-gradient["visible_bias"] - weight @ activity)).abs().max() < 0.006
+    assert (moved["hidden_bias"] - (-gradient["hidden_bias"] - centre @ weight)).abs().max() < 0.006
+    assert weight.abs().max() > 0.04
+
+
+@pytest.mark.parametrize("hidden", ["Bernoulli", "Spin", "Gaussian", "Poisson"])
+def test_training_raises_the_exact_likelihood(hidden):
+    layer = {
+        "Bernoulli": bits(6),
+        "Spin": Spin.create(6),
+        "Gaussian": Gaussian.create(torch.zeros(6), torch.tensor(1.0)),
+        "Poisson": Poisson.create(torch.ones(6)),
+    }[hidden]
+    # Bars: four horizontal or vertical lines of a 3 × 3 image.
+    grid = states(3)[:, :, None].expand(8, 3, 3)
+    data = torch.cat([grid.reshape(8, 9), grid.mT.reshape(8, 9)])
+    machine = RestrictedBoltzmannMachine(bits(9), layer, generator=torch.Generator().manual_seed(0))
+    before = machine.score_samples(data).mean()
+    rate = {"Bernoulli": 0.3, "Spin": 0.1}.get(hidden, 0.05)
+    machine.fit(
+        data, epochs=1500, batch_size=16, learning_rate=rate, generator=torch.Generator().manual_seed(1), progress=False
+    )
+    after = machine.score_samples(data).mean()
+    independent = 9 * math.log(0.5)
+    assert abs(before - independent) < 0.1
+    assert after > before + 1.0
+    entropy = 12 / 16 * math.log(16) + 4 / 16 * math.log(8)  # 14 images, two of them twice
+    assert after < -entropy
+
+
+def test_gaussian_visible_units_learn_a_covariance():
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.tensor([[0.9, 0.0], [0.8, 0.2], [0.0, 0.7]])
+    data = torch.randn(4000, 2, generator=generator) @ factor.mT + 0.6 * torch.randn(4000, 3, generator=generator)
+    variance = data.var(0)
+    visible = Gaussian.create(torch.zeros(3), 0.36 * torch.ones(3))
+    machine = RestrictedBoltzmannMachine(
+        visible, Gaussian.create(torch.zeros(2), torch.tensor(1.0)), generator=generator
+    )
+    machine.fit(data, epochs=60, batch_size=200, chains=200, learning_rate=0.05, generator=generator, progress=False)
+    precision = (1 / 0.36) * torch.eye(3) - machine.weight @ machine.weight.mT
+    assert torch.allclose(torch.linalg.inv(precision).diagonal(), variance, rtol=0.15)
+    assert torch.allclose(torch.linalg.inv(precision)[0, 1], (factor @ factor.mT)[0, 1], rtol=0.2)
+
+
+def test_a_checkpoint_holds_layers_and_parameters(tmp_path):
+    machine = model(spread=0.5)
+    torch.save(machine.state_dict(), tmp_path / "machine.pt")
+    fresh = RestrictedBoltzmannMachine(Bernoulli.create(torch.full((4,), 0.25)), bits(3)).double()
+    fresh.load_state_dict(torch.load(tmp_path / "machine.pt"))
+    data = states(4).double()
+    assert torch.equal(fresh.score_samples(data), machine.score_samples(data))
+
+
+def test_an_interrupted_training_keeps_what_it_has(monkeypatch):
+    machine = RestrictedBoltzmannMachine(bits(4), bits(3))
+    start = machine.weight.detach().clone()
+    calls = itertools.count()
+
+    def interrupt(rate):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "_check_normaliser", interrupt)
+    with pytest.warns(UserWarning, match="interrupted in epoch 3 of 50"):
+        machine.fit(states(4), epochs=50, progress=False)
+    assert not torch.equal(machine.weight, start)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.fit(torch.zeros(3, 5)), r"\(items, 4\), got \(3, 5\)"),
+        (lambda m: m.fit(torch.zeros(0, 4)), r"got \(0, 4\)"),
+        (lambda m: m.fit(torch.full((3, 4), 0.5)), "3 of 3 items are no states of Bernoulli units"),
+        (lambda m: m.fit(torch.zeros(3, 4), learning_rate=0.0), "learning_rate must be positive, got 0.0"),
+        (lambda m: m.fit(torch.zeros(3, 4), epochs=-1), "epochs must be positive"),
+    ],
+)
+def test_bad_fits(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(RestrictedBoltzmannMachine(bits(4), bits(3)))
+
+
+def test_training_that_diverges_says_so():
+    gaussian = Gaussian.create(torch.zeros(3), torch.tensor(1.0))
+    machine = RestrictedBoltzmannMachine(gaussian, Gaussian.create(torch.zeros(2), torch.tensor(1.0)))
+    with pytest.raises(ValueError, match=r"smaller learning_rate than 50\.0"):
+        machine.fit(
+            3 * torch.randn(100, 3, generator=torch.Generator().manual_seed(0)), learning_rate=50.0, progress=False
+        )
+
+
+def test_machines_that_never_have_a_normaliser_train_not_at_all():
+    gaussian = Gaussian.create(torch.zeros(3), torch.tensor(1.0))
+    machine = RestrictedBoltzmannMachine(gaussian, Poisson.create(torch.ones(2)))
+    with pytest.raises(ValueError, match="Poisson hidden and Gaussian visible units never have one"):
+        machine.fit(torch.randn(100, 3), learning_rate=0.01, progress=False)
+
+
+def test_pseudo_likelihood_needs_two_values():
+    machine = RestrictedBoltzmannMachine(Poisson.create(torch.ones(3)), bits(2))
+    with pytest.raises(ValueError, match="not Poisson"):
+        machine.pseudo_log_likelihood(torch.zeros(1, 3))
