@@ -94,15 +94,16 @@ def test_an_update_goes_along_the_likelihoods_gradient(kind):
     activity, centre = machine.transform(data.mean(0)), data.mean(0)
     machine.fit(data, epochs=1, batch_size=5, chains=200_000, learning_rate=1e-3, progress=False)
     moved = {name: (parameter - before[name]) / 1e-3 for name, parameter in machine.named_parameters()}
+    noise = 5 * (1.0 if kind == "Spin" else 0.5) / math.sqrt(200_000)
     # Centred: the bias's gradient is taken with the weight's share about the centres removed.
     weight = (
         -gradient["weight"]
         - torch.outer(-gradient["visible_bias"], activity)
         - torch.outer(centre, -gradient["hidden_bias"])
     )
-    assert (moved["weight"] - weight).abs().max() < 0.006
-    assert (moved["visible_bias"] - (-gradient["visible_bias"] - weight @ activity)).abs().max() < 0.006
-    assert (moved["hidden_bias"] - (-gradient["hidden_bias"] - centre @ weight)).abs().max() < 0.006
+    assert (moved["weight"] - weight).abs().max() < noise
+    assert (moved["visible_bias"] - (-gradient["visible_bias"] - weight @ activity)).abs().max() < noise
+    assert (moved["hidden_bias"] - (-gradient["hidden_bias"] - centre @ weight)).abs().max() < noise
     assert weight.abs().max() > 0.04
 
 
