@@ -1,7 +1,7 @@
 """What the processes of `test_sharded` do, and the same by one process: problems, calls, gradients."""
 
 import math
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -9,16 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from massieu import ops
 from massieu.ops import sharded
-from massieu.ops.contrastive import FalseNegatives, info_nce
-from massieu.ops.vocabulary import linear_cross_entropy
 
 BATCH, HEADS, KEY_HEADS, LENGTH, SIZE, VALUE = 2, 4, 2, 3, 5, 6
 KEYS = {2: (7, 4), 4: (3, 0, 5, 3)}
 """Keys of each process, by the number of processes; one has none."""
 QUERIES = {2: (2, 3), 4: (1, 2, 0, 2)}
-WORDS = {2: (6, 5), 4: (3, 2, 2, 4)}
-PAIRS = {2: (4, 3), 4: (2, 1, 2, 2)}
-NEGATIVES = {2: (0, 2), 4: (1, 0, 1, 0)}
+CAUSAL_QUERIES = {2: (4, 5), 4: (3, 4, 0, 2)}
+"""So many that some come after the keys of a process, some before, and some between."""
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
@@ -108,77 +105,40 @@ def attention_own_alone(size):
     return [*result, alone, *gradients(objective, q, k, v, w)]
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
-
-CROSS_ENTROPIES = {
-    "mean": {},
-    "sum, smoothed": {"reduction": "sum", "label_smoothing": 0.2},
-    "none, all": {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.3},
-}
-TARGET = torch.tensor([[0, 5, 10], [6, -100, 3]])
+CAUSAL = (("replicated", "replicated"), ("replicated", "sharded"), ("sharded", "sharded"))
 
 
-def words():
-    count = sum(WORDS[2])
-    tensors = draw(2, 3, SIZE, seed=1), draw(count, SIZE, seed=2), draw(count, seed=3)
-    return [tensor.requires_grad_() for tensor in tensors]
-
-
-def cross_entropy(rank, size, options, loss):
-    hidden, *rest = words()
-    weight, bias = shards(rest, WORDS[size], rank, (0, 0))
-    bias = None if options == {} else bias
-    call = partial(sharded.linear_cross_entropy, return_log_partition=True, loss=loss, **options)
-    nats, log_z = call(hidden, weight, TARGET, bias=bias)
+def causal(rank, size, queries, loss):
+    """Both numbered over all processes. Replicated queries have a log-weight of each query and key too."""
+    q, scale = query(sum(CAUSAL_QUERIES[size]))
+    k, v, w = keys()
+    if queries == "replicated":
+        w = causal_weights(size)
+    k, v, w = shards((k, v, w), KEYS[size], rank, (2, 2, w.ndim - 1))
+    (q,) = shards([q], CAUSAL_QUERIES[size], rank, (2,)) if queries == "sharded" else [q]
+    options = {"is_causal": True, "queries": queries, "loss": loss, "log_weight": w}
+    result = sharded.attention(q, k, v, scale=scale, **options)
+    alone = sharded.log_partition(q, k, **options)
     factor = 1 if loss == "replicated" else rank + 1
-    objective = factor * (nats.square().sum() + (log_z.sin().sum() if rank != 1 or factor == 1 else 0.0))
-    wanted = (hidden, weight) if bias is None else (hidden, weight, bias)
-    return [nats.detach(), log_z.detach(), *gradients(objective, *wanted)]
+    objective = one_loss(result, factor) + factor * alone.square().sum()
+    return [*(part.detach() for part in (*result, alone)), *gradients(objective, q, k, v, w)]
 
 
-def cross_entropy_alone(size, options, loss):
-    hidden, weight, bias = words()
-    bias = None if options == {} else bias
-    nats, log_z = linear_cross_entropy(hidden, weight, TARGET, bias=bias, return_log_partition=True, **options)
-    factors = [1] if loss == "replicated" else range(1, size + 1)
-    objective = sum(factor * (nats.square().sum() + (log_z.sin().sum() if factor != 2 else 0.0)) for factor in factors)
-    wanted = (hidden, weight) if bias is None else (hidden, weight, bias)
-    return [nats, log_z, *gradients(objective, *wanted)]
+def causal_weights(size):
+    return draw(sum(CAUSAL_QUERIES[size]), sum(KEYS[size]), seed=5).requires_grad_()
 
 
-IDS = torch.tensor([0, 1, 2, 0, 1, 5, 6])
-NEGATIVE_IDS = torch.tensor([0, 9])
-
-
-def pairs():
-    count = sum(PAIRS[2])
-    tensors = draw(count, SIZE, seed=1), draw(count, SIZE, seed=2), draw(2, SIZE, seed=3)
-    return [tensor.requires_grad_() for tensor in tensors]
-
-
-def contrast(rank, size, full, symmetric):
-    *both, negatives = pairs()
-    q, k = shards(both, PAIRS[size], rank, (0, 0))
-    (m,) = shards([negatives], NEGATIVES[size], rank, (0,))
-    temperature, options = torch.tensor(0.7, dtype=torch.float64, requires_grad=True), {}
-    if full:
-        own = IDS.split(PAIRS[size])[rank]
-        others = torch.cat([own, NEGATIVE_IDS.split(NEGATIVES[size])[rank]])
-        options = {"negatives": m, "log_weight": FalseNegatives(own, others)}
-    result = sharded.info_nce(q, k, temperature=temperature, symmetric=symmetric, return_log_partition=True, **options)
-    objective = result.loss.square() + result.log_partition.sin().sum()
-    wanted = (q, k, temperature, m) if full else (q, k, temperature)
-    return [*(part.detach() for part in result), *gradients(objective, *wanted)]
-
-
-def contrast_alone(size, full, symmetric):
-    q, k, m = pairs()
-    temperature, options = torch.tensor(0.7, dtype=torch.float64, requires_grad=True), {}
-    if full:
-        options = {"negatives": m, "log_weight": FalseNegatives(IDS, torch.cat([IDS, NEGATIVE_IDS]))}
-    result = info_nce(q, k, temperature=temperature, symmetric=symmetric, return_log_partition=True, **options)
-    objective = result.loss.square() + result.log_partition.sin().sum()
-    return [*result, *gradients(objective, *((q, k, temperature, m) if full else (q, k, temperature)))]
+def causal_alone(size, queries, loss):
+    (q, scale), (k, v, w) = query(sum(CAUSAL_QUERIES[size])), keys()
+    if queries == "replicated":
+        w = causal_weights(size)
+    options = {"is_causal": True, "log_weight": w}
+    output, log_z = ops.attention(q, k, v, scale=scale, **options)
+    alone = ops.log_partition(q, k, **options)
+    ranks = torch.repeat_interleave(torch.arange(size), torch.tensor(CAUSAL_QUERIES[size])) + 1
+    factor = ranks if queries == "sharded" else 1 if loss == "replicated" else size * (size + 1) // 2
+    squares = output.square().sum(-1) + log_z.sin() + alone.square()
+    return [output, log_z, alone, *gradients((factor * squares).sum(), q, k, v, w)]
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
@@ -236,28 +196,54 @@ def grouped_and_masked_alone():
 
 
 def messages(rank, size):
-    """Numbers that this process hands to the group for 3 queries, by how many keys there are."""
+    """Bytes that this process hands to the group for 3 queries or tokens, by call and how many keys or words there are."""
+    q, target = draw(1, 1, 3, SIZE).requires_grad_(), torch.arange(3)
+
+    def attention(k, **options):
+        v = draw(1, 1, len(k), VALUE, seed=rank)
+        return one_loss(sharded.attention(q, k[None, None], v, **options))
+
+    calls = {
+        "replicated": attention,
+        "sharded": lambda k: attention(k, queries="sharded"),
+        "causal": lambda k: attention(k, queries="sharded", is_causal=True),
+        "words": lambda k: sharded.linear_cross_entropy(q[0, 0], k, target),
+        "words and tokens": lambda k: sharded.linear_cross_entropy(q[0, 0], k, target, tokens="sharded"),
+        "keys": lambda k: sharded.info_nce(q[0, 0], k, positive=target, temperature=1.0),
+        "both": lambda k: sharded.info_nce(q[0, 0], k[:3], negatives=k[3:], temperature=1.0, symmetric=True),
+    }
     sent = {}
+    for name, call in calls.items():
+        for count in (4, 400):
+            k = draw(count, SIZE, seed=rank).requires_grad_()
+            with recorded() as sizes:
+                call(k).backward()
+            sent[name, count] = sizes
+    return sent
+
+
+@contextmanager
+def recorded():
+    """The bytes of each message while this lasts."""
+    sizes: list[int] = []
     names = ["all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"]
-    for count in (4, 400):
-        counted = []
-        originals = {name: getattr(dist, name) for name in names}
-        for name, original in originals.items():
-            place = 0 if name == "all_reduce" else 1
+    originals = {name: getattr(dist, name) for name in names}
 
-            def counting(*given, original=original, place=place, counted=counted, **options):
-                counted.append(given[place].numel())
-                return original(*given, **options)
+    def recording(name):
+        def send(*given, **options):
+            tensor = given[0 if name == "all_reduce" else 1]
+            sizes.append(tensor.numel() * tensor.element_size())
+            return originals[name](*given, **options)
 
-            setattr(dist, name, counting)
-        for queries in ("replicated", "sharded"):
-            q = draw(1, 1, 3, SIZE).requires_grad_()
-            k, v = draw(1, 1, count, SIZE, seed=rank).requires_grad_(), draw(1, 1, count, VALUE, seed=rank)
-            one_loss(sharded.attention(q, k, v, queries=queries)).backward()
+        return send
+
+    for name in names:
+        setattr(dist, name, recording(name))
+    try:
+        yield sizes
+    finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-        sent[count] = counted
-    return sent
 
 
 def refusals(rank, size):
@@ -275,6 +261,11 @@ def refusals(rank, size):
         "target": lambda: sharded.linear_cross_entropy(q[0, 0], k[0, 0], torch.tensor([0, 1, 4 * size])),
         "counts": lambda: sharded.info_nce(q[0, 0], k[0, 0], temperature=1.0),
         "weights of pairs": lambda: sharded.info_nce(q[0, 0], q[0, 0], log_weight=draw(3, 3), temperature=1.0),
+        "positive": lambda: sharded.info_nce(q[0, 0], k[0, 0], positive=torch.tensor([0, 1, -1]), temperature=1.0),
+        "losses of own tokens": lambda: sharded.linear_cross_entropy(
+            q[0, 0], k[0, 0], torch.tensor([0, 1, 2]), tokens="sharded", reduction="none", loss="replicated"
+        ),
+        "other causality": lambda: sharded.log_partition(q, k, is_causal=rank == 0),
         "vmap": lambda: torch.func.vmap(lambda q: sharded.log_partition(q, k))(q.expand(2, 1, 2, 3, SIZE)),
     }
     found = {}
@@ -290,12 +281,8 @@ def everything(rank, size):
     found = {f"attention, {loss} loss": attention_alike(rank, size, loss) for loss in ("replicated", "sharded")} | {
         "attention, own queries": attention_own(rank, size)
     }
-    for name, options in CROSS_ENTROPIES.items():
-        for loss in ("replicated", "sharded"):
-            found[f"cross-entropy, {name}, {loss} loss"] = cross_entropy(rank, size, options, loss)
-    for full in (False, True):
-        for symmetric in (False, True):
-            found[f"contrast, {full}, {symmetric}"] = contrast(rank, size, full, symmetric)
+    for kind in CAUSAL:
+        found[f"causal, {kind}"] = causal(rank, size, *kind)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found[str(dtype)] = precision(rank, size, dtype)
     found["forward mode"] = forward_mode(rank, size)

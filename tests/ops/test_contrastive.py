@@ -287,9 +287,8 @@ def test_vmap_over_groups():
         assert torch.allclose(gradients[group], torch.autograd.grad(wanted, one)[0])
 
 
-def test_compiled_training_step(monkeypatch):
+def test_compiled_training_step():
     torch._dynamo.reset()
-    monkeypatch.setattr(score_tiles, "COMPILED_TILES", 3)
     arguments = tensors(20)
     ids = torch.arange(20) % 7
 

@@ -165,6 +165,66 @@ def test_blocks_of_the_variance(monkeypatch):
     torch.testing.assert_close(random_feature_log_partition(query, key, generator=seeded()).standard_error, whole)
 
 
+def estimate(query, key, seed=7, **options):
+    return random_feature_log_partition(query, key, generator=seeded(seed), features=9, scale=1.0, **options)
+
+
+def test_vmap_with_draws_in_common():
+    """randomness="same": each item as it would be alone, its gradient and standard error too."""
+    query, key = draw(3, 1, 2, 4, SIZE, seed=1), draw(1, 2, 5, SIZE, seed=2)
+    found = torch.func.vmap(lambda q: tuple(estimate(q, key)), randomness="same")(query)
+    slope = torch.func.vmap(
+        torch.func.grad(lambda q: estimate(q, key, standard_error=False).log_partition.sum()), randomness="same"
+    )(query)
+    for item in range(3):
+        one = query[item].clone().requires_grad_()
+        alone = estimate(one, key)
+        for part, wanted in zip(found, alone, strict=True):
+            torch.testing.assert_close(part[item], wanted, atol=1e-12, rtol=1e-12)
+        (wanted,) = torch.autograd.grad(alone.log_partition.sum(), one)
+        torch.testing.assert_close(slope[item], wanted, atol=1e-12, rtol=1e-12)
+
+
+def test_vmap_with_draws_of_each_item_s_own():
+    """randomness="different": 20,000 independent estimates of one Z, in standard errors of the formula."""
+    query, key = short(1, 1, 1, SIZE, norm=0.4, seed=1), short(1, 1, 8, SIZE, norm=0.6, seed=2)
+    many = query.expand(20_000, *query.shape)
+    call = lambda q: estimate(q, key, standard_error=False).log_partition  # noqa: E731
+    drawn = torch.func.vmap(call, randomness="different")(many).flatten().exp()
+    assert len(drawn.unique()) > 19_000
+    exact, error = ops.log_partition(query, key, scale=1.0).exp().item(), estimate(query, key).standard_error.item()
+    assert abs(drawn.mean().item() / exact - 1) < 5 * error / 20_000**0.5
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(call)(many[:2])
+
+
+def test_compiled_around_it():
+    torch._dynamo.reset()
+    query, key = draw(1, 2, 4, SIZE, seed=1), draw(1, 2, 5, SIZE, seed=2)
+    generator = seeded()
+
+    def step(query):
+        return 2 * random_feature_log_partition(2 * query, key, generator=generator).log_partition + 1
+
+    found = torch.compile(step, backend="aot_eager")(query)
+    generator.manual_seed(0)
+    torch.testing.assert_close(found, step(query), atol=1e-12, rtol=1e-12)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="random_feature_log_partition cannot be compiled"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(query)
+
+
+def test_autocast_changes_nothing():
+    query, key = draw(1, 2, 4, SIZE, seed=1).float().requires_grad_(), draw(1, 2, 5, SIZE, seed=2).float()
+    wanted = estimate(query, key)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = estimate(query, key)
+    assert torch.equal(found.log_partition, wanted.log_partition)
+    assert torch.equal(found.standard_error, wanted.standard_error)
+    slopes = (torch.autograd.grad(result.log_partition.sum(), query)[0] for result in (found, wanted))
+    torch.testing.assert_close(*slopes)
+
+
 GOOD = {"query": draw(1, 2, 3, SIZE), "key": draw(1, 2, 5, SIZE), "generator": seeded()}
 BAD = {
     "generator": ({"generator": 0}, TypeError, "generator must be a torch.Generator, got int"),

@@ -176,6 +176,52 @@ def test_uniform_numbers_at_the_end_of_their_range(monkeypatch):
     assert (found.indices == 3).all()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("method", METHODS)
+def test_vmap(method):
+    """randomness="same": each item as it would be alone; "different": draws of its own by the same weights."""
+    query, key, value = problem()
+    queries, values = torch.stack([query, -query, 2 * query]), torch.stack([value, value + 1, -value])
+
+    def call(query, value):
+        return tuple(resample_attention(query, key, value, generator=seeded(5), draws=4, method=method))
+
+    found = torch.func.vmap(call, randomness="same")(queries, values)
+    other = torch.func.vmap(call, randomness="different")(queries[:1].expand_as(queries), values)
+    for item in range(3):
+        for part, wanted in zip(found, call(queries[item], values[item]), strict=True):
+            torch.testing.assert_close(part[item], wanted, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(other[2][item], found[2][0], atol=1e-12, rtol=1e-12)
+    assert not torch.equal(other[1][0], other[1][1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(call)(queries, values)
+
+
+def test_compiled_around_it():
+    torch._dynamo.reset()
+    query, key, value = problem()
+    generator = seeded()
+
+    def step(value):
+        return 2 * resample_attention(query, key, 2 * value, generator=generator, draws=4).sample + 1
+
+    found = torch.compile(step, backend="aot_eager")(value)
+    generator.manual_seed(0)
+    assert torch.equal(found, step(value))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="resample_attention cannot be compiled"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(value)
+
+
+def test_autocast_changes_nothing():
+    query, key, value = (tensor.float() for tensor in problem())
+    wanted = resample_attention(query, key, value, generator=seeded(5), draws=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = resample_attention(query, key, value, generator=seeded(5), draws=4)
+    for part, right in zip(found, wanted, strict=True):
+        assert torch.equal(part, right) and part.dtype == right.dtype
+
+
 GOOD = dict(zip(("query", "key", "value"), problem(), strict=True)) | {"generator": seeded()}
 BAD = {
     "generator": ({"generator": None}, TypeError, "generator must be a torch.Generator, got NoneType"),

@@ -8,16 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ops import processes
+from tests.ops import sharded_losses as losses
 from tests.ops import sharded_work as work
 
 from massieu import ops
 from massieu.ops import sharded
 
 
+def everything(rank, size):
+    return work.everything(rank, size) | losses.everything(rank, size)
+
+
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request):
     """What each process found."""
-    return request.param, processes.run(work.everything, request.param)
+    return request.param, processes.run(everything, request.param)
 
 
 def same(found, expected, tolerance=1e-12):
@@ -59,14 +64,41 @@ def test_own_queries(found):
     same(joined(results, name, dims), expected, 1e-10)
 
 
-@pytest.mark.parametrize("loss", ["replicated", "sharded"])
-@pytest.mark.parametrize("name", work.CROSS_ENTROPIES)
+@pytest.mark.parametrize("kind", work.CAUSAL)
+def test_causal_queries_and_keys_are_numbered_over_all_processes(found, kind):
+    size, results = found
+    along = 2 if kind[0] == "sharded" else None
+    gradients = [along, 2, 2, 1 if along is None else 0]
+    expected = work.causal_alone(size, *kind)
+    same(joined(results, f"causal, {kind}", [along, along, along, *gradients, *gradients]), expected, 1e-10)
+
+
+@pytest.mark.parametrize("loss", losses.PLACEMENTS)
+@pytest.mark.parametrize("name", losses.CROSS_ENTROPIES)
 def test_a_sharded_vocabulary(found, name, loss):
     size, results = found
-    options = work.CROSS_ENTROPIES[name]
+    options = losses.CROSS_ENTROPIES[name]
     gradients = [None, 0] if options == {} else [None, 0, 0]
-    expected = work.cross_entropy_alone(size, options, loss)
+    expected = losses.cross_entropy_alone(size, options, loss)
     same(joined(results, f"cross-entropy, {name}, {loss} loss", [None, None, *gradients, *gradients]), expected, 1e-11)
+
+
+@pytest.mark.parametrize("loss", losses.PLACEMENTS)
+@pytest.mark.parametrize("name", losses.CROSS_ENTROPIES)
+def test_sharded_words_and_tokens(found, name, loss):
+    size, results = found
+    options = losses.CROSS_ENTROPIES[name]
+    gradients = [0, 0] if options == {} else [0, 0, 0]
+    nats = 0 if options.get("reduction") == "none" else None
+    expected = losses.own_tokens_alone(size, options, loss)
+    same(joined(results, f"own tokens, {name}, {loss} loss", [nats, 0, *gradients, *gradients]), expected, 1e-11)
+
+
+def test_words_that_are_all_hidden(found):
+    size, results = found
+    expected = losses.hidden_words_alone(size)
+    assert expected[0].isinf().any()
+    same(joined(results, "hidden words", [None, 0]), expected)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -74,9 +106,29 @@ def test_a_sharded_vocabulary(found, name, loss):
 def test_negatives_of_all_processes(found, full, symmetric):
     size, results = found
     gradients = [0, 0, "sum", 0] if full else [0, 0, "sum"]
-    expected = work.contrast_alone(size, full, symmetric)
+    expected = losses.contrast_alone(size, full, symmetric)
     dims = [None, 1 if symmetric else 0, *gradients, *gradients]
     same(joined(results, f"contrast, {full}, {symmetric}", dims), expected, 1e-11)
+
+
+@pytest.mark.parametrize("loss", losses.PLACEMENTS)
+def test_positives_anywhere_and_weights_of_keys(found, loss):
+    """Those of process 0 have weight 0: a positive among them is left out of log Z and still attracts."""
+    size, results = found
+    expected = losses.told_positives_alone(size, loss)
+    expected = [losses.by_process(part, size) if isinstance(part, tuple) else part for part in expected]
+    dims = [None, 0, *2 * [0, 0, 0, 0]]
+    same(joined(results, f"told positives, {loss} loss", dims), expected, 1e-11)
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_weights_of_pairs(found, symmetric, boolean):
+    size, results = found
+    expected = losses.weighed_pairs_alone(size, symmetric, boolean)
+    gradients = [0, 0] if boolean else [0, 0, 1]
+    dims = [None, 1 if symmetric else 0, *gradients, *gradients]
+    same(joined(results, f"weights of pairs, {symmetric}, {boolean}", dims), expected, 1e-11)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.02)])
@@ -103,13 +155,23 @@ def test_groups_masks_and_a_mesh(found):
 
 def test_what_is_sent_does_not_depend_on_the_number_of_keys(found):
     size, results = found
+    query, answer, agreed = 8 * 3 * work.SIZE, 8 * 3 * (work.VALUE + 1), 8 * 24
+    numbers = 8 * 3  # one for each query or token
+    # First what is compared; forwards; backwards.
+    own = [agreed, query, size * answer, size * answer, size * query]
+    label, two = numbers, size * 2 * numbers
+    expected = {
+        "replicated": [agreed, numbers, answer, query],
+        "sharded": own,
+        "causal": own,
+        "words": [agreed, numbers, numbers, numbers, numbers, query],
+        "words and tokens": [agreed, label, query, two, 8, two, size * query],
+        "keys": [agreed, label, query, two, 8, two, size * query],
+        "both": [agreed, label, query, two, 16, two, size * query],
+    }
     for result in results:
-        few, many = result["messages"][4], result["messages"][400]
-        assert few == many
-        queries, query, answer = 3, 3 * work.SIZE, 3 * (work.VALUE + 1)
-        agreed = few[0]
-        # Replicated: largest log Z, sums, and the query's gradient. Own: queries, answers, and the way back.
-        assert few == [agreed, queries, answer, query, agreed, query, size * answer, size * answer, size * query]
+        for (name, count), sizes in result["messages"].items():
+            assert sizes == expected[name], (name, count)
 
 
 def test_refusals(found):
@@ -125,7 +187,11 @@ def test_refusals(found):
             "loss of own queries": "loss must be 'sharded'",
             "placement": "queries must be 'replicated' or 'sharded', got 'split'",
             "target": f"target must be in 0 … {4 * size - 1}, got {4 * size}",
-            "counts": "query and key must be as many, got 3 and 4",
+            "weights of pairs": f"log_weight must be for the {3 * size} queries of all processes, got 3",
+            "positive": f"positive must be in 0 … {4 * size - 1}, got -1",
+            "losses of own tokens": "without a reduction loss must be 'sharded'",
+            "other causality": "the same is_causal, got [1, 0",
+            "counts": "query and key must be as many, or positive must say which key is whose: got 3 and 4",
         }.items():
             assert refused[name][0] is ValueError and words in refused[name][1], name
         if rank == 1:
@@ -134,7 +200,6 @@ def test_refusals(found):
             message = "the arguments of process 1 are wrong, and its own error says why"
             assert refused["one wrong"] == (RuntimeError, message)
         assert refused["group"] == (TypeError, "group must be a ProcessGroup, a DeviceMesh or None, got str")
-        assert refused["weights of pairs"] == (TypeError, "log_weight must be FalseNegatives or None, got Tensor")
         assert refused["vmap"][0] is RuntimeError and "vmap" in refused["vmap"][1]
 
 
@@ -152,23 +217,43 @@ def test_a_group_of_one(tmp_path):
         for options in ({}, {"loss": "sharded"}, {"queries": "sharded"}):
             ours = sharded.attention(q, k, v, log_weight=w, scale=scale, **options)
             same(ours, ops.attention(q, k, v, log_weight=w, scale=scale))
+        single = [tensor.detach().float() for tensor in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, wanted = sharded.attention(*single), ops.attention(*single)
+        assert ours.output.dtype == wanted.output.dtype
+        same(ours, wanted, 1e-2)
+        hidden, weight, target = q[0, 0].bfloat16(), k[0, 0].bfloat16(), torch.tensor([0, 3, 5])
+        for options in ({}, {"tokens": "sharded"}, {"tokens": "sharded", "reduction": "none"}):
+            given = {"label_smoothing": 0.1, "reduction": options.get("reduction", "mean")}
+            loss = sharded.linear_cross_entropy(hidden, weight, target, **(given | options))
+            same([loss], [ops.linear_cross_entropy(hidden, weight, target, **given)], 1e-5)
+        given = {"positive": target, "log_weight": w, "temperature": 0.5}
+        same([sharded.info_nce(hidden, weight, **given)], [ops.info_nce(hidden, weight, **given)], 1e-5)
         doubled = torch.compile(lambda q: 2 * sharded.log_partition(2 * q, k), backend="eager")
         same([doubled(q)], [2 * ops.log_partition(2 * q, k)])
     finally:
         dist.destroy_process_group()
 
 
-def dies(rank, size, backward):
-    """Process 1 dies before the collective of the forward or the backward pass; the others say what they saw and when."""
+def call(name, rank, size):
     (q, _), (k, v, _) = work.query(3), work.shards(work.keys(), work.KEYS[size], rank, (2, 2, 0))
+    if name == "attention":
+        return work.one_loss(sharded.attention(q, k, v))
+    if name == "words and tokens":
+        return sharded.linear_cross_entropy(q[0, 0], k[0, 0], torch.arange(3), tokens="sharded")
+    return sharded.info_nce(q[0, 0], k[0, 0, :3], temperature=1.0)
+
+
+def dies(rank, size, name, backward):
+    """Process 1 dies before the collective of the forward or the backward pass; the others say what they saw and when."""
     if rank == 1 and not backward:
         os._exit(0)
     started = time.monotonic()
     try:
-        result = sharded.attention(q, k, v)
+        loss = call(name, rank, size)
         if rank == 1:
             os._exit(0)
-        work.one_loss(result).backward()
+        loss.backward()
     except RuntimeError as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return None
@@ -176,13 +261,12 @@ def dies(rank, size, backward):
 
 def hangs(rank, size):
     """Process 1 lives, but never calls; the other's wait ends at the group's timeout."""
-    (q, _), (k, v, _) = work.query(3), work.shards(work.keys(), work.KEYS[size], rank, (2, 2, 0))
     started = time.monotonic()
     if rank == 1:
         time.sleep(3)
         return None
     try:
-        sharded.attention(q, k, v)
+        call("attention", rank, size)
     except RuntimeError as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return None
@@ -191,8 +275,10 @@ def hangs(rank, size):
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param(partial(dies, backward=False), id="forward", marks=pytest.mark.slow),
-        pytest.param(partial(dies, backward=True), id="backward"),
+        pytest.param(partial(dies, name="attention", backward=False), id="forward", marks=pytest.mark.slow),
+        pytest.param(partial(dies, name="attention", backward=True), id="backward"),
+        pytest.param(partial(dies, name="words and tokens", backward=True), id="tokens", marks=pytest.mark.slow),
+        pytest.param(partial(dies, name="pairs", backward=True), id="pairs", marks=pytest.mark.slow),
         pytest.param(hangs, id="hangs"),
     ],
 )

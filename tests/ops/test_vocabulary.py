@@ -260,9 +260,8 @@ def test_vmap_and_gradients_of_each_item():
             assert torch.allclose(found[item], right)
 
 
-def test_compiled_training_step(monkeypatch):
+def test_compiled_training_step():
     torch._dynamo.reset()
-    monkeypatch.setattr(score_tiles, "COMPILED_TILES", 3)
     *arguments, target = inputs(words=40)
     target[1] = -100
 

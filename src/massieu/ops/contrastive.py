@@ -1,6 +1,7 @@
 """Contrastive and metric losses as Fenchel–Young losses of the log-partition, without the matrix of scores."""
 
 import math
+import reprlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ def info_nce(
     check_keys(query, key, negatives)
     for name, option in (("symmetric", symmetric), ("return_log_partition", return_log_partition)):
         if not isinstance(option, bool):
-            raise TypeError(f"{name} must be True or False, got {option!r}")
+            raise TypeError(f"{name} must be True or False, got {reprlib.repr(option)}")
     count = len(key) + (0 if negatives is None else len(negatives))
     target = _targets(query, key, positive, symmetric)
     bias, seen = _weights(log_weight, query, count)
@@ -155,7 +156,7 @@ def nca(
         raise ValueError(f"embedding must have shape (N, D) with D at least 1, got {tuple(embedding.shape)}")
     check_integers("labels", labels, (len(embedding),), f"for embedding {tuple(embedding.shape)}", embedding.device)
     if not isinstance(return_log_partition, bool):
-        raise TypeError(f"return_log_partition must be True or False, got {return_log_partition!r}")
+        raise TypeError(f"return_log_partition must be True or False, got {reprlib.repr(return_log_partition)}")
     dtype = torch.float64 if embedding.dtype == torch.float64 else torch.float32
     with full_precision(embedding):
         point = embedding.to(dtype)
@@ -197,8 +198,10 @@ def _targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: boo
     if symmetric:
         raise ValueError("a symmetric loss has its positives on the diagonal: give key[positive] for key, not positive")
     check_integers("positive", positive, (len(query),), f"for query {tuple(query.shape)}", query.device)
+    # Of unsigned integers wider than a byte not even the smallest can be found.
+    positive = positive.long()
     check_range("positive", positive, len(key))
-    return positive.long()
+    return positive
 
 
 def checked_temperature(temperature: float | Tensor, query: Tensor, dtype: torch.dtype) -> float | Tensor:

@@ -6,15 +6,15 @@ backward pass; derivatives beyond the first, forward mode and compiled transform
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from massieu.ops import reference, score_tiles
-from massieu.ops.shapes import in_functorch, in_nested_forward_mode, may_be_differentiated
+from massieu.ops import reference, score_tiles, tile_operators
+from massieu.ops.shapes import in_functorch, in_nested_forward_mode, may_be_differentiated, without_autocast
 
 Rule = Literal["all", "no equals", "no self", "peers"]
 """Which columns a row sees: all; those of another id, and its target; all but the one of its own index; those of its id
@@ -89,7 +89,7 @@ def autocasts(tensor: Tensor) -> bool:
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     """Where log-scale results are formed: autocast is off."""
-    return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else nullcontext()
+    return without_autocast(tensor.device)
 
 
 def log_partitions(
@@ -109,7 +109,8 @@ def log_partitions(
         column: (V, D), of any floating dtype; promoted to the row's a tile at a time.
         bias: (V,) or None: a part of the target's score if `bias_in_score`, else a log-weight.
         target: (T,), which column is the row's own; outside 0 … V − 1 its excess is NaN.
-        both: also the log-partitions of the columns over the rows, without the bias; the target must be arange(T).
+        both: also the log-partitions of the first min(T, V) columns over the rows, without the bias. Row i's target must be
+            i, or be out of range, where column i's excess is NaN too.
     """
     tensors = (row, column, bias, seen.log_weight)
     weight_gradient = seen.log_weight is not None and may_be_differentiated(seen.log_weight)
@@ -119,8 +120,12 @@ def log_partitions(
         if weight_gradient or compiled_transform or nested:
             found = plain(target, seen.row_ids, seen.column_ids, seen.rule, bias_in_score, both, *tensors)
         else:
-            fixed = (target, seen.row_ids, seen.column_ids, seen.log_weight)
-            found = _tiled().apply(row, column, bias, *fixed, seen.rule, bias_in_score, both)
+            compiling = torch.compiler.is_compiling()
+            # The compiler refuses a custom function that is given one tensor twice.
+            column_ids = seen.column_ids.clone() if compiling and seen.column_ids is not None else seen.column_ids
+            fixed = (target, seen.row_ids, column_ids, seen.log_weight)
+            tiled = CompiledTiled if compiling else Tiled
+            found = tiled.apply(row, column, bias, *fixed, seen.rule, bias_in_score, both)
     return tuple(Direction(*found[start : start + 2]) for start in range(0, len(found), 2))  # pyright: ignore
 
 
@@ -141,10 +146,10 @@ def plain(
     bias = None if bias is None else bias.to(row.dtype)
     found = _plain_rows(target, row_ids, column_ids, rule, bias_in_score, row, column, bias, log_weight)
     if both:
-        length = len(row)
+        length = min(len(row), len(column))
         log_weight = None if log_weight is None else log_weight[:, :length].mT
         column_ids = None if column_ids is None else column_ids[:length]
-        found += _plain_rows(target, column_ids, row_ids, rule, False, column[:length], row, None, log_weight)
+        found += _plain_rows(target[:length], column_ids, row_ids, rule, False, column[:length], row, None, log_weight)
     return found
 
 
@@ -216,26 +221,56 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, levels = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-        levels, cotangents = _two(levels), (*cotangents, None, None)[:4]
-        wanted = tuple(ctx.needs_input_grad[:3])
-        static = ctx.rule, ctx.bias_in_score, ctx.both, wanted
-        with full_precision(tensors[0]):
-            gradients = list(_tiled_backward().apply(*tensors, *levels, *cotangents, *static))  # pyright: ignore
-        return *(gradients.pop(0) if needed else None for needed in wanted), *(None,) * 7
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _one_by_one(_tiled(), info.batch_size, in_dims, arguments)
-
-
-class TiledForwardMode(Tiled):
-    """`Tiled` with forward mode, which `torch.compile` does not accept in a custom function."""
+        return _spread(ctx, TiledBackward.apply, cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         row, column, bias = ctx.saved_tensors[:3]
         return reference.forward_derivative(_values(ctx), (row, column, bias), tangents[:3])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        return _one_by_one(Tiled, info.batch_size, in_dims, arguments)
+
+
+class CompiledTiled(torch.autograd.Function):
+    """`Tiled` under `torch.compile`, which accepts no forward mode here and takes only first derivatives."""
+
+    @staticmethod
+    def forward(
+        row: Tensor,
+        column: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        row_ids: Tensor | None,
+        column_ids: Tensor | None,
+        log_weight: Tensor | None,
+        rule: Rule,
+        bias_in_score: bool,
+        both: bool,
+    ) -> tuple[Tensor, ...]:
+        fixed = (target, row_ids, column_ids, log_weight)
+        return tuple(tile_operators.forward(row, column, bias, *fixed, rule, bias_in_score, both))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.rule, ctx.bias_in_score, ctx.both = inputs
+        ctx.save_for_backward(*tensors, *output[1::2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _spread(ctx, tile_operators.backward, cotangents)
+
+
+def _spread(ctx: Any, function: Callable[..., Any], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What the backward function finds, in the places of the arguments."""
+    tensors, levels = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    levels, cotangents = _two(levels), (*cotangents, None, None)[:4]
+    wanted = tuple(ctx.needs_input_grad[:3])
+    with full_precision(tensors[0]):
+        found = list(function(*tensors, *levels, *cotangents, ctx.rule, ctx.bias_in_score, ctx.both, wanted))
+    return *(found.pop(0) if needed else None for needed in wanted), *(None,) * 7
 
 
 class TiledBackward(torch.autograd.Function):
@@ -262,24 +297,12 @@ class TiledBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _one_by_one(_tiled_backward(), info.batch_size, in_dims, arguments)
-
-
-class TiledBackwardForwardMode(TiledBackward):
-    """`TiledBackward` with forward mode."""
+        return _one_by_one(TiledBackward, info.batch_size, in_dims, arguments)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         # The saved levels are functions of row, column and bias here, so their tangents are not used.
         return reference.forward_derivative(_gradients(ctx), _gradient_arguments(ctx), (*tangents[:3], *tangents[9:13]))
-
-
-def _tiled() -> type[Tiled]:
-    return Tiled if torch.compiler.is_compiling() else TiledForwardMode
-
-
-def _tiled_backward() -> type[TiledBackward]:
-    return TiledBackward if torch.compiler.is_compiling() else TiledBackwardForwardMode
 
 
 def _two(levels: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:

@@ -1,6 +1,7 @@
 """The log-partition by positive random features: an unbiased estimate of Z whose variance is known."""
 
 import math
+import reprlib
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.ops.attention import log_partition
+from massieu.ops.linear_scores import full_precision
 from massieu.ops.shapes import Problem, check_problem
+from massieu.ops.uncompiled import uncompiled
 
 BLOCK_NUMBERS = 1 << 22
 """Numbers held at once while the variance is computed."""
@@ -24,6 +27,7 @@ class RandomFeatures(NamedTuple):
     of log Ẑ, whose bias is then −½ of its square. Inf beyond the range of the dtype; 0 where no key is visible."""
 
 
+@uncompiled
 def random_feature_log_partition(
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "B Hk N D"],
@@ -56,7 +60,9 @@ def random_feature_log_partition(
 
     Differentiable any number of times in query, key and a float `log_weight`: the gradient of log Ẑ in the scaled q is
     Σ r_ω ω − q, r_ω the features' shares of Ẑ, which is conservative but has a larger variance than the ratio of
-    features that Performers take. The standard error has no gradient.
+    features that Performers take. The standard error has no gradient. Under `torch.func.vmap` its `randomness` says whether
+    items share ω ("same") or have their own ("different"). Autocast changes nothing. `torch.compile` runs this as it is and
+    compiles what is around it.
 
     Raises:
         TypeError: as `massieu.ops.log_partition`; a generator, scale or number of features of another type.
@@ -64,9 +70,17 @@ def random_feature_log_partition(
     """
     problem = _check(query, key, log_weight, scale, features, generator)
     assert isinstance(problem.scale, float)
-    root = math.sqrt(abs(problem.scale))
+    with full_precision(query):
+        level, error = _estimate(problem, problem.scale, generator, features, standard_error)
+    return RandomFeatures(problem.restore(level), None if error is None else problem.restore(error))
+
+
+def _estimate(
+    problem: Problem, scale: float, generator: torch.Generator, features: int, standard_error: bool
+) -> tuple[Tensor, Tensor | None]:
+    root = math.sqrt(abs(scale))
     keys = problem.key.to(problem.dtype) * root
-    queries = problem.query.to(problem.dtype) * math.copysign(root, problem.scale)
+    queries = problem.query.to(problem.dtype) * math.copysign(root, scale)
     weight = _per_key(problem)
     size = keys.shape[-1]
     omega = torch.randn(features, size, generator=generator, device=generator.device, dtype=problem.dtype)
@@ -75,11 +89,10 @@ def random_feature_log_partition(
     sums = log_partition(omega, keys, log_weight=(weight - keys.square().sum(-1) / 2).unsqueeze(-2), scale=1.0)
     level = log_partition(queries, omega, log_weight=sums[:, :, None, None], scale=1.0)
     level = level - queries.square().sum(-1) / 2 - math.log(features)
-    error = None
-    if standard_error:
-        with torch.no_grad():
-            error = problem.restore(_standard_error(queries.detach(), keys.detach(), weight.detach(), features))
-    return RandomFeatures(problem.restore(level), error)
+    if not standard_error:
+        return level, None
+    with torch.no_grad():
+        return level, _standard_error(queries.detach(), keys.detach(), weight.detach(), features)
 
 
 def _check(
@@ -88,7 +101,7 @@ def _check(
     if isinstance(scale, bool) or not isinstance(scale, int | float | None):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if isinstance(features, bool) or not isinstance(features, int):
-        raise TypeError(f"features must be a whole number, got {features!r}")
+        raise TypeError(f"features must be a whole number, got {reprlib.repr(features)}")
     if features < 1:
         raise ValueError(f"at least 1 feature is needed, got {features}")
     if not isinstance(generator, torch.Generator):

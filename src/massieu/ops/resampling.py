@@ -1,5 +1,6 @@
 """Attention as sequential Monte Carlo: each query draws values by its weights, and attention is the mean of the draws."""
 
+import reprlib
 from typing import Literal, NamedTuple
 
 import torch
@@ -7,7 +8,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu.ops import reference
+from massieu.ops.linear_scores import full_precision
 from massieu.ops.shapes import Problem, Scale, check_problem
+from massieu.ops.uncompiled import uncompiled
 
 Method = Literal["multinomial", "systematic"]
 
@@ -25,6 +28,7 @@ class Resampling(NamedTuple):
     """Σ_i P_ij: how often key j is expected to be drawn if each query of a head draws once."""
 
 
+@uncompiled
 def resample_attention(
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "B Hk N D"],
@@ -54,6 +58,9 @@ def resample_attention(
     Weights are held for blocks of queries; memory is linear in queries and keys. Only `sample` has a gradient, that for the
     values: draws have none, and `massieu.ops.attention` is the differentiable mean.
 
+    Under `torch.func.vmap` its `randomness` says whether items share the draws ("same") or have their own ("different").
+    Autocast changes nothing. `torch.compile` runs this as it is and compiles what is around it.
+
     Raises:
         TypeError: as `massieu.ops.attention`; a generator or number of draws of another type.
         ValueError: the same; fewer than 1 draw, an unknown method.
@@ -62,7 +69,7 @@ def resample_attention(
     if value is None:
         raise TypeError("value must be a tensor, got None")
     problem = check_problem(query, key, value, log_weight, scale, is_causal)
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(query):
         index, size, offspring = _draw(problem, generator, draws, method)
     sample = _take(value, index)
     heads = problem.lead[:-1]
@@ -78,25 +85,25 @@ def _check(generator: object, draws: object, method: object) -> None:
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
     if isinstance(draws, bool) or not isinstance(draws, int):
-        raise TypeError(f"draws must be a whole number, got {draws!r}")
+        raise TypeError(f"draws must be a whole number, got {reprlib.repr(draws)}")
     if draws < 1:
         raise ValueError(f"at least 1 draw is needed, got {draws}")
     if method not in ("multinomial", "systematic"):
-        raise ValueError(f"method must be 'multinomial' or 'systematic', got {method!r}")
+        raise ValueError(f"method must be 'multinomial' or 'systematic', got {reprlib.repr(method)}")
 
 
 def _draw(problem: Problem, generator: torch.Generator, draws: int, method: Method) -> tuple[Tensor, Tensor, Tensor]:
     """Indices (B, Hk, G, L, S), effective sizes (B, Hk, G, L) and column sums (B, Hk, G, N)."""
-    shape, keys = problem.query.shape[:4], problem.key.shape[2]
+    shape = problem.query.shape[:4]
     uniform = _uniform(shape, draws, generator, method).to(problem.query.device)
-    offspring = torch.zeros(*shape[:3], keys, dtype=problem.dtype, device=problem.query.device)
+    offspring = problem.query.new_zeros((), dtype=problem.dtype)
     first = 0  # of the queries, which come in their order
 
     def weigh(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         nonlocal first, offspring
         weights, total, log_z = reference.softmax(scores, log_weight)
         share = weights / total.unsqueeze(-1)
-        offspring += share.sum(3)
+        offspring = offspring + share.sum(3)
         rows = uniform[:, :, :, first : first + share.shape[3]]
         first += share.shape[3]
         size = torch.where(log_z == -torch.inf, 0.0, 1 / share.square().sum(-1))

@@ -12,8 +12,6 @@ from torch import Tensor
 TILE_PAIRS = 1 << 20
 """Scores of a tile on the CPU: 4 MiB in float32, so that the passes over them stay in the caches."""
 TILE_ROWS = 2048
-COMPILED_TILES = 16
-"""Compiled, each tile is a piece of the program, so there are few of them."""
 LOWEST = -1e30
 """Stands for −inf as a level, where −inf − (−inf) must not become NaN."""
 
@@ -66,8 +64,8 @@ def forward(
     found = of_rows.excess(score), of_rows.log_partition()
     if not both:
         return found
-    length = len(row)
-    return *found, of_columns.excess(score, length), of_columns.log_partition(length)
+    length = min(len(row), len(column))
+    return *found, of_columns.excess(score[:length], length), of_columns.log_partition(length)
 
 
 def backward(
@@ -97,10 +95,12 @@ def backward(
     share = _sum(row, length, grad_excess, grad_level).unsqueeze(1)
     level = _finite(level).unsqueeze(1)
     # A target's own share leaves with both directions' excess.
-    own = -_sum(row, length, grad_excess, grad_column_excess)
+    own = -_sum(row, length, grad_excess)
     column_share = share
     if column_level is not None:
-        column_share = _padded(_sum(row, length, grad_column_excess, grad_column_level), len(column), 0.0)
+        column_share = _sum(row, len(column_level), grad_column_excess, grad_column_level)
+        own -= _padded(_sum(row, len(column_level), grad_column_excess), length, 0.0)
+        column_share = _padded(column_share, len(column), 0.0)
         column_level = _padded(_finite(column_level), len(column), -LOWEST)
     grad_row = torch.zeros_like(row, memory_format=torch.contiguous_format) if wanted[0] else None
     grad_column = torch.zeros_like(column, memory_format=torch.contiguous_format) if wanted[1] else None
@@ -139,13 +139,6 @@ def _accumulate(part: Tensor | None, weights: Tensor, row: Tensor, first: bool) 
 def _tiles(row: Tensor, column: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
     """Columns, rows, and those columns in the row's dtype; all rows of some columns one after the other."""
     length, count = len(row), len(column)
-    if torch.compiler.is_compiling():
-        # Bounds that are formulas in the lengths, so that one program serves all lengths.
-        number = COMPILED_TILES if count >= COMPILED_TILES else count
-        for part in range(number):
-            columns = slice(part * count // number, (part + 1) * count // number)
-            yield columns, slice(0, length), column[columns].to(row.dtype)
-        return
     # A device other than the CPU needs more work at a time to be busy.
     pairs = TILE_PAIRS if row.device.type == "cpu" else TILE_PAIRS << 5
     height = max(1, min(length, TILE_ROWS))

@@ -11,13 +11,18 @@ there are. A process that dies makes the others' call raise `RuntimeError`, at t
   the objective.
 - queries="sharded": each process has queries of its own and gets their results; the sum of the losses is the objective.
 
+Tokens of `linear_cross_entropy` are placed as queries are; queries of `info_nce` are always sharded. A sum or mean over sharded
+ones is the same on all processes and counts once, or with loss="sharded" once for each process.
+
 In all three a process's keys, values and log-weights, and queries of its own, get their gradient of the objective; a
 replicated query (and scale) gets the same whole gradient on every process. All processes must call the same functions in
 the same order, and the backward pass where one does. (`DistributedDataParallel` divides sums of gradients by the number of
-processes: multiply the loss by it where parameters before these calls are synchronised that way.)
+processes: where parameters before these calls are synchronised that way, multiply the loss by it or, what is the same for a
+sum or mean over sharded queries, say loss="sharded".)
 """
 
+from massieu.ops.sharded.contrastive import info_nce
 from massieu.ops.sharded.keys import attention, log_partition
-from massieu.ops.sharded.losses import info_nce, linear_cross_entropy
+from massieu.ops.sharded.vocabulary import linear_cross_entropy
 
 __all__ = ["attention", "info_nce", "linear_cross_entropy", "log_partition"]

@@ -10,12 +10,13 @@ process's own. Each operation below is linear, and its backward pass is another 
 - `exchange`: own → own, slice j goes to process j. Backward: `exchange`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -109,6 +110,23 @@ def gather(tensor: Tensor, group: Group) -> Tensor:
 def exchange(tensor: Tensor, group: Group) -> Tensor:
     """From a stack of one slice for each process, the stack of those that the processes have for this one."""
     return _Exchange.apply(tensor, group)  # pyright: ignore[reportReturnType]
+
+
+def gather_unequal(tensor: Tensor, dim: int, lengths: Sequence[int], group: Group) -> list[Tensor]:
+    """Each process's tensor, of that length along one dimension; what is sent is padded to the longest."""
+    stacked = gather(_padded(tensor, dim, max(lengths)), group)
+    return [part.narrow(dim, 0, length) for part, length in zip(stacked, lengths, strict=True)]
+
+
+def exchange_unequal(tensors: Sequence[Tensor], dim: int, group: Group) -> Tensor:
+    """Tensor j goes to process j, whatever its length along one dimension; those that came, stacked."""
+    longest = max(tensor.shape[dim] for tensor in tensors)
+    stacked = exchange(torch.stack([_padded(tensor, dim, longest) for tensor in tensors]), group)
+    return stacked.narrow(dim + 1, 0, tensors[group.rank].shape[dim])
+
+
+def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim]))
 
 
 def largest(tensor: Tensor, group: Group) -> Tensor:

@@ -1,10 +1,9 @@
 """Attention and log Z over the keys of all processes."""
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,8 +13,15 @@ from massieu.ops.attention import Attention
 from massieu.ops.attention import attention as local_attention
 from massieu.ops.attention import log_partition as local_log_partition
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import Problem, Scale, check_problem, may_be_differentiated
-from massieu.ops.sharded.collectives import Group, exchange, gather, largest, replicate, total
+from massieu.ops.shapes import Problem, Scale, check_problem, in_autocast_dtype, may_be_differentiated
+from massieu.ops.sharded.collectives import (
+    Group,
+    exchange_unequal,
+    gather_unequal,
+    largest,
+    replicate,
+    total,
+)
 from massieu.ops.uncompiled import uncompiled
 
 Processes = ProcessGroup | DeviceMesh | None
@@ -30,6 +36,7 @@ def attention(
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
+    is_causal: bool = False,
     queries: Placement = "replicated",
     loss: Placement | None = None,
     group: Processes = None,
@@ -44,6 +51,8 @@ def attention(
         key, value: this process's, of any number, 0 included.
         log_weight: for this process's keys; as in `massieu.ops.attention`, but with sharded queries not one a query.
         scale: as in `massieu.ops.attention`. A tensor belongs to the queries: replicated or sharded as they are.
+        is_causal: query i sees keys 0 … i, numbered over all processes: those of process 0 first, then those of process 1,
+            …; sharded queries are numbered so too. Nothing is computed for keys that no query sees, and no mask is made.
         queries, loss: what is replicated, and what the objective is; see `massieu.ops.sharded`. `loss` is by default what
             `queries` is.
         group: a process group, a mesh of one dimension, or None for all processes.
@@ -56,16 +65,17 @@ def attention(
         ValueError: the same; what must be alike differs between processes; there is no process group.
         RuntimeError: another process's arguments are wrong, or it died.
     """
+    query, key, value = in_autocast_dtype(query, key, value)
 
-    def local(problem: Problem, eta: Tensor, scale: float) -> Partial:
-        assert problem.value is not None
-        weight = problem.log_weight
-        return Partial.of(local_attention(eta, problem.key, problem.value, log_weight=weight, scale=scale))
+    def local(eta: Tensor, keys: Keys, scale: float, is_causal: bool) -> Partial:
+        assert keys.value is not None
+        found = local_attention(eta, keys.key, keys.value, log_weight=keys.log_weight, scale=scale, is_causal=is_causal)
+        return Partial.of(found)
 
     def check() -> Problem:
         if value is None:
             raise TypeError("value must be a tensor, got None; massieu.ops.sharded.log_partition needs no value")
-        return check_problem(query, key, value, log_weight, scale, False)
+        return check_problem(query, key, value, log_weight, scale, is_causal)
 
     problem, found = _run(check, local, queries, loss, group)
     return Attention(problem.restore(found.mean).to(query.dtype), problem.restore(found.log_partition))
@@ -78,6 +88,7 @@ def log_partition(
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
+    is_causal: bool = False,
     queries: Placement = "replicated",
     loss: Placement | None = None,
     group: Processes = None,
@@ -86,12 +97,14 @@ def log_partition(
 
     Arguments, guarantees and errors are those of `attention`.
     """
+    query, key = in_autocast_dtype(query, key)
 
-    def local(problem: Problem, eta: Tensor, scale: float) -> Partial:
-        return only(local_log_partition(eta, problem.key, log_weight=problem.log_weight, scale=scale))
+    def local(eta: Tensor, keys: Keys, scale: float, is_causal: bool) -> Partial:
+        found = local_log_partition(eta, keys.key, log_weight=keys.log_weight, scale=scale, is_causal=is_causal)
+        return only(found)
 
     def check() -> Problem:
-        return check_problem(query, key, None, log_weight, scale, False)
+        return check_problem(query, key, None, log_weight, scale, is_causal)
 
     problem, found = _run(check, local, queries, loss, group)
     return problem.restore(found.log_partition)
@@ -102,7 +115,23 @@ def only(log_partition: Tensor) -> Partial:
     return Partial(log_partition, log_partition.new_zeros(*log_partition.shape, 0))
 
 
-Local = Callable[[Problem, Tensor, float], Partial]
+class Keys(NamedTuple):
+    """This process's keys, or some of them."""
+
+    key: Tensor
+    value: Tensor | None
+    log_weight: Tensor | None
+
+    def narrow(self, queries: slice, keys: slice) -> "Keys":
+        """Some of them, with their log-weights for some of the queries."""
+        weight = self.log_weight
+        if weight is not None:
+            weight = weight[:, :, :, queries] if weight.shape[3] > 1 else weight
+            weight = weight[..., keys] if weight.shape[4] > 1 else weight
+        return Keys(self.key[:, :, keys], None if self.value is None else self.value[:, :, keys], weight)
+
+
+Local = Callable[[Tensor, Keys, float, bool], Partial]
 
 
 def _run(
@@ -117,23 +146,47 @@ def _run(
         given, free = _told(problem, queries, loss or queries)
         return problem, given, free
 
-    problem, lengths = together(group, checked, "queries")
+    problem, told = together(group, checked)
     eta, scale = problem.query, problem.scale
     if isinstance(scale, Tensor):
         eta, scale = (eta * scale).to(eta.dtype), 1.0
+    first = sum(told["keys"][: group.rank])
+
+    def answer(eta: Tensor) -> Partial:
+        keys = Keys(problem.key, problem.value, problem.log_weight)
+        return _causal(local, eta, keys, scale, first) if problem.is_causal else local(eta, keys, scale, False)
+
     if queries == "sharded":
-        return problem, _of_own_queries(problem, eta, scale, local, lengths, group)
-    found = merge(local(problem, replicate(eta, group), scale), group)
+        return problem, _of_own_queries(eta, answer, told["queries"], group)
+    found = merge(answer(replicate(eta, group)), group)
     return problem, found if loss != "sharded" else _own_copy(found, group)
+
+
+def _causal(local: Local, eta: Tensor, keys: Keys, scale: float, first: int) -> Partial:
+    """Query i over keys up to i, the first of which is number `first`."""
+    length, count = eta.shape[3], keys.key.shape[2]
+    last = first + count
+    # Queries before these keys see none of them, but belong to the graph; those within see some, those after all.
+    pieces = (
+        (slice(0, min(first, length)), slice(0, 0), False),
+        (slice(min(first, length), min(last, length)), slice(0, count), True),
+        (slice(min(last, length), length), slice(0, count), False),
+    )
+    parts = [
+        local(eta[:, :, :, rows], keys.narrow(rows, columns), scale, is_causal)
+        for rows, columns, is_causal in pieces
+        if rows.stop > rows.start or length == 0
+    ]
+    return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True)))
 
 
 Checked = TypeVar("Checked")
 
 
 def together(
-    group: Group, check: Callable[[], tuple[Checked, dict[str, int], dict[str, int]]], wanted: str
-) -> tuple[Checked, list[int]]:
-    """Check this process's arguments, and that the processes agree; also each process's number called `wanted`.
+    group: Group, check: Callable[[], tuple[Checked, dict[str, int], dict[str, int]]]
+) -> tuple[Checked, dict[str, list[int]]]:
+    """Check this process's arguments, and that the processes agree; also each process's numbers.
 
     Args:
         check: what was checked, numbers that must be alike, numbers that need not be.
@@ -143,7 +196,7 @@ def together(
     except (TypeError, ValueError):
         group.agree({}, {}, failed=True)
         raise
-    return checked, group.agree(given, free)[wanted]
+    return checked, group.agree(given, free)
 
 
 def _check_placement(queries: str, loss: str | None) -> None:
@@ -184,14 +237,16 @@ def _told(problem: Problem, queries: Placement, loss: Placement) -> tuple[dict[s
         "dtype (0 float64, 1 float32, 2 bfloat16, 3 float16)": DTYPES.index(problem.query.dtype),
         "queries (0 replicated, 1 sharded)": int(queries == "sharded"),
         "loss (0 replicated, 1 sharded)": int(loss == "sharded"),
+        "is_causal": int(problem.is_causal),
         "requires_grad of the query": wants_gradient(problem.query, problem.scale),
         "requires_grad of any tensor": wants_gradient(
             problem.query, problem.key, problem.value, problem.log_weight, problem.scale
         ),
     }
+    free = {"keys": problem.key.shape[2]}
     if queries == "sharded":
-        return given, {"queries": length}
-    return given | {"queries": length}, {}
+        return given, free | {"queries": length}
+    return given | {"queries": length}, free
 
 
 def merge(part: Partial, group: Group) -> Partial:
@@ -223,14 +278,9 @@ def _own_copy(found: Partial, group: Group) -> Partial:
     return Partial(both[..., 0], both[..., 1:])
 
 
-def _of_own_queries(
-    problem: Problem, eta: Tensor, scale: float, local: Local, lengths: list[int], group: Group
-) -> Partial:
+def _of_own_queries(eta: Tensor, answer: Callable[[Tensor], Partial], lengths: list[int], group: Group) -> Partial:
     """All queries come here, and what this process's keys say of each goes back."""
-    own, longest = problem.query.shape[3], max(lengths)
-    everyone = gather(F.pad(eta, (0, 0, 0, longest - own)), group)
-    everyone = everyone.movedim(0, 3).flatten(3, 4)
-    level, mean = local(problem, everyone, scale)
-    answers = torch.cat([level.unsqueeze(-1), mean], -1).unflatten(3, (group.size, longest))
-    answers = exchange(answers.movedim(3, 0), group)[:, :, :, :, :own]
+    level, mean = answer(torch.cat(gather_unequal(eta, 3, lengths, group), 3))
+    answers = torch.cat([level.unsqueeze(-1), mean], -1)
+    answers = exchange_unequal(answers.split(lengths, 3), 3, group)
     return Partial(answers[..., 0], answers[..., 1:]).reduce(0)

@@ -1,0 +1,144 @@
+"""The language-model head with its words sharded over processes, and its tokens too if they are."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.ops import vocabulary
+from massieu.ops.linear_scores import Direction, log_partitions
+from massieu.ops.sharded import rows
+from massieu.ops.sharded.collectives import Group, replicate, total
+from massieu.ops.sharded.keys import DTYPES, Placement, Processes, merge, only, together, wants_gradient
+from massieu.ops.uncompiled import uncompiled
+from massieu.ops.vocabulary import CrossEntropy
+
+
+@uncompiled
+def linear_cross_entropy(
+    hidden: Float[Tensor, "*lead D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "*lead"],
+    *,
+    bias: Float[Tensor, "V"] | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Literal["none", "sum", "mean"] = "mean",
+    return_log_partition: bool = False,
+    tokens: Placement = "replicated",
+    loss: Placement | None = None,
+    group: Processes = None,
+) -> Tensor | CrossEntropy:
+    """`massieu.ops.linear_cross_entropy` with the vocabulary sharded: each process has some of the words.
+
+    Args:
+        hidden, target: the same on all processes, or this process's own, of any number; see `tokens`. Targets number all
+            words, those of process 0 first, then those of process 1, ….
+        weight, bias: of this process's words, at least one; a bias on all processes or on none.
+        ignore_index, label_smoothing, z_loss, reduction, return_log_partition: as in `massieu.ops.linear_cross_entropy`.
+        tokens: "replicated", or "sharded": each process has tokens of its own. A sum or mean is then over the tokens of all
+            processes and the same on all; losses and log-partitions of single tokens are those of this process's.
+        loss: "replicated" where every process goes on with the same result, which counts once; "sharded" where what they
+            make of it differs, and the objective is the sum; see `massieu.ops.sharded`. "replicated" by default, but where
+            tokens are sharded and nothing is reduced: losses are then this process's own, and only "sharded" has a meaning.
+        group: as in `massieu.ops.sharded.attention`.
+
+    Whatever the number of words, of replicated tokens some five numbers each are summed over processes, and in the backward
+    pass the gradient of `hidden`; sharded ones are sent to all processes, which send two or three numbers back. Results and
+    gradients equal those of one process to rounding.
+
+    Raises:
+        TypeError: as `massieu.ops.linear_cross_entropy`.
+        ValueError: the same, a target out of range on any device; processes differ in what must be alike.
+        RuntimeError: another process's arguments are wrong, or it died.
+    """
+    shard = Group.of(group)
+    own = tokens == "sharded"
+
+    def check() -> tuple[None, dict[str, int], dict[str, int]]:
+        vocabulary.check_shapes(hidden, weight, target, bias)
+        vocabulary.check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)
+        _check_placement(tokens, loss, reduction)
+        given = {
+            "size of hidden": hidden.shape[-1],
+            "ignore_index": ignore_index,
+            "presence of a bias": int(bias is not None),
+            "dtype (0 float64, 1 float32, 2 bfloat16, 3 float16)": DTYPES.index(hidden.dtype),
+            "tokens (0 replicated, 1 sharded)": int(own),
+            "loss (0 replicated, 1 sharded)": int(loss == "sharded"),
+            "reduction (0 none, 1 sum, 2 mean)": ("none", "sum", "mean").index(reduction),
+            "presence of label smoothing": int(label_smoothing > 0),
+            "requires_grad of hidden": wants_gradient(hidden),
+            "requires_grad of any tensor": wants_gradient(hidden, weight, bias),
+        }
+        free, count = {"words": len(weight)}, {"number of tokens": target.numel()}
+        return (None, given, free | count) if own else (None, given | count, free)
+
+    _, told = together(shard, check)
+    counts, lengths = told["words"], told["number of tokens"]
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    with torch.autocast(hidden.device.type, enabled=False):
+        words = target.reshape(-1).long()
+        all_words = rows.everyone(words, lengths, shard) if own else words
+        counted = all_words != ignore_index
+        # Each process looks at all tokens, so each raises.
+        wrong = all_words[counted & ((all_words < 0) | (all_words >= sum(counts)))]
+        if len(wrong):
+            raise ValueError(f"target must be in 0 … {sum(counts) - 1}, got {wrong[0].item()}")
+        row = hidden.reshape(-1, hidden.shape[-1])
+        row = (rows.everyone(row, lengths, shard) if own else replicate(row, shard)).to(dtype)
+        mine, place = rows.places(all_words.where(counted, -1), counts, shard)
+        (found,) = log_partitions(row, weight, bias, place, bias_in_score=True)
+        numbers = [found.log_partition, rows.held(found, row, weight, bias, mine, place)]
+        if label_smoothing:
+            scores = row @ weight.sum(0, dtype=dtype)
+            numbers.append(scores if bias is None else scores + bias.sum(dtype=dtype))
+        own_counted = words != ignore_index
+        merged = _of_own_tokens if own else _of_all_tokens
+        direction, score = merged(numbers, words.where(own_counted, 0), mine, lengths, counts, shard)
+        nats, level = direction
+        if label_smoothing:
+            nats = (1 - label_smoothing) * nats + label_smoothing * (level - score / sum(counts))
+        if z_loss:
+            nats = nats + z_loss * level.square()
+        nats = nats.masked_fill(~own_counted, 0.0)
+        if loss == "sharded" and not own:
+            nats, level = replicate(torch.stack([nats, level]), shard)
+        if reduction == "none":
+            nats = nats.reshape(target.shape)
+        else:
+            nats = total(nats.sum(), shard) if own else nats.sum()
+            nats = replicate(nats, shard) if own and loss == "sharded" else nats
+            nats = nats / counted.sum() if reduction == "mean" else nats
+    return CrossEntropy(nats, level.reshape(target.shape)) if return_log_partition else nats
+
+
+def _check_placement(tokens: str, loss: str | None, reduction: str) -> None:
+    if tokens not in ("replicated", "sharded"):
+        raise ValueError(f"tokens must be 'replicated' or 'sharded', got {tokens!r}")
+    if loss not in ("replicated", "sharded", None):
+        raise ValueError(f"loss must be 'replicated', 'sharded' or None, got {loss!r}")
+    if tokens == "sharded" and reduction == "none" and loss == "replicated":
+        raise ValueError("losses of sharded tokens are each process's own: without a reduction loss must be 'sharded'")
+
+
+def _of_all_tokens(
+    numbers: list[Tensor], words: Tensor, mine: Tensor, lengths: list[int], counts: list[int], group: Group
+) -> tuple[Direction, Tensor]:
+    """Log Z over all words, its excess, and the sum of the scores if it is wanted, of replicated tokens."""
+    own, excess, *scores = numbers
+    level = merge(only(own), group).log_partition
+    # Where a process holds the word: log Z − score = (its own log Z − score) + (log Z − its own log Z).
+    excess = excess + (replicate(level, group) - rows.seen_level(own))
+    sums = total(torch.stack([excess.masked_fill(~mine, 0.0), *scores]), group)
+    return Direction(sums[0], level), sums[-1]
+
+
+def _of_own_tokens(
+    numbers: list[Tensor], words: Tensor, mine: Tensor, lengths: list[int], counts: list[int], group: Group
+) -> tuple[Direction, Tensor]:
+    """The same of this process's tokens."""
+    found = rows.answers(torch.stack(numbers, -1), lengths, group)
+    return rows.settled(found, words, counts), found[..., -1].sum(0)

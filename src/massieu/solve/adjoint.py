@@ -1,0 +1,223 @@
+"""Derivatives of a fixed point z* = f(z*, θ): those of the implicit function theorem, or of one step (B12).
+
+dz* = (I − J)⁻¹ ∂_θf dθ with J = ∂_z f at z*. Solving with I − J, or its transpose, is a function with derivatives of its own
+that solve again, so that derivatives of all orders are right and no iterate is kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from massieu.errors import ConvergenceError
+from massieu.solve.linear import LinearSolution, LinearSolver, dense
+from massieu.solve.loops import in_functorch, in_nested_forward_mode, readable, some, unwrapped
+from massieu.solve.problem import Problem
+from massieu.solve.status import CONVERGED, Status
+
+_ORDERS = 3
+"""Orders of derivatives that are right where the theorem's own function cannot be used."""
+
+
+@dataclass(frozen=True)
+class Implicit:
+    """What the derivatives of a fixed point need beside tensors."""
+
+    problem: Problem
+    solver: LinearSolver
+    throw: bool
+
+
+def implicit(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
+    """`value` with the derivatives of the fixed point in the leaves; NaN for refused items."""
+    # Compiled inside a transform, a custom function's backward would be ignored.
+    if in_functorch() if torch.compiler.is_compiling() else in_nested_forward_mode():
+        return _chord(system, value, refused, leaves)
+    function = _Implicit if torch.compiler.is_compiling() else _ImplicitForwardMode
+    return function.apply(system, value, refused, *leaves)
+
+
+def one_step(problem: Problem, value: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
+    """`value` with the derivatives that f has with respect to the leaves at a constant z."""
+    image = problem(value, *leaves)
+    return value + (image - image.detach())
+
+
+class _Implicit(torch.autograd.Function):
+    """(system, z*, refused, *leaves) ↦ z*."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(system: Implicit, value: Tensor, refused: Tensor, *leaves: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.system, _, refused, *leaves = inputs
+        ctx.save_for_backward(output, refused, *leaves)
+        ctx.save_for_forward(output, refused, *leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        value, refused, *leaves = ctx.saved_tensors
+        solved = _solve(ctx.system, True, cotangents[0], value, refused, leaves)
+        wanted = [
+            needed and leaf.is_floating_point() for needed, leaf in zip(ctx.needs_input_grad[3:], leaves, strict=True)
+        ]
+        shares = _pull(lambda *leaves: ctx.system.problem(value, *leaves), leaves, wanted, solved)
+        return None, None, None, *shares
+
+
+class _ImplicitForwardMode(_Implicit):
+    """With a rule for forward mode, which `torch.compile` does not take."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        value, refused, *leaves = ctx.saved_tensors
+        moved = _push(lambda *leaves: ctx.system.problem(value, *leaves), leaves, tangents[3:], value)
+        return _solve(ctx.system, False, moved, value, refused, leaves)
+
+
+class _Solve(torch.autograd.Function):
+    """(system, transposed, right, z, refused, *leaves) ↦ (I − J)⁻¹ right, or (I − Jᵀ)⁻¹ right."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        system: Implicit, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, *leaves: Tensor
+    ) -> Tensor:
+        return _solution(system, transposed, right, value, refused, leaves)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.system, ctx.transposed, _, value, refused, *leaves = inputs
+        ctx.save_for_backward(output, value, refused, *leaves)
+        ctx.save_for_forward(output, value, refused, *leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        solution, value, refused, *leaves = ctx.saved_tensors
+        other = _solve(ctx.system, not ctx.transposed, cotangents[0], value, refused, leaves)
+        # The derivatives of ⟨left, J right⟩ in z and the leaves.
+        left, right = (solution, other) if ctx.transposed else (other, solution)
+        wanted = [
+            needed and leaf.is_floating_point()
+            for needed, leaf in zip((ctx.needs_input_grad[3], *ctx.needs_input_grad[5:]), (value, *leaves), strict=True)
+        ]
+        share, *shares = _pull(_product(ctx.system.problem, left, True), [value, *leaves], wanted, right)
+        return None, None, other, share, None, *shares
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        solution, value, refused, *leaves = ctx.saved_tensors
+        product = _product(ctx.system.problem, solution, ctx.transposed)
+        right = _push(product, [value, *leaves], (tangents[3], *tangents[5:]), value)
+        if tangents[2] is not None:
+            right = right + tangents[2]
+        return _solve(ctx.system, ctx.transposed, right, value, refused, leaves)
+
+
+def _solve(
+    system: Implicit, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, leaves: list[Tensor]
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        # A compiled function is differentiated once.
+        return _solution(system, transposed, right, value, refused, leaves)
+    return _Solve.apply(system, transposed, right, value, refused, *leaves)
+
+
+def _solution(system: Implicit, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, leaves: Any) -> Tensor:
+    used = (right != 0).any(-1)
+
+    def product(vector: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
+        return vector - _product(system.problem, vector, transposed)(value, *leaves)
+
+    with torch.no_grad():
+        asked = torch.where(refused.unsqueeze(-1), 0.0, right)
+        found = system.solver.solve(product, asked, (value, *leaves))
+        failed = found.status != CONVERGED
+        if system.throw and readable() and some(failed):
+            raise ConvergenceError(_reason(found))
+        return torch.where(((failed | refused) & used).unsqueeze(-1), torch.nan, found.value)
+
+
+def _reason(found: LinearSolution) -> str:
+    status, steps = unwrapped(found.status).flatten(), unwrapped(found.steps).flatten()
+    failed = status != CONVERGED
+    residual = float(unwrapped(found.residual).flatten().expand_as(status)[failed].amax())
+    kinds = ", ".join(sorted({Status(kind).name for kind in status[failed].tolist()}))
+    return (
+        f"the linear system of the implicit derivative was not solved for {int(failed.sum())} of {failed.numel()} items "
+        f"({kinds} after {int(steps.max())} products, residual {residual:.3g}): I − J is singular or nearly so at the fixed "
+        "point, or, for conjugate gradients, not symmetric positive definite; try linear_solver='gmres', "
+        "GMRES(memory=100), a looser rtol, or float64"
+    )
+
+
+def _product(problem: Problem, vector: Tensor, transposed: bool) -> Callable[..., Tensor]:
+    """(z, *leaves) ↦ Jᵀ vector, or J vector, which is the derivative of Jᵀ u in u: so no forward mode is needed."""
+
+    def pulled(cotangent: Tensor, value: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
+        return torch.func.vjp(lambda z: problem(z, *leaves), value)[1](cotangent)[0]
+
+    def product(value: Tensor, *leaves: Tensor) -> Tensor:
+        if transposed:
+            return pulled(vector, value, leaves)
+        return torch.func.vjp(lambda cotangent: pulled(cotangent, value, leaves), torch.zeros_like(value))[1](vector)[0]
+
+    return product
+
+
+def _pull(
+    function: Callable[..., Tensor], inputs: list[Tensor], wanted: list[bool], cotangent: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The cotangents of the wanted inputs; None for the others."""
+    if not any(wanted):
+        return (None,) * len(inputs)
+
+    def chosen(*some: Tensor) -> Tensor:
+        given = iter(some)
+        return function(*(next(given) if want else tensor for want, tensor in zip(wanted, inputs, strict=True)))
+
+    primals = [tensor for want, tensor in zip(wanted, inputs, strict=True) if want]
+    found = iter(torch.func.vjp(chosen, *primals)[1](cotangent))
+    return tuple(next(found) if want else None for want in wanted)
+
+
+def _push(
+    function: Callable[..., Tensor], inputs: list[Tensor], tangents: tuple[Tensor | None, ...], like: Tensor
+) -> Tensor:
+    """The tangent of the function's value, by the derivative of its cotangents; 0 where no input moves."""
+    wanted = [
+        tangent is not None and tensor.is_floating_point() for tangent, tensor in zip(tangents, inputs, strict=True)
+    ]
+    if not any(wanted):
+        return torch.zeros_like(like)
+
+    def back(cotangent: Tensor) -> tuple[Tensor, ...]:
+        return tuple(share for share in _pull(function, inputs, wanted, cotangent) if share is not None)
+
+    moving = tuple(tangent for want, tangent in zip(wanted, tangents, strict=True) if want and tangent is not None)
+    return torch.func.vjp(back, torch.zeros_like(like))[1](moving)[0]
+
+
+def _chord(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
+    """The same by plain operations, n² numbers for each item: steps of the chord method at the solution.
+
+    Each makes one more order of derivatives right; what rounding left of the equation stays.
+    """
+    with torch.no_grad():
+        value = value.detach()
+        constants = [leaf.detach() for leaf in leaves]
+        matrix = dense(lambda vector: vector - _product(system.problem, vector, False)(value, *constants), value)
+        inverse = torch.linalg.inv_ex(matrix).inverse
+        inverse = torch.where(refused[..., None, None], torch.nan, inverse).detach()
+        left = (system.problem(value, *constants) - value).detach()
+    for _ in range(_ORDERS):
+        missing = system.problem(value, *leaves) - value - left
+        value = value + (inverse @ missing.unsqueeze(-1)).squeeze(-1)
+    return value

@@ -1,0 +1,262 @@
+"""Linear systems known by their products with vectors, each item on its own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.solve.loops import readable, repeat, some
+from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
+
+Product = Callable[..., Tensor]
+
+
+class LinearSolution(NamedTuple):
+    """What was found, one number for each item but for `value`.
+
+    Attributes:
+        value: x.
+        status: Of `Status`: CONVERGED, MAX_STEPS, SINGULAR or NOT_FINITE.
+        steps: Products until the item stopped.
+        residual: ‖right − A x‖₂, as the recurrences of the method have it.
+    """
+
+    value: Float[Tensor, "*items n"]
+    status: Int[Tensor, "*items"]
+    steps: Int[Tensor, "*items"]
+    residual: Float[Tensor, "*items"]
+
+
+class LinearSolver(ABC):
+    """How linear systems are solved."""
+
+    @abstractmethod
+    def solve(
+        self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
+    ) -> LinearSolution:
+        """Solve A x = right from x = 0, where ``product(x, *constants)`` is A x.
+
+        Not differentiable itself. Compiled, `product` may use no other tensors than `constants`.
+        """
+
+
+@dataclass(frozen=True)
+class ConjugateGradients(LinearSolver):
+    """For symmetric positive definite A, which choosing it declares (Hestenes & Stiefel 1952).
+
+    Attributes:
+        rtol: Of ‖right‖, for the residual; None: 1e-10 in float64, 1e-6 in float32.
+        max_steps: None: twice the size of an item, at least 50.
+    """
+
+    rtol: float | None = None
+    max_steps: int | None = None
+
+    def solve(
+        self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
+    ) -> LinearSolution:
+        """Solve A x = right; status SINGULAR at a direction of no or negative curvature, with the x before it."""
+        target = default_rtol(self.rtol, right.dtype) * right.norm(dim=-1)
+        limit = max(2 * right.shape[-1], 50) if self.max_steps is None else self.max_steps
+        square = right.square().sum(-1)
+        count = torch.zeros_like(square, dtype=torch.int64)
+        start = _Conjugate(torch.zeros_like(right), right, right, square, _begin(square, target), count, target)
+
+        def step(state: _Conjugate, *constants: Tensor) -> _Conjugate:
+            image = product(state.direction, *constants)
+            curvature = (state.direction * image).sum(-1)
+            running = state.status == RUNNING
+            good = running & (curvature > 0)
+            length = torch.where(good, state.square / curvature, 0.0).unsqueeze(-1)
+            value = state.value + length * state.direction
+            residual = state.residual - length * torch.where(good.unsqueeze(-1), image, 0.0)
+            square = torch.where(good, residual.square().sum(-1), state.square)
+            onward = torch.where(good, square / state.square, 0.0).unsqueeze(-1)
+            direction = torch.where(good.unsqueeze(-1), residual + onward * state.direction, state.direction)
+            bad = torch.where(curvature.isfinite(), SINGULAR, NOT_FINITE)
+            status = torch.where(running & ~good, bad, state.status)
+            status = torch.where(good & (square.sqrt() <= state.target), CONVERGED, status)
+            return _Conjugate(value, residual, direction, square, status, state.steps + running.long(), state.target)
+
+        end = repeat(step, start, lambda state: state.status == RUNNING, limit, constants)
+        return LinearSolution(end.value, _conclude(end.status), end.steps, end.square.sqrt())
+
+
+@dataclass(frozen=True)
+class GMRES(LinearSolver):
+    """For any A (Saad & Schultz 1986), restarted.
+
+    Attributes:
+        rtol: Of ‖right‖, for the residual; None: 1e-10 in float64, 1e-6 in float32.
+        memory: Vectors kept before a restart, for each item.
+        cycles: Restarts, the first included.
+    """
+
+    rtol: float | None = None
+    memory: int = 30
+    cycles: int = 10
+
+    def solve(
+        self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
+    ) -> LinearSolution:
+        """Solve A x = right; status SINGULAR where the Krylov space ends before the residual does."""
+        target = default_rtol(self.rtol, right.dtype) * right.norm(dim=-1)
+        value, residual, size = torch.zeros_like(right), right, right.norm(dim=-1)
+        status, steps = _begin(size, target), torch.zeros_like(size, dtype=torch.int64)
+        memory = min(self.memory, right.shape[-1])
+        for cycle in range(self.cycles):
+            if readable() and not some(status == RUNNING):
+                break
+            if cycle:
+                running = (status == RUNNING).unsqueeze(-1)
+                residual = torch.where(running, right - product(value, *constants), residual)
+                steps = steps + (status == RUNNING).long()
+                size = torch.where(status == RUNNING, residual.norm(dim=-1), size)
+            start = _begin_cycle(residual, size, status, steps, target, memory)
+            end = repeat(_arnoldi(product), start, lambda state: state.status == RUNNING, memory, constants)
+            weights = torch.linalg.solve_triangular(end.triangle, end.projected.unsqueeze(-1), upper=True)
+            value = value + (end.basis[..., :-1, :].mT @ weights).squeeze(-1)
+            size, status, steps = end.size.abs(), end.status, end.steps
+        return LinearSolution(value, _conclude(status), steps, size)
+
+
+@dataclass(frozen=True)
+class Dense(LinearSolver):
+    """By the matrix itself: n products and n² numbers for each item, then LU. For small items."""
+
+    def solve(
+        self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
+    ) -> LinearSolution:
+        """Solve A x = right; status SINGULAR where LU meets a pivot of 0."""
+        matrix = dense(lambda vector: product(vector, *constants), right)
+        factors = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
+        value = factors.result.squeeze(-1)
+        status = torch.where(factors.info == 0, CONVERGED, SINGULAR)
+        status = torch.where(value.isfinite().all(-1) | (factors.info != 0), status, NOT_FINITE)
+        residual = (right - (matrix @ value.unsqueeze(-1)).squeeze(-1)).norm(dim=-1)
+        return LinearSolution(value, status, torch.full_like(status, right.shape[-1]), residual)
+
+
+def dense(product: Product, like: Float[Tensor, "*items n"]) -> Float[Tensor, "*items n n"]:
+    """The matrices of a product."""
+    size = like.shape[-1]
+    basis = torch.eye(size, dtype=like.dtype, device=like.device).reshape(size, *[1] * (like.ndim - 1), size)
+    return torch.func.vmap(product, out_dims=-1)(basis.expand(size, *like.shape))
+
+
+def default_rtol(rtol: float | None, dtype: torch.dtype) -> float:
+    if rtol is not None:
+        return rtol
+    return 1e-10 if dtype == torch.float64 else 1e-6
+
+
+class _Conjugate(NamedTuple):
+    value: Tensor
+    residual: Tensor
+    direction: Tensor
+    square: Tensor  # ‖residual‖²
+    status: Tensor
+    steps: Tensor
+    target: Tensor
+
+
+class _Cycle(NamedTuple):
+    """A Krylov basis in the making, and the least-squares problem in it, triangular by rotations."""
+
+    basis: Tensor  # (*items, memory + 1, n), rows orthonormal or zero
+    triangle: Tensor  # (*items, memory, memory), the identity in columns to come
+    rotation: Tensor  # the product of all rotations, (*items, memory + 1, memory + 1)
+    projected: Tensor  # the rotated right side, (*items, memory)
+    size: Tensor  # ‖residual‖, with the sign that the rotations give it
+    turn: Tensor  # which column is next
+    status: Tensor
+    steps: Tensor
+    target: Tensor
+
+
+def _begin_cycle(residual: Tensor, size: Tensor, status: Tensor, steps: Tensor, target: Tensor, memory: int) -> _Cycle:
+    first = residual * torch.where(size > 0, 1 / size, 0.0).unsqueeze(-1)
+    basis = torch.cat([first.unsqueeze(-2), torch.zeros_like(first).unsqueeze(-2).expand(*size.shape, memory, -1)], -2)
+    wide = torch.eye(memory + 1, dtype=residual.dtype, device=residual.device).expand(*size.shape, -1, -1)
+    zero = torch.zeros_like(size).unsqueeze(-1).expand(*size.shape, memory)
+    turn = torch.zeros((), dtype=torch.int64, device=residual.device)
+    return _Cycle(basis, wide[..., :-1, :-1], wide, zero, size, turn, status, steps, target)
+
+
+def _arnoldi(product: Product) -> Callable[..., _Cycle]:
+    """A step of GMRES: one more basis vector, one more column of the triangle."""
+
+    def step(state: _Cycle, *constants: Tensor) -> _Cycle:
+        places = torch.arange(state.basis.shape[-2], device=state.basis.device)
+        here, after = (places == state.turn).to(state.basis.dtype), (places == state.turn + 1).to(state.basis.dtype)
+        image = product(here @ state.basis, *constants)
+        vector, column, length = orthogonalise(state.basis, image)
+        column = (state.rotation @ (column + length.unsqueeze(-1) * after).unsqueeze(-1)).squeeze(-1)
+
+        # The rotation that makes the entry below the diagonal zero.
+        top, below = column @ here, column @ after
+        radius = torch.hypot(top, below)
+        usable = radius > torch.finfo(radius.dtype).eps * image.norm(dim=-1)
+        cosine = torch.where(usable, top / radius, 1.0).unsqueeze(-1)
+        sine = torch.where(usable, below / radius, 0.0).unsqueeze(-1)
+        upper, lower = here @ state.rotation, after @ state.rotation
+        rotation = state.rotation + here.unsqueeze(-1) * (cosine * upper + sine * lower - upper).unsqueeze(-2)
+        rotation = rotation + after.unsqueeze(-1) * (cosine * lower - sine * upper - lower).unsqueeze(-2)
+        column = column + (radius - top).unsqueeze(-1) * here - below.unsqueeze(-1) * after
+
+        running = state.status == RUNNING
+        good = running & usable & radius.isfinite()
+        # Columns of items that stopped stay those of the identity, and their right side 0.
+        column = torch.where(good.unsqueeze(-1), column, here)[..., :-1]
+        triangle = torch.where(here[:-1].bool(), column.unsqueeze(-1), state.triangle)
+        share = torch.where(good, cosine.squeeze(-1) * state.size, 0.0).unsqueeze(-1)
+        projected = state.projected + share * here[:-1]
+        size = torch.where(good, -sine.squeeze(-1) * state.size, state.size)
+        bad = torch.where(radius.isfinite(), SINGULAR, NOT_FINITE)
+        status = torch.where(running & ~good, bad, state.status)
+        status = torch.where(good & (size.abs() <= state.target), CONVERGED, status)
+        basis = torch.where(after.bool().unsqueeze(-1), vector.unsqueeze(-2), state.basis)
+        return _Cycle(
+            torch.where(good[..., None, None], basis, state.basis),
+            triangle,
+            torch.where(good[..., None, None], rotation, state.rotation),
+            projected,
+            size,
+            state.turn + 1,
+            status,
+            state.steps + running.long(),
+            state.target,
+        )
+
+    return step
+
+
+def orthogonalise(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A unit vector orthogonal to the basis' rows, `vector`'s coefficients in them, and the length of the rest.
+
+    The vector is 0 where nothing but rounding is left.
+    """
+    whole = vector.norm(dim=-1)
+    coefficients = torch.zeros_like(basis[..., 0])
+    # Twice is enough (Giraud, Langou & Rozložník 2005).
+    for _ in range(2):
+        part = (basis @ vector.unsqueeze(-1)).squeeze(-1)
+        vector = vector - (basis.mT @ part.unsqueeze(-1)).squeeze(-1)
+        coefficients = coefficients + part
+    length = vector.norm(dim=-1)
+    left = length > 16 * torch.finfo(vector.dtype).eps * whole
+    length = torch.where(left | ~whole.isfinite(), length, 0.0)
+    return vector * torch.where(left, 1 / length, 0.0).unsqueeze(-1), coefficients, length
+
+
+def _begin(size: Tensor, target: Tensor) -> Tensor:
+    status = torch.where(size <= target, CONVERGED, RUNNING)
+    return torch.where(size.isfinite(), status, NOT_FINITE)
+
+
+def _conclude(status: Tensor) -> Tensor:
+    return torch.where(status == RUNNING, MAX_STEPS, status)

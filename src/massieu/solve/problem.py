@@ -1,0 +1,149 @@
+"""A function of a state and parameters, seen as one of flat vectors and of tensors."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from massieu.solve.loops import layers
+
+_Function = Callable[..., Tensor]
+
+
+class _Placeholder:
+    pass
+
+
+TENSOR = _Placeholder()
+"""Stands in the parameters for a tensor."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``f(z, *parameters)`` as ``self(flat, *leaves)``: `flat` is (*items, n), and `leaves` are the tensors in the parameters.
+
+    Attributes:
+        function: As the user gave it.
+        shape: Of z.
+        item_dims: How many of its last dimensions are one item.
+        structure: Of the parameters.
+        others: The parameters' leaves, `TENSOR` where there is one.
+    """
+
+    function: _Function
+    shape: tuple[int, ...]
+    item_dims: int
+    structure: pytree.TreeSpec
+    others: tuple[Any, ...]
+
+    @property
+    def items(self) -> tuple[int, ...]:
+        """Their dimensions."""
+        return self.shape[: len(self.shape) - self.item_dims]
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(*self.items, -1)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        return flat.reshape(self.shape)
+
+    def __call__(self, flat: Tensor, *leaves: Tensor) -> Tensor:
+        """f of a flat state."""
+        remaining = iter(leaves)
+        merged = [next(remaining) if other is TENSOR else other for other in self.others]
+        image = self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
+        if not isinstance(image, Tensor):
+            raise TypeError(f"the function must return a tensor of z's shape {self.shape}, got {type(image).__name__}")
+        if tuple(image.shape) != self.shape:
+            raise ValueError(f"the function must return z's shape {self.shape}, got {tuple(image.shape)}")
+        if image.dtype != flat.dtype:
+            raise ValueError(
+                f"the function must return z's dtype {flat.dtype}, got {image.dtype}; start from that dtype"
+            )
+        return self.flat(image)
+
+
+@dataclass(frozen=True)
+class Map:
+    """The problem's function at given parameters. Loops of a compiled graph take the tensors in it one by one."""
+
+    problem: Problem
+    leaves: tuple[Tensor, ...]
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        return self.problem(flat, *self.leaves)
+
+
+def pose(
+    function: _Function, start: Tensor, parameters: Any, item_dims: int
+) -> tuple[Problem, Tensor, tuple[Tensor, ...]]:
+    """The problem, its flat start and the parameters' tensors, with half precision promoted.
+
+    Raises:
+        TypeError: `start` is no floating-point tensor, or `parameters` no tuple.
+        ValueError: `item_dims` is not among the start's dimensions.
+    """
+    if not isinstance(start, Tensor) or not start.is_floating_point():
+        kind = f"a tensor of {start.dtype}" if isinstance(start, Tensor) else type(start).__name__
+        raise TypeError(f"start must be a floating-point tensor, got {kind}")
+    if not isinstance(parameters, tuple):
+        raise TypeError(
+            f"parameters must be a tuple, one entry for each argument after z, got {type(parameters).__name__}"
+        )
+    if not 0 <= item_dims <= start.ndim:
+        raise ValueError(f"item_dims must be between 0 and the start's {start.ndim} dimensions, got {item_dims}")
+    leaves, structure = pytree.tree_flatten(parameters)
+    tensors = tuple(_promote(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    others = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    problem = Problem(function, tuple(start.shape), item_dims, structure, others)
+    return problem, problem.flat(_promote(start)), tensors
+
+
+def captured(image: Tensor) -> Tensor | None:
+    """A tensor with derivatives that f got from elsewhere, where `image` is its value for detached arguments."""
+    if torch.compiler.is_compiling():
+        return image if image.requires_grad else None
+    for layer in layers(image):
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(layer).tangent is not None:
+            return image
+        if layer.requires_grad:
+            return next(_leaves(layer.grad_fn), image)
+    return None
+
+
+def _leaves(node: Any) -> Iterator[Tensor]:
+    """What the graph above a node begins with."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
+        waiting += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def refuse_captured(image: Tensor) -> None:
+    """Raise if f differentiably depends on anything but its arguments.
+
+    Raises:
+        ValueError: it does.
+    """
+    found = captured(image)
+    if found is None:
+        return
+    which = "" if found is image else f" of shape {tuple(found.shape)}"
+    raise ValueError(
+        f"the function uses a tensor{which} that requires grad and is not among its parameters, "
+        "whose gradient would be lost; pass it in `parameters` (a module's by torch.func.functional_call)"
+    )
+
+
+def _promote(tensor: Tensor) -> Tensor:
+    half = tensor.is_floating_point() and torch.finfo(tensor.dtype).bits < 32
+    return tensor.float() if half else tensor

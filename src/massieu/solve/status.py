@@ -1,0 +1,68 @@
+"""What became of each item."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class Status(IntEnum):
+    """Why an item stopped. `FixedPoint.status` and `LinearSolution.status` hold these numbers.
+
+    In compiled code compare with ``int(Status.CONVERGED)`` or use `FixedPoint.converged`: `torch.compile` takes a tensor and
+    a member of an enumeration for unequal.
+    """
+
+    CONVERGED = 0
+    MAX_STEPS = 1
+    """The steps ran out before the residual was small."""
+    DIVERGED = 2
+    """The residual grew a millionfold: the map expands."""
+    NOT_FINITE = 3
+    """The function returned an infinite or undefined number."""
+    NOT_ATTRACTING = 4
+    """A fixed point at which the Jacobian has spectral radius ≥ 1: a saddle, from which iterates move away."""
+    SINGULAR = 5
+    """A linear system without a solution; for conjugate gradients, a direction of no or negative curvature."""
+
+
+# The same as plain numbers: compiled, a comparison of a tensor with a member of an enumeration is silently always false.
+CONVERGED, MAX_STEPS, DIVERGED, NOT_FINITE, NOT_ATTRACTING, SINGULAR = (int(status) for status in Status)
+RUNNING = -1
+"""The status of an item that has not stopped."""
+
+
+class FixedPoint(NamedTuple):
+    """A fixed point, or the last iterate, and how it came about. All but `value` have one number for each item.
+
+    Attributes:
+        value: z, shaped like the start; at least float32.
+        status: Of `Status`.
+        steps: How often the item moved.
+        evaluations: Of the function, until the item stopped; those of the check for attraction are among them.
+        residual: ‖function(value) − value‖₂ of the very tensor returned.
+        contraction: The largest ‖Δfunction‖/‖Δz‖ of the last five moves: what is seen of the Lipschitz constant, from
+            below. NaN where nothing moved.
+    """
+
+    value: Float[Tensor, "*items_item"]
+    status: Int[Tensor, "*items"]
+    steps: Int[Tensor, "*items"]
+    evaluations: Int[Tensor, "*items"]
+    residual: Float[Tensor, "*items"]
+    contraction: Float[Tensor, "*items"]
+
+    @property
+    def converged(self) -> Tensor:
+        """Which items did."""
+        return self.status == CONVERGED
+
+    @property
+    def error_bound(self) -> Float[Tensor, "*items"]:
+        """residual/(1 − L) ≥ ‖value − z*‖ with L = `contraction`, if that is the map's; inf where L ≥ 1 (B12).
+
+        One more application of the function comes within L times this of z*.
+        """
+        return torch.where(self.contraction >= 1, torch.inf, self.residual / (1 - self.contraction))

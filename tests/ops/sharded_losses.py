@@ -1,0 +1,229 @@
+"""What the processes of `test_sharded` do with the two losses, and the same by one process."""
+
+import math
+from functools import partial
+
+import torch
+from tests.ops.sharded_work import SIZE, draw, gradients, shards
+
+from massieu.ops import sharded
+from massieu.ops.contrastive import FalseNegatives, info_nce
+from massieu.ops.vocabulary import linear_cross_entropy
+
+WORDS = {2: (6, 5), 4: (3, 2, 2, 4)}
+TOKENS = {2: (4, 2), 4: (1, 0, 3, 2)}
+"""Of each process where they are sharded; one has none."""
+PAIRS = {2: (4, 3), 4: (2, 1, 2, 2)}
+NEGATIVES = {2: (0, 2), 4: (1, 0, 1, 0)}
+KEYS = {2: (3, 2), 4: (1, 3, 0, 1)}
+"""Where positives are told, keys are as many as they like."""
+
+# --- a vocabulary ----------------------------------------------------------------------------------------------------
+
+CROSS_ENTROPIES = {
+    "mean": {},
+    "sum, smoothed": {"reduction": "sum", "label_smoothing": 0.2},
+    "none, all": {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.3},
+}
+TARGET = torch.tensor([[0, 5, 10], [6, -100, 3]])
+
+
+def words():
+    count = sum(WORDS[2])
+    tensors = draw(2, 3, SIZE, seed=1), draw(count, SIZE, seed=2), draw(count, seed=3)
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def cross_entropy(rank, size, options, loss):
+    hidden, *rest = words()
+    weight, bias = shards(rest, WORDS[size], rank, (0, 0))
+    bias = None if options == {} else bias
+    call = partial(sharded.linear_cross_entropy, return_log_partition=True, loss=loss, **options)
+    nats, log_z = call(hidden, weight, TARGET, bias=bias)
+    factor = 1 if loss == "replicated" else rank + 1
+    objective = factor * (nats.square().sum() + (log_z.sin().sum() if rank != 1 or factor == 1 else 0.0))
+    wanted = (hidden, weight) if bias is None else (hidden, weight, bias)
+    return [nats.detach(), log_z.detach(), *gradients(objective, *wanted)]
+
+
+def cross_entropy_alone(size, options, loss):
+    hidden, weight, bias = words()
+    bias = None if options == {} else bias
+    nats, log_z = linear_cross_entropy(hidden, weight, TARGET, bias=bias, return_log_partition=True, **options)
+    factors = [1] if loss == "replicated" else range(1, size + 1)
+    objective = sum(factor * (nats.square().sum() + (log_z.sin().sum() if factor != 2 else 0.0)) for factor in factors)
+    wanted = (hidden, weight) if bias is None else (hidden, weight, bias)
+    return [nats, log_z, *gradients(objective, *wanted)]
+
+
+def own_tokens(rank, size, options, loss):
+    """Tokens sharded too; a sum or mean is replicated, the rest is the process's own."""
+    hidden, *rest = words()
+    (hidden,) = shards([hidden.flatten(0, 1)], TOKENS[size], rank, (0,))
+    weight, bias = shards(rest, WORDS[size], rank, (0, 0))
+    bias = None if options == {} else bias
+    target = TARGET.flatten().split(TOKENS[size])[rank]
+    call = partial(sharded.linear_cross_entropy, return_log_partition=True, tokens="sharded", loss=loss, **options)
+    nats, log_z = call(hidden, weight, target, bias=bias)
+    factor = 1 if loss == "replicated" else rank + 1
+    objective = factor * nats.square().sum() + (rank + 1) * log_z.sin().sum()
+    wanted = (hidden, weight) if bias is None else (hidden, weight, bias)
+    return [nats.detach(), log_z.detach(), *gradients(objective, *wanted)]
+
+
+def own_tokens_alone(size, options, loss):
+    hidden, weight, bias = words()
+    bias = None if options == {} else bias
+    hidden = hidden.detach().flatten(0, 1).requires_grad_()
+    result = linear_cross_entropy(hidden, weight, TARGET.flatten(), bias=bias, return_log_partition=True, **options)
+    ranks = torch.repeat_interleave(torch.arange(size), torch.tensor(TOKENS[size])) + 1
+    factor = ranks if result.loss.ndim else 1 if loss == "replicated" else size * (size + 1) // 2
+    objective = (factor * result.loss.square()).sum() + (ranks * result.log_partition.sin()).sum()
+    wanted = (hidden, weight) if bias is None else (hidden, weight, bias)
+    return [*result, *gradients(objective, *wanted)]
+
+
+def hidden_words(rank, size):
+    """All words of process 0 have the bias −inf, the targets among them too: the loss is inf there, and no NaN."""
+    hidden, *rest = words()
+    weight, bias = shards(rest, WORDS[size], rank, (0, 0))
+    bias = bias.detach() if rank else torch.full_like(bias, -math.inf)
+    alike = sharded.linear_cross_entropy(hidden, weight, TARGET, bias=bias, reduction="none")
+    mine = hidden.flatten(0, 1).split(TOKENS[size])[rank], TARGET.flatten().split(TOKENS[size])[rank]
+    own = sharded.linear_cross_entropy(mine[0], weight, mine[1], bias=bias, reduction="none", tokens="sharded")
+    return [alike.detach(), own.detach()]
+
+
+def hidden_words_alone(size):
+    hidden, weight, bias = (tensor.detach() for tensor in words())
+    bias[: WORDS[size][0]] = -math.inf
+    nats = torch.nn.functional.cross_entropy((hidden @ weight.mT + bias).mT, TARGET, reduction="none")
+    return [nats, nats.flatten()]
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+IDS = torch.tensor([0, 1, 2, 0, 1, 5, 6])
+NEGATIVE_IDS = torch.tensor([0, 9])
+
+
+def pairs():
+    count = sum(PAIRS[2])
+    tensors = draw(count, SIZE, seed=1), draw(count, SIZE, seed=2), draw(2, SIZE, seed=3)
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def contrast(rank, size, full, symmetric):
+    *both, negatives = pairs()
+    q, k = shards(both, PAIRS[size], rank, (0, 0))
+    (m,) = shards([negatives], NEGATIVES[size], rank, (0,))
+    temperature, options = torch.tensor(0.7, dtype=torch.float64, requires_grad=True), {}
+    if full:
+        own = IDS.split(PAIRS[size])[rank]
+        others = torch.cat([own, NEGATIVE_IDS.split(NEGATIVES[size])[rank]])
+        options = {"negatives": m, "log_weight": FalseNegatives(own, others)}
+    result = sharded.info_nce(q, k, temperature=temperature, symmetric=symmetric, return_log_partition=True, **options)
+    objective = result.loss.square() + result.log_partition.sin().sum()
+    wanted = (q, k, temperature, m) if full else (q, k, temperature)
+    return [*(part.detach() for part in result), *gradients(objective, *wanted)]
+
+
+def contrast_alone(size, full, symmetric):
+    q, k, m = pairs()
+    temperature, options = torch.tensor(0.7, dtype=torch.float64, requires_grad=True), {}
+    if full:
+        options = {"negatives": m, "log_weight": FalseNegatives(IDS, torch.cat([IDS, NEGATIVE_IDS]))}
+    result = info_nce(q, k, temperature=temperature, symmetric=symmetric, return_log_partition=True, **options)
+    objective = result.loss.square() + result.log_partition.sin().sum()
+    return [*result, *gradients(objective, *((q, k, temperature, m) if full else (q, k, temperature)))]
+
+
+def told_positives(rank, size, loss):
+    """Positives anywhere, and a log-weight of each key: −inf for all of process 0, positives among them."""
+    q, k, m = pairs()
+    (q,), (k,) = shards([q], PAIRS[size], rank, (0,)), shards([k[: sum(KEYS[size])]], KEYS[size], rank, (0,))
+    (m,) = shards([m], NEGATIVES[size], rank, (0,))
+    w = key_weights(rank, size).requires_grad_()
+    positive = POSITIVE.split(PAIRS[size])[rank]
+    options = {"positive": positive, "negatives": m, "log_weight": w, "temperature": 0.7, "loss": loss}
+    result = sharded.info_nce(q, k, return_log_partition=True, **options)
+    factor = 1 if loss == "replicated" else rank + 1
+    objective = factor * result.loss.square() + result.log_partition.sin().sum()
+    return [*(part.detach() for part in result), *gradients(objective, q, k, m, w)]
+
+
+POSITIVE = torch.tensor([0, 4, 3, 0, 2, 1, 1])
+
+
+def key_weights(rank, size):
+    count = KEYS[size][rank] + NEGATIVES[size][rank]
+    return draw(count, seed=10 + rank) if rank else torch.full((count,), -math.inf, dtype=torch.float64)
+
+
+def told_positives_alone(size, loss):
+    q, k, m = pairs()
+    k = k[: sum(KEYS[size])].detach().requires_grad_()
+    parts = [key_weights(rank, size).split([KEYS[size][rank], NEGATIVES[size][rank]]) for rank in range(size)]
+    w, v = (torch.cat(some).requires_grad_() for some in zip(*parts, strict=True))
+    options = {"positive": POSITIVE, "negatives": m, "log_weight": torch.cat([w, v]), "temperature": 0.7}
+    result = info_nce(q, k, return_log_partition=True, **options)
+    factor = 1 if loss == "replicated" else size * (size + 1) // 2
+    objective = factor * result.loss.square() + result.log_partition.sin().sum()
+    found = gradients(objective, q, k, m, w, v)
+    return [*result, *found[:3], (found[3], found[4]), *found[5:8], (found[8], found[9])]
+
+
+def by_process(pair, size):
+    """Numbers of keys and of negatives in the order of the processes."""
+    keys, negatives = pair[0].split(KEYS[size]), pair[1].split(NEGATIVES[size])
+    return torch.cat([torch.cat(both) for both in zip(keys, negatives, strict=True)])
+
+
+def weighed_pairs(rank, size, symmetric, boolean):
+    """A log-weight of each query of all processes and key of this one."""
+    *both, _ = pairs()
+    q, k = shards(both, PAIRS[size], rank, (0, 0))
+    (w,) = shards([pair_weights(boolean)], PAIRS[size], rank, (1,)) if not boolean else [None]
+    mine = pair_weights(boolean).split(PAIRS[size], 1)[rank] if boolean else w
+    result = sharded.info_nce(q, k, log_weight=mine, temperature=0.7, symmetric=symmetric, return_log_partition=True)
+    objective = result.loss.square() + (0.0 if boolean else result.log_partition.sin().sum())
+    return [*(part.detach() for part in result), *gradients(objective, *((q, k) if boolean else (q, k, w)))]
+
+
+def pair_weights(boolean):
+    """Booleans of which one query and one key see nothing."""
+    weight = draw(7, 7, seed=20)
+    if boolean:
+        weight = weight > -0.5
+        weight[2], weight[:, 5] = False, False
+    return weight
+
+
+def weighed_pairs_alone(size, symmetric, boolean):
+    q, k, _ = pairs()
+    w = pair_weights(boolean) if boolean else pair_weights(boolean).requires_grad_()
+    result = info_nce(q, k, log_weight=w, temperature=0.7, symmetric=symmetric, return_log_partition=True)
+    objective = result.loss.square() + (0.0 if boolean else result.log_partition.sin().sum())
+    return [*result, *gradients(objective, *((q, k) if boolean else (q, k, w)))]
+
+
+# --- all -------------------------------------------------------------------------------------------------------------
+
+PLACEMENTS = ("replicated", "sharded")
+
+
+def everything(rank, size):
+    found = {}
+    for name, options in CROSS_ENTROPIES.items():
+        for loss in PLACEMENTS:
+            found[f"cross-entropy, {name}, {loss} loss"] = cross_entropy(rank, size, options, loss)
+            own = "sharded" if options.get("reduction") == "none" else loss
+            found[f"own tokens, {name}, {loss} loss"] = own_tokens(rank, size, options, own)
+    found["hidden words"] = hidden_words(rank, size)
+    for symmetric in (False, True):
+        for full in (False, True):
+            found[f"contrast, {full}, {symmetric}"] = contrast(rank, size, full, symmetric)
+            found[f"weights of pairs, {symmetric}, {full}"] = weighed_pairs(rank, size, symmetric, full)
+    for loss in PLACEMENTS:
+        found[f"told positives, {loss} loss"] = told_positives(rank, size, loss)
+    return found
