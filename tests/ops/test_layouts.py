@@ -147,6 +147,18 @@ def test_strides_do_not_matter():
                 assert torch.allclose(a, b)
 
 
+@pytest.mark.parametrize("backend", ["reference", "flash"])
+def test_gradients_of_log_partition_do_not_depend_on_strides(backend):
+    query, key, _ = tensors(2, 2, 2, 9, 11)
+    weights = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    p = torch.softmax(query @ key.mT * 4**-0.5, -1) * weights.unsqueeze(-1)
+    wanted = p @ key / 2, p.mT @ query / 2
+    columns = [t.mT.contiguous().mT.requires_grad_() for t in (query, key)]
+    found = torch.autograd.grad((ops.log_partition(*columns, backend=backend) * weights).sum(), columns)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(ours, theirs)
+
+
 def test_the_choice_of_backend(monkeypatch):
     query, key, value = tensors(1, 2, 2, 4, 5)
     assert ops.moments_backend(query, key, value) == "blocks"

@@ -209,3 +209,85 @@ def test_forward_mode_within_forward_mode(backend, inputs):
     p, slope = torch.softmax(query @ key.mT, -1), line @ key.mT
     centred = slope - (p * slope).sum(-1, keepdim=True)
     assert torch.allclose(found, (p * centred**3).sum(-1), atol=1e-12)
+
+
+OPTIONS = {
+    "sink": {"sink": torch.tensor([0.3, -0.5], dtype=torch.float64)},
+    "cap": {"softcap": 1.5},
+    "window and weights": {"window": (1, 1), "log_weight": torch.linspace(-1, 1, 5, dtype=torch.float64)},
+    "hidden": {"log_weight": torch.tensor([True, False, True, True, False]), "is_causal": True},
+    "all": {
+        "sink": 0.0,
+        "softcap": 2.0,
+        "window": (2, 0),
+        "log_weight": torch.tensor([0.0, 1.0, -1.0, -math.inf, 0.5]),
+    },
+}
+
+
+def explicit(query, key, value, *, scale=0.5, sink=None, softcap=None, window=None, is_causal=False, log_weight=None):
+    """Output and log Z by a matrix of scores, with the sink as one more column."""
+    scores = query @ key.mT * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    if log_weight is not None:
+        scores = scores.masked_fill(~log_weight, -math.inf) if log_weight.dtype == torch.bool else scores + log_weight
+    distance = torch.arange(key.shape[2]) - torch.arange(query.shape[2]).unsqueeze(1)
+    left, right = window or (math.inf, math.inf)
+    scores = scores.masked_fill((distance < -left) | (distance > (0 if is_causal else right)), -math.inf)
+    if sink is None:
+        return torch.softmax(scores, -1) @ value, torch.logsumexp(scores, -1)
+    column = torch.as_tensor(sink, dtype=scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, column], -1)
+    return torch.softmax(scores, -1)[..., :-1] @ value, torch.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_transforms_with_options(name, inputs):
+    query, key, value = (t.detach() for t in inputs)
+
+    def loss(attention, q):
+        return sum(r.sin().sum() for r in attention(q, key, value, **OPTIONS[name]))
+
+    for transform in (
+        lambda f: f(query),
+        lambda f: torch.func.grad(f)(query),
+        lambda f: torch.func.hessian(f)(query),
+        lambda f: torch.func.jvp(torch.func.grad(f), (query,), (query.cos(),))[1],
+        lambda f: torch.func.vmap(torch.func.grad(f))(torch.stack([query, -query])),
+    ):
+        found, wanted = (transform(lambda q, a=a: loss(a, q)) for a in (ops.attention, explicit))
+        assert torch.allclose(found, wanted, atol=1e-11)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sink", "cap", "hidden", "window and weights")]
+
+
+@pytest.mark.parametrize("name", ["scaled", "all", *SLOW])
+def test_compiled_for_any_length(name):
+    """One graph, no break, gradients of both results; also where key and value are one tensor."""
+    torch._dynamo.reset()
+    options = dict(OPTIONS.get(name, {"scale": 0.7}))
+    weight = options.pop("log_weight", None)
+
+    def mask(key):
+        column = key[0, 0, :, 0]
+        return None if weight is None else column > -1 if weight.dtype == torch.bool else column
+
+    def function(query, key):
+        output, log_z = ops.attention(query, key, key, log_weight=mask(key), **options)
+        return output, log_z, ops.log_partition(query, key, **options)
+
+    def wanted(query, key):
+        output, log_z = explicit(query, key, key, log_weight=mask(key), **options)
+        return output, log_z, explicit(query, key, key, **options)[1]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (7, 12):
+        query, key = leaf(1, 2, length, 4, seed=length), leaf(1, 1, length, 4, seed=1)
+        key.data[0, 0, 0, 0] = 0.0
+        found, exact = compiled(query, key), wanted(query, key)
+        for a, b in zip(found, exact, strict=True):
+            assert torch.allclose(a, b)
+        slopes = [torch.autograd.grad(sum(r.sin().sum() for r in rs), (query, key)) for rs in (found, exact)]
+        for a, b in zip(*slopes, strict=True):
+            assert torch.allclose(a, b)

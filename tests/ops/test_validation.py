@@ -30,6 +30,14 @@ WRONG = {
     "complex": ((Q.to(torch.complex64), K, V), {}, TypeError, "complex64"),
     "mixed dtypes": ((Q, K.double(), V), {}, TypeError, "float32 and torch.float64"),
     "mixed value": ((Q, K, V.half()), {}, TypeError, "float32 and torch.float16"),
+    "float8": ([t.to(torch.float8_e5m2) for t in (Q, K, V)], {}, TypeError, "32- or 64-bit.*float8_e5m2"),
+    "sparse": ((Q.to_sparse(), K, V), {}, TypeError, "query must be a dense tensor, got torch.sparse_coo"),
+    "nested": ((Q, torch.nested.nested_tensor(list(K)), V), {}, TypeError, "key must be a dense.*nested"),
+    "sparse mask": ((Q, K, V), {"log_weight": torch.ones(5, 7).to_sparse()}, TypeError, "log_weight must be a dense"),
+    "sparse scale": ((Q, K, V), {"scale": torch.ones(4).to_sparse()}, TypeError, "scale must be a dense"),
+    "float8 sink": ((Q, K, V), {"sink": torch.ones(4).to(torch.float8_e5m2)}, TypeError, "sink must be a 16-"),
+    "causal mask": ((Q, K, V), {"is_causal": torch.ones(9, 9)}, TypeError, "is_causal must be.*got Tensor"),
+    "backend of tensors": ((Q, K, V), {"backend": torch.ones(9, 9)}, ValueError, "backend must be.*got Tensor"),
     "devices": ((Q, K.to("meta"), V), {}, ValueError, "cpu and meta"),
     "integer mask": ((Q, K, V), {"log_weight": torch.ones(7, dtype=torch.int64)}, TypeError, "int64"),
     "mask as list": ((Q, K, V), {"log_weight": [True] * 7}, TypeError, "list"),
@@ -66,6 +74,15 @@ def test_wrong_calls(name):
     with pytest.raises(error, match=words) as caught:
         ops.attention(*arguments, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_one_number_is_one_number():
+    """A parameter of shape (1,) is the usual learned temperature."""
+    wanted = ops.attention(Q, K, V, scale=0.3, sink=0.1)
+    for shape in ((), (1,), (1, 1, 1, 1)):
+        found = ops.attention(Q, K, V, scale=torch.full(shape, 0.3), sink=torch.full(shape, 0.1))
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.allclose(a, b)
 
 
 def test_unknown_keywords_raise():

@@ -1,12 +1,13 @@
 """Attention that also returns its log-partition, and the log-partition alone."""
 
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import flash, reference
-from massieu.ops.shapes import Problem, Scale, check_problem
+from massieu.ops import attention_blocks, band, flash, null_slot, reference, tiles
+from massieu.ops.shapes import Problem, Scale, Sink, Window, check_problem, in_autocast_dtype, told
 
 Backend = Literal["auto", "reference", "flash"]
 
@@ -17,7 +18,7 @@ class Attention(NamedTuple):
     output: Float[Tensor, "*query E"]
     """Σ_n p_n value_n, in the query's dtype; 0 where no key is visible."""
     log_partition: Float[Tensor, "*query"]
-    """log Z in nats, float32 or float64; −inf where no key is visible."""
+    """log Z in nats, float32 or float64; −inf where no key is visible (and there is no sink)."""
 
 
 def attention(
@@ -28,6 +29,9 @@ def attention(
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    sink: Sink = None,
     backend: Backend = "auto",
 ) -> Attention:
     """Softmax attention and its log-partition, differentiable in both, in memory linear in queries and keys.
@@ -45,25 +49,37 @@ def attention(
         scale: inverse temperature; D^-½ by default. A number, or a tensor: of one number, one a head (H,), or
             broadcasting to (B, H, L, 1); a tensor has a gradient.
         is_causal: query i sees keys 0 … i (upper left aligned).
+        window: (left, right) or one number for both: query i sees keys i − left … i + right; with `is_causal`, right is
+            0. In time and memory linear in queries and keys.
+        softcap: c > 0 replaces each score by c·tanh(score/c) before the log-weight is added, as Gemma 2 does.
+        sink: log-weight of one more key, at the origin (its score is 0, whatever the scale) with a value of zero, to
+            which a query may attend instead: log Z becomes log(Z + exp(sink)), and the output shrinks by the ratio of
+            the two Z. A number or a tensor like `scale`, −inf for none; a tensor has a gradient. These are the sinks of
+            gpt-oss; 0 is softmax "off by one".
         backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
-            right on every device. "flash": PyTorch's fused CPU kernel, exact gradients for both results. "auto": flash
-            where it is right, on the CPU; elsewhere, on CUDA too, the reference.
+            right on every device. "flash": PyTorch's fused CPU kernel, exact gradients for both results, no soft cap.
+            "auto": flash where it is right, on the CPU; for a soft cap there, where no derivative may be wanted, tiles
+            that stay in cache; elsewhere, on CUDA too, the reference.
 
     Both are differentiable any number of times, forwards too, and under `torch.func` transforms; second derivatives are
     computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate
-    twice through an already compiled function: inside one, take derivatives with `torch.func`. A query that sees no key
-    has output 0, log Z = −inf and gradient 0. Log Z is float64 for float64, else float32; relative errors are a few
-    units of the input's rounding.
+    twice through an already compiled function: inside one, take derivatives with `torch.func`. Under `torch.autocast`
+    query, key and value are cast to its dtype, as for PyTorch's own attention (float64 is not); log Z is float32 there.
+    A query that sees no key has output 0, log Z = −inf (the sink's, with one) and gradient 0. Log Z is float64 for
+    float64, else float32; relative errors are a few units of the input's rounding.
 
     Raises:
-        TypeError: not a tensor, not floating-point, dtypes that differ, a scale or is_causal of another type.
-        ValueError: shapes or devices that do not fit (both are named), an unknown backend, "flash" where it is not right.
+        TypeError: not a tensor, not of 16-, 32- or 64-bit floating point, dtypes that differ, an option of another type.
+        ValueError: shapes or devices that do not fit (both are named), an option out of its range, an unknown backend,
+            "flash" where it is not right.
     """
     if value is None:
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
-    problem = check_problem(query, key, value, log_weight, scale, is_causal)
-    room = flash if _choose(problem, backend) == "flash" else reference
-    output, log_z = room.attention(problem)
+    query, key, value = in_autocast_dtype(query, key, value)
+    problem = check_problem(query, key, value, log_weight, scale, is_causal, window=window, softcap=softcap, sink=sink)
+    output, log_z = band.apply(_room(problem, backend).attention, problem)
+    if problem.sink is not None:
+        output, log_z = null_slot.attention(output, log_z, problem.sink)
     return Attention(problem.restore(output), problem.restore(log_z))
 
 
@@ -74,26 +90,34 @@ def log_partition(
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    sink: Sink = None,
     backend: Backend = "auto",
 ) -> Float[Tensor, "*query"]:
     """log Z = log Σ_n w_n exp(scale·query·key_n) in nats, in linear memory, its gradient too.
 
     Arguments, guarantees and errors are those of `attention`. Its gradient with respect to the query is
-    scale·Σ p_n key_n: attention with values = keys (S3).
+    scale·Σ p_n key_n: attention with values = keys (S3), unless there is a soft cap.
     """
-    problem = check_problem(query, key, None, log_weight, scale, is_causal)
-    room = flash if _choose(problem, backend) == "flash" else reference
-    return problem.restore(room.log_partition(problem))
+    query, key = in_autocast_dtype(query, key)
+    problem = check_problem(query, key, None, log_weight, scale, is_causal, window=window, softcap=softcap, sink=sink)
+    (log_z,) = band.apply(_room(problem, backend).log_partition, problem)
+    if problem.sink is not None:
+        log_z = null_slot.shares(log_z, problem.sink)[0]
+    return problem.restore(log_z)
 
 
-def _choose(problem: Problem, backend: str) -> str:
-    if backend not in ("auto", "reference", "flash"):
-        raise ValueError(f"backend must be 'auto', 'reference' or 'flash', got {backend!r}")
+def _room(problem: Problem, backend: str) -> ModuleType:
+    """The file that computes it."""
+    if not isinstance(backend, str) or backend not in ("auto", "reference", "flash"):
+        raise ValueError(f"backend must be 'auto', 'reference' or 'flash', got {told(backend)}")
     if backend == "reference":
-        return "reference"
+        return reference
     reason = flash.unusable(problem)
     if reason is None:
-        return "flash"
+        return flash
     if backend == "flash":
         raise ValueError(f"backend 'flash' cannot be used here: {reason}; 'reference' can")
-    return "reference"
+    capped = problem.softcap is not None and tiles.unusable(problem, problem.value) is None
+    return attention_blocks if capped else reference

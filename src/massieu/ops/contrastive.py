@@ -1,7 +1,6 @@
 """Contrastive and metric losses as Fenchel–Young losses of the log-partition, without the matrix of scores."""
 
 import math
-import reprlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,12 +12,14 @@ from massieu.ops.linear_scores import (
     EVERYTHING,
     Direction,
     Seen,
+    check_dense,
     check_integers,
     check_range,
     check_tensors,
     full_precision,
     log_partitions,
 )
+from massieu.ops.shapes import told
 
 
 class Contrast(NamedTuple):
@@ -88,7 +89,7 @@ def info_nce(
     check_keys(query, key, negatives)
     for name, option in (("symmetric", symmetric), ("return_log_partition", return_log_partition)):
         if not isinstance(option, bool):
-            raise TypeError(f"{name} must be True or False, got {reprlib.repr(option)}")
+            raise TypeError(f"{name} must be True or False, got {told(option)}")
     count = len(key) + (0 if negatives is None else len(negatives))
     target = _targets(query, key, positive, symmetric)
     bias, seen = _weights(log_weight, query, count)
@@ -156,7 +157,7 @@ def nca(
         raise ValueError(f"embedding must have shape (N, D) with D at least 1, got {tuple(embedding.shape)}")
     check_integers("labels", labels, (len(embedding),), f"for embedding {tuple(embedding.shape)}", embedding.device)
     if not isinstance(return_log_partition, bool):
-        raise TypeError(f"return_log_partition must be True or False, got {reprlib.repr(return_log_partition)}")
+        raise TypeError(f"return_log_partition must be True or False, got {told(return_log_partition)}")
     dtype = torch.float64 if embedding.dtype == torch.float64 else torch.float32
     with full_precision(embedding):
         point = embedding.to(dtype)
@@ -236,6 +237,7 @@ def _weights(log_weight: LogWeight, query: Tensor, count: int) -> tuple[Tensor |
         raise TypeError(f"log_weight must be a tensor or FalseNegatives, got {type(log_weight).__name__}")
     if log_weight.dtype != torch.bool and not log_weight.is_floating_point():
         raise TypeError(f"log_weight must be boolean (True keeps) or floating-point, got {log_weight.dtype}")
+    check_dense("log_weight", log_weight)
     if log_weight.device != query.device:
         raise ValueError(f"query and log_weight must be on one device, got {query.device} and {log_weight.device}")
     shape = tuple(log_weight.shape)

@@ -1,6 +1,5 @@
 """The Fisher information of attention's weights applied to vectors, without a matrix."""
 
-import math
 from dataclasses import replace
 from typing import Literal
 
@@ -8,9 +7,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import reference, tiles
-from massieu.ops.shapes import Problem, Scale, check_problem
-from massieu.ops.tiles import Slab, Tile
+from massieu.ops import band, flash, null_slot, reference, tiles
+from massieu.ops.shapes import (
+    Problem,
+    Scale,
+    Sink,
+    Window,
+    check_problem,
+    in_autocast_dtype,
+    told,
+    without_autocast,
+)
+from massieu.ops.tiles import Tile
 
 FisherBackend = Literal["auto", "reference", "blocks"]
 
@@ -26,6 +34,8 @@ def fisher_vp(
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
+    window: Window = None,
+    sink: Sink = None,
     backend: FisherBackend = "auto",
 ) -> Float[Tensor, "*query D"]:
     """Covariance of the keys under each query's attention weights, times that query's vector.
@@ -38,7 +48,8 @@ def fisher_vp(
     In memory linear in queries and keys; without gradient on the CPU in the time of two to three fused attentions.
 
     Args:
-        query, key, log_weight, scale, is_causal: as in `attention`.
+        query, key, log_weight, scale, is_causal, window: as in `attention`.
+        sink: as in `attention`; the covariance is that with one more key, at the origin, of log-weight `sink`.
         vector: of the query's shape, dtype and device.
         backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
             right on every device. "blocks": tiles of scores that stay in cache, on the CPU, without gradient. "auto":
@@ -55,13 +66,17 @@ def fisher_vp(
     result keeps its digits until the share of the others comes near the square of the rounding unit.
 
     Raises:
-        TypeError: not a tensor, not floating-point, dtypes that differ, a scale or is_causal of another type.
-        ValueError: shapes or devices that do not fit (both are named), an unknown backend, "blocks" where it cannot go.
+        TypeError: as `attention`.
+        ValueError: as there; also "blocks" where it cannot go.
     """
-    problem = check_problem(query, key, None, log_weight, scale, is_causal)
+    query, key, vector = in_autocast_dtype(query, key, vector)
+    problem = check_problem(query, key, None, log_weight, scale, is_causal, window=window, sink=sink)
     _check_vector(vector, query)
     room = _blocks if _choose(problem, vector, backend) == "blocks" else _reference
-    product = room(_centred(problem), vector.reshape(problem.query.shape).to(problem.dtype))
+    vector = vector.reshape(problem.query.shape).to(problem.dtype)
+    (product,) = band.apply(lambda part, vectors: (room(_centred(part), vectors),), problem, vector)
+    if problem.sink is not None:
+        product = _with_null_slot(problem, vector, product, problem.sink)
     return problem.restore(product).to(query.dtype)
 
 
@@ -77,8 +92,8 @@ def _check_vector(vector: Tensor, query: Tensor) -> None:
 
 
 def _choose(problem: Problem, vector: Tensor, backend: str) -> str:
-    if backend not in ("auto", "reference", "blocks"):
-        raise ValueError(f"backend must be 'auto', 'reference' or 'blocks', got {backend!r}")
+    if not isinstance(backend, str) or backend not in ("auto", "reference", "blocks"):
+        raise ValueError(f"backend must be 'auto', 'reference' or 'blocks', got {told(backend)}")
     if backend == "reference":
         return backend
     reason = tiles.unusable(problem, vector)
@@ -92,24 +107,37 @@ def _choose(problem: Problem, vector: Tensor, backend: str) -> str:
 def _centred(problem: Problem) -> Problem:
     """The problem in its working dtype, its scale in the query, its keys about their weighted mean."""
     query, key, weight = problem.scaled_query(), problem.key.to(problem.dtype), problem.log_weight
-    if problem.pairs > 0:
-        # Of hidden keys nothing is known but that they are finite, so they must not move the mean.
-        count = min(query.shape[3], key.shape[2]) if problem.is_causal else key.shape[2]
-        seen = key[:, :, :count].detach()
-        share = seen.new_full((1, 1, count), 1 / count) if weight is None else _share(weight.detach(), count, key.dtype)
-        key = key - share.unsqueeze(-2) @ seen
+    low, high = problem.band or (None, key.shape[2])
+    # Of hidden keys nothing is known but that they are finite, so they must not move the mean.
+    seen = slice(max(0, low or 0), min(key.shape[2], query.shape[3] + high))
+    count = seen.stop - seen.start
+    if problem.pairs > 0 and count > 0:
+        part = key[:, :, seen].detach()
+        share = part.new_full((1, 1, count), 1 / count) if weight is None else _share(weight.detach(), seen, key.dtype)
+        with without_autocast(key.device):
+            key = key - share.unsqueeze(-2) @ part
     return replace(problem, query=query, key=key, scale=1.0)
 
 
-def _share(weight: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """The largest weight that any query of a key head gives each of the first keys, normalised: (#B, #Hk, keys)."""
-    weight = weight.expand(*weight.shape[:-1], max(count, weight.shape[-1]))[..., :count]
+def _share(weight: Tensor, seen: slice, dtype: torch.dtype) -> Tensor:
+    """The largest weight that any query of a key head gives each of some keys, normalised: (#B, #Hk, keys)."""
+    weight = weight[..., seen] if weight.shape[-1] > 1 else weight.expand(*weight.shape[:-1], seen.stop - seen.start)
     if weight.dtype == torch.bool:
         kept = weight.any(3).any(2).to(dtype)
         return kept / kept.sum(-1, keepdim=True).clamp_min(1)
     level = weight.amax((2, 3)).to(dtype)
     share = (level - level.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)).exp()
     return share / share.sum(-1, keepdim=True).clamp_min(1)
+
+
+def _with_null_slot(problem: Problem, vector: Tensor, product: Tensor, sink: Tensor) -> Tensor:
+    """The covariance that one more key, at the origin, makes of that of the others: κ·Cov + κ(1 − κ)·mean meanᵀ."""
+    key = problem.key.to(problem.dtype)
+    whole = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
+    room = flash if flash.unusable(whole) is None else reference
+    mean, log_z = band.apply(room.attention, whole)
+    _, kept, null = (share.unsqueeze(-1) for share in null_slot.shares(log_z, sink))
+    return kept * (product + null * mean * (mean * vector).sum(-1, keepdim=True))
 
 
 def _reference(problem: Problem, vector: Tensor) -> Tensor:
@@ -137,22 +165,12 @@ def _blocks(problem: Problem, vector: Tensor) -> Tensor:
     for slab in tiles.slabs(problem, capacity):
         vectors = slab.of(vector).reshape(slab.query.shape)
         product = torch.empty_like(slab.query)
-        weight = _finite_weight(problem, slab)
-        for tile in slab.tiles(buffers, 1.0, None):
+        weight = tiles.finite_weight(problem, slab)
+        for tile in slab.tiles(buffers, 1.0):
             _tile_product(tile, weight, vectors[tile.heads], product[tile.heads])
         empty = slab.per_query(slab.seen.count) == 0
         slab.of(result).copy_(product.masked_fill_(empty, 0.0).view(*slab.shape, -1))
     return result
-
-
-def _finite_weight(problem: Problem, slab: Slab) -> Tensor | None:
-    """Float log-weights of a slab, 0 for the hidden pairs that `Tile.hide` takes care of; None if all are 0."""
-    weight = tiles.slab_weight(problem, slab.batch, slab.rows)
-    if weight is None or weight.dtype == torch.bool:
-        return None
-    weight = weight[..., slab.seen.first : slab.seen.last].to(problem.dtype)
-    weight = weight.masked_fill(weight == -torch.inf, 0.0)
-    return weight if bool(weight.any()) else None
 
 
 def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Tensor) -> None:
@@ -163,7 +181,7 @@ def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Te
         tile.spread_out(weights).add_(tile.of_heads(weight))
     tile.hide()
     weights.sub_(weights.amax(-1, keepdim=True))
-    _exp(weights)
+    tiles.exp_(weights)
     total = weights.sum(-1, keepdim=True)
     torch.bmm(vector, key, out=change)
     change.mul_(weights)
@@ -171,12 +189,3 @@ def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Te
     for _ in range(2):
         change.addcmul_(weights, change.sum(-1, keepdim=True).div_(total), value=-1)
     torch.bmm(change, key.mT, out=product).div_(total)
-
-
-def _exp(scores: Tensor) -> None:
-    """exp in place for scores up to 0; where it is too small for products with it to be normal numbers, 0.
-
-    On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
-    """
-    lowest = -690.0 if scores.dtype == torch.float64 else -80.0
-    torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)

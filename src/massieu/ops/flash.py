@@ -1,23 +1,17 @@
-"""Attention and log Z from PyTorch's fused CPU kernel, with exact gradients for both.
-
-The kernel already computes log Z, and its backward needs the forward's output only for D_i = Σ_c grad_ic·output_ic.
-A cotangent g of log Z enters the gradients as D_i − g_i, so handing the kernel ``output − g·sign(grad)/‖grad‖₁`` gives
-the gradients of both results at once. Second derivatives and forward mode are the reference's.
-"""
-
-from typing import Any
+"""Attention and log Z from PyTorch's fused CPU kernel: where it is right, and what it wants."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.ops import reference
-from massieu.ops.shapes import Problem, in_functorch, in_nested_forward_mode, may_be_differentiated
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_TINY, _RANGE = 1e-30, 1e-36
-"""Of the output's cotangent: the least norm that a row may have, and the least in units of log Z's cotangent."""
+from massieu.ops.fused import fused
+from massieu.ops.shapes import (
+    Problem,
+    hidden_by_position,
+    in_functorch,
+    in_nested_forward_mode,
+    may_be_differentiated,
+)
 
 
 def unusable(problem: Problem) -> str | None:
@@ -29,6 +23,8 @@ def unusable(problem: Problem) -> str | None:
         return "inside a compiled torch.func transform its gradient would be lost"
     if not torch.compiler.is_compiling() and in_nested_forward_mode():
         return "it has no forward mode within forward mode"
+    if problem.softcap is not None:
+        return "it has no soft cap"
     if problem.pairs == 0:
         return "it needs at least one query and one key"
     if weight is not None and may_be_differentiated(weight) and weight.shape[3] > 1:
@@ -47,15 +43,17 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor]:
         value = F.pad(value, (0, size - value_size))
     elif value_size > size:
         query, key = F.pad(query, (0, value_size - size)), F.pad(key, (0, value_size - size))
+    # The compiler does not take one tensor for two arguments of a custom function.
+    value = value.view_as(value) if value is key else value
     output, log_z = _run(query, key, value, mask, scale, problem, value_is_key=False)
     output = output[..., :value_size].to(problem.query.dtype)
     return output.unflatten(1, problem.query.shape[1:3]), log_z
 
 
-def log_partition(problem: Problem) -> Tensor:
+def log_partition(problem: Problem) -> tuple[Tensor]:
     """log Z alone: the kernel must have values, and the keys are at hand."""
     query, key, mask, scale = _kernel_arguments(problem)
-    return _run(query, key, key.detach(), mask, scale, problem, value_is_key=True)[1]
+    return (_run(query, key, key.detach(), mask, scale, problem, value_is_key=True)[1],)
 
 
 def _run(
@@ -67,36 +65,49 @@ def _run(
     problem: Problem,
     value_is_key: bool,
 ) -> tuple[Tensor, Tensor]:
-    output, log_z = _fused().apply(query, key, value, mask, scale, problem.is_causal, value_is_key)  # pyright: ignore
+    output, log_z = fused(query, key, value, mask, scale=scale, is_causal=problem.is_causal, value_is_key=value_is_key)
     log_z = log_z.unflatten(1, problem.query.shape[1:3])
     empty = _sees_nothing(problem)
-    # The kernel reports log Z = 0 for a row without a key.
     return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
 
 
 def _kernel_arguments(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, float]:
     """Query ``(B, H, L, D)``, key ``(B, Hk or H, N, D)``, additive mask and scale as the kernel wants them."""
     query, key, scale, weight = problem.query, problem.key, problem.scale, problem.log_weight
+    # The kernel knows of causality itself.
+    band = hidden_by_position(problem.window, 0, query.shape[3], key.shape[2], query.device)
     if weight is not None and may_be_differentiated(weight):
         # A half-precision column would round the log-weights.
         query, key = query.to(problem.dtype), key.to(problem.dtype)
-    if isinstance(scale, Tensor):
+    if isinstance(scale, Tensor) or (problem.is_causal and scale <= 0):
         query, scale = (query * scale).to(query.dtype), 1.0
     query = query.flatten(1, 2)
     if weight is None:
-        return query, key, None, scale
+        return query, key, None if band is None else _hiding(band, problem.dtype), scale
     if may_be_differentiated(weight):
-        return _with_weight_column(query * scale, key, weight, problem)
-    if weight.is_floating_point() and weight.shape[3] == 1 and not torch.compiler.is_compiling() and not weight.any():
+        query, key, mask = _with_weight_column(query * scale, key, weight, problem)
+        return query, key, mask if band is None else mask.masked_fill(band, -torch.inf), 1.0
+    if (
+        band is None
+        and weight.is_floating_point()
+        and weight.shape[3] == 1
+        and not torch.compiler.is_compiling()
+        and not weight.any()
+    ):
         # A mask costs the kernel up to a tenth of its time, also when it hides and weighs nothing.
         return query, key, None, scale
     if weight.dtype == torch.bool:
-        weight = torch.zeros_like(weight, dtype=query.dtype).masked_fill(~weight, -torch.inf)
-    elif query.dtype == torch.float64:
-        weight = weight.double()
+        hidden = ~weight if band is None else ~weight | band
+        weight = _hiding(hidden, query.dtype if band is None else problem.dtype)
     else:
-        weight = weight.float()
+        weight = weight.to(problem.dtype)
+        weight = weight if band is None else weight.masked_fill(band, -torch.inf)
     return query, key, _flatten_heads(weight, problem), scale
+
+
+def _hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask, of at least four dimensions, to be added to scores."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)[(None,) * max(0, 4 - hidden.ndim)]
 
 
 def _flatten_heads(weight: Tensor, problem: Problem) -> Tensor:
@@ -105,9 +116,7 @@ def _flatten_heads(weight: Tensor, problem: Problem) -> Tensor:
     return weight.expand(-1, *problem.query.shape[1:3], -1, -1).flatten(1, 2)
 
 
-def _with_weight_column(
-    query: Tensor, key: Tensor, weight: Tensor, problem: Problem
-) -> tuple[Tensor, Tensor, Tensor, float]:
+def _with_weight_column(query: Tensor, key: Tensor, weight: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Per-key log-weights as one more column of the key, met by ones in the query: their gradient is the key's."""
     weight = _flatten_heads(weight, problem).to(query.dtype)
     heads = key.shape[1]
@@ -118,7 +127,7 @@ def _with_weight_column(
     column = weight.masked_fill(hidden, 0.0).expand(key.shape[0], heads, 1, key.shape[2]).mT
     query = torch.cat([query, torch.ones_like(query[..., :1])], dim=-1)
     mask = torch.zeros_like(weight.detach()).masked_fill(hidden, -torch.inf)
-    return query, torch.cat([key, column], dim=-1), mask.expand(-1, -1, -1, key.shape[2]), 1.0
+    return query, torch.cat([key, column], dim=-1), mask.expand(-1, -1, -1, key.shape[2])
 
 
 def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
@@ -127,230 +136,23 @@ def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _sees_nothing(problem: Problem) -> Tensor | None:
-    """Queries that see no key, broadcasting to ``(B, Hk, G, L)``; None where the mask says nothing."""
-    weight = problem.log_weight
-    if weight is None:
-        return None
-    kept = weight.detach() if weight.dtype == torch.bool else weight.detach() > -torch.inf
-    if not problem.is_causal:
-        return ~kept.any(-1)
+    """Queries that see no key, broadcasting to ``(B, Hk, G, L)``; None where that cannot be."""
+    weight, band = problem.log_weight, problem.band
     length, keys = problem.query.shape[3], problem.key.shape[2]
-    earlier = torch.ones(length, keys, dtype=torch.bool, device=kept.device).tril()
-    return ~(kept & earlier).any(-1)
-
-
-def _reference(scale: float, is_causal: bool, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """The kernel's two results by the reference, for derivatives that the kernel does not have."""
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    if mask is not None:
-        while mask.ndim < 4:
-            mask = mask.unsqueeze(0)
-        mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, grouped.shape[1:3])
-    problem = Problem(grouped, key, value, mask, scale, is_causal, tuple(query.shape[:-1]))
-    return tuple(problem.restore(result) for result in reference.attention(problem))
-
-
-class Fused(torch.autograd.Function):
-    """(query, key, value, mask, scale, is_causal, value_is_key) ↦ (output, log Z)."""
-
-    @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        is_causal: bool,
-        value_is_key: bool,
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-        mask = None if mask is None else _rows_contiguous(mask)
-        return _forward(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.scale, ctx.is_causal, ctx.value_is_key = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        static = ctx.scale, ctx.is_causal, ctx.value_is_key
-        gradients = _fused_backward().apply(*ctx.saved_tensors, *cotangents, *static)
-        return *gradients, None, None, None, None  # pyright: ignore
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _fold_into_batch(_fused(), info.batch_size, in_dims, arguments)
-
-
-class FusedForwardMode(Fused):
-    """`Fused` with forward mode, which `torch.compile` does not accept in a custom function."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        query, key, value, mask, _, _ = ctx.saved_tensors
-
-        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _reference(ctx.scale, ctx.is_causal, mask, *tensors)
-
-        return reference.forward_derivative(function, (query, key, value), tangents[:3])
-
-
-class FusedBackward(torch.autograd.Function):
-    """(query, key, value, mask, output, log Z, two cotangents, scale, is_causal, value_is_key) ↦ three gradients."""
-
-    @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        output: Tensor,
-        log_z: Tensor,
-        grad_output: Tensor | None,
-        grad_log_z: Tensor | None,
-        scale: float,
-        is_causal: bool,
-        value_is_key: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = query.dtype
-        if dtype == torch.float16:
-            # Its range cannot hold what `_merge_cotangents` builds.
-            query, key, value, output = (tensor.float() for tensor in (query, key, value, output))
-            mask = None if mask is None else mask.float()
-        if value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and not is_causal:
-            found = _log_partition_gradients(query, key, mask, output, log_z, grad_log_z, scale)
-            return found[0].to(dtype), found[1].to(dtype), torch.zeros_like(value, dtype=dtype)
-        mask = None if mask is None else _rows_contiguous(mask)
-        grad_output, output = _merge_cotangents(grad_output, grad_log_z, output)
-        query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-        gradients = _backward(
-            grad_output, query, key, value, output, log_z, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-        return tuple(gradient.to(dtype) for gradient in gradients)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        query, key, value, mask, _, _, grad_output, grad_log_z, ctx.scale, ctx.is_causal, _ = inputs
-        ctx.save_for_backward(query, key, value, mask, grad_output, grad_log_z)
-        ctx.save_for_forward(query, key, value, mask, grad_output, grad_log_z)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        function, tensors = _gradient_function(ctx)
-        found = reference.reverse_derivative(function, tensors, cotangents)
-        query, key, value, *rest = found
-        given = iter(rest)
-        grad_output, grad_log_z = (None if tensor is None else next(given) for tensor in tensors[3:])
-        return query, key, value, None, None, None, grad_output, grad_log_z, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _fold_into_batch(_fused_backward(), info.batch_size, in_dims, arguments)
-
-
-class FusedBackwardForwardMode(FusedBackward):
-    """`FusedBackward` with forward mode."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        function, tensors = _gradient_function(ctx)
-        # The forward's output and log Z are functions of query, key and value here, so their tangents are not used.
-        return reference.forward_derivative(function, tensors, (*tangents[:3], *tangents[6:8]))
-
-
-def _fused() -> type[Fused]:
-    return Fused if torch.compiler.is_compiling() else FusedForwardMode
-
-
-def _fused_backward() -> type[FusedBackward]:
-    return FusedBackward if torch.compiler.is_compiling() else FusedBackwardForwardMode
-
-
-def _gradient_function(ctx: Any) -> tuple[reference.Function, tuple[Tensor | None, ...]]:
-    """The gradients as the reference's function of query, key, value and the two cotangents; and those."""
-    query, key, value, mask, grad_output, grad_log_z = ctx.saved_tensors
-
-    def attention(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return _reference(ctx.scale, ctx.is_causal, mask, *tensors)
-
-    def function(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
-        return reference.reverse_derivative(attention, (q, k, v), given)
-
-    return function, (query, key, value, grad_output, grad_log_z)
-
-
-def _is_per_key(mask: Tensor | None) -> bool:
-    return mask is None or (mask.shape[1] == mask.shape[2] == 1)
-
-
-def _log_partition_gradients(
-    query: Tensor, key: Tensor, mask: Tensor | None, mean: Tensor, log_z: Tensor, grad: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Gradients of log Z for query and key by one more forward pass, with queries and keys in exchanged roles.
-
-    The query's is grad·scale·E_p key, and the forward's output is that mean. The key's is
-    scale·Σ_i p_in grad_i query_i with p_in = exp(score_in + mask_n − log Z_i): attention of key n over the queries of
-    log-weight −log Z_i, times its own partition.
-    """
-    batch, key_heads = key.shape[:2]
-    step = (grad * scale).unsqueeze(-1).to(query.dtype)
-    queries, values, level = (
-        tensor.reshape(batch, key_heads, -1, tensor.shape[-1]) for tensor in (query, step * query, log_z.unsqueeze(-1))
-    )
-    # A mask whose rows are not contiguous would be written out in full by the kernel.
-    level = -level.mT.contiguous()
-    sums, log_total = _forward(
-        _rows_contiguous(key), _rows_contiguous(queries), values, 0.0, False, attn_mask=level, scale=scale
-    )
-    if mask is not None:
-        log_total = log_total + mask.squeeze(2)
-    return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
-
-
-def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor]:
-    """A cotangent of the output and an output that together give the kernel D_i − g_i."""
-    if grad_output is None:
-        grad_output = torch.zeros_like(output)
-    grad_output = _rows_contiguous(grad_output.to(output.dtype))
-    if grad_log_z is None:
-        return grad_output, output
-    dtype = torch.promote_types(output.dtype, torch.float32)
-    # Σ_c sign(grad_c)·grad_c = ‖grad‖₁. With signs and that norm nothing is squared, so nothing underflows.
-    norm = grad_output.abs().sum(-1, keepdim=True, dtype=dtype)
-    g = grad_log_z.unsqueeze(-1).to(dtype)
-    least = (_RANGE * g.abs()).clamp_min(_TINY)
-    lost = (norm < least) & (g != 0)
-    if torch.compiler.is_compiling() or bool(lost.any()):
-        # A gradient too small to carry g is replaced by one that just can: far below the resolution of g's own share.
-        replacement = F.pad(least.to(output.dtype), (0, output.shape[-1] - 1))
-        grad_output = torch.where(lost, replacement, grad_output)
-        norm = torch.where(lost, least, norm)
-    step = (g / norm.clamp_min(_TINY)).to(output.dtype)
-    return grad_output, torch.sign(grad_output).mul_(-step).add_(output)
-
-
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    """The kernel reads rows of adjacent numbers."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _fold_into_batch(
-    function: type[torch.autograd.Function], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """vmap: the mapped dimension becomes part of the kernel's batch."""
-
-    def fold(argument: Any, dim: int | None) -> Any:
-        if not isinstance(argument, Tensor):
-            return argument
-        argument = argument.unsqueeze(0) if dim is None else argument.movedim(dim, 0)
-        batch = max(argument.shape[1], batches)
-        return argument.expand(size, batch, *argument.shape[2:]).flatten(0, 1)
-
-    batches = arguments[0].shape[0 if in_dims[0] is None else int(in_dims[0] == 0)]
-    results = function.apply(*(fold(*pair) for pair in zip(arguments, in_dims, strict=True)))
-    unfolded = tuple(result.unflatten(0, (size, -1)) for result in results)  # pyright: ignore
-    return unfolded, (0,) * len(unfolded)
+    if weight is None and problem.window is None:
+        return None
+    if weight is None:
+        kept = torch.ones(1, 1, 1, 1, keys, dtype=torch.bool, device=problem.query.device)
+    else:
+        kept = weight.detach() if weight.dtype == torch.bool else weight.detach() > -torch.inf
+    if band is None:
+        return ~kept.any(-1)
+    if kept.shape[3] > 1:
+        hidden = hidden_by_position(band, 0, length, keys, kept.device)
+        return ~(kept & ~hidden).any(-1)  # pyright: ignore[reportOptionalOperand]
+    # One mask of keys for all queries: how many are kept below either end of each query's band.
+    before = F.pad(kept.expand(*kept.shape[:-1], keys).squeeze(3).cumsum(-1), (1, 0))
+    query = torch.arange(length, device=kept.device)
+    low, high = band
+    below = 0 if low is None else before[..., (query + low).clamp(0, keys)]
+    return before[..., (query + high + 1).clamp(0, keys)] == below

@@ -50,10 +50,19 @@ def check_tensors(tensors: dict[str, Tensor], mixed: bool = False) -> None:
             raise TypeError(f"{other} must be a tensor, got {type(tensor).__name__}")
         if not tensor.is_floating_point():
             raise TypeError(f"{other} must be a floating-point tensor, got {tensor.dtype}")
+        check_dense(other, tensor)
         if tensor.dtype != first.dtype and not mixed:
             raise TypeError(f"{name} and {other} must have one dtype, got {first.dtype} and {tensor.dtype}")
         if tensor.device != first.device:
             raise ValueError(f"{name} and {other} must be on one device, got {first.device} and {tensor.device}")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Not sparse and not nested; a `TypeError`."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got {'a nested tensor' if tensor.is_nested else tensor.layout}"
+        )
 
 
 def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], reason: str, device: torch.device) -> None:
@@ -62,6 +71,7 @@ def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], reason: st
         raise TypeError(f"{name} must be a tensor of integers, got {type(tensor).__name__}")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be a tensor of integers, got {tensor.dtype}")
+    check_dense(name, tensor)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} {reason}, got {tuple(tensor.shape)}")
     if tensor.device != device:
@@ -201,10 +211,14 @@ def _plain_block(
     inside = (target >= 0) & (target < len(column))
     index = torch.where(inside, target, 0)
     own = scores.gather(1, index.unsqueeze(1)).squeeze(1) if len(column) else scores.sum(1)
+    lost = torch.zeros_like(own)
     if bias_in_score and bias is not None:
-        own = own + bias[index]
+        # A hidden word's score is −inf: as a constant, so that derivatives of what is masked later are numbers.
+        hidden_word = bias[index] == -torch.inf
+        own = own + bias[index].masked_fill(hidden_word, 0.0)
+        lost = lost.masked_fill(hidden_word, torch.inf)
     excess = reference.softmax(scores - own.unsqueeze(1), weight)[2]
-    return excess.masked_fill(~inside, torch.nan), excess + own
+    return (excess + lost).masked_fill(~inside, torch.nan), excess + own
 
 
 class Tiled(torch.autograd.Function):

@@ -6,13 +6,12 @@ difference of large numbers.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from massieu.ops import tiles
-from massieu.ops.shapes import Problem
+from massieu.ops.shapes import Problem, hidden_by_position
 from massieu.ops.tiles import HIDDEN, Slab, Tile
 
 PAIRS_PER_THREAD = 3 << 16
@@ -27,15 +26,13 @@ mean: the largest, `top`; and with e = exp(score − top): Σe, (Σe²)^½, Σe�
 """
 
 
-def moments(
-    problem: Problem, softcap: float | None, summarise: Summarise, pairs_per_thread: int
-) -> tuple[list[Tensor], Tensor | None]:
-    """The ten moments in the order of `Moments`, each ``(B, Hk, G, L)``, and the output.
+def moments(problem: Problem, summarise: Summarise, pairs_per_thread: int) -> tuple[Tensor, ...]:
+    """The ten moments in the order of `Moments`, each ``(B, Hk, G, L)``, and the output where there are values.
 
     Args:
         summarise: used where the log-weights are boolean or absent.
     """
-    problem = _prepared(problem)
+    problem = tiles.prepared(problem)
     query, value = problem.query, problem.value
     assert isinstance(problem.scale, float)
     weighted = problem.log_weight is not None and problem.log_weight.dtype != torch.bool
@@ -45,7 +42,7 @@ def moments(
     output = None if value is None else query.new_zeros(*query.shape[:4], value.shape[-1])
     for slab in tiles.slabs(problem, capacity):
         product = None if slab.value is None else query.new_empty(*slab.query.shape[:2], slab.value.shape[-1])
-        parts = slab.tiles(buffers, problem.scale, softcap)
+        parts = slab.tiles(buffers, problem.scale, problem.softcap)
         if weighted:
             found, total = _weighted_slab(problem, slab, parts, product)
         else:
@@ -54,17 +51,7 @@ def moments(
             slab.of(result).copy_(moment.view(slab.shape))
         if output is not None and product is not None:
             slab.of(output).copy_(product.div_(total).view(*slab.shape, -1))
-    return results, output
-
-
-def _prepared(problem: Problem) -> Problem:
-    """Contiguous tensors of the working dtype and a scale that is a number."""
-    query, scale = problem.query.to(problem.dtype), problem.scale
-    if isinstance(scale, Tensor):
-        query, scale = query * scale, 1.0
-    value = None if problem.value is None else problem.value.to(problem.dtype).contiguous()
-    key = problem.key.to(problem.dtype).contiguous()
-    return replace(problem, query=query.contiguous(), key=key, value=value, scale=scale)
+    return tuple(results) if output is None else (*results, output)
 
 
 def _slab(
@@ -148,16 +135,13 @@ def _weighted_slab(
 
 
 def _float_weight(problem: Problem, slab: Slab) -> Tensor:
-    """Log-weights of a slab's visible keys, shape (#b, #Hk, #G, #rows, keys), causality in them."""
+    """Log-weights of a slab's visible keys, shape (#b, #Hk, #G, #rows, keys), causality and window in them."""
     weight = tiles.slab_weight(problem, slab.batch, slab.rows)
     assert weight is not None
-    first, last = slab.seen.first, slab.seen.last
-    weight = weight[..., first:last].to(problem.dtype)
-    if not problem.is_causal:
-        return weight
-    rows = torch.arange(slab.rows.start, slab.rows.stop, device=weight.device)
-    later = torch.arange(first, last, device=weight.device) > rows[:, None]
-    return torch.where(later, -torch.inf, weight)
+    seen, rows = slice(slab.seen.first, slab.seen.last), slab.rows
+    weight = weight[..., seen].to(problem.dtype)
+    hidden = hidden_by_position(problem.band, rows.start, rows.stop - rows.start, problem.key.shape[2], weight.device)
+    return weight if hidden is None else torch.where(hidden[:, seen], -torch.inf, weight)
 
 
 def _summarise_weighted(tile: Tile, log_weight: Tensor, prior: Tensor, sums: Tensor) -> None:

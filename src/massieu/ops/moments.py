@@ -1,15 +1,14 @@
 """Moments of attention's weights: what each query's attention looks like, in one pass over the scores."""
 
-import math
-from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import compiled, moment_blocks, reference, tiles
-from massieu.ops.shapes import Problem, Scale, check_problem
+from massieu.ops import band, compiled, moment_blocks, null_slot, reference, tiles
+from massieu.ops.shapes import Problem, Scale, Sink, Window, check_problem, in_autocast_dtype, told
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
 
@@ -63,7 +62,9 @@ def attention_moments(
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
+    window: Window = None,
     softcap: float | None = None,
+    sink: Sink = None,
     backend: MomentsBackend = "auto",
 ) -> Moments:
     """Log-partition, entropy and moments of the scores of every query, in memory linear in queries and keys.
@@ -73,8 +74,8 @@ def attention_moments(
     computes it, differentiable any number of times.
 
     Args:
-        query, key, value, log_weight, scale, is_causal: as in `massieu.ops.attention`.
-        softcap: c > 0 replaces each score by c·tanh(score/c) before the log-weight is added, as Gemma 2 does.
+        query, key, value, log_weight, scale, is_causal, window, softcap: as in `massieu.ops.attention`.
+        sink: as there; all moments are those with one more key of score 0 and log-weight `sink`, whose value is zero.
         backend: `moments_backend` says what "auto" takes.
 
             - "reference": plain operations in blocks of queries;
@@ -86,23 +87,18 @@ def attention_moments(
     1e-6·(variance + log² n), the others about 1e-6 times the scores' spread over a query's keys.
 
     Raises:
-        TypeError: not a tensor, not floating-point, dtypes that differ.
-        ValueError: shapes or devices that do not fit (both are named), an unknown backend, or one that cannot do this.
+        TypeError: as `massieu.ops.attention`.
+        ValueError: as there; also a backend that cannot do this.
     """
-    problem = check_problem(query, key, value, log_weight, scale, is_causal)
-    _check_softcap(softcap)
+    query, key, value = in_autocast_dtype(query, key, value)
+    problem = check_problem(query, key, value, log_weight, scale, is_causal, window=window, softcap=softcap, sink=sink)
     chosen = _choose(problem, backend)
-    if chosen == "reference":
-        found = reference.in_blocks(problem, _reference(softcap))
-        moments, output = found[:10], None if value is None else found[10]
-    else:
-        room = compiled if chosen == "compiled" else moment_blocks
-        if backend == "auto" and _is_fusable(problem):
-            _Work.pairs += problem.pairs
-        with torch.no_grad():
-            moments, output = moment_blocks.moments(problem, softcap, room.summarise, room.PAIRS_PER_THREAD)
+    found = band.apply(partial(_moments, chosen, backend == "auto"), problem)
+    if problem.sink is not None:
+        found = null_slot.moments(found, problem.sink)
+    moments, output = found[:10], found[10] if value is not None else None
     restored = [problem.restore(moment) for moment in moments]
-    return Moments(None if value is None or output is None else problem.restore(output).to(query.dtype), *restored)
+    return Moments(None if output is None else problem.restore(output).to(query.dtype), *restored)
 
 
 def moments_backend(
@@ -118,26 +114,29 @@ def moments_backend(
 
     "reference" where "blocks" cannot go (gradients, transforms, other devices than the CPU); "compiled" once the calls
     of this process have met `REPAYING_PAIRS` scores, about what makes up for the compilation, and there is a C++
-    compiler; else "blocks".
+    compiler; else "blocks". A window, soft cap or sink makes no difference.
 
     Raises:
         TypeError, ValueError: as `attention_moments`.
     """
+    query, key, value = in_autocast_dtype(query, key, value)
     return _choose(check_problem(query, key, value, log_weight, scale, is_causal), "auto")
 
 
-def _check_softcap(softcap: float | None) -> None:
-    if softcap is None:
-        return
-    if isinstance(softcap, bool) or not isinstance(softcap, float | int):
-        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
-    if not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+def _moments(chosen: str, counted: bool, problem: Problem) -> tuple[Tensor, ...]:
+    """The moments in the order of `Moments`, and the output where there are values."""
+    if chosen == "reference":
+        return reference.in_blocks(problem, _reference)
+    if counted and _is_fusable(problem):
+        _Work.pairs += problem.pairs
+    room = compiled if chosen == "compiled" else moment_blocks
+    with torch.no_grad():
+        return moment_blocks.moments(problem, room.summarise, room.PAIRS_PER_THREAD)
 
 
 def _choose(problem: Problem, backend: str) -> str:
-    if backend not in ("auto", "reference", "compiled", "blocks"):
-        raise ValueError(f"backend must be 'auto', 'reference', 'compiled' or 'blocks', got {backend!r}")
+    if not isinstance(backend, str) or backend not in ("auto", "reference", "compiled", "blocks"):
+        raise ValueError(f"backend must be 'auto', 'reference', 'compiled' or 'blocks', got {told(backend)}")
     if backend == "reference":
         return backend
     reason = tiles.unusable(problem, problem.value)
@@ -157,17 +156,7 @@ def _is_fusable(problem: Problem) -> bool:
     return problem.log_weight is None or problem.log_weight.dtype == torch.bool
 
 
-def _reference(softcap: float | None) -> Callable[..., tuple[Tensor, ...]]:
-    def moments(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        return _reference_moments(scores, log_weight, value)
-
-    return moments
-
-
-def _reference_moments(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
-    """The moments in the order of `Moments`, and the output where there are values."""
+def _reference(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
     log_weight = torch.zeros_like(scores) if log_weight is None else log_weight.expand_as(scores)
     visible = log_weight > -torch.inf
     finite_weight = torch.where(visible, log_weight, 0.0)

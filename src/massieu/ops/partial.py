@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.attention import Attention
-from massieu.ops.shapes import may_be_differentiated
+from massieu.ops.shapes import may_be_differentiated, told
 
 
 class Partial(NamedTuple):
@@ -30,8 +30,16 @@ class Partial(NamedTuple):
 
     @classmethod
     def of(cls, attention: Attention) -> Self:
-        """The result of `massieu.ops.attention` over some keys; its output is widened to the dtype of log Z."""
-        return cls(attention.log_partition, attention.output.to(attention.log_partition.dtype))
+        """The result of `massieu.ops.attention` over some keys; its output is widened to the dtype of log Z.
+
+        Raises:
+            TypeError, ValueError: it is no `Attention`, or its two tensors do not fit each other.
+        """
+        if not isinstance(attention, Attention):
+            raise TypeError(f"a part is made of an Attention, got {type(attention).__name__}")
+        part = cls(attention.log_partition, attention.output.to(attention.log_partition.dtype))
+        _check(part)
+        return part
 
     @classmethod
     def empty(
@@ -47,7 +55,14 @@ class Partial(NamedTuple):
         Args:
             shape: of the log-partition.
             size: of a value.
+
+        Raises:
+            TypeError, ValueError: sizes that are not whole numbers of at least 0, a dtype but float32 and float64.
         """
+        _check_sizes("shape", shape)
+        _check_sizes("size", (size,))
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         level = torch.full(tuple(shape), -torch.inf, dtype=dtype, device=device)
         return cls(level, torch.zeros(*shape, size, dtype=dtype, device=device))
 
@@ -78,8 +93,7 @@ class Partial(NamedTuple):
         """
         _check(self)
         count = self.log_partition.ndim
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise TypeError(f"dim must be a whole number, got {dim!r}")
+        _check_integer(dim)
         if not -count <= dim < count:
             raise ValueError(
                 f"dim must be a dimension of the log-partition {tuple(self.log_partition.shape)}, got {dim}"
@@ -92,7 +106,16 @@ class Partial(NamedTuple):
         return around(anchor, weight.sum(dim), moment.sum(dim))
 
     def unsqueeze(self, dim: int) -> "Partial":
-        """One more dimension of size 1, before dimension `dim` ≥ 0 of the log-partition."""
+        """One more dimension of size 1, before dimension `dim` of the log-partition, or after its last.
+
+        Raises:
+            TypeError, ValueError: as `reduce`; dim is counted from the front.
+        """
+        _check(self)
+        _check_integer(dim)
+        if not 0 <= dim <= self.log_partition.ndim:
+            shape = tuple(self.log_partition.shape)
+            raise ValueError(f"dim must be in 0 … {len(shape)} for a log-partition {shape}, got {dim}")
         return Partial(self.log_partition.unsqueeze(dim), self.mean.unsqueeze(dim))
 
 
@@ -154,6 +177,20 @@ def _check(part: Partial) -> None:
             f"mean must have the shape of log_partition {tuple(level.shape)} and one more dimension, "
             f"got {tuple(mean.shape)}"
         )
+
+
+def _check_integer(dim: object) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be a whole number, got {told(dim)}")
+
+
+def _check_sizes(name: str, sizes: Sequence[int]) -> None:
+    if not isinstance(sizes, Sequence) or any(
+        isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in sizes
+    ):
+        raise TypeError(f"{name} must be of whole numbers, got {told(sizes)}")
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"{name} must be of numbers of at least 0, got {tuple(sizes)}")
 
 
 def _check_alike(first: Partial, part: Partial) -> None:

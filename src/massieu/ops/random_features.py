@@ -1,7 +1,6 @@
 """The log-partition by positive random features: an unbiased estimate of Z whose variance is known."""
 
 import math
-import reprlib
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from massieu.ops.attention import log_partition
 from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import Problem, check_problem
+from massieu.ops.shapes import Problem, check_problem, told
 from massieu.ops.uncompiled import uncompiled
 
 BLOCK_NUMBERS = 1 << 22
@@ -101,7 +100,7 @@ def _check(
     if isinstance(scale, bool) or not isinstance(scale, int | float | None):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if isinstance(features, bool) or not isinstance(features, int):
-        raise TypeError(f"features must be a whole number, got {reprlib.repr(features)}")
+        raise TypeError(f"features must be a whole number, got {told(features)}")
     if features < 1:
         raise ValueError(f"at least 1 feature is needed, got {features}")
     if not isinstance(generator, torch.Generator):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import Problem, in_nested_forward_mode
+from massieu.ops.shapes import Band, Problem, hidden_by_position, in_nested_forward_mode, without_autocast
 
 BLOCK_PAIRS = 1 << 21
 """Scores that are held at once. A smaller problem is one block, without recomputation."""
@@ -26,9 +26,9 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor]:
     return output.to(problem.query.dtype), log_partition
 
 
-def log_partition(problem: Problem) -> Tensor:
+def log_partition(problem: Problem) -> tuple[Tensor]:
     """log Σ_n w_n exp(score_n), shape ``(B, Hk, G, L)``."""
-    return in_blocks(problem, _log_partition)[0]
+    return (in_blocks(problem, _log_partition)[0],)
 
 
 def _attention(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -65,25 +65,22 @@ def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     return (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])
 
 
-def scores_and_log_weight(
-    query: Tensor, key: Tensor, log_weight: Tensor | None, first: int, is_causal: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Scores ``(B, Hk, G, L, N)`` of a scaled query, and float log-weights that hold mask and causality.
-
-    Args:
-        first: position of the block's first query: query i sees keys 0 … first + i when causal.
-    """
+def _scores(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
+    """Scores ``(B, Hk, G, L, N)`` of a scaled query."""
     scores = (query.flatten(2, 3) @ key.mT).unflatten(2, query.shape[2:4])
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _float_weight(log_weight: Tensor | None, hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Log-weights that hold what mask, causality and window hide."""
     if log_weight is not None and log_weight.dtype == torch.bool:
-        log_weight = torch.zeros_like(log_weight, dtype=scores.dtype).masked_fill(~log_weight, -torch.inf)
+        log_weight = torch.zeros_like(log_weight, dtype=dtype).masked_fill(~log_weight, -torch.inf)
     elif log_weight is not None:
-        log_weight = log_weight.to(scores.dtype)
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first + 1)
-        if log_weight is None:
-            log_weight = scores.new_zeros(())
-        log_weight = torch.where(later, -torch.inf, log_weight)
-    return scores, log_weight
+        log_weight = log_weight.to(dtype)
+    if hidden is None:
+        return log_weight
+    visible = hidden.new_zeros((), dtype=dtype) if log_weight is None else log_weight
+    return torch.where(hidden, -torch.inf, visible)
 
 
 def in_blocks(problem: Problem, function: Function) -> tuple[Tensor, ...]:
@@ -96,29 +93,31 @@ def in_blocks(problem: Problem, function: Function) -> tuple[Tensor, ...]:
     length = query.shape[3]
     rows = max(1, min(length, BLOCK_PAIRS * length // max(problem.pairs, 1)))
     if rows >= length:
-        block = partial(_block, function, 0, problem.is_causal)
-        return block(query, key, problem.log_weight, value)
+        return _block(function, problem.softcap, problem.band, 0, query, key, problem.log_weight, value)
     results = []
     for first in range(0, length, rows):
         weight = problem.log_weight
         if weight is not None and weight.shape[3] > 1:
             weight = weight[:, :, :, first : first + rows]
-        block = partial(_block, function, first, problem.is_causal)
+        block = partial(_block, function, problem.softcap, problem.band, first)
         results.append(recomputed(block, query[:, :, :, first : first + rows], key, weight, value))
     return tuple(torch.cat(parts, dim=3) for parts in zip(*results, strict=True))
 
 
 def _block(
     function: Function,
+    softcap: float | None,
+    band: Band,
     first: int,
-    is_causal: bool,
     query: Tensor,
     key: Tensor,
     log_weight: Tensor | None,
     value: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    scores, log_weight = scores_and_log_weight(query, key, log_weight, first, is_causal)
-    return function(scores, log_weight, value)
+    with without_autocast(query.device):
+        hidden = hidden_by_position(band, first, query.shape[3], key.shape[2], query.device)
+        weight = _float_weight(log_weight, hidden, query.dtype)
+        return function(_scores(query, key, softcap), weight, value)
 
 
 def recomputed(function: Function, *tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -1,6 +1,5 @@
 """Attention as sequential Monte Carlo: each query draws values by its weights, and attention is the mean of the draws."""
 
-import reprlib
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from massieu.ops import reference
 from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import Problem, Scale, check_problem
+from massieu.ops.shapes import Problem, Scale, check_problem, told
 from massieu.ops.uncompiled import uncompiled
 
 Method = Literal["multinomial", "systematic"]
@@ -85,11 +84,11 @@ def _check(generator: object, draws: object, method: object) -> None:
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
     if isinstance(draws, bool) or not isinstance(draws, int):
-        raise TypeError(f"draws must be a whole number, got {reprlib.repr(draws)}")
+        raise TypeError(f"draws must be a whole number, got {told(draws)}")
     if draws < 1:
         raise ValueError(f"at least 1 draw is needed, got {draws}")
     if method not in ("multinomial", "systematic"):
-        raise ValueError(f"method must be 'multinomial' or 'systematic', got {reprlib.repr(method)}")
+        raise ValueError(f"method must be 'multinomial' or 'systematic', got {told(method)}")
 
 
 def _draw(problem: Problem, generator: torch.Generator, draws: int, method: Method) -> tuple[Tensor, Tensor, Tensor]:

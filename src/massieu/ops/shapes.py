@@ -5,7 +5,9 @@ head size. Log-weights become ``(B or 1, Hk or 1, G or 1, L or 1, N or 1)``.
 """
 
 import math
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,6 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 Scale = float | int | Tensor | None
+Sink = float | int | Tensor | None
+Window = int | tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,10 @@ class Problem:
     is_causal: bool
     lead: tuple[int, ...]
     """The caller's shape of a number per query."""
+    window: tuple[int, int] | None = None
+    """(low, high): query i sees keys i + low … i + high. Then `is_causal` is False: it is a high of 0."""
+    softcap: float | None = None
+    sink: Float[Tensor, "#B #Hk #G #L"] | Float[Tensor, ""] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,6 +55,29 @@ class Problem:
         """scale·query in `dtype`, so that scores are plain dot products."""
         return self.query.to(self.dtype) * self.scale
 
+    @property
+    def band(self) -> "Band":
+        """The window, or causality as one."""
+        return (None, 0) if self.is_causal else self.window
+
+
+DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+Band = tuple[int | None, int] | None
+"""(low, high): query i sees keys i + low … i + high; a low of None: all from the first; None: all."""
+
+
+def hidden_by_position(
+    band: Band, first: int, rows: int, keys: int, device: torch.device
+) -> Bool[Tensor, "rows keys"] | None:
+    """Which keys a band hides from queries first … first + rows − 1; None if no key."""
+    if band is None:
+        return None
+    low, high = band
+    key = torch.arange(keys, device=device)
+    query = torch.arange(first, first + rows, device=device).unsqueeze(1)
+    return key > query + high if low is None else (key < query + low) | (key > query + high)
+
 
 def check_problem(
     query: Tensor,
@@ -55,22 +86,27 @@ def check_problem(
     log_weight: Tensor | None,
     scale: Scale,
     is_causal: bool,
+    *,
+    window: Window = None,
+    softcap: float | None = None,
+    sink: Sink = None,
 ) -> Problem:
     """Check every argument and bring it to the common layout.
 
     Raises:
-        TypeError: something is not a tensor, not floating-point, or of another dtype than the query.
-        ValueError: shapes or devices that do not fit; the message names them.
+        TypeError: something is not a tensor, not floating-point, of another dtype than the query, or an option of
+            another type.
+        ValueError: shapes or devices that do not fit, or an option out of its range; the message names them.
     """
     tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
     _check_tensors(tensors)
     _check_shapes(query, key, value)
     if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+        raise TypeError(f"is_causal must be True or False, got {told(is_causal)}")
     key_heads = key.shape[1]
     heads = query.shape[1:3] if query.ndim == 5 else (key_heads, query.shape[1] // key_heads)
     layout = (query.shape[0], *heads, query.shape[-2], key.shape[2])
-    return Problem(
+    problem = Problem(
         query=query if query.ndim == 5 else query.unflatten(1, heads),
         key=key,
         value=value,
@@ -79,19 +115,70 @@ def check_problem(
         is_causal=is_causal,
         lead=tuple(query.shape[:-1]),
     )
+    if window is None and softcap is None and sink is None:
+        return problem
+    is_causal, band = _check_window(window, is_causal, layout)
+    return replace(
+        problem,
+        is_causal=is_causal,
+        window=band,
+        softcap=_check_softcap(softcap),
+        sink=_layout_sink(sink, problem.dtype, query, layout),
+    )
+
+
+def _check_window(window: Window, is_causal: bool, layout: tuple[int, ...]) -> tuple[bool, tuple[int, int] | None]:
+    """Causality and the band that are left to apply: not both."""
+    if window is None:
+        return is_causal, None
+    sides = window if isinstance(window, tuple) else (window, window)
+    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+        raise TypeError(f"window must be a whole number or a pair of them, got {told(window)}")
+    left, right = sides
+    if left < 0 or right < 0:
+        raise ValueError(f"window must not be negative, got {window}")
+    *_, length, keys = layout
+    if is_causal:
+        right = 0
+    if left >= length - 1 and (is_causal or right >= keys - 1):
+        return is_causal, None
+    return False, (-left, right)
+
+
+def told(thing: object) -> str:
+    """A wrong option for a message: what is short as it is, of anything else the type."""
+    short = all(isinstance(part, int | float | str) for part in (thing if isinstance(thing, tuple) else (thing,)))
+    return repr(thing) if short else type(thing).__name__
+
+
+def _check_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, float | int):
+        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+    return float(softcap)
 
 
 def _check_tensors(tensors: dict[str, Tensor]) -> None:
     query = tensors["query"]
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+        _check_floating(name, tensor)
         if tensor.dtype != query.dtype:
             raise TypeError(f"query and {name} must have one dtype, got {query.dtype} and {tensor.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"query and {name} must be on one device, got {query.device} and {tensor.device}")
+
+
+def _check_floating(name: str, tensor: Tensor, *, or_boolean: bool = False) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
+    if tensor.dtype not in DTYPES and not (or_boolean and tensor.dtype == torch.bool):
+        boolean = "boolean (True keeps) or " if or_boolean else ""
+        raise TypeError(f"{name} must be a {boolean}16-, 32- or 64-bit floating-point tensor, got {tensor.dtype}")
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
@@ -121,10 +208,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
 
 
 def _layout_log_weight(log_weight: Tensor, query: Tensor, key: Tensor, layout: tuple[int, ...]) -> Tensor:
-    if not isinstance(log_weight, Tensor):
-        raise TypeError(f"log_weight must be a tensor, got {type(log_weight).__name__}")
-    if log_weight.dtype != torch.bool and not log_weight.is_floating_point():
-        raise TypeError(f"log_weight must be boolean (True keeps) or floating-point, got {log_weight.dtype}")
+    _check_floating("log_weight", log_weight, or_boolean=True)
     if log_weight.device != query.device:
         raise ValueError(f"query and log_weight must be on one device, got {query.device} and {log_weight.device}")
     wanted = (*query.shape[:-1], key.shape[2])
@@ -144,31 +228,75 @@ def _layout_log_weight(log_weight: Tensor, query: Tensor, key: Tensor, layout: t
 def _layout_scale(scale: Scale, query: Tensor, layout: tuple[int, ...]) -> float | Tensor:
     if scale is None:
         return query.shape[-1] ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, float | int | Tensor):
+    if isinstance(scale, Tensor):
+        return _layout_per_query("scale", scale, query, layout)
+    if isinstance(scale, bool) or not isinstance(scale, float | int):
         raise TypeError(f"scale must be a number, a tensor or None, got {type(scale).__name__}")
-    if not isinstance(scale, Tensor):
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, got {scale}")
-        return float(scale)
-    if not scale.is_floating_point():
-        raise TypeError(f"scale must be a floating-point tensor, got {scale.dtype}")
-    if scale.device != query.device and scale.ndim > 0:
-        raise ValueError(f"query and scale must be on one device, got {query.device} and {scale.device}")
+    # Comparisons, and not functions of `math`: the compiler knows them for numbers that it does not.
+    if not abs(scale) < math.inf:
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: tuple[int, ...]) -> Tensor | None:
+    if sink is None:
+        return None
+    if isinstance(sink, Tensor):
+        sink = _layout_per_query("sink", sink, query, layout).to(dtype)
+        return sink.squeeze(-1) if sink.ndim else sink.to(query.device)
+    if isinstance(sink, bool) or not isinstance(sink, float | int):
+        raise TypeError(f"sink must be a number, a tensor or None, got {type(sink).__name__}")
+    if not sink < math.inf:
+        raise ValueError(f"sink must be finite or -inf, got {sink}")
+    return torch.full((), sink, dtype=dtype, device=query.device)
+
+
+def _layout_per_query(name: str, number: Tensor, query: Tensor, layout: tuple[int, ...]) -> Tensor:
+    """A tensor of one number, one a head, or one a query, as ``(#B, #Hk, #G, #L, 1)`` or of no dimension."""
+    _check_floating(name, number)
+    if number.device != query.device and number.ndim > 0:
+        raise ValueError(f"query and {name} must be on one device, got {query.device} and {number.device}")
     heads = layout[1] * layout[2]
-    if scale.ndim == 0:
-        return scale
-    if scale.ndim == 1 and scale.shape[0] == heads:
-        return scale.reshape(1, *layout[1:3], 1, 1)
+    if number.ndim == 0 or tuple(number.shape) == (1,):
+        return number.reshape(())
+    if number.ndim == 1 and number.shape[0] == heads:
+        return number.reshape(1, *layout[1:3], 1, 1)
     wanted = (*query.shape[:-1], 1)
-    shape = tuple(scale.shape)
+    shape = tuple(number.shape)
     if len(shape) != len(wanted) or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
         raise ValueError(
-            f"scale must be one number, {heads} (one a head) or broadcast to {wanted} for query "
+            f"{name} must be one number, {heads} (one a head) or broadcast to {wanted} for query "
             f"{tuple(query.shape)}, got shape {shape}"
         )
     if len(wanted) == 5:
-        return scale
-    return scale.unsqueeze(2) if shape[1] == 1 else scale.unflatten(1, layout[1:3])
+        return number
+    return number.unsqueeze(2) if shape[1] == 1 else number.unflatten(1, layout[1:3])
+
+
+def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Under `torch.autocast`, what it casts an operation's arguments to, as it does for PyTorch's own attention.
+
+    What is not a tensor to be cast is left for the checks to refuse.
+    """
+    kind = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), "meta")
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        return tensor.to(dtype)
+
+    return tuple(map(cast, tensors))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Where operations keep the dtype they are written in."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def in_functorch() -> bool:

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from massieu.ops.shapes import told
+
 
 class AtomBlock(NamedTuple):
     """Some of the atoms: points with or without values and log-weights of their own, for each of Hk key heads."""
@@ -65,6 +67,8 @@ class AtomStore:
             ValueError: shapes do not fit each other or the first block, there are no blocks, or `path` is taken.
         """
         path = Path(path)
+        if isinstance(blocks, AtomBlock) or not isinstance(blocks, Iterable):
+            raise TypeError(f"blocks must be a list or generator of AtomBlock, got {type(blocks).__name__}")
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"a store is written to a new directory, and {path} is already there")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +78,7 @@ class AtomStore:
             for index, block in enumerate(blocks):
                 _check_block(block, first)
                 first = block if first is None else first
-                tensors = {name: part.contiguous() for name, part in block._asdict().items() if part is not None}
-                save_file(tensors, beside / f"{index:08d}.safetensors")
+                save_file(_written(block), beside / f"{index:08d}.safetensors")
             if first is None:
                 raise ValueError("a store needs at least one block of atoms, got none")
             beside.chmod(0o777 & ~_umask())
@@ -118,8 +121,7 @@ class AtomStore:
         Raises:
             ValueError: size is below 1, or a file has changed since the store was opened.
         """
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"a block must hold a whole number of atoms, at least 1, got {size!r}")
+        check_block_size(size)
         for file, count in zip(self.files, self.counts, strict=True):
             for first in range(0, count, size):
                 yield self._read(file, count, slice(first, min(count, first + size)))
@@ -145,6 +147,12 @@ class _Layout(NamedTuple):
         heads, size, value_size, has_values, has_log_weight = self.fixed
         values = f"values of size {value_size}" if has_values else "no values"
         return f"{heads} heads, points of size {size}, {values}, {'' if has_log_weight else 'no '}log-weights"
+
+
+def check_block_size(size: object) -> None:
+    """A number of atoms; a `ValueError`."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"a block must hold a whole number of atoms, at least 1, got {told(size)}")
 
 
 def _opened(file: Path) -> safe_open:
@@ -185,6 +193,10 @@ def _check_block(block: object, first: AtomBlock | None) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
         if part.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {part.dtype}")
+        if part.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got {part.layout}")
+        if part.is_meta:
+            raise ValueError(f"{name} must hold numbers, got a tensor on {part.device}")
         shapes[name] = tuple(part.shape)
     _check_shapes(shapes)
     if first is None:
@@ -192,6 +204,19 @@ def _check_block(block: object, first: AtomBlock | None) -> None:
     wanted = {name: tuple(part.shape) for name, part in first._asdict().items() if part is not None}
     if _but_for_count(shapes) != _but_for_count(wanted):
         raise ValueError(f"blocks must be alike but for their number of atoms, got {wanted} and {shapes}")
+
+
+def _written(block: AtomBlock) -> dict[str, Tensor]:
+    """Tensors whose memory holds their numbers in order, each its own: safetensors refuses, or gets wrong, all others."""
+    tensors: dict[str, Tensor] = {}
+    for name, part in block._asdict().items():
+        if part is None:
+            continue
+        part = part.detach().contiguous().resolve_neg()
+        memory = part.untyped_storage().data_ptr()
+        shared = any(other.untyped_storage().data_ptr() == memory for other in tensors.values())
+        tensors[name] = part.clone() if shared else part
+    return tensors
 
 
 def _but_for_count(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -26,7 +26,7 @@ from massieu.ops.shapes import (
     in_nested_forward_mode,
     may_be_differentiated,
 )
-from massieu.ops.store import AtomBlock, AtomStore
+from massieu.ops.store import AtomBlock, AtomStore, check_block_size
 from massieu.ops.uncompiled import uncompiled
 
 TILE_PAIRS = 1 << 18
@@ -83,10 +83,11 @@ def attention(
     The store's atoms have no gradient. `torch.compile` runs this as it is and compiles what is around it.
 
     Raises:
-        TypeError: the query is not a floating-point tensor, `store` is no `AtomStore`, a scale of another type.
-        ValueError: shapes do not fit (both are named), or a file has changed since the store was opened.
+        TypeError: the query is not a floating-point tensor, `store` is no `AtomStore`, a scale or progress of another
+            type.
+        ValueError: shapes do not fit (both are named), a block of no atoms, or a file has changed since the store was opened.
     """
-    problem, eta = _prepare(query, store, scale)
+    problem, eta = _prepare(query, store, scale, block_size, progress)
     found = _stream(eta, _Pass(store, block_size, progress, values_are_points=False))
     return Attention(_restore(found.mean, problem).to(query.dtype), _restore(found.log_partition, problem))
 
@@ -105,14 +106,16 @@ def log_partition(
     Arguments, guarantees and errors are those of `attention`, but that the first gradient needs no further pass: it is
     scale·Σ p_n point_n, found with log Z (S3).
     """
-    problem, eta = _prepare(query, store, scale)
+    problem, eta = _prepare(query, store, scale, block_size, progress)
     found = _stream(eta, _Pass(store, block_size, progress, values_are_points=True))
     if may_be_differentiated(eta) and not in_nested_forward_mode():
         return _restore(_WithMean.apply(eta, found.log_partition.detach(), found.mean), problem)  # pyright: ignore
     return _restore(found.log_partition, problem)
 
 
-def _prepare(query: Tensor, store: AtomStore, scale: Scale) -> tuple[Problem, Tensor]:
+def _prepare(
+    query: Tensor, store: AtomStore, scale: Scale, block_size: int, progress: Progress | None
+) -> tuple[Problem, Tensor]:
     """The checked problem, and scale·query as (1, Hk, B·G·L, D) in the working dtype."""
     if not isinstance(store, AtomStore):
         raise TypeError(
@@ -120,6 +123,9 @@ def _prepare(query: Tensor, store: AtomStore, scale: Scale) -> tuple[Problem, Te
         )
     if not isinstance(query, Tensor):
         raise TypeError(f"query must be a tensor, got {type(query).__name__}")
+    check_block_size(block_size)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function of two numbers or None, got {type(progress).__name__}")
     # One atom a head stands for the store: shapes and types are checked as for keys.
     batch = query.shape[0] if query.ndim else 1
     problem = check_problem(query, query.new_zeros(batch, store.heads, 1, store.size), None, None, scale, False)

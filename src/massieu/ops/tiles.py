@@ -1,12 +1,13 @@
 """How the scores of a long attention are cut into pieces that stay in a core's cache, and which keys each piece sees."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import Problem, may_be_differentiated
+from massieu.ops.shapes import Problem, hidden_by_position, may_be_differentiated
 
 HIDDEN = -1e30
 """Stands for −inf where 0·score must stay 0."""
@@ -59,7 +60,7 @@ class Slab:
         """The slab's part of ``(B, Hk, G, L, ...)``."""
         return result[self.batch, :, :, self.rows]
 
-    def tiles(self, buffers: Tensor, scale: float, softcap: float | None) -> Iterator["Tile"]:
+    def tiles(self, buffers: Tensor, scale: float, softcap: float | None = None) -> Iterator["Tile"]:
         """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses."""
         pairs = self.query.shape[1] * self.key.shape[2]
         views = None
@@ -116,13 +117,23 @@ class Tile:
         return self.spread_out(numbers)[..., seen.mixed_first - seen.first : seen.mixed_last - seen.first]
 
 
+def prepared(problem: Problem) -> Problem:
+    """Contiguous tensors of the working dtype and a scale that is a number."""
+    query, scale = problem.query.to(problem.dtype), problem.scale
+    if isinstance(scale, Tensor):
+        query, scale = query * scale, 1.0
+    value = None if problem.value is None else problem.value.to(problem.dtype).contiguous()
+    key = problem.key.to(problem.dtype).contiguous()
+    return replace(problem, query=query.contiguous(), key=key, value=value, scale=scale)
+
+
 def slabs(problem: Problem, capacity: int) -> Iterator[Slab]:
     """Cut a problem so that a tile holds about `capacity` scores; slabs without a visible key are left out."""
     batch, key_heads, group, length, _ = problem.query.shape
     keys = problem.key.shape[2]
     items, rows = max(1, capacity // (key_heads * group * length * keys)), length
     weight = problem.log_weight
-    if problem.is_causal or (weight is not None and weight.shape[3] > 1):
+    if problem.band is not None or (weight is not None and weight.shape[3] > 1):
         # Short blocks skip more of what a causal mask hides; longer ones multiply faster.
         rows = min(rows, max(128, min(256, length // 8)))
     rows = min(rows, max(1, capacity // (group * keys)))
@@ -158,11 +169,25 @@ def slab_weight(problem: Problem, batch: slice, rows: slice) -> Tensor | None:
     return weight.expand(*weight.shape[:-1], problem.key.shape[2])
 
 
+def finite_weight(problem: Problem, slab: Slab) -> Tensor | None:
+    """Float log-weights of a slab, 0 for the hidden pairs that `Tile.hide` takes care of; None if all are 0."""
+    weight = slab_weight(problem, slab.batch, slab.rows)
+    if weight is None or weight.dtype == torch.bool:
+        return None
+    weight = weight[..., slab.seen.first : slab.seen.last].to(problem.dtype)
+    weight = weight.masked_fill(weight == -torch.inf, 0.0)
+    return weight if bool(weight.any()) else None
+
+
 def _visible(problem: Problem, batch: slice, rows: slice) -> Visible:
-    """Which keys some items and queries see, by mask and causality."""
+    """Which keys some items and queries see, by mask, causality and window."""
     weight, keys = slab_weight(problem, batch, rows), problem.key.shape[2]
     kept = weight if weight is None or weight.dtype == torch.bool else weight > -torch.inf
     dtype, device = problem.dtype, problem.query.device
+    outside = hidden_by_position(problem.window, rows.start, rows.stop - rows.start, keys, device)
+    if outside is not None:
+        inside = ~outside[None, None, None]
+        return _from_mask(inside if kept is None else kept & inside, dtype)
     if not problem.is_causal or rows.start >= keys - 1:
         if kept is None:
             return Visible(0, keys, 0, 0, None, torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device))
@@ -188,6 +213,15 @@ def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
         return Visible(first, last, 0, 0, None, count)
     mixed_first, mixed_last = first + int(partly[0]), first + int(partly[-1]) + 1
     return Visible(first, last, mixed_first, mixed_last, kept[..., mixed_first:mixed_last].to(dtype), count)
+
+
+def exp_(scores: Tensor) -> None:
+    """exp in place for scores up to 0; where it is too small for products with it to be normal numbers, 0.
+
+    On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
+    """
+    lowest = -690.0 if scores.dtype == torch.float64 else -80.0
+    torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)
 
 
 def unusable(problem: Problem, *others: Tensor | None) -> str | None:

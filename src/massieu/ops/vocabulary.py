@@ -1,7 +1,6 @@
 """The language-model head as log Z − score: cross-entropy over a vocabulary without its matrix of logits."""
 
 import math
-import reprlib
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from massieu.ops.linear_scores import (
     log_partitions,
     values_are_known,
 )
+from massieu.ops.shapes import told
 
 
 class CrossEntropy(NamedTuple):
@@ -125,7 +125,7 @@ def check_options(
     ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, return_log_partition: bool
 ) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an integer, got {reprlib.repr(ignore_index)}")
+        raise TypeError(f"ignore_index must be an integer, got {told(ignore_index)}")
     for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{name} must be a number, got {type(number).__name__}")
@@ -134,6 +134,6 @@ def check_options(
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss must be finite and at least 0, got {z_loss}")
     if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reprlib.repr(reduction)}")
+        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {told(reduction)}")
     if not isinstance(return_log_partition, bool):
-        raise TypeError(f"return_log_partition must be True or False, got {reprlib.repr(return_log_partition)}")
+        raise TypeError(f"return_log_partition must be True or False, got {told(return_log_partition)}")

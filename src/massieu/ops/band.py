@@ -1,0 +1,132 @@
+"""A sliding window in time and memory linear in queries and keys: chunks of queries, each with its band of keys.
+
+Chunks that have all the keys they may see are folded into the batch and done as one problem, whose band of keys is the
+same for each; what is before and after them are two smaller problems.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from massieu.ops.shapes import Problem
+
+LEAST, MOST = 64, 512
+"""Queries of a chunk: fewer waste the kernels' blocks of queries, more the scores between a chunk's ends."""
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def apply(function: Function, problem: Problem, *others: Tensor) -> tuple[Tensor, ...]:
+    """``function(problem, *others)``, a window's by chunks.
+
+    Args:
+        function: gives tensors ``(B, Hk, G, L, ...)``, a query's numbers from that query and the keys it sees.
+        others: tensors of the query's shape that go with it.
+    """
+    if problem.window is None:
+        return function(problem, *others)
+    low, high = problem.window
+    length, keys = problem.query.shape[3], problem.key.shape[2]
+    size = max(LEAST, min(MOST, (high - low) // 128 * 64))
+    # The first chunk starts at the first query whose window starts at key 0 or later.
+    first = max(0, -low)
+    chunks = (min(length, keys - high) - first) // size
+    if chunks < 2:
+        return function(problem, *others)
+    last = first + chunks * size
+    parts = []
+
+    def add(rows: slice, seen: slice) -> None:
+        parts.append(function(_part(problem, rows, seen), *(other[:, :, :, rows] for other in others)))
+
+    if first > 0:
+        add(slice(0, first), slice(0, first + high))
+    folded = function(_fold(problem, first, last, size), *(_chunks(other, first, last, size) for other in others))
+    parts.append(tuple(_unfold(result, problem.query.shape[0]) for result in folded))
+    if last < length:
+        # At least one key, hidden if it has to be: kernels do not take none.
+        add(slice(last, length), slice(min(last + low, keys - 1), keys))
+    return tuple(torch.cat(results, dim=3) for results in zip(*parts, strict=True))
+
+
+def _part(problem: Problem, rows: slice, seen: slice) -> Problem:
+    """Some queries and a stretch of keys that has all they may see."""
+    assert problem.window is not None
+    low, high = problem.window
+    weight, scale = problem.log_weight, problem.scale
+    if weight is not None:
+        weight = weight[..., rows, :] if weight.shape[3] > 1 else weight
+        weight = weight[..., seen] if weight.shape[4] > 1 else weight
+    if isinstance(scale, Tensor) and scale.ndim > 0 and scale.shape[3] > 1:
+        scale = scale[..., rows, :]
+    return replace(
+        problem,
+        query=problem.query[..., rows, :],
+        key=problem.key[..., seen, :],
+        value=None if problem.value is None else problem.value[..., seen, :],
+        log_weight=weight,
+        scale=scale,
+        window=(low + rows.start - seen.start, high + rows.start - seen.start),
+    )
+
+
+def _fold(problem: Problem, first: int, last: int, size: int) -> Problem:
+    """Chunks of queries and their bands of keys as items of the batch, ``(B·chunks, ...)``."""
+    assert problem.window is not None
+    low, high = problem.window
+    batch, width, scale, weight = problem.query.shape[0], size + high - low, problem.scale, problem.log_weight
+    seen, chunks = slice(first + low, last + high), (last - first) // size
+    if isinstance(scale, Tensor) and scale.ndim > 0:
+        scale = _items(_chunked(scale, first, last, size), batch, chunks)
+    if weight is not None:
+        weight = _items(_banded(_chunked(weight, first, last, size), seen, width, size), batch, chunks)
+    return replace(
+        problem,
+        query=_chunks(problem.query, first, last, size),
+        key=_bands(problem.key[:, :, seen], width, size),
+        value=None if problem.value is None else _bands(problem.value[:, :, seen], width, size),
+        log_weight=weight,
+        scale=scale,
+        window=(0, high - low),
+    )
+
+
+def _chunks(tensor: Tensor, first: int, last: int, size: int) -> Tensor:
+    """What has the query's shape, its chunks as items of the batch."""
+    return _chunked(tensor, first, last, size).flatten(0, 1)
+
+
+def _unfold(result: Tensor, batch: int) -> Tensor:
+    """The inverse of `_chunks`."""
+    return result.unflatten(0, (batch, -1)).movedim(1, 3).flatten(3, 4)
+
+
+def _bands(tensor: Tensor, width: int, size: int) -> Tensor:
+    """Overlapping stretches of keys, a view where there is one item."""
+    return tensor.unfold(2, width, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+
+def _chunked(tensor: Tensor, first: int, last: int, size: int) -> Tensor:
+    """From ``(#B, #Hk, #G, #L, ...)`` to ``(#B, #chunks, #Hk, #G, #size, ...)``."""
+    if tensor.shape[3] == 1:
+        return tensor.unsqueeze(1)
+    return tensor[:, :, :, first:last].unflatten(3, (-1, size)).movedim(3, 1)
+
+
+def _banded(weight: Tensor, seen: slice, width: int, size: int) -> Tensor:
+    """From ``(#B, #chunks, #Hk, #G, #size, #N)`` to each chunk's band of keys, the last dimension."""
+    if weight.shape[5] == 1:
+        return weight
+    bands = weight[..., seen].unfold(5, width, size)
+    if weight.shape[1] == 1:
+        return bands.squeeze(1).movedim(4, 1)
+    return bands.diagonal(0, 1, 5).movedim(-1, 1)
+
+
+def _items(tensor: Tensor, batch: int, chunks: int) -> Tensor:
+    """From ``(#B, #chunks, ...)`` to ``(1 or B·chunks, ...)``."""
+    if tensor.shape[0] > 1 or tensor.shape[1] > 1:
+        tensor = tensor.expand(batch, chunks, *tensor.shape[2:])
+    return tensor.flatten(0, 1)
