@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 OUT ?= massieu-results/demo
 
 .PHONY: demo test slow lint types floor bench clean
+# Benchmarks that ran beside each other would measure each other.
+.NOTPARALLEL:
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,12 +45,18 @@ types: $(VENV)/installed
 floor: .venv-floor/installed
 	.venv-floor/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/probing
 
-bench: $(VENV)/installed ## the benchmarks, written to benchmarks/results/
-	$(BIN)/python benchmarks/ops.py
-	$(BIN)/python benchmarks/measures.py
-	$(BIN)/python benchmarks/losses.py
-	$(BIN)/python benchmarks/scaling.py
-	$(BIN)/python benchmarks/probe.py
+# What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
+BENCHMARKS := ops lengths losses measures scaling hopfield fixed_points implicit boltzmann probe
+MEASURED := $(BENCHMARKS:%=massieu-results/bench/%)
+
+bench: $(MEASURED) ## the benchmarks one after the other, written to benchmarks/results/ and docs/benchmarks.md
+	$(BIN)/python benchmarks/page.py
+	rm -r massieu-results/bench
+
+$(MEASURED): massieu-results/bench/%: | $(VENV)/installed
+	@echo "== benchmarks/$*.py ($$(ls massieu-results/bench 2>/dev/null | wc -l) of $(words $(BENCHMARKS)) done)"
+	$(BIN)/python benchmarks/$*.py
+	@mkdir -p $(@D) && touch $@
 
 clean:
 	rm -rf $(VENV) .venv-floor massieu-results build dist

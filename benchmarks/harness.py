@@ -11,8 +11,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,11 +34,30 @@ class Comparison:
     time_ratio: float
     time_interval: tuple[float, float]
     """95 % bootstrap interval of the ratio of medians, over rounds."""
-    time_bar: float
+    time_bar: float | None
     reference_mebibytes: float | None = None
     mebibytes: float | None = None
     memory_ratio: float | None = None
     memory_bar: float | None = None
+    memory_interval: tuple[float, float] | None = field(default=None, kw_only=True)
+    """The same of the ratio of peaks, where more than one was taken."""
+    counted_seconds: float | None = field(default=None, kw_only=True)
+    """Operations and bytes that our side cannot do without, one after the other at the rates of this run."""
+    rounds: int | None = field(default=None, kw_only=True)
+    """How often each side was timed."""
+    why: str | None = field(default=None, kw_only=True)
+    """What stands between the row and its bar, or what the reference cannot do."""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the upper ends of both intervals are under their bars; None where there is no bar."""
+        memory = self.memory_ratio if self.memory_interval is None else self.memory_interval[1]
+        found = [
+            upper <= bar
+            for upper, bar in ((self.time_interval[1], self.time_bar), (memory, self.memory_bar))
+            if bar is not None and upper is not None
+        ]
+        return all(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -53,23 +72,37 @@ class Timing:
 
 def compare_times(reference: Work, ours: Work, rounds: int = 15, warm_up: int = 2, resamples: int = 2000) -> Timing:
     """Time `ours` against `reference`, taking turns, after `warm_up` unmeasured rounds."""
-    sides = (reference, ours)
-    times = np.empty((rounds, 2))
+    return paired(take_turns((reference, ours), rounds, warm_up), resamples)
+
+
+def take_turns(sides: Iterable[Work], rounds: int, warm_up: int = 2) -> np.ndarray:
+    """Seconds of each side in each of the rounds, shape (rounds, sides), after `warm_up` unmeasured rounds."""
+    works = list(sides)
+    times = np.empty((rounds, len(works)))
     for turn in range(-warm_up, rounds):
-        for side, work in enumerate(sides):
+        for side, work in enumerate(works):
             start = time.process_time()
             work()
             if turn >= 0:
                 times[turn, side] = time.process_time() - start
-    drawn = times[np.random.default_rng(0).integers(rounds, size=(resamples, rounds))]
+    return times
+
+
+def paired(numbers: np.ndarray, resamples: int = 2000) -> Timing:
+    """Medians of two columns (reference, ours), their ratio, and its interval by resampling whole rounds."""
+    rounds = len(numbers)
+    drawn = numbers[np.random.default_rng(0).integers(rounds, size=(resamples, rounds))]
     medians = np.median(drawn, axis=1)
     low, high = np.quantile(medians[:, 1] / medians[:, 0], [0.025, 0.975])
-    first, second = (float(np.median(times[:, side])) for side in (0, 1))
+    first, second = (float(np.median(numbers[:, side])) for side in (0, 1))
     return Timing(first, second, second / first, (float(low), float(high)))
 
 
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
 def print_peak(prepare: Callable[[float], Work], tiny: float = 0.02) -> None:
-    """What a fresh process runs: print the mebibytes that the resident set grows by while the work is done once.
+    """What a fresh process runs: do the work once; print its seconds and the mebibytes that the resident set grows by.
 
     Args:
         prepare: makes the inputs, their length scaled by its argument, and returns the work. It is first called with
@@ -82,8 +115,9 @@ def print_peak(prepare: Callable[[float], Work], tiny: float = 0.02) -> None:
         # The system tells the highest resident set only: fill up to it, so that all growth shows.
         ballast.append(np.ones(2**15))
     before = _peak()
+    start = time.process_time()
     work()
-    print((_peak() - before) / 2**20)
+    print(time.process_time() - start, (_peak() - before) / 2**20)
 
 
 def _peak() -> int:
@@ -91,29 +125,99 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def peak_memory(script: Path, *arguments: str) -> float:
-    """Run ``script arguments`` in a fresh process; it must call `print_peak`. Returns mebibytes."""
+def run_fresh(script: Path, *arguments: str) -> tuple[float, float]:
+    """Run ``script arguments`` in a fresh process; it must call `print_peak`. Returns seconds and mebibytes."""
     command = [sys.executable, str(script), *arguments]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        what = " (out of memory?)" if run.returncode == -9 else ""
+        raise RuntimeError(f"{' '.join(command)} ended with status {run.returncode}{what}\n{run.stderr}")
+    seconds, mebibytes = run.stdout.split()[-2:]
+    return float(seconds), float(mebibytes)
 
 
-def write(name: str, rows: list[Comparison]) -> Path:
-    """Write ``results/<name>.json`` and print the rows as a table."""
-    machine = {"processor": _processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    content = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine | {"python": platform.python_version()},
-        "rows": [asdict(row) for row in rows],
+def peak_memory(script: Path, *arguments: str) -> float:
+    """Mebibytes that one run in a fresh process takes; see `run_fresh`."""
+    return run_fresh(script, *arguments)[1]
+
+
+# --- the machine's rates ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a piece of work cannot do without."""
+
+    flops: float = 0.0
+    exponentials: float = 0.0
+    memory_bytes: float = 0.0
+    cache_bytes: float = 0.0
+
+    def __mul__(self, times: float) -> "Count":
+        return Count(*(times * amount for amount in asdict(self).values()))
+
+    def __add__(self, other: "Count") -> "Count":
+        return Count(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+
+    def seconds(self, rates: dict[str, float]) -> float:
+        """One after the other at the given rates."""
+        return sum(amount / rates[name] for name, amount in asdict(self).items())
+
+
+def rate(amount: float, work: Work, rounds: int = 7) -> float:
+    """Amount a second of this thread, the median."""
+    return amount / float(np.median(take_turns([work], rounds, warm_up=1)))
+
+
+def rates() -> dict[str, float]:
+    """Ceilings of one thread: products, exponentials, bytes read from memory and from a second-level cache."""
+    memory = torch.ones(1 << 28)
+    matrix = torch.randn(2048, 2048)
+    cached = torch.randn(3 << 16)
+    return {
+        "flops": rate(2 * 2048**3, lambda: matrix @ matrix),
+        "exponentials": rate(cached.numel(), cached.exp, 101),
+        "memory_bytes": rate(4 * memory.numel(), memory.sum),
+        "cache_bytes": rate(4 * cached.numel(), cached.sum, 101),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def steps(names: Iterable[str]) -> Iterator[str]:
+    """The names one by one, saying on the terminal which one is worked on, and how long all took so far."""
+    listed, start = list(names), time.perf_counter()
+    for place, name in enumerate(listed, 1):
+        minutes, seconds = divmod(int(time.perf_counter() - start), 60)
+        print(f"[{place}/{len(listed)}, {minutes}:{seconds:02}] {name}", flush=True)
+        yield name
+
+
+def write(name: str, rows: list[Comparison], **more: object) -> Path:
+    """Write ``results/<name>.json`` and print the rows as a table."""
+    path = save(name, rows=[asdict(row) | {"met": row.met} for row in rows], **more)
     for row in rows:
         low, high = row.time_interval
         line = f"{row.name} / {row.reference}: time {row.time_ratio:.3f} [{low:.3f}, {high:.3f}] (bar {row.time_bar})"
         if row.memory_ratio is not None:
             line += f", memory {row.memory_ratio:.3f} (bar {row.memory_bar})"
-        print(f"{line}; {row.reference_seconds * 1e3:.1f} → {row.seconds * 1e3:.1f} ms")
+        print(f"{line}; {row.reference_seconds * 1e3:.1f} → {row.seconds * 1e3:.1f} ms; met: {row.met}")
+    return path
+
+
+def save(name: str, **content: object) -> Path:
+    """Write ``results/<name>.json``: date, machine, and the content given."""
+    machine = {"processor": _processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    whole = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python benchmarks/{name}.py",
+        "machine": machine | {"python": platform.python_version()},
+        **content,
+    }
+    path.write_text(json.dumps(whole, indent=1) + "\n")
     return path
 
 

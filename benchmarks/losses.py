@@ -2,26 +2,33 @@
 
     python benchmarks/losses.py
 
-float32, one thread, forward and backward. About ten minutes and 8 GiB, most of both for the matrices.
+float32, one thread, forward and backward, each run in a process of its own. About seven minutes and 8 GiB, most of both
+for the matrices.
 """
 
-import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import cases
+import fit
 import harness
+from cases import Case, Sides
 from massieu.ops.contrastive import info_nce
 from massieu.ops.vocabulary import linear_cross_entropy
 
 WORDS, WIDTH, SIZE, TEMPERATURE = 50257, 768, 256, 0.07
 ROWS = 4096
 """Rows of the score matrix that are kept at a time where all of it would not fit."""
-Sides = tuple[harness.Work, harness.Work]
+MATRICES = (4096, 8192, 12288, 16384)
+"""Pairs of which the whole score matrix is measured, to say what `TOO_MANY` would take."""
+TOO_MANY = 32768
 
 
 def _gradients(loss: Callable[..., Tensor], *inputs: Tensor) -> harness.Work:
@@ -81,40 +88,58 @@ def _pairs(symmetric: bool = False, in_rows: bool = False) -> Callable[[float], 
     return prepare
 
 
-# name: (reference, tokens or pairs, bar of time, bar of memory, preparation, rounds)
-LOGITS, MATRIX = "F.cross_entropy(h @ W.T, y)", "F.cross_entropy of the score matrix"
-IN_ROWS = f"F.cross_entropy of {ROWS} rows of scores at a time, checkpointed"
+def _count(rows: int, columns: int, width: int) -> harness.Count:
+    """Scores multiplied out twice and both gradients, four products; an exponential of each score both times."""
+    return harness.Count(flops=2 * 4 * rows * columns * width, exponentials=2 * rows * columns)
+
+
+def _matrix_of_too_many() -> dict[str, object]:
+    """Seconds and mebibytes of the score matrix at sizes where it fits, and what their fit says of `TOO_MANY` pairs."""
+    names = {f"the score matrix of {pairs} pairs, to extrapolate": str(pairs) for pairs in MATRICES}
+    found = []
+    for name in harness.steps(names):
+        runs = [harness.run_fresh(Path(__file__), "--size", names[name], "--fresh", PAIRS, "0") for _ in range(2)]
+        found.append(np.median(runs, axis=0))
+    seconds, mebibytes = np.array(found).T
+    return {
+        "pairs": TOO_MANY,
+        "seconds": asdict(fit.power(MATRICES, seconds, at=TOO_MANY)),
+        "mebibytes": asdict(fit.power(MATRICES, mebibytes, at=TOO_MANY)),
+    }
+
+
+def _vocabulary_case(rounds: int, **options: float) -> Case:
+    used = round(2048 * (1 - options.get("ignored", 0.0)))
+    count = _count(used, WORDS, WIDTH)
+    prepare = _vocabulary(**options)
+    return Case("F.cross_entropy(h @ W.T, y)", 2048, prepare, 1.35, 0.2, rounds, fresh=True, count=count)
+
+
+def _pairs_case(pairs: int, rounds: int, symmetric: bool = False) -> Case:
+    count, prepare = _count(pairs, pairs, SIZE), _pairs(symmetric)
+    return Case("F.cross_entropy of the score matrix", pairs, prepare, 1.2, 0.05, rounds, fresh=True, count=count)
+
+
+IN_ROWS = Case(
+    f"F.cross_entropy of {ROWS} rows of scores at a time, checkpointed",
+    TOO_MANY,
+    _pairs(in_rows=True),
+    time_bar=1.2,
+    rounds=3,
+    fresh=True,
+    count=_count(TOO_MANY, TOO_MANY, SIZE),
+)
+PAIRS = "InfoNCE, 8192 × 256"
 CASES = {
-    "linear cross-entropy, 2048 × 768 × 50257": (LOGITS, 2048, 1.35, 0.2, _vocabulary(), 9),
-    "the same, label smoothing": (LOGITS, 2048, 1.35, 0.2, _vocabulary(label_smoothing=0.1), 5),
-    "the same, half of the tokens ignored": (LOGITS, 2048, 1.35, 0.2, _vocabulary(ignored=0.5), 5),
-    "InfoNCE, 8192 × 256": (MATRIX, 8192, 1.2, 0.05, _pairs(), 9),
-    "InfoNCE, 16384 × 256": (MATRIX, 16384, 1.2, 0.05, _pairs(), 5),
-    "InfoNCE, 32768 × 256": (IN_ROWS, 32768, 1.2, None, _pairs(in_rows=True), 5),
-    "InfoNCE, symmetric, 8192 × 256": (MATRIX, 8192, 1.2, 0.05, _pairs(symmetric=True), 9),
+    "linear cross-entropy, 2048 × 768 × 50257": _vocabulary_case(rounds=5),
+    "the same, label smoothing": _vocabulary_case(rounds=3, label_smoothing=0.1),
+    "the same, half of the tokens ignored": _vocabulary_case(rounds=3, ignored=0.5),
+    PAIRS: _pairs_case(8192, rounds=5),
+    "InfoNCE, 16384 × 256": _pairs_case(16384, rounds=4),
+    f"InfoNCE, {TOO_MANY} × 256": IN_ROWS,
+    "InfoNCE, symmetric, 8192 × 256": _pairs_case(8192, rounds=5, symmetric=True),
 }
 
 
-def _compare(name: str) -> harness.Comparison:
-    reference, size, time_bar, memory_bar, prepare, rounds = CASES[name]
-    timing = harness.compare_times(*prepare(size), rounds=rounds, warm_up=1)
-    times = (timing.reference_seconds, timing.seconds, timing.ratio, timing.interval, time_bar)
-    before, after = (harness.peak_memory(Path(__file__), "--memory", name, side) for side in ("0", "1"))
-    return harness.Comparison(name, reference, *times, before, after, after / before, memory_bar)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--memory", nargs=2, metavar=("CASE", "SIDE"), help="print one side's peak memory, MiB")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.memory:
-        name, side = arguments.memory
-        _, size, _, _, prepare, _ = CASES[name]
-        harness.print_peak(lambda share: prepare(share * size)[int(side)])
-        return
-    print(harness.write("losses", [_compare(name) for name in CASES]))
-
-
 if __name__ == "__main__":
-    main()
+    cases.main(Path(__file__), __doc__, CASES, matrix=_matrix_of_too_many)

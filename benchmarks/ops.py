@@ -2,21 +2,28 @@
 
     python benchmarks/ops.py
 
-float32, one thread, batch 1, 8 heads of size 64. About three minutes, most of it for one compilation.
+float32, one thread, batch 1, 8 heads of size 64. About three minutes, one of them for two compilations, and 3 GiB.
 """
 
-import argparse
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+import cases
+import explicit_attention
 import harness
+from cases import Case, Sides
 from massieu import ops
+from massieu.ops.moments import MomentsBackend
 
 HEADS, SIZE = 8, 64
+PASSES_EAGER = 23
+"""Readings and writings of each score, 4 bytes each, by the fourteen eager operations between the two products."""
 
 
 def _inputs(length: float, number: int) -> list[Tensor]:
@@ -28,18 +35,26 @@ def _without_gradient(work: harness.Work) -> harness.Work:
     return torch.no_grad()(work)
 
 
-def _forward(length: float) -> tuple[harness.Work, harness.Work]:
+def _forward(length: float) -> Sides:
     query, key, value = _inputs(length, 3)
     fused = lambda: F.scaled_dot_product_attention(query, key, value)  # noqa: E731
     return _without_gradient(fused), _without_gradient(lambda: ops.attention(query, key, value))
 
 
-def _forward_backward(length: float) -> tuple[harness.Work, harness.Work]:
+def _forward_flexible(length: float) -> Sides:
+    query, key, value = (tensor.detach() for tensor in _inputs(length, 3))
+    compiled = _flexible()
+    flexible = lambda: compiled(query, key, value)  # noqa: E731
+    return _without_gradient(flexible), _without_gradient(lambda: ops.attention(query, key, value))
+
+
+def _forward_backward(length: float) -> Sides:
     inputs = _inputs(length, 3)
     grad_output, grad_log_partition = torch.randn_like(inputs[0]), torch.randn(1, HEADS, int(length))
 
     def fused() -> object:
-        return torch.autograd.grad(F.scaled_dot_product_attention(*inputs), inputs, grad_output)
+        query, key, value = inputs
+        return torch.autograd.grad(F.scaled_dot_product_attention(query, key, value), inputs, grad_output)
 
     def ours() -> object:
         return torch.autograd.grad(ops.attention(*inputs), inputs, (grad_output, grad_log_partition))
@@ -47,7 +62,7 @@ def _forward_backward(length: float) -> tuple[harness.Work, harness.Work]:
     return fused, ours
 
 
-def _log_partition(length: float) -> tuple[harness.Work, harness.Work]:
+def _log_partition(length: float) -> Sides:
     query, key = _inputs(length, 2)
     gradient = torch.randn(1, HEADS, int(length))
 
@@ -60,8 +75,8 @@ def _log_partition(length: float) -> tuple[harness.Work, harness.Work]:
     return score_matrix, ours
 
 
-def _moments(backend: str) -> Callable[[float], tuple[harness.Work, harness.Work]]:
-    def prepare(length: float) -> tuple[harness.Work, harness.Work]:
+def _moments(backend: MomentsBackend) -> Callable[[float], Sides]:
+    def prepare(length: float) -> Sides:
         query, key, value = _inputs(length, 3)
         fused = lambda: F.scaled_dot_product_attention(query, key, value)  # noqa: E731
         ours = lambda: ops.attention_moments(query, key, value, backend=backend)  # noqa: E731
@@ -70,41 +85,126 @@ def _moments(backend: str) -> Callable[[float], tuple[harness.Work, harness.Work
     return prepare
 
 
-# name: (reference, length, bar of time, bar of memory, preparation, rounds)
+def _layer(passes: int) -> Callable[[float], Sides]:
+    def prepare(length: float) -> Sides:
+        first, second = explicit_attention.explicit, explicit_attention.fused
+        return explicit_attention.layer(first, int(length), passes), explicit_attention.layer(
+            second, int(length), passes
+        )
+
+    return prepare
+
+
+@cache
+def _flexible() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
+
+
+def _flexible_limits() -> dict[str, str]:
+    """What compiled FlexAttention answers here when asked for a log-sum-exp, and for a gradient."""
+    query, key, value = _inputs(256, 3)
+    fixed = [tensor.detach() for tensor in (query, key, value)]
+    works: dict[str, harness.Work] = {
+        "log-sum-exp": lambda: _flexible()(*fixed, return_aux=AuxRequest(lse=True)),
+        "backward": lambda: _flexible()(query, key, value).sum().backward(),
+    }
+    answers = {}
+    for name, work in works.items():
+        try:
+            work()
+        except Exception as error:  # whatever it raises is the answer
+            answers[name] = str(error).splitlines()[0].removeprefix("LoweringException: ")
+        else:
+            answers[name] = "works"
+    return answers
+
+
+def _eager_operations(length: int = 2048, rows: int = 96) -> dict[str, object]:
+    """Seconds of the eager moments' operations, each timed by itself on one tile, and how often it is done to a tile."""
+    scores, weights, sums = torch.randn(1, rows, length), torch.rand(1, rows, length), torch.zeros(1, rows, 1)
+    query, key, value = torch.randn(1, rows, SIZE), torch.randn(1, SIZE, length), torch.randn(1, length, SIZE)
+    product = torch.empty(1, rows, SIZE)
+    works: dict[str, tuple[int, harness.Work]] = {
+        "scores": (1, lambda: torch.baddbmm(scores, query, key, beta=0, alpha=0.1, out=scores)),
+        "sum": (4, lambda: torch.sum(scores, -1, keepdim=True, out=sums)),
+        "subtraction": (3, lambda: scores.sub_(sums)),
+        "norm": (2, lambda: torch.linalg.vector_norm(scores, dim=-1, keepdim=True, out=sums)),
+        "maximum": (1, lambda: torch.amax(scores, -1, keepdim=True, out=sums)),
+        "lower limit": (1, lambda: scores.clamp_min_(-87.0)),
+        "exponential": (1, lambda: torch.exp(scores, out=weights)),
+        "multiplication": (2, lambda: scores.mul_(weights)),
+        "values": (1, lambda: torch.bmm(weights, value, out=product)),
+    }
+    seconds = {}
+    for name, (_, work) in works.items():
+        scores.normal_()
+        weights.uniform_()
+        seconds[name] = 1 / harness.rate(1, work, 21)
+    total = sum(times * seconds[name] for name, (times, _) in works.items()) * HEADS * length / rows
+    return {"length": length, "seconds": seconds, "times": {name: works[name][0] for name in works}, "total": total}
+
+
+def _count(length: int, products: int, exponentials: int = 1, cache_passes: int = 0) -> harness.Count:
+    pairs = HEADS * length**2
+    return harness.Count(2 * products * SIZE * pairs, exponentials * pairs, 0, 4 * cache_passes * pairs)
+
+
+EAGER = (
+    "each eager operation on a tile goes through it once more, in the cache. `auto`, the default, takes this way until a "
+    "process has met 4·10¹⁰ scores, then the compiled one, whose compilation would not be repaid before"
+)
+
+
+def _moments_case(
+    backend: MomentsBackend, length: int, rounds: int, cache_passes: int = 0, why: str | None = None
+) -> Case:
+    count = _count(length, 2, 1, cache_passes)
+    return Case(FUSED, length, _moments(backend), 1.7, rounds=rounds, memory_rounds=0, count=count, why=why)
+
+
 FUSED, FUSED_BACKWARD = "fused attention", "fused attention, forward and backward"
+EXPLICIT = "explicit attention, forward and backward"
 CASES = {
-    "attention and log Z, forward": (FUSED, 2048, 1.05, 1.1, _forward, 21),
-    "attention and log Z, forward and backward": (FUSED_BACKWARD, 2048, 1.1, 1.2, _forward_backward, 15),
-    "log Z alone, L = 4096, forward and backward": ("logsumexp(q @ k.mT)", 4096, 0.4, 0.1, _log_partition, 5),
-    "moments and output, L = 512, compiled": (FUSED, 512, 1.7, None, _moments("compiled"), 41),
-    "moments and output, L = 2048, compiled": (FUSED, 2048, 1.7, None, _moments("compiled"), 15),
-    "moments and output, L = 512, blocks": (FUSED, 512, 1.7, None, _moments("blocks"), 41),
-    "moments and output, L = 2048, blocks": (FUSED, 2048, 1.7, None, _moments("blocks"), 15),
+    "attention and log Z, forward": Case(FUSED, 2048, _forward, 1.05, 1.1, 21, count=_count(2048, 2)),
+    "attention and log Z, forward and backward": Case(
+        FUSED_BACKWARD, 2048, _forward_backward, 1.1, 1.2, 15, memory_rounds=5, count=_count(2048, 7, 2)
+    ),
+    "log Z alone, L = 4096, forward and backward": Case(
+        "logsumexp(q @ k.mT)", 4096, _log_partition, 0.4, 0.1, 5, count=_count(4096, 4, 2)
+    ),
+    **{
+        f"moments and output, L = {length}, compiled": _moments_case("compiled", length, rounds)
+        for length, rounds in ((512, 41), (2048, 15))
+    },
+    **{
+        f"moments and output, L = {length}, blocks": _moments_case("blocks", length, rounds, PASSES_EAGER, EAGER)
+        for length, rounds in ((512, 41), (2048, 15))
+    },
+    "attention and log Z beside FlexAttention, forward": Case(
+        "FlexAttention, compiled (output only)",
+        2048,
+        _forward_flexible,
+        rounds=9,
+        memory_rounds=0,
+        count=_count(2048, 2),
+    ),
+    "attention layer with its projections, L = 2048": Case(
+        EXPLICIT,
+        2048,
+        _layer(1),
+        rounds=7,
+        count=explicit_attention.count(2048, 1),
+    ),
+    "the same with four Hopfield steps": Case(
+        EXPLICIT,
+        2048,
+        _layer(4),
+        rounds=3,
+        fresh=True,
+        count=explicit_attention.count(2048, 4),
+    ),
 }
 
 
-def _compare(name: str) -> harness.Comparison:
-    reference, length, time_bar, memory_bar, prepare, rounds = CASES[name]
-    timing = harness.compare_times(*prepare(length), rounds=rounds)
-    times = (timing.reference_seconds, timing.seconds, timing.ratio, timing.interval, time_bar)
-    if memory_bar is None:
-        return harness.Comparison(name, reference, *times)
-    before, after = (harness.peak_memory(Path(__file__), "--memory", name, side) for side in ("0", "1"))
-    return harness.Comparison(name, reference, *times, before, after, after / before, memory_bar)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--memory", nargs=2, metavar=("CASE", "SIDE"), help="print one side's peak memory, MiB")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.memory:
-        name, side = arguments.memory
-        _, length, _, _, prepare, _ = CASES[name]
-        harness.print_peak(lambda share: prepare(share * length)[int(side)])
-        return
-    print(harness.write("ops", [_compare(name) for name in CASES]))
-
-
 if __name__ == "__main__":
-    main()
+    cases.main(Path(__file__), __doc__, CASES, eager_operations=_eager_operations, flex_attention=_flexible_limits)

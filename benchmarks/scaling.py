@@ -2,14 +2,13 @@
 
     python benchmarks/scaling.py
 
-One thread, float32, one head of size 64 with values of size 64. About four minutes and 3 GB of disk.
+One thread, float32, one head of size 64 with values of size 64. About three minutes and 3 GB of disk.
 """
 
 import argparse
 import json
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,21 +44,8 @@ class Row(harness.Comparison):
 # --- ceilings --------------------------------------------------------------------------------------------------------
 
 
-def _rate(amount: float, work: Callable[[], object], rounds: int = 7) -> float:
-    """Amount a second of this thread, the median."""
-    times = []
-    for _ in range(rounds + 1):
-        start = time.process_time()
-        work()
-        times.append(time.process_time() - start)
-    return amount / float(np.median(times[1:]))
-
-
 def ceilings(folder: Path) -> dict[str, float]:
-    """Rates of one thread: bytes read from memory and from mapped files in the page cache, products, exponentials."""
-    memory = torch.ones(1 << 28)
-    matrix = torch.randn(2048, 2048)
-    numbers = torch.randn(1 << 18)
+    """Rates of one thread, and that of reading mapped files in the page cache."""
     store = _store(folder, max(KEYS))
 
     def read() -> None:
@@ -68,12 +54,7 @@ def ceilings(folder: Path) -> dict[str, float]:
                 if part is not None:
                     part.sum()
 
-    return {
-        "memory_bytes": _rate(4 * memory.numel(), memory.sum),
-        "mapped_bytes": _rate(max(KEYS) * 2 * SIZE * 4, read),
-        "flops": _rate(2 * 2048**3, lambda: matrix @ matrix),
-        "exponentials": _rate(1 << 18, numbers.exp, 41),
-    }
+    return harness.rates() | {"mapped_bytes": harness.rate(max(KEYS) * 2 * SIZE * 4, read)}
 
 
 def predicted(keys: int, queries: int, backward: bool, rates: dict[str, float]) -> float:
@@ -115,7 +96,8 @@ def _streaming(folder: Path, keys: int, queries: int, backward: bool) -> harness
 
 def _in_memory(folder: Path, keys: int, queries: int, backward: bool) -> harness.Work:
     blocks, query = list(_store(folder, keys).blocks()), _query(queries, backward)
-    key, value = (torch.cat([block[part] for block in blocks], 1).unsqueeze(0) for part in (0, 1))
+    key = torch.cat([block.points for block in blocks], 1).unsqueeze(0)
+    value = torch.cat([block.values for block in blocks if block.values is not None], 1).unsqueeze(0)
     return lambda: _finish(ops.attention(query, key, value), backward)
 
 
@@ -125,26 +107,43 @@ def _peak(folder: Path, keys: int) -> float:
 
 
 def _rows(folder: Path, rates: dict[str, float]) -> list[harness.Comparison]:
-    peaks = {keys: _peak(folder, keys) for keys in KEYS}
+    labels = {f"peak memory of {keys} keys": keys for keys in KEYS}
+    peaks = {labels[label]: _peak(folder, labels[label]) for label in harness.steps(labels)}
+    works = {
+        f"{queries} queries, {'forward and backward' if backward else 'forward'}": (queries, backward)
+        for queries in QUERIES
+        for backward in (False, True)
+    }
     rows: list[harness.Comparison] = []
-    for queries in QUERIES:
-        for backward in (False, True):
-            timings = {
-                keys: harness.compare_times(
-                    _in_memory(folder, keys, queries, backward),
-                    _streaming(folder, keys, queries, backward),
-                    rounds=rounds,
-                )
-                for keys, rounds in KEYS.items()
-            }
-            seconds = [timing.seconds for timing in timings.values()]
-            exponent = float(np.polyfit(np.log(list(KEYS)), np.log(seconds), 1)[0])
-            for keys, timing in timings.items():
-                name = f"{keys} keys, {queries} queries, {'forward and backward' if backward else 'forward'}"
-                times = (timing.reference_seconds, timing.seconds, timing.ratio, timing.interval, BAR)
-                memory = (None, peaks[keys], None, None) if backward and queries == QUERIES[-1] else (None,) * 4
-                expected = predicted(keys, queries, backward, rates)
-                rows.append(Row(name, "keys in memory", *times, *memory, keys, queries, backward, expected, exponent))
+    for work in harness.steps(works):
+        queries, backward = works[work]
+        timings = {
+            keys: harness.compare_times(
+                _in_memory(folder, keys, queries, backward),
+                _streaming(folder, keys, queries, backward),
+                rounds=rounds,
+                warm_up=1,
+            )
+            for keys, rounds in KEYS.items()
+        }
+        seconds = [timing.seconds for timing in timings.values()]
+        exponent = float(np.polyfit(np.log(list(KEYS)), np.log(seconds), 1)[0])
+        for keys, timing in timings.items():
+            name = f"{keys} keys, {work}"
+            times = (timing.reference_seconds, timing.seconds, timing.ratio, timing.interval, BAR)
+            row = Row(
+                name,
+                "keys in memory",
+                *times,
+                mebibytes=peaks[keys] if backward and queries == QUERIES[-1] else None,
+                keys=keys,
+                queries=queries,
+                backward=backward,
+                predicted_seconds=predicted(keys, queries, backward, rates),
+                exponent=exponent,
+                rounds=KEYS[keys],
+            )
+            rows.append(row)
     return rows
 
 
@@ -160,9 +159,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rates = ceilings(folder)
-        path = harness.write("scaling", _rows(folder, rates))
-    content = json.loads(path.read_text()) | {"ceilings": rates}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+        path = harness.write("scaling", _rows(folder, rates), ceilings=rates)
+    content = json.loads(path.read_text())
     print(json.dumps(rates), path)
     for row in content["rows"]:
         print(row["name"], f"measured/predicted {row['seconds'] / row['predicted_seconds']:.2f}", row["exponent"])

@@ -8,8 +8,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [f"docs/{name}.md" for name in ("measures", "ops", "losses", "streaming", "duality", "verify")]
-README_BLOCK = "from massieu import duality, measures"
+PAGES_WITH_CODE = (
+    "measures",
+    "ops",
+    "losses",
+    "streaming",
+    "duality",
+    "verify",
+    "solve",
+    "energy",
+    "sparse",
+    "machines",
+    "nn",
+)
+PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
+EXAMPLES = {
+    "own_measure.py",
+    "contrastive.py",
+    "one_log_partition.py",
+    "digits_memory.py",
+    "digits_machine.py",
+    "foreign_digits.py",
+    "bags_of_digits.py",
+    "character_language_model.py",
+}
 
 
 def run(*arguments: str, **keywords) -> str:
@@ -27,16 +49,18 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path):
     run(str(script))
 
 
-def test_the_readmes_measures_run(tmp_path):
+def test_the_readmes_python_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    (block,) = [block for block in blocks if README_BLOCK in block]
-    script = tmp_path / "readme.py"
-    script.write_text(block)
-    run(str(script))
+    blocks = [block for block in blocks if "path/to/model" not in block]
+    assert len(blocks) == 3
+    for block in blocks:
+        script = tmp_path / "readme.py"
+        script.write_text(block)
+        run(str(script))
 
 
 def test_every_example_is_tested():
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"own_measure.py", "contrastive.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES
 
 
 def test_attention_over_ones_own_measure_trains():
@@ -53,3 +77,68 @@ def test_gradient_caching_changes_no_gradient_and_the_encoder_learns():
     )
     assert before < 0.75
     assert after > 0.8
+
+
+def numbers(pattern: str, text: str) -> list[tuple[str, ...]]:
+    found = re.findall(pattern, text)
+    assert found, text
+    return found
+
+
+def test_one_log_partition_is_one(tmp_path):
+    found = run("examples/one_log_partition.py", "--picture", str(tmp_path / "picture.png"))
+    rows = numbers(r" *(.+): A = +\S+, (\S+); image off by (\S+)", found)
+    assert len(rows) == 5
+    for name, level, image in rows:
+        equal = abs(float(level)) < 1e-6 and float(image) < 1e-6
+        assert equal == (name in ("attention", "one Hopfield step", "one hidden unit of ten states")), name
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_a_memory_of_digits_recalls_within_its_bound(tmp_path):
+    found = run("examples/digits_memory.py", "--picture", str(tmp_path / "picture.png"))
+    recalled = [int(count) for (count,) in numbers(r"(\d+) of 60 images recalled", found)]
+    assert recalled[0] == 0  # all queries run together
+    assert recalled[2] > 45
+    assert all(float(rise) < 1e-12 for (rise,) in numbers(r"rise of the energy in a step (\S+)", found))
+    assert all(float(excess) <= 0 for (excess,) in numbers(r"error − bound at most (\S+)", found))
+
+
+@pytest.mark.slow
+def test_machines_of_four_kinds_of_units_learn_digits(tmp_path):
+    found = run("examples/digits_machine.py", "--picture", str(tmp_path / "picture.png"))
+    held_out = {name: float(score) for name, score in numbers(r" *(\S+): log-likelihood .* on, +(\S+) held out", found)}
+    independent = -24.4  # of the best product of 64 independent bits
+    for name in ("bits", "spins", "Gaussian", "Poisson"):
+        assert independent + 4 < held_out[name] < -10
+    assert held_out["bits"] > held_out["scikit-learn"]
+
+
+@pytest.mark.slow
+def test_foreign_digits_are_told_apart():
+    areas = [float(area) for (area,) in numbers(r"AUROC (\S+) \[", run("examples/foreign_digits.py"))]
+    assert len(areas) == 18
+    assert min(areas) > 0.55
+
+
+@pytest.mark.slow
+def test_pooling_finds_the_nine():
+    found = {
+        name: float(accuracy)
+        for name, accuracy in numbers(
+            r" *(\S+ pooling): accuracy (\S+)", run("examples/bags_of_digits.py", "--seeds", "1")
+        )
+    }
+    assert found["Hopfield pooling"] > 0.85
+    assert found["mean pooling"] < found["Hopfield pooling"]
+
+
+@pytest.mark.slow
+def test_language_models_train():
+    found = run("examples/character_language_model.py", "--steps", "60")
+    (alone,) = numbers(r"(\S+) by counts of characters", found)[0]
+    rows = numbers(r" *(.+): (\S+) before training, (\S+) after", found)
+    assert len(rows) == 3
+    for _, before, after in rows:
+        assert float(after) < float(alone) < float(before)
+    assert "no ranking" in found

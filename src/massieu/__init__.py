@@ -11,8 +11,9 @@ divergences of A. François Massieu's function is log Z read as a thermodynamic 
 Three doors:
 
 - see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``;
-- build: ``massieu.ops`` (attention that also returns log Z), ``massieu.measures`` (any h, with what follows from it) and
-  ``massieu.duality`` (from a mean back to its natural parameter); ``massieu.testing.check_measure`` tests your own h;
+- build: ``massieu.nn`` (modules), ``massieu.ops`` (attention that also returns log Z), ``massieu.energy`` (memories and
+  machines), ``massieu.measures`` (any h, with what follows from it), ``massieu.duality`` (from a mean back to its natural
+  parameter), ``massieu.solve`` and ``massieu.inference``; ``massieu.testing.check_measure`` tests your own h;
 - check: ``massieu.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers.
 
 Importing this module loads neither torch nor transformers; names are loaded when they are first used.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from massieu import duality, measures, ops, population, testing
+    from massieu import duality, energy, inference, measures, nn, ops, population, solve, testing
     from massieu.errors import InputError, MissingExtraError
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import describe, probe
@@ -34,9 +35,13 @@ if TYPE_CHECKING:
 # Public name -> where it lives. A value without ":" is a submodule.
 _EXPORTS = {
     "duality": "massieu.duality",
+    "energy": "massieu.energy",
+    "inference": "massieu.inference",
     "measures": "massieu.measures",
+    "nn": "massieu.nn",
     "ops": "massieu.ops",
     "population": "massieu.population",
+    "solve": "massieu.solve",
     "testing": "massieu.testing",
     "probe": "massieu.probing.run:probe",
     "describe": "massieu.probing.run:describe",
@@ -54,10 +59,14 @@ __all__ = [
     "ProbeResult",
     "describe",
     "duality",
+    "energy",
+    "inference",
     "measures",
+    "nn",
     "ops",
     "population",
     "probe",
+    "solve",
     "testing",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""The errors a user's input can cause: one clear sentence each, printed by the command line without a traceback."""
+"""The errors a user can meet: one clear sentence each. Those of input the command line prints without a traceback."""
 
 import importlib
 from types import ModuleType
@@ -10,6 +10,10 @@ class InputError(ValueError):
 
 class MissingExtraError(InputError):
     """An optional dependency is not installed: the message holds the pip command that installs it."""
+
+
+class ConvergenceError(RuntimeError):
+    """An iteration did not come to an end: the message holds the residual, the steps and what to try."""
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

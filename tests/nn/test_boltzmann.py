@@ -189,7 +189,7 @@ def test_bad_fits(call, message):
 def test_training_that_diverges_says_so():
     gaussian = Gaussian.create(torch.zeros(3), torch.tensor(1.0))
     machine = RestrictedBoltzmannMachine(gaussian, Gaussian.create(torch.zeros(2), torch.tensor(1.0)))
-    with pytest.raises(ValueError, match=r"smaller learning_rate than 50\.0"):
+    with pytest.raises(ValueError, match="smaller learning_rate than"):
         machine.fit(
             3 * torch.randn(100, 3, generator=torch.Generator().manual_seed(0)), learning_rate=50.0, progress=False
         )

@@ -1,11 +1,13 @@
 """Restricted Boltzmann machines with any units, as modules that train, sample and score."""
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Self
 
 import torch
 from jaxtyping import Float
+from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -154,7 +156,7 @@ class RestrictedBoltzmannMachine(nn.Module):
         rounds: Iterable[int] = range(epochs)
         done = 0
         try:
-            for done in track(rounds, description="training", transient=True) if progress else rounds:  # noqa: B007
+            for done in track(rounds, "training", console=Console(stderr=True), transient=True) if progress else rounds:  # noqa: B007
                 order = torch.randperm(len(data), generator=generator, device=data.device)
                 for batch in order.split(batch_size):
                     trainer.update(data[batch], learning_rate * (1 - trainer.done / updates), sweeps)
@@ -192,12 +194,11 @@ class RestrictedBoltzmannMachine(nn.Module):
         return data
 
     def _check_normaliser(self, learning_rate: float) -> None:
-        advice = f"; take a smaller learning_rate than {learning_rate}, or more sweeps"
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters()):
-            raise ValueError(f"training diverged: a parameter is not finite{advice}")
+            raise _diverged(learning_rate)
         reason = why_not_normalisable(self.machine().visible, self.machine().hidden, self.weight.detach())
         if reason is not None:
-            raise ValueError(f"training left the machines that have a normaliser: {reason}{advice}")
+            raise ValueError(f"training left the machines that have a normaliser: {reason}{_advice(learning_rate)}")
 
 
 class _Training:
@@ -223,6 +224,8 @@ class _Training:
         share = len(batch) / chains
         up = batch.sum(0) - share * self.visible.sum(0)
         right = wanted.sum(0) - share * found.sum(0)
+        if not math.isfinite(right.sum().item()):
+            raise _diverged(learning_rate)
         step = learning_rate / len(batch)
         # Σ (v − centre)(h − activity)ᵀ over the data, less the same over the chains.
         gradient = torch.addmm(batch.mT @ wanted, self.visible.mT, found, alpha=-share)
@@ -242,6 +245,14 @@ class _Training:
                 field = self.model._hidden_field(self.visible)
             hidden = self.hidden_layer.sample(field, generator=self.generator)
             self.visible = self.visible_layer.sample(self.model._visible_field(hidden), generator=self.generator)
+
+
+def _diverged(learning_rate: float) -> ValueError:
+    return ValueError(f"training diverged: a parameter or a mean is not finite{_advice(learning_rate)}")
+
+
+def _advice(learning_rate: float) -> str:
+    return f"; take a smaller learning_rate than {learning_rate:.4g}, or more sweeps"
 
 
 def _units(measure: Measure, name: str) -> int:

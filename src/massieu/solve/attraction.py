@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.solve.linear import orthogonalise
+from massieu.solve.linear import krylov, orthogonalise
+from massieu.solve.loops import repeat
 from massieu.solve.methods import slope
 from massieu.solve.problem import Map, pose
 
@@ -20,6 +21,12 @@ class Spectrum(NamedTuple):
 
     radius: Tensor  # the largest |θ|
     proven: Tensor  # the largest |θ| − (how far θ is from an eigenvalue of a normal matrix, at most)
+
+
+class _Arnoldi(NamedTuple):
+    basis: Tensor  # (*items, products + 1, n), rows orthonormal or zero
+    hessenberg: Tensor  # (*items, products + 1, products)
+    turn: Tensor  # which column is next
 
 
 def spectral_radius(
@@ -53,24 +60,33 @@ def spectral_radius(
         return spectrum(evaluate, point, evaluate(point), products).radius
 
 
-def spectrum(evaluate: Map, point: Tensor, image: Tensor, products: int) -> Spectrum:
-    """Ritz values by `products` evaluations, or as many as an item has numbers."""
+def spectrum(evaluate: Map, point: Tensor, image: Tensor, products: int, damping: float = 1.0) -> Spectrum:
+    """Of z + damping·(f(z) − z), by `products` evaluations, or as many as an item has numbers."""
     products = min(products, point.shape[-1])
     places = torch.arange(1, point.shape[-1] + 1, dtype=point.dtype, device=point.device)
     # As good as random, and the same everywhere: k² radians modulo 2π are equidistributed (Weyl 1916).
     first = torch.cos(places.square()).expand_as(point)
-    basis = (first / first.norm(dim=-1, keepdim=True)).unsqueeze(-2)
-    columns: list[Tensor] = []
-    for turn in range(products):
-        vector, column, length = orthogonalise(basis, slope(evaluate, point, image, basis[..., -1, :]))
-        column = torch.cat([column, length.unsqueeze(-1)], -1)
-        columns.append(torch.nn.functional.pad(column, (0, products - turn - 1)))
-        basis = torch.cat([basis, vector.unsqueeze(-2)], -2)
-    hessenberg = torch.stack(columns, -1)
+    basis = krylov(first, products + 1)
+    columns = torch.zeros_like(basis[..., 0]).unsqueeze(-1).expand(*basis.shape[:-1], products)
+    state = _Arnoldi(basis, columns, torch.zeros((), dtype=torch.int64, device=point.device))
+
+    def step(state: _Arnoldi, point: Tensor, image: Tensor, *leaves: Tensor) -> _Arnoldi:
+        places = torch.arange(products + 1, device=point.device)
+        here, after = places == state.turn, places == state.turn + 1
+        product = slope(Map(evaluate.problem, leaves), point, image, here.to(point.dtype) @ state.basis)
+        vector, column, length = orthogonalise(state.basis, product)
+        column = column + length.unsqueeze(-1) * after.to(point.dtype)
+        basis = torch.where(after.unsqueeze(-1), vector.unsqueeze(-2), state.basis)
+        columns = torch.where(here[:-1], column.unsqueeze(-1), state.hessenberg)
+        return _Arnoldi(basis, columns, state.turn + 1)
+
+    end = repeat(step, state, lambda state: state.turn < products, products, (point, image, *evaluate.leaves))
+    hessenberg = end.hessenberg
     square = hessenberg[..., :-1, :]
     finite = square.isfinite().flatten(-2).all(-1)
     values, vectors = torch.linalg.eig(torch.where(finite[..., None, None], square, 0.0))
     # The next vector's share in the image of a Ritz vector is what that misses of being an eigenvector.
     missed = hessenberg[..., -1, -1, None].abs() * vectors[..., -1, :].abs() / vectors.abs().square().sum(-2).sqrt()
-    sizes = values.abs()
-    return Spectrum(*(torch.where(finite, size.amax(-1), torch.nan) for size in (sizes, sizes - missed)))
+    sizes = (1 - damping + damping * values).abs()
+    radii = sizes.amax(-1), (sizes - damping * missed).amax(-1)
+    return Spectrum(*(torch.where(finite, radius, torch.nan) for radius in radii))

@@ -106,7 +106,7 @@ def fixed_point(
         if check_attraction is None:
             check_attraction = isinstance(way, Newton) or (differentiated and adjoint == "implicit")
         if check_attraction:
-            state = _check_attraction(problem, state, constants)
+            state = _check_attraction(problem, state, constants, damping)
     found = _finish(problem, state, tolerance, max_steps, throw)
     if not differentiated:
         return found
@@ -137,9 +137,9 @@ def _iterate(
     return state._replace(status=torch.where(state.running, MAX_STEPS, state.status))
 
 
-def _check_attraction(problem: Problem, state: State, leaves: tuple[Tensor, ...]) -> State:
+def _check_attraction(problem: Problem, state: State, leaves: tuple[Tensor, ...], damping: float) -> State:
     """Refuse the fixed points of which an eigenvalue of modulus ≥ 1 is proven, beyond what differences leave open."""
-    proven = spectrum(Map(problem, leaves), state.point, state.image, PRODUCTS).proven
+    proven = spectrum(Map(problem, leaves), state.point, state.image, PRODUCTS, damping).proven
     bound = 1 + 4 * torch.finfo(state.point.dtype).eps ** 0.5
     refused = (state.status == CONVERGED) & (proven >= bound)
     return state._replace(
@@ -169,9 +169,10 @@ def _reason(state: State, size: Tensor, ratio: Tensor, tolerance: Tolerance, max
     steps, residual, wanted, slope = (float(field[place]) for field in numbers)
     where = f"item {place}" if place else "the item"
     failures = f"{int((status != CONVERGED).sum())} of {status.numel()} items"
+    advice = _advice(kind, residual < 100 * wanted, slope)
     return (
         f"no fixed point for {failures}: {where} {_WHAT[kind].format(steps=max_steps)} after {steps:.0f} moves, "
-        f"residual {residual:.3g} (needed {wanted:.3g}), contraction about {slope:.3g}; {_advice(kind, slope)}"
+        f"residual {residual:.3g} (needed {wanted:.3g}), contraction about {slope:.3g}; {advice}"
     )
 
 
@@ -183,11 +184,13 @@ _WHAT = {
 }
 
 
-def _advice(kind: Status, slope: float) -> str:
+def _advice(kind: Status, near: bool, slope: float) -> str:
     if kind == NOT_ATTRACTING:
         return "try another start, damping below 1, or check_attraction=False if the saddle is wanted"
+    if kind == MAX_STEPS and near:
+        return "it may be rounding: try a looser rtol, float64, or more max_steps"
     if kind == MAX_STEPS and slope < 1:
-        return "try more max_steps, method='anderson' or 'newton', a looser rtol, or float64"
+        return "try more max_steps, or method='anderson' or 'newton'"
     return "try damping below 1, method='anderson' or 'newton', another start, or a map that contracts more"
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from massieu.solve.loops import readable
 from massieu.solve.problem import Map
 from massieu.solve.status import CONVERGED, DIVERGED, NOT_FINITE, RUNNING
 
@@ -60,7 +61,9 @@ class Tolerance:
 def begin(start: Tensor, image: Tensor, tolerance: Tolerance, memory: int) -> State:
     size = (image - start).norm(dim=-1)
     count = torch.zeros_like(size, dtype=torch.int64)
-    history = torch.zeros_like(start).unsqueeze(-2).expand(*start.shape[:-1], memory, start.shape[-1])
+    # A loop of a compiled graph wants all room from the beginning, others are faster without.
+    room = 0 if readable() else memory
+    history = torch.zeros_like(start).unsqueeze(-2).expand(*start.shape[:-1], room, start.shape[-1])
     ratios = torch.full_like(size, torch.nan).unsqueeze(-1).expand(*size.shape, _WINDOW)
     running, one = count + RUNNING, count + 1
     state = State(
@@ -79,7 +82,7 @@ def judge(state: State, tolerance: Tolerance) -> State:
     return state._replace(status=torch.where(state.running, status, state.status))
 
 
-def move(evaluate: Map, state: State, trial: Tensor, guarded: Tensor) -> State:
+def move(evaluate: Map, state: State, trial: Tensor, guarded: Tensor, memory: int = 0) -> State:
     """Evaluate at `trial` and go there; items that are `guarded` only if the residual does not grow.
 
     After a guarded move that failed, plain moves follow, the more the more often that happens: 1, 2, 4, … 16. A residual
@@ -111,8 +114,8 @@ def move(evaluate: Map, state: State, trial: Tensor, guarded: Tensor) -> State:
         steps=state.steps + moved.long(),
         evaluations=state.evaluations + running.long(),
         ratios=torch.where(seen.unsqueeze(-1), torch.cat([ratio, state.ratios[..., :-1]], -1), state.ratios),
-        moves=_remember(state.moves, step, moved, failed),
-        changes=_remember(state.changes, change, moved, failed),
+        moves=_remember(state.moves, step, moved, failed, memory),
+        changes=_remember(state.changes, change, moved, failed, memory),
         wait=torch.where(failed | grew, state.penalty, (state.wait - 1).clamp_min(0)),
         penalty=torch.where(
             blamed, (2 * state.penalty).clamp_max(_LONGEST_WAIT), torch.where(success, 1, state.penalty)
@@ -121,13 +124,13 @@ def move(evaluate: Map, state: State, trial: Tensor, guarded: Tensor) -> State:
     )
 
 
-def _remember(history: Tensor, new: Tensor, moved: Tensor, failed: Tensor) -> Tensor:
+def _remember(history: Tensor, new: Tensor, moved: Tensor, failed: Tensor, memory: int) -> Tensor:
     """What is remembered with the newest first; nothing after a failure, as what misled once would again."""
-    if not history.shape[-2]:
+    if not memory:
         return history
-    longer = torch.cat([new.unsqueeze(-2), history[..., :-1, :]], -2)
-    history = torch.where(failed[..., None, None], 0.0, history)
-    return torch.where(moved[..., None, None], longer, history)
+    longer = torch.cat([new.unsqueeze(-2), history], -2)
+    same = torch.cat([torch.where(failed[..., None, None], 0.0, history), torch.zeros_like(new).unsqueeze(-2)], -2)
+    return torch.where(moved[..., None, None], longer, same)[..., :memory, :]
 
 
 def contraction(state: State) -> Tensor:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
-from massieu.solve.loops import readable, repeat, some
+from massieu.solve.loops import readable, repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
 Product = Callable[..., Tensor]
@@ -64,23 +65,30 @@ class ConjugateGradients(LinearSolver):
         limit = max(2 * right.shape[-1], 50) if self.max_steps is None else self.max_steps
         square = right.square().sum(-1)
         count = torch.zeros_like(square, dtype=torch.int64)
-        start = _Conjugate(torch.zeros_like(right), right, right, square, _begin(square, target), count, target)
+        start = _Conjugate(
+            torch.zeros_like(right), right, right, square, 0 * square, _begin(square.sqrt(), target), count, target
+        )
 
         def step(state: _Conjugate, *constants: Tensor) -> _Conjugate:
             image = product(state.direction, *constants)
             curvature = (state.direction * image).sum(-1)
             running = state.status == RUNNING
-            good = running & (curvature > 0)
-            length = torch.where(good, state.square / curvature, 0.0).unsqueeze(-1)
-            value = state.value + length * state.direction
-            residual = state.residual - length * torch.where(good.unsqueeze(-1), image, 0.0)
+            length = state.direction.square().sum(-1)
+            steepest = torch.maximum(state.steepest, curvature / length)
+            # Less than rounding of the steepest direction's is nothing.
+            good = running & (curvature > 16 * torch.finfo(curvature.dtype).eps * steepest * length)
+            step = torch.where(good, state.square / curvature, 0.0).unsqueeze(-1)
+            value = state.value + step * state.direction
+            residual = state.residual - step * torch.where(good.unsqueeze(-1), image, 0.0)
             square = torch.where(good, residual.square().sum(-1), state.square)
             onward = torch.where(good, square / state.square, 0.0).unsqueeze(-1)
             direction = torch.where(good.unsqueeze(-1), residual + onward * state.direction, state.direction)
             bad = torch.where(curvature.isfinite(), SINGULAR, NOT_FINITE)
             status = torch.where(running & ~good, bad, state.status)
             status = torch.where(good & (square.sqrt() <= state.target), CONVERGED, status)
-            return _Conjugate(value, residual, direction, square, status, state.steps + running.long(), state.target)
+            return _Conjugate(
+                value, residual, direction, square, steepest, status, state.steps + running.long(), state.target
+            )
 
         end = repeat(step, start, lambda state: state.status == RUNNING, limit, constants)
         return LinearSolution(end.value, _conclude(end.status), end.steps, end.square.sqrt())
@@ -92,36 +100,48 @@ class GMRES(LinearSolver):
 
     Attributes:
         rtol: Of ‖right‖, for the residual; None: 1e-10 in float64, 1e-6 in float32.
-        memory: Vectors kept before a restart, for each item.
+        memory: Vectors kept before a restart, for each item. None: 100, taken as they are needed, or in compiled code,
+            which takes all room at once, 30.
         cycles: Restarts, the first included.
     """
 
     rtol: float | None = None
-    memory: int = 30
+    memory: int | None = None
     cycles: int = 10
 
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolution:
         """Solve A x = right; status SINGULAR where the Krylov space ends before the residual does."""
-        target = default_rtol(self.rtol, right.dtype) * right.norm(dim=-1)
-        value, residual, size = torch.zeros_like(right), right, right.norm(dim=-1)
-        status, steps = _begin(size, target), torch.zeros_like(size, dtype=torch.int64)
-        memory = min(self.memory, right.shape[-1])
-        for cycle in range(self.cycles):
-            if readable() and not some(status == RUNNING):
-                break
-            if cycle:
-                running = (status == RUNNING).unsqueeze(-1)
-                residual = torch.where(running, right - product(value, *constants), residual)
-                steps = steps + (status == RUNNING).long()
-                size = torch.where(status == RUNNING, residual.norm(dim=-1), size)
-            start = _begin_cycle(residual, size, status, steps, target, memory)
-            end = repeat(_arnoldi(product), start, lambda state: state.status == RUNNING, memory, constants)
-            weights = torch.linalg.solve_triangular(end.triangle, end.projected.unsqueeze(-1), upper=True)
-            value = value + (end.basis[..., :-1, :].mT @ weights).squeeze(-1)
-            size, status, steps = end.size.abs(), end.status, end.steps
-        return LinearSolution(value, _conclude(status), steps, size)
+        size = right.norm(dim=-1)
+        target = default_rtol(self.rtol, right.dtype) * size
+        steps = torch.zeros_like(size, dtype=torch.int64)
+        solution = LinearSolution(torch.zeros_like(right), _begin(size, target), steps, size)
+        solution = self._cycle(product, right, solution, target, constants)
+
+        def again(state: LinearSolution, right: Tensor, target: Tensor, *constants: Tensor) -> LinearSolution:
+            running = state.status == RUNNING
+            residual = right - product(state.value, *constants)
+            size = torch.where(running, residual.norm(dim=-1), state.residual)
+            state = state._replace(residual=size, steps=state.steps + running.long())
+            return self._cycle(product, residual, state, target, constants)
+
+        solution = repeat(
+            again, solution, lambda state: state.status == RUNNING, self.cycles - 1, (right, target, *constants)
+        )
+        return solution._replace(status=_conclude(solution.status))
+
+    def _cycle(
+        self, product: Product, residual: Tensor, state: LinearSolution, target: Tensor, constants: Sequence[Tensor]
+    ) -> LinearSolution:
+        """The state after one more Krylov space, which begins with its residual."""
+        most = (100 if readable() else 30) if self.memory is None else self.memory
+        memory = min(most, residual.shape[-1])
+        start = _begin_cycle(residual, state, target, 0 if readable() else memory)
+        end = repeat(_arnoldi(product), start, lambda state: state.status == RUNNING, memory, constants)
+        weights = torch.linalg.solve_triangular(end.triangle, end.projected.unsqueeze(-1), upper=True)
+        value = state.value + (end.basis[..., :-1, :].mT @ weights).squeeze(-1)
+        return LinearSolution(value, end.status, end.steps, end.size.abs())
 
 
 @dataclass(frozen=True)
@@ -159,6 +179,7 @@ class _Conjugate(NamedTuple):
     residual: Tensor
     direction: Tensor
     square: Tensor  # ‖residual‖²
+    steepest: Tensor  # the largest xᵀAx/‖x‖² so far
     status: Tensor
     steps: Tensor
     target: Tensor
@@ -178,19 +199,47 @@ class _Cycle(NamedTuple):
     target: Tensor
 
 
-def _begin_cycle(residual: Tensor, size: Tensor, status: Tensor, steps: Tensor, target: Tensor, memory: int) -> _Cycle:
-    first = residual * torch.where(size > 0, 1 / size, 0.0).unsqueeze(-1)
-    basis = torch.cat([first.unsqueeze(-2), torch.zeros_like(first).unsqueeze(-2).expand(*size.shape, memory, -1)], -2)
-    wide = torch.eye(memory + 1, dtype=residual.dtype, device=residual.device).expand(*size.shape, -1, -1)
-    zero = torch.zeros_like(size).unsqueeze(-1).expand(*size.shape, memory)
-    turn = torch.zeros((), dtype=torch.int64, device=residual.device)
-    return _Cycle(basis, wide[..., :-1, :-1], wide, zero, size, turn, status, steps, target)
+def _begin_cycle(residual: Tensor, state: LinearSolution, target: Tensor, memory: int) -> _Cycle:
+    items = state.residual.shape
+    wide = torch.eye(memory + 1, dtype=residual.dtype, device=residual.device).expand(*items, -1, -1)
+    zero = torch.zeros_like(state.residual).unsqueeze(-1).expand(*items, memory)
+    return _Cycle(
+        krylov(residual, memory + 1),
+        wide[..., :-1, :-1],
+        wide,
+        zero,
+        state.residual,
+        torch.zeros((), dtype=torch.int64, device=residual.device),
+        state.status,
+        state.steps,
+        target,
+    )
+
+
+def _grown(state: _Cycle) -> _Cycle:
+    """With room for one more vector."""
+    last = torch.arange(state.basis.shape[-2] + 1, device=state.basis.device) == state.basis.shape[-2]
+    corner = (last.unsqueeze(-1) & last).to(state.basis.dtype)
+    return state._replace(
+        basis=pad(state.basis, (0, 0, 0, 1)),
+        triangle=pad(state.triangle, (0, 1, 0, 1)) + corner[1:, 1:],
+        rotation=pad(state.rotation, (0, 1, 0, 1)) + corner,
+        projected=pad(state.projected, (0, 1)),
+    )
+
+
+def krylov(first: Tensor, length: int) -> Tensor:
+    """Room for a basis of so many vectors, with the first in it, or 0 if that is 0."""
+    size = first.norm(dim=-1, keepdim=True)
+    unit = (first * torch.where(size > 0, 1 / size, 0.0)).unsqueeze(-2)
+    return torch.cat([unit, torch.zeros_like(unit).expand(*unit.shape[:-2], length - 1, -1)], -2)
 
 
 def _arnoldi(product: Product) -> Callable[..., _Cycle]:
     """A step of GMRES: one more basis vector, one more column of the triangle."""
 
     def step(state: _Cycle, *constants: Tensor) -> _Cycle:
+        state = _grown(state) if readable() else state
         places = torch.arange(state.basis.shape[-2], device=state.basis.device)
         here, after = (places == state.turn).to(state.basis.dtype), (places == state.turn + 1).to(state.basis.dtype)
         image = product(here @ state.basis, *constants)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from massieu.solve.iteration import State, move
 from massieu.solve.linear import GMRES
+from massieu.solve.loops import readable, some
 from massieu.solve.problem import Map
 
 
@@ -41,13 +42,12 @@ class Anderson(Method):
     """
 
     memory: int = 5
-    ridge: float = 1e-6
+    ridge: float = 1e-8
 
     def advance(self, evaluate: Map, state: State, damping: float) -> State:
         """An accelerated move if the last one did not fail."""
         guarded = (state.steps > 0) & (state.wait == 0)
-        trial = torch.where(guarded.unsqueeze(-1), mixed(state, damping, self.ridge), plain(state, damping))
-        return move(evaluate, state, trial, guarded)
+        return move(evaluate, state, mixed(state, guarded, damping, self.ridge), guarded, self.memory)
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,20 @@ class Auto(Method):
     Where the residual grows the iterates leave a saddle, to which acceleration would take them back.
 
     Attributes:
-        memory: As for `Anderson`; longer, as it is for slow maps only.
+        memory: As for `Anderson`; longer, since it serves the slow maps.
         ridge: As for `Anderson`.
         fast: Up to this ratio of successive residuals iteration stays plain.
     """
 
-    memory: int = 8
-    ridge: float = 1e-6
+    memory: int = 16
+    ridge: float = 1e-8
     fast: float = 0.2
 
     def advance(self, evaluate: Map, state: State, damping: float) -> State:
         """A plain or an accelerated move."""
         ratio = state.ratios[..., 0]
         guarded = (state.steps > 1) & (state.wait == 0) & (ratio > self.fast) & (ratio < 1)
-        trial = torch.where(guarded.unsqueeze(-1), mixed(state, damping, self.ridge), plain(state, damping))
-        return move(evaluate, state, trial, guarded)
+        return move(evaluate, state, mixed(state, guarded, damping, self.ridge), guarded, self.memory)
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,14 @@ def plain(state: State, damping: float) -> Tensor:
     return state.image if damping == 1 else state.point + damping * state.residual
 
 
-def mixed(state: State, damping: float, ridge: float) -> Tensor:
-    """Anderson's point: the plain move, less what past moves say of it.
+def mixed(state: State, guarded: Tensor, damping: float, ridge: float) -> Tensor:
+    """Anderson's point for guarded items: the plain move, less what past moves say of it.
 
     The weights γ minimise ‖r − Σγᵢuᵢ‖² + ridge·‖γ‖² for the past changes of r, scaled to unit norm as uᵢ.
     """
+    simple = plain(state, damping)
+    if not state.changes.shape[-2] or (readable() and not some(guarded)):
+        return simple
     lengths = state.changes.norm(dim=-1, keepdim=True)
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
     changes, moves = state.changes * scale, state.moves * scale
@@ -124,7 +126,7 @@ def mixed(state: State, damping: float, ridge: float) -> Tensor:
     right = wide @ state.residual.unsqueeze(-1).to(wide.dtype)
     weights = torch.linalg.solve_ex(wide @ wide.mT + ridge * eye, right).result.to(changes.dtype)
     past = ((moves + damping * changes).mT @ weights).squeeze(-1)
-    return plain(state, damping) - past
+    return torch.where(guarded.unsqueeze(-1), simple - past, simple)
 
 
 def slope(evaluate: Map, point: Tensor, image: Tensor, vector: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A function of a state and parameters, seen as one of flat vectors and of tensors."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class Problem:
         return self.shape[: len(self.shape) - self.item_dims]
 
     def flat(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(*self.items, -1)
+        return tensor.reshape(*self.items, math.prod(self.shape[len(self.items) :]))
 
     def shaped(self, flat: Tensor) -> Tensor:
         return flat.reshape(self.shape)

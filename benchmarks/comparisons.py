@@ -1,0 +1,112 @@
+"""What `harness.Comparison` stores, as tables, and what is missed and why; for `benchmarks/page.py`."""
+
+from writing import Json, at_most, duration, exponent, memory, ratio, table, verdict
+
+
+def met(row: Json) -> bool | None:
+    """Whether the upper ends of both intervals are under their bars; see `harness.Comparison.met`."""
+    return all(high <= bar for _, high, bar in _limits(row)) if _limits(row) else None
+
+
+def section(content: Json) -> str:
+    """Everything a result file with comparisons has to say."""
+    rows = content["rows"]
+    parts = [compared(rows)]
+    if "eager_operations" in content:
+        found = content["eager_operations"]
+        of = next(row for row in rows if row["name"] == f"moments and output, L = {found['length']}, blocks")
+        share = ratio(found["total"] / of["reference_seconds"])
+        parts.append(
+            f"The floor of the eager moments, L = {found['length']:,}: their {sum(found['times'].values())} operations on a "
+            f"tile, each timed by itself on one that stays in the cache, make {duration(found['total'])} for all tiles, "
+            f"{share} of fused attention; {duration(of['seconds'])} is what they take together.\n"
+        )
+    if "flex_attention" in content:
+        answers = content["flex_attention"]
+        parts.append(
+            "FlexAttention, compiled, gives the output on a CPU. Asked for the log-sum-exp it says: "
+            f"“{answers['log-sum-exp']}”. Asked for a gradient: “{answers['backward']}”.\n"
+        )
+    if "matrix" in content:
+        parts.append(_extrapolated(content["matrix"], rows))
+    if "rates" in content:
+        parts.append(_counts(rows, content["rates"]))
+    return "\n".join(parts)
+
+
+def compared(rows: list[Json]) -> str:
+    """The table, and a sentence for each bar that is missed."""
+    head = ["work", "beside", "time", "ratio", "bar", "memory", "ratio", "bar", ""]
+    cells = []
+    for row in rows:
+        peak = ["", "", ""]
+        if row["mebibytes"] is not None:
+            before = row["reference_mebibytes"]
+            peak[0] = memory(row["mebibytes"]) + ("" if before is None else f" / {memory(before)}")
+        if row["memory_ratio"] is not None:
+            peak[1:] = [ratio(row["memory_ratio"], row.get("memory_interval")), at_most(row["memory_bar"])]
+        time = [
+            f"{duration(row['seconds'])} / {duration(row['reference_seconds'])}",
+            ratio(row["time_ratio"], row["time_interval"]),
+            at_most(row["time_bar"]),
+        ]
+        cells.append([row["name"], row["reference"], *time, *peak, verdict(met(row))])
+    missed = [_miss(row) for row in rows if met(row) is False]
+    return table(head, cells) + ("\nMissed:\n\n" + "\n".join(missed) + "\n" if missed else "")
+
+
+def _limits(row: Json) -> list[tuple[str, float, float]]:
+    """Upper end of the interval and bar, of time and of memory, where there is a bar."""
+    interval = row.get("memory_interval") or [row["memory_ratio"]]
+    found = ("time", row["time_interval"][1], row["time_bar"]), ("memory", interval[-1], row["memory_bar"])
+    return [limit for limit in found if limit[1] is not None and limit[2] is not None]
+
+
+def _miss(row: Json) -> str:
+    """By how much a bar is missed, what the count says, and why."""
+    over = [
+        f"{kind} {high:.3g} at the upper end against {bar:g}, {100 * (high / bar - 1):.1f} % over"
+        for kind, high, bar in _limits(row)
+        if high > bar
+    ]
+    line = f"* **{row['name']}**, beside {row['reference']}: {'; '.join(over)}."
+    if row.get("counted_seconds") is not None:
+        share = ratio(row["counted_seconds"] / row["reference_seconds"])
+        line += f" The count is {duration(row['counted_seconds'])}, {share} of the reference's time."
+    return f"{line} Why: {row['why']}." if row.get("why") else line
+
+
+def _counts(rows: list[Json], rates: Json) -> str:
+    cells = [
+        [
+            row["name"],
+            duration(row["counted_seconds"]),
+            duration(row["seconds"]),
+            ratio(row["seconds"] / row["counted_seconds"]),
+        ]
+        for row in rows
+        if row["counted_seconds"] is not None
+    ]
+    return (
+        f"Rates of one thread in this run: {rates['flops'] / 1e9:.0f} GFlop/s in products of 2,048 × 2,048 matrices, "
+        f"{rates['exponentials'] / 1e9:.1f}·10⁹ exponentials a second, {rates['memory_bytes'] / 1e9:.1f} GB/s from memory, "
+        f"{rates['cache_bytes'] / 1e9:.0f} GB/s from the second-level cache.\n\n"
+        + table(["work", "count", "ours", "ours / count"], cells)
+    )
+
+
+def _extrapolated(matrix: Json, rows: list[Json]) -> str:
+    """What is measured of ours where the score matrix is too large, and what the matrix would take."""
+    ours = next(row for row in rows if str(matrix["pairs"]) in row["name"])
+    peak, time = matrix["mebibytes"], matrix["seconds"]
+    low, high = (end / 1024 for end in peak["extrapolated_interval"])
+    early, late = time["extrapolated_interval"]
+    sizes = ", ".join(f"{size:,.0f}" for size in peak["sizes"])
+    return (
+        f"**{matrix['pairs']:,} pairs.** Ours is measured: {duration(ours['seconds'])}, {memory(ours['mebibytes'])}. The whole "
+        f"score matrix is too large to be run there; it is extrapolated from {sizes} pairs, with 95 % intervals for a "
+        f"measurement: {peak['extrapolated'] / 1024:.3g} GiB [{low:.3g}, {high:.3g}] (exponent {exponent(peak)}) and "
+        f"{time['extrapolated']:.3g} s [{early:.3g}, {late:.3g}] (exponent {exponent(time)}). Beside that, ours is "
+        f"{ratio(ours['mebibytes'] / peak['extrapolated'])} of the memory and "
+        f"{ratio(ours['seconds'] / time['extrapolated'])} of the time.\n"
+    )

@@ -1,0 +1,99 @@
+"""Write `docs/benchmarks.md` from the numbers in `benchmarks/results/`.
+
+python benchmarks/page.py
+"""
+
+import json
+from pathlib import Path
+
+import comparisons
+import sections
+from writing import Json, origin
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+
+TITLES = {
+    "ops": "Attention, log Z, moments",
+    "lengths": "Growth with the length of a sequence",
+    "losses": "Losses without the score matrix",
+    "measures": "Measures of atoms",
+    "scaling": "Keys on disk",
+    "hopfield": "Hopfield layers",
+    "fixed_points": "Fixed points",
+    "implicit": "Implicit gradients",
+    "boltzmann": "Boltzmann machines",
+    "probe": "The probe",
+}
+"""Sections in their order; a result of another name comes after them under its own name."""
+SECTIONS = {
+    "lengths": sections.lengths,
+    "probe": sections.probe,
+    "fixed_points": sections.fixed_points,
+    "implicit": sections.implicit,
+}
+"""All others are tables of comparisons."""
+MORE = {"scaling": "\nWhat follows from it for 10⁹ keys, on paper: [estimate](scaling.md).\n"}
+
+INTRODUCTION = """\
+# Benchmarks
+
+Written by `python benchmarks/page.py` from the files in [`benchmarks/results/`](../benchmarks/results); do not edit. Each
+section names the command that measures its numbers again; `make bench` runs all and writes this page.
+
+* **Time** is CPU time of one thread, float32. Two sides take turns in one run; ratios are ours divided by the
+  reference's, of medians, with the 95 % interval of resampled rounds: three of works of many seconds, up to 41 of works
+  of milliseconds.
+* **Memory** is what the resident set of a fresh process grows by while the work is done once, beyond its inputs.
+* **A bar is met** when the upper ends of the intervals are at or under it, in time and in memory; the median alone
+  does not count.
+* **The count** is the time of what our way cannot do without, one after the other, at the rates that a thread reaches on
+  each alone: products, exponentials, and for eager tiles the bytes that their operations take through the cache.
+"""
+NOT_MEASURED = """\
+## CUDA: not measured
+
+No number of this page is from a GPU. The rows to measure there, by the medians of `triton.testing.do_bench`:
+
+| work | beside |
+|---|---|
+| attention and log Z, forward | `scaled_dot_product_attention` |
+| attention and log Z, forward and backward | `scaled_dot_product_attention`, FlexAttention |
+| log Z alone, forward and backward | FlexAttention's log-sum-exp, `logsumexp(q @ k.mT)` |
+| moments and output | `scaled_dot_product_attention` |
+| linear cross-entropy | cut-cross-entropy, Liger, `F.cross_entropy(h @ W.T, y)` |
+| InfoNCE | Inf-CL, the score matrix |
+"""
+
+
+def page(results: dict[str, Json]) -> str:
+    """The page as Markdown, from the contents of the result files by their names without ``.json``."""
+    names = [name for name in TITLES if name in results] + sorted(set(results) - set(TITLES))
+    parts = [INTRODUCTION, _summary({name: results[name] for name in names})]
+    for name in names:
+        body = SECTIONS.get(name, comparisons.section)(results[name])
+        parts += [f"## {TITLES.get(name, name)}\n", origin(name, results[name]), body + MORE.get(name, "")]
+    return "\n".join([*parts, NOT_MEASURED])
+
+
+def _summary(results: dict[str, Json]) -> str:
+    found = [(name, *verdict) for name, content in results.items() for verdict in sections.verdicts(name, content)]
+    missed = [f"* {TITLES.get(name, name)}: {what}" for name, what, met in found if not met]
+    line = f"**{len(found) - len(missed)} of {len(found)} bars are met.**"
+    return (
+        line + "\n" if not missed else f"{line} Missed, and by how much in the sections:\n\n" + "\n".join(missed) + "\n"
+    )
+
+
+def read(folder: Path) -> dict[str, Json]:
+    """The contents of all result files in a folder, by their names without ``.json``."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def main() -> None:
+    PAGE.write_text(page(read(RESULTS)))
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Sections of `benchmarks/page.py` that have tables of their own."""
+
+from collections.abc import Callable
+
+import comparisons
+from writing import Json, at_most, duration, exponent, memory, ratio, table, verdict
+
+Verdict = tuple[str, bool]
+"""What had to meet a bar, and whether it does."""
+
+
+def lengths(content: Json) -> str:
+    curves = content["curves"]
+    sizes = sorted({int(size) for curve in curves for size in curve["seconds"]["sizes"]})
+    heads = [f"{size:,}" for size in sizes]
+
+    def by_length(fit: Json, show: Callable[[float], str]) -> list[str]:
+        known = dict(zip(map(int, fit["sizes"]), fit["amounts"], strict=True))
+        return [show(known[size]) if size in known else "—" for size in sizes] + [exponent(fit)]
+
+    times = [[curve["name"], *by_length(curve["seconds"], duration)] for curve in curves]
+    peaks = [[curve["name"], *by_length(curve["mebibytes"], memory)] for curve in curves if curve["mebibytes"]]
+    ratios = []
+    for row in content["ratios"]:
+        known = dict(zip(row["lengths"], zip(row["ratios"], row["intervals"], strict=True), strict=True))
+        shown = [ratio(*known[size]) if size in known else "—" for size in sizes]
+        ratios.append([row["name"], row["reference"], *shown])
+    return "\n".join(
+        [
+            f"{content['heads']} heads of size {content['size']}, as many queries as keys. Exponents are those of time and of "
+            "peak memory in the length, by least squares in logarithms; their 95 % intervals hold what is no straight line. A "
+            "call costs something whatever its length, which weighs on short ones and lowers exponents of time. —: not "
+            "measured; the score matrix is left out where it would take most of a small machine's memory.\n",
+            "Time:\n\n" + table(["work", *heads, "exponent"], times),
+            "Peak memory:\n\n" + table(["work", *heads, "exponent"], peaks),
+            "Ratios of time:\n\n" + table(["work", "beside", *heads], ratios),
+        ]
+    )
+
+
+def probe(content: Json) -> str:
+    peaks = [[f"{row['tokens']:,}", memory(row["peak_mib"])] for row in content["memory"]]
+    return "\n".join(
+        [comparisons.compared(_probe_rows(content)), table(["tokens of text", "peak resident memory"], peaks)]
+    )
+
+
+def _probe_rows(content: Json) -> list[Json]:
+    """As comparisons."""
+    return [
+        {
+            "name": f"all default statistics, {row['model']}, {row['tokens']:,} tokens in windows of {row['length']}",
+            "reference": "the model's own forward pass",
+            "reference_seconds": row["reference_seconds"],
+            "seconds": row["seconds"],
+            "time_ratio": row["ratio"],
+            "time_interval": row["interval"],
+            "time_bar": row["bar"],
+            **dict.fromkeys(("reference_mebibytes", "mebibytes", "memory_ratio", "memory_bar")),
+        }
+        for row in content["time"]
+    ]
+
+
+def fixed_points(content: Json) -> str:
+    def mean(row: Json, solver: str) -> str:
+        found = row["evaluations"].get(solver)
+        return "—" if found is None else f"{found:.1f}"
+
+    cells = [
+        [
+            row["name"],
+            mean(row, "auto"),
+            f"{row['best']}: {mean(row, row['best'])}",
+            ratio(row["ratio"]),
+            at_most(row["bar"]),
+            verdict(row["met"]),
+        ]
+        for row in content["rows"]
+    ]
+    return "Evaluations of the map until converged, the mean over starts; fewer is better.\n\n" + table(
+        ["map", "ours (`auto`)", "best of the others", "ratio", "bar", ""], cells
+    )
+
+
+def implicit(content: Json) -> str:
+    peaks = [
+        [
+            str(row["moves"]),
+            memory(row["implicit_mebibytes"]),
+            memory(row["unrolled_mebibytes"]),
+            duration(row["implicit_seconds"]),
+            duration(row["unrolled_seconds"]),
+            ratio(row["growth"]),
+            at_most(row["bar"]),
+            verdict(row["growth"] <= row["bar"]),
+        ]
+        for row in content["memory"]
+    ]
+    errors = [
+        [row["name"], row["dtype"], f"{row['error']:.1e}", at_most(row["bar"]), verdict(row["error"] <= row["bar"])]
+        for row in content["accuracy"]
+    ]
+    head = ["moves", "memory", "unrolled", "time", "unrolled", "memory beside that of the fewest moves", "bar", ""]
+    return table(head, peaks) + "\n" + table(["derivative", "dtype", "relative error", "bar", ""], errors)
+
+
+def verdicts(name: str, content: Json) -> list[Verdict]:
+    """Every bar of a result file, and whether it is met."""
+    if name == "fixed_points":
+        return [(row["name"], row["met"]) for row in content["rows"]]
+    if name == "implicit":
+        grown = [(f"memory of {row['moves']} moves", row["growth"] <= row["bar"]) for row in content["memory"]]
+        return grown + [(f"{row['name']}, {row['dtype']}", row["error"] <= row["bar"]) for row in content["accuracy"]]
+    rows = _probe_rows(content) if name == "probe" else content.get("rows", [])
+    found = [(f"{row['name']}, beside {row['reference']}", comparisons.met(row)) for row in rows]
+    return [(what, met) for what, met in found if met is not None]

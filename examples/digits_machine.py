@@ -1,0 +1,125 @@
+"""Boltzmann machines with four kinds of hidden units learn digits, and say how likely an image is.
+
+scikit-learn's digits as 64 bits, 100 hidden units that are bits, spins, Gaussian or Poisson. The log-likelihood of
+held-out images comes from annealed importance sampling, with the standard error of log Z, and so is bounded neither above
+nor below by a surrogate; scikit-learn's BernoulliRBM, whose parameters make the same machine, stands beside them. The
+picture shows samples, reconstructions of noisy images, and the strongest effective couplings of one pixel (B10).
+
+Run: python examples/digits_machine.py [--picture FILE]. Two minutes.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import track
+from sklearn.datasets import load_digits
+from sklearn.neural_network import BernoulliRBM
+from torch import Tensor
+
+from massieu.measures import Bernoulli, Gaussian, Measure, Poisson, Spin
+from massieu.nn import RestrictedBoltzmannMachine
+
+HIDDEN, TRAINED, SHOWN, PIXEL = 100, 1500, 12, 27
+
+
+def bits(number: int) -> Bernoulli:
+    return Bernoulli.create(torch.full((number,), 0.5))
+
+
+def layers() -> dict[str, tuple[Measure, float, int]]:
+    """Hidden layer, learning rate, epochs."""
+    return {
+        "bits": (bits(HIDDEN), 1.0, 60),
+        "spins": (Spin.create(HIDDEN), 0.3, 60),
+        "Gaussian": (Gaussian.create(torch.zeros(HIDDEN), torch.tensor(1.0)), 0.1, 100),
+        "Poisson": (Poisson.create(torch.ones(HIDDEN)), 0.03, 100),
+    }
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """Bits of training and held-out images."""
+    data = (torch.tensor(load_digits().data) / 16 > 0.5).float()
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+    return data[order[:TRAINED]], data[order[TRAINED:]]
+
+
+def from_scikit_learn(train: Tensor) -> RestrictedBoltzmannMachine:
+    """scikit-learn's machine, as one of ours."""
+    theirs = BernoulliRBM(HIDDEN, learning_rate=0.1, batch_size=10, n_iter=60, random_state=0).fit(train.numpy())
+    ours = RestrictedBoltzmannMachine(bits(64), bits(HIDDEN))
+    ours.weight.data = torch.tensor(np.ascontiguousarray(theirs.components_.T), dtype=torch.float32)
+    ours.visible_bias.data = torch.tensor(theirs.intercept_visible_, dtype=torch.float32)
+    ours.hidden_bias.data = torch.tensor(theirs.intercept_hidden_, dtype=torch.float32)
+    return ours
+
+
+def trained(train: Tensor) -> dict[str, RestrictedBoltzmannMachine]:
+    """One machine for each kind of hidden unit."""
+    found = {}
+    for name, (hidden, rate, epochs) in track(
+        layers().items(), "training", console=Console(file=sys.stderr), transient=True
+    ):
+        generator = torch.Generator().manual_seed(0)
+        model = RestrictedBoltzmannMachine(bits(64), hidden, generator=generator)
+        found[name] = model.fit(train, epochs=epochs, learning_rate=rate, generator=generator, progress=False)
+    return found
+
+
+def report(models: dict[str, RestrictedBoltzmannMachine], train: Tensor, test: Tensor) -> None:
+    for name, model in models.items():
+        estimate = model.machine().estimate_log_partition(
+            256, schedule=2000, generator=torch.Generator().manual_seed(1)
+        )
+        scores = [model.score_samples(data, estimate.log_partition).mean().item() for data in (train, test)]
+        print(
+            f"{name:>13}: log-likelihood {scores[0]:7.2f} trained on, {scores[1]:7.2f} held out "
+            f"(± {estimate.standard_error:.2f} from log Z); pseudo {model.pseudo_log_likelihood(test).mean():7.2f}"
+        )
+
+
+def draw(models: dict[str, RestrictedBoltzmannMachine], test: Tensor, path: Path) -> None:
+    figure = plt.figure(figsize=(13, 5), layout="constrained")
+    parts = figure.subfigures(len(models) + 1, 1)
+    noise = torch.rand(test[:SHOWN].shape, generator=torch.Generator().manual_seed(2)) < 0.1
+    noisy = torch.where(noise, 1 - test[:SHOWN], test[:SHOWN])
+    show(parts[0], "images, a tenth of the bits flipped", [*test[:SHOWN], *noisy])
+    for part, (name, model) in zip(parts[1:], models.items(), strict=True):
+        drawn = model.sample(SHOWN, sweeps=2000, generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            coupling = model.machine().couplings(2)[1][PIXEL]
+        title = f"hidden units: {name}. Samples, reconstructions of the noisy images, couplings of one pixel"
+        show(part, title, [*drawn, *model.reconstruct(noisy)], coupling)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    print(f"picture: {path}")
+
+
+def show(part, title: str, row: list[Tensor], coupling: Tensor | None = None) -> None:
+    part.suptitle(title, fontsize=10)
+    axes = part.subplots(1, 2 * SHOWN + 1)
+    for place, image in zip(axes, row, strict=False):
+        place.imshow(image.reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
+    if coupling is not None:
+        size = coupling.abs().max().item()
+        axes[-1].imshow(coupling.reshape(8, 8), cmap="RdBu", vmin=-size, vmax=size)
+    for place in axes:
+        place.set_axis_off()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, default=Path("massieu-results/digits_machine.png"), metavar="FILE")
+    path = parser.parse_args().picture
+    train, test = images()
+    models = trained(train)
+    report({**models, "scikit-learn": from_scikit_learn(train)}, train, test)
+    draw(models, test, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Energies: functions of a state, with a map that never raises them. Attention is the map of one.
+
+- `Hopfield`: the energy of any memory under any reference; `contraction`: the references that are normalisations;
+- `bounds`: what is known of a memory in advance; `density`: the memory as a mixture of Gaussians, its samples, its denoiser;
+- `ood_score`, `boosting_energy`: how foreign a state is to a memory; `newton_step`: faster descent near a minimum;
+- `BinaryHopfield`, `DenseHopfield`: networks of two-valued units; `Clustering`: tokens that attend to each other on a sphere;
+- `SparseAtoms`, `ScoreDeviation`, `fenchel_young_loss`, `LogSumReLU`: memories other than by softmax; `TwoLayer`: two layers
+  with Lagrangians of their own; `jacobian_asymmetry`, `is_conservative`: whether a map is a gradient at all;
+- `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants.
+"""
+
+from massieu.energy import bounds, contraction, density
+from massieu.energy.base import Descent, Energy, Potential, Retrieval
+from massieu.energy.boltzmann import BoltzmannMachine
+from massieu.energy.clustering import Clustering
+from massieu.energy.discrete import BinaryHopfield, DenseHopfield
+from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
+from massieu.energy.foreign import boosting_energy, ood_score
+from massieu.energy.gradients import is_conservative, jacobian_asymmetry
+from massieu.energy.hopfield import Hopfield
+from massieu.energy.newton import newton_step
+from massieu.energy.normalized import ScoreDeviation
+from massieu.energy.rectified import LogSumReLU
+from massieu.energy.spins import SpinModel
+from massieu.energy.two_layer import TwoLayer
+
+__all__ = [
+    "BinaryHopfield",
+    "BoltzmannMachine",
+    "Clustering",
+    "DenseHopfield",
+    "Descent",
+    "Energy",
+    "Hopfield",
+    "LogSumReLU",
+    "Potential",
+    "Retrieval",
+    "ScoreDeviation",
+    "SparseAtoms",
+    "SpinModel",
+    "TwoLayer",
+    "boosting_energy",
+    "bounds",
+    "contraction",
+    "density",
+    "fenchel_young_loss",
+    "is_conservative",
+    "jacobian_asymmetry",
+    "newton_step",
+    "ood_score",
+]

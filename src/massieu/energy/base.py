@@ -1,0 +1,269 @@
+"""The contract every energy keeps.
+
+An energy E is a function of a state, with a map that walks down it: E(step(x)) ≤ E(x), for every x and every damping that
+`step` accepts. It is built as potential − log Z, so its map is attention, or attention followed by a contraction. An author
+writes two hooks, `_energy` and `_step`; the force −∇E and the Hessian are derived with `torch.func`.
+
+Like a measure, an energy is a value: a frozen dataclass of tensors and measures (deriving from `Energy` makes it one), and
+a pytree. It is rebuilt in every forward pass and owns no parameter; checks go into a `create` classmethod. A class of
+energies is abstract or final.
+
+A *potential* is an object with ``log_partition(eta)``, convex in eta, and ``mean(eta)``, its gradient: every measure is
+one, and so is every contraction.
+
+Shapes: batch dimensions on the left, query dimensions in the middle, event dimensions on the right, as for measures. Energies
+drop the event dimensions; they are in nats/scale and at least float32, states in half precision are promoted.
+"""
+
+import dataclasses
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, dataclass_transform, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from massieu.measures.value import register, static_field
+from massieu.solve import Status, fixed_point
+
+__all__ = ["Descent", "Energy", "Potential", "Retrieval", "promoted", "static_field"]
+
+
+_DAMPINGS: dict[str, Callable[[float], bool]] = {
+    "(0, 2)": lambda damping: 0 < damping < 2,
+    "(0, 1]": lambda damping: 0 < damping <= 1,
+    "{1}": lambda damping: damping == 1,
+}
+
+
+class Potential(Protocol):
+    """A convex function and its gradient; both take eta of shape (*batch, *query, *event)."""
+
+    def log_partition(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]: ...
+
+    def mean(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]: ...
+
+
+class Descent(NamedTuple):
+    """The path of a descent, its start included."""
+
+    states: Float[Tensor, "steps+1 *batch_query_event"]
+    energies: Float[Tensor, "steps+1 *batch_query"]
+
+
+class Retrieval(NamedTuple):
+    """Where a descent ended.
+
+    `residual` is ‖T(state) − state‖ of the very `state` returned, T the undamped step; `status` holds values of
+    `massieu.solve.Status`.
+    """
+
+    state: Float[Tensor, "*batch_query_event"]
+    energy: Float[Tensor, "*batch_query"]
+    residual: Float[Tensor, "*batch_query"]
+    steps: Int[Tensor, "*batch_query"]
+    status: Int[Tensor, "*batch_query"]
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field,))
+class Energy(ABC):
+    """A function of a state that its own `step` never raises. See the module's docstring for the contract."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for parent in cls.__mro__[1:]:
+            if issubclass(parent, Energy) and parent is not Energy and not inspect.isabstract(parent):
+                raise TypeError(f"{parent.__name__} is final; compose energies instead of deriving {cls.__name__}")
+        register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+    # What an author writes.
+
+    @abstractmethod
+    def _energy(self, state: Tensor) -> Tensor:
+        """E(state), shape (*batch, *query), at least float32."""
+
+    @abstractmethod
+    def _step(self, state: Tensor) -> Tensor:
+        """The descent map."""
+
+    @property
+    def _event_dims(self) -> int:
+        """How many dimensions one state has."""
+        return 1
+
+    @property
+    def _dampings(self) -> str:
+        """The dampings with which E never rises, one of `_DAMPINGS`: (0, 2) where E is quadratic but for a concave part."""
+        return "(0, 1]"
+
+    # What everybody calls.
+
+    @final
+    def __call__(self, state: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]:
+        """E(state), in nats/scale and at least float32; +inf outside the potential's domain.
+
+        Raises:
+            ValueError: the state has another shape than the energy's.
+            TypeError: it is not floating-point.
+        """
+        return self._energy(_floating(state))
+
+    @final
+    def step(
+        self, state: Float[Tensor, "*batch_query_event"], *, damping: float = 1.0
+    ) -> Float[Tensor, "*batch_query_event"]:
+        """state + damping·(T(state) − state), T the descent map. The energy never rises.
+
+        Args:
+            state: Where the step starts.
+            damping: In (0, 1]; in (0, 2) where the reference is quadratic (B5.4), as a Gaussian is; 1 for two-valued units.
+
+        Raises:
+            ValueError: `damping` is outside its interval, or the state has another shape than the energy's.
+            TypeError: the state is not floating-point.
+        """
+        self._check_damping(damping)
+        target = self._step(_floating(state))
+        return target if damping == 1 else state + damping * (target - state)
+
+    @final
+    def force(self, state: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]:
+        """−∇E(state).
+
+        Raises:
+            ValueError, TypeError: as for a call.
+        """
+        return self._force(promoted(_floating(state)))
+
+    @final
+    def hessian(self, state: Float[Tensor, "*batch_query event"]) -> Float[Tensor, "*batch_query event event"]:
+        """∇²E(state): its eigenvalues are positive at a strict local minimum, one is negative at a saddle.
+
+        Raises:
+            ValueError, TypeError: as for a call.
+        """
+        return self._hessian(promoted(_floating(state)))
+
+    @final
+    def descend(self, state: Float[Tensor, "*batch_query_event"], *, steps: int, damping: float = 1.0) -> Descent:
+        """The states and energies along `steps` steps, the start included. Differentiable through all of them.
+
+        Raises:
+            ValueError, TypeError: as for `step`; or `steps` is negative.
+        """
+        self._check_damping(damping)
+        _check_steps(steps)
+        states = [self._widened(state)]
+        for _ in range(steps):
+            states.append(self.step(states[-1], damping=damping))
+        path = torch.stack(states)
+        return Descent(path, torch.stack([self._energy(each) for each in states]))
+
+    @final
+    def retrieve(
+        self,
+        state: Float[Tensor, "*batch_query_event"],
+        *,
+        steps: int | None = None,
+        tol: float | None = None,
+        damping: float = 1.0,
+        max_steps: int = 1000,
+    ) -> Retrieval:
+        """The state after `steps` steps, or, without a number of steps, where the descent ends.
+
+        After a fixed number of steps gradients are those of the steps. At the end of the descent they are those of the fixed
+        point, by the implicit function theorem, at the memory of one step; the query's is zero, since where a descent
+        ends does not depend on where in the basin it began (B12). An item stops on its own, whatever its batch mates do.
+
+        Args:
+            state: The query.
+            steps: How many steps.
+            tol: Stop at ‖T(x) − x‖ ≤ tol·(1 + ‖x‖); by default 2e-6, in float64 1e-10. Not together with `steps`.
+            damping: As for `step`.
+            max_steps: Where a descent to the end gives up: then `status` says so.
+
+        Raises:
+            ValueError, TypeError: as for `step`; `steps` and `tol` are both given; one of them is negative.
+        """
+        self._check_damping(damping)
+        if steps is not None and tol is not None:
+            raise ValueError("retrieve takes a number of steps or a tolerance, not both")
+        if tol is not None and not (0 < tol < math.inf):
+            raise ValueError(f"tol must be positive and finite, got {tol}")
+        start = self._widened(state)
+        if steps is None:
+            # Plain moves alone are known to descend.
+            found = fixed_point(
+                lambda point, energy: energy.step(point),
+                start,
+                (self,),
+                method="picard",
+                item_dims=self._event_dims,
+                max_steps=max_steps,
+                rtol=tol,
+                atol=tol,
+                damping=damping,
+                throw=False,
+            )
+            return Retrieval(found.value, self._energy(found.value), found.residual, found.steps, found.status)
+        _check_steps(steps)
+        end = start
+        for _ in range(steps):
+            end = self.step(end, damping=damping)
+        with torch.no_grad():
+            residual = self._size(self._step(end) - end)
+            settled = residual <= (1e-10 if end.dtype == torch.float64 else 2e-6) * (1 + self._size(end))
+        status = torch.where(settled, int(Status.CONVERGED), int(Status.MAX_STEPS))
+        return Retrieval(end, self._energy(end), residual, torch.full_like(status, steps), status)
+
+    # What follows from the energy; a closed form may replace it.
+
+    def _force(self, state: Tensor) -> Tensor:
+        return -torch.func.grad(lambda point: self._energy(point).sum())(state)
+
+    def _hessian(self, state: Tensor) -> Tensor:
+        event = state.shape[state.ndim - self._event_dims :]
+        basis = torch.eye(event.numel(), dtype=state.dtype, device=state.device).reshape(-1, *event)
+        pull = torch.func.vjp(self._force, state)[1]
+        # The Hessian is symmetric, so the transposed product is the product.
+        columns = torch.func.vmap(lambda vector: -pull(vector.expand_as(state))[0])(basis)
+        return columns.movedim(0, -1).reshape(*state.shape, *event)
+
+    # Helpers for authors.
+
+    def _size(self, state: Tensor) -> Tensor:
+        """The Euclidean norm of each item."""
+        return torch.linalg.vector_norm(state, dim=tuple(range(-self._event_dims, 0)))
+
+    def _widened(self, state: Tensor) -> Tensor:
+        """The state in the dtype that a step returns."""
+        dtype = promoted(_floating(state)).dtype
+        for leaf in pytree.tree_leaves(self):
+            if leaf.is_floating_point():
+                dtype = torch.promote_types(dtype, leaf.dtype)
+        return state.to(dtype)
+
+    def _check_damping(self, damping: float) -> None:
+        if not _DAMPINGS[self._dampings](damping):
+            raise ValueError(f"damping must lie in {self._dampings} for this {type(self).__name__}, got {damping}")
+
+
+def promoted(tensor: Tensor) -> Tensor:
+    """The tensor in at least float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _floating(state: Tensor) -> Tensor:
+    if not isinstance(state, Tensor) or not state.is_floating_point():
+        kind = f"a tensor of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
+        raise TypeError(f"state must be a floating-point tensor, got {kind}")
+    return state
+
+
+def _check_steps(steps: int) -> None:
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps must be a whole number, at least 0, got {steps!r}")

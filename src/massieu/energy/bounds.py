@@ -1,0 +1,294 @@
+"""What is known in advance of a Hopfield memory: the eight parts of B5, as numbers.
+
+(1) force and Hessian are methods of the energy; (2) `energy_range`; (3) `least_descent`, `smallest_move`;
+(4) `damped_descent`; (5) `path_length`; (6) `contraction_factor`; (7) `separation`, `retrieval_bound`, `basin`;
+(8) `capacity`. Constants of Ramsauer et al. (arXiv 2008.02217), generalised to weights w_n: a pattern's score is
+x_n·ξ + log(w_n)/β, so that what a mask leaves out counts for nothing.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu.energy.base import promoted
+from massieu.energy.contraction import Contraction, Identity
+from massieu.energy.contraction.base import align
+from massieu.energy.hopfield import Hopfield
+from massieu.measures import Atoms, Gaussian, Spin
+
+_BLOCK = 1024
+
+
+class RetrievalBound(NamedTuple):
+    """For every pattern, how far one step may leave it."""
+
+    weight: Float[Tensor, "*batch_query N"]
+    """1 − p_i is at most this."""
+    distance: Float[Tensor, "*batch_query N"]
+    """‖T(ξ) − x_i‖ is at most this."""
+
+
+class Basin(NamedTuple):
+    """For every pattern, what is certain of the ball about it."""
+
+    exists: Bool[Tensor, "*batch N"]
+    """The descent map takes the ball into itself, and so has a fixed point there."""
+    unique: Bool[Tensor, "*batch N"]
+    """And it contracts there: every start in the ball goes to the one fixed point."""
+    distance: Float[Tensor, "*batch N"]
+    """That fixed point is at most this far from the pattern."""
+
+
+class Capacity(NamedTuple):
+    """How many random patterns can be stored."""
+
+    base: float
+    """c: the number grows like c^((d−1)/4)."""
+    patterns: float
+    """√p·c^((d−1)/4)."""
+    holds: bool
+    """Whether the theorem's condition on c is met."""
+
+
+def stored(hopfield: Hopfield, *, plain: bool = True) -> Atoms:
+    """The stored patterns, in at least float32.
+
+    Raises:
+        TypeError: the memory is not a set of patterns, or, if `plain`, the reference is not the identity.
+    """
+    if not isinstance(hopfield.memory, Atoms):
+        raise TypeError(f"this needs a memory of stored patterns, got {type(hopfield.memory).__name__}")
+    if plain and not isinstance(hopfield.reference, Identity):
+        raise TypeError(f"this is known for the identity as reference, got {type(hopfield.reference).__name__}")
+    return Atoms(promoted(hopfield.memory.points), promoted(hopfield.memory.log_weight))
+
+
+def largest_norm(hopfield: Hopfield) -> Float[Tensor, "*batch"]:
+    """M = max ‖x_n‖ over the patterns that no mask leaves out; 0 if there are none."""
+    return _kept_points(stored(hopfield, plain=False)).norm(dim=-1).amax(-1)
+
+
+def energy_range(hopfield: Hopfield) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    """0 and 2M²: between them lies E(ξ) for ‖ξ‖ ≤ M, where all its minima are; nowhere is E below 0 (B5.2).
+
+    Raises:
+        TypeError: as `stored`.
+    """
+    stored(hopfield)
+    top = 2 * largest_norm(hopfield).square()
+    return torch.zeros_like(top), top
+
+
+def least_descent(
+    state: Float[Tensor, "*batch_query d"], after: Float[Tensor, "*batch_query d"]
+) -> Float[Tensor, "*batch_query"]:
+    """½‖state − after‖²: a full step from `state` to `after` lowers E by at least this (B5.3)."""
+    return 0.5 * promoted(state - after).square().sum(-1)
+
+
+def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*lead"]:
+    """√(2·drop/steps): of so many full steps, the shortest is at most this long, if E fell by `drop` in all (B5.3).
+
+    With drop = E(start), of which nothing more can be lost, it is a bound before the first step.
+
+    Raises:
+        ValueError: `steps` is less than 1.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    return (2 * promoted(drop) / steps).sqrt()
+
+
+def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Float[Tensor, "*batch_query"]:
+    """γ(1 − γ/2)‖∇E‖²: a step of damping γ in (0, 2) lowers E by at least this (B5.4)."""
+    return damping * (1 - damping / 2) * promoted(force).square().sum(-1)
+
+
+def path_length(first_move: Float[Tensor, "*lead"], contraction: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
+    """‖T(x) − x‖/(1 − L): the whole path from x is at most this long, the end at most this far, for a factor L < 1.
+
+    For L ≥ 1 the path of a Hopfield memory is still of finite length, and has one end (B5.5), but no bound is known: +inf.
+    """
+    first_move, gap = promoted(first_move), 1 - promoted(contraction)
+    return torch.where(gap > 0, first_move / torch.where(gap > 0, gap, 1.0), torch.inf)
+
+
+def diameter(hopfield: Hopfield, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
+    """D = max ‖x_i − x_j‖ over the patterns that no mask leaves out.
+
+    Args:
+        hopfield: A memory of stored patterns, under any reference.
+        method: "exact" compares all pairs, 1024 patterns at a time, at N²·d operations; "radius" returns twice the largest
+            distance from the mean pattern, between D and 2D, at N·d.
+
+    Raises:
+        TypeError: the memory is not a set of patterns.
+        ValueError: there is no such method.
+    """
+    points = _kept_points(stored(hopfield, plain=False))
+    if method == "radius":
+        return 2 * (points - points.mean(-2, keepdim=True)).norm(dim=-1).amax(-1)
+    if method != "exact":
+        raise ValueError(f'method must be "exact" or "radius", got {method!r}')
+    # By products of matrices near points would lose their distance.
+    by_differences = "donot_use_mm_for_euclid_dist"
+    rows = [
+        torch.cdist(block, points, compute_mode=by_differences).amax((-2, -1)) for block in points.split(_BLOCK, -2)
+    ]
+    return torch.stack(rows).amax(0)
+
+
+def contraction_factor(hopfield: Hopfield, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
+    """βD²/4, times the reference's Lipschitz constant: one of the descent map (B5.6).
+
+    Below 1 the fixed point is unique and reached at this rate; above 1 there may be several. For patterns ±a the change is
+    exactly at β‖a‖² = 1. `method` is `diameter`'s; "radius" gives a bound between one and four times as large.
+
+    Raises:
+        TypeError: the memory is not a set of patterns, or the reference's constant is not known.
+    """
+    reference, spread = hopfield.reference, diameter(hopfield, method=method)
+    if isinstance(reference, Contraction):
+        constant = reference.lipschitz.to(spread)
+    elif isinstance(reference, Gaussian):
+        constant = torch.linalg.matrix_norm(reference.fisher(torch.zeros_like(reference.location)), ord=2)
+    elif isinstance(reference, Spin):
+        constant = torch.ones(reference.batch_shape, device=spread.device)
+    else:
+        raise TypeError(f"the Lipschitz constant of {type(reference).__name__} as reference is not known")
+    return align(constant, spread.ndim) * promoted(hopfield.scale) * spread.square() / 4
+
+
+def separation(
+    hopfield: Hopfield, state: Float[Tensor, "*batch_query d"] | None = None
+) -> Float[Tensor, "*batch_query N"] | Float[Tensor, "*batch N"]:
+    """Δ_i(ξ) = min over j ≠ i of (x_i − x_j)·ξ + log(w_i/w_j)/β: by how much pattern i leads at ξ, or at itself.
+
+    +inf for the only pattern, −inf for one left out (B5.7).
+
+    Args:
+        hopfield: Stored patterns under the identity.
+        state: ξ; without one, Δ_i(x_i) of every pattern.
+
+    Raises:
+        TypeError: as `stored`.
+        ValueError: the state's shape does not fit.
+    """
+    memory = stored(hopfield)
+    if state is not None:
+        return _leads(_scores(hopfield, memory, state))
+    # Δ_i(x_i) needs row i of the scores alone, a block at a time.
+    rows, start = [], 0
+    for block in memory.points.split(_BLOCK, -2):
+        leads = _leads(_scores(hopfield, memory, block))
+        rows.append(leads.diagonal(start, -2, -1))
+        start += block.shape[-2]
+    return torch.cat(rows, -1)
+
+
+def retrieval_bound(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"]) -> RetrievalBound:
+    """(N−1)e^(−βΔ_i(ξ)) and 2M times that: the weight that one step gives to others than i, and its distance from x_i.
+
+    N counts the patterns that no mask leaves out (B5.7; Ramsauer et al., theorem 4).
+
+    Raises:
+        TypeError, ValueError: as `separation`.
+    """
+    lead = separation(hopfield, state)
+    weight = _missed(hopfield, lead)
+    return RetrievalBound(weight, 2 * align(largest_norm(hopfield), lead.ndim) * weight)
+
+
+def basin(hopfield: Hopfield, radius: float) -> Basin:
+    """What is certain of the ball of `radius` about every pattern (B5.7).
+
+    In it Δ_i is at least Δ_i(x_i) − 2M·radius. A fixed point exists where the bound on the distance is at most the radius;
+    the map contracts where 4βM²(N−1)e^(−βΔ) < 1 too.
+
+    Raises:
+        TypeError: as `stored`.
+        ValueError: a radius that is not positive and finite.
+    """
+    if not (0 < radius < math.inf):
+        raise ValueError(f"radius must be positive and finite, got {radius}")
+    own = separation(hopfield)
+    norm, scale = align(largest_norm(hopfield), own.ndim), align(promoted(hopfield.scale), own.ndim)
+    weight = _missed(hopfield, own - 2 * norm * radius)
+    distance = 2 * norm * weight
+    exists = distance <= radius
+    return Basin(exists, exists & (4 * scale * norm.square() * weight < 1), distance)
+
+
+def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure: float = 0.001) -> Capacity:
+    """How many random patterns on the sphere of radius·√(d−1) can be stored and retrieved, all but with `failure`.
+
+    N ≥ √p·c^((d−1)/4) with c = b/W₀(exp(a + ln b)), a = (2/(d−1))(1 + ln(2βK²p(d−1))), b = 2K²β/5, W₀ Lambert's function,
+    where c ≥ (2/√p)^(4/(d−1)) (B5.8; Ramsauer et al., theorem 3).
+
+    Args:
+        dimension: d, at least 2.
+        scale: β.
+        radius: K.
+        failure: p, between 0 and 1.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if not (dimension >= 2 and 0 < scale < math.inf and 0 < radius < math.inf and 0 < failure < 1):
+        raise ValueError(
+            "capacity needs dimension ≥ 2, scale > 0, radius > 0 and 0 < failure < 1, got "
+            f"{dimension}, {scale}, {radius}, {failure}"
+        )
+    freedom = dimension - 1
+    a = 2 / freedom * (1 + math.log(2 * scale * radius**2 * failure * freedom))
+    b = 0.4 * radius**2 * scale
+    base = b / _lambert(a + math.log(b))
+    holds = base >= (2 / math.sqrt(failure)) ** (4 / freedom)
+    return Capacity(base, math.sqrt(failure) * base ** (freedom / 4), holds)
+
+
+def _lambert(log_argument: float) -> float:
+    """W₀(exp(y)): the w > 0 with w + ln w = y."""
+    w = math.exp(log_argument) if log_argument < 0 else 1 + log_argument / 2
+    for _ in range(100):
+        w, before = w * (1 + log_argument - math.log(w)) / (1 + w), w
+        if abs(w - before) <= 1e-15 * w:
+            break
+    return w
+
+
+def _kept_points(memory: Atoms) -> Tensor:
+    """The points; what a mask leaves out is moved to one that is kept, or to 0 if there is none."""
+    kept = memory.log_weight > -torch.inf
+    first = kept.to(torch.int8).argmax(-1)[..., None, None].expand(*kept.shape[:-1], 1, memory.points.shape[-1])
+    stand_in = memory.points.gather(-2, first).masked_fill(~kept.any(-1)[..., None, None], 0.0)
+    return torch.where(kept.unsqueeze(-1), memory.points, stand_in)
+
+
+def _scores(hopfield: Hopfield, memory: Atoms, state: Tensor) -> Tensor:
+    """x_n·ξ + log(w_n)/β, shape (*batch, *query, N)."""
+    memory, state = memory._fit(state=state)
+    flat = state.reshape(*memory.batch_shape, -1, state.shape[-1])
+    scores = (flat @ memory.points.mT).reshape(*state.shape[:-1], memory.points.shape[-2])
+    bias = memory.log_weight / promoted(hopfield.scale).unsqueeze(-1)
+    return scores + align(bias, scores.ndim, 1)
+
+
+def _leads(scores: Tensor) -> Tensor:
+    """Each score less the largest of the others."""
+    if scores.shape[-1] == 1:
+        return torch.where(scores == -torch.inf, -torch.inf, torch.inf)
+    (best, second), place = (part.unbind(-1) for part in (scores.topk(2, -1).values, scores.argmax(-1, keepdim=True)))
+    leader = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, place[0].unsqueeze(-1), True)
+    lead = scores - torch.where(leader, second.unsqueeze(-1), best.unsqueeze(-1))
+    return torch.where(scores == -torch.inf, -torch.inf, lead)
+
+
+def _missed(hopfield: Hopfield, lead: Tensor) -> Tensor:
+    """(N − 1)e^(−β·lead): 0 for the only pattern, +inf for one left out."""
+    kept = (stored(hopfield).log_weight > -torch.inf).sum(-1)
+    others = align((kept - 1).clamp_min(1), lead.ndim)
+    return others * (-align(promoted(hopfield.scale), lead.ndim) * lead).exp()

@@ -1,0 +1,69 @@
+"""Tokens that attract each other on a sphere: the energy of self-attention followed by a normalisation (N5)."""
+
+from typing import Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu import ops
+from massieu.energy.base import Energy, promoted
+from massieu.energy.contraction.base import align, positive
+
+_ROUNDINGS = 16
+"""How many roundings of its dtype a token may lie outside the sphere."""
+
+
+class Clustering(Energy):
+    """E(X) = −Σ_ij exp(scale·⟨x_i, x_j⟩)/(2·scale·n²) over n tokens in the unit ball; +inf where one lies outside.
+
+    Its descent map moves all tokens at once to x_i ← the direction of Σ_j exp(scale·⟨x_i, x_j⟩) x_j: self-attention with
+    tied queries, keys and values, followed by the projection onto the sphere, in which the softmax's denominators drop out.
+
+    E never rises. exp lies above its tangents, so −E does above a quadratic form in X with weights W = exp(scale·XXᵀ)
+    entrywise; these are positive semi-definite (Schur), so the form lies above its own tangents; and the map takes the tokens
+    to where the tangent is largest. The flow in continuous time: Geshkovski et al., arXiv 2312.10794; in three dimensions and
+    more almost every start ends in one cluster.
+
+    Tokens that attend to held keys have an energy each (`Hopfield`); here the tokens are the keys as well, so that the
+    gradient has a term for either part (S3).
+
+    Attributes:
+        scale: Shape (*batch), positive.
+    """
+
+    scale: Float[Tensor, "*batch"]
+
+    @classmethod
+    def create(cls, scale: Float[Tensor, "*batch"] | float = 1.0) -> Self:
+        """Raises ValueError unless `scale` is positive and finite."""
+        return cls(positive("scale", scale))
+
+    @property
+    def _event_dims(self) -> int:
+        return 2
+
+    def _energy(self, state: Tensor) -> Tensor:
+        rounding = _ROUNDINGS * torch.finfo(state.dtype).eps
+        state = self._need(promoted(state))
+        scale = align(self.scale.to(state), state.ndim - 2)
+        scores = scale[..., None, None] * (state @ state.mT)
+        outside = (state.detach().norm(dim=-1) > 1 + rounding).any(-1)
+        return -(scores.exp().mean((-2, -1)) / (2 * scale)).masked_fill(outside, -torch.inf)
+
+    def _step(self, state: Tensor) -> Tensor:
+        state = self._need(promoted(state))
+        *lead, count, width = state.shape
+        # One head for each cloud.
+        tokens = state.reshape(1, -1, count, width)
+        rate = align(self.scale.to(state), state.ndim).expand(*lead, 1, 1).reshape(1, -1, 1, 1)
+        pull = ops.attention(rate * tokens, tokens, tokens, scale=1.0).output.reshape(state.shape)
+        length = pull.norm(dim=-1, keepdim=True)
+        # Where the others cancel a token exactly, every direction is as good as the one it has.
+        return torch.where(length > 0, pull / torch.where(length > 0, length, 1.0), state)
+
+    def _need(self, state: Tensor) -> Tensor:
+        batch = tuple(self.scale.shape)
+        if state.ndim < len(batch) + 2 or tuple(state.shape[: len(batch)]) != batch or 0 in state.shape[-2:]:
+            raise ValueError(f"Clustering needs a state of shape {batch} + (*queries, n, d), got {tuple(state.shape)}")
+        return state

@@ -1,0 +1,155 @@
+"""Sparse memories: attention by α-entmax, its potential, its margin and its losses.
+
+Hopfield–Fenchel–Young networks (Santos, Niculae, McNamee and Martins, arXiv 2411.08590; N2): with Ω* in place of log Σ exp the
+energy descends as before, and from a margin on one step retrieves a pattern *exactly*.
+"""
+
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu.energy.entmax import Alpha, checked, entmax, entmax_conjugate, tsallis_entropy
+from massieu.energy.patterns import PatternPotential
+from massieu.measures import Atoms
+from massieu.measures.value import static_field
+
+
+class SparseAtoms(PatternPotential):
+    """A(eta) = Ω*(Xeta + log w), ∇A(eta) = Xᵀ α-entmax(Xeta + log w). α = 1 is the measure `Atoms`.
+
+    No measure has this log-partition for α > 1, but it is convex, and a memory: ``Hopfield.create(SparseAtoms.create(X))`` has
+    the energy ½‖x‖² − Ω*(βXx)/β + constants, which each step lowers by at least ½‖x⁺ − x‖² (N2).
+
+    Attributes:
+        atoms: Points and log-weights.
+        order: α, shape (*batch).
+        constant: α where one number was given for all, with which the solver is quickest; else None.
+    """
+
+    atoms: Atoms
+    order: Float[Tensor, "*batch"]
+    constant: float | None = static_field()
+
+    @classmethod
+    def create(
+        cls,
+        points: Float[Tensor, "*batch N d"],
+        alpha: Alpha = 1.5,
+        log_weight: Float[Tensor, "*batch N"] | Bool[Tensor, "*batch N"] | None = None,
+    ) -> Self:
+        """Patterns to be retrieved by α-entmax.
+
+        Args:
+            points: Finite points, at least one.
+            alpha: At least 1: a number, or a tensor that broadcasts to the batch, as one for each head does, and learns.
+            log_weight: Added to the scores, or booleans of which True keeps a point.
+
+        Raises:
+            ValueError: shapes that do not fit, no point, a NaN, an infinite point or weight, α < 1.
+            TypeError: `points` or `alpha` are not floating-point.
+        """
+        atoms = Atoms.create(points, log_weight)
+        batch = tuple(atoms.batch_shape)
+        if isinstance(alpha, Tensor):
+            own = tuple(alpha.shape)
+            padded = (1,) * (len(batch) - len(own)) + own
+            if len(own) > len(batch) or any(a not in (1, b) for a, b in zip(padded, batch, strict=True)):
+                raise ValueError(f"alpha of shape {own} does not broadcast to the batch {batch} of the points")
+        checked(atoms.points[..., 0], alpha.unsqueeze(-1) if isinstance(alpha, Tensor) else alpha, -1)
+        if isinstance(alpha, Tensor):
+            return cls(atoms, alpha.expand(batch), None)
+        return cls(atoms, atoms.points.new_full(batch, alpha), float(alpha))
+
+    @property
+    def alpha(self) -> float | Float[Tensor, "*batch"]:
+        """α: a tensor where one was given."""
+        return self.order if self.constant is None else self.constant
+
+    @property
+    def margin(self) -> float | Float[Tensor, "*batch"]:
+        """1/(α − 1): how far a score must lead for its weight to be exactly 1; infinite at α = 1."""
+        return torch.inf if self.constant == 1 else 1 / (self.alpha - 1)
+
+    def lead(self, eta: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
+        """The largest score less the second largest, log-weights included; +inf where no second point is left.
+
+        Raises:
+            ValueError, TypeError: as `log_partition`.
+        """
+        potential, eta = self._admit(eta)
+        scores = potential._weighted(potential._scores(eta))
+        if scores.shape[-1] == 1:
+            return torch.full_like(scores[..., 0], torch.inf)
+        first, second = scores.topk(2, -1).values.unbind(-1)
+        return torch.where(second == -torch.inf, torch.inf, first - second)
+
+    def retrieves_exactly(self, eta: Float[Tensor, "*batch_query d"]) -> Bool[Tensor, "*batch_query"]:
+        """Whether `mean` is one of the points exactly: the lead is at least the margin (N2).
+
+        With the identity as reference the Hopfield step from x is then that point, eta = scale·x.
+
+        Raises:
+            ValueError, TypeError: as `log_partition`.
+        """
+        lead, margin = self.lead(eta), self.margin
+        if isinstance(margin, Tensor):
+            margin = margin.reshape((*margin.shape, *[1] * (lead.ndim - margin.ndim))).to(lead.dtype)
+        return lead >= margin
+
+    def loss(
+        self, eta: Float[Tensor, "*batch_query d"], target: Float[Tensor, "*batch_query N"]
+    ) -> Float[Tensor, "*batch_query"]:
+        """The Fenchel–Young loss of the scores at `target`, weights of the points: see `fenchel_young_loss`.
+
+        Its gradient in eta is ∇A(eta) − Σ target_n x_n.
+
+        Raises:
+            ValueError, TypeError: as `log_partition`; or `target` has another shape.
+        """
+        potential, eta = self._admit(eta)
+        scores = potential._weighted(potential._scores(eta))
+        return fenchel_young_loss(scores, target, potential._order_of(scores))
+
+    def _order_of(self, scores: Tensor) -> Alpha:
+        alpha = self.alpha
+        return self._align(alpha.unsqueeze(-1), scores) if isinstance(alpha, Tensor) else alpha
+
+    def _weighted(self, scores: Tensor) -> Tensor:
+        return scores + self._align(self.log_weight, scores)
+
+    def _of_scores(self, scores: Tensor) -> Tensor:
+        return entmax_conjugate(self._weighted(scores), self._order_of(scores))
+
+    def _weights_of_scores(self, scores: Tensor) -> Tensor:
+        return entmax(self._weighted(scores), self._order_of(scores))
+
+
+def fenchel_young_loss(
+    scores: Float[Tensor, "*lead N"], target: Float[Tensor, "*lead N"], alpha: Alpha = 1.5
+) -> Float[Tensor, "*lead"]:
+    """Ω*(z) + Ω(y) − y·z ≥ 0, zero exactly where y = entmax(z); the gradient in z is entmax(z) − y (Blondel et al. 2020).
+
+    Cross-entropy at α = 1. For a one-hot target and α > 1 it is zero from the margin 1/(α − 1) on. It is taken from scores
+    that are centred on the target, so that a small loss keeps its digits. +inf where the target is at a score of −inf.
+
+    Args:
+        scores: z; −inf leaves an entry out.
+        target: y, weights that sum to one.
+        alpha: As for `entmax`.
+
+    Raises:
+        ValueError: shapes differ, or α < 1.
+        TypeError: something is not floating-point.
+    """
+    if target.shape != scores.shape:
+        raise ValueError(f"target must have the scores' shape {tuple(scores.shape)}, got {tuple(target.shape)}")
+    if not target.is_floating_point():
+        raise TypeError(f"target must be a floating-point tensor of weights, got {target.dtype}")
+    dtype = torch.promote_types(torch.promote_types(scores.dtype, target.dtype), torch.float32)
+    scores, target = scores.to(dtype), target.to(dtype)
+    reached = torch.where(target == 0, 0.0, target * scores).sum(-1)
+    centre = torch.where(reached.isfinite(), reached, 0.0).detach()
+    potential = entmax_conjugate(scores - centre.unsqueeze(-1), alpha)
+    return potential - (reached - centre) - tsallis_entropy(target, alpha)

@@ -1,0 +1,112 @@
+"""How foreign a state is to a memory: out-of-distribution scores that are free energies (N14)."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.energy.base import promoted
+from massieu.energy.contraction.base import align, positive
+from massieu.energy.hopfield import Hopfield
+from massieu.measures import Atoms, Measure
+from massieu.measures.value import values_are_readable
+
+_NEEDS = {"energy": ((), ()), "she": (("memory",), ("label",)), "hopfield_boosting": (("memory", "outliers"), ())}
+"""What each kind needs of memory, outliers and label, and what it can use."""
+
+
+def ood_score(
+    state: Float[Tensor, "*batch_query d"],
+    *,
+    kind: Literal["energy", "she", "hopfield_boosting"] = "energy",
+    memory: Measure | Float[Tensor, "*batch N d"] | None = None,
+    outliers: Measure | Float[Tensor, "*batch O d"] | None = None,
+    label: Int[Tensor, "*batch_query"] | None = None,
+    scale: Float[Tensor, "*batch"] | float = 1.0,
+) -> Float[Tensor, "*batch_query"]:
+    """How foreign a state is: larger = more foreign. +inf beside a memory that is masked altogether.
+
+    - "energy", of a classifier's logits f: −T·lse(f/T), T = 1/scale (Liu et al., arXiv 2010.03759). No memory.
+    - "she", of features x: −A(scale·x)/scale, the simplified Hopfield energy of stored features (Zhang et al., ICLR 2023).
+      With `label`, the class which the classifier chose, the memory holds one mean feature for each class, and the score is
+      −x·x_label. With the keys of an attention layer as memory it is −log Z/scale: how foreign a token is to its context.
+    - "hopfield_boosting", of features: (A_outliers(scale·x) − A(scale·x))/scale (arXiv 2405.08766).
+
+    Args:
+        state: Logits or features.
+        kind: Which score.
+        memory: What is familiar: a measure, or patterns of weight one.
+        outliers: A memory of what is known to be foreign.
+        label: Indices of patterns.
+        scale: The inverse temperature; one for each batch item or one for all.
+
+    Raises:
+        ValueError: no such kind; what it needs is missing, or something it does not use is given; shapes that do not fit.
+        TypeError: the memory is no measure; beside a label, no set of patterns.
+    """
+    if kind not in _NEEDS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, _NEEDS))}, got {kind!r}")
+    given = {"memory": memory, "outliers": outliers, "label": label}
+    needed, optional = _NEEDS[kind]
+    for name, value in given.items():
+        if value is None and name in needed:
+            raise ValueError(f"ood_score of kind {kind!r} needs {name}")
+        if value is not None and name not in (*needed, *optional):
+            raise ValueError(f"ood_score of kind {kind!r} does not use {name}")
+    if memory is None:
+        logits = promoted(state)
+        rate = align(positive("scale", scale).to(logits), logits.ndim - 1)
+        return -torch.logsumexp(logits * rate.unsqueeze(-1), -1) / rate
+    if label is not None:
+        return -_familiarity(state, memory, label)
+    familiar = _free(state, memory, scale)
+    return -familiar if outliers is None else _free(state, outliers, scale) - familiar
+
+
+def boosting_energy(
+    state: Float[Tensor, "*batch_query d"],
+    memory: Measure | Float[Tensor, "*batch N d"],
+    outliers: Measure | Float[Tensor, "*batch O d"],
+    *,
+    scale: Float[Tensor, "*batch"] | float = 1.0,
+) -> Float[Tensor, "*batch_query"]:
+    """log(p(1 − p))/scale, p the memory's share of the attention over both: Hopfield Boosting's energy (arXiv 2405.08766).
+
+    It equals −2 lse(both) + lse(memory) + lse(outliers), is largest, −log(4)/scale, on the boundary between the two, and
+    weights the samples near it.
+
+    Raises:
+        ValueError, TypeError: as `ood_score`.
+    """
+    energy = Hopfield.create(memory, scale=scale)
+    gap = _free(state, energy.memory, energy.scale) - _free(state, outliers, energy.scale)
+    rate = align(promoted(energy.scale), gap.ndim)
+    gap = rate * gap
+    return (F.logsigmoid(gap) + F.logsigmoid(-gap)) / rate
+
+
+def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> Tensor:
+    """A(scale·x)/scale."""
+    energy = Hopfield.create(memory, scale=scale)
+    rate = promoted(energy.scale)
+    log_partition = energy.memory.log_partition(promoted(state) * align(rate, state.ndim))
+    return log_partition / align(rate, log_partition.ndim)
+
+
+def _familiarity(state: Tensor, memory: Measure | Tensor, label: Tensor) -> Tensor:
+    """x·x_label."""
+    memory = Atoms.create(memory) if isinstance(memory, Tensor) else memory
+    if not isinstance(memory, Atoms):
+        raise TypeError(f"a label needs class means as patterns, got {type(memory).__name__}")
+    lead = tuple(state.shape[:-1])
+    if tuple(label.shape) != lead or label.is_floating_point():
+        raise ValueError(f"label must hold whole numbers of shape {lead}, got {label.dtype} of {tuple(label.shape)}")
+    batch, points = memory.batch_shape, promoted(memory.points)
+    count = points.shape[-2]
+    if values_are_readable(label) and bool(((label < 0) | (label >= count)).any()):
+        raise ValueError(f"label must lie in 0 … {count - 1}, got {int(label.min())} … {int(label.max())}")
+    flat = label.reshape(*batch, -1)
+    chosen = points.take_along_dim(flat.unsqueeze(-1), -2).reshape(state.shape)
+    return (promoted(state) * chosen).sum(-1)

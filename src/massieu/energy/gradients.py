@@ -1,0 +1,66 @@
+"""Is a map the gradient of something? It is if and only if its Jacobian is symmetric (B19)."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Map = Callable[[Float[Tensor, "*lead d"]], Float[Tensor, "*lead d"]]
+
+
+def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
+    """‖J − Jᵀ‖/‖J‖ in Frobenius norm, J the Jacobian of `function` at each state: between 0 and 2, and 0 where J is.
+
+    Zero for every gradient, such as attention over keys = values by softmax or entmax; rounding makes it 1e-16 in float64.
+    Other weights that are normalised by their sum are far from it. In one dimension every map is a gradient.
+
+    Args:
+        function: A map of items, each on its own, that `torch.func` can differentiate.
+        state: Where; the last dimension is differentiated. Half precision is promoted.
+
+    Raises:
+        ValueError: the function changes the state's shape.
+        TypeError: the state is not floating-point.
+    """
+    jacobian = _jacobian(function, state)
+    size = torch.linalg.matrix_norm(jacobian)
+    return torch.linalg.matrix_norm(jacobian - jacobian.mT) / torch.where(size == 0, 1.0, size)
+
+
+def is_conservative(
+    function: Map, state: Float[Tensor, "*lead d"], *, tolerance: float | None = None
+) -> Bool[Tensor, "*lead"]:
+    """Whether the Jacobian at each state is symmetric within `tolerance`, relative to its size.
+
+    A sample of states shows that a map is *not* a gradient; that it is one follows where all of a neighbourhood passes.
+
+    Args:
+        function: As for `jacobian_asymmetry`.
+        state: Where.
+        tolerance: By default d roundings, times 64.
+
+    Raises:
+        ValueError, TypeError: as `jacobian_asymmetry`; or the tolerance is negative.
+    """
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    asymmetry = jacobian_asymmetry(function, state)
+    if tolerance is None:
+        tolerance = 64 * state.shape[-1] * torch.finfo(asymmetry.dtype).eps
+    return asymmetry <= tolerance
+
+
+def _jacobian(function: Map, state: Tensor) -> Float[Tensor, "*lead d d"]:
+    if not isinstance(state, Tensor) or not state.is_floating_point():
+        kind = state.dtype if isinstance(state, Tensor) else type(state).__name__
+        raise TypeError(f"state must be a floating-point tensor, got {kind}")
+    if state.ndim == 0:
+        raise ValueError("state must have at least one dimension, got a scalar")
+    state = state.to(torch.promote_types(state.dtype, torch.float32))
+    value, pull = torch.func.vjp(function, state)[:2]
+    if value.shape != state.shape:
+        raise ValueError(f"the function must keep the state's shape {tuple(state.shape)}, got {tuple(value.shape)}")
+    basis = torch.eye(state.shape[-1], dtype=value.dtype, device=value.device)
+    rows = torch.func.vmap(lambda vector: pull(vector.expand_as(value))[0])(basis)
+    return rows.movedim(0, -2)

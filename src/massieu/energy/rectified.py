@@ -1,0 +1,107 @@
+"""The log-sum-ReLU memory: Epanechnikov's kernel in place of the Gaussian, minima in closed form (N4)."""
+
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu.energy.base import Energy
+from massieu.energy.contraction.base import positive
+from massieu.measures import Atoms
+
+
+class LogSumReLU(Energy):
+    """E(x) = −log(Σ w_n relu(1 − scale·‖x − x_n‖²/2))/scale, with descent map T(x) = the centroid of what is active at x.
+
+    A pattern is active within √(2/scale). Σ relu(…) is at least its sum over the patterns active at x, a concave quadratic with
+    its top at their centroid: so E never rises for a damping in (0, 2), and a descent *ends*, after finitely many steps, in a
+    minimum that is exactly a centroid: a single memory, where no other is within √(2/scale), or an emergent one.
+
+    Where nothing is active E is +inf, its force is 0 and T stays (Hoover et al., arXiv 2506.10801). Use `create`.
+
+    Attributes:
+        atoms: Patterns and the logs of their multiplicities.
+        scale: The inverse temperature β, shape of the memory's batch.
+    """
+
+    atoms: Atoms
+    scale: Float[Tensor, "*batch"]
+
+    @classmethod
+    def create(
+        cls,
+        points: Float[Tensor, "*batch N d"],
+        *,
+        scale: Float[Tensor, "..."] | float = 1.0,
+        log_weight: Float[Tensor, "*batch N"] | Bool[Tensor, "*batch N"] | None = None,
+    ) -> Self:
+        """The energy of patterns.
+
+        Args:
+            points: Finite points, at least one.
+            scale: Positive; a tensor broadcasts to the batch, as one for each head does. Gradients flow to it.
+            log_weight: The log of each pattern's multiplicity, or booleans of which True keeps it.
+
+        Raises:
+            ValueError: shapes that do not fit, no pattern, a NaN, a scale that is not positive.
+            TypeError: something is not floating-point.
+        """
+        atoms = Atoms.create(points, log_weight)
+        if not isinstance(scale, Tensor):
+            dtype = torch.promote_types(points.dtype, torch.float32)
+            scale = torch.tensor(float(scale), dtype=dtype, device=points.device)
+        positive("scale", scale)
+        batch, own = tuple(atoms.batch_shape), tuple(scale.shape)
+        padded = (1,) * (len(batch) - len(own)) + own
+        if len(own) > len(batch) or any(a not in (1, b) for a, b in zip(padded, batch, strict=True)):
+            raise ValueError(f"scale of shape {own} does not broadcast to the memory's batch {batch}")
+        return cls(atoms, scale.expand(batch))
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Shape of the batch of memories."""
+        return self.scale.shape
+
+    @property
+    def radius(self) -> Float[Tensor, "*batch"]:
+        """√(2/scale): how far a pattern reaches."""
+        return (2 / self.scale).sqrt()
+
+    def active(self, state: Float[Tensor, "*batch_query d"]) -> Bool[Tensor, "*batch_query N"]:
+        """Which patterns are within `radius` of the state, the boundary left out.
+
+        Raises:
+            ValueError: the state has another shape than ``(*batch, *query, d)``.
+            TypeError: it is not floating-point.
+        """
+        _, _, rise = self._rises(state)
+        return rise > 0
+
+    @property
+    def _dampings(self) -> str:
+        return "(0, 2)"
+
+    def _energy(self, state: Tensor) -> Tensor:
+        _, scale, rise = self._rises(state)
+        total = rise.sum(-1)
+        inside = total > 0
+        value = -torch.log(torch.where(inside, total, 1.0)) / scale.squeeze(-1)
+        return torch.where(inside, value, torch.inf)
+
+    def _step(self, state: Tensor) -> Tensor:
+        atoms, _, rise = self._rises(state)
+        weight = torch.where(rise > 0, atoms._align(atoms.log_weight, state).exp(), 0.0)
+        total = weight.sum(-1, keepdim=True)
+        flat = weight.reshape(*atoms.points.shape[:-2], -1, weight.shape[-1])
+        centroid = (flat @ atoms.points).reshape(state.shape) / torch.where(total > 0, total, 1.0)
+        return torch.where(total > 0, centroid, state.to(centroid.dtype))
+
+    def _rises(self, state: Tensor) -> tuple[Atoms, Tensor, Tensor]:
+        """The atoms in the common dtype, scale (*batch, 1…, 1) and w_n relu(1 − scale·‖x − x_n‖²/2)."""
+        atoms, state = self.atoms._fit(eta=state)
+        scale = atoms._align(self.scale.to(state.dtype).unsqueeze(-1), state)
+        # Differences, not expanded squares: at a memory the distance is 0.
+        squares = (state.unsqueeze(-2) - atoms._align(atoms.points, state, 2)).square().sum(-1)
+        rise = torch.relu(1 - 0.5 * scale * squares)
+        return atoms, scale, rise * atoms._align(atoms.log_weight, state).exp()

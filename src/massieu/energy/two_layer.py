@@ -1,0 +1,188 @@
+"""Two layers of neurons that drive each other: the dynamics behind the Hopfield energies, hidden units not yet eliminated.
+
+τ_v v̇ = W g_h − v, τ_h ḣ = Wᵀ g_v − h, with activations g = ∇L of Lagrangians L (Krotov and Hopfield, arXiv 2008.06996; B20).
+"""
+
+import math
+from typing import Any, Literal, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.energy.base import Descent, Energy, Potential, promoted, static_field
+from massieu.energy.contraction import Contraction, Identity
+from massieu.measures import Atoms
+
+Method = Literal["split", "runge_kutta"]
+
+
+class TwoLayer(Energy):
+    """ℰ(v, h) = [v·g_v − L_v(v)] + [h·g_h − L_h(h)] − g_v·W g_h on states (v, h), joined along the last dimension.
+
+    Along the dynamics dℰ/dt = −τ_v v̇ᵀ∇²L_v v̇ − τ_h ḣᵀ∇²L_h ḣ ≤ 0, since Lagrangians are convex. The descent map is both
+    limits in turn, h ← Wᵀg_v, then v ← W g_h: each is the exact minimum of ℰ in its layer. With L_v = ½‖v‖², L_h = log Σ exp
+    and h at its limit ℰ is the energy of `Hopfield` and the map is attention. `flow` follows the dynamics in time.
+
+    `step` takes no other damping than 1: the segment to the map's value may climb; shorten `flow` instead. Use `create`.
+
+    Attributes:
+        coupling: W, shape (*batch, n_v, n_h).
+        visible, hidden: L_v and L_h.
+        visible_time, hidden_time: τ_v and τ_h.
+    """
+
+    coupling: Float[Tensor, "*batch n_v n_h"]
+    visible: Any
+    hidden: Any
+    visible_time: float = static_field()
+    hidden_time: float = static_field()
+
+    @classmethod
+    def create(
+        cls,
+        coupling: Float[Tensor, "*batch n_v n_h"],
+        *,
+        visible: Potential | Contraction | None = None,
+        hidden: Potential | Contraction | None = None,
+        visible_time: float = 1.0,
+        hidden_time: float = 1.0,
+    ) -> Self:
+        """Two layers.
+
+        Args:
+            coupling: W; its columns are the memories of the hidden units.
+            visible: L_v, any convex function of v; ½‖v‖² by default.
+            hidden: L_h, any convex function of h; log Σ exp by default.
+            visible_time, hidden_time: Positive.
+
+        Raises:
+            ValueError: the coupling is no matrix or not finite, or a time is not positive.
+            TypeError: the coupling is not floating-point, or a Lagrangian is no potential.
+        """
+        if not isinstance(coupling, Tensor) or not coupling.is_floating_point():
+            kind = coupling.dtype if isinstance(coupling, Tensor) else type(coupling).__name__
+            raise TypeError(f"coupling must be a floating-point tensor, got {kind}")
+        if coupling.ndim < 2 or 0 in coupling.shape[-2:]:
+            raise ValueError(f"coupling must have shape (*batch, n_v, n_h), got {tuple(coupling.shape)}")
+        if not bool(coupling.isfinite().all()):
+            raise ValueError("coupling must be finite")
+        for name, time in {"visible_time": visible_time, "hidden_time": hidden_time}.items():
+            if not 0 < time < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {time}")
+        for name, lagrangian in {"visible": visible, "hidden": hidden}.items():
+            if lagrangian is not None and not (hasattr(lagrangian, "log_partition") and hasattr(lagrangian, "mean")):
+                raise TypeError(f"{name} must be a potential, got {type(lagrangian).__name__}")
+        coupling = promoted(coupling)
+        units = torch.eye(coupling.shape[-1], dtype=coupling.dtype, device=coupling.device)
+        return cls(
+            coupling,
+            Identity() if visible is None else visible,
+            Atoms.create(units) if hidden is None else hidden,
+            float(visible_time),
+            float(hidden_time),
+        )
+
+    def join(
+        self, visible: Float[Tensor, "*batch_query n_v"], hidden: Float[Tensor, "*batch_query n_h"] | None = None
+    ) -> Float[Tensor, "*batch_query n"]:
+        """The state (v, h); with h = Wᵀg_v, its limit, where it is not given."""
+        if hidden is None:
+            hidden = self._drive(self.visible.mean(visible), upwards=True)
+        return torch.cat([visible, hidden], -1)
+
+    def split(
+        self, state: Float[Tensor, "*batch_query n"]
+    ) -> tuple[Float[Tensor, "*batch_query n_v"], Float[Tensor, "*batch_query n_h"]]:
+        """v and h of a state.
+
+        Raises:
+            ValueError: the state has not the shape ``(*batch, *query, n_v + n_h)``.
+        """
+        batch, sizes = tuple(self.coupling.shape[:-2]), self.coupling.shape[-2:]
+        shape = tuple(state.shape)
+        if len(shape) <= len(batch) or shape[: len(batch)] != batch or shape[-1] != sum(sizes):
+            raise ValueError(f"state must have shape {batch} + queries + ({sum(sizes)},), got {shape}")
+        visible, hidden = promoted(state).split(tuple(sizes), -1)
+        return visible, hidden
+
+    def flow(
+        self, state: Float[Tensor, "*batch_query n"], duration: float, *, steps: int, method: Method = "split"
+    ) -> Descent:
+        """The path of the dynamics over `duration`, in equal steps, the start included.
+
+        Args:
+            state: (v, h) at the start.
+            duration: How long, in the unit of the times τ.
+            steps: How many steps.
+            method: "split" moves one layer while the other stands still, v for half of the step, h, then v again, each along
+                its exact exponential: second order, and ℰ never rises, however long the step. "runge_kutta" is the
+                classical method: fourth order; ℰ may rise by O(dt⁵) in a step, and for dt > 2.8 τ the path may diverge.
+
+        Raises:
+            ValueError: the duration is negative or not finite, `steps` is not at least 1, or there is no such method.
+        """
+        if not 0 <= duration < math.inf:
+            raise ValueError(f"duration must be finite and at least 0, got {duration}")
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be a whole number, at least 1, got {steps!r}")
+        if method not in ("split", "runge_kutta"):
+            raise ValueError(f"method must be 'split' or 'runge_kutta', got {method!r}")
+        advance = self._advance_split if method == "split" else self._advance_runge_kutta
+        self.split(state)
+        states = [promoted(state)]
+        for _ in range(steps):
+            states.append(advance(states[-1], duration / steps))
+        return Descent(torch.stack(states), torch.stack([self._energy(each) for each in states]))
+
+    @property
+    def _dampings(self) -> str:
+        return "{1}"
+
+    def _energy(self, state: Tensor) -> Tensor:
+        visible, hidden = self.split(state)
+        active_v, active_h = self.visible.mean(visible), self.hidden.mean(hidden)
+        own = _conjugate(self.visible, visible, active_v) + _conjugate(self.hidden, hidden, active_h)
+        return own - (active_v * self._drive(active_h, upwards=False)).sum(-1)
+
+    def _step(self, state: Tensor) -> Tensor:
+        visible, _ = self.split(state)
+        hidden = self._drive(self.visible.mean(visible), upwards=True)
+        return self.join(self._drive(self.hidden.mean(hidden), upwards=False), hidden)
+
+    def _drive(self, activation: Tensor, upwards: bool) -> Tensor:
+        """Wᵀg_v or W g_h."""
+        matrix = self.coupling.to(torch.promote_types(self.coupling.dtype, activation.dtype))
+        flat = activation.to(matrix.dtype).reshape(*matrix.shape[:-2], -1, activation.shape[-1])
+        driven = flat @ (matrix if upwards else matrix.mT)
+        return driven.reshape(*activation.shape[:-1], driven.shape[-1])
+
+    def _velocity(self, state: Tensor) -> Tensor:
+        visible, hidden = self.split(state)
+        v = (self._drive(self.hidden.mean(hidden), upwards=False) - visible) / self.visible_time
+        h = (self._drive(self.visible.mean(visible), upwards=True) - hidden) / self.hidden_time
+        return torch.cat([v, h], -1)
+
+    def _advance_split(self, state: Tensor, time: float) -> Tensor:
+        visible, hidden = self.split(state)
+        visible = self._relax(visible, self._drive(self.hidden.mean(hidden), False), 0.5 * time / self.visible_time)
+        hidden = self._relax(hidden, self._drive(self.visible.mean(visible), True), time / self.hidden_time)
+        visible = self._relax(visible, self._drive(self.hidden.mean(hidden), False), 0.5 * time / self.visible_time)
+        return self.join(visible, hidden)
+
+    @staticmethod
+    def _relax(layer: Tensor, drive: Tensor, time: float) -> Tensor:
+        """Towards `drive`, which stands still; on the way ℰ falls, as −(x − drive)ᵀ∇²L(x − drive) ≤ 0 says."""
+        return layer - math.expm1(-time) * (drive - layer)
+
+    def _advance_runge_kutta(self, state: Tensor, time: float) -> Tensor:
+        first = self._velocity(state)
+        second = self._velocity(state + 0.5 * time * first)
+        third = self._velocity(state + 0.5 * time * second)
+        fourth = self._velocity(state + time * third)
+        return state + time / 6 * (first + 2 * second + 2 * third + fourth)
+
+
+def _conjugate(lagrangian: Potential, at: Tensor, activation: Tensor) -> Tensor:
+    """L*(g) = x·g − L(x), at g = ∇L(x)."""
+    return (at * activation).sum(-1) - lagrangian.log_partition(at)

@@ -1,0 +1,224 @@
+"""The frame of every attention module: `torch.nn.MultiheadAttention`'s parameters and call, with the heads' work left open."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from massieu.nn.heads import (
+    Mask,
+    log_weight_of,
+    merge_heads,
+    merge_log_weights,
+    position_mask,
+    split_heads,
+    with_more_keys,
+)
+
+
+class Attended(NamedTuple):
+    """What the heads of a module return; what was not asked for may be None."""
+
+    output: Float[Tensor, "B H L E"]
+    weights: Float[Tensor, "B H L N"] | None
+    log_partition: Float[Tensor, "B H L"] | None
+
+
+class MultiHead(nn.Module, ABC):
+    """Projections to heads, masks, the heads' work (`_attend`), and the projection of their outputs.
+
+    Names of the parameters, their start and the order of arguments are those of `torch.nn.MultiheadAttention`, so
+    that a module takes its place and its state dict. Attributes are the arguments of the same names.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and {num_heads}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
+        # False whatever the sizes: else `nn.TransformerEncoderLayer` would compute its own attention of our parameters.
+        self._qkv_same_embed_dim = False
+        place = {"device": device, "dtype": dtype}
+        packed = self.kdim == self.vdim == embed_dim
+        sizes = {"q": embed_dim, "k": self.kdim, "v": self.vdim}
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **place)) if packed else None
+        for name, size in sizes.items():
+            weight = None if packed else nn.Parameter(torch.empty(embed_dim, size, **place))
+            self.register_parameter(f"{name}_proj_weight", weight)
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, **place)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        self.bias_k = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if add_bias_kv else None
+        self.bias_v = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if add_bias_kv else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start as `torch.nn.MultiheadAttention` does."""
+        for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            weight = getattr(self, name)
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.xavier_normal_(extra)
+
+    def forward(
+        self,
+        query: Float[Tensor, "*batch L embed_dim"],
+        key: Float[Tensor, "*batch N kdim"],
+        value: Float[Tensor, "*batch N vdim"],
+        key_padding_mask: Mask | None = None,
+        need_weights: bool = True,
+        attn_mask: Mask | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        need_log_partition: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """`torch.nn.MultiheadAttention`'s call, with the log-partition on request.
+
+        Args:
+            query, key, value: (L, B, ·) and (N, B, ·); batch first with `batch_first=True`; or (L, ·) and (N, ·).
+            key_padding_mask: (B, N), or (N,). Booleans of which True hides a key, or log-weights of the keys.
+            need_weights: Return the weights too, in memory L×N. Without them memory is linear in L and N where the
+                module says so.
+            attn_mask: (L, N) or (B·H, L, N). Booleans of which True hides, or numbers added to the scores.
+            average_attn_weights: Weights averaged over the heads, or (B, H, L, N).
+            is_causal: Query i sees keys 0 … i, whether a mask is given or not.
+            need_log_partition: Return the potential that the module's output is the gradient of, too.
+
+        Returns:
+            The output, in the query's shape; the weights, or None; and, asked for, log Z in nats: (B, H, L), float32 or
+            float64, −inf for a query that sees no key. The heads' output for that query is 0.
+
+        Raises:
+            TypeError, ValueError: shapes or masks that do not fit; both shapes are named.
+        """
+        batched = self._check(query, key, value)
+        query, key, value = (self._batch_first(tensor, batched) for tensor in (query, key, value))
+        if not batched and isinstance(key_padding_mask, Tensor):
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        heads, key_heads, value_heads = self._project(query, key, value)
+        layout = (*heads.shape[:3], key.shape[1])
+        log_weight = log_weight_of(key_padding_mask, attn_mask, layout)
+        more = (self.bias_k is not None) + self.add_zero_attn
+        if more:
+            # Keys behind the others would be in the future.
+            log_weight = merge_log_weights(
+                log_weight, position_mask(heads.shape[2], key.shape[1], is_causal, None, query.device)
+            )
+            log_weight, is_causal = with_more_keys(log_weight, more), False
+        found = self._attend(
+            heads,
+            *self._with_more_keys(key_heads, value_heads),
+            log_weight=log_weight,
+            is_causal=is_causal,
+            need_weights=need_weights,
+            need_log_partition=need_log_partition,
+        )
+        output = self.out_proj(merge_heads(found.output))
+        weights, log_partition = found.weights if need_weights else None, found.log_partition
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            output = output.squeeze(0)
+            weights = None if weights is None else weights.squeeze(0)
+            log_partition = None if log_partition is None else log_partition.squeeze(0)
+        elif not self.batch_first:
+            output = output.transpose(0, 1)
+        return (output, weights, log_partition) if need_log_partition else (output, weights)
+
+    @abstractmethod
+    def _attend(
+        self,
+        query: Float[Tensor, "B H L D"],
+        key: Float[Tensor, "B H N D"],
+        value: Float[Tensor, "B H N D"],
+        *,
+        log_weight: Mask | None,
+        is_causal: bool,
+        need_weights: bool,
+        need_log_partition: bool,
+    ) -> Attended:
+        """What the heads do. `log_weight` is boolean (True keeps) or a number, of N in its last dimension."""
+
+    def _dropped(self, weights: Tensor) -> Tensor:
+        return F.dropout(weights, self.dropout) if self._drops else weights
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _batch_first(self, tensor: Tensor, batched: bool) -> Tensor:
+        if not batched:
+            return tensor.unsqueeze(0)
+        return tensor if self.batch_first else tensor.transpose(0, 1)
+
+    def _project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value by head."""
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(
+            split_heads(F.linear(tensor, weight, bias), self.num_heads)  # pyright: ignore[reportArgumentType]
+            for tensor, weight, bias in zip(inputs, weights, biases, strict=True)
+        )
+
+    def _with_more_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The learned key and value, and the zero ones, behind the others."""
+        for extra_key, extra_value in self._more_keys(key):
+            key = torch.cat([key, extra_key.to(key.dtype).expand(*key.shape[:2], 1, -1)], 2)
+            value = torch.cat([value, extra_value.to(value.dtype).expand(*value.shape[:2], 1, -1)], 2)
+        return key, value
+
+    def _more_keys(self, key: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.bias_k is not None and self.bias_v is not None:
+            yield split_heads(self.bias_k, self.num_heads), split_heads(self.bias_v, self.num_heads)
+        if self.add_zero_attn:
+            zero = torch.zeros_like(key[:1, :1, :1])
+            yield zero, zero
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether there is a batch dimension."""
+        sizes = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        shapes = {}
+        for (name, size), tensor in zip(sizes.items(), (query, key, value), strict=True):
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
+            shapes[name] = tuple(tensor.shape)
+            if tensor.ndim != query.ndim or tensor.ndim not in (2, 3) or tensor.shape[-1] != size:
+                order = "(batch, length, {})" if self.batch_first else "(length, batch, {})"
+                wanted = order.format(size) if query.ndim == 3 else f"(length, {size}), or with a batch dimension,"
+                raise ValueError(f"{name} must have shape {wanted}, got {shapes[name]} for query {shapes['query']}")
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(f"key and value must have one length and batch, got {shapes['key']} and {shapes['value']}")
+        batch = 0 if self.batch_first else 1
+        if query.ndim == 3 and query.shape[batch] != key.shape[batch]:
+            raise ValueError(f"query and key must have one batch size, got {shapes['query']} and {shapes['key']}")
+        return query.ndim == 3

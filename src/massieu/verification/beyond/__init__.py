@@ -1,0 +1,1 @@
+"""Claims of later literature: N1 to N34."""

@@ -1,0 +1,169 @@
+"""N5, N14, N23: tokens that cluster on a sphere, scores of foreignness, Newton's steps."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from massieu.energy import Clustering, Hopfield, boosting_energy, newton_step, ood_score
+from massieu.measures import Atoms
+from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
+from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.oracles import differences
+from massieu.verification.registry import claim
+
+_ROUNDING = 1e-12
+
+
+# --- N5 --------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "N5",
+    statement="On the sphere ẋᵢ = Proj Σ e^{β⟨xᵢ,xⱼ⟩}xⱼ is gradient ascent of (1/2βn²) Σ Σ e^{β⟨xᵢ,xⱼ⟩}; that sum never falls "
+    "either where all tokens attend to each other at once and are then projected onto the sphere, and generic tokens end in "
+    "one cluster.",
+    source="Geshkovski, Letrouit, Polyanskiy, Rigollet, arXiv 2312.10794; the discrete step is derived",
+    status="quoted",
+)
+def clustering_on_the_sphere(tokens: int = 12, dimensions: int = 3, draws: int = 20, seed: int = 0) -> Iterator[Check]:
+    need(2, tokens=tokens, dimensions=dimensions)
+    normal = normal_draws(seed)
+    for scale in (0.5, 4.0, 40.0):
+        energy = Clustering.create(scale)
+        state = F.normalize(normal(draws, tokens, dimensions), dim=-1)
+        weights = (scale * (state @ state.mT)).exp()
+        by_hand = weights.sum((-2, -1)) / (2 * scale * tokens**2)
+        yield close(f"β = {scale}: −E and its formula", -energy(state), by_hand, _ROUNDING)
+        attended = F.normalize(torch.softmax(scale * (state @ state.mT), -1) @ state, dim=-1)
+        yield close(f"β = {scale}: step and normalised self-attention", energy.step(state), attended, _ROUNDING)
+        path = energy.descend(state, steps=10).energies
+        rise = (path[1:] - path[:-1]) / path[0].abs()
+        yield at_most(f"β = {scale}: rise of E in a step, relative", rise, 1e-13 * (1 + scale))
+    yield from _flow(normal, tokens, dimensions)
+    energy = Clustering.create(1.0)
+    end = energy.descend(F.normalize(normal(draws, tokens, dimensions), dim=-1), steps=100).states[-1]
+    yield close("β = 1, 100 steps: cosines of the tokens", end @ end.mT, 1.0, 1e-6)
+
+
+def _flow(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
+    """The tangential gradient of −E is the flow's velocity over n², and E falls along it."""
+    scale, state = 2.0, F.normalize(normal(tokens, dimensions), dim=-1)
+    pull = (scale * (state @ state.T)).exp() @ state
+    velocity = pull - (pull * state).sum(-1, keepdim=True) * state
+
+    def on_the_sphere(flat: Tensor) -> Tensor:
+        x = F.normalize(flat.reshape(tokens, dimensions), dim=-1)
+        return (scale * (x @ x.T)).exp().sum() / (2 * scale * tokens**2)
+
+    slope = differences(on_the_sphere, state.flatten()).reshape(state.shape)
+    yield close(
+        "differences on the sphere and the flow's velocity/n²", slope, velocity / tokens**2, GRADIENT_BY_DIFFERENCES
+    )
+    small = F.normalize(state + 1e-4 * velocity, dim=-1)
+    gain = on_the_sphere(small.flatten()) - on_the_sphere(state.flatten())
+    yield at_least("gain of a small step of the flow", gain, 0.0)
+
+
+# --- N14 -------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "N14",
+    statement="Free energies score foreignness: T·lse(f/T) of logits is lse of the last layer's weights as memory, and the "
+    "energy −2lse(β, (X,O)ξ) + lse(β, Xξ) + lse(β, Oξ) of Hopfield Boosting is β⁻¹ log[p(1 − p)], p the share of X, largest "
+    "on the boundary p = ½.",
+    source="Liu et al., arXiv 2010.03759; Zhang et al., ICLR 2023 (SHE); Hopfield Boosting, arXiv 2405.08766",
+    status="quoted",
+)
+def scores_of_foreignness(atoms: int = 9, dimensions: int = 5, draws: int = 100, seed: int = 0) -> Iterator[Check]:
+    need(2, atoms=atoms, dimensions=dimensions)
+    normal = normal_draws(seed)
+    familiar, outliers, state = normal(atoms, dimensions), normal(atoms + 3, dimensions), normal(draws, dimensions)
+    for scale in (0.3, 1.0, 4.0):
+        inner, outer = (torch.logsumexp(scale * state @ each.T, -1) / scale for each in (familiar, outliers))
+        both = torch.logsumexp(scale * state @ torch.cat([familiar, outliers]).T, -1) / scale
+        boosted = boosting_energy(state, familiar, outliers, scale=scale)
+        yield close(f"β = {scale}: E_b and its three terms", boosted, -2 * both + inner + outer)
+        share = (scale * (inner - both)).exp()
+        other = (scale * (outer - both)).exp()
+        yield close(f"β = {scale}: E_b and β⁻¹ log[p(1 − p)]", boosted, (share * other).log() / scale)
+        yield close(f"β = {scale}: p + (1 − p)", share + other, 1.0)
+        yield at_most(f"β = {scale}: E_b + β⁻¹ log 4", boosted + math.log(4) / scale, _ROUNDING)
+        score = ood_score(state, kind="hopfield_boosting", memory=familiar, outliers=outliers, scale=scale)
+        yield close(f"β = {scale}: boosting score and β⁻¹ log[(1 − p)/p]", score, (other / share).log() / scale)
+        score = ood_score(state, kind="she", memory=familiar, scale=scale)
+        yield close(f"β = {scale}: Hopfield score and −lse(β, Xξ)", score, -inner)
+        bias = normal(atoms)
+        weights = Atoms.create(familiar, scale * bias)
+        score = ood_score(state @ familiar.T + bias, kind="energy", scale=scale)
+        as_memory = ood_score(state, kind="she", memory=weights, scale=scale)
+        yield close(f"β = {scale}: energy of the logits, and of the weights as memory", score, as_memory)
+    # Far out in a pattern's direction lse is its dot product, to log(N)/β.
+    cold = ood_score(state, kind="she", memory=familiar, scale=1e6)
+    label = (state @ familiar.T).argmax(-1)
+    linear = ood_score(state, kind="she", memory=familiar, label=label)
+    yield at_most("β = 10⁶: |lse − largest dot product|·β/log N", (cold - linear).abs() * 1e6 / math.log(atoms), 1.0)
+
+
+# --- N23 -------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "N23",
+    statement="Newton's step on the Hopfield energy, ξ − (I − βCov_p)⁻¹(ξ − f(ξ)), squares the error near a minimum; held to "
+    "states where the Hessian is positive definite and E falls at least as far as by attention, it never raises E.",
+    source="momentum, Nesterov and Newton attention, arXiv 2511.00907; the guard is derived",
+    status="quoted",
+)
+def newtons_attention(atoms: int = 8, dimensions: int = 5, draws: int = 50, seed: int = 0) -> Iterator[Check]:
+    need(2, atoms=atoms, dimensions=dimensions)
+    normal = normal_draws(seed)
+    patterns, scale = normal(atoms, dimensions), 2.0
+    energy = Hopfield.create(patterns, scale=scale)
+    minimum = energy.retrieve(normal(draws, dimensions), tol=1e-14, max_steps=20_000).state
+    start = minimum + 1e-2 * F.normalize(normal(draws, dimensions), dim=-1)
+    weights = torch.softmax(scale * start @ patterns.T, -1)
+    attended = weights @ patterns
+    centred = patterns - attended.unsqueeze(-2)
+    hessian = torch.eye(dimensions, dtype=torch.float64) - scale * (weights.unsqueeze(-1) * centred).mT @ centred
+    by_hand = start - torch.linalg.solve(hessian, start - attended)
+    convex = torch.linalg.eigvalsh(hessian)[:, 0] > 0.1
+    yield at_least("minima with a Hessian above 0.1", convex.double().sum(), 1.0)
+    newton = newton_step(energy, start)
+    # Where both steps reach the same energy to rounding, either may be taken.
+    lower = convex & (energy(by_hand) < energy(attended) - _ROUNDING)
+    yield close("step and its formula", newton[lower], by_hand[lower])
+    state = start[convex]
+    for _ in range(6):
+        state = newton_step(energy, state)
+    yield at_most("‖∇E‖ after six steps", energy.force(state).norm(dim=-1), 5e-12)
+    yield from _quadratic(energy, start[convex], minimum[convex])
+    yield from _guarded(normal, patterns, draws)
+
+
+def _quadratic(energy: Hopfield, start: Tensor, minimum: Tensor) -> Iterator[Check]:
+    """‖e⁺‖ ≤ ½K‖e‖²/λ, λ the least curvature at the start, K = β²D³ ≥ ‖∇³E‖: β² times a third central moment of x·u."""
+    error = (start - minimum).norm(dim=-1)
+    after = (newton_step(energy, start) - minimum).norm(dim=-1)
+    scale, spread = energy.scale, torch.cdist(energy.memory.points, energy.memory.points).max()
+    third = scale**2 * spread**3
+    least = torch.linalg.eigvalsh(energy.hessian(start))[:, 0]
+    yield at_most(
+        "error by ½‖∇³E‖/λ times the square of the one before", after / (0.5 * third / least * error.square()), 1.0
+    )
+
+
+def _guarded(normal: Normal, patterns: Tensor, draws: int) -> Iterator[Check]:
+    """From anywhere, cold and warm, by indefinite Hessians too."""
+    for scale in (0.5, 5.0, 50.0):
+        energy = Hopfield.create(patterns, scale=scale)
+        state = 2 * normal(draws, patterns.shape[-1])
+        rises = []
+        for _ in range(6):
+            after = newton_step(energy, state)
+            rises.append(((energy(after) - energy(state)) / (1 + energy(state).abs())).max())
+            state = after
+        yield at_most(f"β = {scale}: rise of E in a guarded step, relative", torch.stack(rises), 1e-13)

@@ -1,0 +1,166 @@
+"""The Hopfield density: quadrature, SciPy's Gaussians, autograd of the log-density, moments of samples."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import logsumexp
+from scipy.stats import multivariate_normal
+from tests.energy.cases import F64, draw, hopfield_energy
+from torch import Tensor
+
+from massieu import measures
+from massieu.energy import Hopfield, contraction, density
+
+SCALE = 1.7
+
+
+def memory(*batch: int, count: int = 5, width: int = 3) -> tuple[Hopfield, Tensor, Tensor]:
+    patterns, log_weight = draw(*batch, count, width), draw(*batch, count, seed=2)
+    log_weight[..., 1] = -torch.inf
+    return Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=SCALE), patterns, log_weight
+
+
+def test_the_normaliser_by_quadrature():
+    energy, patterns, log_weight = memory(width=2)
+    arguments = (patterns.numpy(), log_weight.numpy())
+
+    # The trapezoidal rule is exact to rounding for a mixture of Gaussians of width 0.77 at steps of 0.25.
+    ticks = np.arange(-8, 8.01, 0.25)
+    values = [hopfield_energy(arguments[0], np.array([x, y]), SCALE, arguments[1]) for x in ticks for y in ticks]
+    expected = logsumexp(-SCALE * np.array(values)) + 2 * np.log(0.25)
+    np.testing.assert_allclose(density.log_normaliser(energy), expected, rtol=1e-11)
+
+
+def test_density_is_the_mixture_of_gaussians():
+    energy, patterns, log_weight = memory()
+    points = draw(20, 3, seed=3)
+    weights = log_weight.numpy() + 0.5 * SCALE * np.square(patterns.numpy()).sum(-1)
+    weights = weights - logsumexp(weights)
+    np.testing.assert_allclose(density.log_pattern_weights(energy), weights, rtol=1e-12)
+    each = [
+        w + multivariate_normal(x.numpy(), np.eye(3) / SCALE).logpdf(points.numpy())
+        for w, x in zip(weights, patterns, strict=True)
+    ]
+    expected = logsumexp(each, 0)
+    np.testing.assert_allclose(-density.negative_log_likelihood(energy, points), expected, rtol=1e-11)
+    found = density.density(energy).log_prob(torch.zeros(3, dtype=F64), points)
+    np.testing.assert_allclose(found, expected, rtol=1e-11)
+    shares = np.exp(each - expected)
+    np.testing.assert_allclose(density.responsibilities(energy, points), shares.T, atol=1e-13)
+
+
+def test_without_beta_in_the_exponent_it_is_no_mixture_of_those_gaussians():
+    energy, patterns, log_weight = memory(width=2)
+    grid = torch.cartesian_prod(*[torch.linspace(-7, 7, 141, dtype=F64)] * 2)
+    cell = (14 / 140) ** 2
+    matched = torch.log_softmax(-SCALE * energy(grid), 0) - np.log(cell)
+    bare = torch.log_softmax(-energy(grid), 0) - np.log(cell)
+    mixture = density.density(energy).log_prob(torch.zeros(2, dtype=F64), grid)
+    near = mixture > -10
+    assert (matched - mixture)[near].abs().max() < 1e-6
+    assert (bare - mixture)[near].abs().max() > 0.1
+
+
+def test_score_and_tweedie():
+    energy, patterns, log_weight = memory()
+    points = draw(20, 3, seed=3).requires_grad_()
+    each = torch.stack(
+        [
+            w + SCALE * 0.5 * x.square().sum() - 0.5 * SCALE * (points - x).square().sum(-1)
+            for w, x in zip(log_weight, patterns, strict=True)
+        ]
+    )
+    (slope,) = torch.autograd.grad(torch.logsumexp(each, 0).sum(), points)
+    torch.testing.assert_close(density.score(energy, points.detach()), slope, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(density.denoise(energy, points.detach()), points.detach() + slope / SCALE)
+
+
+def test_denoising_is_the_best_guess_of_the_pattern():
+    """The mean square error of any other guess is larger: the posterior mean's error is orthogonal to functions of the data."""
+    energy, patterns, _ = memory()
+    generator = torch.Generator().manual_seed(0)
+    weights = density.log_pattern_weights(energy).exp()
+    clean = patterns[torch.multinomial(weights, 40_000, replacement=True, generator=generator)]
+    noisy = clean + torch.randn(clean.shape, generator=generator, dtype=F64) / SCALE**0.5
+    error = clean - density.denoise(energy, noisy)
+    for test in (noisy, noisy.tanh(), torch.ones_like(noisy)):
+        product = (error * test).sum(-1)
+        assert abs(float(product.mean() / (product.std() / len(product) ** 0.5))) < 5
+
+
+def test_samples_have_the_mixtures_moments():
+    energy, patterns, _ = memory(2)
+    drawn = density.sample(energy, (200, 100), generator=torch.Generator().manual_seed(0)).reshape(-1, 2, 3)
+    weights = density.log_pattern_weights(energy).exp().unsqueeze(-1)
+    mean = (weights * patterns).sum(-2)
+    second = (weights * patterns.square()).sum(-2) + 1 / SCALE
+    for value, expected in ((drawn, mean), (drawn.square(), second)):
+        error = value.std(0) / len(drawn) ** 0.5
+        assert ((value.mean(0) - expected).abs() <= 5 * error).all()
+
+
+def test_the_likelihoods_gradient_in_the_patterns():
+    """∇_X L = −β·mean[softmax(βXξ) ξᵀ] + β·diag(softmax(½β‖x_n‖²))·X, rows as patterns (B7)."""
+    patterns, data = draw(5, 3).requires_grad_(), draw(40, 3, seed=4)
+    loss = density.negative_log_likelihood(Hopfield.create(patterns, scale=SCALE), data).mean()
+    (slope,) = torch.autograd.grad(loss, patterns)
+    x, xi = patterns.detach().numpy(), data.numpy()
+    scores = SCALE * xi @ x.T
+    share = np.exp(scores - logsumexp(scores, -1, keepdims=True))
+    prior = 0.5 * SCALE * np.square(x).sum(-1)
+    prior = np.exp(prior - logsumexp(prior))
+    np.testing.assert_allclose(slope, SCALE * (prior[:, None] * x - share.T @ xi / 40), atol=1e-13)
+
+
+def test_likelihood_in_patterns_weights_and_scale():
+    def loss(patterns: Tensor, log_weight: Tensor, scale: Tensor, data: Tensor) -> Tensor:
+        return density.negative_log_likelihood(
+            Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=scale), data
+        )
+
+    inputs = (draw(3, 2), draw(3, seed=1), torch.tensor(1.3, dtype=F64), draw(2, 2, seed=2))
+    assert torch.autograd.gradcheck(loss, tuple(part.requires_grad_() for part in inputs))
+    assert torch.autograd.gradgradcheck(loss, tuple(part.requires_grad_() for part in inputs))
+
+
+def test_maximum_likelihood_finds_the_patterns():
+    """Data from two memories: the learned density is as good as the true one, to what 2000 samples tell."""
+    truth = Hopfield.create(torch.tensor([[2.0, 0.0], [-1.0, 1.5], [0.0, -2.0]], dtype=F64), scale=4.0)
+    data = density.sample(truth, (2000,), generator=torch.Generator().manual_seed(0))
+    patterns = (0.5 * draw(3, 2, seed=1)).requires_grad_()
+    optimiser = torch.optim.LBFGS([patterns], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = density.negative_log_likelihood(Hopfield.create(patterns, scale=4.0), data).mean()
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    learned = density.negative_log_likelihood(Hopfield.create(patterns.detach(), scale=4.0), data)
+    true = density.negative_log_likelihood(truth, data)
+    assert learned.mean() < true.mean() + 1e-9
+    # 6 parameters: twice the likelihood ratio is about χ² of 6 degrees of freedom; beyond 40 with probability 5e-7.
+    assert 2 * len(data) * (true.mean() - learned.mean()) < 40
+
+
+def test_batches_are_separate():
+    energy, patterns, log_weight = memory(2)
+    points = draw(2, 7, 3, seed=3)
+    for item in range(2):
+        alone = Hopfield.create(measures.Atoms.create(patterns[item], log_weight[item]), scale=SCALE)
+        for function in (density.negative_log_likelihood, density.responsibilities, density.score):
+            torch.testing.assert_close(function(energy, points)[item], function(alone, points[item]))
+        torch.testing.assert_close(density.log_normaliser(energy)[item], density.log_normaliser(alone))
+
+
+def test_what_has_no_density_is_refused():
+    masked = measures.Atoms.create(draw(2, 3, 4), torch.tensor([[True] * 3, [False] * 3]))
+    with pytest.raises(ValueError, match="masked altogether"):
+        density.log_normaliser(Hopfield.create(masked))
+    with pytest.raises(ValueError, match="masked altogether"):
+        density.score(Hopfield.create(masked), draw(2, 4))
+    with pytest.raises(TypeError, match="identity"):
+        density.density(Hopfield.create(draw(3, 4), reference=contraction.Spin()))
+    with pytest.raises(TypeError, match="Spin"):
+        density.sample(Hopfield.create(measures.Spin.create(3)))

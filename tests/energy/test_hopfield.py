@@ -1,0 +1,395 @@
+"""The Hopfield energy against NumPy, its descent under every reference and memory, and what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import logsumexp
+from tests.energy.cases import F64, MEMORIES, REFERENCES, attend, draw, hopfield_energy
+from torch import Tensor
+
+from massieu import measures
+from massieu.energy import Energy, Hopfield, contraction
+
+EPS = torch.finfo(F64).eps
+
+
+# --- against NumPy ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.3, 1, 7.0, torch.tensor([0.5, 1.0, 4.0], dtype=F64)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_energy_and_step_of_heads_masks_and_weights(scale, masked: bool):
+    patterns, state = draw(2, 3, 6, 4), draw(2, 3, 5, 4, seed=1)
+    log_weight = draw(2, 3, 6, seed=2)
+    if masked:
+        log_weight[:, 1, 2:5] = -torch.inf
+    energy = Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=scale)
+    rate = torch.as_tensor(scale, dtype=F64).expand(2, 3)
+    found, moved = energy(state), energy.step(state)
+    assert found.shape == (2, 3, 5)
+    for batch, head, query in np.ndindex(2, 3, 5):
+        one = (
+            patterns[batch, head].numpy(),
+            state[batch, head, query].numpy(),
+            float(rate[batch, head]),
+            log_weight[batch, head].numpy(),
+        )
+        np.testing.assert_allclose(found[batch, head, query], hopfield_energy(*one), rtol=1e-12)
+        np.testing.assert_allclose(moved[batch, head, query], attend(*one), rtol=1e-11, atol=1e-13)
+
+
+def test_one_query_of_one_memory_and_many():
+    patterns, state = draw(6, 4), draw(4, seed=1)
+    energy = Hopfield.create(patterns, scale=2.0)
+    expected = hopfield_energy(patterns.numpy(), state.numpy(), 2.0)
+    assert energy(state).shape == ()
+    np.testing.assert_allclose(energy(state), expected, rtol=1e-13)
+    np.testing.assert_allclose(energy(state.expand(3, 2, 4)), np.full((3, 2), expected), rtol=1e-13)
+
+
+def test_what_a_mask_leaves_out_counts_for_nothing():
+    patterns, state = draw(6, 4), draw(5, 4, seed=1)
+    kept = torch.tensor([True, True, False, True, False, False])
+    patterns[~kept] = 1e6
+    masked = Hopfield.create(measures.Atoms.create(patterns, kept), scale=1.5)
+    without = Hopfield.create(patterns[kept], scale=1.5)
+    torch.testing.assert_close(masked(state), without(state), rtol=1e-13, atol=0)
+    torch.testing.assert_close(masked.step(state), without.step(state), rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(masked.force(state), without.force(state), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_memory_that_is_masked_altogether_remembers_nothing(name: str):
+    reference = REFERENCES[name](4)
+    keep = torch.ones(2, 6, dtype=torch.bool)
+    keep[1] = False
+    energy = Hopfield.create(measures.Atoms.create(draw(2, 6, 4), keep), reference=reference, scale=2.0)
+    start = energy.step(draw(2, 3, 4, seed=1))
+    state = start.clone().requires_grad_()
+    value = energy(state)
+    assert value.isfinite().all()
+    torch.testing.assert_close(energy.step(state)[1], reference.mean(torch.zeros(3, 4, dtype=F64)))
+    (slope,) = torch.autograd.grad(energy.step(state).sum(), state)
+    assert (slope[1] == 0).all()
+    assert slope.isfinite().all()
+
+
+def test_force_and_hessian_by_their_formulas():
+    patterns, state, scale = draw(6, 4), draw(5, 4, seed=1), 1.7
+    energy = Hopfield.create(patterns, scale=scale)
+    for query in range(5):
+        x = state[query].numpy()
+        scores = scale * patterns.numpy() @ x
+        p = np.exp(scores - logsumexp(scores))
+        mean = p @ patterns.numpy()
+        centred = patterns.numpy() - mean
+        covariance = (p[:, None] * centred).T @ centred
+        np.testing.assert_allclose(energy.force(state)[query], mean - x, rtol=1e-11, atol=1e-13)
+        np.testing.assert_allclose(energy.hessian(state)[query], np.eye(4) - scale * covariance, atol=1e-12)
+
+
+def test_without_the_factor_of_one_over_scale_the_gradient_is_not_attention():
+    patterns, scale = draw(6, 4), 0.5
+    state = draw(4, seed=1).requires_grad_()
+    published = 0.5 * state @ state - torch.logsumexp(scale * patterns @ state, 0)
+    (slope,) = torch.autograd.grad(published, state)
+    attention = torch.as_tensor(attend(patterns.numpy(), state.detach().numpy(), scale))
+    torch.testing.assert_close(state.detach() - slope, scale * attention)  # half of attention
+    torch.testing.assert_close(Hopfield.create(patterns, scale=scale).force(state.detach()), attention - state.detach())
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_force_is_minus_the_gradient(name: str):
+    energy = Hopfield.create(draw(5, 3), reference=REFERENCES[name](3), scale=1.3)
+    inside = energy.step(draw(4, 3, seed=1))
+    inside = inside + 0.3 * (energy.step(inside.flip(0)) - inside)  # between two points of the range: inside it
+    along = energy.step(draw(4, 3, seed=2)) - inside
+    size = 1e-5
+    slope = (energy(inside + size * along) - energy(inside - size * along)) / (2 * size)
+    torch.testing.assert_close(-(energy.force(inside) * along).sum(-1), slope, rtol=1e-6, atol=1e-7)
+
+
+# --- descent ---------------------------------------------------------------------------------------------------------
+
+
+def _rounding(energy: Energy, state: Tensor, *values: Tensor) -> Tensor:
+    """How far E's terms may be off: each is a sum of numbers up to the size of the largest."""
+    assert isinstance(energy, Hopfield)
+    scale = energy.scale.reshape(*energy.scale.shape, *[1] * (state.ndim - energy.scale.ndim))
+    size = energy.memory.log_partition(state * scale).abs() / scale.squeeze(-1)
+    size = torch.where(size.isfinite(), size, 0.0) + 0.5 * state.square().sum(-1) + 10 / scale.squeeze(-1)
+    for value in values:
+        size = size + torch.where(value.isfinite(), value.abs(), 0.0)
+    return 100 * EPS * size
+
+
+def _descends(energy: Hopfield, state: Tensor, damping: float) -> None:
+    """Along two steps, no rise beyond rounding; +inf may fall to a number, never the other way."""
+    before = energy(state)
+    for _ in range(2):
+        after_state = energy.step(state, damping=damping)
+        after = energy(after_state)
+        assert not after.isnan().any()
+        slack = _rounding(energy, state, before, after) + _rounding(energy, after_state)
+        assert (after <= before + slack).all(), (after - before - slack).max()
+        state, before = after_state, after
+
+
+scenes = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**16),
+        "batch": st.sampled_from([(), (2,), (2, 3)]),
+        "count": st.integers(1, 6),
+        "size": st.sampled_from([0.0, 1e-3, 1.0, 10.0]),
+        "scale": st.sampled_from([0.05, 0.5, 1.0, 4.0, 32.0]),
+        "masked": st.booleans(),
+        "start": st.sampled_from([0.0, 0.5, 20.0]),
+        "inside": st.booleans(),
+    }
+)
+
+
+def _scene(scene: dict, reference) -> tuple[Hopfield, Tensor]:
+    generator = torch.Generator().manual_seed(scene["seed"])
+    batch, width = scene["batch"], 3
+    patterns = scene["size"] * torch.randn(*batch, scene["count"], width, generator=generator, dtype=F64)
+    keep = torch.rand(*batch, scene["count"], generator=generator) < (0.5 if scene["masked"] else 1.1)
+    memory = measures.Atoms.create(patterns, keep)
+    energy = Hopfield.create(memory, reference=reference, scale=scene["scale"])
+    state = scene["start"] * torch.randn(*batch, 4, width, generator=generator, dtype=F64)
+    return energy, energy.step(state) if scene["inside"] else state
+
+
+OTHER_THAN_ATOMS = [name for name in REFERENCES if name != "Atoms"]
+dampings = st.sampled_from([1.0, 0.3])
+
+
+@pytest.mark.parametrize("name", OTHER_THAN_ATOMS)
+@given(scene=scenes, damping=dampings)
+@settings(max_examples=4, deadline=None)
+def test_energy_never_rises(name: str, scene: dict, damping: float):
+    energy, state = _scene(scene, REFERENCES[name](3))
+    _descends(energy, state, damping)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_THAN_ATOMS)
+@given(scene=scenes, damping=dampings)
+@settings(max_examples=100, deadline=None)
+def test_energy_never_rises_however_drawn(name: str, scene: dict, damping: float):
+    energy, state = _scene(scene, REFERENCES[name](3))
+    _descends(energy, state, damping)
+
+
+@given(scene=scenes)
+@settings(max_examples=2, deadline=None)
+def test_energy_never_rises_where_the_reference_is_other_patterns(scene: dict):
+    scene = {**scene, "batch": scene["batch"][:1], "scale": min(scene["scale"], 4.0), "size": min(scene["size"], 1.0)}
+    energy, state = _scene({**scene, "inside": True}, REFERENCES["Atoms"](3))
+    before, after = energy(state), energy(energy.step(state))
+    # On the hull's boundary the conjugate is a limit, right to 1e-9.
+    assert (after <= before + 1e-7).all()
+
+
+@pytest.mark.parametrize("name", ["identity", "scalar", "whitening", "Gaussian"])
+@given(scene=scenes, damping=st.sampled_from([0.01, 1.5, 1.99]))
+@settings(max_examples=5, deadline=None)
+def test_quadratic_references_allow_a_damping_of_up_to_two(name: str, scene: dict, damping: float):
+    energy, state = _scene(scene, REFERENCES[name](3))
+    _descends(energy, state, damping)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("reference", ["identity", "spin", "LayerNorm", "soft sphere"])
+@pytest.mark.parametrize("name", MEMORIES)
+def test_energy_never_rises_for_other_memories(name: str, reference: str, batch: tuple[int, ...]):
+    for scale in (0.5, 2.0):
+        energy = Hopfield.create(MEMORIES[name](batch, 3), reference=REFERENCES[reference](3), scale=scale)
+        for damping in (1.0, 0.4):
+            _descends(energy, 2 * draw(*batch, 6, 3, seed=20), damping)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_energy_over_stored_patterns_is_never_negative(name: str):
+    for scale in (0.1, 4.0):
+        energy = Hopfield.create(draw(3, 5, 4), reference=REFERENCES[name](4), scale=scale)
+        states = energy.descend(2 * draw(3, 10, 4, seed=1), steps=2).states[1:]
+        assert (energy(states.movedim(0, 1)) >= -1e-9).all()
+    single = Hopfield.create(draw(1, 4), reference=REFERENCES[name](4))
+    # At the one pattern's own image E is R* + R − x·∇R = 0.
+    torch.testing.assert_close(single(single.step(draw(4))), torch.zeros((), dtype=F64), atol=1e-9, rtol=0)
+
+
+def test_descend_returns_the_path():
+    energy = Hopfield.create(draw(5, 3), scale=2.0)
+    state = draw(4, 3, seed=1)
+    path = energy.descend(state, steps=3, damping=0.5)
+    assert path.states.shape == (4, 4, 3)
+    for index in range(3):
+        here = path.states[index]
+        torch.testing.assert_close(path.states[index + 1], 0.5 * (here + energy.step(here)))
+    torch.testing.assert_close(path.energies, energy(path.states))
+
+
+# --- derivatives, transforms, precision ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["identity", "spin", "LayerNorm"])
+def test_gradients_of_first_and_second_order(name: str):
+    reference = REFERENCES[name](3)
+    points = (draw(3, 3), torch.tensor(1.3, dtype=F64), draw(3, seed=5), draw(1, 3, seed=1))
+
+    def energy(patterns: Tensor, scale: Tensor, log_weight: Tensor, state: Tensor) -> Tensor:
+        built = Hopfield.create(measures.Atoms.create(patterns, log_weight), reference=reference, scale=scale)
+        inside = reference.mean(state)
+        return built(inside) + built.step(inside).sum(-1)
+
+    inputs = tuple(point.requires_grad_() for point in points)
+    assert torch.autograd.gradcheck(energy, inputs)
+    assert torch.autograd.gradgradcheck(energy, inputs)
+
+
+@pytest.mark.parametrize("name", ["identity", "LayerNorm", "soft sphere", "Gaussian"])
+def test_vmap_is_the_batch(name: str):
+    patterns, state = draw(3, 5, 4), draw(3, 6, 4, seed=1)
+    reference = REFERENCES[name](4)
+    whole = Hopfield.create(patterns, reference=reference, scale=2.0)
+    inside = whole.step(state)
+
+    def one(memory: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        energy = Hopfield.create(memory, reference=reference, scale=2.0)
+        return energy(point), energy.step(point), energy.force(point)
+
+    found = torch.func.vmap(one)(patterns, inside)
+    for left, right in zip(found, (whole(inside), whole.step(inside), whole.force(inside)), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+
+
+def test_an_energy_is_a_pytree():
+    energy = Hopfield.create(draw(3, 5, 4), reference=REFERENCES["LayerNorm"](4), scale=2.0)
+    state = energy.step(draw(3, 6, 4, seed=1))
+    in_dims = (torch.utils._pytree.tree_map(lambda leaf: 0 if leaf.ndim and leaf.shape[0] == 3 else None, energy), 0)
+    torch.testing.assert_close(torch.func.vmap(lambda e, s: e(s), in_dims)(energy, state), energy(state))
+
+
+def test_compiled_is_eager():
+    patterns, state, scale = draw(2, 5, 4), draw(2, 6, 4, seed=1), torch.tensor(1.5, dtype=F64)
+    references = [REFERENCES[name](4) for name in ("identity", "LayerNorm")]
+
+    def run(patterns: Tensor, scale: Tensor, state: Tensor) -> list[Tensor]:
+        found = []
+        for reference in references:
+            energy = Hopfield.create(patterns, reference=reference, scale=scale)
+            inside = energy.step(state)
+            found += [inside, energy(inside), energy.force(inside)]
+        return found
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(patterns, scale, state)
+    for left, right in zip(compiled, run(patterns, scale, state), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", [name for name in REFERENCES if name != "Atoms"])
+def test_low_precision_is_promoted(name: str, dtype: torch.dtype):
+    reference = REFERENCES[name](8)
+    patterns, state = draw(5, 8).to(dtype), draw(6, 8, seed=1).to(dtype)
+    low = Hopfield.create(patterns, reference=reference, scale=2.0)
+    exact = Hopfield.create(patterns.double(), reference=reference, scale=2.0)
+    moved = low.step(state)
+    assert torch.finfo(moved.dtype).bits >= 32
+    torch.testing.assert_close(moved.double(), exact.step(state.double()), rtol=1e-4, atol=1e-4)
+    # A state that was rounded again is still one of the map's range.
+    assert low(moved.to(dtype)).isfinite().all()
+    assert torch.finfo(low(moved.to(dtype)).dtype).bits >= 32
+    torch.testing.assert_close(low(moved).double(), exact(exact.step(state.double())), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_large_scores_stay_finite(name: str):
+    energy = Hopfield.create(100 * draw(5, 4), reference=REFERENCES[name](4), scale=32.0)
+    state = energy.step(1e4 * draw(6, 4, seed=1)).requires_grad_()
+    assert state.isfinite().all()
+    value = energy.step(state).sum()
+    (slope,) = torch.autograd.grad(value, state, create_graph=True)
+    assert slope.isfinite().all()
+
+
+# --- input -----------------------------------------------------------------------------------------------------------
+
+PATTERNS = draw(2, 5, 4)
+REFUSED = {
+    "scale 0": (lambda: Hopfield.create(PATTERNS, scale=0.0), ValueError, "positive"),
+    "negative scale": (lambda: Hopfield.create(PATTERNS, scale=-1), ValueError, "positive"),
+    "NaN scale": (lambda: Hopfield.create(PATTERNS, scale=float("nan")), ValueError, "positive"),
+    "scale of another batch": (lambda: Hopfield.create(PATTERNS, scale=torch.ones(3)), ValueError, r"\(3,\).*\(2,\)"),
+    "scale of more dimensions": (lambda: Hopfield.create(PATTERNS[0], scale=torch.ones(2)), ValueError, "broadcast"),
+    "scale a bool": (lambda: Hopfield.create(PATTERNS, scale=True), TypeError, "bool"),
+    "scale whole numbers": (lambda: Hopfield.create(PATTERNS, scale=torch.ones(2).long()), TypeError, "int64"),
+    "NaN patterns": (lambda: Hopfield.create(PATTERNS * torch.nan), ValueError, "finite"),
+    "no patterns": (lambda: Hopfield.create(PATTERNS[:, :0]), ValueError, r"\(2, 0, 4\)"),
+    "whole numbers": (lambda: Hopfield.create(PATTERNS.long()), TypeError, "int64"),
+    "no potential": (lambda: Hopfield.create([1.0]), TypeError, "list"),
+    "no reference": (lambda: Hopfield.create(PATTERNS, reference=torch.tanh), TypeError, "builtin"),
+    "reference on another space": (
+        lambda: Hopfield.create(PATTERNS, reference=measures.Spin.create(3)),
+        ValueError,
+        r"\(3,\).*\(4,\)",
+    ),
+    "reference of another batch": (
+        lambda: Hopfield.create(PATTERNS, reference=measures.Spin.create(torch.zeros(3, 4))),
+        ValueError,
+        r"\(3,\).*\(2,\)",
+    ),
+    "state of another width": (lambda: Hopfield.create(PATTERNS)(draw(2, 3)), ValueError, r"\(2, 3\)"),
+    "state of another batch": (lambda: Hopfield.create(PATTERNS).step(draw(3, 4)), ValueError, r"\(3, 4\)"),
+    "state whole numbers": (lambda: Hopfield.create(PATTERNS)(torch.ones(2, 4).long()), TypeError, "int64"),
+    "damping 0": (lambda: Hopfield.create(PATTERNS).step(draw(2, 4), damping=0.0), ValueError, r"\(0, 2\)"),
+    "damping 2": (lambda: Hopfield.create(PATTERNS).step(draw(2, 4), damping=2.0), ValueError, r"\(0, 2\)"),
+    "damping beyond 1": (
+        lambda: Hopfield.create(PATTERNS, reference=contraction.Spin()).step(draw(2, 4), damping=1.1),
+        ValueError,
+        r"\(0, 1\]",
+    ),
+    "damping NaN": (lambda: Hopfield.create(PATTERNS).step(draw(2, 4), damping=float("nan")), ValueError, "damping"),
+    "steps": (lambda: Hopfield.create(PATTERNS).descend(draw(2, 4), steps=-1), ValueError, "-1"),
+    "unknown keyword": (lambda: Hopfield.create(PATTERNS, beta=2.0), TypeError, "beta"),  # pyright: ignore
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_one_clear_error(name: str):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_an_energy_is_final():
+    with pytest.raises(TypeError, match="final"):
+
+        class Other(Hopfield):
+            pass
+
+
+@pytest.mark.parametrize("kind", ["int", "float", "tensor", "parameter"])
+def test_scale_of_every_kind_and_it_trains(kind: str):
+    parameter = torch.nn.Parameter(torch.tensor(2.0, dtype=F64))
+    scale = {"int": 2, "float": 2.0, "tensor": torch.tensor(2.0, dtype=F64), "parameter": parameter}[kind]
+    energy = Hopfield.create(PATTERNS, scale=scale)
+    torch.testing.assert_close(energy(draw(2, 4)), Hopfield.create(PATTERNS, scale=2.0)(draw(2, 4)))
+    if kind == "parameter":
+        (slope,) = torch.autograd.grad(energy(draw(2, 4)).sum(), parameter)
+        size = 1e-6
+        above, below = (Hopfield.create(PATTERNS, scale=2.0 + shift)(draw(2, 4)).sum() for shift in (size, -size))
+        torch.testing.assert_close(slope, (above - below) / (2 * size), rtol=1e-7, atol=1e-9)
+
+
+def test_an_items_result_does_not_depend_on_its_batch_mates():
+    patterns, state = draw(3, 5, 4), draw(3, 6, 4, seed=1)
+    whole = Hopfield.create(patterns, scale=2.0)
+    for item in range(3):
+        alone = Hopfield.create(patterns[item], scale=2.0)
+        torch.testing.assert_close(whole(state)[item], alone(state[item]), rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(whole.step(state)[item], alone.step(state[item]), rtol=1e-13, atol=1e-14)

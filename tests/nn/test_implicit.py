@@ -1,0 +1,153 @@
+"""`massieu.nn.ImplicitAttention` against hundreds of unrolled iterations and what theory says of its fixed points (B12)."""
+
+import pytest
+import torch
+from torch import nn
+
+from massieu.errors import ConvergenceError
+from massieu.nn import ImplicitAttention
+from massieu.solve import Status
+
+
+def layer(heads=2, **options):
+    torch.manual_seed(0)
+    return ImplicitAttention(6, heads, **options).double()
+
+
+def inputs(dtype=torch.float64):
+    torch.manual_seed(1)
+    return [torch.randn(2, count, 6, dtype=dtype, requires_grad=True) for count in (4, 7)]
+
+
+def unrolled(module, query, key, alpha, scale, log_weight=0.0, count=400):
+    """The same by iterating explicit matrices."""
+    q, k = (
+        projection(tensor).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+        for projection, tensor in ((module.query_proj, query), (module.key_proj, key))
+    )
+    z = q
+    for _ in range(count):
+        z = (1 - alpha) * q + alpha * torch.softmax(scale * z @ k.mT + log_weight, -1) @ k
+    return module.out_proj(z.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.7])
+def test_outputs_and_gradients_are_those_of_many_iterations(alpha):
+    module, (query, key) = layer(alpha=alpha, scale=nn.Parameter(torch.tensor([0.5, 1.1]))), inputs()
+    mask = torch.randn(4, 7).double()
+    found = module(query, key, attn_mask=mask)
+    wanted = unrolled(module, query, key, alpha, module.scale[:, None, None], mask)
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
+    of = [query, key, *module.parameters()]
+    gradients = [torch.autograd.grad(output.square().sum(), of) for output in (found, wanted)]
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-8)
+    assert bool(gradients[0][0].any())
+
+
+def test_alpha_is_learned_within_its_interval():
+    module, (query, key) = layer(alpha=torch.tensor([0.3, 0.6]), learn_alpha=True, scale=0.7), inputs()
+    torch.testing.assert_close(module.alpha, torch.tensor([0.3, 0.6]).double(), rtol=1e-6, atol=0)
+    found = module(query, key)
+    wanted = unrolled(module, query, key, module.alpha[:, None, None], 0.7)
+    got, want = (torch.autograd.grad(output.square().sum(), module.pull.logit)[0] for output in (found, wanted))
+    torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
+
+
+def test_second_derivatives():
+    module = ImplicitAttention(2, 1, alpha=0.5, scale=0.8).double()
+    query, key = (torch.randn(1, count, 2, dtype=torch.float64, requires_grad=True) for count in (2, 3))
+    assert torch.autograd.gradcheck(module, (query, key), atol=1e-5)
+    assert torch.autograd.gradgradcheck(module, (query, key), atol=1e-5)
+
+
+def test_the_solution_is_a_fixed_point_and_says_so():
+    module, (query, key) = layer(scale=1.0), inputs()
+    found = module.solve(query, key)
+    assert found.value.shape == (2, 2, 4, 3)
+    assert bool((found.status == Status.CONVERGED).all())
+    assert found.residual.max() < 1e-9
+    again = unrolled(module, query, key, 0.5, 1.0)
+    torch.testing.assert_close(module.out_proj(found.value.transpose(1, 2).flatten(2)), again, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_self_attention_padding_and_causality(causal):
+    module, (query, _) = layer(scale=0.8), inputs()
+    padding = torch.tensor([[False] * 4, [False, True, False, True]])
+    found = module(query, key_padding_mask=padding, is_causal=causal)
+    mask = torch.zeros(2, 1, 1, 4).double().masked_fill(padding[:, None, None], -torch.inf)
+    if causal:
+        mask = mask + torch.full((4, 4), -torch.inf).triu(1).double()
+    torch.testing.assert_close(found, unrolled(module, query, query, 0.5, 0.8, mask), rtol=1e-8, atol=1e-9)
+
+
+def test_without_keys_the_query_is_kept():
+    module, (query, key) = layer(alpha=0.25), inputs()
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1] = True
+    found = module(query, key, padding)
+    torch.testing.assert_close(found[1], module.out_proj(0.75 * module.query_proj(query[1])))
+    assert all(bool(gradient.isfinite().all()) for gradient in torch.autograd.grad(found.sum(), [query, key]))
+
+
+def test_length_first_and_other_key_sizes():
+    torch.manual_seed(0)
+    module = ImplicitAttention(6, 2, kdim=5, batch_first=False)
+    query, key = torch.randn(4, 2, 6), torch.randn(7, 2, 5)
+    found = module(query, key)
+    module.batch_first = True
+    torch.testing.assert_close(found.transpose(0, 1), module(query.transpose(0, 1), key.transpose(0, 1)))
+
+
+def test_items_do_not_depend_on_their_batch_mates():
+    module, (query, key) = layer(scale=2.0).float(), inputs(torch.float32)
+    together = module(query, key)
+    for item in (slice(0, 1), slice(1, 2)):
+        torch.testing.assert_close(together[item], module(query[item], key[item]), rtol=1e-5, atol=1e-5)
+
+
+def test_not_converged_is_told():
+    module, (query, key) = layer(alpha=0.9, scale=3.0, max_steps=1), inputs()
+    with pytest.raises(ConvergenceError, match="residual"):
+        module(query, key)
+    module.throw = False
+    assert bool((module.solve(query, key).status == Status.MAX_STEPS).any())
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_half_precision(autocast):
+    module, (query, key) = layer(scale=0.8), inputs()
+    wanted = module(query, key)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    module.to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        found = module(query.to(dtype), key.to(dtype))
+    torch.testing.assert_close(found.double(), wanted, rtol=0.1, atol=0.05)
+    found.float().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in module.parameters())
+
+
+@pytest.mark.slow
+def test_compiled():
+    module, (query, key) = layer(scale=nn.Parameter(torch.tensor(0.8)), learn_alpha=True).float(), inputs(torch.float32)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    outputs = [call(query, key) for call in (module, compiled)]
+    gradients = [torch.autograd.grad(output.square().sum(), [query, key, module.scale]) for output in outputs]
+    for eager, got in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_numbers_and_calls():
+    for options, message in (
+        ({"alpha": 1.0}, r"alpha must lie in \[0, 1\), got 1.0"),
+        ({"alpha": 1.0, "learn_alpha": True}, r"\(0, 1\) to be learned"),
+        ({"alpha": nn.Parameter(torch.tensor(0.5))}, "learn_alpha=True trains it"),
+        ({"num_heads": 4}, "multiple of num_heads, got 6 and 4"),
+        ({"scale": torch.ones(3)}, "one for each of 1 heads"),
+        ({"beta": 1.0}, "unexpected keyword"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            ImplicitAttention(6, **options)
+    with pytest.raises(ValueError, match="query must have three dimensions"):
+        layer()(torch.randn(4, 6).double())

@@ -1,0 +1,101 @@
+"""Compiled whole, everything is what it is eagerly."""
+
+import pytest
+import torch
+from torch.func import grad, hessian, vmap
+
+from massieu.solve import GMRES, fixed_point
+
+DOUBLE = torch.float64
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+MASK = torch.tensor([0.0, 0.0, 0.0, 0.0, -torch.inf, 0.0], dtype=DOUBLE)
+
+
+def forced(z, query, memory):
+    # The mask is captured, which is fine as it needs no gradient.
+    return 0.7 * query + 0.3 * torch.softmax(2 * z @ memory.mT + MASK, -1) @ memory
+
+
+def solve(query, memory, **options):
+    return fixed_point(forced, torch.zeros_like(query), (query, memory), **options)
+
+
+def agrees(backend: str, **options) -> None:
+    torch._dynamo.reset()
+    inputs = normal(3, 4, seed=1).requires_grad_(), normal(6, 4).requires_grad_()
+    compiled = torch.compile(lambda query, memory: solve(query, memory, **options), fullgraph=True, backend=backend)
+    given, expected = compiled(*inputs), solve(*inputs, **options)
+    for name in ("value", "status", "steps", "evaluations", "residual"):
+        assert torch.allclose(getattr(given, name), getattr(expected, name), rtol=1e-9, atol=1e-12)
+    # The last moves may be no more than 64 roundings long.
+    assert torch.allclose(given.contraction, expected.contraction, rtol=0.1)
+    gradients = [torch.autograd.grad(found.value.sin().sum(), inputs) for found in (given, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "picard", "linear_solver": "cg"},
+        {"linear_solver": "dense"},
+        {"method": "picard", "adjoint": "one_step"},
+        {"method": "picard", "adjoint": "unrolled", "max_steps": 5, "throw": False},
+    ],
+)
+def test_compiled_without_a_compiler(options):
+    agrees("aot_eager", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"method": "newton", "linear_solver": GMRES(memory=3)}, {"method": "anderson", "linear_solver": "cg"}],
+)
+def test_compiled(options):
+    agrees("inductor", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", [grad, hessian, vmap])
+def test_compiled_inside_transforms(transform):
+    torch._dynamo.reset()
+    memory, query = normal(6, 4), normal(3, 4, seed=1)
+
+    def loss(query):
+        return solve(query, memory, method="picard", max_steps=40, check_attraction=False).value.sin().sum()
+
+    whole = transform(loss)
+    given = torch.compile(whole, fullgraph=True, backend="aot_eager")(query)
+    assert torch.allclose(given, whole(query), rtol=1e-8, atol=1e-8)
+
+
+def test_what_cannot_be_raised_becomes_nan():
+    torch._dynamo.reset()
+
+    def both(start, throw):
+        return fixed_point(
+            lambda z, a: a * z + 1.0, start, (torch.tensor([[0.5], [3.0]]),), method="picard", throw=throw
+        )
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    start = torch.zeros(2, 1)
+    assert torch.allclose(compiled(start, True).value, torch.tensor([[2.0], [torch.nan]]), atol=1e-4, equal_nan=True)
+    assert compiled(start, False).value.isfinite().all()
+    assert compiled(start, False).converged.tolist() == [True, False]
+
+
+def test_captured_parameters_raise():
+    torch._dynamo.reset()
+    weight = torch.ones(2, requires_grad=True)
+
+    def bad(start):
+        return fixed_point(lambda z: 0.5 * z + weight, start).value
+
+    with pytest.raises(Exception, match="requires grad and is not among its parameters"):
+        torch.compile(bad, fullgraph=True, backend="aot_eager")(torch.zeros(2))

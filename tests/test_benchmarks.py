@@ -1,0 +1,253 @@
+"""The benchmarks' own arithmetic, that the sides of a comparison do the same work, and that the page says what was measured."""
+
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from massieu import ops
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks"
+
+
+def _module(name: str) -> ModuleType:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
+lengths, losses, page = map(_module, ("lengths", "losses", "page"))
+RESULTS = page.read(FOLDER / "results")
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_quantiles_of_students_t():
+    for freedom, quantile in fit.T_95.items():
+        assert quantile == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=1e-3)
+
+
+def test_an_exponent_and_its_interval_are_those_of_linear_regression():
+    sizes = [512, 1024, 2048, 4096, 8192]
+    amounts = [3e-3, 1.3e-2, 4.6e-2, 0.19, 0.81]
+    slope, _, _, _, error = scipy.stats.linregress(np.log(sizes), np.log(amounts))
+    reach = scipy.stats.t.ppf(0.975, 3) * error
+    found = fit.power(sizes, amounts)
+    assert found.exponent == pytest.approx(slope, rel=1e-12)
+    assert found.interval == pytest.approx((slope - reach, slope + reach), rel=1e-4)
+
+
+def test_an_extrapolation_and_its_interval_are_those_of_the_design_matrix():
+    sizes, amounts, at = np.array([4.0, 8, 12, 16]), np.array([0.4, 1.55, 3.6, 6.1]), 32.0
+    design, point = np.stack([np.ones(4), np.log(sizes)], 1), np.array([1, np.log(at)])
+    inverse = np.linalg.inv(design.T @ design)
+    beta = inverse @ design.T @ np.log(amounts)
+    variance = np.sum((np.log(amounts) - design @ beta) ** 2) / 2
+    reach = scipy.stats.t.ppf(0.975, 2) * math.sqrt(variance * (1 + point @ inverse @ point))
+    found = fit.power(sizes, amounts, at=at)
+    assert found.extrapolated == pytest.approx(np.exp(point @ beta), rel=1e-12)
+    assert found.extrapolated_interval == pytest.approx(np.exp(point @ beta + np.array([-reach, reach])), rel=1e-3)
+
+
+def test_an_exact_power_law_is_found_without_doubt():
+    found = fit.power([1, 2, 4, 8], [3.0, 12.0, 48.0, 192.0], at=16)
+    assert found.exponent == pytest.approx(2)
+    assert found.interval == pytest.approx((2, 2))
+    assert found.extrapolated == pytest.approx(768)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "amounts", "named"),
+    [([1, 2], [1, 2], "got 2 and 2"), ([1, 2, 3], [1, 2], "got 3 and 2"), ([1, 2, 3], [1, 0, 2], "positive")],
+)
+def test_a_fit_names_what_it_cannot_take(sizes, amounts, named):
+    with pytest.raises(ValueError, match=named):
+        fit.power(sizes, amounts)
+
+
+def test_pairing_takes_out_what_both_sides_share():
+    drift = np.geomspace(1, 5, 9)
+    found = harness.paired(np.stack([drift, 0.5 * drift], 1))
+    assert (found.ratio, found.interval) == (0.5, (0.5, 0.5))
+
+
+def test_an_interval_holds_its_ratio():
+    noise = np.random.default_rng(0).lognormal(0, 0.1, size=(15, 2))
+    found = harness.paired(noise)
+    assert found.interval[0] < found.ratio < found.interval[1]
+    assert found.ratio == np.median(noise[:, 1]) / np.median(noise[:, 0])
+
+
+def test_a_count_is_time_one_after_the_other():
+    rates = {"flops": 10.0, "exponentials": 5.0, "memory_bytes": 4.0, "cache_bytes": 8.0}
+    counted = harness.Count(flops=20, exponentials=5) * 2 + harness.Count(memory_bytes=4, cache_bytes=4)
+    assert counted.seconds(rates) == pytest.approx(4 + 2 + 1 + 0.5)
+
+
+def _comparison(**changes):
+    plain = {
+        "name": "work",
+        "reference": "peer",
+        "reference_seconds": 1.0,
+        "seconds": 1.0,
+        "time_ratio": 1.0,
+        "time_interval": (0.9, 1.1),
+        "time_bar": None,
+    }
+    return harness.Comparison(**(plain | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "met"),
+    [
+        ({}, None),
+        ({"time_bar": 1.05}, False),  # the median is under it, the upper end is not
+        ({"time_bar": 1.1}, True),
+        ({"time_bar": 1.2, "memory_ratio": 0.5, "memory_bar": 0.4}, False),
+        ({"time_bar": 1.2, "memory_ratio": 0.4, "memory_bar": 0.5}, True),
+        ({"memory_ratio": 0.4, "memory_bar": 0.5, "memory_interval": (0.3, 0.6)}, False),
+        ({"time_bar": 1.2, "memory_bar": 0.5}, True),
+    ],
+)
+def test_a_bar_is_met_by_the_upper_end(changes, met):
+    row = _comparison(**changes)
+    assert row.met is met
+    assert comparisons.met(vars(row)) is met
+
+
+def test_a_fresh_process_that_fails_is_an_error_with_its_own_words(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit('no such side')")
+    with pytest.raises(RuntimeError, match=r"ended with status 1\nno such side"):
+        harness.run_fresh(script)
+
+
+def test_peak_memory_is_what_the_work_takes(tmp_path):
+    script = tmp_path / "work.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import harness, numpy\n"
+        "harness.print_peak(lambda share: lambda: numpy.ones(int(share * 2**23)))"
+    )
+    _, mebibytes = harness.run_fresh(script)
+    assert 63.9 < mebibytes < 66  # 64, but for a page
+
+
+# --- the sides of a comparison do the same work ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_explicit_attention_is_fused_attention(passes):
+    found = [explicit.layer(way, 40, passes)() for way in (explicit.explicit, explicit.fused)]
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference"),
+    [
+        (ops.attention, lengths._matrix),
+        (lengths._log_partition, lengths._matrix_log_partition),
+        (lengths._moments("blocks"), lengths._matrix_moments),
+        (lengths._window, lengths._masked),
+        (ops.attention, lengths._fused),
+    ],
+)
+def test_sides_of_the_lengths_agree(ours, reference):
+    first, second = (lengths._forward(function)(600)() for function in (ours, reference))
+    for found, expected in zip(first, second, strict=False):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference"),
+    [(ops.attention, lengths._matrix), (lengths._log_partition, lengths._matrix_log_partition)],
+)
+def test_gradients_of_the_lengths_agree(ours, reference):
+    first, second = (lengths._forward_backward(function)(600)() for function in (ours, reference))
+    for found, expected in zip(first, second, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", list(losses.CASES))
+def test_sides_of_the_losses_agree(name, monkeypatch):
+    monkeypatch.setattr(losses, "WORDS", 301)
+    monkeypatch.setattr(losses, "ROWS", 16)
+    reference, ours = (work() for work in losses.CASES[name].prepare(48))
+    for expected, found in zip(reference, ours, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_results_say():
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == page.page(RESULTS), "run python benchmarks/page.py"
+
+
+@pytest.mark.parametrize("name", [name for name, content in RESULTS.items() if "rows" in content])
+def test_stored_verdicts_are_those_of_the_stored_numbers(name):
+    for row in RESULTS[name]["rows"]:
+        if "time_interval" in row:
+            assert row["met"] is comparisons.met(row)
+
+
+def test_each_result_has_its_place_and_its_command():
+    scripts = {path.stem for path in FOLDER.glob("*.py")}
+    commands = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("BENCHMARKS :="))
+    for name in RESULTS:
+        assert name in scripts, f"benchmarks/{name}.py is missing"
+        assert name in commands.split(), f"make bench leaves out benchmarks/{name}.py"
+        assert f"`python benchmarks/{name}.py`" in page.page(RESULTS)
+
+
+def _fixture() -> dict:
+    machine = {"processor": "Some processor", "threads": 1, "torch": "9.9"}
+    missed = _comparison(time_bar=1.0, counted_seconds=0.25, why="of the weather")
+    row = vars(missed) | {"met": missed.met}
+    good = vars(_comparison(name="other work", time_bar=2.0))
+    return {
+        "ops": {
+            "date": "2030-01-02T03:04:05+00:00",
+            "machine": machine,
+            "rows": [row, good | {"counted_seconds": None}],
+            "rates": {"flops": 2e11, "exponentials": 5e9, "memory_bytes": 14e9, "cache_bytes": 1e11},
+        },
+        "new": {"date": "2030-01-03T03:04:05+00:00", "machine": machine, "rows": [good]},
+    }
+
+
+def test_the_page_of_a_fixture():
+    text = page.page(_fixture())
+    assert "**2 of 3 bars are met.**" in text
+    assert "* Attention, log Z, moments: work, beside peer" in text
+    assert "`python benchmarks/ops.py`, 2030-01-02, Some processor, 1 thread, torch 9.9" in text
+    assert "| work | peer | 1 s / 1 s | 1.00 [0.90, 1.10] | ≤ 1 |  |  |  | **missed** |" in text
+    assert (
+        "* **work**, beside peer: time 1.1 at the upper end against 1, 10.0 % over. The count is 250 ms, 0.25 of the "
+        "reference's time. Why: of the weather." in text
+    )
+    assert "| work | 250 ms | 1 s | 4.00 |" in text
+    assert text.index("## Attention, log Z, moments") < text.index("## new") < text.index("## CUDA: not measured")
+
+
+def test_the_page_says_what_is_extrapolated():
+    content = _fixture()
+    power = vars(fit.power([1024, 2048, 4096], [1024.0, 4096.0, 16384.0], at=8192))
+    ours = vars(_comparison(name="pairs, 8192", mebibytes=64.0, reference_mebibytes=128.0)) | {"counted_seconds": None}
+    content["ops"]["rows"].append(ours)
+    content["ops"]["matrix"] = {"pairs": 8192, "mebibytes": power, "seconds": power}
+    text = page.page(content)
+    assert "**8,192 pairs.** Ours is measured: 1 s, 64 MiB." in text
+    assert "extrapolated from 1,024, 2,048, 4,096 pairs" in text
+    assert "64 GiB [64, 64] (exponent 2.00 [2.00, 2.00])" in text
