@@ -65,10 +65,10 @@ class _Layer:
     "depend on the query.",
     source=f"{BAL}, §3.3",
     status="quoted",
-    published="self-attention can be considered an implicit layer solving for a fixed-point query, which a differentiable "
+    published="Self-attention can be considered an implicit layer solving for a fixed-point query, which a differentiable "
     "solver finds",
-    corrected="the fixed point of the bare step does not change with the query that the solver begins from, so no gradient "
-    "reaches it: the query has to be injected",
+    corrected="The fixed point of the bare step does not change with the query that the solver begins from, so no gradient "
+    "reaches it: the query has to be injected.",
 )
 def implicit_layer(n: int = 12, d: int = 5, queries: int = 8, alpha: float = 0.7, seed: int = 0) -> Iterator[Check]:
     need(2, n=n, queries=queries)
