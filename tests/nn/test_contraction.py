@@ -57,3 +57,26 @@ def test_half_precision_comes_back_as_it_was():
 def test_numbers_must_be_positive(make, size):
     with pytest.raises(ValueError, match=f"must be a positive number, got {size!r}"):
         make(size)
+
+
+def test_whitening_is_fitted_saved_and_refuses():
+    cloud = (
+        torch.randn(400, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) @ X[0, :1].mT * X[0, :1]
+    )
+    cloud = cloud + torch.randn(400, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    module = nn.Whitening(6).double()
+    torch.testing.assert_close(module(cloud), cloud, rtol=0, atol=1e-14)  # not fitted: the identity
+    white = module.fit(cloud)(cloud)
+    torch.testing.assert_close(white.mean(0), torch.zeros(6, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cov(white.T, correction=0), torch.eye(6, dtype=torch.float64), rtol=0, atol=1e-10)
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(module.log_partition(x).sum(), x)
+    torch.testing.assert_close(gradient, module(X), rtol=1e-10, atol=1e-10)
+    assert module(X.bfloat16()).dtype == torch.bfloat16
+    other = nn.Whitening(6).double()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(X), module(X))
+    with pytest.raises(ValueError, match=r"points must have shape \(N, 6\), got \(400, 5\)"):
+        module.fit(cloud[:, :5])
+    with pytest.raises(ValueError, match="positive definite covariance"):
+        module.fit(cloud[:4])

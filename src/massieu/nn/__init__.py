@@ -3,13 +3,22 @@
 - `Attention` takes the place of `torch.nn.MultiheadAttention`, returns log Z, and attends by any measure;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `ImplicitAttention` does so held by its query; `SparseAttention` and `NormalizedAttention` have other potentials;
-- `Scalar`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
+- `Scalar`, `Whitening`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
 - `RestrictedBoltzmannMachine` has any units.
 """
 
 from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
-from massieu.nn.contraction import Contraction, LayerNorm, RMSNorm, Scalar, SoftSphere, SphereProjection, Spin
+from massieu.nn.contraction import (
+    Contraction,
+    LayerNorm,
+    RMSNorm,
+    Scalar,
+    SoftSphere,
+    SphereProjection,
+    Spin,
+    Whitening,
+)
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitAttention
 from massieu.nn.normalized import NormalizedAttention
@@ -31,4 +40,5 @@ __all__ = [
     "SparseAttention",
     "SphereProjection",
     "Spin",
+    "Whitening",
 ]

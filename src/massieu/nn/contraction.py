@@ -6,6 +6,7 @@ numbers are kept as logarithms, so that training cannot leave their domain.
 
 import math
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -116,3 +117,37 @@ class LayerNorm(_Positive):
     def map(self) -> maps.LayerNorm:
         """The map at the current gain and bias."""
         return maps.LayerNorm.create(self.size, self.bias, eps=self.eps)
+
+
+class Whitening(Contraction):
+    """x ↦ Σ^(−½)(x − location), whose mean and covariance `fit` takes from a cloud of points; the identity before that.
+
+    Both are buffers: no gradient reaches them, and they are saved with the module.
+    """
+
+    location: Float[Tensor, "d"]
+    covariance: Float[Tensor, "d d"]
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("location", torch.zeros(width))
+        self.register_buffer("covariance", torch.eye(width))
+
+    @torch.no_grad()
+    def fit(self, points: Float[Tensor, "N d"], *, eps: float = 0.0) -> Self:
+        """Take mean and covariance (divided by N) of the points, with `eps` added to its eigenvalues (S13).
+
+        Raises:
+            ValueError: points of another width, or a covariance that is singular, as always for N ≤ d without an `eps`.
+        """
+        width = len(self.location)
+        if points.ndim != 2 or points.shape[1] != width:
+            raise ValueError(f"points must have shape (N, {width}), got {tuple(points.shape)}")
+        found = maps.Whitening.of(points, eps=eps)
+        self.location.copy_(found.location)
+        self.covariance.copy_(found.root @ found.root)
+        return self
+
+    def map(self) -> maps.Whitening:
+        """The map at the cloud's mean and covariance."""
+        return maps.Whitening.create(self.location, self.covariance)

@@ -66,7 +66,7 @@ class _Layer:
     source=f"{BAL}, §3.3",
     status="quoted",
     published="Self-attention can be considered an implicit layer solving for a fixed-point query, which a differentiable "
-    "solver finds",
+    "solver finds.",
     corrected="The fixed point of the bare step does not change with the query that the solver begins from, so no gradient "
     "reaches it: the query has to be injected.",
 )
