@@ -107,6 +107,43 @@ def test_items_do_not_depend_on_their_batch_mates():
         torch.testing.assert_close(together[item], module(query[item], key[item]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"alpha": 0.9}, {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}])
+def test_a_contraction_is_kept_whatever_the_weights(options):
+    module = layer(**options, contraction=0.7)
+    with torch.no_grad():
+        module.key_proj.weight.mul_(20)
+    query, key = inputs()
+    found = module.solve(query, key)
+    assert found.converged.all()
+    alpha = torch.as_tensor(options["alpha"]).double().reshape(-1, 1, 1)
+    keys, queries = (
+        projection(tensor).unflatten(-1, (2, -1)).transpose(1, 2)
+        for projection, tensor in ((module.key_proj, key), (module.query_proj, query))
+    )
+    scale = options.get("scale", keys.shape[-1] ** -0.5)
+    drawn_in = keys * (0.7 / (alpha * scale)).sqrt() / keys.norm(dim=-1, keepdim=True)  # all are too long
+
+    def step(z):
+        return (1 - alpha) * queries + alpha * torch.softmax(scale * z @ drawn_in.mT, -1) @ drawn_in
+
+    torch.testing.assert_close(step(found.value), found.value, rtol=0, atol=1e-6)
+    start = found.value.detach() + 30 * torch.randn(found.value.shape, dtype=torch.float64)
+    first, second = step(start), step(found.value)
+    ratio = (first - second).norm(dim=-1) / (start - found.value).norm(dim=-1)
+    assert ratio.max() <= 0.7
+    assert torch.autograd.gradcheck(lambda query, key: module.solve(query, key).value, (query, key), atol=1e-4)
+
+
+def test_a_contraction_that_holds_anyway_changes_nothing():
+    query, key = inputs()
+    torch.testing.assert_close(
+        layer(alpha=0.1, scale=0.01, contraction=0.99)(query, key),
+        layer(alpha=0.1, scale=0.01)(query, key),
+        rtol=0,
+        atol=0,
+    )
+
+
 def test_not_converged_is_told():
     module, (query, key) = layer(alpha=0.9, scale=3.0, max_steps=1), inputs()
     with pytest.raises(ConvergenceError, match="residual"):
@@ -144,6 +181,7 @@ def test_wrong_numbers_and_calls():
         ({"alpha": 1.0, "learn_alpha": True}, r"\(0, 1\) to be learned"),
         ({"alpha": nn.Parameter(torch.tensor(0.5))}, "learn_alpha=True trains it"),
         ({"num_heads": 4}, "multiple of num_heads, got 6 and 4"),
+        ({"contraction": 1.0}, "contraction must be a number between 0 and 1 or None, got 1.0"),
         ({"scale": torch.ones(3)}, "one for each of 1 heads"),
         ({"beta": 1.0}, "unexpected keyword"),
     ):

@@ -39,6 +39,7 @@ class ImplicitAttention(nn.Module):
         alpha: float | Tensor = 0.5,
         learn_alpha: bool = False,
         scale: Number = None,
+        contraction: float | None = None,
         kdim: int | None = None,
         bias: bool = True,
         batch_first: bool = True,
@@ -53,6 +54,10 @@ class ImplicitAttention(nn.Module):
             learn_alpha: Train it, one a head.
             scale: Inverse temperature; a number, a tensor or a Parameter, one or one a head; by default the head's size to
                 the −½.
+            contraction: In (0, 1): longer keys are drawn in to a ball in which α·scale·D²/4 is at most this. Each query has
+                one fixed point then, with a derivative, and the distance to it falls by this factor a step or faster. By
+                default keys are as they come, and training may lead to queries for which iteration is slow or has several
+                ends.
             method, max_steps, throw: As for `massieu.solve.fixed_point`.
 
         Raises:
@@ -63,11 +68,13 @@ class ImplicitAttention(nn.Module):
             raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and {num_heads}")
         self.pull = Alpha(alpha, num_heads, 0.0, 1.0, learn=learn_alpha)
         register_number(self, "scale", scale, num_heads)
+        if contraction is not None and not (isinstance(contraction, float) and 0 < contraction < 1):
+            raise ValueError(f"contraction must be a number between 0 and 1 or None, got {contraction!r}")
         self.query_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.key_proj = nn.Linear(kdim or embed_dim, embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.num_heads, self.batch_first = num_heads, batch_first
-        self.method, self.max_steps, self.throw = method, max_steps, throw
+        self.contraction, self.method, self.max_steps, self.throw = contraction, method, max_steps, throw
 
     @property
     def alpha(self) -> float | Tensor:
@@ -127,6 +134,12 @@ class ImplicitAttention(nn.Module):
         with without_autocast(query.device):
             dtype = torch.promote_types(queries.dtype, torch.float32)
             alpha = torch.as_tensor(self.alpha, dtype=dtype, device=query.device).reshape(-1, 1, 1)
+            if self.contraction is not None:
+                scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
+                beta = torch.as_tensor(scale, dtype=dtype, device=query.device).reshape(-1, 1, 1)
+                # In a ball of radius r, D is at most 2r.
+                excess = keys.to(dtype).square().sum(-1, keepdim=True) * (alpha * beta / self.contraction)
+                keys = keys / excess.clamp(min=1.0).sqrt().to(keys.dtype)
             return fixed_point(
                 pulled,
                 queries,

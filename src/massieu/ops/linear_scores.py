@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from massieu.ops import reference, score_tiles, tile_operators
-from massieu.ops.shapes import in_functorch, in_nested_forward_mode, may_be_differentiated, without_autocast
+from massieu.ops.shapes import (
+    check_dense,
+    in_functorch,
+    in_nested_forward_mode,
+    may_be_differentiated,
+    without_autocast,
+)
 
 Rule = Literal["all", "no equals", "no self", "peers"]
 """Which columns a row sees: all; those of another id, and its target; all but the one of its own index; those of its id
@@ -55,14 +61,6 @@ def check_tensors(tensors: dict[str, Tensor], mixed: bool = False) -> None:
             raise TypeError(f"{name} and {other} must have one dtype, got {first.dtype} and {tensor.dtype}")
         if tensor.device != first.device:
             raise ValueError(f"{name} and {other} must be on one device, got {first.device} and {tensor.device}")
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Not sparse and not nested; a `TypeError`."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(
-            f"{name} must be a dense tensor, got {'a nested tensor' if tensor.is_nested else tensor.layout}"
-        )
 
 
 def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], reason: str, device: torch.device) -> None:

@@ -174,11 +174,20 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
 def _check_floating(name: str, tensor: Tensor, *, or_boolean: bool = False) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
+    check_dense(name, tensor)
     if tensor.dtype not in DTYPES and not (or_boolean and tensor.dtype == torch.bool):
         boolean = "boolean (True keeps) or " if or_boolean else ""
         raise TypeError(f"{name} must be a {boolean}16-, 32- or 64-bit floating-point tensor, got {tensor.dtype}")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Not sparse and not nested; a `TypeError`. Compiled backward passes may not ask, and compiled calls are not asked."""
+    if torch.compiler.is_compiling():
+        return
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got {'a nested tensor' if tensor.is_nested else tensor.layout}"
+        )
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
