@@ -53,7 +53,11 @@ bench: $(MEASURED) ## the benchmarks one after the other, written to benchmarks/
 	$(BIN)/python benchmarks/page.py
 	rm -r massieu-results/bench
 
-$(MEASURED): massieu-results/bench/%: | $(VENV)/installed
+$(VENV)/measured: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	touch $@
+
+$(MEASURED): massieu-results/bench/%: | $(VENV)/measured
 	@echo "== benchmarks/$*.py ($$(ls massieu-results/bench 2>/dev/null | wc -l) of $(words $(BENCHMARKS)) done)"
 	$(BIN)/python benchmarks/$*.py
 	@mkdir -p $(@D) && touch $@

@@ -2,15 +2,19 @@
 
 A bag holds 12 images of scikit-learn's digits; half of the bags contain exactly one nine, the others none. Images are
 encoded one by one, pooled to one vector, and classified linearly. Training and test bags are made of different images.
-Five seeds; accuracies with the standard error over seeds. Run: python examples/bags_of_digits.py [--seeds N]
+Five seeds; accuracies with the standard error over seeds.
+
+Run: python examples/bags_of_digits.py [--seeds N] [--picture FILE]
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.progress import track
 from sklearn.datasets import load_digits
@@ -82,20 +86,38 @@ def models() -> dict[str, Callable[[], Pooled]]:
     }
 
 
+def draw(found: dict[str, Tensor], path: Path) -> None:
+    """A dot a seed, and the mean."""
+    figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    for row, scores in enumerate(found.values()):
+        axes.plot(scores, [row] * len(scores), "o", alpha=0.5, color="#2a6f97")
+        axes.plot(scores.mean(), row, "|", markersize=22, color="#c1121f")
+    axes.set_yticks(range(len(found)), list(found))
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.axvline(0.5, color="grey", linestyle=":", linewidth=1)
+    axes.set_xlabel("accuracy on held-out bags; a dot a seed, their mean a bar")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    print(f"picture: {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--picture", type=Path, default=Path("massieu-results/bags_of_digits.png"), metavar="FILE")
+    arguments = parser.parse_args()
+    found, seeds = {}, arguments.seeds
     for name, make in models().items():
-        found = []
+        accuracies = []
         for seed in track(range(seeds), name, console=Console(file=sys.stderr), transient=True):
             torch.manual_seed(seed)
-            found.append(accuracy(make(), seed))
-        scores = torch.tensor(found)
+            accuracies.append(accuracy(make(), seed))
+        scores = found[name] = torch.tensor(accuracies)
         error = scores.std().item() / seeds**0.5 if seeds > 1 else float("nan")
         print(
             f"{name:>16}: accuracy {scores.mean():.3f} ± {error:.3f} ({parameters(make())} parameters, {seeds} seeds)"
         )
+    draw(found, arguments.picture)
 
 
 if __name__ == "__main__":

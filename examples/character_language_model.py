@@ -4,7 +4,7 @@ Python's own reference text, 64 characters of context, two layers. Losses are bi
 not seen, beside what single characters and pairs of them would do. One seed says that a model trains, no more; a ranking
 takes `--seeds 5` and intervals that do not overlap, and the script says whether they do.
 
-Run: python examples/character_language_model.py [--seeds N] [--steps N]. Four minutes for one seed.
+Run: python examples/character_language_model.py [--seeds N] [--steps N] [--picture FILE]. Four minutes for one seed.
 """
 
 import argparse
@@ -12,10 +12,12 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -105,8 +107,8 @@ def bits(model: nn.Module, text: Tensor, next_text: Tensor) -> Tensor:
     return F.cross_entropy(model(text).flatten(0, 1), next_text.flatten()) / math.log(2)
 
 
-def trained_bits(name: str, seed: int, steps: int) -> tuple[float, float]:
-    """Bits a character on held-out text, before and after training."""
+def trained_bits(name: str, seed: int, steps: int) -> tuple[float, float, list[float]]:
+    """Bits a character on held-out text, before and after training, and in training, step by step."""
     train, test, characters = characters_of_python()
     torch.manual_seed(seed)
     model, generator = LanguageModel(characters, ATTENTION[name]), torch.Generator().manual_seed(seed)
@@ -115,14 +117,17 @@ def trained_bits(name: str, seed: int, steps: int) -> tuple[float, float]:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps)
     with torch.no_grad():
         before = bits(model, *held_out).item()
+    course: list[float] = []
     for _ in track(range(steps), f"{name}, seed {seed}", console=Console(file=sys.stderr), transient=True):
         optimiser.zero_grad()
-        bits(model, *windows(train, BATCH, generator)).backward()
+        loss = bits(model, *windows(train, BATCH, generator))
+        loss.backward()
+        course.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()
     with torch.no_grad():
-        return before, bits(model, *held_out).item()
+        return before, bits(model, *held_out).item(), course
 
 
 def counted_bits() -> tuple[float, float]:
@@ -135,17 +140,36 @@ def counted_bits() -> tuple[float, float]:
     return alone.item(), paired.item()
 
 
+def draw(courses: dict[str, list[float]], levels: dict[str, float], path: Path) -> None:
+    """The first seed's losses in training, means of twenty steps."""
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for name, course in courses.items():
+        means = torch.tensor(course[: len(course) // 20 * 20]).unflatten(0, (-1, 20)).mean(1)
+        axes.plot(torch.arange(10, 20 * len(means), 20), means, label=name)
+    for name, level in levels.items():
+        axes.axhline(level, color="grey", linestyle=":", linewidth=1)
+        axes.annotate(name, (0, level), color="grey", fontsize=8, va="bottom")
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits a character, training text")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    print(f"picture: {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1, choices=range(1, 6))
     parser.add_argument("--steps", type=int, default=400)
+    picture = Path("massieu-results/character_language_model.png")
+    parser.add_argument("--picture", type=Path, default=picture, metavar="FILE")
     arguments = parser.parse_args()
     alone, paired = counted_bits()
     print(f"bits a character on held-out text: {alone:.3f} by counts of characters, {paired:.3f} by counts of pairs")
-    intervals = {}
+    intervals, courses = {}, {}
     for name in ATTENTION:
         found = [trained_bits(name, seed, arguments.steps) for seed in range(arguments.seeds)]
-        after = torch.tensor([end for _, end in found])
+        after, courses[name] = torch.tensor([end for _, end, _ in found]), found[0][2]
         spread = (
             after.std().item() / arguments.seeds**0.5 * STUDENT_95[arguments.seeds] if arguments.seeds > 1 else math.inf
         )
@@ -154,6 +178,7 @@ def main() -> None:
         print(f"{name:>20}: {found[0][0]:.3f} before training, {after.mean():.3f}{error} after {arguments.steps} steps")
     overlap = any(a[0] <= b[1] and b[0] <= a[1] for a, b in itertools.combinations(intervals.values(), 2))
     print("no ranking: intervals overlap" if overlap else "all intervals are apart")
+    draw(courses, {"counts of characters": alone, "counts of pairs": paired}, arguments.picture)
 
 
 if __name__ == "__main__":

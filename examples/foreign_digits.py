@@ -4,12 +4,18 @@ A small classifier is trained on seven of the ten digits; the other three are fo
 energy of the logits, the Hopfield energy and the boosting energy of the features (N14), beside the largest softmax
 probability, the Mahalanobis distance to the nearest class and the distance to the k-th nearest training image. The area
 under the receiver operating characteristic, with its 95 % interval over bootstrapped test images; three sets of foreign
-digits, each with its own classifier. Run: python examples/foreign_digits.py
+digits, each with its own classifier.
+
+Run: python examples/foreign_digits.py [--picture FILE]
 """
+
+import argparse
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from sklearn.covariance import LedoitWolf
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
@@ -82,9 +88,34 @@ def area(score: Tensor, is_foreign: np.ndarray) -> tuple[float, float, float]:
     return float(roc_auc_score(is_foreign, values)), float(low), float(high)
 
 
+Areas = dict[str, tuple[float, float, float]]
+
+
+def draw(found: list[Areas], path: Path) -> None:
+    """Areas and their intervals, a row a score, a colour a set of foreign digits."""
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for place, (foreign, areas) in enumerate(zip(FOREIGN, found, strict=True)):
+        middle, low, high = np.array(list(areas.values())).T
+        rows = np.arange(len(areas)) + 0.18 * (place - 1)
+        label = "foreign: " + ", ".join(map(str, foreign))
+        axes.errorbar(middle, rows, xerr=(middle - low, high - middle), fmt="o", capsize=3, label=label)
+    axes.set_yticks(range(len(found[0])), list(found[0]))
+    axes.invert_yaxis()
+    axes.set_xlabel("area under the receiver operating characteristic, 95 % interval")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    print(f"picture: {path}")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, default=Path("massieu-results/foreign_digits.png"), metavar="FILE")
+    path = parser.parse_args().picture
     digits = load_digits()
     images, labels = torch.tensor(digits.data).float() / 16, torch.tensor(digits.target)
+    found: list[Areas] = []
     for foreign in FOREIGN:
         is_known = ~torch.isin(labels, torch.tensor(foreign))
         split = train_test_split(images[is_known], labels[is_known], test_size=0.4, random_state=0)
@@ -92,8 +123,11 @@ def main() -> None:
         test = torch.cat([familiar, images[~is_known]])
         is_foreign = np.r_[np.zeros(len(familiar)), np.ones(int((~is_known).sum()))]
         print(f"foreign digits {foreign}: {len(familiar)} familiar images, {int(is_foreign.sum())} foreign ones")
-        for name, score in scores_of(train, train_labels, test, foreign).items():
-            print("  {:<28} AUROC {:.3f} [{:.3f}, {:.3f}]".format(name, *area(score, is_foreign)))
+        scores = scores_of(train, train_labels, test, foreign)
+        found.append({name: area(score, is_foreign) for name, score in scores.items()})
+        for name, areas in found[-1].items():
+            print("  {:<28} AUROC {:.3f} [{:.3f}, {:.3f}]".format(name, *areas))
+    draw(found, path)
 
 
 if __name__ == "__main__":

@@ -116,27 +116,25 @@ def test_machines_of_four_kinds_of_units_learn_digits(tmp_path):
 
 
 @pytest.mark.slow
-def test_foreign_digits_are_told_apart():
-    areas = [float(area) for (area,) in numbers(r"AUROC (\S+) \[", run("examples/foreign_digits.py"))]
+def test_foreign_digits_are_told_apart(tmp_path):
+    found = run("examples/foreign_digits.py", "--picture", str(tmp_path / "picture.png"))
+    areas = [float(area) for (area,) in numbers(r"AUROC (\S+) \[", found)]
     assert len(areas) == 18
     assert min(areas) > 0.55
 
 
 @pytest.mark.slow
-def test_pooling_finds_the_nine():
-    found = {
-        name: float(accuracy)
-        for name, accuracy in numbers(
-            r" *(\S+ pooling): accuracy (\S+)", run("examples/bags_of_digits.py", "--seeds", "1")
-        )
-    }
+def test_pooling_finds_the_nine(tmp_path):
+    printed = run("examples/bags_of_digits.py", "--seeds", "1", "--picture", str(tmp_path / "picture.png"))
+    found = {name: float(accuracy) for name, accuracy in numbers(r" *(\S+ pooling): accuracy (\S+)", printed)}
     assert found["Hopfield pooling"] > 0.85
     assert found["mean pooling"] < found["Hopfield pooling"]
 
 
 @pytest.mark.slow
-def test_language_models_train():
-    found = run("examples/character_language_model.py", "--steps", "60")
+def test_language_models_train(tmp_path):
+    picture = str(tmp_path / "picture.png")
+    found = run("examples/character_language_model.py", "--steps", "60", "--picture", picture)
     (alone,) = numbers(r"(\S+) by counts of characters", found)[0]
     rows = numbers(r" *(.+): (\S+) before training, (\S+) after", found)
     assert len(rows) == 3
