@@ -113,6 +113,7 @@ def test_the_rule_on_spheres_is_exact_up_to_its_limit(dim):
 def test_textbook_equations_by_another_solver():
     """Opper and Winther's, for ±1: m_i = tanh(Σ J_ij m_j − V_i m_i + x_i), [(Λ − J)⁻¹]_ii = 1 − m_i², Λ_i = V_i + 1/χ_ii."""
     model = model_of("spins", 1.0)
+    assert isinstance(model.site, Spin)
     coupling, field = model.coupling[:, :, 0, 0].numpy(), model.site.field.flatten().numpy()
 
     def residual(packed):
@@ -248,13 +249,14 @@ def test_a_second_derivative_is_the_response():
         torch.testing.assert_close(second[index], wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_strong_repulsion_needs_damping():
-    """Bounded below by −19·½ as a matrix, so that plain iteration expands though the model is anything but glassy."""
+def test_strong_repulsion_needs_damping_or_adaptive_tap():
+    """The couplings' least eigenvalue is −19/2: plain iteration expands, though the model is anything but glassy."""
     coupling = -0.5 * (torch.ones(20, 20) - torch.eye(20)).double()
     model = SpinModel.create(Spin.create(0.4 * normal(20)), coupling)
-    for method in METHODS:
+    for method in ("mean_field", "tap"):
         assert getattr(model, method)(damping=0.1).solution.converged
-        assert getattr(model, method)(damping=1.0, max_steps=50, throw=False).solution.status.item() != 0
+        assert not getattr(model, method)(damping=1.0, max_steps=50, throw=False).solution.converged
+    assert solution(model.adaptive_tap(damping=1.0)).converged
 
 
 def test_a_glass_says_so():
@@ -265,14 +267,17 @@ def test_a_glass_says_so():
 
 
 def test_a_response_that_is_no_covariance_is_refused():
-    """Σ⁻¹ − J indefinite, which `create` would refuse: the equations have the solution m = 0, V = J²."""
+    """Gaussian sites with Σ⁻¹ − J indefinite, made past `create`: m = 0, V = J². And strongly coupled spins."""
     coupling = torch.tensor([[0.0, 2.0], [2.0, 0.0]]).double()[:, :, None, None]
-    model = SpinModel(Gaussian.create(torch.zeros(2, 1).double(), torch.ones(2).double()), coupling)
-    found = model.adaptive_tap(throw=False)
-    assert solution(found).status == Status.NOT_ATTRACTING
-    assert found.log_partition.isnan()
-    with pytest.raises(ConvergenceError, match="is no covariance"):
-        model.adaptive_tap()
+    unbounded = SpinModel(Gaussian.create(torch.zeros(2, 1).double(), torch.ones(2).double()), coupling)
+    field = 0.3 * torch.randn(6, generator=torch.Generator().manual_seed(59), dtype=torch.float64)
+    glass = SpinModel.create(Spin.create(field), couplings(6, 1, 8.0, seed=9)[:, :, 0, 0])
+    for model, damping in ((unbounded, 0.5), (glass, 0.3)):
+        found = model.adaptive_tap(damping=damping, throw=False)
+        assert solution(found).status == Status.NOT_ATTRACTING
+        assert found.log_partition.isnan()
+        with pytest.raises(ConvergenceError, match="is no covariance"):
+            model.adaptive_tap(damping=damping)
 
 
 @pytest.mark.parametrize(

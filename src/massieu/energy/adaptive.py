@@ -72,17 +72,21 @@ def _start(law: sites.Listed | sites.Normal, coupling: Tensor) -> Tensor:
 
 
 def _equations(point: Tensor, law: sites.Listed | sites.Normal, coupling: Tensor) -> Tensor:
-    """Means and V, (N, d, 1 + d), that follow from means and V."""
+    """Means and V, (N, d, 1 + d), that follow from means and V: those of the Gaussian of precision Λ − J."""
     mean, curvature = point[..., 0], point[..., 1:]
     field = torch.einsum("ijab,jb->ia", coupling, mean) - torch.einsum("iab,ib->ia", curvature, mean)
     moments = law.tilted(field, curvature)
-    matrix = as_matrix(coupling)
-    system = _system(moments.covariance, curvature, coupling)
-    toward = torch.linalg.solve_ex(system, block_diagonal(moments.covariance))[0] @ matrix
+    matrix, block = as_matrix(coupling), block_diagonal(moments.covariance)
+    # Each site's law seen as e^{b·S − ½ SᵀΛ_iS} in the others' company, b = C⁻¹⟨S⟩ − field: with C⁻¹ multiplied out.
+    shifted = moments.mean.flatten() - block @ field.flatten()
+    solved = torch.linalg.solve_ex(
+        _system(moments.covariance, curvature, coupling), torch.cat([shifted.unsqueeze(-1), block], -1)
+    )[0]
     # With G the response of all sites, [GJ]_ii = G_ii V_i and [JGJ]_ii = (I + V_i G_ii) V_i, V_i that of the cavity.
+    toward = solved[:, 1:] @ matrix
     own, around = diagonal_blocks(toward, len(mean)), diagonal_blocks(matrix @ toward, len(mean))
     cavity = torch.linalg.solve_ex(identity_like(own) + own.mT, around)[0]
-    return torch.cat([moments.mean.unsqueeze(-1), 0.5 * (cavity + cavity.mT)], -1)
+    return torch.cat([solved[:, 0].reshape(*mean.shape, 1), 0.5 * (cavity + cavity.mT)], -1)
 
 
 def _system(covariance: Tensor, curvature: Tensor, coupling: Tensor) -> Float[Tensor, "Nd Nd"]:
