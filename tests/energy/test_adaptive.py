@@ -158,10 +158,12 @@ def test_gaussian_sites_are_solved_exactly_and_the_onsager_term_changes_no_mean(
     torch.testing.assert_close(exact.mean.flatten(), torch.linalg.inv(system) @ site.location.flatten())
     torch.testing.assert_close(exact.covariance.reshape(10, 10), torch.linalg.inv(system) @ covariance)
     for method in METHODS:
-        found = getattr(model, method)(rtol=1e-14)
-        torch.testing.assert_close(found.mean, exact.mean, rtol=1e-12, atol=1e-12)
+        found = getattr(model, method)(rtol=1e-13)
+        torch.testing.assert_close(found.mean, exact.mean, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(found.covariance, exact.covariance, rtol=1e-12, atol=1e-12)
-    found = model.adaptive_tap(rtol=1e-14)
+    found = model.adaptive_tap(damping=1.0)
+    assert solution(found).steps <= 2
+    torch.testing.assert_close(found.mean, exact.mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.log_partition, exact.log_partition, rtol=1e-12, atol=1e-12)
     if not degenerate:
         own = exact.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)
