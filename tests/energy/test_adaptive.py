@@ -235,11 +235,25 @@ def test_derivatives_of_potts_and_gaussian_sites():
     assert gradcheck(normals, arguments, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["exact", *METHODS])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+def test_the_wider_dtype_is_used(method, dtypes):
+    """Couplings that bfloat16 holds exactly."""
+    coupling = torch.tensor([[0.0, 0.5, -0.25], [0.5, 0.0, 0.125], [-0.25, 0.125, 0.0]])
+    for make in (lambda x: Spin(x), lambda x: Gaussian.create(x, torch.ones(3, dtype=x.dtype))):
+        field = normal(3, 1).bfloat16()
+        found = getattr(SpinModel.create(make(field.to(dtypes[0])), coupling.to(dtypes[1])), method)()
+        wanted = getattr(SpinModel.create(make(field.double()), coupling.double()), method)()
+        assert found.mean.dtype == found.log_partition.dtype == max(dtypes, key=lambda dtype: dtype.itemsize)
+        for got, want in zip(found[:3], wanted[:3], strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_second_derivative_is_the_response():
     """∂²log Z/∂field² is the derivative of the means, by differences."""
     coupling, field = couplings(4, 1, 0.6), 0.4 * normal(4, 1)
     level = lambda field: SpinModel(Spin(field), coupling).adaptive_tap(rtol=1e-13).log_partition  # noqa: E731
-    second = torch.func.hessian(level)(field).reshape(4, 4)
+    second = torch.func.jacrev(torch.func.grad(level))(field).reshape(4, 4)
     step = 1e-5
     for index in range(4):
         shift = torch.zeros(4, 1).double()

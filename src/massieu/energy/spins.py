@@ -37,7 +37,7 @@ class SpinModel:
 
     @classmethod
     def create(cls, site: Measure, coupling: Float[Tensor, "N N"] | Float[Tensor, "N N d d"]) -> Self:
-        """A model; couplings (N, N) couple equal components.
+        """A model; couplings (N, N) couple equal components. Computed in the wider of both dtypes, at least float32.
 
         A measure without batch whose coordinates are independent, such as `Spin.create(field)` with a field (N,), stands
         for N sites of one component.
@@ -68,6 +68,7 @@ class SpinModel:
             )
         if coupling.ndim == 2:
             coupling = coupling[:, :, None, None] * torch.eye(size, dtype=coupling.dtype, device=coupling.device)
+        coupling = coupling.to(site.mean(coupling.new_zeros(number, size)).dtype)
         if values_are_readable(coupling):
             _check_coupling(coupling.detach())
         model = cls(site, coupling)

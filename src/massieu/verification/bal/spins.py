@@ -12,7 +12,7 @@ from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import spin_states
 from massieu.verification.registry import claim
 
-_POSTS = "Bal, Deep Implicit Attention (May 2021) and An Energy-Based Perspective on Attention Mechanisms (2020)"
+_POSTS = "Bal, Deep Implicit Attention (2021)"
 _EXACT = 1e-13
 """Relative tolerance of fixed points."""
 _WEAK = 0.02
@@ -59,12 +59,13 @@ def _order(name: str, error: Callable[[float], Tensor], least: int) -> Check:
     "B13",
     statement="For p ∝ exp(½ΣJ_ijS_iS_j + Σx_iS_i)Πρ_i the error of the means is of second order in J by mean field, of third "
     "by TAP, whose field has −m_iΣJ_ij²(1 − m_j²) for ±1, and by adaptive TAP, in which V_i = Λ_i − 1/[(Λ − J)⁻¹]_ii with "
-    "Λ_i = V_i + 1/χ_ii; (Λ − J)⁻¹ is the nearer covariance, and the derivatives of log Z are the moments.",
+    "Λ_i = V_i + 1/χ_ii; without fields so is that of the covariance, (Λ − J)⁻¹, where mean field's is of second; the "
+    "derivatives of adaptive TAP's log Z are its moments.",
     source=f"{_POSTS}; Opper and Winther, Phys. Rev. E 64, 056131 (2001)",
     status="reconstructed",
     published="E = ΣJ_ijS_iS_j + Σx_iS_i, with m_i = tanh(ΣJ_ijm_j + x_i) as its mean field.",
-    corrected="p ∝ e^{−E} needs the minus sign, and a sum over both orders of a pair the factor ½: as written the field would be "
-    "−2ΣJ_ijm_j − x_i.",
+    corrected="p ∝ e^{−E} needs the minus sign, and a sum over both orders of a pair the factor ½: as written the field would "
+    "be −2ΣJ_ijm_j − x_i.",
 )
 def spin_approximations(spins: int = 8, seed: int = 0) -> Iterator[Check]:
     need(3, spins=spins)
@@ -162,8 +163,8 @@ def _derivatives(coupling: Tensor, field: Tensor) -> Iterator[Check]:
     source=f"{_POSTS}; the exact solution is derived",
     status="reconstructed",
     published="S_i = ΣJ_ijS_j − f(S_i) + X_i with a feed-forward network f(S_i) ≈ V_iS_i in the place of the Onsager term.",
-    corrected="with the term the variance of a site becomes (Σ_i⁻¹ − V_i)⁻¹, and both cancel; the term by itself moves the means "
-    "away, so a correction can matter for sites alone that are not Gaussian.",
+    corrected="with the term the variance of a site becomes (Σ_i⁻¹ − V_i)⁻¹, and both cancel; the term by itself moves the "
+    "means away, so a correction can matter for sites alone that are not Gaussian.",
 )
 def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Check]:
     need(2, spins=spins)
