@@ -9,30 +9,18 @@ log Z it stands for, and how its fixed point was found (B13, B14).
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import states
+from massieu.energy import adaptive, states
+from massieu.energy.magnetisation import Magnetisation, as_matrix, block_diagonal, identity_like
 from massieu.measures import Gaussian, Measure, Spin
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register
 from massieu.solve import FixedPoint, fixed_point
-
-
-class Magnetisation(NamedTuple):
-    """What a spin model's sites do."""
-
-    mean: Float[Tensor, "N d"]
-    """⟨S_i⟩."""
-    covariance: Float[Tensor, "N d N d"]
-    """⟨S_i S_jᵀ⟩ − ⟨S_i⟩⟨S_j⟩ᵀ: exact, or by linear response, ∂⟨S_i⟩/∂field_j."""
-    log_partition: Float[Tensor, ""]
-    """log E exp(½ Σ SᵀJS) over the sites' probabilities: 0 without couplings. Nats."""
-    solution: FixedPoint | None
-    """Of the equations that were solved: status, residual, steps; None for exact results."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +37,7 @@ class SpinModel:
 
     @classmethod
     def create(cls, site: Measure, coupling: Float[Tensor, "N N"] | Float[Tensor, "N N d d"]) -> Self:
-        """A model; couplings (N, N) couple equal components.
+        """A model; couplings (N, N) couple equal components. Computed in the wider of both dtypes, at least float32.
 
         A measure without batch whose coordinates are independent, such as `Spin.create(field)` with a field (N,), stands
         for N sites of one component.
@@ -80,15 +68,16 @@ class SpinModel:
             )
         if coupling.ndim == 2:
             coupling = coupling[:, :, None, None] * torch.eye(size, dtype=coupling.dtype, device=coupling.device)
+        coupling = coupling.to(site.mean(coupling.new_zeros(number, size)).dtype)
         if values_are_readable(coupling):
             _check_coupling(coupling.detach())
         model = cls(site, coupling)
         if isinstance(site, Gaussian) and values_are_readable(coupling):
-            smallest = torch.linalg.eigvalsh(model._precision().detach()).amin().item()
+            smallest = torch.linalg.eigvalsh(_gaussian_margin(site, coupling.detach())).amin().item()
             if smallest <= 0:
                 raise ValueError(
-                    f"Gaussian sites have a normaliser where Σ⁻¹ − J is positive definite; its smallest eigenvalue is "
-                    f"{smallest:.4g}"
+                    f"Gaussian sites have a normaliser where I − Σ^½ J Σ^½ is positive definite; its smallest eigenvalue "
+                    f"is {smallest:.4g}"
                 )
         return model
 
@@ -111,17 +100,17 @@ class SpinModel:
         if isinstance(self.site, Gaussian):
             return self._exact_gaussian()
         number, size = self.site.batch_shape[0], self.site.event_shape[0]
-        levels = states.count(self.site)
+        levels = states.count_at(self.site)
         if levels is None or levels**number > states.MOST:
             raise ValueError(
                 f"exact results need at most 2^20 states, or Gaussian sites, got {number} sites of "
                 f"{'infinitely many' if levels is None else levels} states"
             )
-        one_site = torch.cat(list(states.blocks(self.site, self.coupling)))
+        points, log_weight = states.of_sites(self.site, self.coupling)
+        which = torch.arange(number, device=self.coupling.device)
         index = torch.cartesian_prod(*[torch.arange(levels, device=self.coupling.device)] * number).reshape(-1, number)
-        state = one_site[index]
-        zero = torch.zeros_like(state).movedim(0, 1)
-        log_p = self.interaction(state) + self.site.log_prob(zero, state.movedim(0, 1)).sum(0)
+        state = points[which, index]
+        log_p = self.interaction(state) + log_weight[which, index].sum(-1)
         log_z = torch.logsumexp(log_p, 0)
         p = (log_p - log_z).exp()
         mean = torch.einsum("s,sia->ia", p, state)
@@ -129,70 +118,104 @@ class SpinModel:
         covariance = (p.unsqueeze(-1) * deviation).mT @ deviation
         return Magnetisation(mean, covariance.reshape(number, size, number, size), log_z, None)
 
-    def _precision(self) -> Tensor:
-        """Σ⁻¹ − J of Gaussian sites, (N·d, N·d)."""
-        covariance = self.site.fisher(torch.zeros_like(self.coupling[0, :, 0]))
-        return torch.block_diag(*torch.linalg.inv(covariance)) - _as_matrix(self.coupling)
-
     def _exact_gaussian(self) -> Magnetisation:
+        """Through I − ΣJ, which degenerate covariances leave invertible."""
         assert isinstance(self.site, Gaussian)
-        number, size = self.site.location.shape
         location = self.site.location
-        covariance = self.site.fisher(torch.zeros_like(location))
-        joint = self._precision()
-        pull = torch.linalg.solve(covariance, location.unsqueeze(-1)).flatten()
-        mean = torch.linalg.solve(joint, pull)
-        log_z = 0.5 * (pull @ mean - pull @ location.flatten())
-        log_z = log_z - 0.5 * (torch.linalg.slogdet(joint)[1] + torch.linalg.slogdet(covariance)[1].sum())
-        response = torch.linalg.inv(joint).reshape(number, size, number, size)
-        return Magnetisation(mean.reshape(number, size), response, log_z, None)
+        covariance = block_diagonal(self.site.fisher(torch.zeros_like(location)))
+        system = identity_like(covariance) - covariance @ as_matrix(self.coupling)
+        mean = torch.linalg.solve(system, location.flatten()).reshape(location.shape)
+        log_z = 0.5 * (location * self.field(mean)).sum() - 0.5 * torch.linalg.slogdet(system)[1]
+        response = torch.linalg.solve(system, covariance)
+        return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), log_z, None)
 
     # Approximations.
 
-    def mean_field(self, *, max_steps: int = 1000, throw: bool = True) -> Magnetisation:
+    def mean_field(
+        self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
+    ) -> Magnetisation:
         """m_i = ∇A_i(Σ_j J_ij m_j), each site in the mean field of the others; log Z is a lower bound (B13).
 
         Its error in the means falls as the square of the couplings' strength. Exact means for Gaussian sites (B14).
+
+        Args:
+            damping, rtol, max_steps, throw: As for `massieu.solve.fixed_point`. Sites that repel each other in large
+                numbers need a damping of 2/(1 + λ) or less, −λ the least eigenvalue of the couplings times variances.
 
         Raises:
             ConvergenceError: no fixed point was found, as in a glassy model, and `throw`; otherwise
                 `solution.status` tells.
         """
-        found = self._solve(_mean_field, max_steps, throw)
+        found = self._solve(_mean_field, damping, rtol, max_steps, throw)
         mean, covariance = self.site.mean(found.value), self.site.fisher(found.value)
         level = self._free(found.value, mean) + self.interaction(mean)
-        block = _blocks(covariance)
-        identity = torch.eye(len(block), dtype=block.dtype, device=block.device)
-        response = torch.linalg.solve(identity - block @ _as_matrix(self.coupling), block)
+        block = block_diagonal(covariance)
+        response = torch.linalg.solve(identity_like(block) - block @ as_matrix(self.coupling), block)
         return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), level, found)
 
-    def tap(self, *, max_steps: int = 1000, throw: bool = True) -> Magnetisation:
+    def tap(
+        self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
+    ) -> Magnetisation:
         """The mean field less each site's own echo: the second order in the couplings (Thouless, Anderson, Palmer; B13).
 
         The field of site i is Σ_j J_ij m_j + ½ C_i⁻¹ ∇ Σ_j tr(J_ij C_j J_ji C_i), C the sites' covariances, which is
         −m_i Σ_j J_ij² (1 − m_j²) for spins and 0 for Gaussian sites (trap 31). Errors fall as the cube of the couplings.
+        Arguments as for `mean_field`.
 
         Raises:
             ConvergenceError: as `mean_field`.
         """
-        found = self._solve(_tap, max_steps, throw)
+        found = self._solve(_tap, damping, rtol, max_steps, throw)
         eta = found.value
         mean, covariance = self.site.mean(eta), self.site.fisher(eta)
         echo = 0.25 * torch.einsum("ijab,jbc,ijdc,ida->", self.coupling, covariance, self.coupling, covariance)
         level = self._free(eta, mean) + self.interaction(mean) + echo
         # A field adds to eta as the map does: ∂mean/∂field = C (I − ∂map/∂eta)⁻¹.
         jacobian = torch.func.jacrev(lambda eta: eta - _tap(eta, self))(eta).reshape(eta.numel(), -1)
-        response = _blocks(covariance) @ torch.linalg.inv(jacobian)
+        response = block_diagonal(covariance) @ torch.linalg.inv(jacobian)
         return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), level, found)
+
+    def adaptive_tap(
+        self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
+    ) -> Magnetisation:
+        """Each site's reaction to itself solved for, not expanded (Opper and Winther 2001; B13).
+
+        The law of site i is tilted by Σ_j J_ij m_j − V_i m_i and by ½ SᵀV_iS; Λ_i = V_i + C_i⁻¹, and the V_i are those at
+        which the blocks of (Λ − J)⁻¹ on the diagonal are the sites' covariances C_i. The covariance returned is this
+        (Λ − J)⁻¹. log Z, the free energy of these equations, is stationary in means and V: its gradients are ⟨S_i⟩ in the
+        field of a site and (Λ − J)⁻¹_ij + ⟨S_i⟩⟨S_j⟩ᵀ in J_ij. Errors of means and log Z fall as the cube of the couplings,
+        that of the covariance as the square, since V is held there. Exact for Gaussian sites, where V_i drops out of
+        the means (B14). Arguments as for `mean_field`.
+
+        `solution.value` holds the means and V side by side, (N, d, 1 + d).
+
+        Raises:
+            ValueError: sites that are neither Gaussian nor of finitely many states nor spheres in two or three dimensions;
+                spheres in fields so strong that the rule for them is not exact.
+            ConvergenceError: as `mean_field`; also at a saddle, where (Λ − J)⁻¹ is no covariance. With
+                ``throw=False`` the status is then NOT_ATTRACTING and log Z is NaN.
+        """
+        return adaptive.adaptive_tap(
+            self.site, self.coupling, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw
+        )
 
     def _free(self, eta: Tensor, mean: Tensor) -> Tensor:
         """Σ_i A_i(eta_i) − A_i(0) − eta_i·mean_i: minus the divergence of the sites' laws from their measures."""
         rise = self.site.log_partition(eta) - self.site.log_partition(torch.zeros_like(eta))
         return (rise - (eta * mean).sum(-1)).sum()
 
-    def _solve(self, equations: Callable[[Tensor, "SpinModel"], Tensor], max_steps: int, throw: bool) -> FixedPoint:
+    def _solve(
+        self,
+        equations: Callable[[Tensor, "SpinModel"], Tensor],
+        damping: float,
+        rtol: float | None,
+        max_steps: int,
+        throw: bool,
+    ) -> FixedPoint:
         start = torch.zeros_like(self.coupling[0, :, 0])
-        return fixed_point(equations, start, (self,), item_dims=2, max_steps=max_steps, throw=throw)
+        return fixed_point(
+            equations, start, (self,), item_dims=2, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw
+        )
 
 
 register(SpinModel)
@@ -217,17 +240,13 @@ def _inverse(covariance: Tensor) -> Tensor:
     return torch.where(stuck, 0.0, 1 / torch.where(stuck, 1.0, covariance))
 
 
-def _blocks(covariance: Tensor) -> Tensor:
-    """(N, d, d) as the block-diagonal matrix (N·d, N·d)."""
-    number, size, _ = covariance.shape
-    same = torch.eye(number, dtype=covariance.dtype, device=covariance.device)
-    return torch.einsum("ij,iab->iajb", same, covariance).reshape(number * size, number * size)
-
-
-def _as_matrix(coupling: Tensor) -> Tensor:
-    """(N, N, d, d) as (N·d, N·d)."""
-    number, _, size, _ = coupling.shape
-    return coupling.transpose(1, 2).reshape(number * size, number * size)
+def _gaussian_margin(site: Gaussian, coupling: Tensor) -> Tensor:
+    """I − Σ^½ J Σ^½, (N·d, N·d): positive definite where there is a normaliser."""
+    covariance = site.fisher(torch.zeros_like(site.location)).detach().to(coupling.dtype)
+    eigenvalues, vectors = torch.linalg.eigh(covariance)
+    root = block_diagonal(vectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2))
+    margin = root.mT @ as_matrix(coupling) @ root
+    return identity_like(margin) - 0.5 * (margin + margin.mT)
 
 
 def _check_coupling(coupling: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures import Bernoulli, Categorical, Constant, Measure, Spin
+from massieu.measures import Atoms, Bernoulli, Categorical, Constant, Measure, Spin
 
 MOST = 1 << 20
 """So many states at most are gone through."""
@@ -39,3 +39,17 @@ def blocks(measure: Measure, like: Tensor) -> Iterator[Float[Tensor, "block d"]]
         index = torch.arange(first, min(first + _BLOCK, number), device=like.device)
         bits = (index.unsqueeze(1) // powers % 2).to(like.dtype)
         yield 2 * bits - 1 if isinstance(measure, Spin) else bits
+
+
+def count_at(site: Measure) -> int | None:
+    """How many states each of N sites has; None as for `count`."""
+    return site.points.shape[-2] if isinstance(site, Atoms) else count(site)
+
+
+def of_sites(site: Measure, like: Tensor) -> tuple[Float[Tensor, "N K d"], Float[Tensor, "N K"]]:
+    """The states of each of N sites, and the logarithms of their probabilities."""
+    if isinstance(site, Atoms):
+        return site.points.to(like), torch.log_softmax(site.log_weight.to(like), -1)
+    points = torch.cat(list(blocks(site, like))) if not isinstance(site, Constant) else site.value.to(like).unsqueeze(1)
+    points = points.expand(*site.batch_shape, *points.shape[-2:])
+    return points, site.log_prob(torch.zeros_like(points), points).to(like)

@@ -3,6 +3,7 @@
 - `Attention` takes the place of `torch.nn.MultiheadAttention`, returns log Z, and attends by any measure;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `ImplicitAttention` does so held by its query; `SparseAttention` and `NormalizedAttention` have other potentials;
+- `TAPAttention` couples tokens as spins, and solves for their means;
 - `Scalar`, `Whitening`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
 - `RestrictedBoltzmannMachine` has any units.
 """
@@ -23,6 +24,7 @@ from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitAttention
 from massieu.nn.normalized import NormalizedAttention
 from massieu.nn.sparse import SparseAttention
+from massieu.nn.tap import TAPAttention
 
 __all__ = [
     "Attention",
@@ -40,5 +42,6 @@ __all__ = [
     "SparseAttention",
     "SphereProjection",
     "Spin",
+    "TAPAttention",
     "Whitening",
 ]
