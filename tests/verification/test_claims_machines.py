@@ -17,7 +17,7 @@ def _energy_of_other_sign(self, visible, hidden):
     return _ENERGY(self, visible, -hidden)
 
 
-def _one_layer_swept(state, sample_visible, sample_hidden, generator, *, steps):
+def _one_layer_swept(state, sample_visible, sample_hidden, generator, *, steps=1):
     """Visible units that are never drawn anew."""
     return state._replace(hidden=sample_hidden(state.visible, generator))
 
