@@ -113,6 +113,9 @@ def test_machines_of_four_kinds_of_units_learn_digits(tmp_path):
     for name in ("bits", "spins", "Gaussian", "Poisson"):
         assert independent + 4 < held_out[name] < -10
     assert held_out["bits"] > held_out["scikit-learn"]
+    near_and_far = numbers(r": coupling of neighbours (\S+), of pixels more than 3 apart (\S+)", found)
+    assert len(near_and_far) == 4
+    assert all(float(near) > 1.5 * float(far) for near, far in near_and_far)
 
 
 @pytest.mark.slow

@@ -81,3 +81,9 @@ def test_bad_steps(steps):
     state = gibbs_init(torch.zeros(5, 3, dtype=torch.float64), sample_hidden)
     with pytest.raises(ValueError, match="steps"):
         gibbs_step(state, sample_visible, sample_hidden, steps=steps)
+
+
+@pytest.mark.parametrize(("data", "sample"), [((4, 3), (5, 2)), ((0, 3), (5, 3)), ((4, 3), (0, 3))])
+def test_bad_samples(data, sample):
+    with pytest.raises(ValueError, match=r"visible units of one number, .* got shapes"):
+        contrastive_divergence(energy, torch.zeros(data), torch.zeros(sample))

@@ -5,8 +5,22 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from massieu.measures import Bernoulli, Gaussian, Poisson, Spin
+from massieu.measures import (
+    Atoms,
+    Bernoulli,
+    Categorical,
+    Exponential,
+    Gamma,
+    Gaussian,
+    Laplace,
+    Poisson,
+    Sphere,
+    Spin,
+    Uniform,
+    product,
+)
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 
 
@@ -169,16 +183,105 @@ def test_an_interrupted_training_keeps_what_it_has(monkeypatch):
     with pytest.warns(UserWarning, match="interrupted in epoch 3 of 50"):
         machine.fit(states(4), epochs=50, progress=False)
     assert not torch.equal(machine.weight, start)
+    chains = machine.chains
+    assert chains is not None and chains.shape == (20, 4)
+    monkeypatch.undo()
+    machine.fit(states(4), epochs=1, progress=False)  # goes on, from those chains
+    assert machine.chains is not chains
+
+
+def test_progress_is_shown_on_the_error_stream(capsys):
+    RestrictedBoltzmannMachine(bits(4), bits(3)).fit(states(4), epochs=3)
+    assert capsys.readouterr().out == ""
+
+
+UNITS = {
+    "Bernoulli": lambda n: Bernoulli.create(torch.full((n,), 0.4)),
+    "Spin": lambda n: Spin.create(n),
+    "Categorical": lambda n: Categorical.create(torch.full((n,), 1 / n)),
+    "Gaussian": lambda n: Gaussian.create(torch.zeros(n), torch.tensor(0.5)),
+    "Poisson": lambda n: Poisson.create(torch.ones(n)),
+    "Exponential": lambda n: Exponential.create(torch.full((n,), 3.0)),
+    "Gamma": lambda n: Gamma.create(torch.full((n,), 2.0), torch.full((n,), 0.3)),
+    "Laplace": lambda n: Laplace.create(torch.full((n,), 0.3)),
+    "Uniform": lambda n: Uniform.create(-torch.ones(n), torch.ones(n)),
+    "Sphere": lambda n: Sphere.create(n),
+    "Atoms": lambda n: Atoms.create(torch.eye(n) + 0.5),
+    "a product": lambda n: product(bits(n - 1), Gaussian.create(torch.zeros(1), torch.tensor(1.0))),
+}
+
+
+@pytest.mark.parametrize("role", ["visible", "hidden"])
+@pytest.mark.parametrize("kind", UNITS)
+def test_units_of_every_kind_learn_and_are_kept(kind, role, tmp_path):
+    """Data from the layer, tilted: the likelihood of the data rises, and a checkpoint gives the same machine."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [UNITS[kind](3), bits(2)] if role == "visible" else [bits(3), UNITS[kind](2)]
+    machine = RestrictedBoltzmannMachine(*layers, generator=generator)
+    data = layers[0].sample(torch.tensor([0.8, -0.8, 0.4]), (500,), generator=generator)
+    before = machine.score_samples(data).mean()
+    machine.fit(data, epochs=40, batch_size=50, learning_rate=0.05, generator=generator, progress=False)
+    after = machine.score_samples(data)
+    assert after.isfinite().all() and after.mean() > before + 0.005
+    drawn = machine.sample(2000, sweeps=10, generator=generator)
+    error = (data.std(0) / math.sqrt(500)).clamp_min(0.02)
+    assert ((drawn.mean(0) - data.mean(0)).abs() < 6 * error).all()
+    save_file(machine.state_dict(), tmp_path / "machine.safetensors")
+    fresh = RestrictedBoltzmannMachine(*layers)
+    fresh.load_state_dict(load_file(tmp_path / "machine.safetensors"))
+    assert torch.equal(fresh.score_samples(data), after)
+    assert torch.equal(fresh.transform(data), machine.transform(data))
+
+
+def test_layers_of_one_measure_are_kept_apart(tmp_path):
+    layer = bits(3)
+    machine = RestrictedBoltzmannMachine(layer, layer)
+    save_file(machine.state_dict(), tmp_path / "machine.safetensors")
+    assert set(load_file(tmp_path / "machine.safetensors")) == set(machine.state_dict())
+    assert "visible=Bernoulli × 3, hidden=Bernoulli × 3" in repr(machine)
+
+
+def test_data_of_any_dtype_are_cast_and_the_measures_give_the_parameters_theirs():
+    machine = RestrictedBoltzmannMachine(bits(4), Bernoulli.create(torch.full((3,), 0.5, dtype=torch.float64)))
+    assert {tensor.dtype for tensor in machine.state_dict().values()} == {torch.float64}
+    wanted = machine.score_samples(states(4))
+    for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.float32):
+        data = states(4).to(dtype)
+        assert torch.equal(machine.score_samples(data), wanted)
+        assert torch.equal(machine.transform(data), machine.transform(states(4)))
+    machine.fit(states(4).bool(), epochs=2, progress=False)
+    with pytest.raises(TypeError, match="must be a tensor, got ndarray"):
+        machine.fit(states(4).numpy())
+
+
+def test_features_and_energies_under_transforms():
+    machine = model()
+    data = states(4).double()
+    assert torch.allclose(torch.func.vmap(machine.energy)(data), machine.energy(data))
+    assert torch.allclose(torch.compile(machine, fullgraph=True)(data), machine(data))
+    parameters = dict(machine.named_parameters())
+    call = lambda weight: torch.func.functional_call(machine, parameters | {"weight": weight}, (data,))  # noqa: E731
+    assert torch.autograd.gradcheck(call, (parameters["weight"],))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.fit(torch.zeros(3, 5)), r"\(items, 4\), got \(3, 5\)"),
+        (lambda m: m.fit(torch.zeros(3, 5)), r"\(\*items, 4\), got \(3, 5\)"),
         (lambda m: m.fit(torch.zeros(0, 4)), r"got \(0, 4\)"),
         (lambda m: m.fit(torch.full((3, 4), 0.5)), "3 of 3 items are no states of Bernoulli units"),
-        (lambda m: m.fit(torch.zeros(3, 4), learning_rate=0.0), "learning_rate must be positive, got 0.0"),
-        (lambda m: m.fit(torch.zeros(3, 4), epochs=-1), "epochs must be positive"),
+        (lambda m: m.fit(torch.zeros(3, 4), learning_rate=0.0), "learning_rate must be positive and finite, got 0.0"),
+        (lambda m: m.fit(torch.zeros(3, 4), epochs=-1), "epochs must be a positive whole number, got -1"),
+        (lambda m: m.fit(torch.zeros(3, 4), batch_size=2.5), "batch_size must be a positive whole number, got 2.5"),
+        (lambda m: m.fit(torch.zeros(4)), r"\(items, 4\) with at least one item, got \(4,\)"),
+        (lambda m: m.fit(torch.tensor([[0, 1, 0, 1], [0, math.nan, 0, 1]])), "NaN, got them in 1 of 2 items, item 1"),
+        (lambda m: m.score_samples(torch.full((2, 4), math.nan)), "NaN, got them in 2 of 2 items"),
+        (lambda m: m.transform(torch.zeros(2, 5)), r"\(\*items, 4\), got \(2, 5\)"),
+        (lambda m: m.reconstruct(torch.tensor(0.0)), r"\(\*items, 4\), got \(\)"),
+        (lambda m: m.pseudo_log_likelihood(torch.zeros(2, 3)), r"\(\*items, 4\), got \(2, 3\)"),
+        (lambda m: m.bfloat16().fit(torch.zeros(3, 4)), "float32 or float64, got torch.bfloat16"),
+        (lambda m: m.sample(0), "count must be a positive whole number, got 0"),
+        (lambda m: m.sample(3, sweeps=0), "sweeps must be a positive whole number, got 0"),
     ],
 )
 def test_bad_fits(call, message):
@@ -197,9 +300,23 @@ def test_training_that_diverges_says_so():
 
 def test_machines_that_never_have_a_normaliser_train_not_at_all():
     gaussian = Gaussian.create(torch.zeros(3), torch.tensor(1.0))
-    machine = RestrictedBoltzmannMachine(gaussian, Poisson.create(torch.ones(2)))
     with pytest.raises(ValueError, match="Poisson hidden and Gaussian visible units never have one"):
-        machine.fit(torch.randn(100, 3), learning_rate=0.01, progress=False)
+        RestrictedBoltzmannMachine(gaussian, Poisson.create(torch.ones(2)))
+    laplace = Laplace.create(torch.ones(2))
+    machine = RestrictedBoltzmannMachine(bits(3), laplace)  # a biased Laplace unit is none any more by its class
+    with pytest.raises(ValueError, match="Laplace hidden and Gaussian visible units never have one"):
+        RestrictedBoltzmannMachine(gaussian, laplace.tilt(torch.full((2,), 0.1)))
+    machine.weight.data.fill_(0.4)  # fields up to 1.2, and the domain ends at 1
+    with pytest.raises(ValueError, match=r"unit 0 reaches from 0 to 1.2, and Laplace needs"):
+        machine.fit(states(3), learning_rate=1e-6, epochs=1, progress=False)
+    machine.weight.data.fill_(0.3)
+    with pytest.raises(ValueError, match=r"training left the machines .* smaller learning_rate than 1"):
+        machine.fit(states(3)[-1:], epochs=50, progress=False)
+
+
+def test_a_layer_for_another_half_line_starts_below_zero():
+    machine = RestrictedBoltzmannMachine(Poisson.create(torch.ones(3)), Gamma.create(torch.ones(2), torch.ones(2)))
+    assert (machine.weight < 0).all()
 
 
 def test_pseudo_likelihood_needs_two_values():

@@ -78,12 +78,22 @@ class BoltzmannMachine:
 
         Raises:
             MissingFormError: one of the measures has no density in closed form.
+            ValueError: shapes that do not fit.
         """
-        coupling = (visible @ self.weight * hidden).sum(-1)
+        self._need_units("hidden", hidden)
+        coupling = (self.hidden_field(visible) * hidden).sum(-1)
         return -coupling - _log_density(self.visible, visible) - _log_density(self.hidden, hidden)
 
     def effective_energy(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items"]:
-        """E(v) = −log ∫ exp(−E(v, h)) dh = −log a(v) − A_b(Wᵀv), all constants included (B2, B10)."""
+        """E(v) = −log ∫ exp(−E(v, h)) dh = −log a(v) − A_b(Wᵀv), all constants included (B2, B10).
+
+        +inf where v is no state of the visible units.
+
+        Raises:
+            MissingFormError: the visible units have no density in closed form.
+            ValueError: the shape does not fit.
+        """
+        self._need_units("visible", visible)
         return -_log_density(self.visible, visible) - self._log_partition_of_hidden(visible)
 
     def _log_partition_of_hidden(self, visible: Tensor) -> Tensor:
@@ -92,24 +102,43 @@ class BoltzmannMachine:
     # The laws of one layer given the other.
 
     def hidden_field(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
-        """Wᵀv: the eta of the hidden units, whose law is `hidden.tilt` of it (B8)."""
+        """Wᵀv: the eta of the hidden units, whose law is `hidden.tilt` of it (B8).
+
+        Raises:
+            ValueError: the shape does not fit; so do all methods below.
+        """
+        self._need_units("visible", visible)
         return visible @ self.weight
 
     def visible_field(self, hidden: Float[Tensor, "*items H"]) -> Float[Tensor, "*items V"]:
         """Wh: the eta of the visible units."""
+        self._need_units("hidden", hidden)
         return hidden @ self.weight.mT
 
     def sample_hidden(
         self, visible: Float[Tensor, "*items V"], generator: torch.Generator | None = None
     ) -> Float[Tensor, "*items H"]:
-        """Exact draws of the hidden units given the visible ones."""
-        return self.hidden.sample(self.hidden_field(visible), generator=generator)
+        """Exact draws of the hidden units given the visible ones.
+
+        Raises:
+            ValueError: a visible unit is not finite.
+        """
+        return self.hidden.sample(_finite("visible", self.hidden_field(visible)), generator=generator)
 
     def sample_visible(
         self, hidden: Float[Tensor, "*items H"], generator: torch.Generator | None = None
     ) -> Float[Tensor, "*items V"]:
-        """Exact draws of the visible units given the hidden ones."""
-        return self.visible.sample(self.visible_field(hidden), generator=generator)
+        """Exact draws of the visible units given the hidden ones.
+
+        Raises:
+            ValueError: a hidden unit is not finite.
+        """
+        return self.visible.sample(_finite("hidden", self.visible_field(hidden)), generator=generator)
+
+    def _need_units(self, name: Literal["visible", "hidden"], state: Tensor) -> None:
+        wanted = self.weight.shape[0 if name == "visible" else 1]
+        if state.ndim == 0 or state.shape[-1] != wanted:
+            raise ValueError(f"{name} must have shape (*items, {wanted}), got {tuple(state.shape)}")
 
     # What the hidden units do to the visible ones.
 
@@ -173,8 +202,9 @@ class BoltzmannMachine:
     ) -> inference.Annealed:
         """log Σ exp(vᵀWh) a b with its standard error, from chains whose weight W grows from 0.
 
-        `Annealed.position` are visible units. "importance": annealed importance sampling; "sequential": chains in 16
-        groups, which are resampled.
+        `Annealed.position` are visible units, `Annealed.history` what each step of the schedule met. "importance":
+        annealed importance sampling; "sequential": sequential Monte Carlo, chains in 16 groups, within which those that
+        have lost their weight are replaced.
 
         Raises:
             ValueError: fewer than two chains, or an unknown method.
@@ -214,6 +244,14 @@ def _rise(measure: Measure, eta: Tensor) -> Tensor:
 
 def _log_density(measure: Measure, point: Tensor) -> Tensor:
     return measure.log_prob(torch.zeros_like(point), point)
+
+
+def _finite(name: str, field: Tensor) -> Tensor:
+    """The field that units of that layer make, if it is one."""
+    if values_are_readable(field) and not bool(field.isfinite().all()):
+        wrong = int((~field.isfinite()).reshape(-1, field.shape[-1]).any(-1).sum())
+        raise ValueError(f"{name} units must be finite and make finite fields, which those of {wrong} items do not")
+    return field
 
 
 def _states_in_words(number: int | None) -> str:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from massieu.measures import Exponential, Gamma, Gaussian, Laplace, Measure, Poisson
+from massieu.measures import Exponential, Gamma, Gaussian, Laplace, Measure, Poisson, Tilted
 from massieu.measures.coordinates import Coordinates
 
 _HALF_LINE = (Poisson, Exponential, Gamma)
@@ -14,11 +14,13 @@ def why_not_normalisable(visible: Measure, hidden: Measure, weight: Tensor) -> s
     """Why there is no normaliser; None where there is one, and where this cannot tell: unbounded units of other kinds."""
     if not bool((weight != 0).any()):
         return None
-    names = f"{type(hidden).__name__} hidden and {type(visible).__name__} visible units"
+    names = f"{type(untilted(hidden)).__name__} hidden and {type(untilted(visible)).__name__} visible units"
     if _is_bounded(visible, weight):
         return _leaves_domain(hidden, visible, weight, "hidden")
     if _is_bounded(hidden, weight):
         return _leaves_domain(visible, hidden, weight.mT, "visible")
+    # Two unbounded layers: the couplings' bilinear exponent decides, whatever linear one a tilt adds.
+    visible, hidden = untilted(visible), untilted(hidden)
     if isinstance(visible, Gaussian) and isinstance(hidden, Gaussian):
         norm = torch.linalg.matrix_norm(_factor(visible, weight).mT @ weight.double() @ _factor(hidden, weight), 2)
         if norm < 1:
@@ -36,6 +38,11 @@ def why_not_normalisable(visible: Measure, hidden: Measure, weight: Tensor) -> s
     return None
 
 
+def untilted(measure: Measure) -> Measure:
+    """The measure of which this is the tilt, where its class has none in closed form."""
+    return untilted(measure.measure) if isinstance(measure, Tilted) else measure
+
+
 def _is_bounded(measure: Measure, weight: Tensor) -> bool:
     """Whether the support is bounded in every direction of the axes."""
     size = measure.event_shape[0]
@@ -51,10 +58,12 @@ def _reach(measure: Measure, direction: Tensor) -> Tensor | None:
 
 def _leaves_domain(limited: Measure, bounded: Measure, weight: Tensor, layer: str) -> str | None:
     """Whether some state of the bounded layer takes the other layer's eta out of its domain."""
-    limits = limited._limits() if isinstance(limited, Coordinates) else None
+    base = untilted(limited)
+    limits = base._limits() if isinstance(base, Coordinates) else None
     if limits is None:
         return None
-    low, high = limits
+    tilt = _tilt(limited, weight)
+    low, high = (limit - tilt for limit in limits)
     up, down = _reach(bounded, weight.mT), _reach(bounded, -weight.mT)
     assert up is not None and down is not None  # the layer is bounded
     beyond = (up >= high) | (-down <= low)
@@ -63,8 +72,15 @@ def _leaves_domain(limited: Measure, bounded: Measure, weight: Tensor, layer: st
     unit = int(beyond.nonzero()[0])
     return (
         f"the field of {layer} unit {unit} reaches from {0.0 - down[unit].item():.4g} to {up[unit].item():.4g}, and "
-        f"{type(limited).__name__} needs {limited._domain()}"
+        f"{type(base).__name__} needs {limited._domain()}"
     )
+
+
+def _tilt(measure: Measure, weight: Tensor) -> Tensor:
+    """What the measure adds to its eta."""
+    if isinstance(measure, Tilted):
+        return measure.eta + _tilt(measure.measure, weight)
+    return weight.new_zeros(())
 
 
 def _factor(gaussian: Gaussian, weight: Tensor) -> Tensor:

@@ -2,10 +2,20 @@
 
 - `langevin_init`, `langevin_noise`, `langevin_step`: Langevin dynamics with Metropolis correction;
 - `gibbs_init`, `gibbs_step`, `contrastive_divergence`: two groups of units that are independent given each other;
-- `anneal` (`anneal_init`, `anneal_step`, `anneal_result`): log Z with its standard error.
+- `anneal` (`anneal_init`, `anneal_step`, `anneal_result`): log Z with its standard error, by annealed importance
+  sampling or sequential Monte Carlo;
+- `resample`, `effective_sample_size`: of weighted particles.
 """
 
-from massieu.inference.annealed import Annealed, AnnealState, anneal, anneal_init, anneal_result, anneal_step
+from massieu.inference.annealed import (
+    Annealed,
+    AnnealHistory,
+    AnnealState,
+    anneal,
+    anneal_init,
+    anneal_result,
+    anneal_step,
+)
 from massieu.inference.gibbs import GibbsState, contrastive_divergence, gibbs_init, gibbs_step
 from massieu.inference.langevin import (
     LangevinNoise,
@@ -15,8 +25,10 @@ from massieu.inference.langevin import (
     langevin_noise,
     langevin_step,
 )
+from massieu.inference.resampling import effective_sample_size, resample
 
 __all__ = [
+    "AnnealHistory",
     "AnnealState",
     "Annealed",
     "GibbsState",
@@ -28,9 +40,11 @@ __all__ = [
     "anneal_result",
     "anneal_step",
     "contrastive_divergence",
+    "effective_sample_size",
     "gibbs_init",
     "gibbs_step",
     "langevin_init",
     "langevin_noise",
     "langevin_step",
+    "resample",
 ]

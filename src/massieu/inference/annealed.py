@@ -14,13 +14,25 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from massieu.inference.resampling import Resampling, check_method, effective_sample_size, resample
 
 Path = Callable[[Tensor, float], Tensor]
 """(position (particles, *event), t in [0, 1]) ↦ unnormalised log-density (particles,)."""
 Move = Callable[[Tensor, float, torch.Generator | None], Tensor]
 """(position, t, generator) ↦ position: a Markov kernel that leaves exp(path(·, t)) invariant."""
+
+
+class AnnealHistory(NamedTuple):
+    """What each step of the path met, in order."""
+
+    t: Float[Tensor, " steps"]
+    effective_sample_size: Float[Tensor, " steps"]
+    """Of all particles, weighed for that t and not yet resampled."""
+    resampled: Int[Tensor, " steps"]
+    """In how many groups."""
 
 
 class AnnealState(NamedTuple):
@@ -32,6 +44,7 @@ class AnnealState(NamedTuple):
     log_partition: Float[Tensor, " groups"]
     """log of the product of the mean weights at a group's resamplings so far."""
     t: float
+    history: AnnealHistory
 
 
 class Annealed(NamedTuple):
@@ -46,6 +59,7 @@ class Annealed(NamedTuple):
     """Under these weights, which sum to one, `position` is a sample of exp(path(·, 1))."""
     effective_sample_size: Float[Tensor, ""]
     """1/Σ weight²."""
+    history: AnnealHistory
 
 
 def anneal_init(position: Float[Tensor, "particles *event"], groups: int | None = None) -> AnnealState:
@@ -63,7 +77,10 @@ def anneal_init(position: Float[Tensor, "particles *event"], groups: int | None 
         raise ValueError(f"there must be at least two groups that divide the particles, got {groups} and {particles}")
     dtype = torch.promote_types(position.dtype, torch.float32)
     log_weight = torch.zeros(groups, particles // groups, dtype=dtype, device=position.device)
-    return AnnealState(position, log_weight, log_weight[:, 0], 0.0)
+    history = AnnealHistory(
+        log_weight.new_zeros(0), log_weight.new_zeros(0), torch.zeros(0, dtype=torch.int64, device=position.device)
+    )
+    return AnnealState(position, log_weight, log_weight[:, 0], 0.0, history)
 
 
 @torch.no_grad()
@@ -75,17 +92,21 @@ def anneal_step(
     generator: torch.Generator | None = None,
     *,
     threshold: float = 0.5,
+    resampling: Resampling = "systematic",
 ) -> AnnealState:
     """Weigh the particles by exp(path(·, t) − path(·, state.t)), resample where need be, and move them at t.
 
     Args:
-        threshold: a group is resampled when its effective sample size falls below this share of its particles.
+        threshold: a group is resampled when its effective sample size falls below this share of its particles;
+            0 for never.
+        resampling: as in `resample`.
 
     Raises:
-        ValueError: t is not behind `state.t` and at most 1; a log-density is NaN, or rises from −inf.
+        ValueError: t is not behind `state.t` and at most 1; an unknown resampling; a log-density is NaN, or rises from −inf.
     """
     if not state.t < t <= 1:
         raise ValueError(f"t must be above {state.t} and at most 1, got {t}")
+    check_method(resampling)
     ratio = path(state.position, t) - path(state.position, state.t)
     log_weight = state.log_weight + ratio.to(state.log_weight.dtype).reshape(state.log_weight.shape)
     log_weight = torch.where(
@@ -94,7 +115,11 @@ def anneal_step(
     if log_weight.isnan().any() or (log_weight == torch.inf).any():
         raise ValueError(f"the weights at t = {t} are not defined: a log-density is NaN, or rises from −inf")
     state = state._replace(log_weight=log_weight)
-    state = _resample(state, _effective_sample_size(log_weight) < threshold * log_weight.shape[1], generator)
+    worn = effective_sample_size(log_weight) < threshold * log_weight.shape[1]
+    # A group without any weight stays as it is: its estimate is 0 for good.
+    worn = worn & (torch.logsumexp(log_weight, 1) > -torch.inf)
+    state = state._replace(history=_recorded(state, t, worn))
+    state = _resampled(state, worn, resampling, generator)
     return state._replace(position=move(state.position, t, generator), t=t)
 
 
@@ -112,13 +137,14 @@ def anneal_result(state: AnnealState) -> Annealed:
     if not log_z.isfinite():
         raise ValueError("no particle has any weight: path(·, 1) is −inf wherever they went")
     relative = (estimate - log_z).exp()
-    log_weight = (state.log_partition.unsqueeze(1) + state.log_weight).flatten().log_softmax(0)
+    log_weight = _log_weights(state).log_softmax(0)
     return Annealed(
         log_z,
         relative.std() / math.sqrt(groups),
         state.position,
         log_weight,
-        _effective_sample_size(log_weight),
+        effective_sample_size(log_weight),
+        state.history,
     )
 
 
@@ -130,6 +156,7 @@ def anneal(
     schedule: Sequence[float] | int = 100,
     groups: int | None = None,
     threshold: float = 0.5,
+    resampling: Resampling = "systematic",
     generator: torch.Generator | None = None,
     progress: Callable[[Sequence[float]], Iterable[Any]] = iter,
 ) -> Annealed:
@@ -138,11 +165,11 @@ def anneal(
     Args:
         position: drawn exactly from exp(path(·, 0)).
         schedule: rising values of t above 0 that end with 1, or how many equal steps.
-        groups, threshold: as in `anneal_init` and `anneal_step`. Sixteen groups tell the error to a fifth.
+        groups, threshold, resampling: as in `anneal_init` and `anneal_step`. Sixteen groups tell the error to a fifth.
         progress: wraps the schedule, as `rich.progress.track` does.
 
     Raises:
-        ValueError: a schedule that does not rise to 1, a threshold outside [0, 1], and as `anneal_step`.
+        ValueError: a schedule that does not rise to 1, a threshold outside [0, 1], and as `anneal_init` and `anneal_step`.
     """
     steps = [(index + 1) / schedule for index in range(schedule)] if isinstance(schedule, int) else list(schedule)
     if not steps or steps[-1] != 1 or any(b <= a for a, b in zip([0.0, *steps], steps, strict=False)):
@@ -151,31 +178,34 @@ def anneal(
         raise ValueError(f"threshold must be a share between 0 and 1, got {threshold}")
     state = anneal_init(position, groups)
     for t in progress(steps):
-        state = anneal_step(state, t, path, move, generator, threshold=threshold)
+        state = anneal_step(state, t, path, move, generator, threshold=threshold, resampling=resampling)
     return anneal_result(state)
 
 
-def _effective_sample_size(log_weight: Tensor) -> Tensor:
-    """(Σ w)²/Σ w² over the last dimension; 0 where no weight is left."""
-    total = torch.logsumexp(log_weight, -1)
-    return torch.where(total == -torch.inf, 0.0, (2 * total - torch.logsumexp(2 * log_weight, -1)).exp())
+def _log_weights(state: AnnealState) -> Float[Tensor, " particles"]:
+    """Of all particles, those of resampled groups included."""
+    return (state.log_partition.unsqueeze(1) + state.log_weight).flatten()
 
 
-def _resample(state: AnnealState, chosen: Tensor, generator: torch.Generator | None) -> AnnealState:
-    """In the groups that are `chosen`, draw particles in proportion to their weights."""
-    groups, size = state.log_weight.shape
-    mean_weight = torch.logsumexp(state.log_weight, 1) - math.log(size)
-    # A group without any weight stays as it is: its estimate is 0 for good.
-    chosen = (chosen & (mean_weight > -torch.inf)).unsqueeze(1)
-    if not chosen.any():
+def _recorded(state: AnnealState, t: float, worn: Tensor) -> AnnealHistory:
+    met = (state.log_weight.new_tensor(t), effective_sample_size(_log_weights(state)), worn.sum())
+    return AnnealHistory(*(torch.cat([kept, new.reshape(1)]) for kept, new in zip(state.history, met, strict=True)))
+
+
+def _resampled(
+    state: AnnealState, worn: Tensor, resampling: Resampling, generator: torch.Generator | None
+) -> AnnealState:
+    """The groups that are `worn`, with particles drawn in proportion to their weights."""
+    if not worn.any():
         return state
-    share = torch.softmax(torch.where(chosen, state.log_weight, 0.0), 1)
-    drawn = torch.multinomial(share, size, replacement=True, generator=generator)
+    groups, size = state.log_weight.shape
+    chosen = worn.unsqueeze(1)
+    drawn = resample(state.log_weight.masked_fill(~chosen, 0.0), resampling, generator)
     parent = torch.where(chosen, drawn, torch.arange(size, device=drawn.device))
     parent = (parent + size * torch.arange(groups, device=drawn.device).unsqueeze(1)).flatten()
-    return AnnealState(
-        state.position[parent],
-        state.log_weight.masked_fill(chosen, 0.0),
-        state.log_partition + torch.where(chosen.squeeze(1), mean_weight, 0.0),
-        state.t,
+    mean_weight = torch.logsumexp(state.log_weight, 1) - math.log(size)
+    return state._replace(
+        position=state.position[parent],
+        log_weight=state.log_weight.masked_fill(chosen, 0.0),
+        log_partition=state.log_partition + torch.where(worn, mean_weight, 0.0),
     )

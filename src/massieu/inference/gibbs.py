@@ -61,5 +61,13 @@ def contrastive_divergence(
     With samples `k` sweeps away from the data it is CD-k, biased; with chains that are kept from one update to the next,
     persistent contrastive divergence. With the effective energy, hidden units summed out, it is Rao–Blackwellised (B8).
     Its value means nothing: only the gradient does.
+
+    Raises:
+        ValueError: there is no item or no sample, or they are not vectors of one length.
     """
+    if data.shape[-1:] != sample.shape[-1:] or 0 in (data.numel(), sample.numel()):
+        raise ValueError(
+            f"data and sample must be visible units of one number, of one item or more, got shapes {tuple(data.shape)} "
+            f"and {tuple(sample.shape)}"
+        )
     return energy(data).mean() - energy(sample.detach()).mean()

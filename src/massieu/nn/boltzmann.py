@@ -10,11 +10,13 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from massieu.energy.boltzmann import BoltzmannMachine
-from massieu.energy.normalisable import why_not_normalisable
+from massieu.energy.normalisable import untilted, why_not_normalisable
 from massieu.inference import gibbs_init, gibbs_step
-from massieu.measures import Bernoulli, Measure, Spin
+from massieu.measures import Bernoulli, DomainError, Measure, Spin
+from massieu.measures.base import values_are_readable
 from massieu.nn.stored import StoredMeasure
 
 _MEMORY = 0.01
@@ -38,22 +40,35 @@ class RestrictedBoltzmannMachine(nn.Module):
     visible_bias: nn.Parameter
     hidden_bias: nn.Parameter
     chains: Tensor | None
-    """Visible units of the persistent chains, after `fit`."""
+    """Visible units of the persistent chains, after `fit`; a checkpoint holds none, and `fit` starts them at the data."""
 
     def __init__(self, visible: Measure, hidden: Measure, *, generator: torch.Generator | None = None) -> None:
-        """Weights start as small normal numbers, biases as 0.
+        """Weights start as small normal numbers, biases as 0, of the dtype and on the device of the measures.
+
+        Weights between layers that are both bounded from below alone (Poisson, Exponential, Gamma) start negative, as a
+        normaliser needs.
 
         Raises:
-            TypeError, ValueError: as `BoltzmannMachine.create`.
+            TypeError, ValueError: as `BoltzmannMachine.create`; kinds of units that have no normaliser together.
         """
         super().__init__()
-        weight = 0.01 * torch.randn(_units(visible, "visible"), _units(hidden, "hidden"), generator=generator)
-        BoltzmannMachine.create(visible, hidden, torch.zeros_like(weight))
-        self._visible, self._hidden = StoredMeasure(visible), StoredMeasure(hidden)
+        shape = _units(visible, "visible"), _units(hidden, "hidden")
+        like = _like(visible, hidden)
+        BoltzmannMachine.create(visible, hidden, like.new_zeros(shape))
+        weight = 0.01 * torch.randn(shape, generator=generator, device=None if generator is None else generator.device)
+        weight = weight.to(like)
+        if why_not_normalisable(visible, hidden, weight) is not None:
+            weight = -weight.abs()
+        BoltzmannMachine.create(visible, hidden, weight)
+        self._visible, self._hidden = StoredMeasure(visible).to(like.dtype), StoredMeasure(hidden).to(like.dtype)
         self.weight = nn.Parameter(weight)
-        self.visible_bias = nn.Parameter(torch.zeros(weight.shape[0]))
-        self.hidden_bias = nn.Parameter(torch.zeros(weight.shape[1]))
+        self.visible_bias = nn.Parameter(like.new_zeros(shape[0]))
+        self.hidden_bias = nn.Parameter(like.new_zeros(shape[1]))
         self.register_buffer("chains", None, persistent=False)
+
+    def extra_repr(self) -> str:
+        visible, hidden = (f"{_kind(layer())} × {len(bias)}" for layer, bias in self._layers())
+        return f"visible={visible}, hidden={hidden}"
 
     def machine(self) -> BoltzmannMachine:
         """The machine at the current parameters, differentiable in them."""
@@ -61,12 +76,17 @@ class RestrictedBoltzmannMachine(nn.Module):
         return BoltzmannMachine(visible.tilt(self.visible_bias), hidden.tilt(self.hidden_bias), self.weight)
 
     def forward(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
-        """Mean hidden units given the visible ones."""
-        return self._hidden().mean(self._hidden_field(visible))
+        """Mean hidden units given the visible ones.
+
+        Raises:
+            TypeError: not a tensor; so do all methods that take data, which they cast to the dtype of the parameters.
+            ValueError: a shape that does not fit, or a NaN; so do they all.
+        """
+        return self._hidden().mean(self._hidden_field(self._read(visible)))
 
     def energy(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items"]:
         """The effective energy: −log p(v) up to the normaliser (B2)."""
-        return self.machine().effective_energy(visible)
+        return self.machine().effective_energy(self._read(visible))
 
     @torch.no_grad()
     def transform(self, data: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
@@ -106,7 +126,7 @@ class RestrictedBoltzmannMachine(nn.Module):
             raise ValueError(
                 f"the pseudo-likelihood is for Bernoulli or Spin visible units, not {type(visible).__name__}"
             )
-        machine = self.machine()
+        data, machine = self._read(data), self.machine()
         level = machine.effective_energy(data)
         total = torch.zeros_like(level)
         for unit in range(data.shape[-1]):
@@ -119,7 +139,12 @@ class RestrictedBoltzmannMachine(nn.Module):
     def sample(
         self, count: int, *, sweeps: int = 1000, generator: torch.Generator | None = None
     ) -> Float[Tensor, "count V"]:
-        """Visible units after so many sweeps of Gibbs sampling from the law at weight 0."""
+        """Visible units after so many sweeps of Gibbs sampling from the law at weight 0.
+
+        Raises:
+            ValueError: `count` or `sweeps` is not a positive whole number.
+        """
+        _need_whole(count=count, sweeps=sweeps)
         start = self._visible().sample(self.visible_bias.expand(count, -1), generator=generator)
         return self._sweep(start, sweeps, generator)
 
@@ -147,10 +172,13 @@ class RestrictedBoltzmannMachine(nn.Module):
             sweeps: of the chains an update.
 
         Raises:
-            ValueError: data of another shape, or outside the support of the visible units; a number that is not
-                positive; parameters for which the machine has no normaliser, which a smaller learning rate avoids.
+            TypeError: data that is no tensor.
+            ValueError: data of another shape, with a NaN, or outside the support of the visible units; a number that is
+                not positive, or not whole; parameters of less than single precision; parameters for which the machine
+                has no normaliser, which a smaller learning rate avoids.
         """
-        data = self._check_fit(data, epochs, batch_size, chains, sweeps, learning_rate)
+        _need_whole(epochs=epochs, batch_size=batch_size, chains=chains, sweeps=sweeps)
+        data = self._check_fit(data, learning_rate)
         trainer = _Training(self, data, chains, generator)
         updates = epochs * -(-len(data) // batch_size)
         rounds: Iterable[int] = range(epochs)
@@ -163,6 +191,10 @@ class RestrictedBoltzmannMachine(nn.Module):
                 self._check_normaliser(learning_rate)
         except KeyboardInterrupt:
             warnings.warn(f"interrupted in epoch {done + 1} of {epochs}: the parameters are those so far", stacklevel=2)
+        except DomainError as error:
+            raise ValueError(
+                f"training left the machines that have a normaliser: {error}{_advice(learning_rate)}"
+            ) from error
         self.chains = trainer.visible
         return self
 
@@ -177,19 +209,41 @@ class RestrictedBoltzmannMachine(nn.Module):
         state = gibbs_init(visible, machine.sample_hidden, generator)
         return gibbs_step(state, machine.sample_visible, machine.sample_hidden, generator, steps=sweeps).visible
 
-    def _check_fit(self, data: Tensor, *numbers: float) -> Tensor:
-        names = ("epochs", "batch_size", "chains", "sweeps", "learning_rate")
-        for name, number in zip(names, numbers, strict=True):
-            if not number > 0:
-                raise ValueError(f"{name} must be positive, got {number}")
-        if data.ndim != 2 or data.shape[-1] != len(self.visible_bias) or len(data) == 0:
-            raise ValueError(f"data must have shape (items, {len(self.visible_bias)}), got {tuple(data.shape)}")
-        data = data.to(self.weight.dtype)
-        inside = self._visible().log_prob(torch.zeros_like(data), data) > -torch.inf
+    def _layers(self) -> tuple[tuple[StoredMeasure, Tensor], ...]:
+        return (self._visible, self.visible_bias), (self._hidden, self.hidden_bias)
+
+    def _read(self, data: Tensor) -> Tensor:
+        """Visible units, checked, in the dtype of the parameters."""
+        if not isinstance(data, Tensor):
+            raise TypeError(f"data must be a tensor, got {type(data).__name__}")
+        if data.ndim == 0 or data.shape[-1] != len(self.visible_bias):
+            raise ValueError(f"data must have shape (*items, {len(self.visible_bias)}), got {tuple(data.shape)}")
+        if data.is_floating_point() and values_are_readable(data) and bool(data.isnan().any()):
+            wrong = data.isnan().reshape(-1, data.shape[-1]).any(-1)
+            raise ValueError(
+                f"data must have no NaN, got them in {int(wrong.sum())} of {len(wrong)} items, item "
+                f"{int(wrong.nonzero()[0])} first"
+            )
+        return data.to(self.weight.dtype)
+
+    def _check_fit(self, data: Tensor, learning_rate: float) -> Tensor:
+        if not 0 < learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive and finite, got {learning_rate}")
+        if self.weight.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"training needs parameters of float32 or float64, got {self.weight.dtype}")
+        data = self._read(data)
+        if data.ndim != 2 or len(data) == 0:
+            raise ValueError(
+                f"data must have shape (items, {len(self.visible_bias)}) with at least one item, got {tuple(data.shape)}"
+            )
+        machine = self.machine()
+        BoltzmannMachine.create(machine.visible, machine.hidden, machine.weight)
+        visible = self._visible()
+        inside = visible.log_prob(torch.zeros_like(data), data) > -torch.inf
         if not bool(inside.all()):
             raise ValueError(
-                f"{int((~inside).sum())} of {len(data)} items are no states of {type(self._visible()).__name__} units: "
-                f"item {int((~inside).nonzero()[0])} has values from {data.min():.4g} to {data.max():.4g}"
+                f"{int((~inside).sum())} of {len(data)} items are no states of {_kind(visible)} units: item "
+                f"{int((~inside).nonzero()[0])} first; values are from {data.min():.4g} to {data.max():.4g}"
             )
         return data
 
@@ -253,6 +307,24 @@ def _diverged(learning_rate: float) -> ValueError:
 
 def _advice(learning_rate: float) -> str:
     return f"; take a smaller learning_rate than {learning_rate:.4g}, or more sweeps"
+
+
+def _need_whole(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a positive whole number, got {number!r}")
+
+
+def _kind(measure: Measure) -> str:
+    return type(untilted(measure)).__name__
+
+
+def _like(*measures: Measure) -> Tensor:
+    """A tensor of the dtype that the measures' parameters promote to, on their device."""
+    leaves = [leaf for leaf in pytree.tree_leaves(measures) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not leaves:
+        return torch.zeros(())
+    return sum((leaf.new_zeros((1,)) for leaf in leaves[1:]), leaves[0].new_zeros((1,)))
 
 
 def _units(measure: Measure, name: str) -> int:

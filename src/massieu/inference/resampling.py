@@ -1,0 +1,54 @@
+"""Resampling of weighted particles: what turns annealed importance sampling into sequential Monte Carlo (S19)."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Resampling = Literal["multinomial", "systematic"]
+METHODS: tuple[Resampling, ...] = ("multinomial", "systematic")
+
+
+def effective_sample_size(log_weight: Float[Tensor, "*groups size"]) -> Float[Tensor, "*groups"]:
+    """(Σ w)²/Σ w²: between 1 and the number of particles, and 0 where no weight is left."""
+    total = torch.logsumexp(log_weight, -1)
+    return torch.where(total == -torch.inf, 0.0, (2 * total - torch.logsumexp(2 * log_weight, -1)).exp())
+
+
+@torch.no_grad()
+def resample(
+    log_weight: Float[Tensor, "*groups size"],
+    method: Resampling = "systematic",
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, "*groups size"]:
+    """Which particles of its group take the places of all: particle j is expected `size`·w_j/Σw times.
+
+    Args:
+        log_weight: Of each particle; −inf for weight 0, which is never drawn.
+        method: "multinomial": draws are independent. "systematic": they lie on a grid that one uniform number a group
+            shifts, so that particle j is drawn size·w_j/Σw times, rounded up or down; what an estimate gains of
+            variance by resampling is then nearly always less.
+
+    Raises:
+        ValueError: an unknown method; weights that are NaN or +inf, or all 0 in a group.
+    """
+    check_method(method)
+    if not bool(torch.logsumexp(log_weight, -1).isfinite().all()):
+        raise ValueError("each group must have particles of finite log-weights: one is NaN or +inf, or all are −inf")
+    share = torch.softmax(log_weight.double(), -1)
+    size = share.shape[-1]
+    if method == "multinomial":
+        drawn = torch.multinomial(share.reshape(-1, size), size, replacement=True, generator=generator)
+        return drawn.reshape(share.shape)
+    shift = torch.rand((*share.shape[:-1], 1), dtype=share.dtype, device=share.device, generator=generator)
+    # Below 1, so that the first sum above it is that of a particle with weight.
+    place = ((torch.arange(size, device=share.device) + shift) / size).clamp(max=1 - 2**-53)
+    total = share.cumsum(-1)
+    return torch.searchsorted(total / total[..., -1:], place, right=True)
+
+
+def check_method(method: str) -> None:
+    """Raise a ValueError unless `method` is known."""
+    if method not in METHODS:
+        raise ValueError(f"resampling must be 'multinomial' or 'systematic', got {method!r}")
