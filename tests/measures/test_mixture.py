@@ -2,6 +2,7 @@
 
 import math
 
+import mpmath
 import pytest
 import torch
 from scipy.special import logsumexp
@@ -182,3 +183,31 @@ def test_a_mixture_whose_domain_leaves_out_the_origin_has_its_inverse():
     for count, components in ((2, batched), (2, listed), (3, [Spin.create(2), *listed])):
         measure = mixture(torch.zeros(count, dtype=torch.float64), components)
         torch.testing.assert_close(natural(measure, measure.mean(eta)), eta, atol=1e-9, rtol=0)
+
+
+def _exact_divergence(points, log_weight, eta, other) -> float:
+    """KL between the tilts of weighted points, to forty digits."""
+    with mpmath.workdps(60):
+        start, end = (
+            [mpmath.mpf(weight) + mpmath.mpf(at) * point for point, weight in zip(points, log_weight, strict=True)]
+            for at in (eta, other)
+        )
+        levels = [mpmath.log(mpmath.fsum(map(mpmath.exp, terms))) for terms in (start, end)]
+        gain = [(x - levels[0]) - (y - levels[1]) for x, y in zip(start, end, strict=True)]
+        return float(mpmath.fsum(mpmath.exp(x - levels[0]) * g for x, g in zip(start, gain, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("eta", "other"), [(0.0, 1e-6), (0.0, 0.1), (0.176, 0.076), (0.076, 0.176), (-0.7, -0.7001), (1.0, 1.0 + 1e-9)]
+)
+def test_divergence_keeps_its_digits_however_far_the_components_are_apart(eta, other):
+    points, log_weight = [0.65, 0.55, 0.27, 661.0], [0.2, -0.4, 0.1, 2.0]
+    near = Atoms.create(
+        torch.tensor(points[:3], dtype=torch.float64).unsqueeze(-1), torch.tensor(log_weight[:3]).double()
+    )
+    far = Atoms.create(torch.tensor(points[3:], dtype=torch.float64).unsqueeze(-1))
+    measure = mixture(torch.tensor([0.0, log_weight[3]], dtype=torch.float64), [near, far])
+    at, to = (torch.tensor([value], dtype=torch.float64) for value in (eta, other))
+    weights = [float(torch.tensor(value)) if place < 3 else value for place, value in enumerate(log_weight)]
+    expected = _exact_divergence(points, weights, float(at), float(to))
+    assert measure.kl(at, to).item() == pytest.approx(expected, rel=1e-8)

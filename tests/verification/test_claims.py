@@ -42,6 +42,20 @@ def test_the_documentation_has_the_claim_with_its_status(id: str):
     assert found == [claims()[id].status]
 
 
+def test_the_theory_page_lists_what_verify_runs():
+    (line,) = re.findall(r"runs (.+) and prints the numbers", (THEORY.parent / "theory.md").read_text(encoding="utf-8"))
+    listed = set()
+    for first, last in re.findall(r"([A-Z]\d+[a-h]?)(?:–[A-Z](\d+))?", line):
+        end = int(last or 0)
+        listed |= {f"{first[0]}{number}" for number in range(int(first[1:]), end + 1)} if end else {first}
+    assert listed == set(claims())
+
+
+def test_the_readme_counts_the_claims():
+    (count,) = re.findall(r"(\d+) claims: \1 hold", (THEORY.parents[1] / "README.md").read_text(encoding="utf-8"))
+    assert int(count) == len(claims())
+
+
 @pytest.mark.parametrize("id", claims())
 def test_the_claim_is_told_in_sentences(id: str):
     entry = claims()[id]

@@ -169,6 +169,27 @@ class Mixture(Measure):
         between = offsets * self._eventwise(share * self._dot(offsets, vector.unsqueeze(axis)))
         return (self._eventwise(share) * within + between).sum(axis)
 
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        """That of the shares, and the components' by their shares: of component and point, only the point sees eta.
+
+        In float64, where no difference of two log-partitions is taken.
+        """
+        measure, point, delta = self._to(torch.float64), eta.double(), delta.double()
+        assert isinstance(measure, Mixture)
+        axis = measure._axis
+        _, offsets, _ = measure._shares_and_means(point)
+        log_share = measure._log_share(point).movedim(axis, -1)
+        within = measure._each(lambda part, x, v: part._kl(x, v), point, delta).movedim(axis, -1)
+        # A_k(eta + delta) − A_k(eta), up to what all have in common.
+        gain = measure._dot(offsets, delta.unsqueeze(axis)).movedim(axis, -1) + within
+        gain = torch.where(log_share > -torch.inf, gain, 0.0)
+        # The likeliest's is taken off first, to keep the digits as its share tends to 1.
+        gain = gain - gain.gather(-1, log_share.argmax(-1, keepdim=True))
+        share = log_share.exp()
+        ratio = gain - (share * gain).sum(-1, keepdim=True)
+        between = stable.centred_log_mean_exp(log_share, ratio)
+        return (between + (share * torch.where(share > 0, within, 0.0)).sum(-1)).to(eta.dtype)
+
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         axis = self._axis
         share, offsets, mean = self._shares_and_means(eta)
