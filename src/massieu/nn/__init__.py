@@ -3,6 +3,7 @@
 - `Attention` takes the place of `torch.nn.MultiheadAttention`, returns log Z, and attends by any measure;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `ImplicitAttention` does so held by its query; `SparseAttention` and `NormalizedAttention` have other potentials;
+- `EnergyTransformer` walks down one energy of all tokens; `SigmaReparametrization` bounds a weight's spectral norm;
 - `Scalar`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
 - `RestrictedBoltzmannMachine` has any units.
 """
@@ -10,14 +11,17 @@
 from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.contraction import Contraction, LayerNorm, RMSNorm, Scalar, SoftSphere, SphereProjection, Spin
+from massieu.nn.energy_transformer import EnergyTransformer
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitAttention
 from massieu.nn.normalized import NormalizedAttention
+from massieu.nn.sigma import SigmaReparametrization
 from massieu.nn.sparse import SparseAttention
 
 __all__ = [
     "Attention",
     "Contraction",
+    "EnergyTransformer",
     "Hopfield",
     "HopfieldLayer",
     "HopfieldPooling",
@@ -27,6 +31,7 @@ __all__ = [
     "RMSNorm",
     "RestrictedBoltzmannMachine",
     "Scalar",
+    "SigmaReparametrization",
     "SoftSphere",
     "SparseAttention",
     "SphereProjection",
