@@ -170,8 +170,7 @@ class EnergyTransformer(Energy):
         query, key = energy._heads(g)
         level = mutual_log_partition(query, key, energy.scale, keep)
         value = energy._of_parts(level, energy._hidden(g))
-        outside = (energy.normalisation.conjugate(g.detach()) == torch.inf) & (True if keep is None else keep)
-        return value.masked_fill(outside.any(-1), torch.inf).reshape(state.shape[:-2])
+        return value.reshape(state.shape[:-2]).masked_fill(self._outside(state), torch.inf)
 
     def _force(self, state: Tensor) -> Tensor:
         return self._energy_and_force(state)[1]
@@ -236,6 +235,12 @@ class EnergyTransformer(Energy):
 
     def _kept(self, state: Tensor) -> Tensor | None:
         return align(self.keep, state.ndim - 1, 1).expand(state.shape[:-1]) if self.keep.ndim else None
+
+    def _outside(self, state: Tensor) -> Tensor:
+        """Whether a token that is kept lies outside the range, by more than roundings of the state's own dtype."""
+        outside = self.normalisation.conjugate(state.detach()) == torch.inf
+        keep = self._kept(state)
+        return (outside if keep is None else outside & keep).any(-1)
 
     def _dtype(self, state: Tensor) -> torch.dtype:
         dtype = promoted(state).dtype
