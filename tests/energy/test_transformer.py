@@ -10,7 +10,7 @@ from tests.energy.cases import F64, constant, draw
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from massieu.energy import EnergyTransformer
+from massieu.energy import EnergyTransformer, mutual
 from massieu.energy.contraction import LayerNorm
 from massieu.solve import Status
 
@@ -46,9 +46,17 @@ def explicit_energy(energy: EnergyTransformer, g: Tensor) -> Tensor:
     return total
 
 
+@pytest.fixture(params=["explicit", "fused"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By matrices, and as many tokens are done."""
+    if request.param == "fused":
+        monkeypatch.setattr(mutual, "EXPLICIT", 0)
+
+
 # --- energy and force ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_the_energy_is_that_of_the_formula(count):
     energy = network()
@@ -62,6 +70,7 @@ def test_the_energy_is_that_of_the_formula(count):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_the_force_is_the_gradient_for_every_batch_and_token_count(count):
     energy = network()
@@ -87,6 +96,7 @@ def test_the_force_has_both_terms_of_a_token_and_the_memories():
     torch.testing.assert_close(energy.force(g), expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.usefixtures("way")
 def test_padding_contributes_nothing_whatever_is_in_it():
     keep = padding()
     energy, tokens = network(keep=keep), draw(3, 5, 6, seed=9)
@@ -106,6 +116,7 @@ def test_padding_contributes_nothing_whatever_is_in_it():
     assert stepped[~keep].isposinf().all()
 
 
+@pytest.mark.usefixtures("way")
 def test_no_token_at_all_has_no_energy():
     energy = network(keep=torch.zeros(2, 4, dtype=torch.bool))
     tokens = draw(2, 4, 6).requires_grad_()
@@ -115,6 +126,7 @@ def test_no_token_at_all_has_no_energy():
     assert (slope == 0).all()
 
 
+@pytest.mark.usefixtures("way")
 def test_an_item_does_not_depend_on_its_batch_mates():
     energy, tokens = network(), draw(2, 3, 5, 6, seed=9)
     together, energies = energy.flow(tokens, steps=3, step_size=0.05)
@@ -124,6 +136,7 @@ def test_an_item_does_not_depend_on_its_batch_mates():
         torch.testing.assert_close(energies[:, *place], alone.energies, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("way")
 def test_scores_of_ten_thousand_are_finite_with_their_derivatives():
     energy = network(scale=1e4)
     state = energy.normalise(draw(5, 6, seed=9)).requires_grad_()
@@ -142,6 +155,22 @@ def test_outside_the_range_the_energy_is_infinite():
     state = energy.normalise(draw(2, 5, 6, seed=9))
     state[0, 3] += 0.1
     assert energy(state).isposinf().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_both_ways_agree(padded, monkeypatch):
+    tensors = (draw(2, 3, 9, 4).requires_grad_(), draw(2, 3, 9, 4, seed=1).requires_grad_())
+    scale = torch.tensor([0.3, 1.0, 5.0], dtype=F64, requires_grad=True)
+    keep = padding(2, 9) if padded else None
+    found = []
+    for most in (9, 8):
+        monkeypatch.setattr(mutual, "EXPLICIT", most)
+        parts = mutual.mutual_attention(*tensors, scale, keep)
+        assert torch.equal(parts[0], mutual.mutual_log_partition(*tensors, scale, keep))
+        total = sum((draw(*part.shape, seed=5) * part).sum() for part in parts)
+        found.append((*parts, *torch.autograd.grad(total, (*tensors, scale))))
+    for explicit, fused in zip(*found, strict=True):
+        torch.testing.assert_close(explicit, fused, rtol=1e-12, atol=1e-12)
 
 
 class _Largest(TorchDispatchMode):
@@ -305,6 +334,7 @@ def test_gradients_at_the_end_are_those_of_many_steps():
 # --- derivatives, precision, transforms ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("way")
 def test_derivatives_of_both_orders_in_everything():
     keep = torch.tensor([[True, True, True, False]])
     tensors = (
@@ -335,8 +365,8 @@ def test_derivatives_of_both_orders_in_everything():
 
     inputs = tuple(tensor.requires_grad_() for tensor in tensors)
     for function in (level, moved, safely):
-        assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(moved, inputs)
+        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(moved, inputs, fast_mode=True)
 
 
 def test_half_precision_is_computed_in_single():
@@ -351,6 +381,7 @@ def test_half_precision_is_computed_in_single():
     torch.testing.assert_close(energy.move(tokens, 0.1).double(), wide.move(tokens.double(), 0.1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("way")
 def test_under_transforms():
     energy, tokens = network(), draw(3, 5, 6, seed=9)
     state = energy.normalise(tokens)
@@ -369,6 +400,7 @@ def test_under_transforms():
     torch.testing.assert_close(torch.func.vmap(of_scale)(scales), expected)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.registry import claim
 
 _NORMS = (0.1, 1.0, 4.0, 15.0)
-_SEARCHED = 3000
+_SEARCHED = 1000
 """Steps of the search for less."""
 
 
