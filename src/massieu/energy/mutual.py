@@ -16,7 +16,7 @@ from massieu import ops
 from massieu.ops import Partial, reference
 
 EXPLICIT = 256
-"""Up to so many tokens matrices are faster than the fused kernel, three times at 64, a third at 200."""
+"""Up to so many tokens matrices are faster than the fused kernel: forward and backward, 2.7 times at 64, 1.4 times at 197."""
 
 
 class Mutual(NamedTuple):

@@ -90,7 +90,9 @@ class EnergyTransformer(Energy):
         Raises:
             ValueError, TypeError: as for a call of the energy.
         """
-        return self.normalisation.mean(self._present(tokens))
+        x = self._present(tokens)
+        # A large common part, to which a LayerNorm is blind, would leave its rounding in Σ(g − bias).
+        return self.normalisation.mean(x - x.mean(-1, keepdim=True))
 
     def curvature(self, state: Float[Tensor, "*lead n d"]) -> Float[Tensor, "*lead"]:
         """A bound of ∇²E at every g: 2√(n − 1) Σ_h ‖W_K‖‖W_Q‖, n the tokens kept, spectral norms; whatever the scale.
@@ -151,12 +153,13 @@ class EnergyTransformer(Energy):
             TypeError: tokens or a step size that are not floating-point.
         """
         check_steps(steps)
-        states, energies = [self._widened(tokens)], []
+        self._check(tokens)
+        states, energies = [tokens.to(self._dtype(tokens))], []
         for _ in range(steps):
             after, energy = self._moved(states[-1], step_size)
             states.append(after)
             energies.append(energy)
-        energies.append(self._energy(self.normalise(states[-1])))
+        energies.append(self._level(self.normalise(states[-1])))
         return Descent(torch.stack(states), torch.stack(energies))
 
     # What an energy is made of.
@@ -166,11 +169,7 @@ class EnergyTransformer(Energy):
         return 2
 
     def _energy(self, state: Tensor) -> Tensor:
-        energy, g, keep = self._flat(state)
-        query, key = energy._heads(g)
-        level = mutual_log_partition(query, key, energy.scale, keep)
-        value = energy._of_parts(level, energy._hidden(g))
-        return value.reshape(state.shape[:-2]).masked_fill(self._outside(state), torch.inf)
+        return self._level(state).masked_fill(self._outside(state), torch.inf)
 
     def _force(self, state: Tensor) -> Tensor:
         return self._energy_and_force(state)[1]
@@ -194,6 +193,13 @@ class EnergyTransformer(Energy):
         size = self.safe_step_size(tokens) if step_size is None else _step_size(step_size, force)
         return tokens.to(force.dtype) + torch.as_tensor(size).unsqueeze(-1) * force, energy
 
+    def _level(self, state: Tensor) -> Tensor:
+        """E without its domain."""
+        energy, g, keep = self._flat(state)
+        query, key = energy._heads(g)
+        value = energy._of_parts(mutual_log_partition(query, key, energy.scale, keep), energy._hidden(g))
+        return value.reshape(state.shape[:-2])
+
     def _energy_and_force(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Both without the domain, and −∇E by its closed form, which is differentiated once where autograd's would be twice."""
         energy, g, keep = self._flat(state)
@@ -204,7 +210,7 @@ class EnergyTransformer(Energy):
         force = force + torch.einsum("bhnz,hzd->bnd", found.of_queries, energy.key) + hidden @ energy.memories
         if keep is not None:
             force = torch.where(keep.unsqueeze(-1), force, 0.0)
-        value = energy._of_parts(found.log_partition, hidden if keep is None else hidden * keep.unsqueeze(-1))
+        value = energy._of_parts(found.log_partition, hidden)
         return value.reshape(state.shape[:-2]), force.reshape(state.shape)
 
     def _of_parts(self, log_partition: Tensor, hidden: Tensor) -> Tensor:
