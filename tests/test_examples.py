@@ -20,6 +20,7 @@ PAGES_WITH_CODE = (
     "sparse",
     "machines",
     "nn",
+    "energy_transformer",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -31,6 +32,7 @@ EXAMPLES = {
     "foreign_digits.py",
     "bags_of_digits.py",
     "character_language_model.py",
+    "masked_digits.py",
 }
 
 
@@ -144,3 +146,13 @@ def test_language_models_train(tmp_path):
     for _, before, after in rows:
         assert float(after) < float(alone) < float(before)
     assert "no ranking" in found
+
+
+@pytest.mark.slow
+def test_masked_digits_are_completed_down_an_energy(tmp_path):
+    found = run("examples/masked_digits.py", "--picture", str(tmp_path / "picture.png"))
+    (rise,) = numbers(r"largest change of an image's energy in a step: (\S+)", found)[0]
+    assert float(rise) < 0
+    error = {name: float(mean) for name, mean in numbers(r" *(.+): mean squared error of a missing pixel (\S+)", found)}
+    assert error["Energy Transformer"] < error["ridge"] < error["mean image"]
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -6,6 +6,7 @@
 - `BinaryHopfield`, `DenseHopfield`: networks of two-valued units; `Clustering`: tokens that attend to each other on a sphere;
 - `SparseAtoms`, `ScoreDeviation`, `fenchel_young_loss`, `LogSumReLU`: memories other than by softmax; `TwoLayer`: two layers
   with Lagrangians of their own; `jacobian_asymmetry`, `is_conservative`: whether a map is a gradient at all;
+- `EnergyTransformer`: tokens that attend to each other, and memories; `least_entropy`: of attention whose scores are bounded;
 - `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants.
 """
 
@@ -14,6 +15,7 @@ from massieu.energy.base import Descent, Energy, Potential, Retrieval
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.energy.clustering import Clustering
 from massieu.energy.discrete import BinaryHopfield, DenseHopfield
+from massieu.energy.entropy import least_entropy
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.energy.foreign import boosting_energy, ood_score
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
@@ -22,6 +24,7 @@ from massieu.energy.newton import newton_step
 from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.rectified import LogSumReLU
 from massieu.energy.spins import SpinModel
+from massieu.energy.transformer import EnergyTransformer
 from massieu.energy.two_layer import TwoLayer
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "DenseHopfield",
     "Descent",
     "Energy",
+    "EnergyTransformer",
     "Hopfield",
     "LogSumReLU",
     "Potential",
@@ -46,6 +50,7 @@ __all__ = [
     "fenchel_young_loss",
     "is_conservative",
     "jacobian_asymmetry",
+    "least_entropy",
     "newton_step",
     "ood_score",
 ]

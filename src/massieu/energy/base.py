@@ -156,7 +156,7 @@ class Energy(ABC):
             ValueError, TypeError: as for `step`; or `steps` is negative.
         """
         self._check_damping(damping)
-        _check_steps(steps)
+        check_steps(steps)
         states = [self._widened(state)]
         for _ in range(steps):
             states.append(self.step(states[-1], damping=damping))
@@ -210,7 +210,7 @@ class Energy(ABC):
                 throw=False,
             )
             return Retrieval(found.value, self._energy(found.value), found.residual, found.steps, found.status)
-        _check_steps(steps)
+        check_steps(steps)
         end = start
         for _ in range(steps):
             end = self.step(end, damping=damping)
@@ -264,6 +264,6 @@ def _floating(state: Tensor) -> Tensor:
     return state
 
 
-def _check_steps(steps: int) -> None:
+def check_steps(steps: int) -> None:
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"steps must be a whole number, at least 0, got {steps!r}")

@@ -4,6 +4,7 @@
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `ImplicitAttention` does so held by its query; `SparseAttention` and `NormalizedAttention` have other potentials;
 - `TAPAttention` couples tokens as spins, and solves for their means;
+- `EnergyTransformer` walks down one energy of all tokens; `SigmaReparametrization` bounds a weight's spectral norm;
 - `Scalar`, `Whitening`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
 - `RestrictedBoltzmannMachine` has any units.
 """
@@ -20,15 +21,18 @@ from massieu.nn.contraction import (
     Spin,
     Whitening,
 )
+from massieu.nn.energy_transformer import EnergyTransformer
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitAttention
 from massieu.nn.normalized import NormalizedAttention
+from massieu.nn.sigma import SigmaReparametrization
 from massieu.nn.sparse import SparseAttention
 from massieu.nn.tap import TAPAttention
 
 __all__ = [
     "Attention",
     "Contraction",
+    "EnergyTransformer",
     "Hopfield",
     "HopfieldLayer",
     "HopfieldPooling",
@@ -38,6 +42,7 @@ __all__ = [
     "RMSNorm",
     "RestrictedBoltzmannMachine",
     "Scalar",
+    "SigmaReparametrization",
     "SoftSphere",
     "SparseAttention",
     "SphereProjection",

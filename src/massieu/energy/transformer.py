@@ -1,0 +1,317 @@
+"""The Energy Transformer's energy: tokens that attend to each other, and memories (Hoover et al., arXiv 2302.07253; N1)."""
+
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from massieu.energy.base import Descent, Energy, check_steps, promoted
+from massieu.energy.contraction import LayerNorm
+from massieu.energy.contraction.base import align, positive
+from massieu.energy.mutual import mutual_attention, mutual_log_partition
+
+_LEAST = 1e-6
+"""A smaller curvature is taken for this: what lies above a bound is a bound."""
+
+
+class EnergyTransformer(Energy):
+    """E(g) = −β⁻¹ Σ_h Σ_C log Σ_{B≠C} exp(β K_hB·Q_hC) − ½ Σ_B Σ_μ relu(ξ_μ·g_B)², K = W_K g, Q = W_Q g.
+
+    A state is what a LayerNorm makes of n tokens, g = ∇L(x): every g_B lies in the ball of radius gain·√d about the bias, where
+    that meets the hyperplane Σ(g_B − bias) = 0; elsewhere E is +inf. No token attends to itself. Tokens are keys and queries,
+    so the force has a term for either part (S3), beside that of a feed-forward layer with tied weights. Tokens that are not
+    kept contribute nothing, neither as keys nor as queries, whatever is in them, and stay. Memory is linear in tokens.
+
+    Two ways lead down:
+
+    - `step`, in g, to the point of the range nearest to g − ∇E/`curvature`: as ∇²E ≤ curvature everywhere, E falls by at
+      least ½·curvature·‖step‖². Where it ends, `retrieve` finds, with the derivatives of a fixed point.
+    - `flow`, in x, the paper's x ← x − step_size·∂E/∂g: E(∇L(x)) falls in continuous time since ∇²L ⪰ 0. A step lowers it for
+      certain up to `safe_step_size`; beyond, the energies that `flow` returns tell. x itself need not come to rest.
+
+    Use `create`. A pure function of its tensors: gradients flow to all of them.
+
+    Attributes:
+        key, query: W_K and W_Q, shape (H, Z, d).
+        memories: ξ, shape (M, d).
+        normalisation: ∇L, of one gain and a bias.
+        scale: β of each head, shape (H).
+        keep: Which tokens there are, shape (*batch, n), or () for all.
+    """
+
+    key: Float[Tensor, "H Z d"]
+    query: Float[Tensor, "H Z d"]
+    memories: Float[Tensor, "M d"]
+    normalisation: LayerNorm
+    scale: Float[Tensor, "H"]
+    keep: Bool[Tensor, "*batch_n"]
+
+    @classmethod
+    def create(
+        cls,
+        key: Float[Tensor, "H Z d"],
+        query: Float[Tensor, "H Z d"],
+        memories: Float[Tensor, "M d"],
+        *,
+        normalisation: LayerNorm | None = None,
+        scale: Float[Tensor, "..."] | float | None = None,
+        keep: Bool[Tensor, "*batch n"] | None = None,
+    ) -> Self:
+        """The energy of these weights.
+
+        Args:
+            key, query: Of at least one head.
+            memories: Any number of them, none too.
+            normalisation: By default of gain 1 and bias 0.
+            scale: Positive: one number, or one a head; Z^-½ by default.
+            keep: True for tokens that are there, False for padding.
+
+        Raises:
+            ValueError: shapes that do not fit, or a scale that is not positive and finite.
+            TypeError: weights that are not floating-point, a `keep` that is not boolean, another normalisation.
+        """
+        _check_weights(key, query, memories)
+        heads, size, width = key.shape
+        dtype = promoted(key).dtype
+        if normalisation is None:
+            normalisation = LayerNorm.create(torch.ones((), dtype=dtype, device=key.device))
+        _check_normalisation(normalisation, width)
+        keep = torch.ones((), dtype=torch.bool, device=key.device) if keep is None else _checked_keep(keep)
+        scale = positive("scale", size**-0.5 if scale is None else scale)
+        if tuple(scale.shape) not in ((), (heads,)):
+            raise ValueError(f"scale must be one number or one for each of {heads} heads, got {tuple(scale.shape)}")
+        return cls(key, query, memories, normalisation, scale.to(key.device, dtype).expand(heads), keep)
+
+    def normalise(self, tokens: Float[Tensor, "*lead n d"]) -> Float[Tensor, "*lead n d"]:
+        """g = ∇L(tokens), the state that tokens stand for, at least float32.
+
+        Raises:
+            ValueError, TypeError: as for a call of the energy.
+        """
+        x = self._present(tokens)
+        # A large common part, to which a LayerNorm is blind, would leave its rounding in Σ(g − bias).
+        return self.normalisation.mean(x - x.mean(-1, keepdim=True))
+
+    def curvature(self, state: Float[Tensor, "*lead n d"]) -> Float[Tensor, "*lead"]:
+        """A bound of ∇²E at every g: 2√(n − 1) Σ_h ‖W_K‖‖W_Q‖, n the tokens kept, spectral norms; whatever the scale.
+
+        The memories' part is concave, and so is −β times a variance in the attention's. What is left is, along v,
+        −2 Σ_BC p_BC v_Bᵀ W_Kᵀ W_Q v_C; columns of p sum to 1, its rows to at most n − 1, so ‖p‖² ≤ n − 1 (Schur).
+
+        Raises:
+            ValueError, TypeError: as for a call of the energy.
+        """
+        lead, dtype = self._check(state), self._dtype(state)
+        size = torch.linalg.svdvals(self.key.to(dtype))[..., 0] * torch.linalg.svdvals(self.query.to(dtype))[..., 0]
+        keep = self._kept(state)
+        others = torch.full(lead, state.shape[-2], device=state.device) if keep is None else keep.sum(-1)
+        return (2 * (others - 1).clamp_min(0).to(dtype).sqrt() * size.sum()).clamp_min(_LEAST)
+
+    def safe_step_size(self, tokens: Float[Tensor, "*lead n d"]) -> Float[Tensor, "*lead n"]:
+        """√(var + eps)/(gain·curvature), one for each token: up to these, or all their least, a step of `flow` lowers E.
+
+        With ℓ = √(d·(var + eps)), r = gain·√d and (g, s) the point of the sphere of radius r in d + 1 dimensions that tokens
+        of softening s are mapped to, (x⁺ − x)·(g⁺ − g) = (ℓ⁺ + ℓ)/(2r)·‖(g⁺, s⁺) − (g, s)‖². So E falls by at least
+        Σ_B ((ℓ⁺ + ℓ)/(2r·step_size) − ½·curvature)‖g_B⁺ − g_B‖²: for any step size of at most (ℓ⁺ + ℓ)/(r·curvature).
+
+        Raises:
+            ValueError, TypeError: as for a call of the energy.
+        """
+        x = self._present(tokens)
+        spread = (x.var(-1, correction=0) + self.normalisation.eps.to(x)).sqrt()
+        return spread / (self.normalisation.gain.to(x) * self.curvature(tokens).unsqueeze(-1))
+
+    def move(
+        self, tokens: Float[Tensor, "*lead n d"], step_size: Float[Tensor, "..."] | float | None = None
+    ) -> Float[Tensor, "*lead n d"]:
+        """x − step_size·∂E/∂g at g = ∇L(x): one step of `flow`.
+
+        Raises:
+            ValueError, TypeError: as `flow`.
+        """
+        return self._moved(tokens, step_size)[0]
+
+    def flow(
+        self,
+        tokens: Float[Tensor, "*lead n d"],
+        *,
+        steps: int,
+        step_size: Float[Tensor, "..."] | float | None = None,
+    ) -> Descent:
+        """The tokens x and energies E(∇L(x)) along `steps` steps x ← x − step_size·∂E/∂g, the start included.
+
+        Args:
+            tokens: x at the start.
+            steps: How many.
+            step_size: A number, or a tensor that broadcasts to one for each token; None for `safe_step_size`, found anew in
+                each step.
+
+        Raises:
+            ValueError: tokens of another shape, a negative number of steps, a step size that is negative or of another shape.
+            TypeError: tokens or a step size that are not floating-point.
+        """
+        check_steps(steps)
+        self._check(tokens)
+        states, energies = [tokens.to(self._dtype(tokens))], []
+        for _ in range(steps):
+            after, energy = self._moved(states[-1], step_size)
+            states.append(after)
+            energies.append(energy)
+        energies.append(self._level(self.normalise(states[-1])))
+        return Descent(torch.stack(states), torch.stack(energies))
+
+    # What an energy is made of.
+
+    @property
+    def _event_dims(self) -> int:
+        return 2
+
+    def _energy(self, state: Tensor) -> Tensor:
+        return self._level(state).masked_fill(self._outside(state), torch.inf)
+
+    def _force(self, state: Tensor) -> Tensor:
+        return self._energy_and_force(state)[1]
+
+    def _step(self, state: Tensor) -> Tensor:
+        start = self._present(state)
+        energy = self._flat(state)[0]
+        moved = start + self._force(state) / align(self.curvature(state), state.ndim)
+        bias = energy.normalisation.bias
+        deviation = moved - bias
+        deviation = deviation - deviation.mean(-1, keepdim=True)
+        radius = energy.normalisation.gain * state.shape[-1] ** 0.5
+        length = torch.linalg.vector_norm(deviation, dim=-1, keepdim=True)
+        nearest = bias + deviation * (radius / torch.maximum(length, radius))
+        keep = self._kept(state)
+        return nearest if keep is None else torch.where(keep.unsqueeze(-1), nearest, promoted(state))
+
+    def _moved(self, tokens: Tensor, step_size: Tensor | float | None) -> tuple[Tensor, Tensor]:
+        """Tokens after a step, and the energy before it."""
+        energy, force = self._energy_and_force(self.normalise(tokens))
+        size = self.safe_step_size(tokens) if step_size is None else _step_size(step_size, force)
+        return tokens.to(force.dtype) + torch.as_tensor(size).unsqueeze(-1) * force, energy
+
+    def _level(self, state: Tensor) -> Tensor:
+        """E without its domain."""
+        energy, g, keep = self._flat(state)
+        query, key = energy._heads(g)
+        value = energy._of_parts(mutual_log_partition(query, key, energy.scale, keep), energy._hidden(g))
+        return value.reshape(state.shape[:-2])
+
+    def _energy_and_force(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Both without the domain, and −∇E by its closed form, which is differentiated once where autograd's would be twice."""
+        energy, g, keep = self._flat(state)
+        query, key = energy._heads(g)
+        found = mutual_attention(query, key, energy.scale, keep)
+        hidden = energy._hidden(g)
+        force = torch.einsum("bhnz,hzd->bnd", found.of_keys, energy.query)
+        force = force + torch.einsum("bhnz,hzd->bnd", found.of_queries, energy.key) + hidden @ energy.memories
+        if keep is not None:
+            force = torch.where(keep.unsqueeze(-1), force, 0.0)
+        value = energy._of_parts(found.log_partition, hidden)
+        return value.reshape(state.shape[:-2]), force.reshape(state.shape)
+
+    def _of_parts(self, log_partition: Tensor, hidden: Tensor) -> Tensor:
+        attention = (log_partition.sum(-1) / self.scale).sum(-1)
+        return -attention - 0.5 * hidden.square().sum((-2, -1))
+
+    def _heads(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, (B, H, n, Z)."""
+        return torch.einsum("bnd,hzd->bhnz", g, self.query), torch.einsum("bnd,hzd->bhnz", g, self.key)
+
+    def _hidden(self, g: Tensor) -> Tensor:
+        return torch.relu(g @ self.memories.mT)
+
+    # Shapes, dtypes, padding.
+
+    def _flat(self, state: Tensor) -> tuple[Self, Tensor, Tensor | None]:
+        """The energy and the state in one dtype, the state and what is kept with one batch dimension, padding 0."""
+        g = self._present(state)
+        keep = self._kept(state)
+        energy = pytree.tree_map(lambda leaf: leaf.to(g.dtype) if leaf.is_floating_point() else leaf, self)
+        return energy, g.reshape(-1, *g.shape[-2:]), None if keep is None else keep.reshape(-1, g.shape[-2])
+
+    def _present(self, state: Tensor) -> Tensor:
+        """The state with zeros for padding, which may hold anything, NaN too."""
+        self._check(state)
+        state, keep = state.to(self._dtype(state)), self._kept(state)
+        return state if keep is None else torch.where(keep.unsqueeze(-1), state, 0.0)
+
+    def _kept(self, state: Tensor) -> Tensor | None:
+        return align(self.keep, state.ndim - 1, 1).expand(state.shape[:-1]) if self.keep.ndim else None
+
+    def _outside(self, state: Tensor) -> Tensor:
+        """Whether a token that is kept lies outside the range, by more than roundings of the state's own dtype."""
+        outside = self.normalisation.conjugate(state.detach()) == torch.inf
+        keep = self._kept(state)
+        return (outside if keep is None else outside & keep).any(-1)
+
+    def _dtype(self, state: Tensor) -> torch.dtype:
+        dtype = promoted(state).dtype
+        for leaf in (self.key, self.query, self.memories, self.scale):
+            dtype = torch.promote_types(dtype, leaf.dtype)
+        return dtype
+
+    def _check(self, state: Tensor) -> tuple[int, ...]:
+        """The dimensions before the tokens'."""
+        if not isinstance(state, Tensor) or not state.is_floating_point():
+            kind = f"a tensor of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
+            raise TypeError(f"tokens must be a floating-point tensor, got {kind}")
+        batch, padded = tuple(self.keep.shape[:-1]), self.keep.ndim > 0
+        count = self.keep.shape[-1] if padded else "n"
+        shape, width = tuple(state.shape), self.key.shape[-1]
+        fits = len(shape) >= len(batch) + 2 and shape[: len(batch)] == batch and shape[-1] == width and shape[-2] > 0
+        if not fits or (padded and shape[-2] != count):
+            raise ValueError(
+                f"EnergyTransformer needs tokens of shape {batch} + (*queries, {count}, {width}), got {shape}"
+            )
+        return shape[:-2]
+
+
+def _step_size(step_size: Tensor | float, force: Tensor) -> Tensor:
+    """A given step size, as a tensor that broadcasts to one for each token."""
+    if not isinstance(step_size, Tensor | int | float) or isinstance(step_size, bool):
+        raise TypeError(f"step_size must be a number or a tensor, got {type(step_size).__name__}")
+    if not isinstance(step_size, Tensor):
+        if not 0 <= step_size < float("inf"):
+            raise ValueError(f"step_size must be finite and at least 0, got {step_size}")
+        return force.new_full((), step_size)
+    wanted, shape = tuple(force.shape[:-1]), tuple(step_size.shape)
+    padded = (1,) * (len(wanted) - len(shape)) + shape
+    if len(shape) > len(wanted) or any(own not in (1, size) for own, size in zip(padded, wanted, strict=True)):
+        raise ValueError(f"step_size must broadcast to one for each token, {wanted}, got {shape}")
+    return step_size.to(force)
+
+
+def _check_weights(key: Tensor, query: Tensor, memories: Tensor) -> None:
+    for name, weight in (("key", key), ("query", query), ("memories", memories)):
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            kind = f"a tensor of {weight.dtype}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
+    if key.ndim != 3 or 0 in key.shape or query.shape != key.shape:
+        raise ValueError(
+            f"key and query must have one shape (H, Z, d) without zeros, got {tuple(key.shape)} and {tuple(query.shape)}"
+        )
+    if memories.ndim != 2 or memories.shape[-1] != key.shape[-1]:
+        raise ValueError(f"memories must have shape (M, {key.shape[-1]}), got {tuple(memories.shape)}")
+
+
+def _check_normalisation(normalisation: LayerNorm, width: int) -> None:
+    if not isinstance(normalisation, LayerNorm):
+        raise TypeError(f"normalisation must be a LayerNorm, got {type(normalisation).__name__}")
+    if normalisation.gain.ndim or normalisation.bias.shape[-1] not in (1, width):
+        raise ValueError(
+            f"normalisation must have one gain and a bias of {width} numbers, got shapes "
+            f"{tuple(normalisation.gain.shape)} and {tuple(normalisation.bias.shape)}"
+        )
+
+
+def _checked_keep(keep: Tensor) -> Tensor:
+    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
+        kind = f"a tensor of {keep.dtype}" if isinstance(keep, Tensor) else type(keep).__name__
+        raise TypeError(f"keep must be a boolean tensor (True keeps a token), got {kind}")
+    if keep.ndim == 0 or keep.shape[-1] == 0:
+        raise ValueError(f"keep must have shape (*batch, n) with at least one token, got {tuple(keep.shape)}")
+    return keep

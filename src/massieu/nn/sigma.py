@@ -1,0 +1,48 @@
+"""Weights whose spectral norm is a parameter, so that attention's scores stay bounded (Zhai et al., arXiv 2303.06296; N11)."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class SigmaReparametrization(nn.Module):
+    """W ↦ (gain/‖W‖₂)·W, for `torch.nn.utils.parametrize.register_parametrization(layer, "weight", …)`.
+
+    The spectral norm of the weight in use is |gain|, one trained number, whatever training does to W; with those of queries and
+    keys bounded, `massieu.energy.least_entropy` says how far attention can collapse. The norm is exact, from eigenvalues of the
+    smaller Gram matrix, where power iteration would lag behind: min(m, n)³ operations in each forward pass, none of state, and
+    one gradient in training and evaluation. A stack of matrices is scaled one by one, by one gain. A matrix of zeros stays.
+    """
+
+    def __init__(self, gain: float = 1.0) -> None:
+        """The gain to start from; the norm the weight has now keeps the layer as it is.
+
+        Raises:
+            ValueError: it is not positive and finite.
+        """
+        super().__init__()
+        if isinstance(gain, bool) or not isinstance(gain, int | float) or not 0 < gain < math.inf:
+            raise ValueError(f"gain must be a positive number, got {gain!r}")
+        self.gain = nn.Parameter(torch.tensor(float(gain)))
+
+    def forward(self, weight: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
+        """The weight in use, in the dtype of W; half precision is computed in float32.
+
+        Raises:
+            ValueError: W is no matrix, nor a stack of them.
+            TypeError: it is not floating-point.
+        """
+        if not weight.is_floating_point():
+            raise TypeError(f"weight must be a floating-point tensor, got {weight.dtype}")
+        if weight.ndim < 2 or 0 in weight.shape[-2:]:
+            raise ValueError(f"weight must have shape (*batch, m, n), got {tuple(weight.shape)}")
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        # Squares must neither overflow nor vanish.
+        size = wide.detach().abs().amax((-2, -1), keepdim=True)
+        unit = wide / torch.where(size > 0, size, 1.0)
+        gram = unit @ unit.mT if weight.shape[-2] <= weight.shape[-1] else unit.mT @ unit
+        largest = torch.linalg.eigvalsh(gram)[..., -1, None, None]
+        largest = torch.where(size > 0, largest, 1.0)
+        return (self.gain.to(wide) * unit / largest.sqrt()).to(weight.dtype)
