@@ -119,6 +119,7 @@ def _same_time(state: Tensor, model: Kinetic, before: Tensor, field: Tensor) -> 
     return state + (target - state) / (1 + model._stiffness())
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class KineticIsing(Kinetic):
     """Spins of ±1: m = tanh θ, and the echo −m_i Σ_j J_ij² (1 − m_j²) (B16). Use `create`."""
 
@@ -159,6 +160,7 @@ class _Radial(NamedTuple):
     bend: Tensor
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class KineticSpins(Kinetic):
     """Vectors on the sphere of radius R, R² = D/2 − 1, in R^D (B16). Use `create`.
 
@@ -195,11 +197,11 @@ class KineticSpins(Kinetic):
         _check(drive, coupling, 1)
         dtype = torch.promote_types(torch.promote_types(drive.dtype, coupling.dtype), torch.float32)
         scale = torch.as_tensor(scale, dtype=dtype, device=drive.device)
-        try_shape = torch.broadcast_shapes(scale.shape, drive.shape[:-2]) if scale.ndim <= drive.ndim - 2 else None
-        if try_shape != drive.shape[:-2]:
-            raise ValueError(
-                f"scale must broadcast to the batch's shape {tuple(drive.shape[:-2])}, got {tuple(scale.shape)}"
-            )
+        lead = drive.shape[:-2]
+        if scale.ndim > len(lead) or any(
+            size not in (1, wanted) for size, wanted in zip(scale.shape[::-1], lead[::-1], strict=False)
+        ):
+            raise ValueError(f"scale must broadcast to the batch's shape {tuple(lead)}, got {tuple(scale.shape)}")
         if values_are_readable(scale) and not bool((scale.isfinite() & (scale > 0)).all()):
             raise ValueError(f"scale must be positive and finite, got {scale.tolist()}")
         return cls(drive.to(dtype), coupling.to(dtype), scale, exact)
@@ -291,8 +293,8 @@ class KineticSpins(Kinetic):
         return self._beta.square() / 4 * (1 + 1 / self.radius**2) * squared
 
 
-for _model in (KineticIsing, KineticSpins):
-    register(dataclasses.dataclass(frozen=True, eq=False)(_model))
+register(KineticIsing)
+register(KineticSpins)
 
 
 def _by_bessel(size: Tensor, beta: Tensor, dimension: int) -> _Radial:

@@ -20,6 +20,7 @@ from massieu.measures.base import values_are_readable
 from massieu.measures.value import register
 from massieu.solve import FixedPoint, fixed_point
 
+
 class SaddlePoint(NamedTuple):
     """Spins of many components in equilibrium; errors fall as 1/D."""
 

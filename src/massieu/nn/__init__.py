@@ -3,6 +3,7 @@
 - `Attention` takes the place of `torch.nn.MultiheadAttention`, returns log Z, and attends by any measure;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `ImplicitAttention` does so held by its query; `SparseAttention` and `NormalizedAttention` have other potentials;
+- `SpinAttention` moves tokens as spins that attention couples;
 - `Scalar`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
 - `RestrictedBoltzmannMachine` has any units.
 """
@@ -14,6 +15,7 @@ from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitAttention
 from massieu.nn.normalized import NormalizedAttention
 from massieu.nn.sparse import SparseAttention
+from massieu.nn.spin import SpinAttention
 
 __all__ = [
     "Attention",
@@ -31,4 +33,5 @@ __all__ = [
     "SparseAttention",
     "SphereProjection",
     "Spin",
+    "SpinAttention",
 ]
