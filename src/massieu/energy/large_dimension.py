@@ -125,7 +125,7 @@ class SphericalSpins:
         level = scale * multiplier.sum(-1) - 0.5 * torch.linalg.slogdet(precision)[1] + pull
         level = level - 0.5 * number * (1 + math.log(2) + scale.log())
         transverse = inverse / (2 * scale[..., None, None])
-        return SaddlePoint(*(part.to(dtype) for part in (multiplier, mean, transverse, level)), found)
+        return SaddlePoint(multiplier.to(dtype), mean.to(dtype), transverse.to(dtype), level.to(dtype), found)
 
     def covariance(self, point: SaddlePoint) -> Float[Tensor, "*batch N D N D"]:
         """⟨σ_i σ_jᵀ⟩ − ⟨σ_i⟩⟨σ_j⟩ᵀ = β⁻¹ ∂⟨σ_i⟩/∂h_j at a saddle point of these spins.
