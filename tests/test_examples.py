@@ -19,6 +19,7 @@ PAGES_WITH_CODE = (
     "energy",
     "sparse",
     "machines",
+    "spins",
     "nn",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
@@ -31,6 +32,7 @@ EXAMPLES = {
     "foreign_digits.py",
     "bags_of_digits.py",
     "character_language_model.py",
+    "spin_attention.py",
 }
 
 
@@ -142,3 +144,22 @@ def test_language_models_train():
     for _, before, after in rows:
         assert float(after) < float(alone) < float(before)
     assert "no ranking" in found
+
+
+@pytest.mark.slow
+def test_spins_attend(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/spin_attention.py", "--seeds", "1", "--steps", "60", "--picture", str(picture))
+    rows = numbers(r" *(.+): accuracy (\S+) ± \S+ \((\d+) parameters", found)
+    assert len(rows) == 5
+    assert all(float(accuracy) > 0.5 for _, accuracy, _ in rows)  # 0.1 by chance
+    assert len({size for _, _, size in rows}) == 1
+    errors = {
+        name: (float(without), float(echo))
+        for name, without, echo in numbers(r"(\S+) sites, .* means (\S+) without the echo, (\S+) with it", found)
+    }
+    assert max(errors["Gaussian"]) < 1e-9
+    assert 1e-6 < errors["two-valued"][1] < 0.2 * errors["two-valued"][0]
+    lengths = [float(length) for (length,) in numbers(r"magnetisation (\S+) of the radius", found)]
+    assert lengths[1] < lengths[0]
+    assert picture.stat().st_size > 10_000

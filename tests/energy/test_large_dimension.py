@@ -138,6 +138,13 @@ def test_batches_by_vmap_and_float32():
 
     found = torch.func.vmap(means)(model.field, model.coupling)
     torch.testing.assert_close(found, model.saddle_point().mean, rtol=1e-9, atol=1e-10)
+
+    def level(field, coupling):
+        return SphericalSpins.create(field, coupling, scale=0.8).saddle_point().log_partition
+
+    curvature = torch.func.vmap(torch.func.hessian(level))(model.field, model.coupling)
+    one_by_one = [torch.func.hessian(level)(*item) for item in zip(model.field, model.coupling, strict=True)]
+    torch.testing.assert_close(curvature, torch.stack(one_by_one), rtol=1e-9, atol=1e-10)
     single = means(model.field.float(), model.coupling.float())
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), found, rtol=1e-5, atol=1e-5)

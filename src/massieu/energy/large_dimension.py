@@ -122,7 +122,9 @@ class SphericalSpins:
         mean = 0.5 * inverse @ field
         number, size = field.shape[-2:]
         pull = 0.5 * scale / size * (field * mean).sum((-2, -1))
-        level = scale * multiplier.sum(-1) - 0.5 * torch.linalg.slogdet(precision)[1] + pull
+        # Not by slogdet, whose second derivatives are wrong within vmap (torch 2.13).
+        half_log_determinant = torch.linalg.cholesky_ex(precision).L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        level = scale * multiplier.sum(-1) - half_log_determinant + pull
         level = level - 0.5 * number * (1 + math.log(2) + scale.log())
         transverse = inverse / (2 * scale[..., None, None])
         return SaddlePoint(multiplier.to(dtype), mean.to(dtype), transverse.to(dtype), level.to(dtype), found)
