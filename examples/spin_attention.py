@@ -201,7 +201,7 @@ def draw(
         axes.set(title=f"error, {name} sites", xlabel="strength of the couplings", ylim=(1e-17, 1))
         axes.set_xticks(STRENGTHS, [f"{strength:g}" for strength in STRENGTHS])
         axes.minorticks_off()
-        axes.legend(loc="lower right")
+        axes.legend(loc="center right")
     scores = torch.stack(list(accuracies.values()))
     error = scores.std(-1) / math.sqrt(scores.shape[-1]) if scores.shape[-1] > 1 else torch.zeros(len(scores))
     grid[1, 3].errorbar(scores.mean(-1), range(len(scores)), xerr=error, fmt="o")

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu import duality
 from massieu.measures import Sphere
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register, static_field
@@ -235,7 +236,8 @@ class KineticSpins(Kinetic):
             raise ValueError(f"means must be shorter than the radius {self.radius:.6g}, got a length of {longest:.6g}")
         if not self.exact:
             return 2 * self.radius**2 * mean / (self._beta * room)
-        return Sphere.create(mean.shape[-1], torch.as_tensor(self.radius, dtype=mean.dtype))._natural(mean) / self._beta
+        sphere = Sphere.create(mean.shape[-1], torch.as_tensor(self.radius, dtype=mean.dtype, device=mean.device))
+        return duality.natural(sphere, mean) / self._beta
 
     def covariance(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D D"]:
         """Cov_i of each spin in its local field; ∂m_i/∂θ_i = β Cov_i, of eigenvalues at most β/2."""
