@@ -19,6 +19,7 @@ PAGES_WITH_CODE = (
     "energy",
     "sparse",
     "machines",
+    "spins",
     "nn",
     "energy_transformer",
 )
@@ -33,6 +34,7 @@ EXAMPLES = {
     "bags_of_digits.py",
     "character_language_model.py",
     "masked_digits.py",
+    "spin_attention.py",
 }
 
 
@@ -156,3 +158,22 @@ def test_masked_digits_are_completed_down_an_energy(tmp_path):
     error = {name: float(mean) for name, mean in numbers(r" *(.+): mean squared error of a missing pixel (\S+)", found)}
     assert error["Energy Transformer"] < error["ridge"] < error["mean image"]
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_spins_attend(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/spin_attention.py", "--seeds", "1", "--steps", "60", "--picture", str(picture))
+    rows = numbers(r" *(.+): accuracy (\S+) ± \S+ \((\d+) parameters", found)
+    assert len(rows) == 5
+    assert all(float(accuracy) > 0.5 for _, accuracy, _ in rows)  # 0.1 by chance
+    assert len({size for _, _, size in rows}) == 1
+    errors = {
+        name: (float(without), float(echo))
+        for name, without, echo in numbers(r"(\S+) sites, .* means (\S+) without the echo, (\S+) with it", found)
+    }
+    assert max(errors["Gaussian"]) < 1e-9
+    assert 1e-6 < errors["two-valued"][1] < 0.2 * errors["two-valued"][0]
+    first, second = re.findall(r"magnetisation (\S+) of the radius", found)
+    assert float(second) < float(first)
+    assert picture.stat().st_size > 10_000

@@ -7,7 +7,8 @@
 - `SparseAtoms`, `ScoreDeviation`, `fenchel_young_loss`, `LogSumReLU`: memories other than by softmax; `TwoLayer`: two layers
   with Lagrangians of their own; `jacobian_asymmetry`, `is_conservative`: whether a map is a gradient at all;
 - `EnergyTransformer`: tokens that attend to each other, and memories; `least_entropy`: of attention whose scores are bounded;
-- `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants.
+- `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants;
+- `SphericalSpins`, `KineticSpins`, `KineticIsing`: vector spins of many components in equilibrium; synchronous dynamics.
 """
 
 from massieu.energy import bounds, contraction, density
@@ -20,6 +21,8 @@ from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.energy.foreign import boosting_energy, ood_score
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.energy.hopfield import Hopfield
+from massieu.energy.kinetic import KineticIsing, KineticSpins
+from massieu.energy.large_dimension import SaddlePoint, SphericalSpins
 from massieu.energy.newton import newton_step
 from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.rectified import LogSumReLU
@@ -36,11 +39,15 @@ __all__ = [
     "Energy",
     "EnergyTransformer",
     "Hopfield",
+    "KineticIsing",
+    "KineticSpins",
     "LogSumReLU",
     "Potential",
     "Retrieval",
+    "SaddlePoint",
     "ScoreDeviation",
     "SparseAtoms",
+    "SphericalSpins",
     "SpinModel",
     "TwoLayer",
     "boosting_energy",

@@ -5,6 +5,7 @@
 - `ImplicitAttention` does so held by its query; `SparseAttention` and `NormalizedAttention` have other potentials;
 - `TAPAttention` couples tokens as spins, and solves for their means;
 - `EnergyTransformer` walks down one energy of all tokens; `SigmaReparametrization` bounds a weight's spectral norm;
+- `SpinAttention` moves tokens as spins that attention couples;
 - `Scalar`, `Whitening`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
 - `RestrictedBoltzmannMachine` has any units.
 """
@@ -27,6 +28,7 @@ from massieu.nn.implicit import ImplicitAttention
 from massieu.nn.normalized import NormalizedAttention
 from massieu.nn.sigma import SigmaReparametrization
 from massieu.nn.sparse import SparseAttention
+from massieu.nn.spin import SpinAttention
 from massieu.nn.tap import TAPAttention
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "SparseAttention",
     "SphereProjection",
     "Spin",
+    "SpinAttention",
     "TAPAttention",
     "Whitening",
 ]

@@ -1,0 +1,332 @@
+"""Spins that all move at once, under couplings that need not be symmetric: kinetic mean fields of two orders (B16).
+
+Spin i at time t is drawn from its tilted measure in the field x_i + Σ_j J_ij S_j(t − 1). The mean fields follow its means by
+
+    θ_i(t) = x_i + Σ_j J_ij m_j(t − 1) + echo_i,    m_i = ∇A(θ_i),
+
+with no echo to first order, and to second order ½ A''(θ_i)⁻¹ A'''(θ_i)[Σ_j J_ij² Cov_j + v_i v_iᵀ], Cov_j the covariance of
+spin j at t − 1 (trap 30) and v_i = −echo_i. A state is the spins' local fields θ. Without symmetric couplings there is no
+equilibrium and no free energy, and none is claimed.
+"""
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu import duality
+from massieu.measures import Sphere
+from massieu.measures.base import values_are_readable
+from massieu.measures.value import register, static_field
+from massieu.ops.bessel import sphere_slopes
+from massieu.solve import FixedPoint, Method, fixed_point
+
+Order = Literal["first", "second"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kinetic(ABC):
+    """What the kinetic models share: a drive, couplings, and a state that is moved by `step`.
+
+    Attributes:
+        drive: x, (*batch, N) or (*batch, N, D).
+        coupling: J, (*batch, N, N); J[i, j] is what spin j does to spin i.
+    """
+
+    drive: Tensor
+    coupling: Float[Tensor, "*batch N N"]
+
+    _spin_dims: ClassVar[int]
+
+    @abstractmethod
+    def mean(self, state: Tensor) -> Tensor:
+        """m, the means of spins in the local fields `state`."""
+
+    @abstractmethod
+    def _echo(self, state: Tensor, before: Tensor, field: Tensor) -> Tensor:
+        """The second order's part of θ: at θ = `state`, spins before in the fields `before`, mean field `field`."""
+
+    @abstractmethod
+    def _stiffness(self) -> Tensor:
+        """How fast the echo falls with θ, at most: (*batch, N), or with a dimension of size 1 for a vector's."""
+
+    def field(self, state: Tensor) -> Tensor:
+        """x_i + Σ_j J_ij m_j, what the means of the spins in `state` do to each."""
+        mean = self.mean(state)
+        return self.drive + (self.coupling @ mean if self._spin_dims else (self.coupling @ mean[..., None])[..., 0])
+
+    def step(self, state: Tensor, order: Order = "first", *, max_steps: int = 200, throw: bool = True) -> Tensor:
+        """θ one time later. To second order θ is on both sides of its equation, which is solved for each spin.
+
+        From independent spins, the error of one step in the means falls as the square of the couplings to first order, as
+        their cube to second.
+
+        Raises:
+            ValueError: another order.
+            ConvergenceError: the equation of a spin was not solved, and `throw`.
+        """
+        field = self.field(state)
+        if _check_order(order) == "first":
+            return field
+        # A copy: compiled, a tensor may be an argument once, and the first state is often the drive.
+        arguments = (self, state.clone(), field)
+        return fixed_point(
+            _same_time, field, arguments, item_dims=self._spin_dims, max_steps=max_steps, throw=throw
+        ).value
+
+    def stationary(
+        self,
+        order: Order = "first",
+        start: Tensor | None = None,
+        *,
+        method: Method | Any = "auto",
+        max_steps: int = 200,
+        throw: bool = True,
+    ) -> FixedPoint:
+        """θ = step(θ), with its derivatives by the implicit function theorem, and status, residual and steps (B12).
+
+        Args:
+            order: Of the equations.
+            start: By default the drive.
+            method, max_steps, throw: As for `massieu.solve.fixed_point`.
+
+        Raises:
+            ValueError: another order, or a start of another shape than the drive's.
+            ConvergenceError: no fixed point was found, and `throw`.
+        """
+        _check_order(order)
+        start = self.drive if start is None else start
+        if start.shape != self.drive.shape:
+            raise ValueError(f"start must have the drive's shape {tuple(self.drive.shape)}, got {tuple(start.shape)}")
+        equations = _first_order if order == "first" else _second_order
+        options = {"item_dims": self._spin_dims + 1, "method": method, "max_steps": max_steps, "throw": throw}
+        return fixed_point(equations, start.detach(), (self,), **options)
+
+
+def _first_order(state: Tensor, model: Kinetic) -> Tensor:
+    return model.field(state)
+
+
+def _second_order(state: Tensor, model: Kinetic) -> Tensor:
+    return _same_time(state, model, state, model.field(state))
+
+
+def _same_time(state: Tensor, model: Kinetic, before: Tensor, field: Tensor) -> Tensor:
+    """A move towards θ = field + echo(θ), damped by as much as the echo may overshoot."""
+    target = field + model._echo(state, before, field)
+    return state + (target - state) / (1 + model._stiffness())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KineticIsing(Kinetic):
+    """Spins of ±1: m = tanh θ, and the echo −m_i Σ_j J_ij² (1 − m_j²) (B16). Use `create`."""
+
+    _spin_dims = 0
+
+    @classmethod
+    def create(cls, drive: Float[Tensor, "*batch N"], coupling: Float[Tensor, "*batch N N"]) -> Self:
+        """N spins.
+
+        Raises:
+            TypeError: a tensor that is not floating-point.
+            ValueError: shapes that do not fit.
+        """
+        _check(drive, coupling, 0)
+        return cls(drive, coupling)
+
+    @property
+    def lipschitz(self) -> Float[Tensor, "*batch"]:
+        """max_i Σ_j |J_ij|, of a step of first order in the largest change of a spin; below 1 it has one fixed point."""
+        return self.coupling.abs().sum(-1).amax(-1)
+
+    def mean(self, state: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch N"]:
+        return torch.tanh(state)
+
+    def _echo(self, state: Tensor, before: Tensor, field: Tensor) -> Tensor:
+        variance = 1 - torch.tanh(before).square()
+        return -torch.tanh(state) * (self.coupling.square() @ variance.unsqueeze(-1)).squeeze(-1)
+
+    def _stiffness(self) -> Tensor:
+        return self.coupling.square().sum(-1)
+
+
+class _Radial(NamedTuple):
+    """m = c(s)θ with s = ‖θ‖²: c and its derivatives, each with a last dimension of size 1."""
+
+    value: Tensor
+    slope: Tensor
+    bend: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KineticSpins(Kinetic):
+    """Vectors on the sphere of radius R, R² = D/2 − 1, in R^D (B16). Use `create`.
+
+    Exact, m is the mean of von Mises and Fisher's law, R·A_D(βR‖θ‖)·θ/‖θ‖; of many components it is βθ/(1 + γ) with
+    γ = √(1 + β²‖θ‖²/R²), which is off by O(1/D). The latter keeps the former's bounds: ‖m‖ < R, and slopes of at most β/2.
+
+    Attributes:
+        drive: x, (*batch, N, D).
+        coupling: J, (*batch, N, N).
+        scale: β, shaped like the batch or broadcasting to it.
+        exact: Whether means are Bessel functions' ratios.
+    """
+
+    scale: Float[Tensor, "*#batch"]
+    exact: bool = static_field(default=False)
+
+    _spin_dims = 1
+
+    @classmethod
+    def create(
+        cls,
+        drive: Float[Tensor, "*batch N D"],
+        coupling: Float[Tensor, "*batch N N"],
+        *,
+        scale: Float[Tensor, "*#batch"] | float = 1.0,
+        exact: bool = False,
+    ) -> Self:
+        """N spins of D ≥ 3 components; half precision is promoted to float32.
+
+        Raises:
+            TypeError: a tensor that is not floating-point.
+            ValueError: shapes that do not fit; a scale that is not positive and finite.
+        """
+        _check(drive, coupling, 1)
+        dtype = torch.promote_types(torch.promote_types(drive.dtype, coupling.dtype), torch.float32)
+        scale = torch.as_tensor(scale, dtype=dtype, device=drive.device)
+        lead = drive.shape[:-2]
+        if scale.ndim > len(lead) or any(
+            size not in (1, wanted) for size, wanted in zip(scale.shape[::-1], lead[::-1], strict=False)
+        ):
+            raise ValueError(f"scale must broadcast to the batch's shape {tuple(lead)}, got {tuple(scale.shape)}")
+        if values_are_readable(scale) and not bool((scale.isfinite() & (scale > 0)).all()):
+            raise ValueError(f"scale must be positive and finite, got {scale.tolist()}")
+        return cls(drive.to(dtype), coupling.to(dtype), scale, exact)
+
+    @property
+    def radius(self) -> float:
+        """R."""
+        return math.sqrt(self.drive.shape[-1] / 2 - 1)
+
+    @property
+    def lipschitz(self) -> Float[Tensor, "*batch"]:
+        """(β/2) max_i Σ_j |J_ij|: of a step of first order in the largest ‖Δθ_i‖; below 1 it has one fixed point.
+
+        For couplings that are a softmax's it is β/2.
+        """
+        return self.scale / 2 * self.coupling.abs().sum(-1).amax(-1)
+
+    def mean(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        return self._radial(state).value * state
+
+    def state(self, mean: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """θ of given means, ‖m‖ < R: 2R²m/(β(R² − ‖m‖²)), or the inverse of the Bessel functions' ratio.
+
+        Raises:
+            ValueError: a mean is as long as R, or longer.
+        """
+        room = self.radius**2 - mean.square().sum(-1, keepdim=True)
+        if values_are_readable(room) and not bool((room > 0).all()):
+            longest = mean.detach().norm(dim=-1).amax().item()
+            raise ValueError(f"means must be shorter than the radius {self.radius:.6g}, got a length of {longest:.6g}")
+        if not self.exact:
+            return 2 * self.radius**2 * mean / (self._beta * room)
+        sphere = Sphere.create(mean.shape[-1], torch.as_tensor(self.radius, dtype=mean.dtype, device=mean.device))
+        return duality.natural(sphere, mean) / self._beta
+
+    def covariance(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D D"]:
+        """Cov_i of each spin in its local field; ∂m_i/∂θ_i = β Cov_i, of eigenvalues at most β/2."""
+        radial = self._radial(state)
+        identity = torch.eye(state.shape[-1], dtype=state.dtype, device=state.device)
+        across = (radial.value / self._beta).unsqueeze(-1) * identity
+        along = (2 * radial.slope / self._beta).unsqueeze(-1)
+        return across + along * state.unsqueeze(-1) * state.unsqueeze(-2)
+
+    def entropy_production(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:
+        """(β²/2) Σ_ij (J_ij − J_ji)² Tr(Cov_i Cov_j): a proxy of the housekeeping entropy of a step, nats (N31).
+
+        0 if and only if the couplings are symmetric. A proxy: to second order in the couplings, not a bound.
+        """
+        value, slope, _ = self._radial(state)
+        size = state.square().sum(-1, keepdim=True)
+        across = state.shape[-1] * value + 2 * slope * size
+        trace = across * value.mT + 2 * value * (slope * size).mT
+        trace = trace + 4 * slope * slope.mT * (state @ state.mT).square()
+        return 0.5 * ((self.coupling - self.coupling.mT).square() * trace).sum((-2, -1))
+
+    @property
+    def _beta(self) -> Tensor:
+        return self.scale[..., None, None]
+
+    def _radial(self, state: Tensor) -> _Radial:
+        size = state.square().sum(-1, keepdim=True)
+        if self.exact:
+            return _by_bessel(size, self._beta, state.shape[-1])
+        share = self._beta.square() / (2 * self.radius**2)
+        gamma = (1 + 2 * share * size).sqrt()
+        value = self._beta / (1 + gamma)
+        slope = -value * share / (gamma * (1 + gamma))
+        return _Radial(value, slope, -slope * share * (1 + 3 * gamma) / (gamma.square() * (1 + gamma)))
+
+    def _echo(self, state: Tensor, before: Tensor, field: Tensor) -> Tensor:
+        value, slope, bend = self._radial(state)
+        value_before, slope_before, _ = self._radial(before)
+        squared, rest = self.coupling.square(), field - state
+        # A spin's length is fixed: Tr Cov_j = R² − ‖m_j‖², of many components too.
+        loose = self.radius**2 - (value_before * before).square().sum(-1, keepdim=True)
+        trace = rest.square().sum(-1, keepdim=True) + squared @ loose
+        # (v vᵀ + Σ_j J_ij² Cov_j) θ_i.
+        pushed = rest * (rest * state).sum(-1, keepdim=True)
+        along = squared * (state @ before.mT) * slope_before.mT
+        pushed = pushed + (squared @ value_before * state + 2 * along @ before) / self._beta
+        inner = (state * pushed).sum(-1, keepdim=True)
+        second = (2 * slope * trace + 4 * bend * inner) * state + 4 * slope * pushed
+        # By half the inverse of value·I + 2 slope·θθᵀ.
+        axis = 2 * slope / (value + 2 * slope * state.square().sum(-1, keepdim=True))
+        return 0.5 / value * (second - axis * (state * second).sum(-1, keepdim=True) * state)
+
+    def _stiffness(self) -> Tensor:
+        # At θ = 0 and m = 0 of many components, where the echo is steepest.
+        squared = self.coupling.square().sum(-1, keepdim=True)
+        return self._beta.square() / 4 * (1 + 1 / self.radius**2) * squared
+
+
+register(KineticIsing)
+register(KineticSpins)
+
+
+def _by_bessel(size: Tensor, beta: Tensor, dimension: int) -> _Radial:
+    """c = βR²·A(κ)/κ with κ² = β²R²s, and its derivatives in s."""
+    factor = beta * (dimension / 2 - 1)
+    inner = beta * factor  # κ² = inner·s
+    square = inner * size
+    slopes = sphere_slopes(square, dimension)
+    by_square = torch.func.grad(lambda square: sphere_slopes(square, dimension).bend.sum())(square)
+    # A' = c + 2s dc/ds in these units, so that dc/dκ² = −bend/2.
+    return _Radial(factor * slopes.chord, -0.5 * factor * inner * slopes.bend, -0.5 * factor * inner**2 * by_square)
+
+
+def _check_order(order: str) -> str:
+    if order not in ("first", "second"):
+        raise ValueError(f"order must be 'first' or 'second', got {order!r}")
+    return order
+
+
+def _check(drive: Tensor, coupling: Tensor, spin_dims: int) -> None:
+    for name, tensor in (("drive", drive), ("coupling", coupling)):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise TypeError(
+                f"{name} must be a floating-point tensor, got {getattr(tensor, 'dtype', type(tensor).__name__)}"
+            )
+    lead = drive.shape[: drive.ndim - spin_dims]
+    if not lead or coupling.shape != (*lead, lead[-1]) or (spin_dims and drive.shape[-1] < 3):
+        wanted = "(*batch, N, D), D at least 3," if spin_dims else "(*batch, N)"
+        raise ValueError(
+            f"drive must have shape {wanted} and coupling (*batch, N, N), got {tuple(drive.shape)} and "
+            f"{tuple(coupling.shape)}"
+        )
