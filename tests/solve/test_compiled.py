@@ -99,3 +99,19 @@ def test_captured_parameters_raise():
 
     with pytest.raises(Exception, match="requires grad and is not among its parameters"):
         torch.compile(bad, fullgraph=True, backend="aot_eager")(torch.zeros(2))
+
+
+def test_compiled_with_a_tensor_twice_among_the_parameters():
+    torch._dynamo.reset()
+    inputs = normal(3, 4, seed=1).requires_grad_(), normal(6, 4).requires_grad_()
+
+    def twice(query, memory):
+        return fixed_point(
+            lambda z, first, second, memory: forced(z, first - second.cos(), memory), query, (query, query, memory)
+        ).value
+
+    given, expected = torch.compile(twice, fullgraph=True, backend="aot_eager")(*inputs), twice(*inputs)
+    assert torch.allclose(given, expected, rtol=1e-9, atol=1e-12)
+    gradients = [torch.autograd.grad(found.sin().sum(), inputs) for found in (given, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)

@@ -72,8 +72,7 @@ class Kinetic(ABC):
         field = self.field(state)
         if _check_order(order) == "first":
             return field
-        # A copy: compiled, a tensor may be an argument once, and the first state is often the drive.
-        arguments = (self, state.clone(), field)
+        arguments = (self, state, field)
         return fixed_point(
             _same_time, field, arguments, item_dims=self._spin_dims, max_steps=max_steps, throw=throw
         ).value

@@ -99,6 +99,12 @@ def pose(
         raise ValueError(f"item_dims must be between 0 and the start's {start.ndim} dimensions, got {item_dims}")
     leaves, structure = pytree.tree_flatten(parameters)
     tensors = tuple(_promote(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    if torch.compiler.is_compiling():
+        # A custom function in a compiled graph takes no tensor twice.
+        tensors = tuple(
+            leaf.clone() if any(leaf is other for other in tensors[:place]) else leaf
+            for place, leaf in enumerate(tensors)
+        )
     others = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     problem = Problem(function, tuple(start.shape), item_dims, structure, others)
     return problem, problem.flat(_promote(start)), tensors
