@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import sites
+from massieu.energy import matrices, sites
 from massieu.energy.magnetisation import (
     Magnetisation,
     as_matrix,
@@ -54,8 +54,8 @@ def adaptive_tap(
         )
     moments = law.tilted(pull - own, curvature)
     system = _system(moments.covariance, curvature, coupling)
-    response = torch.linalg.solve_ex(system, block_diagonal(moments.covariance))[0]
-    level = moments.log_partition.sum() + 0.5 * (mean * (own - pull)).sum() - 0.5 * torch.linalg.slogdet(system)[1]
+    response = matrices.solve(system, block_diagonal(moments.covariance))
+    level = moments.log_partition.sum() + 0.5 * (mean * (own - pull)).sum() - 0.5 * matrices.log_determinant(system)
     found, stable = _judged(found, response, throw)
     # Of a matrix that is not positive definite, log det has no meaning.
     level = torch.where(stable, level, torch.nan)
@@ -79,13 +79,13 @@ def _equations(point: Tensor, law: sites.Listed | sites.Normal, coupling: Tensor
     matrix, block = as_matrix(coupling), block_diagonal(moments.covariance)
     # Each site's law seen as e^{b·S − ½ SᵀΛ_iS} in the others' company, b = C⁻¹⟨S⟩ − field: with C⁻¹ multiplied out.
     shifted = moments.mean.flatten() - block @ field.flatten()
-    solved = torch.linalg.solve_ex(
+    solved = matrices.solve(
         _system(moments.covariance, curvature, coupling), torch.cat([shifted.unsqueeze(-1), block], -1)
-    )[0]
+    )
     # With G the response of all sites, [GJ]_ii = G_ii V_i and [JGJ]_ii = (I + V_i G_ii) V_i, V_i that of the cavity.
     toward = solved[:, 1:] @ matrix
     own, around = diagonal_blocks(toward, len(mean)), diagonal_blocks(matrix @ toward, len(mean))
-    cavity = torch.linalg.solve_ex(identity_like(own) + own.mT, around)[0]
+    cavity = matrices.solve(identity_like(own) + own.mT, around)
     return torch.cat([solved[:, 0].reshape(*mean.shape, 1), 0.5 * (cavity + cavity.mT)], -1)
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import states
+from massieu.energy import matrices, states
 from massieu.energy.magnetisation import identity_like
 from massieu.measures import Gaussian, Measure, Sphere, Tilted
 from massieu.measures.value import register
@@ -59,10 +59,10 @@ class Normal:
     def tilted(self, field: Float[Tensor, "N d"], curvature: Float[Tensor, "N d d"]) -> SiteMoments:
         """N((I − ΣV)⁻¹(location + Σ·field), (I − ΣV)⁻¹Σ), in closed form; NaN for a V beyond Σ⁻¹."""
         system = identity_like(curvature) - self.covariance @ curvature
-        covariance = torch.linalg.solve_ex(system, self.covariance)[0]
+        covariance = matrices.solve(system, self.covariance)
         slope = field + (curvature @ self.location.unsqueeze(-1)).squeeze(-1)
         move = (covariance @ slope.unsqueeze(-1)).squeeze(-1)
-        level = 0.5 * ((field + slope) * self.location + slope * move).sum(-1) - 0.5 * torch.logdet(system)
+        level = 0.5 * ((field + slope) * self.location + slope * move).sum(-1) - 0.5 * matrices.log_determinant(system)
         return SiteMoments(level, self.location + move, covariance)
 
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import adaptive, states
+from massieu.energy import adaptive, matrices, states
 from massieu.energy.magnetisation import Magnetisation, as_matrix, block_diagonal, identity_like
 from massieu.measures import Gaussian, Measure, Spin
 from massieu.measures.base import values_are_readable
@@ -124,9 +124,9 @@ class SpinModel:
         location = self.site.location
         covariance = block_diagonal(self.site.fisher(torch.zeros_like(location)))
         system = identity_like(covariance) - covariance @ as_matrix(self.coupling)
-        mean = torch.linalg.solve(system, location.flatten()).reshape(location.shape)
-        log_z = 0.5 * (location * self.field(mean)).sum() - 0.5 * torch.linalg.slogdet(system)[1]
-        response = torch.linalg.solve(system, covariance)
+        mean = matrices.solve(system, location.flatten().unsqueeze(-1)).reshape(location.shape)
+        log_z = 0.5 * (location * self.field(mean)).sum() - 0.5 * matrices.log_determinant(system)
+        response = matrices.solve(system, covariance)
         return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), log_z, None)
 
     # Approximations.
@@ -150,7 +150,7 @@ class SpinModel:
         mean, covariance = self.site.mean(found.value), self.site.fisher(found.value)
         level = self._free(found.value, mean) + self.interaction(mean)
         block = block_diagonal(covariance)
-        response = torch.linalg.solve(identity_like(block) - block @ as_matrix(self.coupling), block)
+        response = matrices.solve(identity_like(block) - block @ as_matrix(self.coupling), block)
         return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), level, found)
 
     def tap(

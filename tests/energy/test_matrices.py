@@ -1,0 +1,54 @@
+"""Systems and determinants against torch's own outside of vmap, where those are right."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import hessian, vmap
+
+from massieu.energy import SpinModel, matrices
+from massieu.measures import Gaussian, Spin
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+SYSTEM = 3 * torch.eye(4, dtype=torch.float64) + normal(2, 4, 4)
+
+
+def test_values_and_derivatives():
+    matrix, right = SYSTEM.requires_grad_(), normal(2, 4, 3, seed=1).requires_grad_()
+    torch.testing.assert_close(matrices.solve(matrix, right), torch.linalg.solve(matrix, right), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(matrices.log_determinant(matrix), torch.logdet(matrix), rtol=1e-12, atol=1e-12)
+    for function, inputs in ((matrices.solve, (matrix, right)), (matrices.log_determinant, (matrix,))):
+        assert gradcheck(function, inputs)
+        assert gradgradcheck(function, inputs)
+
+
+def test_signs_of_determinants():
+    given = torch.diag_embed(torch.tensor([[2.0, 3.0], [-2.0, 3.0], [-2.0, -3.0], [0.0, 1.0]])).double()
+    swapped = given[:, [1, 0]]
+    expected = torch.tensor([6.0, torch.nan, 6.0, 0.0]).double().log()
+    torch.testing.assert_close(matrices.log_determinant(given), expected, equal_nan=True)
+    torch.testing.assert_close(
+        matrices.log_determinant(swapped), torch.tensor([torch.nan, 6.0, torch.nan, 0.0]).double().log(), equal_nan=True
+    )
+
+
+FIELDS, COUPLING = normal(3, 4, seed=2), normal(4, 4, seed=3)
+COUPLING = 0.1 * (COUPLING + COUPLING.mT) * (1 - torch.eye(4, dtype=torch.float64))
+FUNCTIONS = {
+    "solve": lambda x: matrices.solve(SYSTEM[0].detach() + x.diag(), x.diag()).sum(),
+    "log_determinant": lambda x: matrices.log_determinant(SYSTEM[0].detach() + x.diag()),
+    "mean field": lambda x: SpinModel.create(Spin.create(x), COUPLING).mean_field().covariance.sum(),
+    "adaptive TAP": lambda x: SpinModel.create(Spin.create(x), COUPLING).adaptive_tap().log_partition,
+    "Gaussian sites": lambda x: (
+        SpinModel.create(Gaussian.create(x.unsqueeze(-1), torch.ones(4).double()), COUPLING).exact().log_partition
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_second_derivatives_of_a_batch_are_those_of_its_items(name: str):
+    each = torch.stack([hessian(FUNCTIONS[name])(field) for field in FIELDS])
+    torch.testing.assert_close(vmap(hessian(FUNCTIONS[name]))(FIELDS), each, rtol=1e-9, atol=1e-10)
