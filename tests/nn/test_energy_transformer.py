@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from massieu.nn import EnergyTransformer, SigmaReparametrization
+from massieu.nn import EnergyTransformer, EnergyTransformerStack, SigmaReparametrization
 
 
 def block(**options):
@@ -189,3 +189,29 @@ def test_no_matrix():
         SigmaReparametrization()(torch.ones(4))
     with pytest.raises(TypeError, match=r"got torch\.int64"):
         SigmaReparametrization()(torch.ones(4, 4, dtype=torch.long))
+
+
+def test_a_stack_is_its_blocks_in_turn():
+    first, second = block(), block(steps=2, quantity=3)
+    stack, x = EnergyTransformerStack([first, second, first]), tokens(3)
+    padding = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    wanted, energies = x, []
+    for layer in (first, second, first):
+        wanted, path = layer(wanted, padding, need_energies=True)
+        energies.append(path)
+    found, given = stack(x, padding, need_energies=True)
+    assert torch.equal(found, wanted)
+    assert torch.equal(stack(x, padding), wanted)
+    assert all(torch.equal(one, other) for one, other in zip(given, energies, strict=True))
+    assert len(list(stack.parameters())) == len(list(first.parameters())) + len(list(second.parameters()))
+    compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, padding), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_stacks_that_cannot_be_made():
+    with pytest.raises(ValueError, match="got no block"):
+        EnergyTransformerStack([])
+    with pytest.raises(ValueError, match=r"one size, got \[4, 8\]"):
+        EnergyTransformerStack([block(), EnergyTransformer(4, 2)])
+    with pytest.raises(TypeError, match="must be EnergyTransformer modules, got Linear"):
+        EnergyTransformerStack([nn.Linear(8, 8)])

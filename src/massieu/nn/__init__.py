@@ -4,7 +4,8 @@
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `ImplicitAttention` does so held by its query; `SparseAttention` and `NormalizedAttention` have other potentials;
 - `TAPAttention` couples tokens as spins, and solves for their means;
-- `EnergyTransformer` walks down one energy of all tokens; `SigmaReparametrization` bounds a weight's spectral norm;
+- `EnergyTransformer` walks down one energy of all tokens, `EnergyTransformerStack` down several;
+- `SigmaReparametrization` bounds a weight's spectral norm;
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Scalar`, `Whitening`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
 - `RestrictedBoltzmannMachine` has any units.
@@ -22,7 +23,7 @@ from massieu.nn.contraction import (
     Spin,
     Whitening,
 )
-from massieu.nn.energy_transformer import EnergyTransformer
+from massieu.nn.energy_transformer import EnergyTransformer, EnergyTransformerStack
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitAttention
 from massieu.nn.normalized import NormalizedAttention
@@ -35,6 +36,7 @@ __all__ = [
     "Attention",
     "Contraction",
     "EnergyTransformer",
+    "EnergyTransformerStack",
     "Hopfield",
     "HopfieldLayer",
     "HopfieldPooling",

@@ -1,6 +1,7 @@
 """A layer whose forward pass walks down an energy of all tokens."""
 
 import math
+from collections.abc import Iterable
 from typing import Literal, overload
 
 import torch
@@ -139,3 +140,59 @@ class EnergyTransformer(nn.Module):
         heads, size, width = self.key.shape
         sizes = f"{width}, {heads}, hidden_size={size}, quantity={len(self.memories)}"
         return f"{sizes}, steps={self.steps}, step_size={self.step_size}"
+
+
+class EnergyTransformerStack(nn.Module):
+    """Blocks one after the other, each with an energy of its own; the tokens of one go into the next."""
+
+    def __init__(self, blocks: Iterable[EnergyTransformer]) -> None:
+        """A stack of these blocks; one of them given several times shares its weights.
+
+        Raises:
+            ValueError: no block, or blocks for tokens of different sizes.
+            TypeError: something else than a block.
+        """
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        if any(not isinstance(block, EnergyTransformer) for block in self.blocks):
+            kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
+            raise TypeError(f"blocks must be EnergyTransformer modules, got {kinds}")
+        sizes = sorted({block.key.shape[-1] for block in self._all()})
+        if len(sizes) != 1:
+            raise ValueError(f"blocks must take tokens of one size, got {sizes or 'no block'}")
+
+    def _all(self) -> list[EnergyTransformer]:
+        return [block for block in self.blocks if isinstance(block, EnergyTransformer)]
+
+    @overload
+    def forward(
+        self, tokens: Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[False] = False
+    ) -> Tokens: ...
+
+    @overload
+    def forward(
+        self, tokens: Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[True]
+    ) -> tuple[Tokens, list[Tensor]]: ...
+
+    def forward(
+        self,
+        tokens: Tokens,
+        key_padding_mask: Bool[Tensor, "*lead n"] | None = None,
+        *,
+        need_energies: bool = False,
+    ) -> Tokens | tuple[Tokens, list[Float[Tensor, "steps+1 *lead"]]]:
+        """The tokens after all blocks. Arguments as for a block.
+
+        With `need_energies`, also each block's energies; between blocks they do not compare.
+
+        Raises:
+            ValueError, TypeError: as a block.
+        """
+        energies = []
+        for block in self._all():
+            if need_energies:
+                tokens, path = block(tokens, key_padding_mask, need_energies=True)
+                energies.append(path)
+            else:
+                tokens = block(tokens, key_padding_mask)
+        return (tokens, energies) if need_energies else tokens
