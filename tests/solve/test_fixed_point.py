@@ -59,7 +59,8 @@ def test_a_linear_contraction_has_the_fixed_point_of_linear_algebra(
     # ‖z − z*‖ ≤ ‖f(z) − z‖/(1 − L).
     error = (found.value - expected).norm(dim=-1)
     assert (error <= found.residual / (1 - radius) * (1 + 1e-6) + 1e-13 * expected.norm(dim=-1)).all()
-    assert (torch.nan_to_num(found.contraction) <= radius * (1 + 1e-6) + 1e-6).all()
+    # A ratio of residuals, the earlier of which is above the tolerance: 1e-10 of z, which 12 roundings know to 1e-4.
+    assert (torch.nan_to_num(found.contraction) <= radius + 1e-4).all()
 
 
 @pytest.mark.parametrize("method", METHODS)
