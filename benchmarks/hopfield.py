@@ -75,7 +75,7 @@ def _pooling(passes: int, length: float) -> Sides:
 
 MEMORY_BOUND = (
     "four passes of fused attention, forward and backward, are what is counted; the way that holds all weights waits for "
-    "memory, and takes 27 to 50 s from one machine to the next"
+    "memory, whose speed decides on which side of the bar a machine lands"
 )
 HELD, BOTH = "all weights held", "forward and backward"
 CASES = {
