@@ -28,7 +28,7 @@ ALLOWED = {
     "testing": {"duality", "measures", "ops", "errors"},
     "verification": {"nn", "population", "exchangeable", "report", "__init__"} | WORKSHOP,
     "cli": {"probing", "verification", "report", "errors", "__init__"},
-    "__init__": {"nn", "population", "testing", "probing", "verification"} | WORKSHOP,
+    "__init__": {"nn", "population", "exchangeable", "testing", "probing", "verification"} | WORKSHOP,
 }
 # The result object draws itself; nothing else of probing knows the report.
 ONLY = {"report": {"probing/result.py"}}

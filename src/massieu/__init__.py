@@ -13,7 +13,8 @@ Three doors:
 - see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``;
 - build: ``massieu.nn`` (modules), ``massieu.ops`` (attention that also returns log Z), ``massieu.energy`` (memories and
   machines), ``massieu.measures`` (any h, with what follows from it), ``massieu.duality`` (from a mean back to its natural
-  parameter), ``massieu.solve`` and ``massieu.inference``; ``massieu.testing.check_measure`` tests your own h;
+  parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.exchangeable`` (latent posteriors and
+  conditional means), ``massieu.solve`` and ``massieu.inference``; ``massieu.testing.check_measure`` tests your own h;
 - check: ``massieu.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers.
 
 Importing this module loads neither torch nor transformers; names are loaded when they are first used.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from massieu import duality, energy, inference, measures, nn, ops, population, solve, testing
+    from massieu import duality, energy, exchangeable, inference, measures, nn, ops, population, solve, testing
     from massieu.errors import InputError, MissingExtraError
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import describe, probe
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "duality": "massieu.duality",
     "energy": "massieu.energy",
+    "exchangeable": "massieu.exchangeable",
     "inference": "massieu.inference",
     "measures": "massieu.measures",
     "nn": "massieu.nn",
@@ -60,6 +62,7 @@ __all__ = [
     "describe",
     "duality",
     "energy",
+    "exchangeable",
     "inference",
     "measures",
     "nn",

@@ -15,6 +15,8 @@ from torch import Tensor
 
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
 BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Based Models (2020)"
+ZHANG = "Zhang et al., An Analysis of Attention via the Lens of Exchangeability and Latent Variable Models (arXiv 2212.14852)"
+FOLLOW_UP = "Zhang et al., What and How does In-Context Learning Learn? (arXiv 2305.19420)"
 
 Status = Literal["quoted", "reconstructed", "derived"]
 Comparison = Literal["≤", "≥", "|z| ≤"]
