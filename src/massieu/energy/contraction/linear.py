@@ -6,11 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.energy import matrices
 from massieu.energy.contraction.base import Contraction, align, need_batch, need_width, positive
-from massieu.measures.value import values_are_readable
-
-_ORDERS = 3
-"""Orders of derivatives of a matrix's root that are right."""
 
 
 class Identity(Contraction):
@@ -94,7 +91,7 @@ class Whitening(Contraction):
                 f"{tuple(location.shape)}, got {tuple(covariance.shape)}"
             )
         dtype = torch.promote_types(torch.float32, torch.promote_types(location.dtype, covariance.dtype))
-        root = _square_root(covariance.to(dtype))
+        root = matrices.square_root(covariance.to(dtype), owner="Whitening")
         return cls(location.to(dtype), root, torch.linalg.inv(root))
 
     @classmethod
@@ -132,26 +129,3 @@ class Whitening(Contraction):
 
     def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
         return (y * (0.5 * self._times(self.root, y) + align(self.location, y.ndim, 1))).sum(-1)
-
-
-def _square_root(matrix: Tensor) -> Tensor:
-    """The symmetric root, with derivatives that do not pass through eigenvectors, which repeated eigenvalues do not have.
-
-    Each chord step S + L(Σ − S²), L the inverse of X ↦ SX + XS at the solution, makes one more order right.
-    """
-    eigenvalues, vectors = torch.linalg.eigh(matrix.detach())
-    smallest, size = eigenvalues[..., 0], eigenvalues[..., -1].abs()
-    least = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * size
-    if values_are_readable(smallest) and not bool((smallest > least).all()):
-        raise ValueError(
-            f"Whitening needs a positive definite covariance, got a least eigenvalue of {float(smallest.min()):.3g} "
-            f"beside {float(size.max()):.3g}; more points or an eps make it so"
-        )
-    roots = eigenvalues.sqrt()
-    root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
-    sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
-    left = (matrix - root @ root).detach()
-    for _ in range(_ORDERS):
-        missing = matrix - root @ root - left
-        root = root + vectors @ ((vectors.mT @ missing @ vectors) / sums) @ vectors.mT
-    return root

@@ -1,0 +1,104 @@
+"""How fast a population leaves its equilibrium: what one layer multiplies a small perturbation by (X7, S13, N5)."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.measures import Atoms, Sphere
+
+
+def cumulant_growth(
+    order: int, step: float | Float[Tensor, "*lead"], variance: float | Float[Tensor, "*lead"]
+) -> Float[Tensor, "*lead"]:
+    """1 + n·step·b^(n−1)/(1 + step·b): what a layer and full whitening multiply a small whitened cumulant by (X7).
+
+    To first order in the cumulant, for keys that are the tokens themselves. Above 1 for every order n ≥ 3 and step > 0: the
+    Gaussian equilibrium is unstable to every perturbation that is not Gaussian.
+
+    Args:
+        order: n, at least 3; the first two cumulants are what whitening resets.
+        step: Of the layer.
+        variance: b, the population's variance per coordinate times attention's scale.
+
+    Raises:
+        ValueError: `order` is less than 3.
+    """
+    _need_order(order, 3)
+    step, variance = (torch.as_tensor(value, dtype=torch.float64) for value in (step, variance))
+    return 1 + order * step * variance ** (order - 1) / (1 + step * variance)
+
+
+def measured_cumulant_growth(order: int, step: float, variance: float, *, size: float = 1e-5) -> Float[Tensor, ""]:
+    """The same as measured: a perturbed normal law goes through the layer, and its whitened cumulants are taken by quadrature.
+
+    The densities are φ(z)·exp(±size·He_n(z)/n!), up to normalisation; half the difference of the two cumulants is linear in
+    `size` up to size³. The layer is `Atoms` on a grid of the trapezoidal rule, exact to rounding for such densities.
+
+    Raises:
+        ValueError: `order` is not in 3 … 6, where the perturbed density falls off on the grid.
+    """
+    if not 3 <= order <= 6:
+        raise ValueError(f"order must be between 3 and 6, got {order}")
+    z = torch.arange(-14.0, 14.0, 0.1, dtype=torch.float64)
+    before, after = [], []
+    for sign in (1.0, -1.0):
+        log_weight = -0.5 * z.square() + sign * size / math.factorial(order) * _hermite(z, order)
+        keys = Atoms.create(z.unsqueeze(-1), log_weight)
+        moved = z + step * keys.mean(variance * z.unsqueeze(-1)).squeeze(-1)
+        share = torch.softmax(log_weight, 0)
+        before.append(_whitened_cumulant(share, z, order))
+        after.append(_whitened_cumulant(share, moved, order))
+    return (after[0] - after[1]) / (before[0] - before[1])
+
+
+def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Tensor, ""]:
+    """What RMSNorm∘T multiplies a small harmonic of degree n by, of a law on the unit sphere of R^dim near the uniform one.
+
+    1 + step·n(n + dim − 2)ρ_n/(scale·(1 + step·R)), ρ_n = I_{n+dim/2−1}/I_{dim/2−1} and R = ρ_1, all at `scale`, for keys
+    that are the tokens themselves. The uniform law is a fixed point of it, point by point, and the factor exceeds 1 for every
+    n ≥ 1: clusters grow from it (S13, N5).
+
+    Derived from the Funk–Hecke formula: a density 1 + εY_n turns log Z by ε·ρ_n·Y_n, tokens move along its gradient on the
+    sphere, and the divergence of that is −n(n + dim − 2)Y_n.
+
+    Raises:
+        ValueError: `order` is less than 1, `dim` less than 2, or `scale` not positive.
+    """
+    _need_order(order, 1)
+    if dim < 2 or not scale > 0:
+        raise ValueError(f"harmonic_growth needs dim of at least 2 and a positive scale, got {dim} and {scale}")
+    # I_{ν+1}/I_ν for ν = dim/2 − 1, dim/2, …: lengths of means on spheres of dim, dim + 2, … dimensions.
+    ratios = torch.stack([_mean_length(scale, dim + 2 * index) for index in range(order)])
+    return 1 + step * order * (order + dim - 2) * ratios.prod() / (scale * (1 + step * ratios[0]))
+
+
+def _mean_length(scale: float, dim: int) -> Tensor:
+    eta = torch.zeros(dim, dtype=torch.float64)
+    eta[0] = scale
+    return Sphere.create(dim, torch.ones((), dtype=torch.float64)).mean(eta)[0]
+
+
+def _hermite(z: Tensor, order: int) -> Tensor:
+    """He_n by He_{k+1} = z He_k − k He_{k−1}."""
+    last, current = torch.zeros_like(z), torch.ones_like(z)
+    for index in range(order):
+        last, current = current, z * current - index * last
+    return current
+
+
+def _whitened_cumulant(share: Tensor, value: Tensor, order: int) -> Tensor:
+    """κ_n/κ_2^(n/2), from moments: μ_n = Σ_k C(n − 1, k − 1) κ_k μ_{n−k}."""
+    centred = value - (share * value).sum()
+    moments = [(share * centred**power).sum() for power in range(order + 1)]
+    cumulants = [torch.zeros_like(moments[0])]
+    for n in range(1, order + 1):
+        known = [math.comb(n - 1, k - 1) * cumulants[k] * moments[n - k] for k in range(1, n)]
+        cumulants.append(moments[n] - torch.stack(known).sum() if known else moments[n])
+    return cumulants[order] / cumulants[2] ** (order / 2)
+
+
+def _need_order(order: int, least: int) -> None:
+    if order < least:
+        raise ValueError(f"order must be at least {least}, got {order}")
