@@ -11,10 +11,13 @@ from torch import Tensor
 from massieu.measures import Atoms, Gaussian
 from massieu.verification.claim import QUADRATURE, Check, close, near_in_standard_errors
 from massieu.verification.inputs import need, normal_draws
+from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 
 _NUMBERS_IN_A_BLOCK = 200_000
 _MANY_KEYS = 1_000_000
+_SIZES = [128, 256, 512, 1024, 2048, 4096]
+_REPETITIONS_OF_A_SIZE = 300
 
 # The law of the keys and η = βq: ηᵀΣη = 0.666, so that Ẑ of one key has the relative variance e^0.666 − 1.
 _LOCATION = torch.tensor([0.3, -0.2], dtype=torch.float64)
@@ -43,7 +46,8 @@ class _Errors(NamedTuple):
     "S15",
     statement="Attention over N independent keys has the bias −E[e^{2βk·q}(v − m)]/(NZ²) and the covariance "
     "E[e^{2βk·q}(v − m)(v − m)ᵀ]/(NZ²) to leading order, for Gaussian keys −e^{β²qᵀΣq}βΣq/N and "
-    "e^{β²qᵀΣq}(Σ + β²ΣqqᵀΣ)/N; (1/N)Σ e^{βk·q} is unbiased for Z, its logarithm biased by −Var/(2NZ²).",
+    "e^{β²qᵀΣq}(Σ + β²ΣqqᵀΣ)/N; (1/N)Σ e^{βk·q} is unbiased for Z, its logarithm biased by −Var/(2NZ²): errors fall "
+    "as N^{−½}, biases as N^{−1}.",
     source="delta method",
     status="derived",
 )
@@ -66,6 +70,21 @@ def finitely_many_keys(N: int = 500, repetitions: int = 100_000, seed: int = 0) 
     for name, value in _exact(_MANY_KEYS).entries().items():
         corrected = limit.entries()[name] + correction[name]
         yield close(f"{name}: exact at 10⁶ keys, and limit + next order", value, corrected, QUADRATURE)
+    yield from _rates(seed)
+
+
+def _rates(seed: int) -> Iterator[Check]:
+    """Errors by simulation, biases by their exact integrals."""
+    errors = [_simulate(size, _REPETITIONS_OF_A_SIZE, seed + 1 + index)[0] for index, size in enumerate(_SIZES)]
+    found = rate(_SIZES, torch.stack(errors).norm(dim=-1))
+    yield has_rate("root-mean-square error of N keys, in N", found, -0.5)
+    exact = [_exact(size) for size in _SIZES]
+    for name, bias in {
+        "bias of attention": [e.bias.norm() for e in exact],
+        "bias of log Ẑ": [e.log_bias for e in exact],
+    }.items():
+        biases = torch.stack(bias).abs() / torch.tensor(_SIZES, dtype=torch.float64)
+        yield has_rate(f"{name} over N keys, in N", rate(_SIZES, biases.unsqueeze(-1).expand(-1, 20)), -1.0)
 
 
 def _simulate(
