@@ -63,7 +63,7 @@ def _covariance(normal: Normal, dimensions: int) -> Tensor:
 
 def _generator(seed: int) -> torch.Generator:
     # Another stream than that of the covariance, whose eigenvectors would be among the null's frames.
-    return torch.Generator().manual_seed(seed + 2**32)
+    return torch.Generator().manual_seed(seed + 1_000_003)
 
 
 def _of_low_rank(normal: Normal, precision: Tensor, sigma: Tensor, rank: int) -> Iterator[Check]:
