@@ -21,7 +21,7 @@ def test_everything_in_numpy():
     found = expansion(Atoms.create(torch.from_numpy(keys), torch.from_numpy(weights)), torch.from_numpy(x), step)
 
     def level(points: np.ndarray) -> np.ndarray:
-        return logsumexp(points @ keys.T + weights, axis=-1)
+        return np.asarray(logsumexp(points @ keys.T + weights, axis=-1))
 
     p = softmax(x @ keys.T + weights, axis=-1)
     mean = p @ keys

@@ -1,9 +1,12 @@
-"""Renormalisations of a population against SciPy's roots and their own definition; derivatives, batches, bad calls."""
+"""Renormalisations of a population against NumPy's roots and their own definition; derivatives, batches, bad calls."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.linalg import sqrtm
+import torch.distributed as dist
+from tests.ops import processes
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -27,13 +30,18 @@ def moments(particles: Tensor) -> tuple[Tensor, Tensor]:
     return particles.mean(-2), centred.mT @ centred / particles.shape[-2]
 
 
+def symmetric_root(matrix: np.ndarray) -> np.ndarray:
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors * np.sqrt(values)) @ vectors.T
+
+
 def test_particles_have_the_wanted_moments_by_the_symmetric_root():
     wanted, target, particles = draw(4, seed=1), covariance(4, 2), draw(30, 4, seed=3) @ draw(4, 4, seed=4) + 5
     found = Renormalisation.create(wanted, target)(particles)
     mean, own = moments(found)
     torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-12)
     torch.testing.assert_close(own, target, rtol=0, atol=1e-11)
-    root = sqrtm(target.numpy()).real @ np.linalg.inv(sqrtm(np.cov(particles.numpy().T, bias=True)).real)
+    root = symmetric_root(target.numpy()) @ np.linalg.inv(symmetric_root(np.cov(particles.numpy().T, bias=True)))
     expected = wanted.numpy() + (particles.numpy() - particles.numpy().mean(0)) @ root.T
     np.testing.assert_allclose(found, expected, atol=1e-10)
 
@@ -106,6 +114,43 @@ def test_half_precision_is_promoted():
     rule = Renormalisation.create(torch.zeros(2), torch.eye(2))
     assert rule(particles).dtype == torch.float32
     assert TraceRenormalisation.create(2.0)(particles).dtype == torch.float32
+
+
+def renormalised_in_processes(rank: int, size: int) -> dict[str, Tensor]:
+    """Each process's share of 13 particles, and the gradients of one objective."""
+    own = draw(13, 2, seed=6).tensor_split(size)[rank].clone().requires_grad_()
+    mean, target = draw(2, seed=1).requires_grad_(), covariance(2, 2).requires_grad_()
+    found = {}
+    for name, rule in {
+        "full": Renormalisation(mean, target, group=dist.group.WORLD),
+        "trace": TraceRenormalisation.create(2.0, group=dist.group.WORLD),
+    }.items():
+        moved = rule(own)
+        found[name] = moved.detach()
+        leaves = [own, mean, target] if name == "full" else [own]
+        found[f"{name}: gradients"] = torch.autograd.grad(objective(moved).sum(), leaves)
+    return found
+
+
+def objective(particles: Tensor) -> Tensor:
+    return particles.sin().cumsum(-1)
+
+
+@pytest.mark.slow
+def test_particles_of_several_processes_have_the_moments_of_all():
+    shares: Any = processes.run(renormalised_in_processes, 2)
+    particles = draw(13, 2, seed=6).requires_grad_()
+    mean, target = draw(2, seed=1).requires_grad_(), covariance(2, 2).requires_grad_()
+    for name, rule in {"full": Renormalisation(mean, target), "trace": TraceRenormalisation.create(2.0)}.items():
+        whole = rule(particles)
+        torch.testing.assert_close(torch.cat([share[name] for share in shares]), whole.detach())
+        leaves = [particles, mean, target] if name == "full" else [particles]
+        expected = torch.autograd.grad(objective(whole).sum(), leaves)
+        own, *rest = zip(*[share[f"{name}: gradients"] for share in shares], strict=True)
+        torch.testing.assert_close(torch.cat(own), expected[0])
+        for replicas, gradient in zip(rest, expected[1:], strict=True):
+            for replica in replicas:
+                torch.testing.assert_close(replica, gradient)
 
 
 def test_few_particles_need_an_eps():

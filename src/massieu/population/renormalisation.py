@@ -1,7 +1,8 @@
 """Renormalisations of a whole population: what holds its mean and covariance, or its size alone, in place (S13).
 
-Both act on particles, whose own moments they use, and on Gaussian laws. Neither is LayerNorm, which sees one token at a time
-(trap 16); those are in `massieu.energy.contraction`.
+Both act on particles, whose own moments they use, and on Gaussian laws. Where the particles are spread over the processes of
+a `group`, the moments are those of all of them, and gradients are those of one objective. Neither is LayerNorm, which sees one
+token at a time (trap 16); those are in `massieu.energy.contraction`.
 """
 
 import dataclasses
@@ -10,11 +11,14 @@ from typing import Self
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from massieu.energy import matrices
 from massieu.energy.contraction.base import positive
 from massieu.measures import Gaussian, static_field
 from massieu.measures.value import register, values_are_readable
+from massieu.ops.sharded.collectives import Group, replicate, total
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,15 +32,22 @@ class Renormalisation:
         mean: m*, shape (*batch, d), whose batch broadcasts against the populations'.
         covariance: C*, positive definite, shape (*batch, d, d).
         eps: Added to the eigenvalues of C, so that a population of fewer than d + 1 particles can be renormalised.
+        group: Of the processes that hold the particles; None where all are here.
     """
 
     mean: Float[Tensor, "*batch d"]
     covariance: Float[Tensor, "*batch d d"]
     eps: float = static_field(default=0.0)
+    group: ProcessGroup | DeviceMesh | None = static_field(default=None)  # noqa: RUF009 - a field specifier
 
     @classmethod
     def create(
-        cls, mean: Float[Tensor, "*batch d"], covariance: Float[Tensor, "*batch d d"], *, eps: float = 0.0
+        cls,
+        mean: Float[Tensor, "*batch d"],
+        covariance: Float[Tensor, "*batch d d"],
+        *,
+        eps: float = 0.0,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Self:
         """From the mean and the covariance that a population is to have.
 
@@ -54,7 +65,7 @@ class Renormalisation:
         if not 0 <= eps < float("inf"):
             raise ValueError(f"eps must be finite and at least 0, got {eps}")
         matrices.square_root(covariance.detach().double(), owner="Renormalisation.create")
-        return cls(mean, covariance, float(eps))
+        return cls(mean, covariance, float(eps), group)
 
     def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The renormalised particles, by their own mean and covariance (divided by n).
@@ -65,9 +76,9 @@ class Renormalisation:
         """
         self._need_width(particles.shape, (*particles.shape[:-2], "n", self.mean.shape[-1]), particles.ndim >= 2)
         particles = self._promoted(particles)
-        centred = particles - particles.mean(-2, keepdim=True)
-        matrix = self.matrix(centred.mT @ centred / particles.shape[-2])
-        return self.mean.to(particles.dtype).unsqueeze(-2) + centred @ matrix.mT
+        centred, covariance = _moments(particles, self.group)
+        matrix = _spread(self.matrix(covariance), self.group)
+        return _spread(self.mean.to(particles.dtype), self.group).unsqueeze(-2) + centred @ matrix.mT
 
     def gaussian(self, law: Gaussian) -> Gaussian:
         """The renormalised law.
@@ -111,14 +122,16 @@ class TraceRenormalisation:
 
     Attributes:
         trace: Positive, shape (*batch) or ().
+        group: Of the processes that hold the particles; None where all are here.
     """
 
     trace: Float[Tensor, "*batch"]
+    group: ProcessGroup | DeviceMesh | None = static_field(default=None)  # noqa: RUF009 - a field specifier
 
     @classmethod
-    def create(cls, trace: Float[Tensor, "*batch"] | float) -> Self:
+    def create(cls, trace: Float[Tensor, "*batch"] | float, *, group: ProcessGroup | DeviceMesh | None = None) -> Self:
         """Raises ValueError unless `trace` is positive and finite."""
-        return cls(positive("trace", trace))
+        return cls(positive("trace", trace), group)
 
     def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The renormalised particles.
@@ -131,8 +144,8 @@ class TraceRenormalisation:
                 f"TraceRenormalisation needs particles of shape (*batch, n, d), got {tuple(particles.shape)}"
             )
         particles = particles.to(torch.promote_types(torch.float32, particles.dtype))
-        centred = particles - particles.mean(-2, keepdim=True)
-        size = self._size(centred.square().sum((-2, -1)) / particles.shape[-2])
+        centred, covariance = _moments(particles, self.group)
+        size = _spread(self._size(covariance.diagonal(dim1=-2, dim2=-1).sum(-1)), self.group)
         return size[..., None, None] * centred
 
     def gaussian(self, law: Gaussian) -> Gaussian:
@@ -153,6 +166,23 @@ class TraceRenormalisation:
                 "TraceRenormalisation needs a population that is not a single point, got a covariance of trace 0"
             )
         return (self.trace.to(own) / own).sqrt()
+
+
+def _moments(particles: Tensor, group: ProcessGroup | DeviceMesh | None) -> tuple[Tensor, Tensor]:
+    """The particles less the population's mean, and its covariance."""
+    if group is None:
+        centred = particles - particles.mean(-2, keepdim=True)
+        return centred, centred.mT @ centred / particles.shape[-2]
+    processes = Group.of(group)
+    count = total(particles.new_full((), particles.shape[-2]), processes)
+    mean = total(particles.sum(-2, keepdim=True), processes) / count
+    centred = particles - replicate(mean, processes)
+    return centred, total(centred.mT @ centred, processes) / count
+
+
+def _spread(tensor: Tensor, group: ProcessGroup | DeviceMesh | None) -> Tensor:
+    """What all processes hold, for each to use on its own particles."""
+    return tensor if group is None else replicate(tensor, Group.of(group))
 
 
 register(Renormalisation)
