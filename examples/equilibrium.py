@@ -97,7 +97,7 @@ def pointwise(axes: Axes, step: float = 1.0, layers: int = 8) -> None:
         axes.plot(shown[..., 0], shown[..., 1], color=colour, lw=1, alpha=0.7)
         axes.plot(shown[0, :, 0], shown[0, :, 1], "o", ms=3, color=colour, label=f"covariance {name}")
     axes.set(title=f"(b) {layers} layers, renormalised: still, or turning", aspect="equal", xticks=[], yticks=[])
-    axes.set_ylim(-4.2, 6)
+    axes.set(xlim=(-5.2, 5.2), ylim=(-3.6, 4.8))
     axes.legend(loc="upper center")
 
 

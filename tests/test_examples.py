@@ -22,6 +22,7 @@ PAGES_WITH_CODE = (
     "spins",
     "nn",
     "energy_transformer",
+    "equilibrium",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -35,6 +36,7 @@ EXAMPLES = {
     "character_language_model.py",
     "masked_digits.py",
     "spin_attention.py",
+    "equilibrium.py",
 }
 
 
@@ -177,3 +179,22 @@ def test_spins_attend(tmp_path):
     first, second = re.findall(r"magnetisation (\S+) of the radius", found)
     assert float(second) < float(first)
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_equilibrium_theorem_in_pictures(tmp_path):
+    found = run("examples/equilibrium.py", "--picture", str(tmp_path / "picture.png"))
+    spread = [float(gain) for (gain,) in numbers(r"\(a\) .*: entropy after 6 layers (\S+) nats", found)]
+    assert spread[0] > 1
+    assert abs(spread[1]) < 1e-12
+    moves = [float(move) for (move,) in numbers(r"farthest move in a layer (\S+);", found)]
+    assert moves[0] < 1e-12
+    assert moves[1] > 0.1
+    assert "eigenvalues 3.0000, 0.0000, 0.0000" in found
+    ((worst,),) = numbers(r"measured and predicted differ by (\S+) at most", found)
+    assert float(worst) < 1e-3
+    errors = numbers(r"(\S+) of 8192 \((\S+)\)", found)
+    assert all(abs(float(error) / float(limit) - 1) < 0.25 for error, limit in errors)
+    rates = numbers(r"the mean grows by (\S+) a layer at first, predicted (\S+);", found)
+    assert all(abs(float(rate) - float(expected)) < 0.01 for rate, expected in rates)
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
