@@ -83,6 +83,33 @@ def test_laws_and_derivatives_in_batches():
     assert torch.autograd.gradgradcheck(spread, leaf)
 
 
+def test_half_precision_is_promoted_and_mixed_precision_is_the_wider():
+    hidden = equilibrium(MU.bfloat16(), torch.eye(3).bfloat16())
+    keys = key_law(hidden, torch.eye(3).bfloat16())
+    assert keys.covariance.dtype == torch.float32
+    assert after_layer(hidden, keys, 0.5).covariance.dtype == torch.float32
+    wide = Gaussian.create(MU, SIGMA)
+    assert after_layer(hidden, wide, 0.5).covariance.dtype == F64
+    assert whitened_map(hidden, wide, 0.5).dtype == F64
+
+
+def test_laws_go_through_vmap_and_compilation():
+    factors = draw(2, 3, 3, seed=9)
+
+    def spread(factor: Tensor) -> Tensor:
+        matrix = factor @ factor.mT + torch.eye(3, dtype=F64)
+        law = equilibrium(MU, matrix)
+        after = after_layer(law, key_law(law, matrix), 0.5)
+        return whitened_map(law, key_law(law, SIGMA), 0.5).sum() + entropy_gain(after, 0.3)
+
+    expected = torch.stack([spread(factor) for factor in factors])
+    torch.testing.assert_close(torch.func.vmap(spread)(factors), expected)
+    compiled = torch.compile(spread, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(factors[0]), expected[0])
+    hessians = torch.func.vmap(torch.func.hessian(spread))(factors)
+    torch.testing.assert_close(hessians, torch.stack([torch.func.hessian(spread)(factor) for factor in factors]))
+
+
 # --- trap 16: it needs the full covariance, is pointwise trivial, unstable, and is not LayerNorm ---------------------
 
 

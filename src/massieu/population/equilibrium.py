@@ -27,6 +27,8 @@ def equilibrium(location: Float[Tensor, "*batch d"], covariance: Float[Tensor, "
         ValueError: shapes that do not fit, or Σ is not symmetric and positive definite.
     """
     Renormalisation.create(location, covariance)
+    dtype = _common_dtype(location, covariance)
+    location, covariance = location.to(dtype), covariance.to(dtype)
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     precision = matrices.solve(covariance, identity.expand(covariance.shape))
     precision = 0.5 * (precision + precision.mT)
@@ -42,8 +44,10 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
     if matrix.ndim < 2 or matrix.shape[-1] != law.location.shape[-1]:
         needed = f"(*batch, d, {law.location.shape[-1]})"
         raise ValueError(f"key_law needs a matrix of shape {needed}, got {tuple(matrix.shape)}")
-    covariance = matrix @ _covariance(law) @ matrix.mT
-    return _gaussian((matrix @ law.location.unsqueeze(-1)).squeeze(-1), 0.5 * (covariance + covariance.mT))
+    dtype = _common_dtype(law.location, law.covariance, matrix)
+    matrix = matrix.to(dtype)
+    covariance = matrix @ _covariance(law).to(dtype) @ matrix.mT
+    return _gaussian((matrix @ law.location.to(dtype).unsqueeze(-1)).squeeze(-1), 0.5 * (covariance + covariance.mT))
 
 
 def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
@@ -55,10 +59,11 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     Raises:
         ValueError: the laws differ in d.
     """
-    matrix = _layer_matrix(keys, step)
     _need_same_width(law, keys)
-    covariance = matrix @ _covariance(law) @ matrix.mT
-    location = (matrix @ law.location.unsqueeze(-1)).squeeze(-1) + step * keys.location
+    dtype = _common_dtype(law.location, law.covariance, keys.location, keys.covariance)
+    matrix = _layer_matrix(keys, step).to(dtype)
+    covariance = matrix @ _covariance(law).to(dtype) @ matrix.mT
+    location = (matrix @ law.location.to(dtype).unsqueeze(-1)).squeeze(-1) + step * keys.location
     return _gaussian(location, 0.5 * (covariance + covariance.mT))
 
 
@@ -76,11 +81,11 @@ def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*
     Raises:
         ValueError: the laws differ in d, or the hidden law is degenerate.
     """
-    covariance = _covariance(law)
     after = _covariance(after_layer(law, keys, step))
+    covariance, layer = _covariance(law).to(after), _layer_matrix(keys, step).to(after)
     standard = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    whiten = Renormalisation(torch.zeros_like(law.location), standard.expand(covariance.shape))
-    return whiten.matrix(after) @ _layer_matrix(keys, step) @ matrices.square_root(covariance, owner="whitened_map")
+    whiten = Renormalisation(standard[0], standard)
+    return whiten.matrix(after) @ layer @ matrices.square_root(covariance, owner="whitened_map")
 
 
 def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: int) -> Float[Tensor, "*batch_query"]:
@@ -91,6 +96,13 @@ def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: in
     pull = keys.fisher_vp(eta, eta)
     trace = keys.fisher(eta).diagonal(dim1=-2, dim2=-1).sum(-1)
     return (0.5 * (eta.to(pull) * pull).sum(-1)).exp() * ((trace + pull.square().sum(-1)) / count).sqrt()
+
+
+def _common_dtype(*tensors: Tensor) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _gaussian(location: Tensor, covariance: Tensor) -> Gaussian:
