@@ -45,7 +45,9 @@ def _function(tokens: Tensor) -> Tensor:
 
 def _family(likelihood: Callable[..., Any], chi: Tensor, tokens: Tensor, *parameters: Tensor) -> Case:
     strength = torch.tensor([1.7, 3.1], dtype=torch.float64)
-    return Case(lambda chi, strength: ExponentialFamily.create(likelihood(*parameters), chi, strength), (chi, strength), tokens)
+    return Case(
+        lambda chi, strength: ExponentialFamily.create(likelihood(*parameters), chi, strength), (chi, strength), tokens
+    )
 
 
 def cases(length: int = 6) -> dict[str, Case]:
@@ -70,11 +72,11 @@ def cases(length: int = 6) -> dict[str, Case]:
             lambda log_weight: Concepts.create(log_weight, _function), (normal(2, 3),), normal(2, length, 1)
         ),
         "Dirichlet": Case(DirichletMultinomial.create, (positive(2, 4),), index(2, length)),
-        "regression": Case(
-            LinearRegression.create, (normal(2, 3, 2), precision, positive(2)), normal(2, length, 5)
-        ),
+        "regression": Case(LinearRegression.create, (normal(2, 3, 2), precision, positive(2)), normal(2, length, 5)),
         "regression of unknown noise": Case(
-            NoisyLinearRegression.create, (normal(2, 3, 2), precision, positive(2) + 1, positive(2)), normal(2, length, 5)
+            NoisyLinearRegression.create,
+            (normal(2, 3, 2), precision, positive(2) + 1, positive(2)),
+            normal(2, length, 5),
         ),
         "hidden Markov": Case(
             HiddenMarkov.create,

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
+from tests.exchangeable.cases import cases
 from torch.utils import _pytree as pytree
 
 from massieu.exchangeable import Concepts, DirichletMultinomial, GaussianMean, HiddenMarkov, LinearRegression
-from tests.exchangeable.cases import cases
 
 CASES = cases()
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -60,7 +60,9 @@ def test_a_masked_token_is_not_there_whatever_it_holds(name):
             same(here, one.posterior(case.tokens[row][seen[row]]))
         elif row == 0:  # an unobserved token of a chain: the evidence is that of what is seen, summed over it
             shown = case.tokens[row].clone()
-            tables = [[value] if keep else range(4) for value, keep in zip(shown.tolist(), seen[row].tolist(), strict=True)]
+            tables = [
+                [value] if keep else range(4) for value, keep in zip(shown.tolist(), seen[row].tolist(), strict=True)
+            ]
             whole = [one.posterior(torch.tensor(path)).log_evidence for path in itertools.product(*tables)]
             torch.testing.assert_close(here.log_evidence, torch.stack(whole).logsumexp(0), **EXACT)
 
@@ -149,7 +151,12 @@ def test_vmap_is_the_batch(name):
     same(torch.func.vmap(both)(case.prior, case.tokens), expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW_TO_COMPILE = ("spin", "Poisson", "exponential", "gamma", "Gaussian")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TO_COMPILE)) for name in CASES]
+)
 def test_compiled_is_eager(name):
     case = CASES[name]
 
@@ -157,6 +164,7 @@ def test_compiled_is_eager(name):
         after = case.prior.posterior(tokens[:, :3])
         return after.log_evidence, after.mean, after.log_predictive(tokens[:, 3])
 
+    torch.compiler.reset()
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     same(compiled(case.tokens), both(case.tokens))
 
@@ -171,6 +179,8 @@ def test_lower_precision_is_promoted(name, dtype):
     tokens = case.tokens.to(dtype) if case.tokens.is_floating_point() else case.tokens
     if name in ("Bernoulli", "spin", "Poisson", "exponential", "gamma", "Gaussian"):
         return  # the likelihood's parameters are float64
+    if name == "concepts of a function":
+        return  # a user's own function may work in any precision
     law = case.build(*parameters).posterior(tokens)
     exact = case.build(*[part.double() for part in parameters]).posterior(
         tokens.double() if tokens.is_floating_point() else tokens
@@ -212,7 +222,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"log_likelihood must have shape \(2, 'V'\) or"):
         Concepts.create(torch.zeros(2), torch.zeros(3, 4))
     with pytest.raises(ValueError, match="sequence of probability zero"):
-        HiddenMarkov.create(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[0.0, -torch.inf]])).posterior(torch.tensor([1]))
+        HiddenMarkov.create(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[0.0, -torch.inf]])).posterior(
+            torch.tensor([1])
+        )
     with pytest.raises(ValueError, match="precision must be positive definite"):
         LinearRegression.create(torch.zeros(2, 1), -torch.eye(2), torch.tensor(1.0))
     with pytest.raises(ValueError, match="precision must be symmetric"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
+from tests.exchangeable.cases import cases
 
 from massieu.exchangeable import (
     Concepts,
@@ -17,7 +18,6 @@ from massieu.exchangeable import (
     NoisyLinearRegression,
 )
 from massieu.measures import Bernoulli, Exponential, Gamma, Poisson, Spin
-from tests.exchangeable.cases import cases
 
 CASES = cases()
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -36,7 +36,7 @@ def test_gaussian_mean_is_a_joint_normal(heteroscedastic):
     precision = torch.rand(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3 + 0.1
     found = law.posterior(tokens, precision=precision if heteroscedastic else None)
     for row in range(2):
-        noise = (law.variance[row] / (precision[row] if heteroscedastic else torch.ones(6))).numpy()
+        noise = (law.variance[row] / (precision[row] if heteroscedastic else tensor(np.ones(6)))).numpy()
         prior = float(law.variance[row] / law.strength[row])
         joint = np.diag(noise) + prior
         x, m = tokens[row].numpy(), law.mean[row].numpy()
@@ -117,7 +117,9 @@ def test_gamma_and_spin_predictives_by_quadrature():
     law = scalar(Gamma.create(tensor([1.6]), tensor([1.0])), 2.2, 1.4).posterior(tensor([[3.0]]))
     rate = stats.gamma(1.6 * 2.4 + 1, scale=1 / 5.2)
     for x in (0.3, 2.0):
-        value, _ = integrate.quad(lambda r, x=x: stats.gamma(1.6, scale=1 / r).pdf(x) * rate.pdf(r), 0, np.inf, epsabs=1e-12)
+        value, _ = integrate.quad(
+            lambda r, x=x: stats.gamma(1.6, scale=1 / r).pdf(x) * rate.pdf(r), 0, np.inf, epsabs=1e-12
+        )
         torch.testing.assert_close(law.log_predictive(tensor([x])), tensor(np.log(value)), rtol=1e-8, atol=1e-8)
     spin = scalar(Spin.create(tensor([0.0])), 0.4, 2.0).posterior(tensor([[1.0], [-1.0]]))
     torch.testing.assert_close(spin.log_predictive(tensor([1.0])), tensor(np.log(0.5 * (1 + 0.4 / 4))), **EXACT)

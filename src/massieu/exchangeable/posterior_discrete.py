@@ -218,7 +218,7 @@ def read_log_likelihood(given: LogLikelihood, log_weight: Tensor) -> tuple[LogLi
         return given, log_weight.dtype
     check_log_weight(given, "log_likelihood")
     batch, count = log_weight.shape[:-1], log_weight.shape[-1]
-    if given.ndim < 2 or given.shape[-2] != count or given.shape[:-2] not in (batch, torch.Size()):
+    if given.ndim < 2 or given.shape[-2] != count or (given.ndim > 2 and given.shape[:-2] != batch):
         needed = f"{(*batch, count, 'V')} or {(count, 'V')}"
         raise ValueError(f"log_likelihood must have shape {needed}, got {tuple(given.shape)}")
     dtype = torch.promote_types(given.dtype, log_weight.dtype)

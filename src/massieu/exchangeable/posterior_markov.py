@@ -63,7 +63,7 @@ class HiddenMarkov(Posterior):
         check_log_weight(log_weight)
         check_log_weight(log_transition, "log_transition")
         batch, count = log_weight.shape[:-1], log_weight.shape[-1]
-        if log_transition.shape not in (torch.Size((count, count)), torch.Size((*batch, count, count))):
+        if tuple(log_transition.shape) != (count, count) and tuple(log_transition.shape) != (*batch, count, count):
             needed = f"{(*batch, count, count)} or {(count, count)}"
             raise ValueError(f"log_transition must have shape {needed}, got {tuple(log_transition.shape)}")
         log_weight = log_weight.to(torch.promote_types(log_weight.dtype, torch.float32))

@@ -68,7 +68,7 @@ class LinearRegression(Posterior):
         noise = law.noise[..., None, None]
         step = _regress(law.mean, noise * law.precision, tokens)
         outputs = law.mean.shape[-1]
-        constant = outputs * (seen.sum(-1) * (law.noise.log() + _LOG_2PI) + step.log_ratio)
+        constant = outputs * (seen.to(tokens.dtype).sum(-1) * (law.noise.log() + _LOG_2PI) + step.log_ratio)
         gain = -0.5 * (constant + step.square / law.noise)
         return LinearRegression(step.mean, step.precision / noise, law.noise, law.log_evidence + gain)
 
@@ -151,10 +151,11 @@ class NoisyLinearRegression(Posterior):
         law, tokens, seen = self._admit(tokens, mask, (sum(self.mean.shape[-2:]),))
         step = _regress(law.mean, law.precision, tokens)
         outputs = law.mean.shape[-1]
-        shape = law.shape + 0.5 * outputs * seen.sum(-1)
+        count = seen.to(tokens.dtype).sum(-1)
+        shape = law.shape + 0.5 * outputs * count
         rate = law.rate + 0.5 * step.square
         gain = shape.lgamma() - law.shape.lgamma() + law.shape * law.rate.log() - shape * rate.log()
-        gain = gain - 0.5 * outputs * (seen.sum(-1) * _LOG_2PI + step.log_ratio)
+        gain = gain - 0.5 * outputs * (count * _LOG_2PI + step.log_ratio)
         return NoisyLinearRegression(step.mean, step.precision, shape, rate, law.log_evidence + gain)
 
     def log_predictive(self, token: Float[Tensor, "*batch_query p_plus_e"]) -> Float[Tensor, "*batch_query"]:
@@ -208,7 +209,7 @@ def _log_det(factor: Tensor) -> Tensor:
 
 def _behind(number: Tensor, like: Tensor) -> Tensor:
     """A number a batch item, with query dimensions of one behind."""
-    return number.reshape(*number.shape, *[1] * (like.ndim - number.ndim))
+    return number.reshape((*number.shape, *[1] * (like.ndim - number.ndim)))
 
 
 def _admit_features(law: LinearRegression | NoisyLinearRegression, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
