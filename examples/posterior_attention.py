@@ -87,10 +87,10 @@ def without_prior(axes: Axes, generator: torch.Generator) -> None:
         statistical.append((mean - latent[:, 0]).square().mean().sqrt())
     slope = (errors[-1] / errors[4]).log() / math.log(LENGTHS[-1] / LENGTHS[4])
     print(f"uniform attention without the prior token: error {errors[4]:.4f} at L = 16, slope {slope:.2f}")
-    axes.loglog(LENGTHS, statistical, "o-", color=GREY, markersize=3, label="posterior mean − z")
-    axes.loglog(LENGTHS, errors, "o-", color=BLUE, markersize=3, label="uniform attention − posterior mean")
+    axes.loglog(LENGTHS, statistical, "o-", color=GREY, markersize=3, label="posterior − z")
+    axes.loglog(LENGTHS, errors, "o-", color=BLUE, markersize=3, label="uniform attention − posterior")
     axes.loglog(LENGTHS, [1 / length for length in LENGTHS], ":", color="black", label="1/L")
-    axes.set(title="what the prior token does", xlabel="tokens L", ylabel="root mean square")
+    axes.set(title="what the prior token does", xlabel="tokens L", ylabel="root mean square", ylim=(1e-4, 2))
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -235,7 +235,7 @@ def words(axes: Axes, generator: torch.Generator) -> None:
     for (name, predict), colour in zip(predictors.items(), (BLUE, GREEN, GREY, ORANGE), strict=True):
         found = score(predict, held_out)
         mean, error = found.mean(-1), found.std(-1) / len(held_out) ** 0.5
-        axes.errorbar(lengths, mean, error, color=colour, label=name, marker="o", markersize=3)
+        axes.plot(lengths, mean, "o-", color=colour, label=name, markersize=3)
         numbers = ", ".join(f"{mean[place]:.3f} ± {error[place]:.3f}" for place in (2, 5, 8))
         print(f"{name:>24}: log-probability of a held-out word after 4, 32, 256 words {numbers}")
         if "prior" in name:
@@ -244,8 +244,8 @@ def words(axes: Axes, generator: torch.Generator) -> None:
             less = (best - found).mean(0)
             print(f"{'':>24}  less than the Dirichlet's by {less.mean():.3f} ± {less.std() / len(less) ** 0.5:.3f}")
     axes.set_xscale("log", base=2)
-    axes.set(title="held-out words of Python's help", xlabel="words seen", ylabel="nats a word")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.set(title="held-out words of Python's help", xlabel="words seen", ylabel="nats a word", ylim=(-5.4, -4.3))
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def main() -> None:

@@ -7,7 +7,15 @@ import torch
 from tests.exchangeable.cases import cases
 from torch.utils import _pytree as pytree
 
-from massieu.exchangeable import Concepts, DirichletMultinomial, GaussianMean, HiddenMarkov, LinearRegression
+from massieu.exchangeable import (
+    Concepts,
+    DirichletMultinomial,
+    ExponentialFamily,
+    GaussianMean,
+    HiddenMarkov,
+    LinearRegression,
+)
+from massieu.measures import Poisson
 
 CASES = cases()
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -188,6 +196,18 @@ def test_lower_precision_is_promoted(name, dtype):
     assert law.log_evidence.dtype == law.mean.dtype == torch.float32
     torch.testing.assert_close(law.log_evidence, exact.log_evidence.float(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(law.mean, exact.mean.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_families_in_lower_precision(dtype):
+    tokens = torch.tensor([[3.0], [0.0], [2.0]], dtype=dtype)
+    chi, strength, rate = torch.tensor([2.0]), torch.tensor(1.5), torch.tensor([1.0])
+    found = ExponentialFamily.create(Poisson.create(rate), chi, strength).posterior(tokens)
+    exact = ExponentialFamily.create(Poisson.create(rate.double()), chi.double(), strength.double()).posterior(
+        tokens.double()
+    )
+    assert found.log_evidence.dtype == found.mean.dtype == torch.float32
+    torch.testing.assert_close(found.log_evidence.double(), exact.log_evidence, rtol=1e-5, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():

@@ -181,7 +181,8 @@ class Regret(NamedTuple):
     @property
     def average(self) -> Float[Tensor, "*batch t"]:
         """(loss − best)/t; at most log|𝒵|/t for the exact average under a uniform prior."""
-        return (self.loss - self.best) / torch.arange(1, self.loss.shape[-1] + 1, dtype=self.loss.dtype)
+        steps = torch.arange(1, self.loss.shape[-1] + 1, dtype=self.loss.dtype, device=self.loss.device)
+        return (self.loss - self.best) / steps
 
 
 def averaging_regret(

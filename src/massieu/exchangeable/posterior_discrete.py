@@ -20,7 +20,7 @@ class Concepts(Posterior):
     """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4).
 
     A function as `log_likelihood` takes tokens of shape (*batch, n, …) or (*batch, *query, …) and appends a last
-    dimension K to what precedes its own event dimensions.
+    dimension K to what precedes its own event dimensions. What it returns for masked tokens is dropped.
 
     Attributes:
         log_weight: log P(z | tokens seen), normalised, shape (*batch, K).

@@ -81,7 +81,7 @@ class HiddenMarkov(Posterior):
     def posterior(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> "HiddenMarkov":
         law, emitted = self._emitted(tokens, mask)
         for found in emitted.unbind(-2):
-            law, _ = law._move(found)
+            law, _, _ = law._move(found)
         return law
 
     def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "*batch_query"]:
@@ -97,20 +97,20 @@ class HiddenMarkov(Posterior):
         """
         law, emitted = self._emitted(tokens, mask)
         transition = law.log_transition
-        filtered, evidence = [], [law.log_evidence]
+        filtered, gains = [], []
         for found in emitted.unbind(-2):
-            law, state = law._move(found)
+            law, state, gain = law._move(found)
             filtered.append(state)
-            evidence.append(law.log_evidence)
+            gains.append(gain)
         later = [torch.zeros_like(filtered[-1])]
         for found in emitted[..., 1:, :].flip(-2).unbind(-2):
             later.append(stable.logsumexp(transition + (found + later[-1]).unsqueeze(-2)))
         states = torch.stack(filtered, -2)
         smoothed = stable.log_softmax(states + torch.stack(later[::-1], -2))
-        return Path(states, smoothed, torch.stack(evidence, -1).diff(dim=-1))
+        return Path(states, smoothed, torch.stack(gains, -1))
 
-    def _move(self, found: Tensor) -> tuple["HiddenMarkov", Tensor]:
-        """The law after a token of these log-likelihoods, and the filtered law of the state that emitted it."""
+    def _move(self, found: Tensor) -> tuple["HiddenMarkov", Tensor, Tensor]:
+        """The law after a token of these log-likelihoods, the filtered law of the state that emitted it, its log-predictive."""
         joint = self.log_weight + found
         gain = stable.logsumexp(joint)
         if values_are_readable(gain) and bool((gain == -torch.inf).any()):
@@ -118,7 +118,7 @@ class HiddenMarkov(Posterior):
         state = joint - gain.unsqueeze(-1)
         following = stable.logsumexp((state.unsqueeze(-1) + self.log_transition).mT)
         law = HiddenMarkov(following, self.log_transition, self.log_likelihood, self.log_evidence + gain)
-        return law, state
+        return law, state, gain
 
     def _emitted(self, tokens: Tensor, mask: Tensor | None) -> tuple["HiddenMarkov", Tensor]:
         found = log_likelihoods(self.log_likelihood, tokens, self.log_weight, mask)
