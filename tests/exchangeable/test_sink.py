@@ -53,7 +53,7 @@ def test_its_derivatives():
     def both(query, key, value, prior, strength):
         return attention_with_prior(query, key, value, prior_value=prior, log_strength=strength)[:3]
 
-    inputs = [part[:1, :, :2].clone() for part in (QUERY, KEY, VALUE)] + [PRIOR.clone(), STRENGTH.clone()]
+    inputs = [part[:1, :, :2, :2].clone() for part in (QUERY, KEY, VALUE)] + [PRIOR[:, :2].clone(), STRENGTH.clone()]
     inputs = [part.requires_grad_() for part in inputs]
     assert torch.autograd.gradcheck(both, inputs)
     assert torch.autograd.gradgradcheck(both, inputs)

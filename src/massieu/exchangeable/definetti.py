@@ -115,8 +115,9 @@ def sufficiency(
         label = torch.eye(concepts, dtype=torch.float64)
     if label.ndim != 2 or len(label) != concepts:
         raise ValueError(f"label must have shape ({concepts}, Y), got {tuple(label.shape)}")
-    prior = torch.log_softmax(log_prior.double(), 0)
-    likelihood = torch.log_softmax(log_likelihood.double(), 1)
+    label = label.double().cpu()
+    prior = torch.log_softmax(log_prior.double().cpu(), 0)
+    likelihood = torch.log_softmax(log_likelihood.double().cpu(), 1)
     sequences = torch.cartesian_prod(*[torch.arange(tokens)] * length).reshape(-1, length)
     joint = prior + likelihood[:, sequences].sum(-1).T
     reached = stable.logsumexp(joint) > -torch.inf
@@ -126,7 +127,7 @@ def sufficiency(
     if len(merged) < 2:
         raise ValueError("all sequences have one posterior: there is nothing to merge")
     losses = _merger_losses(merged)
-    label_losses = _merger_losses(merged @ label.double())
+    label_losses = _merger_losses(merged @ label)
     return Sufficiency(
         _information(joint),
         _information(merged),

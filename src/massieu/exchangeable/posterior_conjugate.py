@@ -227,6 +227,8 @@ class ExponentialFamily(Posterior):
     def _log_base(self, tokens: Tensor) -> Tensor:
         """The likelihood's log-density at η = 0 without its normalisation, (*batch, n) of (*batch, n, d)."""
         points = tokens.movedim(-2, 0)
+        if not len(points):
+            return tokens[..., 0]
         if values_are_readable(points):
             self._check_support(points)
         origin = torch.zeros_like(self.chi)

@@ -150,9 +150,9 @@ class DirichletMultinomial(Posterior):
     def posterior(
         self, tokens: Int[Tensor, "*batch n"], mask: Bool[Tensor, "*batch n"] | None = None
     ) -> "DirichletMultinomial":
-        law, shown = self._one_hot(tokens, mask)
-        counts = shown.sum(-2)
-        before, after = law.concentration, law.concentration + counts
+        law, index, seen = self._read(tokens, mask)
+        before = law.concentration
+        after = before.scatter_add(-1, index, seen.to(before.dtype))
         gain = (after.lgamma() - before.lgamma()).sum(-1) + before.sum(-1).lgamma() - after.sum(-1).lgamma()
         return DirichletMultinomial(after, law.log_evidence + gain)
 
@@ -170,20 +170,19 @@ class DirichletMultinomial(Posterior):
         Raises:
             ValueError, TypeError: as `posterior`.
         """
-        law, shown = self._one_hot(tokens, mask)
-        seen = shown.any(-1)
+        law, index, seen = self._read(tokens, mask)
+        shown = F.one_hot(index, law.concentration.shape[-1]).to(law.concentration.dtype)
         logits = torch.where(seen, torch.zeros_like(shown[..., 0]), -torch.inf)
         return with_prior_token(law.mean, law.concentration.sum(-1), shown, logits)
 
-    def _one_hot(self, tokens: Tensor, mask: Tensor | None) -> tuple["DirichletMultinomial", Tensor]:
-        """The law, spread, and visible tokens as unit vectors; masked ones are zero."""
+    def _read(self, tokens: Tensor, mask: Tensor | None) -> tuple["DirichletMultinomial", Tensor, Tensor]:
+        """The law, spread, the tokens, 0 where they are masked, and which are seen."""
         seen = check_mask(mask, tuple(tokens.shape) if isinstance(tokens, Tensor) else (), self.concentration)
         size = self.concentration.shape[-1]
         index = check_categories(tokens, size, seen)
         if index.ndim == 0:
             raise ValueError("DirichletMultinomial needs tokens of shape (*batch, n), got a single number")
-        shown = F.one_hot(index, size).to(self.concentration.dtype) * seen.unsqueeze(-1)
-        return self._spread(index.shape[:-1]), shown
+        return self._spread(index.shape[:-1]), index, seen
 
 
 def check_categories(tokens: object, size: int, seen: Tensor | None = None) -> Int[Tensor, "..."]:

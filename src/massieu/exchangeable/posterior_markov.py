@@ -96,6 +96,8 @@ class HiddenMarkov(Posterior):
             ValueError, TypeError: as `posterior`.
         """
         law, emitted = self._emitted(tokens, mask)
+        if emitted.shape[-2] == 0:
+            raise ValueError("a path needs at least one token, got none")
         transition = law.log_transition
         filtered, gains = [], []
         for found in emitted.unbind(-2):
@@ -104,7 +106,9 @@ class HiddenMarkov(Posterior):
             gains.append(gain)
         later = [torch.zeros_like(filtered[-1])]
         for found in emitted[..., 1:, :].flip(-2).unbind(-2):
-            later.append(stable.logsumexp(transition + (found + later[-1]).unsqueeze(-2)))
+            message = stable.logsumexp(transition + (found + later[-1]).unsqueeze(-2))
+            # Of one state relative to the others; the whole would grow with the sequence, and lose their difference.
+            later.append(stable.log_softmax(message))
         states = torch.stack(filtered, -2)
         smoothed = stable.log_softmax(states + torch.stack(later[::-1], -2))
         return Path(states, smoothed, torch.stack(gains, -1))
@@ -122,8 +126,8 @@ class HiddenMarkov(Posterior):
 
     def _emitted(self, tokens: Tensor, mask: Tensor | None) -> tuple["HiddenMarkov", Tensor]:
         found = log_likelihoods(self.log_likelihood, tokens, self.log_weight, mask)
-        if found.ndim < 2 or found.shape[-2] == 0:
-            raise ValueError(f"HiddenMarkov needs tokens of shape (*batch, n, …) with n ≥ 1, got {tuple(tokens.shape)}")
+        if found.ndim < 2:
+            raise ValueError(f"HiddenMarkov needs tokens of shape (*batch, n, …), got {tuple(tokens.shape)}")
         seen = check_mask(mask, tuple(found.shape[:-1]), found)
         law = self._in(torch.promote_types(found.dtype, self.log_weight.dtype))._spread(found.shape[:-2])
         return law, torch.where(seen.unsqueeze(-1), found, 0.0)

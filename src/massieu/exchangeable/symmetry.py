@@ -58,7 +58,8 @@ def permutation_gap(
         generator: Of the permutations; by default one seeded with 0.
 
     Raises:
-        ValueError: fewer than two tokens, shapes that do not fit, an output without the tokens' dimension, no draws.
+        ValueError: fewer than two tokens, equal tokens, shapes that do not fit, an output without the tokens' dimension or
+            one that is not finite, no draws.
         TypeError: the function returns no floating-point tensor.
     """
     length = _check(tokens, positions, mask, draws)
@@ -102,7 +103,7 @@ def model_permutation_gap(
     Position indices are passed where the model takes them, 0 … L − 1 (from padding_idx + 1 in RoBERTa's kin), and permuted
     with the tokens. The mask is that of all tokens to all, or the causal one: whichever reproduces the model's own output;
     where neither does (windows, for one), or positions cannot be passed (relative biases), that gap is None. Sequences are
-    taken to be without padding.
+    taken to be without padding. Use float32 or float64: rounding in half precision hides small gaps.
 
     Args:
         model: In evaluation mode, taking `input_ids`.
@@ -176,6 +177,8 @@ def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws:
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else told(tokens)
         raise ValueError(f"tokens must have shape (B, L, …) with L ≥ 2, got {shape}")
     length = tokens.shape[1]
+    if not bool((tokens != tokens[:, :1]).any()):
+        raise ValueError("tokens of a sequence must differ, or a permutation changes nothing; got equal ones")
     if positions is not None and (positions.ndim < 2 or positions.shape[1] != length):
         raise ValueError(f"positions must have shape (B, {length}, …), got {tuple(positions.shape)}")
     if mask is not None and tuple(mask.shape[-2:]) != (length, length):
@@ -188,6 +191,8 @@ def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws:
 def _read(found: object, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
     if not isinstance(found, Tensor) or not found.is_floating_point():
         raise TypeError(f"the function must return a floating-point tensor, got {told(found)}")
+    if not bool(found.isfinite().all()):
+        raise ValueError("the function's output must be finite, got NaN or an infinity: nothing can be compared")
     if equivariant and (found.ndim < 2 or found.shape[1] != tokens.shape[1]):
         raise ValueError(
             f"an equivariant function's output must have shape (B, {tokens.shape[1]}, …), got {tuple(found.shape)}; "
