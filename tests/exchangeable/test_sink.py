@@ -49,6 +49,24 @@ def test_a_query_that_sees_nothing_has_the_prior():
     torch.testing.assert_close(found.prior_share, torch.ones(2, 4, 5).double(), rtol=1e-12, atol=0)
 
 
+def test_with_a_value_it_is_no_gradient_in_the_query():
+    """Trap 12: with values = keys a sink at the origin keeps ∇ log Z; a prior value is not its key, and there is no energy."""
+    key = KEY[:1, :1]
+
+    def jacobian(prior):
+        def output(query):
+            found = attention_with_prior(
+                query.reshape(1, 1, 1, 3), key, key, prior_value=prior, log_strength=STRENGTH[0] + 4, scale=1.0
+            )
+            return found.output.flatten()
+
+        return torch.func.jacrev(output)(QUERY[0, 0, 0])
+
+    plain, pulled = jacobian(torch.zeros(3, dtype=torch.float64)), jacobian(PRIOR[0, :3])
+    torch.testing.assert_close(plain, plain.T, rtol=0, atol=1e-14)
+    assert (pulled - pulled.T).abs().max() > 0.01
+
+
 def test_its_derivatives():
     def both(query, key, value, prior, strength):
         return attention_with_prior(query, key, value, prior_value=prior, log_strength=strength)[:3]
