@@ -23,6 +23,7 @@ PAGES_WITH_CODE = (
     "nn",
     "energy_transformer",
     "equilibrium",
+    "posterior",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -37,6 +38,7 @@ EXAMPLES = {
     "masked_digits.py",
     "spin_attention.py",
     "equilibrium.py",
+    "posterior_attention.py",
 }
 
 
@@ -198,3 +200,23 @@ def test_the_equilibrium_theorem_in_pictures(tmp_path):
     rates = numbers(r"the mean grows by (\S+) a layer at first, predicted (\S+);", found)
     assert all(abs(float(rate) - float(expected)) < 0.01 for rate, expected in rates)
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_posteriors_are_attention(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/posterior_attention.py", "--picture", str(picture))
+    counts = numbers(r" *(\w+): truth \S+, after 256 tokens \S+ ± \S+, count (\S+)", found)
+    assert [count for _, count in counts] == ["260"] * 3
+    assert all(float(off) < 0.15 for (off,) in numbers(r"by (\S+)\n(?=sink|regret)", found))
+    worst, bound = numbers(r"regret: at most (\S+), bound (\S+)", found)[0]
+    assert float(worst) <= float(bound)
+    alone, filtered, smoothed = numbers(r"token alone (\S+), filtered (\S+), smoothed (\S+)", found)[0]
+    assert float(smoothed) < float(filtered) < float(alone)
+    rows = {name: [float(part) for part in row] for name, *row in numbers(
+        r" *(\S.*): log-probability of .* words (\S+) ± \S+, (\S+) ± \S+, (\S+) ±", found
+    )}  # fmt: skip
+    assert len(rows) == 4
+    assert rows["uniform, 1% overall law"][0] < -7 < rows["Dirichlet (prior token)"][0]
+    assert max(rows, key=lambda name: rows[name][-1]) == "Dirichlet (prior token)"
+    assert picture.stat().st_size > 10_000

@@ -150,7 +150,7 @@ def test_log_prob_takes_draws_of_any_shape():
     """As samples come: without query or sample dimensions, or with several; against SciPy."""
     rate = torch.tensor([0.5, 2.0], dtype=torch.float64)
     measure = Exponential.create(rate)
-    for shape, query in [((), ()), ((3,), ()), ((), (4,)), ((3, 2), (4, 1))]:
+    for shape, query in [((), ()), ((3,), ()), ((), (4,)), ((3, 2), (4, 1)), ((0,), (4,))]:
         eta = torch.full((*query, 2), -0.25, dtype=torch.float64)
         point = measure.sample(eta, shape)
         expected = torch.from_numpy(expon(scale=1 / (rate + 0.25)).logpdf(point)).sum(-1)

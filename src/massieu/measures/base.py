@@ -186,7 +186,8 @@ class Measure(Hooks):
         points = point.reshape(shape.numel(), *eta.shape).movedim(0, queries_end)
         measure, etas, points = self._admit(eta.unsqueeze(queries_end).expand(points.shape), point=points)
         value = measure._dot(points, etas) + measure._log_density(points)
-        value = value - measure._log_partition(etas.select(queries_end, 0)).unsqueeze(queries_end)
+        if shape.numel():
+            value = value - measure._log_partition(etas.select(queries_end, 0)).unsqueeze(queries_end)
         return value.movedim(queries_end, 0).reshape((*shape, *eta.shape[:queries_end]))
 
     @final

@@ -1,0 +1,222 @@
+"""De Finetti's theorem with finitely many tokens, what is sufficient, and the regret of averaging models (Z1, Z2, Z11)."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.exchangeable.posterior import told
+from massieu.measures import stable
+from massieu.measures.value import values_are_readable
+
+_MOST_SEQUENCES = 1_000_000
+_SAME = 1e-9
+"""Two laws whose entries are no further apart are one: computed from different counts they differ by rounding."""
+
+
+# --- finite exchangeability (Z1) ---------------------------------------------------------------------------------------
+
+
+def finite_extension_bound(k: int, n: int) -> float:
+    """k(k − 1)/(2n): how far k of n exchangeable tokens can be from a mixture of independent ones, in total variation (Z1).
+
+    Total variation is sup |P − Q| over events. With n = ∞ the law is a mixture (de Finetti); with n = k nothing is said:
+    two draws without replacement from {0, 1} have covariance −¼, which no mixture has.
+
+    Raises:
+        ValueError: k is not between 1 and n.
+    """
+    _check_sizes(k, n)
+    return k * (k - 1) / (2 * n)
+
+
+def urn_total_variation(counts: Sequence[int], k: int) -> float:
+    """Exact total variation of k draws without and with replacement from an urn of so many balls of each colour.
+
+    Both laws are exchangeable, so that it is the distance of the laws of the counts: every composition of k is visited. An
+    urn of n different balls, ``[1] * n``, has the largest, 1 − n!/((n − k)! nᵏ), and needs no visits.
+
+    Raises:
+        ValueError: no ball, a negative count, k not between 1 and their number, more compositions than a million.
+    """
+    if not counts or any(count < 0 for count in counts):
+        raise ValueError(f"counts must be whole numbers of balls, at least 0, got {list(counts)}")
+    balls = [count for count in counts if count]
+    total = sum(balls)
+    _check_sizes(k, total)
+    if len(balls) == total:
+        return -math.expm1(sum(math.log1p(-drawn / total) for drawn in range(k)))
+    visited = math.comb(k + len(balls) - 1, k)
+    if visited > _MOST_SEQUENCES:
+        raise ValueError(f"the urn has {visited} outcomes, more than the {_MOST_SEQUENCES} that are visited")
+    distance = 0.0
+    for ends in itertools.combinations(range(k + len(balls) - 1), len(balls) - 1):
+        edges = (-1, *ends, k + len(balls) - 1)
+        drawn = [right - left - 1 for left, right in itertools.pairwise(edges)]
+        without = math.prod(math.comb(count, take) for count, take in zip(balls, drawn, strict=True)) / math.comb(
+            total, k
+        )
+        orders = math.factorial(k) // math.prod(math.factorial(take) for take in drawn)
+        replaced = orders * math.prod((count / total) ** take for count, take in zip(balls, drawn, strict=True))
+        distance += abs(without - replaced)
+    return 0.5 * distance
+
+
+# --- what is sufficient (Z2) -------------------------------------------------------------------------------------------
+
+
+class Sufficiency(NamedTuple):
+    """What sequences of tokens say of a concept, and what their posterior says. Informations are in nats."""
+
+    information: float
+    """I(z; X), X the sequence."""
+    posterior_information: float
+    """I(z; S), S = P(z | X): the same, since the posterior is sufficient."""
+    sequences: int
+    posteriors: int
+    """How many different posteriors there are."""
+    least_loss: float
+    """What I(z; ·) loses by the cheapest merger of two different posteriors: positive, since the posterior is minimal."""
+    least_label_loss: float
+    """The same of I(y; ·) for the given label: it may be 0, since the posterior is not minimal for one label (trap 23)."""
+
+
+def sufficiency(
+    log_prior: Float[Tensor, "K"],
+    log_likelihood: Float[Tensor, "K V"],
+    length: int,
+    *,
+    label: Float[Tensor, "K Y"] | None = None,
+) -> Sufficiency:
+    """Enumerate all V^length sequences of tokens independent given one of K concepts (Z2).
+
+    Args:
+        log_prior: log-weights of the concepts, normalised here.
+        log_likelihood: log-weights of the tokens, normalised here; −inf for a token that a concept never emits.
+        length: Of the sequences.
+        label: P(y | z), one row a concept; by default y = z.
+
+    Raises:
+        ValueError: shapes that do not fit, more than a million sequences, one posterior alone (nothing to merge).
+    """
+    if log_prior.ndim != 1 or log_likelihood.ndim != 2 or len(log_prior) != len(log_likelihood):
+        raise ValueError(
+            f"log_prior and log_likelihood must have shapes (K,) and (K, V), got {tuple(log_prior.shape)} and "
+            f"{tuple(log_likelihood.shape)}"
+        )
+    concepts, tokens = log_likelihood.shape
+    if length < 1 or tokens**length > _MOST_SEQUENCES:
+        raise ValueError(f"{tokens} tokens and length {length}: needed are 1 to {_MOST_SEQUENCES} sequences")
+    if label is None:
+        label = torch.eye(concepts, dtype=torch.float64)
+    if label.ndim != 2 or len(label) != concepts:
+        raise ValueError(f"label must have shape ({concepts}, Y), got {tuple(label.shape)}")
+    label = label.double().cpu()
+    prior = torch.log_softmax(log_prior.double().cpu(), 0)
+    likelihood = torch.log_softmax(log_likelihood.double().cpu(), 1)
+    sequences = torch.cartesian_prod(*[torch.arange(tokens)] * length).reshape(-1, length)
+    joint = prior + likelihood[:, sequences].sum(-1).T
+    reached = stable.logsumexp(joint) > -torch.inf
+    joint, sequences = joint[reached].exp(), sequences[reached]
+    kind = _posteriors(joint, sequences, tokens)
+    merged = torch.zeros(int(kind.max()) + 1, concepts, dtype=torch.float64).index_add_(0, kind, joint)
+    if len(merged) < 2:
+        raise ValueError("all sequences have one posterior: there is nothing to merge")
+    losses = _merger_losses(merged)
+    label_losses = _merger_losses(merged @ label)
+    return Sufficiency(
+        _information(joint),
+        _information(merged),
+        len(joint),
+        len(merged),
+        float(losses.min()),
+        float(label_losses.min()),
+    )
+
+
+def _posteriors(joint: Tensor, sequences: Int[Tensor, "S L"], tokens: int) -> Int[Tensor, "S"]:
+    """The number of each sequence's posterior. Sequences with equal counts share one, whatever its rounding."""
+    counts = torch.nn.functional.one_hot(sequences, tokens).sum(1)
+    _, kind = torch.unique(counts, dim=0, return_inverse=True)
+    first = torch.full((int(kind.max()) + 1,), len(kind)).scatter_reduce(0, kind, torch.arange(len(kind)), "amin")
+    laws = joint[first] / joint[first].sum(-1, keepdim=True)
+    same = torch.cdist(laws, laws, p=torch.inf) <= _SAME
+    _, number = torch.unique(same.int().argmax(-1), return_inverse=True)
+    return number[kind]
+
+
+def _information(joint: Float[Tensor, "S K"]) -> float:
+    """I of the row and the column, Σ P log(P/PP)."""
+    independent = joint.sum(-1, keepdim=True) * joint.sum(0)
+    return float((torch.special.xlogy(joint, joint) - torch.special.xlogy(joint, independent)).sum())
+
+
+def _merger_losses(joint: Float[Tensor, "S K"]) -> Float[Tensor, "pairs"]:
+    """I(row; column) before less after each merger of two rows: their Jensen–Shannon divergence, by the rows' weights."""
+    left, right = torch.combinations(torch.arange(len(joint))).unbind(-1)
+
+    def concentration(rows: Tensor) -> Tensor:
+        return torch.special.xlogy(rows, rows / rows.sum(-1, keepdim=True)).sum(-1)
+
+    each = concentration(joint)
+    return each[left] + each[right] - concentration(joint[left] + joint[right])
+
+
+# --- regret (Z11) ------------------------------------------------------------------------------------------------------
+
+
+class Regret(NamedTuple):
+    """Cumulative losses after each of t tokens, in nats."""
+
+    loss: Float[Tensor, "*batch t"]
+    """−Σ_{i ≤ t} log p(token i | tokens before), of the predictor."""
+    best: Float[Tensor, "*batch t"]
+    """min_z −Σ log p(token i | z), of the best concept in hindsight."""
+    bound: Float[Tensor, "*batch t"]
+    """min_z [−Σ log p(token i | z) + log 1/π(z)]: an exact average of all concepts never loses more."""
+
+    @property
+    def average(self) -> Float[Tensor, "*batch t"]:
+        """(loss − best)/t; at most log|𝒵|/t for the exact average under a uniform prior."""
+        steps = torch.arange(1, self.loss.shape[-1] + 1, dtype=self.loss.dtype, device=self.loss.device)
+        return (self.loss - self.best) / steps
+
+
+def averaging_regret(
+    log_predictive: Float[Tensor, "*batch t"],
+    log_likelihoods: Float[Tensor, "*batch t K"],
+    log_prior: Float[Tensor, "K"],
+) -> Regret:
+    """A predictor's losses beside the bound that Bayesian model averaging keeps (Z11).
+
+    Args:
+        log_predictive: log p(token i | tokens before) of any predictor, such as a trained model.
+        log_likelihoods: log p(token i | z) for each concept.
+        log_prior: log-weights of the concepts, normalised here.
+
+    Raises:
+        ValueError: shapes that do not fit, NaN.
+    """
+    if log_likelihoods.shape[:-1] != log_predictive.shape or log_prior.shape != log_likelihoods.shape[-1:]:
+        raise ValueError(
+            "log_predictive, log_likelihoods and log_prior must have shapes (*batch, t), (*batch, t, K) and (K,), got "
+            f"{tuple(log_predictive.shape)}, {tuple(log_likelihoods.shape)} and {tuple(log_prior.shape)}"
+        )
+    dtype = torch.promote_types(torch.promote_types(log_predictive.dtype, log_likelihoods.dtype), torch.float32)
+    loss, each = -log_predictive.to(dtype).cumsum(-1), -log_likelihoods.to(dtype).cumsum(-2)
+    if values_are_readable(loss, each) and bool(loss.isnan().any() | each.isnan().any()):
+        raise ValueError("log-probabilities must be numbers below +inf, got NaN")
+    prior = torch.log_softmax(log_prior.to(dtype), -1)
+    return Regret(loss, each.amin(-1), (each - prior).amin(-1))
+
+
+def _check_sizes(k: int, n: int) -> None:
+    for name, value in (("k", k), ("n", n)):
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be a whole number, got {told(value)}")
+    if not 1 <= k <= n:
+        raise ValueError(f"k must lie between 1 and n = {n}, got {k}")

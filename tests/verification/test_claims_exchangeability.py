@@ -1,0 +1,114 @@
+"""The claims on exchangeable tokens notice what is wrong."""
+
+import pytest
+import torch
+
+from massieu.errors import InputError
+from massieu.exchangeable import Concepts, DirichletMultinomial, GaussianMean, posterior, posterior_conjugate
+from massieu.verification.beyond import empirical_bayes
+from massieu.verification.bridges import sinks
+from massieu.verification.run import verify
+from massieu.verification.zhang import exchangeability, positions
+
+_BOUND = exchangeability.finite_extension_bound
+_SUFFICIENCY, _GAP = exchangeability.sufficiency, positions.permutation_gap
+_MERGED = sinks.attention_with_prior
+_DIRICHLET, _CONCEPTS, _PRIOR_TOKEN = DirichletMultinomial.posterior, Concepts.posterior, posterior.with_prior_token
+
+
+def _no_count(self, tokens, mask=None, *, precision=None):
+    """An average: the right mean, but the strength of one token."""
+    average = tokens.mean(-2)
+    return GaussianMean(average, self.strength + 1, self.variance, self.log_evidence)
+
+
+def _order_counts(self, tokens, mask=None):
+    found = _DIRICHLET(self, tokens, mask)
+    return DirichletMultinomial(found.concentration, found.log_evidence + 0.1 * tokens[..., 0])
+
+
+def _without_prior(value, strength, tokens, log_weight):
+    return _PRIOR_TOKEN(value, 1e-300 * strength, tokens, log_weight)
+
+
+WRONG = {
+    "Z1: a bound of half the size": ("Z1", exchangeability, "finite_extension_bound", lambda k, n: _BOUND(k, n) / 2),
+    "Z1: with replacement on both sides": ("Z1", exchangeability, "urn_total_variation", lambda counts, k: 0.0),
+    "Z1: a law that is not exchangeable": ("Z1", DirichletMultinomial, "posterior", _order_counts),
+    "Z2: an average for the sum": ("Z2", GaussianMean, "posterior", _no_count),
+    "Z2: information in bits": (
+        "Z2",
+        exchangeability,
+        "sufficiency",
+        lambda *inputs, **label: _SUFFICIENCY(*inputs, **label)._replace(information=0.1564728),
+    ),
+    "Z3: no prior token": ("Z3", posterior_conjugate, "with_prior_token", _without_prior),
+    "Z3: a posterior that forgets the count": ("Z3", GaussianMean, "posterior", _no_count),
+    "Z11: a predictor that is no average": (
+        "Z11",
+        Concepts,
+        "posterior",
+        lambda self, tokens: Concepts(
+            _CONCEPTS(self, tokens).log_weight.roll(1, -1), self.log_likelihood, self.log_evidence
+        ),
+    ),
+    "Z14: positions left in place": (
+        "Z14",
+        positions,
+        "permutation_gap",
+        lambda *inputs, positions=None, **more: _GAP(*inputs, positions=positions, **more)._replace(with_positions=0.1),
+    ),
+    "X4: a prior of half the strength": (
+        "X4",
+        sinks,
+        "attention_with_prior",
+        lambda *inputs, log_strength, **more: _MERGED(*inputs, log_strength=log_strength - 0.7, **more),
+    ),
+    "N9: no log-weights": (
+        "N9",
+        empirical_bayes,
+        "_denoise",
+        lambda noisy, context, variance: torch.softmax(noisy @ context.mT / variance, -1) @ context,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_implementation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
+    id, owner, name, replacement = WRONG[case]
+    monkeypatch.setattr(owner, name, replacement)
+    assert verify(id)[0].verdict == "fails"
+
+
+@pytest.mark.parametrize(
+    ("id", "settings"),
+    [
+        ("Z1", {"length": 1}),
+        ("Z2", {"concepts": 1}),
+        ("Z3", {"repetitions": 5}),
+        ("Z11", {"concepts": 1}),
+        ("Z14", {"tokens": 1}),
+        ("X4", {"repetitions": 5}),
+        ("N9", {"tokens": 1}),
+    ],
+)
+def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
+    with pytest.raises(InputError, match="must be at least"):
+        verify(id, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("id", "settings"),
+    [
+        ("Z1", {"balls": 2, "drawn": 2, "length": 2}),
+        ("Z1", {"balls": 60, "drawn": 4, "length": 20}),
+        ("Z2", {"concepts": 6, "tokens": 3, "length": 4}),
+        ("Z3", {"tokens": 200, "dimensions": 1}),
+        ("Z11", {"models": 3, "concepts": 40, "length": 200}),
+        ("Z14", {"tokens": 20, "width": 30, "layers": 4}),
+        ("X4", {"tokens": 100, "dimensions": 1}),
+        ("N9", {"tokens": 100, "dimensions": 8, "noise": 1.5}),
+    ],
+)
+def test_the_claim_holds_for_other_settings(id: str, settings: dict[str, int]):
+    assert verify(id, settings=settings)[0].verdict == "holds"
