@@ -5,4 +5,66 @@ said by the posterior of z (Z2), whose mean is attention in conjugate families (
 a key is kernel ridge regression over the tokens (Z4). Zhang, Liu, Cai, Wang and Wang (arXiv 2212.14852).
 """
 
-__all__: list[str] = []
+from massieu.exchangeable.generalisation import (
+    AttentionLipschitz,
+    attention_lipschitz,
+    generalisation_bound,
+    log_cover_size,
+)
+from massieu.exchangeable.precision import (
+    GaussianTokens,
+    denoising_score,
+    precision_matching_score,
+)
+from massieu.exchangeable.smoothing import (
+    SmoothingError,
+    SmoothingFloor,
+    asymptotic_scale,
+    deconvolution,
+    harmonic_count,
+    optimal_scale,
+    ridge_multipliers,
+    smoothing_error,
+    smoothing_floor,
+    softmax_limit,
+    sphere_multipliers,
+    spherical_kernel,
+    zonal_harmonics,
+)
+from massieu.exchangeable.transfer import (
+    Transfer,
+    excess_risk_bound,
+    masked_gaussian_mean,
+    masked_mean,
+    masked_token_probabilities,
+    transfer,
+)
+
+__all__ = [
+    "AttentionLipschitz",
+    "GaussianTokens",
+    "SmoothingError",
+    "SmoothingFloor",
+    "Transfer",
+    "asymptotic_scale",
+    "attention_lipschitz",
+    "deconvolution",
+    "denoising_score",
+    "excess_risk_bound",
+    "generalisation_bound",
+    "harmonic_count",
+    "log_cover_size",
+    "masked_gaussian_mean",
+    "masked_mean",
+    "masked_token_probabilities",
+    "optimal_scale",
+    "precision_matching_score",
+    "ridge_multipliers",
+    "smoothing_error",
+    "smoothing_floor",
+    "softmax_limit",
+    "sphere_multipliers",
+    "spherical_kernel",
+    "transfer",
+    "zonal_harmonics",
+]
