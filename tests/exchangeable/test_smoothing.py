@@ -50,9 +50,9 @@ def exact(dimension: int, scale: float, degree: int) -> mpmath.mpf:
 @pytest.mark.parametrize("dimension", [2, 3, 4, 64, 512, 4096])
 def test_multipliers_are_ratios_of_bessel_functions(dimension):
     with mpmath.workdps(60):
-        for scale in (1e-6, 0.03, 1.0, 7.0, 40.0, 300.0, 4e4, 1e6):
+        for scale in (1e-6, 1.0, 300.0, 4e4) if dimension > 64 else (1e-6, 0.03, 1.0, 7.0, 40.0, 300.0, 4e4, 1e6):
             found = sphere_multipliers(60, dimension, scale)
-            for degree in (0, 1, 2, 7, 25, 60):
+            for degree in (0, 1, 7, 60):
                 wanted = exact(dimension, scale, degree)
                 if wanted < 1e-300:
                     assert found[degree] < 1e-299
@@ -146,31 +146,32 @@ def test_trap_20_no_constant_relates_softmax_to_the_conditional_mean():
     assert smoothing_floor(power, 4, 1e9).error < 1e-7
 
 
-def simulated_error(keys: int, scale: float, noise: float, repetitions: int) -> tuple[float, float]:
-    """Mean squared error for f = P₁ + P₂ of one axis for d = 3, with its standard error; a fresh query each time."""
+def simulated_sampling(keys: int, scale: float, noise: float, repetitions: int) -> tuple[float, float]:
+    """Mean squared error less the limit's own, with its standard error: f = P₁ + P₂ of one axis, d = 3, fresh queries."""
     generator = torch.Generator().manual_seed(3)
     normal = torch.randn(repetitions, keys + 1, 3, dtype=torch.float64, generator=generator)
     points = normal / normal.norm(dim=-1, keepdim=True)
-    f = zonal_harmonics(points[..., 0], 2, 3)[..., 1:].sum(-1, keepdim=True)
+    parts = zonal_harmonics(points[..., 0], 2, 3) * double(0, 1, 1)
+    f = parts.sum(-1, keepdim=True)
     value = f[:, 1:] + noise * torch.randn(repetitions, keys, 1, dtype=torch.float64, generator=generator)
     shape = (repetitions, 1)
     query, key = points[:, :1].unflatten(0, shape), points[:, 1:].unflatten(0, shape)
     output = ops.attention(query, key, value.unflatten(0, shape), scale=scale).output
-    error = (output.reshape(-1) - f[:, 0, 0]).square()
-    return error.mean().item(), (error.std() / math.sqrt(repetitions)).item()
+    error, floor = ((x - f[:, 0, 0]).square() for x in (output.reshape(-1), softmax_limit(parts[:, 0], 3, scale)))
+    return (error - floor).mean().item(), ((error - floor).std() / math.sqrt(repetitions)).item()
 
 
-def test_the_error_over_finitely_many_keys_is_the_simulated_one():
+def test_what_finitely_many_keys_add_is_what_simulations_add():
     power = double(0, 1 / 3, 1 / 5)
     for keys, scale in ((200, 4.0), (800, 12.0)):
-        mean, error = simulated_error(keys, scale, 0.4, 4000)
-        found = smoothing_error(keys, power, 0.16, 3, scale)
-        remainder = 40 * float(found.sampling) ** 2  # the next order, in 1/L²
-        assert abs(mean - float(found.total)) < 5 * error + remainder
-        assert 5 * error + remainder < 0.2 * float(found.sampling)
+        mean, error = simulated_sampling(keys, scale, 0.4, 5000)
+        found = float(smoothing_error(keys, power, 0.16, 3, scale).sampling)
+        remainder = 5 * scale / keys  # the next order is smaller by E w²/L, about β/L for d = 3
+        assert abs(mean / found - 1) < 5 * error / found + remainder
+        assert 5 * error / found + remainder < 0.4
 
 
-@pytest.mark.parametrize(("dimension", "noise"), [(2, 0.25), (3, 0.1), (8, 1.0), (3, 0.0)])
+@pytest.mark.parametrize(("dimension", "noise"), [(2, 0.25), (3, 0.1), (8, 1.0)])
 def test_the_optimal_scale_is_the_minimum(dimension, noise):
     power = double(0.5, 0.3, 0.0, 0.1)
     for keys in (64, 10**5):
@@ -193,8 +194,9 @@ def test_the_optimal_scale_grows_as_theory_says():
         close(found, asymptotic_scale(many, power, 0.3, dimension), rtol=0.05, atol=0)
         slope = (found[1] / found[0]).log10().item()
         assert abs(slope - 2 / (dimension + 3)) < 0.005
-        noiseless = optimal_scale(many, power, 0.0, dimension)
-        assert abs((noiseless[1] / noiseless[0]).log10().item() - 2 / (dimension + 1)) < 0.01
+    # With next to no noise the scale stops where one key is left: Λ(β)² = Λ(2β)·L^{-1}, for d = 3 β coth β = L.
+    edge = optimal_scale(100, power, 1e-9, 3).item()
+    assert edge / math.tanh(edge) == pytest.approx(100, rel=1e-4)
 
 
 def test_both_limits_of_the_spectrum():
@@ -246,6 +248,7 @@ def test_transforms_and_compilation():
         (lambda: smoothing_floor(double(-1.0), 3, 1.0), "power must be finite and at least 0"),
         (lambda: smoothing_floor(torch.tensor(1.0), 3, 1.0), "power must have shape"),
         (lambda: smoothing_error(10, double(1.0), -1.0, 3, 1.0), "noise_variance must be finite"),
+        (lambda: optimal_scale(10, double(1.0), 0.0, 3), "noise_variance must be positive"),
         (lambda: asymptotic_scale(10, double(1.0), 0.0, 3), "noise_variance must be positive"),
     ],
 )

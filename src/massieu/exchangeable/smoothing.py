@@ -205,28 +205,32 @@ def smoothing_error(
     degree, power = _degree(power), power.double()
     scale = _scale(scale, dimension, degree)
     one, two = (sphere_multipliers(degree, dimension, factor * scale) for factor in (1, 2))
-    log_mass, log_mass_of_squares = (log_sphere_partition((b * scale).square(), dimension) for b in (1, 2))
     spread = ((1 - 2 * one * two + one.square() + 2 * (1 - one) * (two - one)) * power).sum(-1)
-    sampling = (log_mass_of_squares - 2 * log_mass).exp() * (noise_variance + spread) / keys
+    sampling = _log_mean_square(scale, dimension).exp() * (noise_variance + spread) / keys
     return SmoothingError(((1 - one).square() * power).sum(-1), sampling)
 
 
 def optimal_scale(
     keys: Float[Tensor, "*lead"] | int, power: Float[Tensor, "n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:
-    """The inverse temperature that minimises `smoothing_error` over L keys, between 1e-3 and 1e6.
+    """The inverse temperature that minimises `smoothing_error` over L keys, where E w² ≤ L, between 1e-3 and 1e6.
 
-    It grows as L^{2/(d+3)}, the error then falls as L^{−2/(d+3)} (Z7); without noise as L^{2/(d+1)}. Not differentiable;
-    right to 1e-5 of itself. Arguments and errors as `smoothing_error`.
+    It grows as L^{2/(d+3)}, and the root of the error falls as L^{−2/(d+3)} (Z7). With very little noise it is the β of
+    E w² = L, beyond which less than one key counts and the error's formula does not hold. Not differentiable; right to
+    1e-5 of itself.
+
+    Raises:
+        ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
+    _check_noise(noise_variance)
     keys = torch.as_tensor(keys, dtype=torch.float64)
     low, high = (torch.full_like(keys, math.log(end)) for end in _SCALES)
     share = torch.linspace(0, 1, _POINTS, dtype=torch.float64)
-    grid = low
     with torch.no_grad():
         for _ in range(_REFINEMENTS):
             grid = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * share
             error = smoothing_error(keys.unsqueeze(-1), power, noise_variance, dimension, grid.exp()).total
+            error = torch.where(_log_mean_square(grid.exp(), dimension) <= keys.log().unsqueeze(-1), error, torch.inf)
             best = error.argmin(-1, keepdim=True)
             low, high = (grid.gather(-1, (best + move).clamp(0, _POINTS - 1)).squeeze(-1) for move in (-1, 1))
     return (0.5 * (low + high)).exp()
@@ -243,13 +247,23 @@ def asymptotic_scale(
     Raises:
         ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
-    if not 0 < noise_variance < math.inf:
-        raise ValueError(f"noise_variance must be positive and finite, got {noise_variance}")
+    _check_noise(noise_variance)
     n = torch.arange(_degree(power) + 1, dtype=torch.float64)
     roughness = ((n * (n + dimension - 2)).square() * power.double()).sum()
     log_c = math.log(2) + 0.5 * math.log(math.pi) - (dimension - 1) * math.log(2) - math.lgamma(dimension / 2)
     ratio = roughness * torch.as_tensor(keys, dtype=torch.float64) / ((dimension - 1) * noise_variance)
     return ((ratio.log() - log_c) * 2 / (dimension + 3)).exp()
+
+
+def _log_mean_square(scale: Tensor, dimension: int) -> Tensor:
+    """log E w² for w = e^{βk·q}/Λ(β)."""
+    once, twice = (log_sphere_partition((factor * scale).square(), dimension) for factor in (1, 2))
+    return twice - 2 * once
+
+
+def _check_noise(noise_variance: float) -> None:
+    if not 0 < noise_variance < math.inf:
+        raise ValueError(f"noise_variance must be positive and finite, got {noise_variance}")
 
 
 def _check_sphere(degree: int, dimension: int) -> None:
