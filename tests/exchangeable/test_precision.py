@@ -119,10 +119,9 @@ def test_the_error_at_4000_keys_is_right_to_a_percent():
 
 def test_the_bias_of_finitely_many_keys_is_in_the_error():
     """X2 with s²b alone in the bracket leaves out the product of both biases, of the same order."""
-    law = GaussianTokens.create(
-        *(torch.zeros(1, dtype=torch.float64),) * 2, *(torch.ones(1, 1, dtype=torch.float64),) * 3
-    )
-    query, share, keys = torch.tensor([1.5], dtype=torch.float64), 0.5, 60
+    origin, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    law = GaussianTokens.create(origin, origin, one, one, 1.001 * one)  # next to no noise
+    query, share, keys = torch.tensor([1.5], dtype=torch.float64), 0.5, 120
     mean, error = simulated(law, query, share, keys, 60_000)
     found = law.error(query, share, keys).item()
     growth = math.exp(share**2 * 2.25) / keys

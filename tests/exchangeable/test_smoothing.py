@@ -50,7 +50,7 @@ def exact(dimension: int, scale: float, degree: int) -> mpmath.mpf:
 @pytest.mark.parametrize("dimension", [2, 3, 4, 64, 512, 4096])
 def test_multipliers_are_ratios_of_bessel_functions(dimension):
     with mpmath.workdps(60):
-        for scale in (1e-6, 1.0, 300.0, 4e4) if dimension > 64 else (1e-6, 0.03, 1.0, 7.0, 40.0, 300.0, 4e4, 1e6):
+        for scale in (1.0, 4e3) if dimension > 512 else (1e-6, 0.03, 1.0, 7.0, 40.0, 300.0, 4e4, 1e6):
             found = sphere_multipliers(60, dimension, scale)
             for degree in (0, 1, 7, 60):
                 wanted = exact(dimension, scale, degree)
@@ -163,8 +163,8 @@ def simulated_sampling(keys: int, scale: float, noise: float, repetitions: int) 
 
 def test_what_finitely_many_keys_add_is_what_simulations_add():
     power = double(0, 1 / 3, 1 / 5)
-    for keys, scale in ((200, 4.0), (800, 12.0)):
-        mean, error = simulated_sampling(keys, scale, 0.4, 5000)
+    for keys, scale, repetitions in ((200, 4.0, 16_000), (800, 12.0, 5000)):
+        mean, error = simulated_sampling(keys, scale, 0.4, repetitions)
         found = float(smoothing_error(keys, power, 0.16, 3, scale).sampling)
         remainder = 5 * scale / keys  # the next order is smaller by E w²/L, about β/L for d = 3
         assert abs(mean / found - 1) < 5 * error / found + remainder
