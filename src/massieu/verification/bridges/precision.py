@@ -36,7 +36,7 @@ def _tokens() -> GaussianTokens:
     source="joins Zhang (b) and the hypothesis of Shim §3.2; exponential tilting",
     status="derived",
 )
-def precision_matching(keys: int = 20_000, repetitions: int = 50, seed: int = 0) -> Iterator[Check]:
+def precision_matching(keys: int = 20_000, repetitions: int = 30, seed: int = 0) -> Iterator[Check]:
     need(1000, keys=keys)
     need(20, repetitions=repetitions)
     normal, law = normal_draws(seed), _tokens()
@@ -64,7 +64,7 @@ def best_temperature(keys: int = 4000, repetitions: int = 500, seed: int = 0) ->
     need(100, keys=keys)
     need(100, repetitions=repetitions)
     normal, law = normal_draws(seed), _tokens()
-    for share in (0.4, 0.8, 1.0):
+    for share in (0.5, 1.0):
         yield from _simulated_error(normal, law, share, keys, repetitions)
     yield from _bias_of_few_keys(normal, 20 * repetitions)
     yield from _the_minimum(law)
