@@ -18,6 +18,7 @@ from massieu.exchangeable import (
 from massieu.verification.bridges import precision as precision_claims
 from massieu.verification.bridges import sphere_spectrum as spectrum_claims
 from massieu.verification.rates import has_rate, rate
+from massieu.verification.registry import find
 from massieu.verification.run import verify
 from massieu.verification.zhang import attention_rates as rates_claims
 from massieu.verification.zhang import generalisation as generalisation_claims
@@ -136,7 +137,7 @@ def test_a_wrong_function_fails_its_claim(case: str, monkeypatch: pytest.MonkeyP
 )
 def test_too_few_draws_are_refused(id: str, settings: dict[str, int]):
     with pytest.raises(InputError, match="must be at least"):
-        verify(id, **settings)
+        find(id)(**settings)
 
 
 def test_trap_20_is_shown_by_the_claim_itself():
