@@ -1,9 +1,10 @@
 """When is softmax attention the conditional mean? On the sphere, with noise, and for Gaussian keys at finite length.
 
-Left: keys uniform on the sphere of R³, values f(key) + noise with f of two degrees. Softmax at a fixed temperature stops at its
-floor, at the best temperature it comes down as L^(-1/3), divided by its spectrum up to the degree of f, or as a ridge regression
-with softmax's own kernel, as L^(-1/2) (Z7, X9). Middle: the spectrum, what softmax leaves of each degree. Right: for Gaussian
-keys, the share s of the full precision Σ⁻¹ at which L keys estimate best, for a query at the typical distance √d (X2).
+Left: keys uniform on the sphere of R³, values f(key) + noise with f of two degrees. Softmax at a fixed temperature stops at
+its floor; at the best temperature it comes down as L^(-1/3); divided by its spectrum up to the degree of f, as L^(-1/2); and a
+ridge regression with softmax's own kernel, which is told no degree, has no floor either (Z7, X9). Middle: the spectrum, what
+softmax leaves of each degree. Right: for Gaussian keys, the share s of the full precision Σ⁻¹ at which L keys estimate best,
+for a query at the distance √d (X2).
 
 Run: python examples/smoothing.py [--picture FILE]
 """
@@ -29,7 +30,7 @@ from massieu.exchangeable import (
 )
 
 DIMENSION, FIXED, NOISE, DEGREE = 3, 4.0, 0.5, 2
-LENGTHS = (64, 256, 1024, 4096)
+LENGTHS = (64, 128, 256, 512, 1024, 2048)
 POWER = torch.tensor([0.0, 1 / 3, 1 / 5], dtype=torch.float64)  # of P₁ + P₂ on the sphere
 Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -76,8 +77,8 @@ def errors(estimators: dict[str, Estimator]) -> dict[str, list[float]]:
     squares: dict[str, list[float]] = {name: [] for name in estimators}
     for length in LENGTHS:
         found: dict[str, list[Tensor]] = {name: [] for name in estimators}
-        for _ in range(max(2, 8192 // length)):
-            key, query = sphere(length, generator=generator), sphere(200, generator=generator)
+        for _ in range(max(8, 8192 // length)):
+            key, query = sphere(length, generator=generator), sphere(500, generator=generator)
             value = conditional_mean(key) + NOISE * torch.randn(length, dtype=torch.float64, generator=generator)
             for name, estimate in estimators.items():
                 found[name].append((estimate(query, key, value) - conditional_mean(query)).square().mean())
@@ -103,7 +104,7 @@ def draw(found: dict[str, list[float]], floor: float, shares: dict[int, tuple[Te
     for colour, (name, values) in zip(colours, found.items(), strict=True):
         left.loglog(LENGTHS, values, "o-", color=colour, label=name)
     left.axhline(floor, color="grey", linestyle=":", linewidth=1)
-    left.annotate("floor", (LENGTHS[0], floor), xytext=(0, 3), textcoords="offset points", color="grey")
+    left.annotate("floor", (LENGTHS[-1], floor), xytext=(0, -13), textcoords="offset points", color="grey", ha="right")
     left.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
     left.minorticks_off()
     left.set_yticks((0.02, 0.05, 0.1, 0.2, 0.4), ("0.02", "0.05", "0.1", "0.2", "0.4"))
@@ -144,12 +145,11 @@ def main() -> None:
         listed = ", ".join(f"{value:.4f}" for value in values)
         print(f"{name:>16}: errors {listed} at {LENGTHS[0]} to {LENGTHS[-1]} keys, slope {slope:.2f}")
     shares = best_shares()
+    print(f"log 10⁴ = {math.log(1e4):.2f}")
     for dimension, (lengths, share) in shares.items():
         at = (lengths - 1e4).abs().argmin()
         variance = (share[at].square() * dimension).item()
-        print(
-            f"d = {dimension:>3}: best share at 10⁴ keys {share[at]:.3f}, variance of the logits {variance:.2f} (log L = 9.21)"
-        )
+        print(f"d = {dimension:>3}: best share at 10⁴ keys {share[at]:.3f}, variance of the logits {variance:.2f}")
     draw(found, floor.error.item(), shares, arguments.picture)
 
 

@@ -1,12 +1,13 @@
 """Which masked pixels teach a model about the digit? The condition number of the mask, and what becomes of it on real images.
 
-A mixture of twelve kinds of images, each with independent pixels, is fitted to scikit-learn's digits in black and white: given
-the kind, pixels are exchangeable tokens with positions. The left half of an image is the context. The self-supervised task is to
-predict some pixels of the right half, the downstream task is the digit. G and D are the means of both for each kind, read off the
-training images; the condition number κ of the linear probe between them is known before any predictor is trained (Z13).
+A mixture of twelve kinds of images, each with independent pixels, is fitted to scikit-learn's digits in black and white:
+given the kind, pixels are exchangeable tokens with positions. The left half of an image is the context. The self-supervised
+task is to predict some pixels of the right half, the downstream task is the digit. G and D are the means of both for each
+kind, read off the training images; the condition number κ of the linear probe between them is known before any predictor is
+trained (Z13).
 
-Then ridge regressions predict the masked pixels of each task from few images, the probe turns their predictions into digits, and
-the error that it makes is held beside κ²·(error of the pixels). Run: python examples/transfer.py [--picture FILE]
+Then ridge regressions predict the masked pixels of each task from few images, the probe turns their predictions into digits,
+and the error that it makes is held beside κ²·(error of the pixels). Run: python examples/transfer.py [--picture FILE]
 """
 
 import argparse
@@ -95,7 +96,7 @@ def tried(pixels: Tensor, mixture: Mixture, downstream: Tensor, train: Tensor, t
     return Task(pixels, link, own, theirs, (read.argmax(-1) == labels).double().mean().item())
 
 
-def draw(found: list[Task], lost: tuple[Tensor, Tensor], path: Path) -> None:
+def draw(found: list[Task], few: Tensor, lost: tuple[Tensor, Tensor], path: Path) -> None:
     figure = plt.figure(figsize=(13, 3.9), layout="constrained")
     left, middle, right = figure.subfigures(1, 3, width_ratios=(1, 1, 0.8))
     kappa = torch.tensor([task.transfer.condition_number for task in found])
@@ -120,9 +121,12 @@ def draw(found: list[Task], lost: tuple[Tensor, Tensor], path: Path) -> None:
         image[CONTEXT], image[task.pixels] = 0.35, 1.0
         axes.imshow(image.view(8, 8), cmap="magma", vmin=0, vmax=1)
         axes.set_title(f"{name} κ: {task.transfer.condition_number:.2g}", fontsize=9)
-    for axes, name, image in zip(pictures[1], ("one mixture", "not told from it"), lost, strict=True):
-        axes.imshow(image.view(8, 8), cmap="gray_r", vmin=0, vmax=1)
-        axes.set_title(name, fontsize=9)
+    one, other = lost
+    pictures[1, 0].imshow(one.view(8, 8), cmap="gray_r", vmin=0, vmax=1)
+    pictures[1, 0].set_title("a mixture of kinds", fontsize=9)
+    pictures[1, 1].imshow((other - one).view(8, 8), cmap="coolwarm", vmin=-0.2, vmax=0.2)
+    pictures[1, 1].plot(few % 8, few // 8, "x", color="black", markersize=7, markeredgewidth=2)
+    pictures[1, 1].set_title("what × does not see", fontsize=9)
     for axes in pictures.flat:
         axes.set(xticks=[], yticks=[])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,18 +150,23 @@ def main() -> None:
     best = (mixture.posterior(test, CONTEXT) @ downstream.T).argmax(-1)
     print(f"accuracy of the mixture from the left half: {(best == labels).double().mean():.3f}")
 
-    found = [tried(pixels, mixture, downstream, train, test, labels) for pixels in tasks()]
-    kappa = [task.transfer.condition_number for task in found]
-    ratio = [task.downstream_excess / task.own_excess for task in found]
-    over = max(
-        task.downstream_excess / excess_risk_bound(task.transfer.condition_number, task.own_excess) for task in found
+    every = [tried(pixels, mixture, downstream, train, test, labels) for pixels in tasks()]
+    found = [task for task in every if task.transfer.identifiable]
+    kappa = torch.tensor([task.transfer.condition_number for task in found])
+    ratio = torch.tensor([task.downstream_excess / task.own_excess for task in found])
+    accuracy = torch.tensor([task.accuracy for task in found])
+    size = torch.tensor([len(task.pixels) for task in found])
+    bounds = [excess_risk_bound(task.transfer.condition_number, task.own_excess) for task in found]
+    over = max(task.downstream_excess / bound for task, bound in zip(found, bounds, strict=True))
+    print(
+        f"κ of {len(found)} masks: {kappa.min():.2f} to {kappa.max():.2f}; not identifiable: {len(every) - len(found)}"
     )
-    print(f"κ of {len(found)} masks: {min(kappa):.2f} to {max(kappa):.2f}")
     print(f"largest (error of digits)/(κ²·error of pixels): {over:.3f}")
     print(f"rank correlation of κ and the measured ratio: {spearmanr(kappa, ratio).statistic:.2f}")
-    print(
-        f"rank correlation of κ and the accuracy: {spearmanr(kappa, [task.accuracy for task in found]).statistic:.2f}"
-    )
+    print(f"rank correlation of κ and the accuracy: {spearmanr(kappa, accuracy).statistic:.2f}")
+    near = (size >= 15) & (size <= 17)
+    alike = spearmanr(kappa[near], accuracy[near]).statistic
+    print(f"the same among the {int(near.sum())} masks of 15 to 17 pixels: {alike:.2f}")
 
     # Four pixels cannot hold eleven directions: mixtures of kinds with the same masked pixels and other digits.
     few = HIDDEN[COLUMN[HIDDEN] == 4][2:6]
@@ -169,7 +178,7 @@ def main() -> None:
     pair = [(centre + sign * step * move) for sign in (1, -1)]
     same, other = ((matrix @ (pair[0] - pair[1])).norm() for matrix in (mixture.mean[:, few].T, downstream))
     print(f"two mixtures of kinds: masked pixels differ by {same:.1e}, digits by {other:.2f}")
-    draw(found, (pair[0] @ mixture.mean, pair[1] @ mixture.mean), arguments.picture)
+    draw(found, few, (pair[0] @ mixture.mean, pair[1] @ mixture.mean), arguments.picture)
 
 
 if __name__ == "__main__":
