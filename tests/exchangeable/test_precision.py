@@ -112,7 +112,7 @@ def test_the_error_at_4000_keys_is_right_to_a_percent():
     query = law.key_mean + torch.tensor([0.5, 0.4, -0.3], dtype=torch.float64)
     assert 0.5 < law.squared_distance(query) < 2
     for share in (0.5, 1.0):
-        mean, error = simulated(law, query, share, 4000, 1000)
+        mean, error = simulated(law, query, share, 4000, 400)
         found = law.error(query, share, 4000).item()
         assert abs(found / mean - 1) < 0.01 + 5 * error / mean
 
@@ -122,7 +122,7 @@ def test_the_bias_of_finitely_many_keys_is_in_the_error():
     origin, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     law = GaussianTokens.create(origin, origin, one, one, 1.001 * one)  # next to no noise
     query, share, keys = torch.tensor([1.5], dtype=torch.float64), 0.5, 120
-    mean, error = simulated(law, query, share, keys, 60_000)
+    mean, error = simulated(law, query, share, keys, 50_000)
     found = law.error(query, share, keys).item()
     growth = math.exp(share**2 * 2.25) / keys
     without = found - growth * 2 * share * (1 - share) * 2.25
@@ -168,6 +168,31 @@ def test_derivatives_and_transforms():
     close(torch.func.vmap(precision_matching_score)(stack), torch.linalg.inv(stack))
     curvature = torch.func.hessian(lambda c: precision_matching_score(c)[0, 0])
     close(torch.func.vmap(curvature)(stack), torch.stack([curvature(c) for c in stack]))
+
+
+def test_half_precision_is_promoted_and_integers_are_refused():
+    parameters = torch.zeros(2), torch.zeros(2), torch.eye(2), 0.5 * torch.eye(2), torch.eye(2)
+    law = GaussianTokens.create(*(parameter.bfloat16() for parameter in parameters))
+    query = torch.tensor([0.5, -1.0], dtype=torch.bfloat16)
+    found = law.conditional_mean(query), law.optimal_share(query, 100), law.error(query, 0.5, 100)
+    wanted = GaussianTokens.create(*(parameter.double() for parameter in parameters))
+    wide = query.double()
+    exact = wanted.conditional_mean(wide), wanted.optimal_share(wide, 100), wanted.error(wide, 0.5, 100)
+    for one, other in zip(found, exact, strict=True):
+        assert (one.dtype, other.dtype) == (torch.float32, torch.float64)
+        close(one.double(), other, rtol=1e-5, atol=1e-6)
+    assert precision_matching_score(torch.eye(2, dtype=torch.float16)).dtype == torch.float32
+    with pytest.raises(TypeError, match="covariance must be a floating-point tensor"):
+        precision_matching_score(torch.eye(2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="key_mean must be a floating-point tensor"):
+        GaussianTokens.create(torch.zeros(2, dtype=torch.int64), *parameters[1:])
+
+
+def test_the_share_at_the_mean_has_a_finite_gradient():
+    law = tokens()
+    query = law.key_mean.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(law.optimal_share(query, 50), query)
+    assert slope.isfinite().all()
 
 
 @pytest.mark.parametrize(

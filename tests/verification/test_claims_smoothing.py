@@ -116,11 +116,25 @@ WRONG = {
 }
 
 
+QUICK = {
+    "Z7": {"keys": 5000, "repetitions": 200},
+    "Z10": {"pairs": 2000, "repetitions": 40},
+    "X1": {"keys": 3000, "repetitions": 30},
+    "X2": {"keys": 1000, "repetitions": 400},
+}
+"""Settings with which a claim still holds and still notices."""
+
+
+@pytest.mark.parametrize("id", QUICK)
+def test_the_quick_settings_hold(id: str):
+    assert verify(id, settings=QUICK[id]).ok
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_function_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
     monkeypatch.setattr(owner, name, replacement)
-    assert verify(id)[0].verdict == "fails"
+    assert verify(id, settings=QUICK.get(id))[0].verdict == "fails"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +155,7 @@ def test_too_few_draws_are_refused(id: str, settings: dict[str, int]):
 
 
 def test_trap_20_is_shown_by_the_claim_itself():
-    (claim,) = verify("Z7")
+    (claim,) = verify("Z7", settings=QUICK["Z7"])
     published = [check for check in claim.checks if check.form == "published"]
     assert claim.published_verdict == "fails"
     assert published[0].measured == pytest.approx(0.4239, abs=1e-4)

@@ -9,15 +9,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures.base import values_are_readable
+from massieu.measures.coordinates import check_floating
 
 _BISECTIONS = 55
-_ROUNDING = 1e-9
-"""How negative an eigenvalue of Cov(v | k) may be, relative to the largest of Cov(v)."""
+_ROUNDING = 1e4
+"""Roundings that a covariance may be off symmetry, or Cov(v | k) below 0, relative to the largest entry or eigenvalue."""
 
 
 @dataclass(frozen=True)
 class GaussianTokens:
     """The law of a token's key and value given the sequence's latent: jointly Gaussian, tokens independent.
+
+    Queries are taken in the parameters' dtype.
 
     Attributes:
         key_mean: μ_k, (d,).
@@ -42,9 +45,10 @@ class GaussianTokens:
         cross_covariance: Float[Tensor, "e d"],
         value_covariance: Float[Tensor, "e e"],
     ) -> Self:
-        """Check the parameters.
+        """The law with these parameters, in their common dtype, at least float32.
 
         Raises:
+            TypeError: a parameter that is not floating-point.
             ValueError: shapes that do not fit; a key covariance that is not symmetric and positive definite; a joint
                 covariance that is not positive semidefinite.
         """
@@ -53,18 +57,24 @@ class GaussianTokens:
             raise ValueError(f"key_mean and value_mean must have shapes (d,) and (e,), got {given}")
         d, e = len(key_mean), len(value_mean)
         needed = (
+            ("key_mean", key_mean, (d,)),
+            ("value_mean", value_mean, (e,)),
             ("key_covariance", key_covariance, (d, d)),
             ("cross_covariance", cross_covariance, (e, d)),
             ("value_covariance", value_covariance, (e, e)),
         )
+        dtype = torch.float32
         for name, given, shape in needed:
+            check_floating(name, given)
+            dtype = torch.promote_types(dtype, given.dtype)
             if tuple(given.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape} for means of {d} and {e}, got {tuple(given.shape)}")
-        _check_covariance("key_covariance", key_covariance)
-        tokens = cls(key_mean, value_mean, key_covariance, cross_covariance, value_covariance)
+        tokens = cls(*(given.to(dtype) for _, given, _ in needed))
+        _check_covariance("key_covariance", tokens.key_covariance)
         if values_are_readable(value_covariance) and e:
             least = torch.linalg.eigvalsh(tokens.residual_covariance)[0]
-            if not bool(least >= -_ROUNDING * torch.linalg.matrix_norm(value_covariance, 2)):
+            largest = torch.linalg.matrix_norm(tokens.value_covariance, 2)
+            if not bool(least >= -_ROUNDING * torch.finfo(dtype).eps * largest):
                 raise ValueError(f"no law has these covariances: Cov(v | k) has the eigenvalue {least.item():.3g}")
         return tokens
 
@@ -85,7 +95,7 @@ class GaussianTokens:
 
     def conditional_mean(self, query: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead e"]:
         """E[v | k = x] = μ_v + R(x − μ_k)."""
-        return self.value_mean + (query - self.key_mean) @ self.regression.mT
+        return self.value_mean + self._centred(query) @ self.regression.mT
 
     def attention(self, query: Float[Tensor, "*lead d"], score: Float[Tensor, "d d"]) -> Float[Tensor, "*lead e"]:
         """μ_v + Σ_vk M(x − μ_k): softmax attention with logits k·M(x − μ_k) over N → ∞ tokens (X1).
@@ -93,7 +103,7 @@ class GaussianTokens:
         The centring is a query bias −Mμ_k; without it, x in place of x − μ_k, the output is off by Σ_vk Mμ_k.
         """
         self._check_score(score)
-        return self.value_mean + (query - self.key_mean) @ (self.cross_covariance @ score).mT
+        return self.value_mean + self._centred(query) @ (self.cross_covariance @ score).mT
 
     def mismatch(self, score: Float[Tensor, "d d"]) -> Float[Tensor, ""]:
         """‖Σ_vk(M − Σ_kk⁻¹)‖₂: attention's largest distance from the conditional mean a unit of ‖x − μ_k‖ (X1).
@@ -105,13 +115,13 @@ class GaussianTokens:
 
     def squared_distance(self, query: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
         """‖z‖² = (x − μ_k)ᵀΣ_kk⁻¹(x − μ_k): the logits' variance over keys, at the score sΣ_kk⁻¹ times s²."""
-        return _whitened(self.key_covariance, query - self.key_mean).square().sum(-1)
+        return _whitened(self.key_covariance, self._centred(query)).square().sum(-1)
 
     def error(
         self,
         query: Float[Tensor, "*lead d"],
         share: Float[Tensor, "*lead"] | float,
-        keys: Float[Tensor, "*lead"] | int,
+        keys: Float[Tensor, "*lead"] | float,
     ) -> Float[Tensor, "*lead"]:
         """E‖attention − E[v | k = x]‖² over L fresh tokens at the score sΣ_kk⁻¹, to order 1/L (X2).
 
@@ -124,13 +134,13 @@ class GaussianTokens:
             share: s.
             keys: L.
         """
-        share = torch.as_tensor(share, dtype=query.dtype, device=query.device)
+        share = torch.as_tensor(share, dtype=self.key_mean.dtype, device=query.device)
         slope, spread, distance, log_keys = self._terms(query, keys)
         growth = (share.square() * distance - log_keys).exp()
         return (1 - share).square() * slope + growth * (spread + share * (2 - share) * slope)
 
     def optimal_share(
-        self, query: Float[Tensor, "*lead d"], keys: Float[Tensor, "*lead"] | int
+        self, query: Float[Tensor, "*lead d"], keys: Float[Tensor, "*lead"] | float
     ) -> Float[Tensor, "*lead"]:
         """The s in [0, 1] that minimises `error`, where E[v | k = x] is not μ_v (else 0) (X2).
 
@@ -148,19 +158,23 @@ class GaussianTokens:
         share = torch.where(terms[0] == 0, 0, 0.5 * (low + high))
         # Newton's steps give a solution that was found without derivatives one and then two of them.
         for _ in range(2):
-            step = _slope(share, *terms) / _curvature(share, *terms)
-            share = share - torch.where(terms[0] == 0, 0, step)
+            curvature = torch.where(terms[0] == 0, 1, _curvature(share, *terms))
+            share = share - torch.where(terms[0] == 0, 0, _slope(share, *terms) / curvature)
         return share
 
-    def _terms(self, query: Tensor, keys: Tensor | int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _terms(self, query: Tensor, keys: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """b, tr RΣRᵀ + tr Cov(v | k) = tr Σ_vv, ‖z‖² and log L."""
-        if query.shape[-1:] != self.key_mean.shape:
-            raise ValueError(f"query must have shape (*lead, {len(self.key_mean)}), got {tuple(query.shape)}")
-        keys = torch.as_tensor(keys, dtype=query.dtype, device=query.device)
+        keys = torch.as_tensor(keys, dtype=self.key_mean.dtype, device=query.device)
         if values_are_readable(keys) and not bool((keys >= 1).all()):
             raise ValueError(f"keys must be at least 1, got {keys.min().item():g}")
-        slope = ((query - self.key_mean) @ self.regression.mT).square().sum(-1)
+        slope = (self._centred(query) @ self.regression.mT).square().sum(-1)
         return slope, self.value_covariance.diagonal().sum(), self.squared_distance(query), keys.log()
+
+    def _centred(self, query: Tensor) -> Tensor:
+        """x − μ_k."""
+        if query.shape[-1:] != self.key_mean.shape:
+            raise ValueError(f"query must have shape (*lead, {len(self.key_mean)}), got {tuple(query.shape)}")
+        return query.to(self.key_mean.dtype) - self.key_mean
 
     def _check_score(self, score: Tensor) -> None:
         if score.shape != self.key_covariance.shape:
@@ -170,12 +184,13 @@ class GaussianTokens:
 def precision_matching_score(covariance: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
     """M = Σ⁻¹, the scale·W_QᵀW_K of an attention that estimates the conditional mean from centred Gaussian keys (X1).
 
-    Differentiable; works under vmap.
+    Differentiable; works under vmap. Half precision is promoted to float32.
 
     Raises:
+        TypeError: not floating-point.
         ValueError: not square, or not symmetric and positive definite.
     """
-    _check_covariance("covariance", covariance)
+    covariance = _checked(covariance)
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     return _solve(covariance, identity.expand_as(covariance))
 
@@ -186,14 +201,15 @@ def denoising_score(
     """The M with which attention denoises: clean tokens N(0, Σ), a query with N(0, τ²I) added, keys = values (X1).
 
     The best output is Σ(Σ + τ²)⁻¹x̃. It is that of M = (Σ + τ²)⁻¹Σ(Σ + τ²)⁻¹ where keys and values are noisy too, and of
-    M = (Σ + τ²)⁻¹ where the context is clean.
+    M = (Σ + τ²)⁻¹ where the context is clean. Half precision is promoted to float32.
 
     Raises:
+        TypeError: not floating-point.
         ValueError: not square, or not symmetric and positive definite; `noise_variance` that is not finite, or negative.
     """
     if not 0 <= noise_variance < math.inf:
         raise ValueError(f"noise_variance must be finite and at least 0, got {noise_variance}")
-    _check_covariance("covariance", covariance)
+    covariance = _checked(covariance)
     noise = noise_variance * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     inverse = precision_matching_score(covariance + noise)
     return inverse if clean_context else inverse - noise_variance * inverse @ inverse
@@ -228,6 +244,14 @@ def _whitened(covariance: Tensor, vector: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor.mT, vector.unsqueeze(-2), upper=True, left=False).squeeze(-2)
 
 
+def _checked(covariance: Tensor) -> Tensor:
+    """In at least float32."""
+    check_floating("covariance", covariance)
+    covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
+    _check_covariance("covariance", covariance)
+    return covariance
+
+
 def _check_covariance(name: str, covariance: Tensor) -> None:
     if covariance.ndim < 2 or covariance.shape[-1] != covariance.shape[-2]:
         raise ValueError(f"{name} must have shape (*batch, d, d), got {tuple(covariance.shape)}")
@@ -236,7 +260,7 @@ def _check_covariance(name: str, covariance: Tensor) -> None:
     # An asymmetry of rounding is a matrix product's; more is another matrix.
     largest = covariance.abs().amax() if covariance.numel() else covariance.new_zeros(())
     asymmetry = (covariance - covariance.mT).abs().amax() if covariance.numel() else largest
-    if not bool(asymmetry <= 1e3 * torch.finfo(covariance.dtype).eps * largest):
+    if not bool(asymmetry <= _ROUNDING * torch.finfo(covariance.dtype).eps * largest):
         raise ValueError(f"{name} must be symmetric and finite")
     if bool(torch.linalg.cholesky_ex(covariance).info.any()):
         raise ValueError(f"{name} must be positive definite")

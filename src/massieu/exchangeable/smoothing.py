@@ -60,7 +60,7 @@ def ridge_multipliers(
         raise ValueError(f"operator_ridge must be positive and finite, got {operator_ridge}")
     multipliers = sphere_multipliers(degree, dimension, scale)
     log_mass = log_sphere_partition(_scale(scale, dimension, degree).square(), dimension).unsqueeze(-1)
-    return torch.sigmoid(log_mass + multipliers.log() - math.log(operator_ridge))
+    return multipliers / (multipliers + operator_ridge * (-log_mass).exp())  # Λ itself overflows from β = 700 on
 
 
 def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[Tensor, "*lead n"]:
@@ -180,7 +180,7 @@ class SmoothingError(NamedTuple):
 
 
 def smoothing_error(
-    keys: Float[Tensor, "*lead"] | int,
+    keys: Float[Tensor, "*lead"] | float,
     power: Float[Tensor, "n"],
     noise_variance: float,
     dimension: int,
@@ -211,7 +211,7 @@ def smoothing_error(
 
 
 def optimal_scale(
-    keys: Float[Tensor, "*lead"] | int, power: Float[Tensor, "n"], noise_variance: float, dimension: int
+    keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:
     """The inverse temperature that minimises `smoothing_error` over L keys, where E w² ≤ L, between 1e-3 and 1e6.
 
@@ -223,9 +223,9 @@ def optimal_scale(
         ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
     _check_noise(noise_variance)
-    keys = torch.as_tensor(keys, dtype=torch.float64)
+    keys = torch.as_tensor(keys, dtype=torch.float64, device=power.device)
     low, high = (torch.full_like(keys, math.log(end)) for end in _SCALES)
-    share = torch.linspace(0, 1, _POINTS, dtype=torch.float64)
+    share = torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=power.device)
     with torch.no_grad():
         for _ in range(_REFINEMENTS):
             grid = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * share
@@ -237,7 +237,7 @@ def optimal_scale(
 
 
 def asymptotic_scale(
-    keys: Float[Tensor, "*lead"] | int, power: Float[Tensor, "n"], noise_variance: float, dimension: int
+    keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:
     """What `optimal_scale` comes to for many keys: β^{(d+3)/2} = E(Δf)² L/((d−1) c σ²), c = 2√π·4^{−(d−1)/2}/Γ(d/2).
 
@@ -248,10 +248,12 @@ def asymptotic_scale(
         ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
     _check_noise(noise_variance)
-    n = torch.arange(_degree(power) + 1, dtype=torch.float64)
+    n = torch.arange(_degree(power) + 1, dtype=torch.float64, device=power.device)
     roughness = ((n * (n + dimension - 2)).square() * power.double()).sum()
     log_c = math.log(2) + 0.5 * math.log(math.pi) - (dimension - 1) * math.log(2) - math.lgamma(dimension / 2)
-    ratio = roughness * torch.as_tensor(keys, dtype=torch.float64) / ((dimension - 1) * noise_variance)
+    ratio = (
+        roughness * torch.as_tensor(keys, dtype=torch.float64, device=power.device) / ((dimension - 1) * noise_variance)
+    )
     return ((ratio.log() - log_c) * 2 / (dimension + 3)).exp()
 
 
