@@ -45,13 +45,13 @@ WRONG = {
         "sphere_multipliers",
         lambda degree, dimension, scale: sphere_multipliers(degree, dimension + 1, scale),
     ),
-    "Z7: a temperature tuned for a thousand times the keys": (
+    "Z7: one temperature for all lengths": (
         "Z7",
         smoothing_claims,
         "optimal_scale",
         lambda keys, *arguments: 0 * keys + 30.0,
     ),
-    "Z9: a prior token that counts like twenty of each length": (
+    "Z9: a prior that grows with the length": (
         "Z9",
         rates_claims,
         "masked_gaussian_mean",
