@@ -24,6 +24,8 @@ PAGES_WITH_CODE = (
     "energy_transformer",
     "equilibrium",
     "posterior",
+    "smoothing",
+    "transfer",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -39,6 +41,8 @@ EXAMPLES = {
     "spin_attention.py",
     "equilibrium.py",
     "posterior_attention.py",
+    "smoothing.py",
+    "transfer.py",
 }
 
 
@@ -219,4 +223,32 @@ def test_posteriors_are_attention(tmp_path):
     assert len(rows) == 4
     assert rows["uniform, 1% overall law"][0] < -7 < rows["Dirichlet (prior token)"][0]
     assert max(rows, key=lambda name: rows[name][-1]) == "Dirichlet (prior token)"
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_softmax_stops_at_its_floor_and_others_do_not(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/smoothing.py", "--picture", str(picture))
+    slope = {name: float(value) for name, value in numbers(r" *(.+): errors .* slope (\S+)", found)}
+    assert len(slope) == 4
+    assert slope["softmax, β = 4"] > -0.1
+    assert slope["softmax, best β"] < -0.3
+    assert slope["deconvolved"] < -0.4
+    assert slope["ridge"] < -0.3
+    variances = [float(variance) for (variance,) in numbers(r"variance of the logits (\S+)", found)]
+    assert max(variances) < 9.21
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/transfer.py", "--picture", str(picture))
+    ((share,),) = numbers(r"\(κ²·error of pixels\): (\S+)", found)
+    assert float(share) <= 1
+    (ratio,), (accuracy,) = numbers(r"rank correlation of κ and the .*: (\S+)", found)
+    assert float(ratio) > 0.8
+    assert float(accuracy) < -0.7
+    assert "κ = inf" in found
     assert picture.stat().st_size > 10_000

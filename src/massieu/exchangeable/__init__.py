@@ -13,20 +13,52 @@ from massieu.exchangeable.definetti import (
     sufficiency,
     urn_total_variation,
 )
+from massieu.exchangeable.generalisation import (
+    AttentionLipschitz,
+    attention_lipschitz,
+    generalisation_bound,
+    log_cover_size,
+)
 from massieu.exchangeable.posterior import AttentionForm, Posterior
 from massieu.exchangeable.posterior_conjugate import ExponentialFamily, GaussianMean
 from massieu.exchangeable.posterior_discrete import Concepts, DirichletMultinomial
 from massieu.exchangeable.posterior_markov import HiddenMarkov, Path
 from massieu.exchangeable.posterior_regression import LinearRegression, NoisyLinearRegression, Prediction
+from massieu.exchangeable.precision import GaussianTokens, denoising_score, precision_matching_score
 from massieu.exchangeable.sink import PriorAttention, attention_with_prior
+from massieu.exchangeable.smoothing import (
+    SmoothingError,
+    SmoothingFloor,
+    asymptotic_scale,
+    deconvolution,
+    harmonic_count,
+    optimal_scale,
+    ridge_multipliers,
+    smoothing_error,
+    smoothing_floor,
+    softmax_limit,
+    sphere_multipliers,
+    spherical_kernel,
+    zonal_harmonics,
+)
 from massieu.exchangeable.symmetry import PermutationGap, model_permutation_gap, permutation_gap
+from massieu.exchangeable.transfer import (
+    Transfer,
+    excess_risk_bound,
+    masked_gaussian_mean,
+    masked_mean,
+    masked_token_probabilities,
+    transfer,
+)
 
 __all__ = [
     "AttentionForm",
+    "AttentionLipschitz",
     "Concepts",
     "DirichletMultinomial",
     "ExponentialFamily",
     "GaussianMean",
+    "GaussianTokens",
     "HiddenMarkov",
     "LinearRegression",
     "NoisyLinearRegression",
@@ -36,12 +68,36 @@ __all__ = [
     "Prediction",
     "PriorAttention",
     "Regret",
+    "SmoothingError",
+    "SmoothingFloor",
     "Sufficiency",
+    "Transfer",
+    "asymptotic_scale",
+    "attention_lipschitz",
     "attention_with_prior",
     "averaging_regret",
+    "deconvolution",
+    "denoising_score",
+    "excess_risk_bound",
     "finite_extension_bound",
+    "generalisation_bound",
+    "harmonic_count",
+    "log_cover_size",
+    "masked_gaussian_mean",
+    "masked_mean",
+    "masked_token_probabilities",
     "model_permutation_gap",
+    "optimal_scale",
     "permutation_gap",
+    "precision_matching_score",
+    "ridge_multipliers",
+    "smoothing_error",
+    "smoothing_floor",
+    "softmax_limit",
+    "sphere_multipliers",
+    "spherical_kernel",
     "sufficiency",
+    "transfer",
     "urn_total_variation",
+    "zonal_harmonics",
 ]

@@ -131,6 +131,23 @@ def bessel_ratio_derivative(concentration: Float[Tensor, "*lead"], dimension: in
     return (sphere_slopes(scaled.square(), dimension, unit).tangent / unit).to(concentration.dtype)
 
 
+def bessel_ratios(concentration: Float[Tensor, "*lead"], dimension: int, count: int) -> Float[Tensor, "*lead count"]:
+    """I_{d/2+j}(κ)/I_{d/2−1+j}(κ) for j = 0 … count − 1: `bessel_ratio` in the dimensions d, d + 2, d + 4, …
+
+    By one recurrence for all of them; accuracy as `bessel_ratio`.
+
+    Raises:
+        ValueError: `dimension` is less than 2, `count` less than 1.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    scaled, unit = _scaled(concentration)
+    denominators = _descend(scaled.square(), dimension, unit, count).denominators
+    # They end at the lowest order.
+    ratios = torch.stack([scaled / denominator for denominator in denominators[: -count - 1 : -1]], -1)
+    return ratios.to(concentration.dtype)
+
+
 def _scaled(concentration: Tensor) -> tuple[Tensor, Tensor]:
     """κ/unit in float64, and the unit: κ where κ > 1."""
     unit = concentration.detach().double().clamp_min(1)
@@ -157,12 +174,13 @@ class _Orders(NamedTuple):
     denominators: list[Tensor]  # D_ν/unit
 
 
-def _descend(square: Tensor, dimension: int, unit: Tensor | float) -> _Orders:
+def _descend(square: Tensor, dimension: int, unit: Tensor | float, least: int = 2) -> _Orders:
+    """The recurrence, of at least `least` steps."""
     if dimension < 2:
         raise ValueError(f"the sphere's dimension must be at least 2, got {dimension}")
     square = square.double()
     unit = torch.as_tensor(unit, dtype=torch.float64, device=square.device)
-    steps = max(2, math.ceil(_LOWEST_START - (dimension / 2 - 1)))
+    steps = max(least, 2, math.ceil(_LOWEST_START - (dimension / 2 - 1)))
     counts = list(range(dimension + 2 * (steps - 1), dimension - 1, -2))
     debye = _debye(square, unit, counts[0] / 2)
     heights = [debye.height + debye.correction / unit]

@@ -1,0 +1,111 @@
+"""Z10: what a head's parameters do to its output, and the gap between mean and empirical loss, at every length."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu import ops
+from massieu.exchangeable import attention_lipschitz, generalisation_bound
+from massieu.verification.claim import CLOSED_FORM, ZHANG, Check, at_least, at_most, close
+from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.rates import has_rate, rate
+from massieu.verification.registry import claim
+
+_LENGTHS = (8, 64, 512, 4096)
+_RADIUS, _SCALE = 1.5, 0.8
+
+
+@claim(
+    "Z10",
+    statement="Softmax is 1-Lipschitz from the maximum norm to the 1-norm, so a head on tokens of norm at most R moves by at "
+    "most R‖W − W′‖ + βR³‖W′‖‖M − M′‖ at every length L, and the gap between mean and empirical loss over n sequences has a "
+    "bound √(P log n/n) in which L does not occur.",
+    source=f"{ZHANG}, abstract (c); the shape by the follow-up's appendices, its constants not recovered; lemma derived",
+    status="quoted",
+)
+def generalisation_without_length(pairs: int = 100_000, repetitions: int = 60, seed: int = 0) -> Iterator[Check]:
+    need(1000, pairs=pairs)
+    need(20, repetitions=repetitions)
+    normal = normal_draws(seed)
+    yield from _softmax(normal, pairs)
+    for length in _LENGTHS:
+        yield from _head(normal, length)
+    yield from _gap(normal, repetitions)
+
+
+def _softmax(normal: Normal, pairs: int) -> Iterator[Check]:
+    ratios = []
+    for size, spread in ((2, 0.1), (2, 3.0), (5, 1.0), (40, 3.0)):
+        a = spread * normal(pairs // 4, size)
+        b = a + spread * normal(pairs // 4, size)
+        moved = (a.softmax(-1) - b.softmax(-1)).abs().sum(-1)
+        ratios.append((moved / (a - b).abs().amax(-1)).max())
+    # Beyond 1 lies rounding alone.
+    yield at_most(f"softmax: largest ratio of changes in {pairs} pairs", torch.stack(ratios), 1 + CLOSED_FORM)
+    near = torch.tensor([[1e-3, -1e-3], [-1e-3, 1e-3]], dtype=torch.float64)
+    extreme = (near.softmax(-1)[0] - near.softmax(-1)[1]).abs().sum() / (near[0] - near[1]).abs().max()
+    yield at_least("softmax: ratio of an even pair moved a little", extreme, 0.9999)
+
+
+def _head(normal: Normal, length: int) -> Iterator[Check]:
+    """Random heads stay below the bound; half of the tokens opposite to the other half come up to it."""
+    used = []
+    for _ in range(10):
+        tokens = normal(length, 3)
+        tokens = _RADIUS * tokens / tokens.norm(dim=-1, keepdim=True).amax()
+        (score, other_score), (value, other_value) = normal(2, 3, 3), normal(2, 3, 3)
+        bound = attention_lipschitz(_RADIUS, _norm(other_value), _SCALE)
+        allowed = bound.value * _norm(value - other_value) + bound.score * _norm(score - other_score)
+        moved = _outputs(tokens, score, value) - _outputs(tokens, other_score, other_value)
+        used.append(moved.norm(dim=-1).max() / allowed)
+    yield at_most(f"L = {length}: share of the bound in use", torch.stack(used), 1 + CLOSED_FORM)
+
+    axis = torch.tensor([_RADIUS, 0.0, 0.0], dtype=torch.float64)
+    opposite = torch.cat([axis.expand(length // 2, 3), -axis.expand(length // 2, 3)])
+    identity, small = torch.eye(3, dtype=torch.float64), 1e-6 * torch.eye(3, dtype=torch.float64)
+    moved = (_outputs(opposite, small, identity) - _outputs(opposite, 0 * small, identity)).norm(dim=-1).max()
+    largest = attention_lipschitz(_RADIUS, 1.0, _SCALE).score * 1e-6
+    yield close(f"L = {length}: opposite tokens, and the whole of the score's bound", moved / largest, 1.0, 1e-9)
+
+
+def _gap(normal: Normal, repetitions: int) -> Iterator[Check]:
+    """Largest gap of mean and empirical loss over heads of one score number and one value number, by n and by L."""
+    grid = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    heads, sizes = torch.cartesian_prod(grid, grid), [32, 128, 1024]
+    mean = _losses(normal, heads, 20_000, 8).mean(-1, keepdim=True)
+    gaps = []
+    for size in sizes:
+        losses = _losses(normal, heads, repetitions * size, 8).unflatten(-1, (repetitions, size))
+        gaps.append((losses.mean(-1) - mean).abs().amax(0))
+    yield has_rate("largest gap by the number of sequences", rate(sizes, torch.stack(gaps)), -0.5)
+    lipschitz = sum(attention_lipschitz(1.0, 1.0, _SCALE))
+    bound = generalisation_bound(2, math.sqrt(2), sizes[-1], lipschitz=lipschitz, loss_range=2.0, loss_lipschitz=2.0)
+    for length in (8, 128):
+        mean = _losses(normal, heads, 5000, length).mean(-1)
+        gap = (_losses(normal, heads, sizes[-1], length).mean(-1) - mean).abs().max()
+        yield at_most(f"L = {length}: largest gap over {sizes[-1]} sequences and its bound", gap, bound)
+
+
+def _losses(normal: Normal, parameters: Tensor, sequences: int, length: int) -> Float[Tensor, "heads sequences"]:
+    """(w·attention(first token) − next token)²/2 in [0, 2], tokens in [−1, 1] about a latent of the sequence."""
+    tokens = (0.5 * normal(sequences, 1) + 0.5 * normal(sequences, length + 1)).clamp(-1, 1)
+    observed, target = tokens[:, :-1], tokens[:, -1]
+    score, value = parameters.unbind(-1)
+    logits = _SCALE * score[:, None, None] * observed[:, :1] * observed
+    output = (logits.softmax(-1) * observed).sum(-1)
+    return 0.5 * (value[:, None] * output - target).square()
+
+
+def _outputs(tokens: Tensor, score: Tensor, value: Tensor) -> Float[Tensor, "L d"]:
+    """Σ_j p_j W x_j for the first 64 tokens and the last as queries: each is a token like all."""
+    query = torch.cat([tokens[:64], tokens[-1:]]) @ score
+    return ops.attention(query[None, None], tokens[None, None], (tokens @ value.T)[None, None], scale=_SCALE).output[
+        0, 0
+    ]
+
+
+def _norm(matrix: Tensor) -> float:
+    return torch.linalg.matrix_norm(matrix, 2).item()
