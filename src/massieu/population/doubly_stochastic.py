@@ -50,12 +50,14 @@ def sinkhorn(
 ) -> Potentials:
     """Potentials of doubly stochastic attention, in memory linear in tokens: log Z of queries and of keys in turn.
 
-    The map contracts in Hilbert's metric (Birkhoff), by up to tanh²(range of the scores/4); iterates are accelerated where that
-    is slow. Derivatives in query, key and log_weight, of every order, are those of the implicit function theorem; nothing of
-    the iteration is kept.
+    The map contracts in Hilbert's metric (Birkhoff) by up to tanh²(range of the scores/4): slowly where scores spread over tens
+    of nats, and iterates are accelerated. If query and key are one tensor, there is one potential, f = g up to that constant,
+    and u ← (u − log Z(u))/2 finds it whatever the scores: near it errors shrink by (I − P)/2, where P ⪰ 0. Derivatives in
+    query, key and log_weight, of every order, are those of the implicit function theorem; nothing of the iteration is kept.
 
     Args:
-        query, key: Of the same tokens, and so of the same number; float16 and bfloat16 are promoted.
+        query, key: Of the same tokens, and so of the same number; float16 and bfloat16 are promoted. Pass one tensor twice
+            where they are equal.
         log_weight: log w, mass of each token both as query and as key; broadcasts to (B, H, n), −inf hides a token.
         scale: Inverse temperature, 1/ε.
         tolerance: Of the residual; None: 1e-11 in float64, 1e-5 in float32, and 8 roundings of the potentials more.
@@ -67,24 +69,26 @@ def sinkhorn(
 
     Source: Sinkhorn and Knopp (1967); as attention, Sander et al., "Sinkformers", arXiv 2110.11773.
     """
+    tied = query is key
     query, key, weight = _admitted(query, key, log_weight, scale)
     tolerance = _TOLERANCE[query.dtype] if tolerance is None else tolerance
+    parameters = (scale**0.5 * query, weight) if tied and scale > 0 else (scale * query, key, weight)
     found = solve.fixed_point(
-        _alternate,
+        _average if len(parameters) == 2 else _alternate,
         query.new_zeros(weight.shape),
-        (scale * query, key, weight),
+        parameters,
         max_steps=max_steps,
         atol=tolerance * weight.shape[-1] ** 0.5,
         rtol=_ROUNDINGS * torch.finfo(query.dtype).eps,
         check_attraction=False,
     )
     hidden = weight == -torch.inf
-    f = _potential(scale * query, key, weight + found.value, hidden)
+    g = _of_mean_zero(found.value, hidden)
+    f = _potential(scale * query, key, weight + g, hidden)
     with torch.no_grad():
-        g = _potential(key, scale * query, weight + f, hidden)
-        error = torch.expm1(found.value - g).masked_fill(hidden, 0.0).square().sum(-1)
-        residual = (error / (~hidden).sum(-1).clamp_min(1)).sqrt()
-    return Potentials(f, found.value, residual, found.steps)
+        error = torch.expm1(g - _potential(key, scale * query, weight + f, hidden)).masked_fill(hidden, 0.0)
+        residual = (error.square().sum(-1) / (~hidden).sum(-1).clamp_min(1)).sqrt()
+    return Potentials(f, g, residual, found.steps)
 
 
 def doubly_stochastic_attention(
@@ -137,9 +141,17 @@ def _alternate(g: Tensor, query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
     """Both potentials once; g keeps mean 0."""
     hidden = weight == -torch.inf
     f = _potential(query, key, weight + g, hidden)
-    g = _potential(key, query, weight + f, hidden)
-    mean = g.sum(-1, keepdim=True) / (~hidden).sum(-1, keepdim=True).clamp_min(1)
-    return (g - mean).masked_fill(hidden, 0.0)
+    return _of_mean_zero(_potential(key, query, weight + f, hidden), hidden)
+
+
+def _average(u: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
+    """The mean of the one potential and what its rows need."""
+    return (u + _potential(tokens, tokens, weight + u, weight == -torch.inf)) / 2
+
+
+def _of_mean_zero(potential: Tensor, hidden: Tensor) -> Tensor:
+    mean = potential.sum(-1, keepdim=True) / (~hidden).sum(-1, keepdim=True).clamp_min(1)
+    return (potential - mean).masked_fill(hidden, 0.0)
 
 
 def _potential(query: Tensor, key: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:

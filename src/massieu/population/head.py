@@ -37,7 +37,10 @@ class Head:
             raise TypeError(f"contraction must be callable, got {type(self.contraction).__name__}")
 
     def heads(self, particles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of shape (1, batch, n, ·), at least float32; each cloud of a batch is a head."""
+        """Queries, keys and values of shape (1, batch, n, ·), at least float32; each cloud of a batch is a head.
+
+        Where `key` is `query`, one tensor is both.
+        """
         check_cloud(particles)
         tokens = particles.to(torch.promote_types(particles.dtype, torch.float32))
         tokens = tokens.reshape(1, -1, *tokens.shape[-2:])
@@ -50,7 +53,8 @@ class Head:
                     f"got {tuple(weight.shape)}"
                 )
             found.append(tokens if weight is None else tokens @ weight.to(tokens).T)
-        return found[0], found[1], found[2]
+        query, key, value = found
+        return query, query if self.key is self.query else key, value
 
     def moved(self, particles: Tensor, output: Tensor) -> Tensor:
         """Where the outputs take the tokens, in their dtype."""

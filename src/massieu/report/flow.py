@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from massieu.errors import InputError
 from massieu.report.encode import plain
-from massieu.report.numbers import number, with_error
+from massieu.report.numbers import bound, number, with_error
 from massieu.report.page import asset, template
 
 WIDTH, HEIGHT = 300, 170
@@ -143,7 +143,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
             for layer, value in enumerate(line)
             if math.isfinite(value)
         ],
-        "ticks": [{"y": down(value), "text": number(value)} for value in ticks],
+        "ticks": [{"y": down(value), "text": bound(value)} for value in ticks],
         "layers": [{"x": across(layer), "text": str(layer)} for layer in _layer_ticks(layers)],
         "entries": len(panel.value[0]) if vector else 0,
         "logarithmic": logarithmic,
@@ -153,7 +153,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
 def _told(layer: int, value: float, errors: Numbers, null: Numbers) -> str:
     text = f"layer {layer}: {with_error(value, errors[layer]) if errors else number(value)}"
     if null and math.isfinite(null[layer]):
-        text += f"; Gaussian tokens: {number(null[layer])}"
+        text += f"; null: {number(null[layer])}"
     return text
 
 
