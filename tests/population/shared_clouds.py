@@ -50,7 +50,9 @@ def everything(rank, size):
         folder = [own]
         dist.broadcast_object_list(folder)
         interrupted = stopping.run(points, checkpoint=folder[0])
+        dist.barrier()
         files = sorted(path.name for path in Path(folder[0]).iterdir())
+        dist.barrier()
         resumed = stopping.resume(folder[0])
         dist.barrier()
     return {
