@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.population.reading import Processes, check_cloud, counts, greatest, joined, summed
+from massieu.population.reading import Processes, check_cloud, collected, greatest, joined, summed
 
 
 class SelfAttentionLevels(NamedTuple):
@@ -34,7 +34,7 @@ def self_attention_levels(
     Args:
         points: The tokens, at least float32 in the computation.
         scale: Inverse temperature.
-        group: Processes that share the tokens.
+        group: Processes that share the tokens; each gets the tokens of all as keys.
 
     Raises:
         ValueError: no cloud, or a scale that is not positive and finite.
@@ -43,21 +43,14 @@ def self_attention_levels(
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     processes = joined(group)
-    count = sum(counts(points, processes))
     tokens = points.to(torch.promote_types(points.dtype, torch.float32))
-    heads = tokens.reshape(1, -1, *tokens.shape[-2:])
-    if processes is None:
-        output, log_z = ops.attention(heads, heads, heads, scale=scale)
-    else:
-        output, log_z = ops.sharded.attention(heads, heads, heads, scale=scale, queries="sharded", group=group)
-    output, log_z = (each[0].reshape(*tokens.shape[:-2], *each.shape[2:]).double() for each in (output, log_z))
-    tokens = tokens.double()
-    mean = summed(tokens.sum(-2, keepdim=True), processes) / count
-    level = log_z - math.log(count)
-    selective = level - scale * (tokens * mean).sum(-1)
-    # Scores are linear in the keys, so that their mean under attention is the score of the output.
-    entropy = log_z - scale * (tokens * output).sum(-1)
-    top = greatest(log_z.detach().amax(-1), processes)
-    energy = top + summed((log_z - top.unsqueeze(-1)).exp().sum(-1), processes).log()
-    means = summed(torch.stack([level, selective, entropy]).sum(-1), processes) / count
-    return SelfAttentionLevels(*means.unbind(), log_interaction_energy=energy - math.log(2 * scale * count**2))
+    queries, keys = (each.reshape(1, -1, *each.shape[-2:]) for each in (tokens, collected(tokens, -2, processes)))
+    found = ops.attention_moments(queries, keys, scale=scale)
+    count = keys.shape[-2]
+    log_z = found.log_partition.double()
+    selective = log_z - found.prior_log_partition - found.prior_mean_score
+    levels = torch.stack([log_z - math.log(count), selective, found.entropy.double()])[:, 0]
+    means = (summed(levels.sum(-1), processes) / count).reshape(3, *points.shape[:-2])
+    top = greatest(log_z.detach().amax(-1, keepdim=True), processes)
+    energy = top[0, :, 0] + summed((log_z - top).exp().sum(-1)[0], processes).log() - math.log(2 * scale * count**2)
+    return SelfAttentionLevels(*means.unbind(), log_interaction_energy=energy.reshape(points.shape[:-2]))
