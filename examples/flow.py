@@ -7,9 +7,9 @@ Random tokens, uniform on a sphere, are moved by the same number of layers of ti
 - doubly stochastic attention in its place (N8), and back on the sphere.
 
 Attention alone expands the cloud and sharpens: the population's entropy rises, that of attention falls (S12, trap 17). On the
-sphere the tokens draw together until one cluster is left (N5), and on the way they are far from Gaussian. Doubly stochastic
-weights pull without a preference for where most tokens are, and it takes longer. Without residual and sphere they keep the mean
-to rounding, which is printed beside what softmax attention makes of it.
+sphere the tokens draw together, into one cluster in the end, but groups stay apart for long (N5), and they are far from
+Gaussian. Doubly stochastic weights pull without a preference for where most tokens are, and it takes longer. Without residual
+and sphere they keep the mean to rounding, which is printed beside what softmax attention makes of it.
 
 Run: python examples/flow.py [--picture FILE] [--page FILE] [--layers N]. Half a minute.
 """
@@ -112,7 +112,7 @@ def draw(found: dict[str, FlowResult], path: Path) -> None:
     axes.set(yscale="log", xlabel="layer", ylim=(1e-5, 1e3))
     axes.set_title("eigenvalues of the covariance", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=90)
     print(f"picture: {path}")
 
 

@@ -20,6 +20,7 @@ PAGES_WITH_CODE = (
     "sparse",
     "machines",
     "spins",
+    "flow",
     "nn",
     "energy_transformer",
 )
@@ -35,6 +36,7 @@ EXAMPLES = {
     "character_language_model.py",
     "masked_digits.py",
     "spin_attention.py",
+    "flow.py",
 }
 
 
@@ -177,3 +179,21 @@ def test_spins_attend(tmp_path):
     first, second = re.findall(r"magnetisation (\S+) of the radius", found)
     assert float(second) < float(first)
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_tokens_flow_as_they_should(tmp_path):
+    picture, page = tmp_path / "picture.png", tmp_path / "page.html"
+    found = run("examples/flow.py", "--picture", str(picture), "--page", str(page))
+    rows = numbers(
+        r"(.+): log-determinant (\S+) nats, effective rank (\S+), entropy of attention (\S+) nats, clusters (\d+)",
+        found,
+    )
+    ends = {name: tuple(map(float, each)) for name, *each in rows}
+    assert ends["attention"][0] > 10 and ends["attention"][2] < 1e-6  # expands, and sharpens
+    for name in ("attention, sphere", "doubly stochastic, sphere"):
+        assert ends[name][3] < 20 < 300 == ends["attention"][3]
+    (moved, kept) = numbers(r"softmax attention (\S+), by doubly stochastic (\S+)", found)[0]
+    assert float(kept) < 1e-10 < 1e-3 < float(moved)
+    assert picture.stat().st_size > 10_000
+    assert "<svg" in page.read_text()

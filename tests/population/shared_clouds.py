@@ -55,9 +55,11 @@ def everything(rank, size):
         dist.barrier()
         resumed = stopping.resume(folder[0])
         dist.barrier()
+    spectrum, result = covariance_spectrum(points, group=group), flow.run(points)
+    dist.barrier()  # none leaves while another still listens
     return {
-        "spectrum": covariance_spectrum(points, group=group),
-        "flow": flow.run(points),
+        "spectrum": spectrum,
+        "flow": result,
         "interrupted": interrupted.layers,
         "files": files,
         "resumed": resumed,

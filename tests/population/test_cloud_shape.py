@@ -38,7 +38,7 @@ def test_cumulants_are_ratios_of_scipys_k_statistics(tokens):
 
 @pytest.mark.parametrize("tokens", [4, 9, 50])
 def test_spreads_of_gaussian_tokens(tokens):
-    repetitions = 40_000
+    repetitions = 20_000
     found = projected_cumulants(draws(repetitions, tokens, 1, seed=tokens), torch.ones(1, 1))
     for each, spread in zip(found, gaussian_cumulant_spread(tokens), strict=True):
         error = each.square().std() / repetitions**0.5
@@ -91,7 +91,7 @@ def exact_null(tokens):
     return 2 - 2 * best / deviation
 
 
-@pytest.mark.parametrize("tokens", [2, 5, 24])
+@pytest.mark.parametrize("tokens", [2, 5, 12])
 def test_the_null_is_that_of_order_statistics(tokens):
     mean, error = gaussian_distance_null(tokens)
     assert abs(mean - exact_null(tokens)) <= 5 * error + 1e-9

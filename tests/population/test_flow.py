@@ -1,13 +1,14 @@
 """Flows: what is recorded, checkpoints, interruptions, and what each refuses."""
 
-import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import polars
 import pytest
 import torch
+from tests.population import killed_flow
 
 from massieu import ops
 from massieu.energy import Clustering
@@ -125,48 +126,15 @@ def test_resumed_is_uninterrupted(tmp_path, stop):
     assert_same(built().resume(tmp_path / "flow"), whole)  # nothing is left to be done
 
 
-SCRIPT = """
-import os, signal, sys
-import torch
-from massieu.population import CloudMoments, CloudShape, Flow, ResampledLayer
-
-def slow(points):
-    global calls
-    calls += 1
-    if calls == int(sys.argv[2]):
-        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
-    return points * 1.1
-
-calls = 0
-generator = torch.Generator().manual_seed(1)
-draw = ResampledLayer(generator=generator, scale=0.3, step=0.5)
-flow = Flow([draw, slow] * 3, observables=[CloudMoments(), CloudShape(projections=8)])
-points = torch.randn(25, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-if sys.argv[4] == "run":
-    result = flow.run(points, checkpoint=sys.argv[1])
-else:
-    result = flow.resume(sys.argv[1])
-torch.save((result.rows, result.particles, result.lineage, result.layers, result.complete), sys.argv[5])
-"""
-
-
-def script(folder, at, how, what, out):
-    arguments = [sys.executable, "-c", SCRIPT, str(folder), str(at), how, what, str(out)]
-    return subprocess.run(arguments, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-
-
 def test_killed_and_resumed_is_uninterrupted(tmp_path):
-    """A process that dies in its fourth layer, and another that goes on."""
-    assert script(tmp_path / "whole", 0, "SIGKILL", "run", tmp_path / "whole.pt").returncode == 0
-    assert script(tmp_path / "cut", 2, "SIGKILL", "run", tmp_path / "cut.pt").returncode == -signal.SIGKILL
-    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["process-00000-layer-00003.safetensors"]
-    done = script(tmp_path / "cut", 0, "SIGKILL", "resume", tmp_path / "cut.pt")
-    assert done.returncode == 0, done.stderr
-    whole, cut = (torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in ("whole", "cut"))
-    assert repr(whole[0]) == repr(cut[0])
-    assert torch.equal(whole[1], cut[1])
-    assert torch.equal(whole[2], cut[2])
-    assert whole[3:] == cut[3:] == (6, True)
+    """A process that is killed in its fourth layer, and another that goes on."""
+    arguments = [sys.executable, "-m", "tests.population.killed_flow", str(tmp_path / "flow")]
+    killed = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name for path in (tmp_path / "flow").iterdir()] == ["process-00000-layer-00003.safetensors"]
+    result = killed_flow.build().resume(tmp_path / "flow")
+    assert result.layers == 6
+    assert_same(result, killed_flow.build().run(killed_flow.cloud()))
 
 
 def test_interrupted_it_keeps_what_it_has(tmp_path):

@@ -17,7 +17,7 @@ def layer(**options):
 
 
 def test_a_draw_has_mean_attention_and_the_covariance_of_its_weights():
-    points, repetitions = draws(6, 3), 20_000
+    points, repetitions = draws(6, 3), 8000
     query, value = draws(2, 3, seed=2), draws(3, 3, seed=3)
     own = layer(query=query, key=2 * query, value=value, scale=0.7, step=0.5)
     p = torch.softmax(0.7 * (points @ query.T) @ (2 * points @ query.T).T, -1)
@@ -59,7 +59,7 @@ def test_what_is_told_of_the_draws():
 
 def test_genealogies_coalesce_as_uniform_draws_do():
     """Uniform weights are the Wright–Fisher model: two tokens have one ancestor with probability 1 − (1 − 1/n)^t."""
-    tokens, generations, repetitions = 8, 5, 400
+    tokens, generations, repetitions = 8, 4, 120
     shared = torch.zeros(repetitions, generations, dtype=torch.float64)
     own = layer(scale=0.0)
     for repetition in range(repetitions):
@@ -82,7 +82,7 @@ def test_lineages_lead_to_the_tokens_of_the_start():
 
 def test_trap_34_draws_are_unbiased_for_attention_which_is_biased_for_the_population():
     """Keys from N(0, 1), one query η: the mean of tilted keys is η; attention is off by −e^{η²}η/N, and its draws no more."""
-    eta, keys, sets = 0.7, 20, 100_000
+    eta, keys, sets = 0.7, 20, 30_000
     drawn = draws(sets, keys, 1)
     weights = torch.softmax(eta * drawn, -2)
     attention = (weights * drawn).sum((-2, -1))

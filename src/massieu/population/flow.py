@@ -190,11 +190,12 @@ class Flow:
             "tokens": len(particles),
             "width": particles.shape[1],
             "dtype": str(particles.dtype).removeprefix("torch."),
+            "device": str(particles.device),
         }
 
 
-_OF_THE_CLOUD = ("tokens", "width", "dtype")
-"""Settings that a layer may change."""
+_OF_THE_CLOUD = ("tokens", "width", "dtype", "device")
+"""Settings of the start: a layer may change them."""
 
 
 def genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, Reading]:

@@ -84,8 +84,9 @@ def read(folder: Path, group: Group | None) -> tuple[State, dict[str, Any], list
             record = json.loads((file.metadata() or {})["massieu flow"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         rows = tuple(Row(*row) for row in record["rows"])
-        state = State(record["done"], tensors["particles"], rows, tensors.get("lineage"))
         settings = record["settings"]
+        on_device = {name: tensors[name].to(settings["device"]) for name in ("particles", "lineage") if name in tensors}
+        state = State(record["done"], on_device["particles"], rows, on_device.get("lineage"))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} is no checkpoint of a flow: {error}") from error
     states = [tensors[f"generator.{index}"] for index in range(sum(name.startswith("generator.") for name in tensors))]

@@ -43,7 +43,8 @@ class FlowResult:
             layers (others keep each token); None where nothing was drawn.
         layers: How many were done.
         complete: False where the flow was interrupted before its last layer.
-        settings: What the flow was: depth, tokens, width, dtype, observables, and hashes of layers and observables.
+        settings: What the flow was: depth and processes; tokens, width, dtype and device of the start; hashes of layers and
+            observables.
     """
 
     rows: tuple[Row, ...]
