@@ -95,7 +95,7 @@ def draw(found: dict[str, FlowResult], path: Path) -> None:
         if bool(null.isfinite().all()):
             axes.plot(null, color="0.4", linestyle="--")
             axes.text(
-                0.99, 0.02, "dashed: Gaussian tokens", transform=axes.transAxes, ha="right", fontsize=8, color="0.3"
+                0.98, 0.2, "dashed: Gaussian tokens", transform=axes.transAxes, ha="right", fontsize=8, color="0.3"
             )
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("layer")

@@ -77,7 +77,7 @@ class CloudShape:
         spreads = gaussian_cumulant_spread(count)
         for name, each, spread in zip(("third_cumulant", "fourth_cumulant"), cumulants, spreads, strict=True):
             found[name] = _root(each.square(), spread)
-            found[f"{name}_largest"] = Reading(each.abs().amax(), null=torch.tensor(reach * spread))
+            found[f"{name}_largest"] = Reading(each.abs().amax(), null=_number(reach * spread))
         distance = squared_gaussian_distance(points, directions, group=group)
         found["gaussian_distance"] = _root(distance, math.sqrt(gaussian_distance_null(count)[0]))
         return found
@@ -115,10 +115,14 @@ def _root(squares: Tensor, null: float) -> Reading:
     """The root of the mean over directions; its standard error by the slope of the root."""
     value = squares.mean().sqrt()
     if len(squares) == 1:
-        return Reading(value, null=torch.tensor(null))
+        return Reading(value, null=_number(null))
     error = squares.std() / len(squares) ** 0.5 / (2 * torch.where(value == 0, 1.0, value))
-    return Reading(value, error, torch.tensor(null))
+    return Reading(value, error, _number(null))
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _quantile(probability: float) -> float:
-    return torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).item()
+    return torch.special.ndtri(_number(probability)).item()
