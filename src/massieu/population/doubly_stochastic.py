@@ -117,8 +117,8 @@ def doubly_stochastic_attention(
 class DoublyStochasticLayer(Head):
     """A layer of doubly stochastic self-attention (N8): without step and contraction it keeps the mean of the values.
 
-    With ``value`` −1 times the identity and tied queries and keys, steps x_i − P x_i/… follow the heat equation as scale grows:
-    (P x − x)·scale → ½∇log ρ for tokens of density ρ.
+    With tied queries, keys and values, (P x − x)·scale → ½∇log ρ as the scale grows, for tokens of density ρ: P moves them up
+    their density, and x − (P x − x) is a step 1/(2·scale) of the heat equation.
 
     Attributes:
         query, key, value, scale, step, contraction: As in `Head`.
