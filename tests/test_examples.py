@@ -20,6 +20,7 @@ PAGES_WITH_CODE = (
     "sparse",
     "machines",
     "spins",
+    "flow",
     "nn",
     "energy_transformer",
     "equilibrium",
@@ -43,6 +44,7 @@ EXAMPLES = {
     "posterior_attention.py",
     "smoothing.py",
     "transfer.py",
+    "flow.py",
 }
 
 
@@ -252,3 +254,21 @@ def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
     assert float(accuracy) < -0.7
     assert "κ = inf" in found
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_tokens_flow_as_they_should(tmp_path):
+    picture, page = tmp_path / "picture.png", tmp_path / "page.html"
+    found = run("examples/flow.py", "--picture", str(picture), "--page", str(page))
+    rows = numbers(
+        r"(.+): log-determinant (\S+) nats, effective rank (\S+), entropy of attention (\S+) nats, clusters (\d+)",
+        found,
+    )
+    ends = {name: tuple(map(float, each)) for name, *each in rows}
+    assert ends["attention"][0] > 10 and ends["attention"][2] < 1e-6  # expands, and sharpens
+    for name in ("attention, sphere", "doubly stochastic, sphere"):
+        assert ends[name][3] < 20 < 300 == ends["attention"][3]
+    (moved, kept) = numbers(r"softmax attention (\S+), by doubly stochastic (\S+)", found)[0]
+    assert float(kept) < 1e-10 < 1e-3 < float(moved)
+    assert picture.stat().st_size > 10_000
+    assert "<svg" in page.read_text()

@@ -2,15 +2,27 @@
 
 from massieu.population.alignment import Alignment, precision_alignment
 from massieu.population.assumptions import EquilibriumReport, equilibrium_report
-from massieu.population.equilibrium import (
-    after_layer,
-    entropy_gain,
-    equilibrium,
-    key_law,
-    sample_error,
-    whitened_map,
+from massieu.population.cloud_shape import (
+    ProjectedCumulants,
+    gaussian_cumulant_spread,
+    gaussian_distance_null,
+    projected_cumulants,
+    random_directions,
+    squared_gaussian_distance,
 )
+from massieu.population.clusters import ClusterCount, cluster_count
+from massieu.population.doubly_stochastic import (
+    DoublyStochastic,
+    DoublyStochasticLayer,
+    Potentials,
+    doubly_stochastic_attention,
+    sinkhorn,
+)
+from massieu.population.equilibrium import after_layer, entropy_gain, equilibrium, key_law, sample_error, whitened_map
 from massieu.population.expansion import Expansion, expansion
+from massieu.population.flow import Flow
+from massieu.population.flow_observables import CloudMoments, CloudShape, Clusters, SelfAttention
+from massieu.population.flow_result import FlowResult
 from massieu.population.growth import cumulant_growth, harmonic_growth, measured_cumulant_growth
 from massieu.population.observables import (
     covariance_spectrum,
@@ -19,22 +31,45 @@ from massieu.population.observables import (
     pairwise_distance,
     participation_ratio,
 )
+from massieu.population.reading import Observable, Reading
 from massieu.population.renormalisation import Renormalisation, TraceRenormalisation
+from massieu.population.resampled import ResampledLayer, ResampledTokens
+from massieu.population.self_attention import SelfAttentionLevels, self_attention_levels
 
 __all__ = [
     "Alignment",
+    "CloudMoments",
+    "CloudShape",
+    "ClusterCount",
+    "Clusters",
+    "DoublyStochastic",
+    "DoublyStochasticLayer",
     "EquilibriumReport",
     "Expansion",
+    "Flow",
+    "FlowResult",
+    "Observable",
+    "Potentials",
+    "ProjectedCumulants",
+    "Reading",
     "Renormalisation",
+    "ResampledLayer",
+    "ResampledTokens",
+    "SelfAttention",
+    "SelfAttentionLevels",
     "TraceRenormalisation",
     "after_layer",
+    "cluster_count",
     "covariance_spectrum",
     "cumulant_growth",
+    "doubly_stochastic_attention",
     "effective_rank",
     "entropy_gain",
     "equilibrium",
     "equilibrium_report",
     "expansion",
+    "gaussian_cumulant_spread",
+    "gaussian_distance_null",
     "harmonic_growth",
     "key_law",
     "log_determinant",
@@ -42,6 +77,11 @@ __all__ = [
     "pairwise_distance",
     "participation_ratio",
     "precision_alignment",
+    "projected_cumulants",
+    "random_directions",
     "sample_error",
+    "self_attention_levels",
+    "sinkhorn",
+    "squared_gaussian_distance",
     "whitened_map",
 ]

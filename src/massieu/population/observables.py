@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.population.reading import Processes, centred, joined, summed
+
 
 def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
     """Mean Euclidean distance over the n(n − 1)/2 pairs of distinct tokens.
@@ -21,27 +23,34 @@ def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*ba
     Raises:
         ValueError: ``points`` has fewer than two dimensions or no token.
     """
-    centred = _centred(points)
-    count = centred.shape[-2]
+    relative, count = centred(points)
     if count == 1:
-        return centred.sum((-2, -1))  # a single token relative to itself: 0, or NaN for a broken one
-    distances = torch.cdist(centred, centred)
+        return relative.sum((-2, -1))  # a single token relative to itself: 0, or NaN for a broken one
+    distances = torch.cdist(relative, relative)
     total = distances.sum((-2, -1)) - distances.diagonal(dim1=-2, dim2=-1).sum(-1)
     return total / (count * (count - 1))
 
 
-def covariance_spectrum(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch rank"]:
+def covariance_spectrum(
+    points: Float[Tensor, "*batch n d"], *, group: Processes = None
+) -> Float[Tensor, "*batch rank"]:
     """Eigenvalues of the biased token covariance (1/n) Σ (x − x̄)(x − x̄)ᵀ, largest first.
 
     They are read from the n×n matrix of inner products or from the d×d covariance, whichever is smaller, and there are
     ``rank = min(n − 1, d)`` of them: the most that n tokens can make positive.
 
+    Args:
+        points: The tokens.
+        group: Processes that share them, each with its own; the spectrum is then that of all, the same on each.
+
     Raises:
         ValueError: ``points`` has fewer than two dimensions or no token.
     """
-    centred = _centred(points)
-    count, dimension = centred.shape[-2:]
-    gram = centred @ centred.mT if count <= dimension else centred.mT @ centred
+    processes = joined(group)
+    relative, count = centred(points, processes)
+    dimension = relative.shape[-1]
+    within = processes is None and count <= dimension
+    gram = relative @ relative.mT if within else summed(relative.mT @ relative, processes)
     finite = gram.isfinite().all(-1).all(-1)
     # The eigenvalue routine raises on a non-finite matrix, which would lose the whole batch.
     solvable = torch.where(finite[..., None, None], gram / count, 0.0)
@@ -89,16 +98,6 @@ def participation_ratio(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor,
     """(Σλ)² / Σλ²: between 1 and the spectrum's length; 0 for a collapsed cloud. Never above `effective_rank`."""
     shares, collapsed = _shares(spectrum)
     return torch.where(collapsed, 0.0, shares.square().sum(-1).reciprocal())
-
-
-def _centred(points: Tensor) -> Tensor:
-    """The cloud in float64 with mean zero; exactly zero where all tokens are equal."""
-    if points.ndim < 2 or points.shape[-2] == 0 or points.shape[-1] == 0:
-        raise ValueError(f"points must have shape (*batch, n, d) with n, d ≥ 1, got {tuple(points.shape)}")
-    points = points.double()
-    # Equal tokens minus one of them are exact zeros; equal tokens minus their rounded mean are not.
-    relative = points - points[..., :1, :]
-    return relative - relative.mean(-2, keepdim=True)
 
 
 def _check_spectrum(spectrum: Tensor) -> None:

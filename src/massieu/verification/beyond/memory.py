@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.energy import Clustering, Hopfield, boosting_energy, newton_step, ood_score
 from massieu.measures import Atoms
+from massieu.population import cluster_count
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
@@ -23,8 +24,8 @@ _ROUNDING = 1e-12
 @claim(
     "N5",
     statement="On the sphere ẋᵢ = Proj Σ e^{β⟨xᵢ,xⱼ⟩}xⱼ is gradient ascent of (1/2βn²) Σ Σ e^{β⟨xᵢ,xⱼ⟩}; that sum never falls "
-    "either where all tokens attend to each other at once and are then projected onto the sphere, and generic tokens end in "
-    "one cluster.",
+    "either where all tokens attend to each other at once and are then projected onto the sphere; in three dimensions and "
+    "more generic tokens end in one cluster, of which groups at cosine c stay apart for about e^{β(1−c)} steps.",
     source="Geshkovski, Letrouit, Polyanskiy, Rigollet, arXiv 2312.10794; the discrete step is derived",
     status="quoted",
 )
@@ -43,9 +44,38 @@ def clustering_on_the_sphere(tokens: int = 12, dimensions: int = 3, draws: int =
         rise = (path[1:] - path[:-1]) / path[0].abs()
         yield at_most(f"β = {scale}: rise of E in a step, relative", rise, 1e-13 * (1 + scale))
     yield from _flow(normal, tokens, dimensions)
-    energy = Clustering.create(1.0)
-    end = energy.descend(F.normalize(normal(draws, tokens, dimensions), dim=-1), steps=100).states[-1]
-    yield close("β = 1, 100 steps: cosines of the tokens", end @ end.mT, 1.0, 1e-6)
+    for width in (dimensions, 2 * dimensions):
+        start = F.normalize(normal(draws, tokens, width), dim=-1)
+        end = Clustering.create(1.0).descend(start, steps=100).states[-1]
+        yield close(f"β = 1, d = {width}, 100 steps: cosines of the tokens", end @ end.mT, 1.0, 1e-6)
+        found = cluster_count(torch.stack([start, end])).clusters.double()
+        yield at_least(f"d = {width}: clusters at the start", found[0], 2.0)
+        yield close(f"d = {width}: clusters in the end, and 1", found[1], 1.0)
+    yield from _two_clusters(tokens, dimensions)
+
+
+def _two_clusters(tokens: int, dimensions: int, cosine: float = 0.2, steps: int = 200) -> Iterator[Check]:
+    """Two equal groups move as two tokens: with r = e^{−β(1−c)}, c ← (c(1 + r²) + 2r)/(1 + r² + 2rc), by at most 2r(1 + c).
+
+    So the phase with two clusters lasts, while c ≤ c' < 1, at least (c' − c)e^{β(1−c')}/(2(1 + c')) steps.
+    """
+    half, later = (tokens + 1) // 2, 0.5
+    for scale in (2.0, 5.0, 8.0):
+        state = torch.zeros(2 * half, dimensions, dtype=torch.float64)
+        state[:half, 0], state[half:, 0], state[half:, 1] = 1.0, cosine, (1 - cosine**2) ** 0.5
+        path = Clustering.create(scale).descend(state, steps=steps)
+        found = (path.states[:, 0] * path.states[:, -1]).sum(-1)
+        expected = [cosine]
+        for _ in range(steps):
+            c = expected[-1]
+            r = math.exp(-scale * (1 - c))
+            expected.append((c * (1 + r * r) + 2 * r) / (1 + r * r + 2 * r * c))
+        yield close(f"two groups, β = {scale}: cosine by step", found, torch.tensor(expected, dtype=torch.float64))
+        least = (later - cosine) * math.exp(scale * (1 - later)) / (2 * (1 + later))
+        apart = (found <= later).sum().item()
+        yield at_least(
+            f"two groups, β = {scale}: steps with c ≤ {later}, by the least there can be", apart / least, 1.0
+        )
 
 
 def _flow(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from massieu.ops.attention import attention, log_partition
 from massieu.ops.resampling import resample_attention
+from massieu.population import Flow, ResampledLayer, doubly_stochastic_attention
 from massieu.verification.claim import (
     GRADIENT_BY_DIFFERENCES,
     SHIM,
@@ -20,13 +21,14 @@ from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
-_SINKHORN_STEPS = 2000
+_GENEALOGIES, _GENERATIONS = 100, 4
 
 
 @claim(
     "S19",
     statement="Attention is the mean of multinomial resampling by its weights: a drawn value has mean Σⱼ Pᵢⱼvⱼ and "
-    "covariance Cov_P(v), which is β⁻¹ ∂out/∂q for v = k.",
+    "covariance Cov_P(v), which is β⁻¹ ∂out/∂q for v = k; lineages of drawn tokens coalesce, by weights that are uniform to a "
+    "common ancestor of two with probability 1 − (1 − 1/n)^t after t layers; doubly stochastic weights keep the mean.",
     source=f"{SHIM}, §5 and §6; its exact form is derived",
     status="quoted",
 )
@@ -61,7 +63,8 @@ def attention_is_the_mean_of_resampling(
 
     yield from _increment(normal, query, key, beta, generator, resamples)
     yield from _self_normalised(normal, dimensions)
-    yield from _doubly_stochastic(beta * query @ key.T, p, value)
+    yield from _coalescence(normal(tokens, dimensions), generator)
+    yield from _doubly_stochastic(query, key, value, beta)
 
 
 def _covariance(p: Tensor, value: Tensor) -> Tensor:
@@ -123,10 +126,20 @@ def _self_normalised(normal: Normal, dimensions: int, keys: int = 200, sets: int
     yield at_least("bias of attention, in standard errors", (bias.mean(0) / error).abs().max(), 5.0)
 
 
-def _doubly_stochastic(scores: Tensor, p: Tensor, value: Tensor) -> Iterator[Check]:
+def _coalescence(points: Tensor, generator: torch.Generator) -> Iterator[Check]:
+    """A flow of tokens that are replaced by uniform draws: the model of Wright and Fisher."""
+    layer = ResampledLayer(generator=generator, scale=0.0)
+    flow = Flow(layer, depth=_GENERATIONS, observables=[])
+    found = torch.stack([flow.run(points, progress=False).values("shared_ancestry")[1:] for _ in range(_GENEALOGIES)])
+    expected = 1 - (1 - 1 / len(points)) ** torch.arange(1, _GENERATIONS + 1, dtype=torch.float64)
+    error = found.std(0) / _GENEALOGIES**0.5
+    yield near_in_standard_errors("pairs with a common ancestor and 1 − (1 − 1/n)^t", found.mean(0), expected, error)
+
+
+def _doubly_stochastic(query: Tensor, key: Tensor, value: Tensor, beta: float) -> Iterator[Check]:
     """The weights of Sinkhorn's algorithm keep the population's mean; attention's do not."""
-    for _ in range(_SINKHORN_STEPS):
-        scores = scores - torch.logsumexp(scores, -1, keepdim=True)
-        scores = scores - torch.logsumexp(scores, 0, keepdim=True)
-    yield close("doubly stochastic P: mean of P v and mean of v", (scores.exp() @ value).mean(0), value.mean(0))
-    yield at_least("attention: mean of P v less mean of v", ((p @ value).mean(0) - value.mean(0)).abs().max(), 1e-6)
+    heads = query[None, None], key[None, None], value[None, None]
+    found = doubly_stochastic_attention(*heads, scale=beta).output[0, 0]
+    yield close("doubly stochastic P: mean of P v and mean of v", found.mean(0), value.mean(0))
+    softmax = attention(*heads, scale=beta).output[0, 0]
+    yield at_least("attention: mean of P v less mean of v", (softmax.mean(0) - value.mean(0)).abs().max(), 1e-6)

@@ -1,0 +1,82 @@
+"""How many clusters a cloud of tokens has (N5)."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.ops.sharded.collectives import Group
+from massieu.population.reading import Processes, check_cloud, greatest, joined, summed
+
+_SHARE_OF_LENGTH = 0.1
+
+
+class ClusterCount(NamedTuple):
+    """What `cluster_count` found."""
+
+    clusters: Int[Tensor, "*batch"]
+    """How many leaders were needed; `limit` where that many did not suffice."""
+    covered: Float[Tensor, "*batch"]
+    """The share of the tokens near a leader: 1 unless the limit was met."""
+    largest: Float[Tensor, "*batch"]
+    """The share of the tokens that the largest cluster has."""
+
+
+@torch.no_grad()
+def cluster_count(
+    points: Float[Tensor, "*batch n d"], *, radius: float | None = None, limit: int = 128, group: Processes = None
+) -> ClusterCount:
+    """Clusters by leaders: the first token that is near no leader becomes one, and takes all that are near it and free.
+
+    Where the tokens lie in groups of diameter at most `radius` that are farther than it apart, these are found exactly. For
+    other clouds the leaders are a largest set of tokens farther than `radius` apart (none can be added): their number is
+    between the numbers of balls of radius `radius` and of `radius`/2 that the cloud needs. It may depend on the order of
+    the tokens. Memory is linear in n·d, time in n·d·clusters.
+
+    Args:
+        points: The tokens; one that is not finite is near none, and no leader.
+        radius: How near; None: a tenth of the root of the mean squared length of the tokens, on the unit sphere about 6°.
+        limit: Of leaders.
+        group: Processes that share the tokens.
+
+    Raises:
+        ValueError: no cloud, a radius that is no number of at least 0, a limit below 1.
+    """
+    check_cloud(points)
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    if radius is not None and not 0 <= radius < math.inf:
+        raise ValueError(f"radius must be a number, at least 0, or None, got {radius}")
+    processes = joined(group)
+    batch, (tokens, width) = points.shape[:-2], points.shape[-2:]
+    cloud = points.reshape(-1, tokens, width)
+    cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))
+    free = cloud.isfinite().all(-1)
+    size = summed(torch.full((len(cloud),), tokens, device=cloud.device), processes)
+    near = _radius(cloud, free, radius, processes)
+    count, largest, covered = (torch.zeros_like(near) for _ in range(3))
+    item, rank = torch.arange(len(cloud), device=cloud.device), 0 if processes is None else processes.rank
+    for _ in range(limit):
+        own = free.any(-1)
+        # The first free token, that of the process of the lowest rank that has one.
+        first = -greatest(torch.where(own, -float(rank), -torch.inf), processes)
+        if not bool(first.isfinite().any()):
+            break
+        mine = own & (first == rank)
+        leader = torch.where(mine.unsqueeze(-1), cloud[item, free.int().argmax(-1)], 0.0)
+        leader = summed(leader, processes)
+        taken = free & ((cloud - leader.unsqueeze(1)).norm(dim=-1) <= near.to(cloud.dtype).unsqueeze(-1))
+        free = free & ~taken
+        share = summed(taken.sum(-1).double(), processes) / size
+        count, covered, largest = count + (share > 0), covered + share, torch.maximum(largest, share)
+    return ClusterCount(*(each.reshape(batch) for each in (count.long(), covered, largest)))
+
+
+def _radius(cloud: Tensor, finite: Tensor, radius: float | None, processes: Group | None) -> Tensor:
+    if radius is not None:
+        return torch.full((len(cloud),), radius, dtype=torch.float64, device=cloud.device)
+    squares = torch.where(finite, cloud.square().sum(-1), 0.0).double().sum(-1)
+    sums = summed(torch.stack([squares, finite.sum(-1).double()]), processes)
+    return _SHARE_OF_LENGTH * (sums[0] / sums[1].clamp_min(1)).sqrt()

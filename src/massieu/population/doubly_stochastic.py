@@ -1,0 +1,177 @@
+"""Attention whose weights sum to one over keys and over queries: Sinkhorn's algorithm without the matrix (N8)."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu import ops, solve
+from massieu.population.head import Head
+
+_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
+_ROUNDINGS = 8
+
+
+class Potentials(NamedTuple):
+    """Log-scalings that make weights doubly stochastic: P_ij = w_j exp(scale·q_i·k_j + f_i + g_j).
+
+    Σ_j P_ij = 1 for every token i, and Σ_i w_i P_ij = w_j: the mean over the population (with weights w) of P v is that of v.
+    """
+
+    query: Float[Tensor, "B H n"]
+    """f, nats; 0 for hidden tokens."""
+    key: Float[Tensor, "B H n"]
+    """g, of mean 0 over the tokens there are (a constant may move from g to f); 0 for hidden tokens."""
+    residual: Float[Tensor, "B H"]
+    """Root mean square over tokens of Σ_i w_i P_ij/w_j − 1; the other sum is exact."""
+    steps: Int[Tensor, "B H"]
+    """How often both potentials were updated."""
+
+
+class DoublyStochastic(NamedTuple):
+    """What `doubly_stochastic_attention` returns."""
+
+    output: Float[Tensor, "B H n e"]
+    """Σ_j P_ij value_j."""
+    potentials: Potentials
+
+
+def sinkhorn(
+    query: Float[Tensor, "B H n k"],
+    key: Float[Tensor, "B H n k"],
+    *,
+    log_weight: Float[Tensor, "..."] | None = None,
+    scale: float = 1.0,
+    tolerance: float | None = None,
+    max_steps: int = 1000,
+) -> Potentials:
+    """Potentials of doubly stochastic attention, in memory linear in tokens: log Z of queries and of keys in turn.
+
+    The map contracts in Hilbert's metric (Birkhoff) by up to tanh²(range of the scores/4): slowly where scores spread over tens
+    of nats, and iterates are accelerated. If query and key are one tensor, there is one potential, f = g up to that constant,
+    and u ← (u − log Z(u))/2 finds it whatever the scores: near it errors shrink by (I − P)/2, where P ⪰ 0. Derivatives in
+    query, key and log_weight, of every order, are those of the implicit function theorem; nothing of the iteration is kept.
+
+    Args:
+        query, key: Of the same tokens, and so of the same number; float16 and bfloat16 are promoted. Pass one tensor twice
+            where they are equal.
+        log_weight: log w, mass of each token both as query and as key; broadcasts to (B, H, n), −inf hides a token.
+        scale: Inverse temperature, 1/ε.
+        tolerance: Of the residual; None: 1e-11 in float64, 1e-5 in float32, and 8 roundings of the potentials more.
+        max_steps: Before giving up.
+
+    Raises:
+        ConvergenceError: the residual is not reached; scores with a large range need a smaller scale.
+        TypeError, ValueError: shapes or dtypes that do not fit, a scale that is not finite.
+
+    Source: Sinkhorn and Knopp (1967); as attention, Sander et al., "Sinkformers", arXiv 2110.11773.
+    """
+    tied = query is key
+    query, key, weight = _admitted(query, key, log_weight, scale)
+    tolerance = _TOLERANCE[query.dtype] if tolerance is None else tolerance
+    parameters = (scale**0.5 * query, weight) if tied and scale > 0 else (scale * query, key, weight)
+    found = solve.fixed_point(
+        _average if len(parameters) == 2 else _alternate,
+        query.new_zeros(weight.shape),
+        parameters,
+        max_steps=max_steps,
+        atol=tolerance * weight.shape[-1] ** 0.5,
+        rtol=_ROUNDINGS * torch.finfo(query.dtype).eps,
+        check_attraction=False,
+    )
+    hidden = weight == -torch.inf
+    g = _of_mean_zero(found.value, hidden)
+    f = _potential(scale * query, key, weight + g, hidden)
+    with torch.no_grad():
+        error = torch.expm1(g - _potential(key, scale * query, weight + f, hidden)).masked_fill(hidden, 0.0)
+        residual = (error.square().sum(-1) / (~hidden).sum(-1).clamp_min(1)).sqrt()
+    return Potentials(f, g, residual, found.steps)
+
+
+def doubly_stochastic_attention(
+    query: Float[Tensor, "B H n k"],
+    key: Float[Tensor, "B H n k"],
+    value: Float[Tensor, "B H n e"],
+    *,
+    log_weight: Float[Tensor, "..."] | None = None,
+    scale: float = 1.0,
+    tolerance: float | None = None,
+    max_steps: int = 1000,
+) -> DoublyStochastic:
+    """Σ_j P_ij value_j with the doubly stochastic P of `sinkhorn`, whose arguments, derivatives and errors these are.
+
+    For queries = keys = values the output is half the gradient, in all tokens at once, of −(Σf + Σg)/scale: unlike attention's,
+    a joint gradient flow (S3, trap 13). Hidden tokens have the output that they would have as queries.
+    """
+    potentials = sinkhorn(query, key, log_weight=log_weight, scale=scale, tolerance=tolerance, max_steps=max_steps)
+    promoted, keys, weight = _admitted(query, key, log_weight, scale)
+    shared = (weight + potentials.key).unsqueeze(-2)
+    output = ops.attention(promoted, keys, value.to(promoted), log_weight=shared, scale=scale).output
+    return DoublyStochastic(output.to(query.dtype), potentials)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DoublyStochasticLayer(Head):
+    """A layer of doubly stochastic self-attention (N8): without step and contraction it keeps the mean of the values.
+
+    With tied queries, keys and values, (P x − x)·scale → ½∇log ρ as the scale grows, for tokens of density ρ: P moves them up
+    their density, and x − (P x − x) is a step 1/(2·scale) of the heat equation.
+
+    Attributes:
+        query, key, value, scale, step, contraction: As in `Head`.
+        tolerance, max_steps: As in `sinkhorn`.
+    """
+
+    tolerance: float | None = None
+    max_steps: int = 1000
+
+    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The tokens after the layer; raises as `sinkhorn`."""
+        query, key, value = self.heads(particles)
+        found = doubly_stochastic_attention(
+            query, key, value, scale=self.scale, tolerance=self.tolerance, max_steps=self.max_steps
+        )
+        return self.moved(particles, found.output)
+
+
+def _alternate(g: Tensor, query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+    """Both potentials once; g keeps mean 0."""
+    hidden = weight == -torch.inf
+    f = _potential(query, key, weight + g, hidden)
+    return _of_mean_zero(_potential(key, query, weight + f, hidden), hidden)
+
+
+def _average(u: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
+    """The mean of the one potential and what its rows need."""
+    return (u + _potential(tokens, tokens, weight + u, weight == -torch.inf)) / 2
+
+
+def _of_mean_zero(potential: Tensor, hidden: Tensor) -> Tensor:
+    mean = potential.sum(-1, keepdim=True) / (~hidden).sum(-1, keepdim=True).clamp_min(1)
+    return (potential - mean).masked_fill(hidden, 0.0)
+
+
+def _potential(query: Tensor, key: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+    return -ops.log_partition(query, key, log_weight=weight.unsqueeze(-2), scale=1.0).masked_fill(hidden, 0.0)
+
+
+def _admitted(query: Tensor, key: Tensor, log_weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and log-weights (B, H, n) of one dtype of at least float32."""
+    if query.ndim != 4 or query.shape != key.shape:
+        raise ValueError(
+            f"query and key must have one shape (B, H, n, k), got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    shape = query.shape[:-1]
+    if log_weight is None:
+        weight = torch.zeros(shape, dtype=dtype, device=query.device)
+    elif log_weight.ndim > 3 or any(own not in (1, need) for own, need in zip(log_weight.shape[::-1], shape[::-1])):  # noqa: B905
+        raise ValueError(f"log_weight must broadcast to {tuple(shape)}, got {tuple(log_weight.shape)}")
+    else:
+        weight = log_weight.to(query.device, dtype).expand(shape)
+    return query.to(dtype), key.to(dtype), weight

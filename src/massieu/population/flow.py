@@ -1,0 +1,244 @@
+"""A cloud of tokens through layer after layer, with what is observed of it after each (S20, E1)."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from massieu.errors import InputError
+from massieu.population import flow_checkpoint
+from massieu.population.flow_checkpoint import State, fingerprint
+from massieu.population.flow_observables import CloudMoments, CloudShape
+from massieu.population.flow_result import FlowResult, Row
+from massieu.population.reading import Observable, Processes, Reading, check_cloud, joined
+
+Layer = Callable[[Float[Tensor, "n d"]], Float[Tensor, "n e"]]
+
+
+class Observed(Protocol):
+    """What a layer that draws tells of its draws besides the particles."""
+
+    @property
+    def particles(self) -> Float[Tensor, "n d"]: ...
+    @property
+    def ancestors(self) -> Int[Tensor, "n"] | None: ...
+    def readings(self) -> Mapping[str, Reading]: ...
+
+
+@runtime_checkable
+class ObservedLayer(Protocol):
+    """A layer that a flow asks for more than the particles, such as `ResampledLayer`."""
+
+    def observed(self, particles: Float[Tensor, "n d"], /) -> Observed: ...
+
+
+class Flow:
+    """Tokens as particles, moved by operators ``particles (n, d) -> particles``; what is observed is recorded after each.
+
+        >>> flow = Flow(layer, depth=12, observables=[CloudMoments(), CloudShape()])
+        >>> result = flow.run(tokens)
+        >>> result.values("effective_rank")
+
+    Nothing is kept of a layer but what was observed, so that memory does not grow with depth; the observables of this package
+    need memory linear in n·d.
+
+    Args:
+        layers: Operators, applied in their order; or one, applied `depth` times. They run without gradients.
+        observables: Callables on a cloud that return names with numbers, vectors or `Reading`s. None: `CloudMoments` and
+            `CloudShape`, both of time linear in the tokens.
+        depth: How often one operator is applied.
+        generators: Sources of random numbers that layers draw from, so that a checkpoint can go on where they were; those that
+            a layer has as its attribute `generator` are known. Draws from torch's global generator are not repeated.
+        group: Processes that share the cloud, each with its own tokens. Layers must be for that, too; observables are called
+            with ``group=group``.
+
+    Raises:
+        TypeError: a layer, an observable or a generator of another type.
+        ValueError: no layer; several layers and a depth, or one and none.
+    """
+
+    def __init__(
+        self,
+        layers: Layer | Sequence[Layer],
+        *,
+        observables: Sequence[Observable] | None = None,
+        depth: int | None = None,
+        generators: Sequence[torch.Generator] = (),
+        group: Processes = None,
+    ) -> None:
+        self.layers = _repeated(layers, depth)
+        self.observables = (CloudMoments(), CloudShape()) if observables is None else tuple(observables)
+        for each in (*self.layers, *self.observables):
+            if not callable(each):
+                raise TypeError(f"layers and observables must be callable, got {type(each).__name__}")
+        known = [getattr(layer, "generator", None) for layer in self.layers]
+        found = [*generators, *(each for each in known if isinstance(each, torch.Generator))]
+        if wrong := [each for each in found if not isinstance(each, torch.Generator)]:
+            raise TypeError(f"generators must be of torch.Generator, got {type(wrong[0]).__name__}")
+        self.generators = list({id(each): each for each in found}.values())
+        self.group = group
+
+    def run(
+        self, particles: Float[Tensor, "n d"], *, checkpoint: str | Path | None = None, progress: bool = True
+    ) -> FlowResult:
+        """Take the particles through all layers. Ctrl-C ends it early: what there is until then is returned as incomplete.
+
+        Args:
+            particles: The cloud, of any floating dtype; layers get it as it is. Of a shared cloud this process's tokens.
+            checkpoint: A folder to which the state is written after each layer, so that `resume` goes on bit for bit. A file
+                is complete or not there; the one before is removed after it.
+            progress: Show a bar on a terminal.
+
+        Raises:
+            InputError: the folder has a checkpoint already, or cannot be written to.
+            TypeError, ValueError: no cloud; a layer that returns none, or one of other tokens; observables of one name.
+        """
+        check_cloud(particles)
+        if particles.ndim != 2:
+            raise ValueError(f"a flow takes particles of shape (n, d), got {tuple(particles.shape)}")
+        folder = None if checkpoint is None else Path(checkpoint)
+        group = joined(self.group)
+        if folder is not None and flow_checkpoint.exists(folder, group):
+            raise InputError(f"{folder} has a checkpoint already: resume it, or name another folder")
+        settings = self._settings(particles)
+        with torch.no_grad():
+            state = State(0, particles.detach(), tuple(self._observe(particles.detach(), 0, {})), None)
+            if folder is not None:
+                flow_checkpoint.write(folder, state, settings, self.generators, group)
+        return self._go_on(state, settings, folder, progress)
+
+    def resume(self, checkpoint: str | Path, *, progress: bool = True) -> FlowResult:
+        """Go on where a run with this folder ended, as if it had not: same numbers, same draws.
+
+        The flow must have been built in the same way. Random layers' generators are set to where they were.
+
+        Raises:
+            InputError: there is no checkpoint, or it is one of another flow.
+        """
+        folder, group = Path(checkpoint), joined(self.group)
+        state, settings, generators = flow_checkpoint.read(folder, group)
+        own = self._settings(state.particles)
+        differing = [name for name in own if name not in _OF_THE_CLOUD and own[name] != settings.get(name)]
+        if differing:
+            raise InputError(
+                f"{folder} has a checkpoint of another flow: {' and '.join(differing)} differ from this one's"
+            )
+        for generator, stored in zip(self.generators, generators, strict=True):
+            generator.set_state(stored)
+        return self._go_on(state, settings, folder, progress)
+
+    def _go_on(self, state: State, settings: dict[str, Any], folder: Path | None, progress: bool) -> FlowResult:
+        group = joined(self.group)
+        console = Console(file=sys.stderr)
+        silent = not (progress and console.is_terminal and (group is None or group.rank == 0))
+        remaining = range(state.done, len(self.layers))
+        try:
+            for index in track(remaining, "layers", console=console, transient=True, disable=silent):
+                with torch.no_grad():
+                    after = self._advance(state, index)
+                    if folder is not None:
+                        flow_checkpoint.write(folder, after, settings, self.generators, group)
+                state = after
+        except KeyboardInterrupt:
+            pass  # the state is that after the last complete layer, and the result says that it is not the end
+        complete = state.done == len(self.layers)
+        return FlowResult(state.rows, state.particles, state.lineage, state.done, complete, settings)
+
+    def _advance(self, state: State, index: int) -> State:
+        """One layer, and what is observed after it."""
+        layer, before = self.layers[index], state.particles
+        lineage, told = state.lineage, {}
+        if isinstance(layer, ObservedLayer):
+            moved = layer.observed(before)
+            particles, told = moved.particles, dict(moved.readings())
+            if moved.ancestors is not None:
+                lineage = moved.ancestors if lineage is None else lineage[moved.ancestors]
+                told |= genealogy(lineage, index + 1)
+        else:
+            particles = layer(before)
+        if not isinstance(particles, Tensor) or particles.ndim != 2 or len(particles) != len(before):
+            given = tuple(particles.shape) if isinstance(particles, Tensor) else type(particles).__name__
+            raise ValueError(f"layer {index + 1} must return particles ({len(before)}, d), got {given}")
+        rows = (*state.rows, *self._observe(particles, index + 1, told))
+        return State(index + 1, particles, rows, lineage)
+
+    def _observe(self, particles: Tensor, layer: int, told: Mapping[str, Reading]) -> list[Row]:
+        named: dict[str, Reading | Tensor | float] = {}
+        more: Any = {} if self.group is None else {"group": self.group}
+        for found in (told, *(observable(particles, **more) for observable in self.observables)):
+            if twice := sorted(set(named) & set(found)):
+                raise ValueError(f"observables must have names of their own, got {', '.join(twice)} twice")
+            named |= found
+        return [row for name, reading in named.items() for row in _rows(layer, name, reading)]
+
+    def _settings(self, particles: Tensor) -> dict[str, Any]:
+        group = joined(self.group)
+        known = {id(layer): fingerprint(layer) for layer in {id(layer): layer for layer in self.layers}.values()}
+        return {
+            "depth": len(self.layers),
+            "layers": [known[id(layer)] for layer in self.layers],
+            "observables": [fingerprint(each) for each in self.observables],
+            "generators": len(self.generators),
+            "processes": 1 if group is None else group.size,
+            "tokens": len(particles),
+            "width": particles.shape[1],
+            "dtype": str(particles.dtype).removeprefix("torch."),
+            "device": str(particles.device),
+        }
+
+
+_OF_THE_CLOUD = ("tokens", "width", "dtype", "device")
+"""Settings of the start: a layer may change them."""
+
+
+def genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, Reading]:
+    """How far the particles go back to the same ones of layer 0 (S19: coalescence of sequential Monte Carlo).
+
+    `distinct_ancestors` is their number; `shared_ancestry` the probability that two particles have the same, with what it is
+    where every draw is uniform over the tokens: 1 − (1 − 1/n)^generations.
+    """
+    sizes = lineage.unique(return_counts=True)[1].double()
+    n = len(lineage)
+    shared = (sizes * (sizes - 1)).sum() / (n * (n - 1)) if n > 1 else torch.ones((), dtype=torch.float64)
+    neutral = -math.expm1(generations * math.log1p(-1 / n)) if n > 1 else 1.0
+    return {
+        "distinct_ancestors": Reading(torch.tensor(float(len(sizes)))),
+        "shared_ancestry": Reading(shared, null=torch.tensor(neutral, dtype=torch.float64)),
+    }
+
+
+def _repeated(layers: Layer | Sequence[Layer], depth: int | None) -> tuple[Layer, ...]:
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+        raise ValueError(f"depth must be a whole number, at least 1, got {depth!r}")
+    if isinstance(layers, Sequence):
+        if depth is not None:
+            raise ValueError(f"depth says how often one layer is applied; got depth={depth} and {len(layers)} layers")
+        if not layers:
+            raise ValueError("a flow needs at least one layer, got none")
+        return tuple(layers)
+    if depth is None:
+        raise ValueError("one layer needs depth=, which says how often it is applied")
+    return (layers,) * depth
+
+
+def _rows(layer: int, name: str, reading: Reading | Tensor | float) -> list[Row]:
+    if not isinstance(reading, Reading):
+        reading = Reading(torch.as_tensor(reading))
+    if reading.value.ndim > 1:
+        raise ValueError(f"an observable is a number or a vector; {name} has shape {tuple(reading.value.shape)}")
+    shape, entries = reading.value.shape, reading.value.numel()
+    others = [
+        [None] * entries if each is None else each.double().expand(shape).reshape(-1).tolist() for each in reading[1:]
+    ]
+    numbers = zip(reading.value.double().reshape(-1).tolist(), *others, strict=True)
+    return [
+        Row(layer, name, index if shape else None, value, error, null)
+        for index, (value, error, null) in enumerate(numbers)
+    ]

@@ -1,0 +1,56 @@
+"""What tokens that attend to each other see: log Z, entropies, the energy of their interaction (S25, N5)."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu import ops
+from massieu.population.reading import Processes, check_cloud, collected, greatest, joined, summed
+
+
+class SelfAttentionLevels(NamedTuple):
+    """Means over the tokens of a cloud, each of which is a query among all of them as keys; nats."""
+
+    log_partition: Float[Tensor, "*batch"]
+    """log (1/n) Σ_j exp(scale·x_i·x_j)."""
+    selective_log_partition: Float[Tensor, "*batch"]
+    """The same with the mean score of each query taken off: KL(uniform‖p_i) ≥ 0, free of the origin of the keys (S25)."""
+    entropy: Float[Tensor, "*batch"]
+    """H(p_i), between 0 and log n: that of attention, not of the population (trap 17)."""
+    log_interaction_energy: Float[Tensor, "*batch"]
+    """log of (1/(2·scale·n²)) Σ_ij exp(scale·x_i·x_j), which clustering on the sphere raises (N5); no mean."""
+
+
+def self_attention_levels(
+    points: Float[Tensor, "*batch n d"], *, scale: float = 1.0, group: Processes = None
+) -> SelfAttentionLevels:
+    """Levels of self-attention of a cloud with tied queries, keys and values; in memory linear in n, time n².
+
+    Nothing overflows: the interaction energy is given by its logarithm.
+
+    Args:
+        points: The tokens, at least float32 in the computation.
+        scale: Inverse temperature.
+        group: Processes that share the tokens; each gets the tokens of all as keys.
+
+    Raises:
+        ValueError: no cloud, or a scale that is not positive and finite.
+    """
+    check_cloud(points)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    processes = joined(group)
+    tokens = points.to(torch.promote_types(points.dtype, torch.float32))
+    queries, keys = (each.reshape(1, -1, *each.shape[-2:]) for each in (tokens, collected(tokens, -2, processes)))
+    found = ops.attention_moments(queries, keys, scale=scale)
+    count = keys.shape[-2]
+    log_z = found.log_partition.double()
+    selective = log_z - found.prior_log_partition - found.prior_mean_score
+    levels = torch.stack([log_z - math.log(count), selective, found.entropy.double()])[:, 0]
+    means = (summed(levels.sum(-1), processes) / count).reshape(3, *points.shape[:-2])
+    top = greatest(log_z.detach().amax(-1, keepdim=True), processes)
+    energy = top[0, :, 0] + summed((log_z - top).exp().sum(-1)[0], processes).log() - math.log(2 * scale * count**2)
+    return SelfAttentionLevels(*means.unbind(), log_interaction_energy=energy.reshape(points.shape[:-2]))

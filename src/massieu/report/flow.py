@@ -1,0 +1,208 @@
+"""Small multiples of a flow: what was observed of a cloud of tokens, layer by layer. HTML and SVG without a script."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from massieu.errors import InputError
+from massieu.report.encode import plain
+from massieu.report.numbers import bound, number, with_error
+from massieu.report.page import asset, template
+
+WIDTH, HEIGHT = 300, 170
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 26
+_TICKS = 4
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_LOGARITHMIC = 100.0
+"""Vectors whose positive numbers span more than this are drawn on a logarithmic axis."""
+
+Numbers = Sequence[float]
+
+
+class Panel(NamedTuple):
+    """One observable: a row of numbers for each layer, NaN where there is none."""
+
+    name: str
+    value: Sequence[Numbers]
+    standard_error: Sequence[Numbers]
+    null: Sequence[Numbers]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A drawing that a notebook shows.
+
+    Attributes:
+        html: The fragment; it has no script and asks for nothing from outside.
+        title: What it shows.
+    """
+
+    html: str
+    title: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as one page that needs nothing but a browser; it replaces an earlier one at once.
+
+        Raises:
+            InputError: it cannot be written there.
+        """
+        path = Path(path)
+        page = template("flow_page.html.j2").render(title=self.title, style=asset("page.css"), drawing=self.html)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                aside.write_text(page, encoding="utf-8")
+                os.replace(aside, path)
+            finally:
+                aside.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot write the drawing {path}: {error.strerror}") from error
+        return path
+
+
+def draw(panels: Sequence[Panel], title: str) -> Drawing:
+    """Draw panels side by side; every string is escaped.
+
+    A number is a line, with a band of two standard errors where it has them and a dashed line for its null. A vector is its
+    median, with bands from quartile to quartile and from the least to the largest entry.
+
+    Raises:
+        InputError: there is no panel.
+        MissingExtraError: jinja2 is not installed.
+    """
+    if not panels:
+        raise InputError("there is nothing to draw: the flow recorded no observable")
+    drawn = [_panel(panel) for panel in panels]
+    size = {
+        "width": WIDTH,
+        "height": HEIGHT,
+        "left": LEFT,
+        "right": WIDTH - RIGHT,
+        "bottom": HEIGHT - BOTTOM,
+        "top": TOP,
+    }
+    html = template("flow.html.j2").render(panels=drawn, title=plain(title), size=size)
+    return Drawing(html, str(plain(title)))
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    vector = len(panel.value[0]) > 1 if panel.value else False
+    bands, line, errors = _bands(panel) if vector else _number(panel)
+    null = [] if vector else [row[0] for row in panel.null]
+    known = [value for each in (*bands, line, null) for value in each if math.isfinite(value)]
+    logarithmic = vector and bool(known) and min(known) > 0 and max(known) > _LOGARITHMIC * min(known)
+    ticks = _logarithmic_ticks(known) if logarithmic else _ticks(known)
+    low, high = min([*known, *ticks]), max([*known, *ticks])
+
+    def down(value: float) -> float:
+        bottom, top = (math.log(low), math.log(high)) if logarithmic else (low, high)
+        place = ((math.log(value) if logarithmic else value) - bottom) / (top - bottom)
+        return round(HEIGHT - BOTTOM - place * (HEIGHT - BOTTOM - TOP), 1)
+
+    layers = len(panel.value) - 1
+
+    def across(layer: int) -> float:
+        return round(LEFT + (WIDTH - RIGHT - LEFT) * (layer / layers if layers else 0.5), 1)
+
+    def path(values: Numbers) -> str:
+        """Line through what is known, interrupted where nothing is."""
+        text, pen = "", "M"
+        for layer, value in enumerate(values):
+            if not math.isfinite(value):
+                pen = "M"
+                continue
+            text += f"{pen}{across(layer)} {down(value)}"
+            pen = "L"
+        return text
+
+    def area(lower: Numbers, upper: Numbers) -> str:
+        points = [
+            (across(i), down(a), down(b))
+            for i, (a, b) in enumerate(zip(lower, upper, strict=True))
+            if math.isfinite(a + b)
+        ]
+        there = "L".join(f"{x} {top}" for x, _, top in points)
+        back = "L".join(f"{x} {bottom}" for x, bottom, _ in reversed(points))
+        return f"M{there}L{back}Z" if len(points) > 1 else ""
+
+    half = len(bands) // 2
+    return {
+        "name": str(plain(panel.name)).replace("_", " "),
+        "line": path(line),
+        "null": path(null),
+        "areas": [area(bands[place], bands[-1 - place]) for place in range(half)],
+        "points": [
+            {"x": across(layer), "y": down(value), "title": _told(layer, value, errors, null)}
+            for layer, value in enumerate(line)
+            if math.isfinite(value)
+        ],
+        "ticks": [{"y": down(value), "text": bound(value)} for value in ticks],
+        "layers": [{"x": across(layer), "text": str(layer)} for layer in _layer_ticks(layers)],
+        "entries": len(panel.value[0]) if vector else 0,
+        "logarithmic": logarithmic,
+    }
+
+
+def _told(layer: int, value: float, errors: Numbers, null: Numbers) -> str:
+    text = f"layer {layer}: {with_error(value, errors[layer]) if errors else number(value)}"
+    if null and math.isfinite(null[layer]):
+        text += f"; null: {number(null[layer])}"
+    return text
+
+
+def _number(panel: Panel) -> tuple[list[Numbers], Numbers, Numbers]:
+    line, errors = [row[0] for row in panel.value], [row[0] for row in panel.standard_error]
+    if not any(map(math.isfinite, errors)):
+        return [], line, []
+    lower = [value - 2 * error for value, error in zip(line, errors, strict=True)]
+    upper = [value + 2 * error for value, error in zip(line, errors, strict=True)]
+    return [lower, upper], line, errors
+
+
+def _bands(panel: Panel) -> tuple[list[Numbers], Numbers, Numbers]:
+    rows = [sorted(value for value in row if math.isfinite(value)) for row in panel.value]
+    curves = [[_quantile(row, place) for row in rows] for place in _QUANTILES]
+    median = curves.pop(len(curves) // 2)
+    return list(curves), median, []
+
+
+def _quantile(ordered: Numbers, place: float) -> float:
+    if not ordered:
+        return math.nan
+    position = place * (len(ordered) - 1)
+    low = min(int(position), len(ordered) - 1)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def _ticks(known: Numbers) -> list[float]:
+    """Round numbers that reach around the known ones."""
+    if not known:
+        return [0.0, 1.0]
+    low, high = min(known), max(known)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        reach = max(abs(low), abs(high)) / 2 or 1.0
+        low, high = low - reach, high + reach
+    rough = (high - low) / _TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * unit for unit in (1, 2, 2.5, 5, 10) if power * unit >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{index * step:.10g}") for index in range(first, last + 1)]
+
+
+def _logarithmic_ticks(known: Numbers) -> list[float]:
+    first, last = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    every = max(1, math.ceil((last - first) / (_TICKS + 1)))
+    return [10.0**power for power in range(first, last + every, every)]
+
+
+def _layer_ticks(layers: int) -> range:
+    every = max(1, math.ceil(layers / 8))
+    return range(0, layers + 1, every)

@@ -1,0 +1,114 @@
+"""Layers of drawn tokens: their law, their genealogies, and attention as their mean."""
+
+import math
+
+import pytest
+import torch
+
+from massieu.population import Flow, ResampledLayer
+
+
+def draws(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(**options):
+    return ResampledLayer(generator=torch.Generator().manual_seed(1), **options)
+
+
+def test_a_draw_has_mean_attention_and_the_covariance_of_its_weights():
+    points, repetitions = draws(6, 3), 8000
+    query, value = draws(2, 3, seed=2), draws(3, 3, seed=3)
+    own = layer(query=query, key=2 * query, value=value, scale=0.7, step=0.5)
+    p = torch.softmax(0.7 * (points @ query.T) @ (2 * points @ query.T).T, -1)
+    values = points @ value.T
+    mean = points + 0.5 * p @ values
+    torch.testing.assert_close(own.attended(points), mean, atol=1e-12, rtol=1e-12)
+    found = own(points.expand(repetitions, 6, 3))
+    variance = 0.25 * (p @ values.square() - (p @ values).square())
+    assert ((found.mean(0) - mean).abs() < 5 * (variance / repetitions).sqrt()).all()
+    deviation = (found - mean).square()
+    error = deviation.std(0) / repetitions**0.5
+    assert ((deviation.mean(0) - variance).abs() < 5 * error).all()
+
+
+def test_of_several_draws_the_variance_is_divided_by_their_number():
+    points, repetitions = draws(5, 2), 5000
+    p = torch.softmax(points @ points.T, -1)
+    variance = p @ points.square() - (p @ points).square()
+    spread = {}
+    for method in ("multinomial", "systematic"):
+        spread[method] = layer(draws=8, method=method)(points.expand(repetitions, 5, 2)).var(0)
+    ratio = 8 * spread["multinomial"] / variance
+    assert ((ratio > 0.85) & (ratio < 1.15)).all()  # five standard errors of a variance are 10 % for normal laws
+    assert spread["systematic"].sum() < 0.7 * spread["multinomial"].sum()
+
+
+def test_what_is_told_of_the_draws():
+    points = draws(9, 3)
+    drawn = layer(scale=0.5).observed(points)
+    p = torch.softmax(0.5 * points @ points.T, -1)
+    torch.testing.assert_close(drawn.effective_size, 1 / p.square().sum(-1))
+    torch.testing.assert_close(drawn.offspring, p.sum(0))
+    assert torch.equal(drawn.particles, points[drawn.ancestors])
+    readings = drawn.readings()
+    assert readings["effective_size"].value == drawn.effective_size.mean()
+    assert readings["offspring"].value[[0, -1]].tolist() == [p.sum(0).min().item(), p.sum(0).max().item()]
+    assert layer(draws=2).observed(points).ancestors is None
+
+
+def test_genealogies_coalesce_as_uniform_draws_do():
+    """Uniform weights are the Wright–Fisher model: two tokens have one ancestor with probability 1 − (1 − 1/n)^t."""
+    tokens, generations, repetitions = 8, 4, 120
+    shared = torch.zeros(repetitions, generations, dtype=torch.float64)
+    own = layer(scale=0.0)
+    for repetition in range(repetitions):
+        result = Flow(own, depth=generations, observables=[]).run(draws(tokens, 1), progress=False)
+        shared[repetition] = result.values("shared_ancestry")[1:]
+    expected = 1 - (1 - 1 / tokens) ** torch.arange(1, generations + 1, dtype=torch.float64)
+    torch.testing.assert_close(result.nulls("shared_ancestry")[1:], expected)
+    assert ((shared.mean(0) - expected).abs() < 5 * shared.std(0) / repetitions**0.5).all()
+
+
+def test_lineages_lead_to_the_tokens_of_the_start():
+    points = draws(40, 2)
+    result = Flow([layer(scale=2.0), lambda x: 3 * x, layer(scale=0.1)], observables=[]).run(points)
+    torch.testing.assert_close(result.particles, 3 * points[result.lineage])
+    assert result.values("distinct_ancestors")[-1] == len(result.lineage.unique())
+    distinct = result.values("distinct_ancestors")
+    assert distinct[1] >= distinct[3]
+    assert distinct[[0, 2]].isnan().all()
+
+
+def test_trap_34_draws_are_unbiased_for_attention_which_is_biased_for_the_population():
+    """Keys from N(0, 1), one query η: the mean of tilted keys is η; attention is off by −e^{η²}η/N, and its draws no more."""
+    eta, keys, sets = 0.7, 20, 30_000
+    drawn = draws(sets, keys, 1)
+    weights = torch.softmax(eta * drawn, -2)
+    attention = (weights * drawn).sum((-2, -1))
+    # A control variate of mean zero takes the noise of the keys away, not the bias.
+    noise = (torch.exp(eta * drawn - eta**2 / 2) * (drawn - eta)).mean((-2, -1))
+    bias = attention - eta - noise
+    error = bias.std() / sets**0.5
+    expected = -math.exp(eta**2) * eta / keys
+    assert abs(bias.mean()) > 10 * error
+    assert bias.mean().item() == pytest.approx(expected, abs=5 * error.item() + 4 / keys**2)
+    points = torch.cat([drawn, torch.full((sets, 1, 1), eta)], 1)
+    own = ResampledLayer(generator=torch.Generator().manual_seed(2), scale=1.0)
+    difference = (own(points) - own.attended(points))[:, -1, 0]
+    assert abs(difference.mean()) < 5 * difference.std() / sets**0.5
+
+
+def test_options_and_bad_calls():
+    points = draws(7, 3)
+    inside = layer(contraction=torch.tanh, step=2.0)
+    assert inside(points).abs().max() < 1
+    assert inside(points.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"key must have shape \(·, 3\) for particles \(7, 3\), got \(2, 2\)"):
+        layer(key=torch.ones(2, 2))(points)
+    with pytest.raises(ValueError, match="scale and step must be finite"):
+        layer(scale=math.inf)
+    with pytest.raises(TypeError, match="contraction must be callable"):
+        layer(contraction=3)
+    with pytest.raises(ValueError, match="at least 1 draw"):
+        layer(draws=0)(points)

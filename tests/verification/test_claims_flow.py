@@ -1,0 +1,57 @@
+"""The claims on flows, lineages and doubly stochastic attention notice what is wrong."""
+
+import pytest
+import torch
+
+from massieu import ops
+from massieu.energy import Clustering
+from massieu.errors import InputError
+from massieu.population import DoublyStochasticLayer, ResampledLayer, cluster_count, doubly_stochastic_attention
+from massieu.verification.beyond import doubly_stochastic, memory
+from massieu.verification.run import verify
+from massieu.verification.shim import resampling
+
+_STEP, _OBSERVED = Clustering._step, ResampledLayer.observed
+
+
+def _softmax_layer(self, particles):
+    query, key, value = self.heads(particles)
+    return self.moved(particles, ops.attention(query, key, value, scale=self.scale).output)
+
+
+def _softmax(query, key, value, *, log_weight=None, scale=1.0):
+    weight = None if log_weight is None else log_weight.reshape(1, 1, 1, -1)
+    found = doubly_stochastic_attention(query, key, value, log_weight=log_weight, scale=scale)
+    return found._replace(output=ops.attention(query, key, value, log_weight=weight, scale=scale).output)
+
+
+def _weights_forgotten(query, key, value, *, log_weight=None, scale=1.0):
+    return doubly_stochastic_attention(query, key, value, scale=scale)
+
+
+def _each_its_own_ancestor(self, particles):
+    return _OBSERVED(self, particles)._replace(ancestors=torch.arange(len(particles)))
+
+
+WRONG = {
+    "N8: a layer of softmax attention": ("N8", DoublyStochasticLayer, "__call__", _softmax_layer),
+    "N8: softmax attention": ("N8", doubly_stochastic, "doubly_stochastic_attention", _softmax),
+    "N8: tokens of equal weight": ("N8", doubly_stochastic, "doubly_stochastic_attention", _weights_forgotten),
+    "N5: a step twice as long": ("N5", Clustering, "_step", lambda self, state: _STEP(self, _STEP(self, state))),
+    "N5: clusters of no width": ("N5", memory, "cluster_count", lambda points: cluster_count(points, radius=0.0)),
+    "S19: lineages that never meet": ("S19", ResampledLayer, "observed", _each_its_own_ancestor),
+    "S19: softmax for doubly stochastic weights": ("S19", resampling, "doubly_stochastic_attention", _softmax),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_layer_fails_its_claim(case, monkeypatch):
+    id, owner, name, replacement = WRONG[case]
+    monkeypatch.setattr(owner, name, replacement)
+    assert verify(id)[0].verdict == "fails"
+
+
+def test_too_few_to_check_anything():
+    for settings in ({"tokens": 3}, {"dimensions": 1}, {"nodes": 100}):
+        with pytest.raises(InputError, match="must be at least"):
+            verify("N8", settings=settings)
