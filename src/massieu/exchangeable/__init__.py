@@ -5,4 +5,25 @@ said by the posterior of z (Z2), whose mean is attention in conjugate families (
 a key is kernel ridge regression over the tokens (Z4). Zhang, Liu, Cai, Wang and Wang (arXiv 2212.14852).
 """
 
-__all__: list[str] = []
+from massieu.exchangeable.conditional_mean import ConditionalMean, conditional_mean_attention, ridge_from
+from massieu.exchangeable.iterative import ConjugateGradient
+from massieu.exchangeable.kernels import Exponential, Features, Gaussian, Kernel, Linear
+from massieu.exchangeable.leave_one_out import LeaveOneOut, RidgeChoice, choose_ridge, leave_one_out
+from massieu.exchangeable.low_rank import LowRank
+
+__all__ = [
+    "ConditionalMean",
+    "ConjugateGradient",
+    "Exponential",
+    "Features",
+    "Gaussian",
+    "Kernel",
+    "LeaveOneOut",
+    "Linear",
+    "LowRank",
+    "RidgeChoice",
+    "choose_ridge",
+    "conditional_mean_attention",
+    "leave_one_out",
+    "ridge_from",
+]
