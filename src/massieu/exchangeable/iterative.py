@@ -30,7 +30,7 @@ class ConjugateGradient:
 
     rtol: float | None = None
     max_steps: int | None = None
-    rank: int = 100
+    rank: int = 256
 
 
 class IterativeFound(NamedTuple):
