@@ -22,6 +22,7 @@ PAGES_WITH_CODE = (
     "spins",
     "nn",
     "energy_transformer",
+    "conditional_mean",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -35,6 +36,7 @@ EXAMPLES = {
     "character_language_model.py",
     "masked_digits.py",
     "spin_attention.py",
+    "in_context_regression.py",
 }
 
 
@@ -176,4 +178,16 @@ def test_spins_attend(tmp_path):
     assert 1e-6 < errors["two-valued"][1] < 0.2 * errors["two-valued"][0]
     first, second = re.findall(r"magnetisation (\S+) of the radius", found)
     assert float(second) < float(first)
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_patients_in_the_context_are_a_regression(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/in_context_regression.py", "--splits", "3", "--picture", str(picture))
+    errors = {name: float(last) for name, last in numbers(r"(.+): error .* (\S+) with 20", found)}
+    assert min(errors, key=errors.__getitem__) == "conditional mean attention"
+    assert all(50 < error < 80 for error in errors.values())  # 77 is the spread of the values
+    (shares,) = numbers(r"90 % intervals hold (.*)", found)
+    assert all(82 < float(share) < 96 for share in re.findall(r"(\S+) %", shares[0]))
     assert picture.stat().st_size > 10_000

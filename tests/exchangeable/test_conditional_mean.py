@@ -7,6 +7,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import LinearRegression, Ridge
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError
 from massieu.exchangeable import (
@@ -282,6 +283,35 @@ def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
     assert (error <= loose.error_bound + 1e-9).all()
     # Three keys' worth of directions are solved for exactly; so is what the preconditioner holds.
     assert error.max() > 1e-8 or rank > 0 or name == "linear"
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numbers in the largest tensor that any operation made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.size = max(self.size, tensor.numel())
+        return made
+
+
+def test_no_gram_matrix_is_ever_formed(monkeypatch):
+    monkeypatch.setattr("massieu.exchangeable.iterative.BLOCK_PAIRS", 20_000)
+    query, key, value = (tensor.requires_grad_() for tensor in tokens(500, 500, batch=1, heads=1))
+    ridge = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    with LargestTensor() as largest:
+        for method in (ConjugateGradient(rank=20), LowRank(20)):
+            found = conditional_mean_attention(
+                query, key, value, kernel=Gaussian(1 + ridge), ridge=ridge, method=method
+            )
+            found.output.square().sum().backward()
+    assert largest.size <= 20_000
+    with LargestTensor() as largest:
+        conditional_mean_attention(query, key, value, kernel=Gaussian(1 + ridge), ridge=ridge)
+    assert largest.size == 500**2
 
 
 def test_conjugate_gradients_that_stop_short_say_so():

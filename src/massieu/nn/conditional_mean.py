@@ -83,14 +83,14 @@ class ConditionalMeanAttention(MultiHead):
         width = self.log_width.exp()
         return Gaussian(width) if self.kernel_name == "gaussian" else Exponential(width**-2)
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         query: Float[Tensor, "*batch L embed_dim"],
         key: Float[Tensor, "*batch N kdim"],
         value: Float[Tensor, "*batch N vdim"],
         key_padding_mask: Mask | None = None,
         need_weights: bool = True,
-        attn_mask: None = None,
+        attn_mask: Mask | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
