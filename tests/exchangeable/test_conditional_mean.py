@@ -15,6 +15,7 @@ from massieu.exchangeable import (
     Exponential,
     Features,
     Gaussian,
+    Kernel,
     Linear,
     LowRank,
     choose_ridge,
@@ -378,6 +379,43 @@ def test_auto_forms_no_large_gram_matrix(monkeypatch):
     ):
         exact = conditional_mean_attention(query, key, value, kernel=kernel, ridge=ridge, is_causal=causal)
         assert exact.error_bound is None
+
+
+class Laplacian(Kernel):
+    """exp(−‖a − b‖₁/width): a user's own."""
+
+    width: torch.Tensor
+
+    def __call__(self, left, right):
+        return (-torch.cdist(left, right, p=1) / self.width).exp()
+
+    def diagonal(self, points):
+        return points.new_ones(points.shape[:-1])
+
+
+@pytest.mark.parametrize("method", ["cholesky", "conjugate_gradient", LowRank(40)])
+def test_a_kernel_of_ones_own(method):
+    query, key, value = tokens(40, batch=1, heads=1)
+    width = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    found = conditional_mean_attention(query, key, value, kernel=Laplacian(width), ridge=0.3, method=method)
+    model = KernelRidge(alpha=0.3, kernel="laplacian", gamma=1 / 1.5).fit(key[0, 0], value[0, 0])
+    np.testing.assert_allclose(found.output[0, 0].detach(), model.predict(query[0, 0]), **CLOSED_FORM)
+    found.output.sum().backward()
+    assert width.grad is not None
+
+
+@pytest.mark.parametrize("method", ["cholesky", "conjugate_gradient", "low_rank"])
+@pytest.mark.parametrize(("keys", "queries"), [(0, 3), (3, 0), (1, 1)])
+def test_no_key_or_no_query(method, keys, queries):
+    query, key, value = tokens(keys, queries)
+    found = conditional_mean_attention(
+        query, key, value, kernel=KERNELS["gaussian"], ridge=0.3, need_variance=True, method=method
+    )
+    assert found.output.shape == (2, 2, queries, 2)
+    assert found.variance.shape == (2, 2, queries)
+    if keys == 0:
+        assert (found.output == 0).all()
+        assert (found.variance == 1).all()
 
 
 # --- leave one out ---------------------------------------------------------------------------------------------------

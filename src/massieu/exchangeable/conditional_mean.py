@@ -28,8 +28,8 @@ class ConditionalMean(NamedTuple):
     variance: Float[Tensor, "*query"] | None
     """κ(q, q) − κ(K, q)ᵀ(G + λI)⁻¹κ(K, q), float32 or float64; κ(q, q) where no key is visible. None if not asked for."""
     error_bound: Float[Tensor, "*query"] | None
-    """Of ‖output − exact output‖ in exact arithmetic, from what the method left out; None for "cholesky", which leaves
-    nothing. It has no gradient."""
+    """Of ‖output − exact output‖ in exact arithmetic, from what the method left out; None for "cholesky", or without any
+    key, where nothing is. It has no gradient."""
 
     def predictive_variance(self, *, noise_variance: Ridge, prior_variance: Ridge) -> Float[Tensor, "*query"]:
         """Of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4)."""
@@ -166,7 +166,7 @@ def _method(method: Method, tokens: Tokens, is_causal: bool) -> ConjugateGradien
         raise ValueError(f"rank must be a whole number, at least 0, got {told(how.rank)}")
     if not values_are_readable(tokens.key, tokens.target, tokens.ridge):
         raise ValueError("inside torch.func transforms and torch.compile, use method 'cholesky'")
-    return how
+    return how if tokens.key.shape[2] else None
 
 
 def _gram_is_best(tokens: Tokens, is_causal: bool) -> bool:
