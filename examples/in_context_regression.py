@@ -1,9 +1,10 @@
 """Attention as regression: patients are the tokens, and a new patient's query asks for the course of the disease.
 
 scikit-learn's diabetes data, 442 patients with 10 measurements each. Keys are measurements, values the disease's progression
-after a year, about its mean. No parameter is trained: everything is read from the tokens in the context. Three heads:
-conditional mean attention (Z4) with a Gaussian kernel, its lengthscale and ridge chosen by leave-one-out within the context;
-softmax attention on dot products and on distances, their temperatures chosen by leave-one-out too. For contexts of several
+after a year, about its mean. No parameter is trained: everything is read from the tokens in the context. Conditional mean
+attention (Z4) with a Gaussian kernel, its lengthscale and ridge chosen by leave-one-out within the context, and with the
+linear one, which is ridge regression; softmax attention on dot products and on distances, their temperatures chosen by
+leave-one-out too. For contexts of several
 sizes: the root-mean-square error on patients held out, over random splits, and how often 90 % intervals hold the truth.
 
 Run: python examples/in_context_regression.py [--splits 20] [--picture FILE]
@@ -20,7 +21,7 @@ from sklearn.datasets import load_diabetes
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import Gaussian, choose_ridge, conditional_mean_attention, leave_one_out
+from massieu.exchangeable import Gaussian, Linear, choose_ridge, conditional_mean_attention, leave_one_out
 
 SIZES, HELD_OUT = (20, 40, 80, 160, 300), 142
 WIDTHS = torch.tensor([2.0, 4.0, 8.0, 16.0, 32.0], dtype=torch.float64)
@@ -28,6 +29,7 @@ RIDGES = [10.0**power for power in torch.linspace(-4, 2, 13).tolist()]
 SCALES = torch.tensor([2.0**power for power in range(-6, 5)], dtype=torch.float64)
 COLOURS = {
     "conditional mean attention": "#2a6f97",
+    "conditional mean attention, linear": "#7b2cbf",
     "softmax attention, distances": "#e07a5f",
     "softmax attention, dot products": "#81b29a",
 }
@@ -69,6 +71,14 @@ def conditional_mean(given: Context) -> tuple[Tensor, Tensor]:
     return found.output.flatten(), deviation.flatten()
 
 
+def linear(given: Context) -> Tensor:
+    """Ridge regression."""
+    ridge = choose_ridge(given.key, given.value, [1e3 * each for each in RIDGES], kernel=Linear()).ridge
+    return conditional_mean_attention(
+        given.query, given.key, given.value, kernel=Linear(), ridge=ridge
+    ).output.flatten()
+
+
 def softmax(given: Context, *, distances: bool) -> Tensor:
     """Softmax attention at the temperature of the least leave-one-out error."""
     size = given.key.shape[2]
@@ -92,7 +102,7 @@ def measure(splits: int) -> tuple[dict[str, Tensor], Tensor]:
         for row, size in enumerate(SIZES):
             given = context(data, target, order, size)
             mean, deviation = conditional_mean(given)
-            answers = (mean, softmax(given, distances=True), softmax(given, distances=False))
+            answers = (mean, linear(given), softmax(given, distances=True), softmax(given, distances=False))
             for name, answer in zip(COLOURS, answers, strict=True):
                 errors[name][row, split] = (answer - given.truth).square().mean().sqrt()
             inside[row, split] = ((mean - given.truth).abs() < 1.6449 * deviation).double().mean()

@@ -186,8 +186,10 @@ def test_patients_in_the_context_are_a_regression(tmp_path):
     picture = tmp_path / "picture.png"
     found = run("examples/in_context_regression.py", "--splits", "3", "--picture", str(picture))
     errors = {name: float(last) for name, last in numbers(r"(.+): error .* (\S+) with 20", found)}
-    assert min(errors, key=errors.__getitem__) == "conditional mean attention"
+    assert len(errors) == 4
+    ours, theirs = ([error for name, error in errors.items() if name.startswith(kind)] for kind in ("cond", "soft"))
+    assert max(ours) < min(theirs)
     assert all(50 < error < 80 for error in errors.values())  # 77 is the spread of the values
     (shares,) = numbers(r"90 % intervals hold (.*)", found)
-    assert all(82 < float(share) < 96 for share in re.findall(r"(\S+) %", shares[0]))
+    assert all(75 < float(share) < 97 for share in re.findall(r"(\S+) %", shares[0]))
     assert picture.stat().st_size > 10_000
