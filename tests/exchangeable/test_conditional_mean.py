@@ -214,7 +214,7 @@ def test_grouped_heads_and_numbers_a_head(name, is_causal):
     wide = conditional_mean_attention(
         query.unflatten(1, (2, 3)), key, value, kernel=kernel, ridge=ridge, is_causal=is_causal
     )
-    assert torch.equal(wide.output.flatten(1, 2), found.output)
+    torch.testing.assert_close(wide.output.flatten(1, 2), found.output, **CLOSED_FORM)
     for head in range(6):
         own = (
             type(kernel)(*[getattr(kernel, field)[head // 3] for field in _numbers(kernel)])
@@ -300,19 +300,19 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_gram_matrix_is_ever_formed(monkeypatch):
-    monkeypatch.setattr("massieu.exchangeable.iterative.BLOCK_PAIRS", 20_000)
-    query, key, value = (tensor.requires_grad_() for tensor in tokens(500, 500, batch=1, heads=1))
-    ridge = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    monkeypatch.setattr("massieu.exchangeable.iterative.BLOCK_PAIRS", 9000)
+    query, key, value = (tensor.requires_grad_() for tensor in tokens(300, 300, batch=1, heads=1))
+    ridge = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
     with LargestTensor() as largest:
         for method in (ConjugateGradient(rank=20), LowRank(20)):
             found = conditional_mean_attention(
-                query, key, value, kernel=Gaussian(1 + ridge), ridge=ridge, method=method
+                query, key, value, kernel=Gaussian(ridge / 2), ridge=ridge, method=method
             )
             found.output.square().sum().backward()
-    assert largest.size <= 20_000
+    assert largest.size <= 9000
     with LargestTensor() as largest:
-        conditional_mean_attention(query, key, value, kernel=Gaussian(1 + ridge), ridge=ridge)
-    assert largest.size == 500**2
+        conditional_mean_attention(query, key, value, kernel=Gaussian(ridge / 2), ridge=ridge)
+    assert largest.size == 300**2
 
 
 def test_conjugate_gradients_that_stop_short_say_so():

@@ -150,7 +150,7 @@ def trained(made):
     out = nn.Linear(8, 1)
     optimiser = torch.optim.Adam([*made.parameters(), *out.parameters()], lr=1e-2)
     for _ in range(200):
-        query, key, value, target = in_context_regression(64, generator)
+        query, key, value, target = in_context_regression(32, generator)
         loss = (out(made(query, key, value, need_weights=False)[0]) - target).square().mean()
         optimiser.zero_grad()
         loss.backward()

@@ -97,7 +97,7 @@ def conditional_mean_attention(
         method: How, or a name for the same at its defaults.
 
             - "cholesky": exact. By the features where the kernel has F < N of them (D for `Linear`), in time N·F² and
-              memory N·F, causal or not; else by the Gram matrix, N³ and N·(N + L).
+              memory N·F, causal or not; else by the Gram matrix, N³ and N·(N + L); the variance and `is_causal` take N²·L.
             - `ConjugateGradient`: to a residual, in memory linear in N and L, the gradient too; not causal. The
               variance costs a solve a query.
             - `LowRank`: the kernel seen from few centres, in memory linear in N and L; not causal.
@@ -134,7 +134,7 @@ def conditional_mean_attention(
         elif isinstance(how, LowRank):
             output, variance, bound = low_rank(tokens, asked.flatten(2, 3), how.rank)
         else:
-            (output, variance), bound = exact(tokens, asked, is_causal), None
+            (output, variance), bound = exact(tokens, asked, is_causal, need_variance), None
 
     def restored(number: Tensor | None) -> Tensor | None:
         return None if number is None else problem.restore(number.unflatten(2, layout))

@@ -13,7 +13,7 @@ class Found(NamedTuple):
     """Queries of all heads that share a key head, side by side."""
 
     output: Float[Tensor, "B H Q E"]
-    variance: Float[Tensor, "B H Q"]
+    variance: Float[Tensor, "B H Q"] | None
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
@@ -21,16 +21,21 @@ def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor, right, upper=False)
 
 
-def exact(tokens: Tokens, query: Float[Tensor, "B H G L D"], is_causal: bool) -> Found:
-    """By features where the kernel has fewer than there are keys, else by the Gram matrix."""
+def exact(tokens: Tokens, query: Float[Tensor, "B H G L D"], is_causal: bool, need_variance: bool) -> Found:
+    """By features where the kernel has fewer than there are keys, else by the Gram matrix.
+
+    The variance comes where it was asked for, or costs nothing.
+    """
     features = tokens.features()
     if features is None:
-        return by_gram(tokens, query.flatten(2, 3), _seen(query, tokens) if is_causal else None)
+        if is_causal or need_variance:
+            return by_gram(tokens, query.flatten(2, 3), _seen(query, tokens) if is_causal else None)
+        return Found(_mean_by_gram(tokens, query.flatten(2, 3)), None)
     described = tokens.kernel.features(query.flatten(2, 3))
     assert described is not None
     if is_causal:
         return _causal(tokens, features, described.unflatten(2, query.shape[2:4]))
-    return by_features(features, tokens.target, tokens.ridge, described)
+    return Found(*by_features(features, tokens.target, tokens.ridge, described))
 
 
 def _seen(query: Tensor, tokens: Tokens) -> Bool[Tensor, "N Q"]:
@@ -38,6 +43,13 @@ def _seen(query: Tensor, tokens: Tokens) -> Bool[Tensor, "N Q"]:
     group, length = query.shape[2:4]
     keys = torch.arange(tokens.key.shape[2], device=query.device)
     return keys.unsqueeze(-1) <= torch.arange(length, device=query.device).repeat(group)
+
+
+def _mean_by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"]) -> Float[Tensor, "B H Q E"]:
+    """κᵀ(A⁻¹v): a system for each coordinate of the values, and none for each query."""
+    factor = tokens.gram_factor()
+    solved = torch.linalg.solve_triangular(factor.mT, solve_lower(factor, tokens.target), upper=True)
+    return tokens.kernel(query, tokens.key) @ (tokens.root.unsqueeze(-1) * solved)
 
 
 def by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"], seen: Bool[Tensor, "N Q"] | None) -> Found:
@@ -57,12 +69,12 @@ def by_features(
     target: Float[Tensor, "B H N E"],
     ridge: Float[Tensor, "B H"],
     query: Float[Tensor, "B H Q F"],
-) -> Found:
+) -> tuple[Float[Tensor, "B H Q E"], Float[Tensor, "B H Q"]]:
     """vᵀΦ(ΦᵀΦ + λI)⁻¹φ, and the variance λφᵀ(ΦᵀΦ + λI)⁻¹φ."""
     factor = features_factor(features, ridge)
     cross = solve_lower(factor, query.mT)
     output = cross.mT @ solve_lower(factor, features.mT @ target)
-    return Found(output, ridge.unsqueeze(-1) * cross.square().sum(-2))
+    return output, ridge.unsqueeze(-1) * cross.square().sum(-2)
 
 
 def features_factor(features: Float[Tensor, "B H N F"], ridge: Float[Tensor, "B H"]) -> Float[Tensor, "B H F F"]:
@@ -95,9 +107,9 @@ def _causal(tokens: Tokens, features: Float[Tensor, "B H N F"], query: Float[Ten
         variances.append((tokens.ridge.unsqueeze(-1) * share).unflatten(2, (group, -1)))
         precision, moment = precision + own.mT @ own, moment + own.mT @ target
     if length > keys:
-        rest = by_features(features, tokens.target, tokens.ridge, query[:, :, :, keys:].flatten(2, 3))
-        outputs.append(rest.output.unflatten(2, (group, -1)))
-        variances.append(rest.variance.unflatten(2, (group, -1)))
+        output, variance = by_features(features, tokens.target, tokens.ridge, query[:, :, :, keys:].flatten(2, 3))
+        outputs.append(output.unflatten(2, (group, -1)))
+        variances.append(variance.unflatten(2, (group, -1)))
     return Found(torch.cat(outputs, 3).flatten(2, 3), torch.cat(variances, 3).flatten(2, 3))
 
 

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 from massieu import solve
 from massieu.errors import ConvergenceError
 from massieu.exchangeable.kernels import Features, Kernel
-from massieu.exchangeable.low_rank import centres
+from massieu.exchangeable.low_rank import pivoted_cholesky
 from massieu.exchangeable.tokens import Tokens, need_positive
 
-BLOCK_PAIRS = 1 << 19
+BLOCK_PAIRS = 1 << 18
 """Kernel values that are held at once."""
 
 
@@ -166,7 +166,7 @@ class _Preconditioner(NamedTuple):
 def _preconditioner(tokens: Tokens, rank: int) -> _Preconditioner | None:
     if rank == 0:
         return None
-    factor = tokens.root.unsqueeze(-1) * centres(tokens, rank).features(tokens.kernel, tokens.key)
+    *_, factor = pivoted_cholesky(tokens, rank)
     squares, basis = torch.linalg.eigh(factor.mT @ factor)
     squares, ridge = squares.clamp(min=0.0), tokens.ridge.unsqueeze(-1)
     shrunk = (ridge / (squares + ridge)).sqrt()
@@ -183,7 +183,7 @@ def _solve(system: _System, tokens: Tokens, right: Float[Tensor, "B H N C"]) -> 
 
 def _tokens(structure: Any, target: Tensor, parameters: list[Tensor]) -> Tokens:
     key, root, ridge, *leaves = parameters
-    return Tokens(pytree.tree_unflatten(leaves, structure), key, target, root, ridge)
+    return Tokens(pytree.tree_unflatten(leaves, structure), key, target, root, ridge, True)
 
 
 class _Solve(torch.autograd.Function):

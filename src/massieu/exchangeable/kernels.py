@@ -97,8 +97,10 @@ class Gaussian(Kernel):
         centre = right.detach().mean(-2, keepdim=True)
         width = _per_head(self.lengthscale, left)
         left, right = (left - centre) / width, (right - centre) / width
-        squares = left.square().sum(-1).unsqueeze(-1) + right.square().sum(-1).unsqueeze(-2)
-        return (left @ right.mT - 0.5 * squares).clamp(max=0.0).exp()
+        # −½‖a − b‖² as one product of longer vectors: no other matrix of pairs is made.
+        left = torch.cat([left, -0.5 * left.square().sum(-1, keepdim=True), torch.ones_like(left[..., :1])], -1)
+        right = torch.cat([right, torch.ones_like(right[..., :1]), -0.5 * right.square().sum(-1, keepdim=True)], -1)
+        return (left @ right.mT).exp()
 
     def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
         """1."""

@@ -49,7 +49,7 @@ class Centres(NamedTuple):
 
 def centres(tokens: Tokens, rank: int) -> Centres:
     """The keys that a pivoted Cholesky decomposition takes first: each the one that those before explain least."""
-    chosen, used = _pivots(tokens, min(rank, tokens.key.shape[2]))
+    chosen, used, _ = pivoted_cholesky(tokens, rank)
     points = tokens.key.gather(2, chosen.unsqueeze(-1).expand(*chosen.shape, tokens.key.shape[-1]))
     both = used.unsqueeze(-1) & used.unsqueeze(-2)
     one = torch.eye(used.shape[-1], dtype=points.dtype, device=points.device)
@@ -58,8 +58,9 @@ def centres(tokens: Tokens, rank: int) -> Centres:
 
 
 @torch.no_grad()
-def _pivots(tokens: Tokens, rank: int) -> tuple[Tensor, Tensor]:
-    """Places of the centres (B, H, rank), and which of them count."""
+def pivoted_cholesky(tokens: Tokens, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places of the centres (B, H, R), which of them count, and F (B, H, N, R) with FFᵀ near W^½GW^½."""
+    rank = min(rank, tokens.key.shape[2])
     weight = tokens.root.square()
     left = weight * tokens.kernel.diagonal(tokens.key)
     # Below it, what is left of a key's diagonal is rounding; twice where `cholesky` would refuse the centres' matrix.
@@ -78,7 +79,7 @@ def _pivots(tokens: Tokens, rank: int) -> tuple[Tensor, Tensor]:
         left = (left - column.square()).clamp(min=0.0).scatter(-1, place, 0.0)
         chosen.append(place)
         used.append(counts)
-    return torch.cat(chosen, -1), torch.cat(used, -1)
+    return torch.cat(chosen, -1), torch.cat(used, -1), columns
 
 
 def low_rank(tokens: Tokens, query: Float[Tensor, "B H Q D"], rank: int) -> LowRankFound:
@@ -87,14 +88,14 @@ def low_rank(tokens: Tokens, query: Float[Tensor, "B H Q D"], rank: int) -> LowR
     chosen = centres(tokens, rank)
     plain = chosen.features(tokens.kernel, tokens.key)
     features, asked = tokens.root.unsqueeze(-1) * plain, chosen.features(tokens.kernel, query)
-    found = by_features(features, tokens.target, tokens.ridge, asked)
+    output, variance = by_features(features, tokens.target, tokens.ridge, asked)
     prior = tokens.kernel.diagonal(query)
     missed = (prior - asked.square().sum(-1)).clamp(min=0.0)
     with torch.no_grad():
         residual = (tokens.kernel.diagonal(tokens.key) - plain.square().sum(-1)).clamp(min=0.0)
         trace = (tokens.root.square() * residual).sum(-1)
         bound = _bound(tokens, features, trace, missed, prior)
-    return LowRankFound(found.output, found.variance + missed, bound)
+    return LowRankFound(output, variance + missed, bound)
 
 
 def _bound(tokens: Tokens, features: Tensor, trace: Tensor, missed: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:

@@ -29,6 +29,8 @@ class Tokens:
     root: Float[Tensor, "B H N"]
     """√w."""
     ridge: Float[Tensor, "B H"]
+    is_weighted: bool
+    """Whether any weight may differ from one."""
 
     @property
     def diagonal(self) -> Float[Tensor, "B H N"]:
@@ -37,7 +39,9 @@ class Tokens:
 
     def gram_factor(self) -> Float[Tensor, "B H N N"]:
         """The Cholesky factor of A."""
-        gram = self.root.unsqueeze(-1) * self.kernel(self.key, self.key) * self.root.unsqueeze(-2)
+        gram = self.kernel(self.key, self.key)
+        if self.is_weighted:
+            gram = self.root.unsqueeze(-1) * gram * self.root.unsqueeze(-2)
         return cholesky(gram + torch.diag_embed(self.diagonal), "Gram matrix")
 
     def features(self) -> Float[Tensor, "B H N F"] | None:
@@ -111,12 +115,14 @@ def check_tokens(
     if operator_ridge is not None:
         count = root.square().sum(-1)
         matrix_ridge = matrix_ridge * torch.where(count > 0, count, 1.0)
-    visible = (root > 0).unsqueeze(-1)
-    key, value = (torch.where(visible, tensor.to(dtype), 0.0) for tensor in (key, value))
+    key, value = key.to(dtype), value.to(dtype)
+    if log_weight is not None:
+        visible = (root > 0).unsqueeze(-1)
+        key, value = (torch.where(visible, tensor, 0.0) for tensor in (key, value))
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if values_are_readable(tensor) and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
-    return problem, Tokens(kernel, key, root.unsqueeze(-1) * value, root, matrix_ridge)
+    return problem, Tokens(kernel, key, root.unsqueeze(-1) * value, root, matrix_ridge, log_weight is not None)
 
 
 def _root(log_weight: Tensor | None, shape: tuple[int, ...], query: Tensor, dtype: torch.dtype) -> Tensor:
