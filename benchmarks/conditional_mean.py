@@ -84,7 +84,7 @@ CASES = {
         "scikit-learn's KernelRidge", LENGTH, _scikit_learn, 1.1, rounds=5, memory_rounds=0
     ),
     f"conjugate gradients, L = {LENGTH}": Case(
-        GRAM, LENGTH, partial(_beside_gram, ITERATIVE), None, 0.1, rounds=5, fresh=True
+        GRAM, LENGTH, partial(_beside_gram, ITERATIVE), None, 0.1, rounds=9, fresh=True
     ),
     f"conjugate gradients, L = {LENGTH}, forward and backward": Case(
         GRAM, LENGTH, partial(_gradients_beside_gram, ITERATIVE), None, 0.1, rounds=3, fresh=True

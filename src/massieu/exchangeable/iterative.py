@@ -93,7 +93,11 @@ class _KernelProduct(torch.autograd.Function):
         ctx.structure = structure
         ctx.save_for_backward(left, right, vectors, *leaves)
         kernel = pytree.tree_unflatten(leaves, structure)
-        return torch.cat([kernel(rows, right) @ vectors for rows in left.split(_rows(right), 2)], 2)
+        # Room taken at once: blocks' results between their matrices would scatter memory.
+        image = vectors.new_empty(*left.shape[:3], vectors.shape[-1])
+        for rows, place in zip(left.split(_rows(right), 2), image.split(_rows(right), 2), strict=True):
+            place.copy_(kernel(rows, right) @ vectors)
+        return image
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
