@@ -112,7 +112,7 @@ def conditional_mean(content: Json) -> str:
         if not name.endswith(", bound")
     ]
     head = ["method, L = 4096", "largest ‖difference‖ from the Gram matrix's output", "largest error bound it reported"]
-    return comparisons.section(content) + "\nFloat64.\n\n" + table(head, cells)
+    return comparisons.compared(content["rows"]) + "\nAll in float64.\n\n" + table(head, cells)
 
 
 def verdicts(name: str, content: Json) -> list[Verdict]:
