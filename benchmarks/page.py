@@ -23,6 +23,7 @@ TITLES = {
     "fixed_points": "Fixed points",
     "implicit": "Implicit gradients",
     "boltzmann": "Boltzmann machines",
+    "conditional_mean": "Conditional mean attention",
     "probe": "The probe",
 }
 """Sections in their order; a result of another name comes after them under its own name."""
@@ -31,6 +32,7 @@ SECTIONS = {
     "probe": sections.probe,
     "fixed_points": sections.fixed_points,
     "implicit": sections.implicit,
+    "conditional_mean": sections.conditional_mean,
 }
 """All others are tables of comparisons."""
 MORE = {"scaling": "\nWhat follows from it for 10⁹ keys, on paper: [estimate](scaling.md).\n"}

@@ -105,6 +105,16 @@ def implicit(content: Json) -> str:
     return table(head, peaks) + "\n" + table(["derivative", "dtype", "relative error", "bar", ""], errors)
 
 
+def conditional_mean(content: Json) -> str:
+    cells = [
+        [name, f"{error:.1e}", f"{content['accuracy'][f'{name}, bound']:.1e}"]
+        for name, error in content["accuracy"].items()
+        if not name.endswith(", bound")
+    ]
+    head = ["method, L = 4096", "largest ‖difference‖ from the Gram matrix's output", "largest error bound it reported"]
+    return comparisons.compared(content["rows"]) + "\nAll in float64.\n\n" + table(head, cells)
+
+
 def verdicts(name: str, content: Json) -> list[Verdict]:
     """Every bar of a result file, and whether it is met."""
     if name == "fixed_points":

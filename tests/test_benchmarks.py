@@ -27,6 +27,7 @@ def _module(name: str) -> ModuleType:
 
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
 lengths, losses, page = map(_module, ("lengths", "losses", "page"))
+conditional_mean = _module("conditional_mean")
 RESULTS = page.read(FOLDER / "results")
 
 
@@ -186,6 +187,13 @@ def test_sides_of_the_losses_agree(name, monkeypatch):
     reference, ours = (work() for work in losses.CASES[name].prepare(48))
     for expected, found in zip(reference, ours, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(conditional_mean.CASES))
+def test_sides_of_conditional_means_agree(name):
+    reference, ours = (work() for work in conditional_mean.CASES[name].prepare(60))
+    for expected, found in zip(reference, ours, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

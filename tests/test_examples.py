@@ -27,6 +27,7 @@ PAGES_WITH_CODE = (
     "posterior",
     "smoothing",
     "transfer",
+    "conditional_mean",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -45,6 +46,7 @@ EXAMPLES = {
     "smoothing.py",
     "transfer.py",
     "flow.py",
+    "in_context_regression.py",
 }
 
 
@@ -272,3 +274,17 @@ def test_tokens_flow_as_they_should(tmp_path):
     assert float(kept) < 1e-10 < 1e-3 < float(moved)
     assert picture.stat().st_size > 10_000
     assert "<svg" in page.read_text()
+
+
+@pytest.mark.slow
+def test_patients_in_the_context_are_a_regression(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/in_context_regression.py", "--splits", "3", "--picture", str(picture))
+    errors = {name: float(last) for name, last in numbers(r"(.+): error .* (\S+) with 20", found)}
+    assert len(errors) == 4
+    ours, theirs = ([error for name, error in errors.items() if name.startswith(kind)] for kind in ("cond", "soft"))
+    assert max(ours) < min(theirs)
+    assert all(50 < error < 80 for error in errors.values())  # 77 is the spread of the values
+    (shares,) = numbers(r"90 % intervals hold (.*)", found)
+    assert all(75 < float(share) < 97 for share in re.findall(r"(\S+) %", shares[0]))
+    assert picture.stat().st_size > 10_000

@@ -5,6 +5,7 @@ said by the posterior of z (Z2), whose mean is attention in conjugate families (
 a key is kernel ridge regression over the tokens (Z4). Zhang, Liu, Cai, Wang and Wang (arXiv 2212.14852).
 """
 
+from massieu.exchangeable.conditional_mean import ConditionalMean, conditional_mean_attention, ridge_from
 from massieu.exchangeable.definetti import (
     Regret,
     Sufficiency,
@@ -19,6 +20,10 @@ from massieu.exchangeable.generalisation import (
     generalisation_bound,
     log_cover_size,
 )
+from massieu.exchangeable.iterative import ConjugateGradient
+from massieu.exchangeable.kernels import Exponential, Features, Gaussian, Kernel, Linear
+from massieu.exchangeable.leave_one_out import LeaveOneOut, RidgeChoice, choose_ridge, leave_one_out
+from massieu.exchangeable.low_rank import LowRank
 from massieu.exchangeable.posterior import AttentionForm, Posterior
 from massieu.exchangeable.posterior_conjugate import ExponentialFamily, GaussianMean
 from massieu.exchangeable.posterior_discrete import Concepts, DirichletMultinomial
@@ -55,12 +60,21 @@ __all__ = [
     "AttentionForm",
     "AttentionLipschitz",
     "Concepts",
+    "ConditionalMean",
+    "ConjugateGradient",
     "DirichletMultinomial",
+    "Exponential",
     "ExponentialFamily",
+    "Features",
+    "Gaussian",
     "GaussianMean",
     "GaussianTokens",
     "HiddenMarkov",
+    "Kernel",
+    "LeaveOneOut",
+    "Linear",
     "LinearRegression",
+    "LowRank",
     "NoisyLinearRegression",
     "Path",
     "PermutationGap",
@@ -68,6 +82,7 @@ __all__ = [
     "Prediction",
     "PriorAttention",
     "Regret",
+    "RidgeChoice",
     "SmoothingError",
     "SmoothingFloor",
     "Sufficiency",
@@ -76,12 +91,15 @@ __all__ = [
     "attention_lipschitz",
     "attention_with_prior",
     "averaging_regret",
+    "choose_ridge",
+    "conditional_mean_attention",
     "deconvolution",
     "denoising_score",
     "excess_risk_bound",
     "finite_extension_bound",
     "generalisation_bound",
     "harmonic_count",
+    "leave_one_out",
     "log_cover_size",
     "masked_gaussian_mean",
     "masked_mean",
@@ -90,6 +108,7 @@ __all__ = [
     "optimal_scale",
     "permutation_gap",
     "precision_matching_score",
+    "ridge_from",
     "ridge_multipliers",
     "smoothing_error",
     "smoothing_floor",

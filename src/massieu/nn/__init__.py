@@ -3,6 +3,7 @@
 - `Attention` takes the place of `torch.nn.MultiheadAttention`, returns log Z, and attends by any measure;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `ImplicitAttention` does so held by its query; `SparseAttention` and `NormalizedAttention` have other potentials;
+- `ConditionalMeanAttention` estimates the mean of a value given a key;
 - `TAPAttention` couples tokens as spins, and solves for their means;
 - `EnergyTransformer` walks down one energy of all tokens, `EnergyTransformerStack` down several;
 - `SigmaReparametrization` bounds a weight's spectral norm;
@@ -13,6 +14,7 @@
 
 from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
+from massieu.nn.conditional_mean import ConditionalMeanAttention
 from massieu.nn.contraction import (
     Contraction,
     LayerNorm,
@@ -34,6 +36,7 @@ from massieu.nn.tap import TAPAttention
 
 __all__ = [
     "Attention",
+    "ConditionalMeanAttention",
     "Contraction",
     "EnergyTransformer",
     "EnergyTransformerStack",

@@ -1,0 +1,97 @@
+"""Conditional mean attention beside scikit-learn's kernel ridge, and without the Gram matrix beside itself with it.
+
+    python benchmarks/conditional_mean.py
+
+float64, one thread, one head of 8 numbers a key and 8 a value, as many queries as keys, a Gaussian kernel of lengthscale 4
+(the root of a squared distance's mean), ridge 0.1. About five minutes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from sklearn.kernel_ridge import KernelRidge
+from torch import Tensor
+
+import cases
+import harness
+from cases import Case, Sides
+from massieu.exchangeable import ConjugateGradient, Gaussian, LowRank, conditional_mean_attention
+from massieu.exchangeable.conditional_mean import Method
+
+SIZE, WIDTH, RIDGE, LENGTH = 8, 4.0, 0.1, 4096
+ITERATIVE, CENTRES = ConjugateGradient(), LowRank()
+GRAM = "ours with the Gram matrix"
+
+
+def _inputs(length: float) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 1, int(length), SIZE, dtype=torch.float64, generator=generator) for _ in range(3)]
+
+
+def _forward(method: Method, length: float) -> Callable[[], tuple[Tensor, ...]]:
+    query, key, value = _inputs(length)
+    kernel = Gaussian.create(WIDTH)
+    return lambda: (conditional_mean_attention(query, key, value, kernel=kernel, ridge=RIDGE, method=method).output,)
+
+
+def _both_ways(method: Method, length: float) -> harness.Work:
+    inputs = [tensor.requires_grad_() for tensor in _inputs(length)]
+    kernel = Gaussian.create(WIDTH)
+
+    def work() -> tuple[Tensor, ...]:
+        found = conditional_mean_attention(*inputs, kernel=kernel, ridge=RIDGE, method=method)
+        return torch.autograd.grad(found.output.square().sum(), inputs)
+
+    return work
+
+
+def _scikit_learn(length: float) -> Sides:
+    query, key, value = (tensor[0, 0].numpy() for tensor in _inputs(length))
+
+    def theirs() -> tuple[Tensor, ...]:
+        model = KernelRidge(alpha=RIDGE, kernel="rbf", gamma=0.5 / WIDTH**2)  # pyright: ignore[reportArgumentType]
+        return (torch.from_numpy(model.fit(key, value).predict(query))[None, None],)
+
+    return theirs, _forward("cholesky", length)
+
+
+def _beside_gram(method: Method, length: float) -> Sides:
+    return _forward("cholesky", length), _forward(method, length)
+
+
+def _gradients_beside_gram(method: Method, length: float) -> Sides:
+    return _both_ways("cholesky", length), _both_ways(method, length)
+
+
+def accuracy() -> dict[str, float]:
+    """Largest differences from the Gram matrix's outputs, and the bounds that came with them."""
+    query, key, value = _inputs(LENGTH)
+    found = {}
+    (exact,) = _forward("cholesky", LENGTH)()
+    for name, method in (("conjugate gradients", ITERATIVE), ("256 centres", CENTRES)):
+        ours = conditional_mean_attention(query, key, value, kernel=Gaussian.create(WIDTH), ridge=RIDGE, method=method)
+        assert ours.error_bound is not None
+        found[name] = (ours.output - exact).norm(dim=-1).max().item()
+        found[f"{name}, bound"] = ours.error_bound.max().item()
+    return found
+
+
+CASES = {
+    "by the Gram matrix, L = 1024": Case("scikit-learn's KernelRidge", 1024, _scikit_learn, 1.1, memory_rounds=0),
+    "by the Gram matrix, L = 4096": Case(
+        "scikit-learn's KernelRidge", LENGTH, _scikit_learn, 1.1, rounds=5, memory_rounds=0
+    ),
+    f"conjugate gradients, L = {LENGTH}": Case(
+        GRAM, LENGTH, partial(_beside_gram, ITERATIVE), None, 0.1, rounds=9, fresh=True
+    ),
+    f"conjugate gradients, L = {LENGTH}, forward and backward": Case(
+        GRAM, LENGTH, partial(_gradients_beside_gram, ITERATIVE), None, 0.1, rounds=3, fresh=True
+    ),
+    f"256 centres, L = {LENGTH}": Case(GRAM, LENGTH, partial(_beside_gram, CENTRES), 0.5, 0.3, rounds=5, fresh=True),
+}
+
+
+if __name__ == "__main__":
+    cases.main(Path(__file__), __doc__, CASES, accuracy=accuracy)

@@ -1,0 +1,216 @@
+"""Conditional mean attention without the Gram matrix: conjugate gradients on products with its rows, a block at a time."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from massieu import solve
+from massieu.errors import ConvergenceError
+from massieu.exchangeable.kernels import Features, Kernel
+from massieu.exchangeable.low_rank import pivoted_cholesky
+from massieu.exchangeable.tokens import Tokens, need_positive
+
+BLOCK_PAIRS = 1 << 18
+"""Kernel values that are held at once."""
+
+
+@dataclass(frozen=True)
+class ConjugateGradient:
+    """Conjugate gradients (Hestenes & Stiefel 1952), preconditioned by a pivoted Cholesky decomposition of low rank.
+
+    Attributes:
+        rtol: Of each value column's norm, for the residual; None: 1e-10 in float64, 1e-6 in float32.
+        max_steps: None: twice the number of keys, at least 50.
+        rank: Of the preconditioner; 0 for none.
+    """
+
+    rtol: float | None = None
+    max_steps: int | None = None
+    rank: int = 256
+
+
+class IterativeFound(NamedTuple):
+    """What conjugate gradients return, and how far at most the residuals they left let it lie from the exact result."""
+
+    output: Float[Tensor, "B H Q E"]
+    variance: Float[Tensor, "B H Q"] | None
+    error_bound: Float[Tensor, "B H Q"]
+
+
+def iterative(
+    tokens: Tokens, query: Float[Tensor, "B H Q D"], settings: ConjugateGradient, need_variance: bool
+) -> IterativeFound:
+    """All value columns are solved for at once; the variance needs a system for each query."""
+    need_positive(tokens.ridge, "method 'conjugate_gradient'")
+    if isinstance(tokens.kernel, Features):
+        raise ValueError(
+            "method 'conjugate_gradient' is for kernels without a map of features; 'cholesky' uses the map"
+        )
+    system = _System(settings, _preconditioner(tokens, settings.rank))
+    solution = _solve(system, tokens, tokens.target)
+    output = kernel_product(tokens.kernel, query, tokens.key, tokens.root.unsqueeze(-1) * solution)
+    prior = tokens.kernel.diagonal(query)
+    with torch.no_grad():
+        residual = (tokens.target - _product(tokens, solution)).flatten(2).norm(dim=-1)
+        # ‖A⁻¹κ‖ ≤ √κ(q, q)/(2√λ), as in `low_rank`.
+        bound = residual.unsqueeze(-1) * (prior / tokens.ridge.unsqueeze(-1)).sqrt() / 2
+    return IterativeFound(output, _variance(system, tokens, query, prior) if need_variance else None, bound)
+
+
+def _variance(system: "_System", tokens: Tokens, query: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:
+    found = []
+    for asked in query.split(_rows(tokens.key), 2):
+        cross = tokens.root.unsqueeze(-1) * tokens.kernel(tokens.key, asked)
+        found.append((cross * _solve(system, tokens, cross)).sum(-2))
+    return (prior - torch.cat(found, -1)).clamp(min=0.0)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def _rows(key: Tensor) -> int:
+    batch, heads, length, _ = key.shape
+    return max(1, BLOCK_PAIRS // max(1, batch * heads * length))
+
+
+def kernel_product(
+    kernel: Kernel, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"], vectors: Float[Tensor, "B H N C"]
+) -> Float[Tensor, "B H L C"]:
+    """κ(left, right) vectors, in memory linear in L and N, the gradient too; second derivatives take memory L×N."""
+    leaves, structure = pytree.tree_flatten(kernel)
+    return _KernelProduct.apply(structure, left, right, vectors, *leaves)
+
+
+class _KernelProduct(torch.autograd.Function):
+    """Blocks are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, structure: Any, left: Tensor, right: Tensor, vectors: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.structure = structure
+        ctx.save_for_backward(left, right, vectors, *leaves)
+        kernel = pytree.tree_unflatten(leaves, structure)
+        # Room taken at once: blocks' results between their matrices would scatter memory.
+        image = vectors.new_empty(*left.shape[:3], vectors.shape[-1])
+        for rows, place in zip(left.split(_rows(right), 2), image.split(_rows(right), 2), strict=True):
+            place.copy_(kernel(rows, right) @ vectors)
+        return image
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        left, *others = ctx.saved_tensors
+        again = torch.is_grad_enabled()
+        size = _rows(others[0])
+        pieces: list[Tensor] = []
+        totals: list[Tensor | None] = [None] * len(others)
+        for rows, cotangent in zip(left.split(size, 2), cotangents[0].split(size, 2), strict=True):
+            with torch.enable_grad():
+                # Aliases, so that only this block's use of them counts.
+                inputs = [tensor.view_as(tensor) for tensor in (rows, *others)]
+                right, vectors, *leaves = inputs[1:]
+                image = pytree.tree_unflatten(leaves, ctx.structure)(inputs[0], right) @ vectors
+                wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True) if needed]
+                slopes = iter(torch.autograd.grad(image, wanted, cotangent, create_graph=again, allow_unused=True))
+            for place, needed in enumerate(ctx.needs_input_grad[1:]):
+                slope = next(slopes) if needed else None
+                if place == 0:
+                    pieces += [] if slope is None else [slope]
+                elif slope is not None:
+                    total = totals[place - 1]
+                    totals[place - 1] = slope if total is None else total + slope
+        return None, torch.cat(pieces, 2) if pieces else None, *totals
+
+
+def _product(tokens: Tokens, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
+    """A vectors."""
+    root = tokens.root.unsqueeze(-1)
+    image = kernel_product(tokens.kernel, tokens.key, tokens.key, root * vectors)
+    return root * image + tokens.diagonal.unsqueeze(-1) * vectors
+
+
+# --- the system ------------------------------------------------------------------------------------------------------
+
+
+class _System(NamedTuple):
+    """How A x = b is solved: neither part has a derivative."""
+
+    settings: ConjugateGradient
+    preconditioner: "_Preconditioner | None"
+
+    def run(self, tokens: Tokens, right: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
+        """Raises ConvergenceError where a column's residual stays above its tolerance."""
+        half = (lambda x: x) if self.preconditioner is None else self.preconditioner
+        method = solve.ConjugateGradients(rtol=self.settings.rtol, max_steps=self.settings.max_steps)
+        found = method.solve(lambda x: half(_product(tokens, half(x.mT))).mT, half(right).mT.contiguous())
+        failed = found.status != solve.Status.CONVERGED
+        if bool(failed.any()):
+            relative = (found.residual / half(right).norm(dim=-2)).max().item()
+            raise ConvergenceError(
+                f"conjugate gradients left a relative residual of {relative:.1e} in {int(failed.sum())} of "
+                f"{failed.numel()} systems after {int(found.steps.max())} steps; a larger ridge, a larger rank of the "
+                "preconditioner, more max_steps, or method 'cholesky' may help"
+            )
+        return half(found.value.mT)
+
+
+class _Preconditioner(NamedTuple):
+    """M with M A M near λI: (FFᵀ/λ + I)^-½ for A ≈ FFᵀ + λI, as I + F core Fᵀ."""
+
+    factor: Float[Tensor, "B H N R"]
+    core: Float[Tensor, "B H R R"]
+
+    def __call__(self, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
+        return vectors + self.factor @ (self.core @ (self.factor.mT @ vectors))
+
+
+@torch.no_grad()
+def _preconditioner(tokens: Tokens, rank: int) -> _Preconditioner | None:
+    if rank == 0:
+        return None
+    *_, factor = pivoted_cholesky(tokens, rank)
+    squares, basis = torch.linalg.eigh(factor.mT @ factor)
+    squares, ridge = squares.clamp(min=0.0), tokens.ridge.unsqueeze(-1)
+    shrunk = (ridge / (squares + ridge)).sqrt()
+    # (shrunk − 1)/squares, without the division by what may be 0.
+    core = -1 / ((squares + ridge) * (1 + shrunk))
+    return _Preconditioner(factor, (basis * core.unsqueeze(-2)) @ basis.mT)
+
+
+def _solve(system: _System, tokens: Tokens, right: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
+    """A⁻¹ right, with derivatives by one more solve each."""
+    leaves, structure = pytree.tree_flatten(tokens.kernel)
+    return _Solve.apply(system, structure, right, tokens.key, tokens.root, tokens.ridge, *leaves)
+
+
+def _tokens(structure: Any, target: Tensor, parameters: list[Tensor]) -> Tokens:
+    key, root, ridge, *leaves = parameters
+    return Tokens(pytree.tree_unflatten(leaves, structure), key, target, root, ridge, True)
+
+
+class _Solve(torch.autograd.Function):
+    """d(A⁻¹b) = A⁻¹(db − dA x): the cotangent of b is A⁻¹ of x's, and that of A's parameters that of −A x."""
+
+    @staticmethod
+    def forward(ctx: Any, system: _System, structure: Any, right: Tensor, *parameters: Tensor) -> Tensor:
+        solution = system.run(_tokens(structure, right, list(parameters)), right)
+        ctx.system, ctx.structure = system, structure
+        ctx.save_for_backward(solution, *parameters)
+        return solution
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        solution, *parameters = ctx.saved_tensors
+        again = torch.is_grad_enabled()
+        pulled = _Solve.apply(ctx.system, ctx.structure, cotangents[0], *parameters)
+        needed = ctx.needs_input_grad[3:]
+        if not any(needed):
+            return None, None, pulled, *[None] * len(parameters)
+        with torch.enable_grad():
+            aliases = [tensor.view_as(tensor) for tensor in parameters]
+            image = _product(_tokens(ctx.structure, solution, aliases), solution)
+            wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need]
+            slopes = iter(torch.autograd.grad(image, wanted, -pulled, create_graph=again, allow_unused=True))
+        return None, None, pulled, *[next(slopes) if need else None for need in needed]

@@ -1,0 +1,157 @@
+"""Multi-head attention that estimates the conditional mean of a value given a key, without the bias of softmax."""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from massieu.exchangeable import Exponential, Gaussian, Kernel, Linear, conditional_mean_attention
+from massieu.exchangeable.conditional_mean import Method
+from massieu.nn.heads import Mask
+from massieu.nn.multihead import Attended, MultiHead
+
+
+class ConditionalMeanAttention(MultiHead):
+    """In each head Vᵀ(G + λI)⁻¹κ(K, q), kernel ridge regression of values on keys within the sequence (Z4).
+
+    Call and state dict are `torch.nn.MultiheadAttention`'s, with one ridge λ a head, and one width, as further parameters,
+    kept as logarithms. Weights may be negative and do not sum to one. Masks are those of keys, booleans or log-weights, and
+    `is_causal`; a mask of pairs is refused. A query that sees no key gets 0 from the heads.
+
+    `need_variance=True` in the call returns what is left of κ(q, q): the posterior variance in units of the prior's.
+    """
+
+    log_width: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        kernel: Literal["gaussian", "exponential", "linear"] = "gaussian",
+        width: float | None = None,
+        ridge: float = 1.0,
+        method: Method = "auto",
+    ) -> None:
+        """The arguments of `torch.nn.MultiheadAttention` that apply, and:
+
+        Args:
+            kernel: "gaussian", of lengthscale `width`; "exponential", softmax's, of scale 1/width²; "linear", which has no
+                width: in-context ridge regression.
+            width: What each head's starts from; √head_dim by default, of keys of unit variance about a distance.
+            ridge: What each head's λ starts from.
+            method: As for `massieu.exchangeable.conditional_mean_attention`.
+
+        Raises:
+            ValueError: an unknown kernel, or a number that is not positive and finite.
+        """
+        super().__init__(
+            embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype
+        )
+        if kernel not in ("gaussian", "exponential", "linear"):
+            raise ValueError(f"kernel must be 'gaussian', 'exponential' or 'linear', got {kernel!r}")
+        if kernel == "linear" and width is not None:
+            raise ValueError(f"the linear kernel has no width, got {width}")
+        width = math.sqrt(self.head_dim) if width is None else width
+        for name, number in {"width": width, "ridge": ridge}.items():
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {number}")
+        self.kernel_name = kernel
+        self.method: Method = method
+        start = torch.ones(num_heads, device=device, dtype=dtype)
+        self.log_ridge = nn.Parameter(math.log(ridge) * start)
+        self.log_width = None if kernel == "linear" else nn.Parameter(math.log(width) * start)
+
+    @property
+    def ridge(self) -> Float[Tensor, "H"]:
+        """λ of each head."""
+        return self.log_ridge.exp()
+
+    @property
+    def kernel(self) -> Kernel:
+        """The heads' kernel."""
+        if self.log_width is None:
+            return Linear()
+        width = self.log_width.exp()
+        return Gaussian(width) if self.kernel_name == "gaussian" else Exponential(width**-2)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        query: Float[Tensor, "*batch L embed_dim"],
+        key: Float[Tensor, "*batch N kdim"],
+        value: Float[Tensor, "*batch N vdim"],
+        key_padding_mask: Mask | None = None,
+        need_weights: bool = True,
+        attn_mask: Mask | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        need_variance: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """`torch.nn.MultiheadAttention`'s call, with the variance on request.
+
+        Returns:
+            The output, in the query's shape; the smoother's weights (G + λI)⁻¹κ(K, q), or None; and, asked for, the
+            variance, (B, H, L), float32 or float64. Weights cost memory L×N.
+
+        Raises:
+            TypeError, ValueError: shapes or masks that do not fit, a mask of pairs.
+            ConvergenceError: conjugate gradients stopped above their tolerance.
+        """
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask hides keys from some queries alone, which would take a system of equations for each: mask by "
+                "key_padding_mask and is_causal"
+            )
+        # The frame passes on what the heads return beside output and weights, whatever it is.
+        return super().forward(
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            None,
+            average_attn_weights,
+            is_causal,
+            need_log_partition=need_variance,
+        )
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        log_weight: Mask | None,
+        is_causal: bool,
+        need_weights: bool,
+        need_log_partition: bool,
+    ) -> Attended:
+        if need_weights:
+            # The weights are what attention returns for values that are unit vectors.
+            length = key.shape[2]
+            value_or_unit = torch.eye(length, dtype=key.dtype, device=key.device).expand(*key.shape[:2], length, length)
+        else:
+            value_or_unit = value
+        found = conditional_mean_attention(
+            query,
+            key,
+            value_or_unit,
+            kernel=self.kernel,
+            ridge=self.ridge,
+            log_weight=log_weight,
+            is_causal=is_causal,
+            need_variance=need_log_partition,
+            method=self.method,
+        )
+        if need_weights:
+            return Attended(found.output @ value, found.output, found.variance)
+        return Attended(found.output, None, found.variance)
