@@ -38,9 +38,9 @@ def test_any_weights_by_another_solver(heads, rank):
         )
 
     at_first = np.concatenate([start.location, covariance(start).ravel()])
-    expected = scipy.integrate.solve_ivp(slope, (0, 0.7), at_first, rtol=1e-11, atol=1e-12, method="DOP853").y[:, -1]
+    expected = scipy.integrate.solve_ivp(slope, (0, 0.25), at_first, rtol=1e-11, atol=1e-12, method="DOP853").y[:, -1]
     found = gaussian_flow(
-        start, value=value if heads > 1 else value[0], score=score if heads > 1 else score[0], time=0.7
+        start, value=value if heads > 1 else value[0], score=score if heads > 1 else score[0], time=0.25
     )
     np.testing.assert_allclose(found.location, expected[:3], rtol=1e-8, atol=1e-9)
     np.testing.assert_allclose(covariance(found), expected[3:].reshape(3, 3), rtol=1e-8, atol=1e-9)

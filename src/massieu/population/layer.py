@@ -126,8 +126,8 @@ class FeedForward(Value):
         """
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}")
-        # A single number takes the dtype of what it multiplies.
-        step_size = torch.as_tensor(step_size)
+        if not isinstance(step_size, Tensor):
+            step_size = torch.tensor(step_size, dtype=torch.float64)  # it takes the dtype of what it multiplies
         if step_size.ndim:
             raise ValueError(f"step_size must be one number, got shape {tuple(step_size.shape)}")
         normalisation = Identity() if normalisation is None else normalisation
