@@ -23,6 +23,7 @@ TITLES = {
     "fixed_points": "Fixed points",
     "implicit": "Implicit gradients",
     "boltzmann": "Boltzmann machines",
+    "population": "Populations of tokens",
     "probe": "The probe",
 }
 """Sections in their order; a result of another name comes after them under its own name."""

@@ -20,6 +20,7 @@ PAGES_WITH_CODE = (
     "sparse",
     "machines",
     "spins",
+    "population",
     "nn",
     "energy_transformer",
 )
@@ -35,6 +36,7 @@ EXAMPLES = {
     "character_language_model.py",
     "masked_digits.py",
     "spin_attention.py",
+    "tokens_as_particles.py",
 }
 
 
@@ -176,4 +178,19 @@ def test_spins_attend(tmp_path):
     assert 1e-6 < errors["two-valued"][1] < 0.2 * errors["two-valued"][0]
     first, second = re.findall(r"magnetisation (\S+) of the radius", found)
     assert float(second) < float(first)
+    assert picture.stat().st_size > 10_000
+
+
+def test_tokens_are_particles(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/tokens_as_particles.py", "--particles", "500", "--picture", str(picture))
+    ((mean, spread),) = numbers(r"500 particles after 8 layers: mean off by (\S+), covariance by (\S+) of", found)
+    assert max(float(mean), float(spread)) < 0.2  # standard errors are 1/√500
+    ratios = numbers(r"layer \d: diameter (\S+) of the last one's, at most (\S+)", found)
+    assert len(ratios) == 4 and all(float(ratio) <= float(bound) for ratio, bound in ratios)
+    ranks = {
+        name: [float(rank) for rank in line.split()] for name, line in numbers(r"(.+): effective ranks (.+)", found)
+    }
+    assert {len(line) for line in ranks.values()} == {7}
+    assert ranks["attention alone"][-1] < ranks["whole blocks"][-1]
     assert picture.stat().st_size > 10_000

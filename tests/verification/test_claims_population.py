@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from massieu.errors import InputError
+from massieu.measures import Gaussian
 from massieu.population import AttentionLayer, FeedForward, gaussian_flow
 from massieu.population.operator import Moments
 from massieu.verification.beyond import population as beyond
 from massieu.verification.run import verify
 
 _ATTENTION, _CALL, _FORWARD = AttentionLayer._attention_to, AttentionLayer.__call__, FeedForward.__call__
+_GAUSSIAN = AttentionLayer.gaussian
 
 
 def _transposed(self, law):
@@ -20,6 +22,11 @@ def _transposed(self, law):
 
 def _without_spread(self, law):
     return _ATTENTION(self, Moments(law.mean, 0.9 * law.covariance))
+
+
+def _blurred(self, law):
+    after = _GAUSSIAN(self, law)
+    return Gaussian.create(after.location, after.covariance + 1e-8 * torch.eye(3).double())
 
 
 def _always(residual: bool) -> Callable:
@@ -55,12 +62,7 @@ WRONG = {
         "gaussian_flow",
         lambda law, *, value, score, time: gaussian_flow(law, value=value, score=score, time=1.01 * time),
     ),
-    "N6: layers without the rank": (
-        "N6",
-        AttentionLayer,
-        "_attention_to",
-        lambda self, law: _ATTENTION(self, Moments(law.mean, law.covariance + 1e-3 * torch.eye(3))),
-    ),
+    "N6: layers that add to every direction": ("N6", AttentionLayer, "gaussian", _blurred),
     "N12: a skip connection that is always there": ("N12", AttentionLayer, "__call__", _always(True)),
     "N12: none ever": ("N12", AttentionLayer, "__call__", _always(False)),
 }

@@ -19,9 +19,9 @@ _LAYERS, _STEP = 3, 0.5
 
 @claim(
     "S20",
-    statement="An attention layer pushes the population ρ forward by id + γΓ_ρ, a feed-forward layer moves each token by itself; "
-    "of ρ = N(m, C) attention makes N(m + γV(m + CBᵀm), (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ), which the moments of N particles approach "
-    "at rate N^(−1/2); after one layer tokens are exchangeable, not independent.",
+    statement="An attention layer pushes the population ρ forward by id + γΓ_ρ, a feed-forward layer moves each token by "
+    "itself; of ρ = N(m, C) attention makes N(m + γV(m + CBᵀm), (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ), which the moments of N particles "
+    "approach at rate N^(−1/2); after one layer tokens are exchangeable, not independent.",
     source=f"{SHIM}, §4 and footnote 1 of §3.2; the Gaussian closure is derived, and rigorous in arXiv 2501.18322",
     status="quoted",
     published="Tokens are i.i.d. samples from a distribution of natural parameters.",
@@ -29,7 +29,7 @@ _LAYERS, _STEP = 3, 0.5
     "covariances of order 1/N.",
 )
 def tokens_as_particles(
-    particles: int = 100_000, repetitions: int = 40, populations: int = 20_000, seed: int = 0
+    particles: int = 100_000, repetitions: int = 100, populations: int = 20_000, seed: int = 0
 ) -> Iterator[Check]:
     need(1000, particles=particles, populations=populations)
     need(20, repetitions=repetitions)
