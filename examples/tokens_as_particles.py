@@ -8,6 +8,7 @@ Run: python examples/tokens_as_particles.py [--picture FILE] [--particles N]. Ha
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -18,9 +19,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 import massieu
-from massieu.energy.contraction import LayerNorm
 from massieu.measures import Gaussian
-from massieu.population import AttentionLayer, Composition, covariance_spectrum, effective_rank
+from massieu.population import AttentionLayer, Composition
 from massieu.probing.model import load_model
 
 LAYERS, DEEP = 8, 4
@@ -101,17 +101,11 @@ def diameter(state: Tensor) -> float:
 
 
 def blocks(axes: Axes) -> None:
-    """Effective ranks of the tokens of a text, by MiniLM's blocks and by parts of them."""
+    """How far the tokens of a text are from one token, by MiniLM's blocks and by parts of them."""
     loaded = load_model()
     whole = massieu.population_layers(loaded.module)
-    attention = [block.operators[0] for block in whole.operators]
-    bare = [
-        AttentionLayer.create(
-            each.query, each.key, each.value, each.output, query_bias=each.query_bias, bias=each.bias, scale=each.scale,
-            contraction=LayerNorm.create(eps=1e-12), residual=False,
-        )
-        for each in attention
-    ]  # fmt: skip
+    attention = [block.operators[0] for block in whole.operators]  # each with the norm behind it
+    bare = [dataclasses.replace(each, residual=False) for each in attention]
     with torch.no_grad():
         given = loaded.tokenizer([TEXT], return_tensors="pt")
         tokens = loaded.module(**given, output_hidden_states=True).hidden_states[0]
@@ -121,12 +115,10 @@ def blocks(axes: Axes) -> None:
             ("attention alone, no skip", Composition.create(bare)),
         ):
             states = [tokens, *layers.path(tokens)]
-            ranks = [effective_rank(covariance_spectrum(state)).item() for state in states]
-            print(f"{name}: effective ranks {' '.join(f'{rank:.2f}' for rank in ranks)}")
-            axes.plot(range(len(ranks)), ranks, marker="o", label=name)
-    axes.set(
-        title=f"MiniLM, {tokens.shape[1]} tokens of a text", xlabel="blocks", ylabel="effective rank", ylim=(0, None)
-    )
+            shares = [((state - state.mean(-2, keepdim=True)).norm() / state.norm()).item() for state in states]
+            print(f"{name}: shares that are not of rank one {' '.join(f'{share:.2g}' for share in shares)}")
+            axes.semilogy(range(len(shares)), shares, marker="o", label=name)
+    axes.set(title=f"MiniLM, {tokens.shape[1]} tokens of a text", xlabel="blocks", ylabel="‖X − 1x̄ᵀ‖ / ‖X‖")
     axes.legend(fontsize=8)
 
 

@@ -188,9 +188,8 @@ def test_tokens_are_particles(tmp_path):
     assert max(float(mean), float(spread)) < 0.2  # standard errors are 1/√500
     ratios = numbers(r"layer \d: diameter (\S+) of the last one's, at most (\S+)", found)
     assert len(ratios) == 4 and all(float(ratio) <= float(bound) for ratio, bound in ratios)
-    ranks = {
-        name: [float(rank) for rank in line.split()] for name, line in numbers(r"(.+): effective ranks (.+)", found)
-    }
-    assert {len(line) for line in ranks.values()} == {7}
-    assert ranks["attention alone"][-1] < ranks["whole blocks"][-1]
+    lines = numbers(r"(.+): shares that are not of rank one (.+)", found)
+    shares = {name: [float(share) for share in line.split()] for name, line in lines}
+    assert {len(line) for line in shares.values()} == {7}
+    assert shares["attention alone, no skip"][-1] < shares["attention alone"][-1] < shares["whole blocks"][-1]
     assert picture.stat().st_size > 10_000

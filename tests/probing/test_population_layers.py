@@ -62,6 +62,16 @@ def test_norms_before_and_behind_with_gains_of_their_own(name, norm_first):
             assert (ours - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
+def test_half_precision():
+    model = copy.deepcopy(zoo.fresh("bert", 1.0)).bfloat16()
+    layers = massieu.population_layers(model)
+    with torch.no_grad():
+        states = model(**zoo.inputs("bert"), output_hidden_states=True).hidden_states
+        found = layers(states[0])
+    assert found.dtype == torch.float32
+    assert (found - states[-1]).abs().max() < 0.1 * states[-1].abs().max()
+
+
 def test_an_encoder_of_two_stacks_alone():
     layers = massieu.population_layers(zoo.model("bart").encoder)
     assert len(layers.operators) == 2

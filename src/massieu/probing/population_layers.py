@@ -70,6 +70,14 @@ class _Call:
     result: Tensor
 
 
+class _Chain(nn.Sequential):
+    """Modules one after the other, in their own dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        own = next((parameter.dtype for parameter in self.parameters()), input.dtype)
+        return super().forward(input.to(own)).to(input.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class _Watched:
     """One forward pass: the steps along the stream, where attention sits, and what each module made of what."""
@@ -223,7 +231,7 @@ class _Block:
                 chain[0], step.before.shape[-1], torch.promote_types(torch.float32, step.before.dtype)
             )
             chain = chain[1:]
-        return FeedForward.create(nn.Sequential(*chain), normalisation=normalisation, contraction=self._behind(behind))
+        return FeedForward.create(_Chain(*chain), normalisation=normalisation, contraction=self._behind(behind))
 
     def _chain(self, step: Step) -> list[nn.Module]:
         """The fewest modules that lead from the stream to what is added to it."""
@@ -253,12 +261,14 @@ class _Block:
         kinds = {"LayerNorm": LayerNorm.create(eps=eps), "RMSNorm": RMSNorm.create(eps=eps)} if eps is not None else {}
         own = next(module.parameters()).dtype
         origin = module(torch.zeros(1, 1, width, dtype=own, device=device))[0, 0]
+        # The norms of these alternating signs are nowhere near 0, so that dividing by them costs no digits.
+        signs = torch.ones(width, dtype=own, device=device)
+        signs[1::2] = -1
+        gained = (module(signs[None, None])[0, 0] - origin).double()
         tests = torch.randn(1, 8, width, generator=torch.Generator().manual_seed(0)).to(device, own)
         expected = module(tests)
         for kind in kinds.values():
-            plain = kind.mean(tests[0, 0].double())
-            gain = (module(tests[:, :1])[0, 0] - origin).double() / plain
-            norm = Normalisation.create(kind, gain.to(dtype), origin.to(dtype))
+            norm = Normalisation.create(kind, (gained / kind.mean(signs.double())).to(dtype), origin.to(dtype))
             if relative_difference(norm(tests).to(own), expected) <= 10 * _allowed(own):
                 return norm
         raise self._refused(f"its {type(module).__name__} is neither a LayerNorm nor an RMSNorm")
