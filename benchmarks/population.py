@@ -17,9 +17,10 @@ from cases import Case, Sides
 from massieu import ops
 from massieu.population import AttentionLayer, Composition
 
-WIDTH, PARTICLES, MANY, LAYERS = 64, 20_000, 100_000, 12
+WIDTH, PARTICLES, FEW, MANY, LAYERS = 64, 20_000, 10_000, 100_000, 12
 ATTENTION = "`ops.attention` of the same sizes"
-DEEP = f"{LAYERS} layers, {PARTICLES:,} particles × {WIDTH}"
+DEEP = f"{LAYERS} layers, {FEW:,} particles × {WIDTH}"
+DEEPER = f"{2 * LAYERS} layers, {FEW:,} particles × {WIDTH}"
 
 
 def _layer(heads: int) -> AttentionLayer:
@@ -35,11 +36,12 @@ def _beside_attention(heads: int, particles: float) -> Sides:
     return lambda: ops.attention(query, key, value).output, lambda: layer(x)
 
 
-def _beside_one(particles: float) -> Sides:
+def _depths(first: int, second: int, particles: float) -> Sides:
+    """The same particles through that many layers."""
     torch.manual_seed(0)
     x, layer = torch.randn(int(particles), WIDTH), _layer(1)
-    deep = Composition.repeat(layer, LAYERS)
-    return lambda: layer(x), lambda: deep(x)
+    shallow, deep = (Composition.repeat(layer, depth) for depth in (first, second))
+    return lambda: shallow(x), lambda: deep(x)
 
 
 CASES = {
@@ -49,7 +51,9 @@ CASES = {
     f"layer of 4 heads, {PARTICLES:,} particles × {WIDTH}": Case(
         ATTENTION, PARTICLES, partial(_beside_attention, 4), 1.5, rounds=5, memory_rounds=0
     ),
-    DEEP: Case("1 layer", PARTICLES, _beside_one, memory_bar=1.25, rounds=3, fresh=True),
+    # What the allocator keeps between layers counts here; it must not go on growing.
+    DEEP: Case("1 layer", FEW, partial(_depths, 1, LAYERS), rounds=5, fresh=True),
+    DEEPER: Case(f"{LAYERS} layers", FEW, partial(_depths, LAYERS, 2 * LAYERS), memory_bar=1.25, rounds=5, fresh=True),
 }
 
 

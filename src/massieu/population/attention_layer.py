@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from massieu import ops
 from massieu.energy.contraction import Identity
 from massieu.measures import Atoms, Gaussian, Measure, MissingFormError
-from massieu.measures.value import static_field, values_are_readable
+from massieu.measures.value import static_field
 from massieu.ops import sharded
 from massieu.ops.sharded.keys import Processes
 from massieu.population.operator import (
@@ -32,12 +32,9 @@ from massieu.population.operator import (
     need_sharded,
     pushed,
 )
+from massieu.population.weights import Moving, aligned, check_weights, filled, split_heads, what_is_attended_to
 
 Attend = Callable[..., ops.Attention]
-
-
-class Moving(Value):
-    """The particles themselves are what is attended to."""
 
 
 class AttentionLayer(Value):
@@ -112,14 +109,14 @@ class AttentionLayer(Value):
             ValueError: shapes that do not fit; a weight that is not finite.
             TypeError: weights that are not floating-point; a map or a population of another type.
         """
-        _check_weights(query, key, value, output)
+        check_weights(query, key, value, output)
         heads, size, width = query.shape
         dtype = query.dtype
         for each in (key, value, output):
             dtype = torch.promote_types(dtype, each.dtype)
         query, key, value, output = (each.to(dtype) for each in (query, key, value, output))
-        query_bias = _filled("query_bias", query_bias, (heads, size), query)
-        bias = _filled("bias", bias, (width,), query)
+        query_bias = filled("query_bias", query_bias, (heads, size), query)
+        bias = filled("bias", bias, (width,), query)
         scale = torch.as_tensor(size**-0.5 if scale is None else scale, dtype=dtype, device=query.device)
         if tuple(scale.shape) not in ((), (heads,)):
             raise ValueError(f"scale must be one number or one for each of {heads} heads, got {tuple(scale.shape)}")
@@ -132,7 +129,7 @@ class AttentionLayer(Value):
         need_map("contraction", contraction)
         return cls(
             query, key, value, output, query_bias, bias, scale.expand(heads), step_size, normalisation, contraction,
-            _frozen(population, width), residual,
+            what_is_attended_to(population, width), residual,
         )  # fmt: skip
 
     @classmethod
@@ -266,15 +263,15 @@ class AttentionLayer(Value):
         dtype, batch = z.dtype, z.shape[:-2]
         # The scale goes into the query's map, which is small.
         scale = self.scale.to(dtype)[:, None]
-        query = _heads(z, scale.unsqueeze(-1) * self.query.to(dtype), scale * self.query_bias.to(dtype))
+        query = split_heads(z, scale.unsqueeze(-1) * self.query.to(dtype), scale * self.query_bias.to(dtype))
         key_map, value_map = self.key.to(dtype), self.value.to(dtype)
         if isinstance(self.population, Moving):
-            found = attend(query, _heads(z, key_map), _heads(z, value_map), scale=1.0).output
+            found = attend(query, split_heads(z, key_map), split_heads(z, value_map), scale=1.0).output
         elif isinstance(self.population, Atoms):
-            points = _aligned(self.population.points.to(dtype), batch, 2)
-            log_weight = _aligned(self.population.log_weight.to(dtype), batch, 1)
+            points = aligned(self.population.points.to(dtype), batch, 2)
+            log_weight = aligned(self.population.log_weight.to(dtype), batch, 1)
             log_weight = log_weight.reshape(len(query), 1, 1, -1)
-            keys, values = _heads(points, key_map), _heads(points, value_map)
+            keys, values = split_heads(points, key_map), split_heads(points, value_map)
             found = ops.attention(query, keys, values, log_weight=log_weight, scale=1.0).output
         else:
             eta = (query @ key_map).reshape(*batch, len(key_map), *z.shape[-2:])
@@ -282,65 +279,3 @@ class AttentionLayer(Value):
         written = found.transpose(1, 2).flatten(2)
         matrix = self.output.to(dtype).permute(1, 0, 2).flatten(1)
         return F.linear(written, matrix, self.bias.to(dtype)).reshape(z.shape)
-
-
-def _heads(points: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Float[Tensor, "B H n K"]:
-    """(*batch, n, d) through (H, K, d), batches flattened."""
-    flat = points.reshape(points.shape[:-2].numel(), *points.shape[-2:])
-    image = F.linear(flat, matrix.flatten(0, 1), None if bias is None else bias.flatten())
-    return image.unflatten(-1, matrix.shape[:2]).transpose(1, 2)
-
-
-def _aligned(tensor: Tensor, batch: torch.Size, rest: int) -> Tensor:
-    """A measure's tensor, whose batch is a prefix of `batch`, spread over it."""
-    own = tensor.shape[: tensor.ndim - rest]
-    if own != batch[: len(own)]:
-        raise ValueError(
-            f"a population of batch shape {tuple(own)} cannot be attended to by particles of {tuple(batch)}"
-        )
-    tail = tensor.shape[tensor.ndim - rest :]
-    return tensor.reshape(*own, *[1] * (len(batch) - len(own)), *tail).expand(*batch, *tail)
-
-
-def _check_weights(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-    named = {"query": query, "key": key, "value": value, "output": output}
-    for name, weight in named.items():
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-            raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
-    shapes = {name: tuple(weight.shape) for name, weight in named.items()}
-    fits = (
-        query.ndim == 3
-        and key.shape == query.shape
-        and value.ndim == 3
-        and (len(value), value.shape[-1]) == (len(query), query.shape[-1])
-        and output.shape == value.mT.shape
-        and query.numel() > 0
-    )
-    if not fits:
-        raise ValueError(
-            "query and key must have shape (H, K, d), value (H, E, d) and output (H, d, E), got "
-            + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        )
-    if values_are_readable(*named.values()) and not all(bool(weight.isfinite().all()) for weight in named.values()):
-        raise ValueError("weights of a layer must be finite")
-
-
-def _filled(name: str, given: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    if given is None:
-        return like.new_zeros(shape)
-    if tuple(given.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(given.shape)}")
-    return given.to(like)
-
-
-def _frozen(population: Measure | Tensor | None, width: int) -> Measure | Moving:
-    if population is None:
-        return Moving()
-    if isinstance(population, Tensor):
-        population = Atoms.create(population)
-    if not isinstance(population, Measure):
-        raise TypeError(f"population must be a measure, a tensor of points or None, got {type(population).__name__}")
-    if population.event_shape != (width,):
-        raise ValueError(f"population must live in {width} dimensions, got {tuple(population.event_shape)}")
-    return population
