@@ -42,7 +42,8 @@ def population_layers(
     Args:
         model: An encoder of `transformers`, in evaluation mode, whose tokens all attend to each other.
         layer: One block only, counted from 0.
-        inputs: What the check runs on, a batch of unpadded inputs; a made-up one by default.
+        inputs: What the check runs on, a batch of unpadded inputs; a made-up one of 16 tokens by default. A window that is
+            wider than they are does not show.
 
     Returns:
         A composition of the blocks, which are compositions; or with `layer` that block.
@@ -83,7 +84,7 @@ class _Watched:
     """One forward pass: the steps along the stream, where attention sits, and what each module made of what."""
 
     name: str
-    names: dict[nn.Module, str]
+    modules: dict[str, nn.Module]
     steps: list[Step]
     sites: dict[str, SiteInfo]
     calls: list[_Call]
@@ -110,9 +111,8 @@ def _watched(model: nn.Module, inputs: Mapping[str, Tensor] | None) -> _Watched:
                 for index, step in enumerate(steps)
                 if step.read is not None and tracer.sites[step.read.call.site].kind == "self"
             }
-    names = {module: name for name, module in model.named_modules()}
     known = {info.site.name: info for info in sites}
-    return _Watched(type(model).__name__, names, steps, known, made, projections)
+    return _Watched(type(model).__name__, dict(model.named_modules()), steps, known, made, projections)
 
 
 @contextmanager
@@ -227,10 +227,8 @@ class _Block:
         chain = self._chain(step)
         normalisation = None
         if "Norm" in type(chain[0]).__name__:
-            normalisation = self._norm(
-                chain[0], step.before.shape[-1], torch.promote_types(torch.float32, step.before.dtype)
-            )
-            chain = chain[1:]
+            dtype = torch.promote_types(torch.float32, step.before.dtype)
+            normalisation, chain = self._norm(chain[0], step.before.shape[-1], dtype), chain[1:]
         return FeedForward.create(_Chain(*chain), normalisation=normalisation, contraction=self._behind(behind))
 
     def _chain(self, step: Step) -> list[nn.Module]:
@@ -250,8 +248,7 @@ class _Block:
     def _behind(self, behind: Step | None) -> Normalisation | None:
         if behind is None:
             return None
-        by_name = {name: module for module, name in self.watched.names.items()}
-        module = by_name[behind.sublayer.name.partition(" (call ")[0]]
+        module = self.watched.modules[behind.sublayer.name.partition(" (call ")[0]]
         return self._norm(module, behind.before.shape[-1], torch.promote_types(torch.float32, behind.before.dtype))
 
     def _norm(self, module: nn.Module, width: int, dtype: torch.dtype) -> Normalisation:
