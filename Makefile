@@ -46,7 +46,7 @@ floor: .venv-floor/installed
 	.venv-floor/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/probing
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
-BENCHMARKS := ops lengths losses measures scaling hopfield fixed_points implicit boltzmann conditional_mean probe
+BENCHMARKS := ops lengths losses measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe
 MEASURED := $(BENCHMARKS:%=massieu-results/bench/%)
 
 bench: $(MEASURED) ## the benchmarks one after the other, written to benchmarks/results/ and docs/benchmarks.md

@@ -29,6 +29,14 @@ def section(content: Json) -> str:
         )
     if "matrix" in content:
         parts.append(_extrapolated(content["matrix"], rows))
+    if "flow" in content:
+        flow = content["flow"]
+        share = ratio(flow["mebibytes"] / flow["matrix_mebibytes"])
+        parts.append(
+            f"**{flow['particles']:,} particles × {flow['width']} through {flow['layers']} layers**, once: "
+            f"{duration(flow['seconds'])}, {memory(flow['mebibytes'])} at the most. One score matrix of them, on paper, is "
+            f"{memory(flow['matrix_mebibytes'])}; what is held is {share} of that.\n"
+        )
     if "rates" in content:
         parts.append(_counts(rows, content["rates"]))
     return "\n".join(parts)

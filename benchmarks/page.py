@@ -23,6 +23,7 @@ TITLES = {
     "fixed_points": "Fixed points",
     "implicit": "Implicit gradients",
     "boltzmann": "Boltzmann machines",
+    "population": "Populations of tokens",
     "conditional_mean": "Conditional mean attention",
     "probe": "The probe",
 }

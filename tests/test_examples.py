@@ -21,6 +21,7 @@ PAGES_WITH_CODE = (
     "machines",
     "spins",
     "flow",
+    "population",
     "nn",
     "energy_transformer",
     "equilibrium",
@@ -47,6 +48,7 @@ EXAMPLES = {
     "transfer.py",
     "flow.py",
     "in_context_regression.py",
+    "tokens_as_particles.py",
 }
 
 
@@ -287,4 +289,19 @@ def test_patients_in_the_context_are_a_regression(tmp_path):
     assert all(50 < error < 80 for error in errors.values())  # 77 is the spread of the values
     (shares,) = numbers(r"90 % intervals hold (.*)", found)
     assert all(75 < float(share) < 97 for share in re.findall(r"(\S+) %", shares[0]))
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_tokens_are_particles(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/tokens_as_particles.py", "--particles", "500", "--picture", str(picture))
+    ((mean, spread),) = numbers(r"500 particles after 8 layers: mean off by (\S+), covariance by (\S+) of", found)
+    assert max(float(mean), float(spread)) < 0.2  # standard errors are 1/√500
+    ratios = numbers(r"layer \d: diameter (\S+) of the last one's, at most (\S+)", found)
+    assert len(ratios) == 4 and all(float(ratio) <= float(bound) for ratio, bound in ratios)
+    lines = numbers(r"(.+): shares that are not of rank one (.+)", found)
+    shares = {name: [float(share) for share in line.split()] for name, line in lines}
+    assert {len(line) for line in shares.values()} == {7}
+    assert shares["attention alone, no skip"][-1] < shares["attention alone"][-1] < shares["whole blocks"][-1]
     assert picture.stat().st_size > 10_000

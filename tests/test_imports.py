@@ -23,7 +23,7 @@ ALLOWED = {
     "population": {"report"} | WORKSHOP,
     "exchangeable": WORKSHOP,
     "nn": {"population", "exchangeable"} | WORKSHOP,
-    "probing": {"population.observables", "measures", "ops", "report", "errors", "__init__"},
+    "probing": {"population", "energy", "measures", "ops", "report", "errors", "__init__"},
     "report": {"errors"},
     "testing": {"duality", "measures", "ops", "errors"},
     "verification": {"nn", "population", "exchangeable", "report", "__init__"} | WORKSHOP,

@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from massieu import duality, energy, exchangeable, inference, measures, nn, ops, population, solve, testing
     from massieu.errors import InputError, MissingExtraError
+    from massieu.probing.population_layers import population_layers
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import describe, probe
     from massieu.verification.claim import Claim
@@ -43,6 +44,7 @@ _EXPORTS = {
     "nn": "massieu.nn",
     "ops": "massieu.ops",
     "population": "massieu.population",
+    "population_layers": "massieu.probing.population_layers:population_layers",
     "solve": "massieu.solve",
     "testing": "massieu.testing",
     "probe": "massieu.probing.run:probe",
@@ -68,6 +70,7 @@ __all__ = [
     "nn",
     "ops",
     "population",
+    "population_layers",
     "probe",
     "solve",
     "testing",

@@ -1,7 +1,8 @@
-"""Tokens as particles: what a layer does to a cloud of tokens, and to the law of one."""
+"""Tokens as particles: layers as operators on populations and on laws, and what they do to a cloud."""
 
 from massieu.population.alignment import Alignment, precision_alignment
 from massieu.population.assumptions import EquilibriumReport, equilibrium_report
+from massieu.population.attention_layer import AttentionLayer
 from massieu.population.cloud_shape import (
     ProjectedCumulants,
     gaussian_cumulant_spread,
@@ -23,7 +24,9 @@ from massieu.population.expansion import Expansion, expansion
 from massieu.population.flow import Flow
 from massieu.population.flow_observables import CloudMoments, CloudShape, Clusters, SelfAttention
 from massieu.population.flow_result import FlowResult
+from massieu.population.gaussian_flow import BlowUpError, gaussian_flow
 from massieu.population.growth import cumulant_growth, harmonic_growth, measured_cumulant_growth
+from massieu.population.layer import Composition, FeedForward, Normalisation
 from massieu.population.observables import (
     covariance_spectrum,
     effective_rank,
@@ -31,6 +34,7 @@ from massieu.population.observables import (
     pairwise_distance,
     participation_ratio,
 )
+from massieu.population.operator import Operator
 from massieu.population.reading import Observable, Reading
 from massieu.population.renormalisation import Renormalisation, TraceRenormalisation
 from massieu.population.resampled import ResampledLayer, ResampledTokens
@@ -38,17 +42,23 @@ from massieu.population.self_attention import SelfAttentionLevels, self_attentio
 
 __all__ = [
     "Alignment",
+    "AttentionLayer",
+    "BlowUpError",
     "CloudMoments",
     "CloudShape",
     "ClusterCount",
     "Clusters",
+    "Composition",
     "DoublyStochastic",
     "DoublyStochasticLayer",
     "EquilibriumReport",
     "Expansion",
+    "FeedForward",
     "Flow",
     "FlowResult",
+    "Normalisation",
     "Observable",
+    "Operator",
     "Potentials",
     "ProjectedCumulants",
     "Reading",
@@ -70,6 +80,7 @@ __all__ = [
     "expansion",
     "gaussian_cumulant_spread",
     "gaussian_distance_null",
+    "gaussian_flow",
     "harmonic_growth",
     "key_law",
     "log_determinant",

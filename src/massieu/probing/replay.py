@@ -222,16 +222,13 @@ def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, 
         return ((norm(signs[None, None])[0, 0] - offset) * signs).double()
 
 
-def head_maps(capture: Capture, read: AttentionRead) -> HeadMaps | str:
-    """The maps of a self-attention module, or one sentence that says why they are not defined.
+def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuery] | str:
+    """Query, key and value as affine maps of the attention module's input, or one sentence that says why they are none.
 
     They are read off the module itself: zero, every basis vector and one random vector, each as a sequence of one
-    token at position zero. The random vector must agree, else the maps are not linear (normalised queries and keys).
+    token at position zero. The random vector must agree, else the maps are not affine (normalised queries and keys).
+    Keys and values have as many heads as queries: grouped ones are repeated.
     """
-    if read.projection is None:
-        return "no output projection was found"
-    if not read.writes_linearly:
-        return "what the heads write is normalised, scaled or gated before it enters the stream"
     size = read.state.shape[-1]
     like = read.state
     generator = torch.Generator().manual_seed(0)
@@ -243,18 +240,39 @@ def head_maps(capture: Capture, read: AttentionRead) -> HeadMaps | str:
         projections = one.projections(basis, first)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
-    gain = norm_gain(read.norm, size, like)
     maps = []
+    heads = projections[0].shape[1]
     for result in projections:
-        values = result[:, :, 0].double()  # (D + 2, heads, size of a head)
+        values = (
+            result[:, :, 0].double().repeat_interleave(heads // result.shape[1], 1)
+        )  # (D + 2, heads, size of a head)
         linear = values[1:-1] - values[0]
         expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
         error = float((expected - values[-1]).abs().max() / values[-1].abs().max().clamp_min(1e-30))
         if error > tolerance(like.dtype):
             return "queries, keys or values are not linear in the stream (normalised queries and keys)"
-        maps.append(linear.permute(1, 2, 0).cpu() * gain.cpu())
-    query, key, value = maps
-    groups = query.shape[0] // key.shape[0]
-    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    output = read.projection.detach().double().cpu().reshape(size, query.shape[0], -1).transpose(0, 1)
+        maps.append((linear.permute(1, 2, 0).cpu(), values[0].cpu()))
+    return maps
+
+
+def output_maps(read: AttentionRead, heads: int) -> Float[Tensor, "H D Dv"] | str:
+    """What the output projection makes of each head's result, or one sentence that says why that is not defined."""
+    if read.projection is None:
+        return "no output projection was found"
+    if not read.writes_linearly:
+        return "what the heads write is normalised, scaled or gated before it enters the stream"
+    size = read.state.shape[-1]
+    return read.projection.detach().double().cpu().reshape(size, heads, -1).transpose(0, 1)
+
+
+def head_maps(capture: Capture, read: AttentionRead) -> HeadMaps | str:
+    """The maps of a self-attention module, or one sentence that says why they are not defined."""
+    output = output_maps(read, read.call.query.shape[1])
+    if isinstance(output, str):
+        return output
+    found = affine_projections(capture, read)
+    if isinstance(found, str):
+        return found
+    gain = norm_gain(read.norm, read.state.shape[-1], read.state).cpu()
+    query, key, value = (linear * gain for linear, _ in found)
     return HeadMaps(query, key, value, output)

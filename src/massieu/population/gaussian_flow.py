@@ -1,0 +1,169 @@
+"""Attention's flow of a Gaussian law in continuous time, to the end or up to its blow-up (S20, N6)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.errors import ConvergenceError
+from massieu.measures import Gaussian
+from massieu.population.operator import moments
+
+# Dormand and Prince, J. Comp. Appl. Math. 6 (1980), order 5 with an embedded estimate of order 4.
+_STAGES = (
+    (),
+    (1 / 5,),
+    (3 / 40, 9 / 40),
+    (44 / 45, -56 / 15, 32 / 9),
+    (19372 / 6561, -25360 / 2187, 64448 / 6561, -212 / 729),
+    (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
+    (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
+)
+_ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
+
+_SHORTEST = 1e-11
+"""Steps shorter than this share of the whole time mean a blow-up: near one at t*, steps shrink in proportion to t* − t."""
+
+
+class BlowUpError(ArithmeticError):
+    """The covariance becomes infinite before the time asked for.
+
+    Attributes:
+        time: The time up to which the flow was followed; the blow-up is within 1e-8 of the time asked for after it.
+        law: The law there.
+    """
+
+    def __init__(self, message: str, time: float, law: Gaussian) -> None:
+        super().__init__(message)
+        self.time, self.law = time, law
+
+
+class _State(NamedTuple):
+    """Mean, and a factor L of the covariance L Lᵀ."""
+
+    mean: Float[Tensor, "*batch d"]
+    factor: Float[Tensor, "*batch d r"]
+
+
+def gaussian_flow(
+    law: Gaussian,
+    *,
+    value: Float[Tensor, "*H d d"],
+    score: Float[Tensor, "*H d d"],
+    time: float,
+    tolerance: float = 1e-10,
+    max_steps: int = 10_000,
+) -> Gaussian:
+    """The law at `time` of a Gaussian population whose tokens flow by ẋ = Σ_h V_h ∇A(B_hᵀx).
+
+    That is the limit of layers of small step size. With M = Σ_h V_h C B_hᵀ: ṁ = (Σ_h V_h + M)m, Ċ = MC + CMᵀ. What is
+    integrated is a factor of C, L̇ = ML, so C stays positive semi-definite of exactly its rank, and the result has that factor.
+    Steps are chosen for a relative error of `tolerance` each; computed in float64, differentiable through the steps taken.
+
+    Source: Castin, Ablin, Carrillo, Peyré, arXiv 2501.18322; S20.
+
+    Args:
+        law: Of any rank; the laws of a batch take common steps.
+        value, score: V and B, one each or one for each head.
+        time: At least 0.
+        tolerance: Relative, of a step.
+        max_steps: Steps tried.
+
+    Raises:
+        BlowUpError: the covariance becomes infinite before `time` (of one law, for a batch).
+        ConvergenceError: `time` was not reached in `max_steps`.
+        ValueError: shapes that do not fit, a time that is negative or infinite, a tolerance or a number that is not positive.
+    """
+    value, score = _check(law, value, score, time, tolerance, max_steps)
+    state = _State(moments(law).mean.double(), _factor(law))
+
+    def slope(at: _State) -> _State:
+        pull = ((value @ at.factor.unsqueeze(-3)) @ (score @ at.factor.unsqueeze(-3)).mT).sum(-3)
+        mean = (value.sum(0) + pull) @ at.mean.unsqueeze(-1)
+        return _State(mean.squeeze(-1), pull @ at.factor)
+
+    done, step, dtype = 0.0, 1e-3 * time, torch.promote_types(torch.float32, law.location.dtype)
+    for _ in range(max_steps):
+        if done >= time:
+            break
+        step = min(step, time - done)
+        after, error = _step(state, slope, step)
+        ratio = _size(error, state, after) / tolerance
+        if ratio <= 1:
+            state, done = after, done + step
+            done = time if time - done <= 1e-14 * time else done
+        step *= min(4.0, max(0.1, 0.9 * max(ratio, 1e-10) ** -0.2))
+        if done < time and step < _SHORTEST * time:
+            where = f"the covariance becomes infinite at time {done:.6g}, before the {time:g} asked for"
+            raise BlowUpError(where, done, _law(state, dtype))
+    else:
+        if done < time:
+            raise ConvergenceError(f"the flow reached time {done:.6g} of {time:g} in {max_steps} steps; allow more")
+    return _law(state, dtype)
+
+
+def _step(state: _State, slope: Callable[[_State], _State], length: float) -> tuple[_State, _State]:
+    """The state after a step, and an estimate of its error."""
+    slopes: list[_State] = []
+    at = state
+    for weights in _STAGES:
+        at = _combined(state, slopes, weights, length)
+        slopes.append(slope(at))
+    zero = _State(*(torch.zeros_like(part) for part in state))
+    return at, _combined(zero, slopes, _ERROR, length)
+
+
+def _combined(start: _State, slopes: list[_State], weights: tuple[float, ...], length: float) -> _State:
+    parts = list(start)
+    for slope, weight in zip(slopes, weights, strict=True):
+        if weight:
+            parts = [part + (length * weight) * change for part, change in zip(parts, slope, strict=True)]
+    return _State(*parts)
+
+
+def _size(error: _State, before: _State, after: _State) -> float:
+    """The largest error of the batch, relative to the state's own size; infinite where the step left the finite numbers."""
+
+    def largest(parts: _State) -> Tensor:
+        return torch.cat([parts.mean.unsqueeze(-1), parts.factor], -1).detach().flatten(-2).norm(dim=-1)
+
+    size = torch.maximum(largest(before), largest(after))
+    found = torch.where(size == 0, 0.0, largest(error) / torch.where(size == 0, 1.0, size)).max().item()
+    return found if found < torch.inf else torch.inf
+
+
+def _factor(law: Gaussian) -> Float[Tensor, "*batch d r"]:
+    """L with L Lᵀ = C, of as many columns as the largest rank in the batch."""
+    covariance = moments(law).covariance.double()
+    dtype = torch.promote_types(torch.float32, law.location.dtype)
+    eigenvalues, vectors = torch.linalg.eigh(covariance)
+    rounding = covariance.shape[-1] * torch.finfo(dtype).eps * eigenvalues[..., -1:]
+    kept = eigenvalues > rounding
+    columns = int(kept.sum(-1).max())
+    roots = torch.where(kept, torch.where(kept, eigenvalues, 1.0).sqrt(), 0.0)
+    return (vectors * roots.unsqueeze(-2))[..., vectors.shape[-1] - columns :]
+
+
+def _law(state: _State, dtype: torch.dtype) -> Gaussian:
+    return Gaussian.create(state.mean.to(dtype), factor=state.factor.to(dtype))
+
+
+def _check(
+    law: Gaussian, value: Tensor, score: Tensor, time: float, tolerance: float, max_steps: int
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(law, Gaussian):
+        raise TypeError(f"gaussian_flow needs a massieu.measures.Gaussian, got {type(law).__name__}")
+    size = law.event_shape[0]
+    if value.shape != score.shape or value.ndim not in (2, 3) or value.shape[-2:] != (size, size):
+        raise ValueError(
+            f"value and score must both have shape ({size}, {size}) or (H, {size}, {size}), got {tuple(value.shape)} and "
+            f"{tuple(score.shape)}"
+        )
+    if not 0 <= time < torch.inf:
+        raise ValueError(f"time must be at least 0 and finite, got {time}")
+    if not (tolerance > 0 and max_steps > 0):
+        raise ValueError(f"tolerance and max_steps must be positive, got {tolerance} and {max_steps}")
+    value, score = (each.to(law.location.device, torch.float64) for each in (value, score))
+    return (value, score) if value.ndim == 3 else (value.unsqueeze(0), score.unsqueeze(0))

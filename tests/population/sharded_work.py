@@ -1,0 +1,65 @@
+"""What the processes of `test_sharded` do, and the same by one process."""
+
+import torch
+from tests.population.cases import draw, layer, weights
+from torch.utils import _pytree as pytree
+
+from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
+from massieu.population.operator import Value
+
+SIZES = {2: (5, 3), 3: (4, 0, 3)}
+"""Particles of each process; one of three has none."""
+
+
+class Halved(Value):
+    """A map of the population that says how it is spread: every token by itself, here."""
+
+    def __call__(self, particles):
+        return particles / 2
+
+    def sharded(self, particles, *, group=None):
+        return particles / 2
+
+    def gaussian(self, law):
+        return law
+
+
+def stack():
+    norm = Normalisation.create(LayerNorm.create(), draw(4, seed=70), draw(4, seed=71))
+    return Composition.create(
+        [
+            layer(normalisation=norm, contraction=RMSNorm.create(), step_size=0.7),
+            FeedForward.create(torch.tanh, normalisation=norm),
+            layer(seed=3, contraction=Halved()),
+            AttentionLayer.create(**weights(seed=5), population=draw(6, 4, seed=72)),
+        ]
+    )
+
+
+def results(call, particles):
+    """What comes out, and gradients of a loss with respect to particles and weights."""
+    leaves, structure = pytree.tree_flatten(stack())
+    moving = [leaf.clone().requires_grad_() for leaf in leaves]
+    x = particles.clone().requires_grad_()
+    after = call(pytree.tree_unflatten(moving, structure), x)
+    found = torch.autograd.grad(after.sin().sum(), [x, *moving], allow_unused=True)
+    return (
+        after.detach(),
+        found[0],
+        [torch.zeros_like(m) if g is None else g for g, m in zip(found[1:], moving, strict=True)],
+    )
+
+
+def population():
+    return draw(2, sum(SIZES[2]), 4, seed=80)
+
+
+def alone(size):
+    return results(lambda operator, x: operator(x), population()[:, : sum(SIZES[size])])
+
+
+def everything(rank, size):
+    first = sum(SIZES[size][:rank])
+    own = population()[:, first : first + SIZES[size][rank]]
+    return results(lambda operator, x: operator.sharded(x), own)

@@ -1,0 +1,98 @@
+"""Claims on populations notice what is wrong."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from massieu.errors import InputError
+from massieu.measures import Gaussian
+from massieu.population import AttentionLayer, FeedForward, gaussian_flow
+from massieu.population.operator import Moments
+from massieu.verification.beyond import population as beyond
+from massieu.verification.run import verify
+
+_ATTENTION, _CALL, _FORWARD = AttentionLayer._attention_to, AttentionLayer.__call__, FeedForward.__call__
+_GAUSSIAN = AttentionLayer.gaussian
+
+
+def _transposed(self, law):
+    return _ATTENTION(AttentionLayer.create(self.key, self.query, self.value, self.output, scale=self.scale), law)
+
+
+def _without_spread(self, law):
+    return _ATTENTION(self, Moments(law.mean, 0.9 * law.covariance))
+
+
+def _blurred(self, law):
+    after = _GAUSSIAN(self, law)
+    return Gaussian.create(after.location, after.covariance + 1e-8 * torch.eye(3).double())
+
+
+def _always(residual: bool) -> Callable:
+    def call(self, particles):
+        layer = AttentionLayer.create(
+            self.query, self.key, self.value, self.output, scale=self.scale, step_size=self.step_size,
+            population=None if type(self.population).__name__ == "Moving" else self.population, residual=residual,
+        )  # fmt: skip
+        return _CALL(layer, particles)
+
+    return call
+
+
+WRONG = {
+    "S20: the score transposed": ("S20", AttentionLayer, "_attention_to", _transposed),
+    "S20: too little covariance": ("S20", AttentionLayer, "_attention_to", _without_spread),
+    "S20: particles without what they were": ("S20", AttentionLayer, "__call__", _always(False)),
+    "S20: a feed-forward layer that mixes": (
+        "S20",
+        FeedForward,
+        "__call__",
+        lambda self, x: _FORWARD(self, x) + x.mean(-2, keepdim=True),
+    ),
+    "N6: the score transposed": (
+        "N6",
+        beyond,
+        "gaussian_flow",
+        lambda law, *, value, score, time: gaussian_flow(law, value=value, score=2 * score.mT - score, time=time),
+    ),
+    "N6: twice as fast": (
+        "N6",
+        beyond,
+        "gaussian_flow",
+        lambda law, *, value, score, time: gaussian_flow(law, value=value, score=score, time=1.01 * time),
+    ),
+    "N6: layers that add to every direction": ("N6", AttentionLayer, "gaussian", _blurred),
+    "N12: a skip connection that is always there": ("N12", AttentionLayer, "__call__", _always(True)),
+    "N12: none ever": ("N12", AttentionLayer, "__call__", _always(False)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_implementation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
+    id, owner, name, replacement = WRONG[case]
+    monkeypatch.setattr(owner, name, replacement)
+    small = {"particles": 2000, "repetitions": 20, "populations": 2000} if id == "S20" else {}
+    assert verify(id, settings=small)[0].verdict == "fails"
+
+
+@pytest.mark.parametrize(
+    ("id", "settings"),
+    [("S20", {"particles": 10}), ("S20", {"repetitions": 5}), ("N6", {"dimensions": 1}), ("N12", {"tokens": 1})],
+)
+def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
+    with pytest.raises(InputError, match="must be at least"):
+        verify(id, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("id", "settings"),
+    [
+        ("S20", {"particles": 2000, "populations": 5000}),
+        ("N6", {"dimensions": 5}),
+        ("N12", {"tokens": 2, "dimensions": 2, "layers": 2}),
+        ("N12", {"tokens": 30, "dimensions": 12}),
+    ],
+)
+def test_the_claim_holds_for_other_settings(id: str, settings: dict[str, int]):
+    assert verify(id, settings=settings)[0].verdict == "holds"
