@@ -70,7 +70,7 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path):
 def test_the_readmes_python_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     blocks = [block for block in blocks if "path/to/model" not in block]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         script = tmp_path / "readme.py"
         script.write_text(block)

@@ -51,7 +51,7 @@ class _Errors(NamedTuple):
     source="delta method",
     status="derived",
 )
-def finitely_many_keys(N: int = 500, repetitions: int = 100_000, seed: int = 0) -> Iterator[Check]:
+def finitely_many_keys(N: int = 500, repetitions: int = 50_000, seed: int = 0) -> Iterator[Check]:
     # Fewer repetitions have no normal law of their means to speak of.
     need(1000, repetitions=repetitions)
     deviation, log_ratio = _simulate(N, repetitions, seed)
