@@ -37,7 +37,7 @@ def section(content: Json) -> str:
             f"{duration(flow['seconds'])}, {memory(flow['mebibytes'])} at the most. One score matrix of them, on paper, is "
             f"{memory(flow['matrix_mebibytes'])}; what is held is {share} of that.\n"
         )
-    if "rates" in content:
+    if any(row["counted_seconds"] is not None for row in rows):
         parts.append(_counts(rows, content["rates"]))
     return "\n".join(parts)
 
