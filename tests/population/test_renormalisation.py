@@ -178,7 +178,7 @@ def test_bad_calls():
     for shape in ((5, 2), (3,)):
         with pytest.raises(ValueError, match=r"Renormalisation needs particles of shape \(\*batch, n, 3\)"):
             Renormalisation.create(mean, target)(torch.zeros(shape, dtype=F64))
-    with pytest.raises(ValueError, match="Renormalisation.gaussian needs a law in 3 dimensions"):
+    with pytest.raises(ValueError, match=r"Renormalisation\.gaussian needs a law in 3 dimensions"):
         Renormalisation.create(mean, target).gaussian(Gaussian.create(torch.zeros(2), torch.ones(2)))
     with pytest.raises(ValueError, match="trace must be positive"):
         TraceRenormalisation.create(0.0)

@@ -89,7 +89,9 @@ def affine_of(any_map: Map, law: Moments) -> Affine:
         return Affine((images[..., 1:, :] - images[..., :1, :]).mT, images[..., 0, :])
     found: Any = getattr(any_map, "affine", None)
     if found is None:
-        raise MissingFormError(f"{type(token_map).__name__} has no method affine: what it does to a law is not known here")
+        raise MissingFormError(
+            f"{type(any_map).__name__} has no method affine: what it does to a law is not known here"
+        )
     return found(law)
 
 
