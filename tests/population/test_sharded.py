@@ -34,7 +34,7 @@ def flows_are_that_of_one_process(flows):
 def test_a_flow_of_processes_needs_operators_that_communicate():
     layer = ResampledLayer(generator=torch.Generator())
     with pytest.raises(ValueError, match="ResampledLayer has no method sharded"):
-        Flow(layer, depth=2, group=object())  # type: ignore[arg-type]
+        Flow(layer, depth=2, group=object())
 
 
 def test_without_a_process_group():
