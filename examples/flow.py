@@ -23,6 +23,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from massieu import ops
+from massieu.energy.contraction import RMSNorm
 from massieu.population import (
     CloudMoments,
     CloudShape,
@@ -61,7 +62,9 @@ def kinds() -> dict[str, Callable[[Tensor], Tensor]]:
     return {
         "attention": lambda tokens: tokens + STEP * attention(tokens),
         "attention, sphere": lambda tokens: sphere(tokens + STEP * attention(tokens)),
-        "doubly stochastic, sphere": DoublyStochasticLayer(scale=SCALE, step=STEP, contraction=sphere),
+        "doubly stochastic, sphere": DoublyStochasticLayer(
+            scale=SCALE, step_size=STEP, residual=True, contraction=RMSNorm.create(eps=0.0)
+        ),
     }
 
 

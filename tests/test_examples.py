@@ -49,6 +49,7 @@ EXAMPLES = {
     "flow.py",
     "in_context_regression.py",
     "tokens_as_particles.py",
+    "model_flow.py",
 }
 
 
@@ -304,4 +305,20 @@ def test_tokens_are_particles(tmp_path):
     shares = {name: [float(share) for share in line.split()] for name, line in lines}
     assert {len(line) for line in shares.values()} == {7}
     assert shares["attention alone, no skip"][-1] < shares["attention alone"][-1] < shares["whole blocks"][-1]
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_models_flow_is_told_beside_its_nulls(tmp_path):
+    picture = tmp_path / "picture.png"
+    found = run("examples/model_flow.py", "--texts", "1", "--picture", str(picture))
+    ((off,),) = numbers(r"the model's own last states, up to (\S+)", found)
+    assert float(off) < 1e-5
+    rows = numbers(r"(\w+): ([\d. ]+); of Gaussian tokens (\S+)", found)
+    assert {name for name, _, _ in rows} == {"gaussian_distance", "fourth_cumulant"}
+    assert all(min(map(float, values.split())) > float(null) for _, values, null in rows)
+    blocks = numbers(r"correlates (\S+) .* precision (\S+), turned at random (\S+) … (\S+)", found)
+    assert len(blocks) == 6
+    assert all(0.2 < float(correlation) < 1 for correlation, *_ in blocks)
+    assert all(abs(float(cosine)) < 0.3 and float(low) < float(high) for _, cosine, low, high in blocks)
     assert picture.stat().st_size > 10_000

@@ -1,11 +1,21 @@
 """What the processes of `test_sharded` do, and the same by one process."""
 
 import torch
+import torch.distributed as dist
 from tests.population.cases import draw, layer, weights
 from torch.utils import _pytree as pytree
 
 from massieu.energy.contraction import LayerNorm, RMSNorm
-from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
+from massieu.population import (
+    AttentionLayer,
+    CloudMoments,
+    Composition,
+    FeedForward,
+    Flow,
+    Normalisation,
+    Renormalisation,
+    TraceRenormalisation,
+)
 from massieu.population.operator import Value
 
 SIZES = {2: (5, 3), 3: (4, 0, 3)}
@@ -60,6 +70,33 @@ def alone(size):
 
 
 def everything(rank, size):
+    return results(lambda operator, x: operator.sharded(x), share(rank, size)), flowing(rank, size)
+
+
+def share(rank, size):
     first = sum(SIZES[size][:rank])
-    own = population()[:, first : first + SIZES[size][rank]]
-    return results(lambda operator, x: operator.sharded(x), own)
+    return population()[:, first : first + SIZES[size][rank]]
+
+
+def renormalised():
+    """Attention, and behind it, or before it, what only the whole population can do."""
+    whole = Renormalisation.create(draw(4, seed=73), 2 * torch.eye(4, dtype=torch.float64), eps=0.1)
+    return [
+        layer(contraction=whole),
+        layer(seed=3, normalisation=whole, contraction=TraceRenormalisation.create(3.0)),
+        TraceRenormalisation.create(1.0),
+        lambda x: x + 1,
+    ]
+
+
+def flow(group=None):
+    return Flow(renormalised(), observables=[CloudMoments()], group=group)
+
+
+def flowing(rank, size):
+    if size != 2:
+        return None  # a flow's process has particles
+    group = dist.group.WORLD
+    result = flow(group).run(share(rank, size)[0], progress=False)
+    dist.barrier()  # none leaves while another still listens
+    return result

@@ -248,7 +248,7 @@ def test_laws_through_compositions_and_population_maps():
     [
         (layer(contraction=LayerNorm.create()), "LayerNorm is not affine"),
         (layer(normalisation=RMSNorm.create()), "RMSNorm is not affine"),
-        (layer(normalisation=Centred()), "Centred is no affine map of each token by itself"),
+        (layer(normalisation=Centred()), "Centred has no method affine"),
         (layer(population=draw(3, 4)), "a frozen Atoms is not affine"),
         (FeedForward.create(torch.tanh), "FeedForward is not affine"),
         (Normalisation.create(Spin(), torch.ones(4)), "Spin is not affine"),

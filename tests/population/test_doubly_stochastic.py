@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.population import cases
 
 from massieu.energy import is_conservative, jacobian_asymmetry
 from massieu.errors import ConvergenceError
@@ -121,14 +122,14 @@ def test_the_layer_keeps_the_mean_of_the_values():
     softmax = torch.softmax((points @ query.T) @ (points @ key.T).mT, -1) @ points
     assert (softmax.mean(-2) - points.mean(-2)).abs().max() > 1e-2
     value = draws(4, 4, seed=3)
-    moved = DoublyStochasticLayer(query=query, key=key, value=value, step=0.3)(points)
+    moved = DoublyStochasticLayer(query=query, key=key, value=value, step_size=0.3, residual=True)(points)
     torch.testing.assert_close(moved.mean(-2), points.mean(-2) + 0.3 * points.mean(-2) @ value.T, atol=1e-9, rtol=0)
     for item in range(3):
         torch.testing.assert_close(layer(points[item]), after[item], atol=1e-9, rtol=1e-9)
     single = layer(points.float())
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), after, atol=1e-3, rtol=1e-4)
-    assert layer(points.bfloat16()).dtype == torch.bfloat16
+    assert layer(points.bfloat16()).dtype == torch.float32
 
 
 def test_far_scores_converge_or_say_that_they_do_not():
@@ -158,3 +159,27 @@ def test_bad_calls():
         sinkhorn(draws(1, 1, 3, 2), draws(1, 1, 3, 2), log_weight=torch.zeros(2))
     with pytest.raises(ValueError, match="scale must be a finite number"):
         sinkhorn(draws(1, 1, 3, 2), draws(1, 1, 3, 2), scale=math.nan)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.5, -0.7])
+def test_a_gaussian_law_goes_where_sinkhorn_takes_it(scale):
+    """A quadrature of the law as weighted tokens, whose plan is found without knowing that it is Gaussian."""
+    law = cases.law(seed=2)
+    nodes, weight = cases.hermite(law, 20)
+    kept = weight > 1e-16
+    nodes, weight = nodes[kept], weight[kept]
+    query, key, value = (0.7 * draws(2, 2, seed=each) for each in (4, 5, 6))
+    heads = [(nodes @ each.T)[None, None] for each in (query, key, value)]
+    output = doubly_stochastic_attention(*heads, log_weight=weight.log(), scale=scale).output[0, 0]
+    moved = nodes - 0.6 * output
+    mean = weight @ moved
+    expected = (weight[:, None] * (moved - mean)).T @ (moved - mean)
+    layer = DoublyStochasticLayer(query=query, key=key, value=value, scale=scale, step_size=-0.6, residual=True)
+    found = layer.gaussian(law)
+    torch.testing.assert_close(found.location, mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cases.covariance(found), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_singular_law_is_refused():
+    with pytest.raises(ValueError, match="gaussian needs a positive definite covariance"):
+        DoublyStochasticLayer().gaussian(cases.law(rank=1))

@@ -36,7 +36,7 @@ def halve(points):
 
 
 def resampled(seed=5, scale=0.3):
-    return ResampledLayer(generator=torch.Generator().manual_seed(seed), scale=scale, step=0.4)
+    return ResampledLayer(generator=torch.Generator().manual_seed(seed), scale=scale, step_size=0.4, residual=True)
 
 
 def noisy(generator):

@@ -122,10 +122,10 @@ def renormalised_in_processes(rank: int, size: int) -> dict[str, Tensor]:
     mean, target = draw(2, seed=1).requires_grad_(), covariance(2, 2).requires_grad_()
     found = {}
     for name, rule in {
-        "full": Renormalisation(mean, target, group=dist.group.WORLD),
-        "trace": TraceRenormalisation.create(2.0, group=dist.group.WORLD),
+        "full": Renormalisation(mean, target),
+        "trace": TraceRenormalisation.create(2.0),
     }.items():
-        moved = rule(own)
+        moved = rule.sharded(own, group=dist.group.WORLD)
         found[name] = moved.detach()
         leaves = [own, mean, target] if name == "full" else [own]
         found[f"{name}: gradients"] = torch.autograd.grad(objective(moved).sum(), leaves)
@@ -176,9 +176,9 @@ def test_bad_calls():
     with pytest.raises(ValueError, match="eps must be finite and at least 0"):
         Renormalisation.create(mean, target, eps=-1.0)
     for shape in ((5, 2), (3,)):
-        with pytest.raises(ValueError, match="Renormalisation needs a population of shape"):
+        with pytest.raises(ValueError, match=r"Renormalisation needs particles of shape \(\*batch, n, 3\)"):
             Renormalisation.create(mean, target)(torch.zeros(shape, dtype=F64))
-    with pytest.raises(ValueError, match="Renormalisation needs a population of shape"):
+    with pytest.raises(ValueError, match=r"Renormalisation\.gaussian needs a law in 3 dimensions"):
         Renormalisation.create(mean, target).gaussian(Gaussian.create(torch.zeros(2), torch.ones(2)))
     with pytest.raises(ValueError, match="trace must be positive"):
         TraceRenormalisation.create(0.0)

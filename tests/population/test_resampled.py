@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
+from tests.population import cases
 
+from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.measures import MissingFormError
 from massieu.population import Flow, ResampledLayer
 
 
@@ -19,7 +22,7 @@ def layer(**options):
 def test_a_draw_has_mean_attention_and_the_covariance_of_its_weights():
     points, repetitions = draws(6, 3), 8000
     query, value = draws(2, 3, seed=2), draws(3, 3, seed=3)
-    own = layer(query=query, key=2 * query, value=value, scale=0.7, step=0.5)
+    own = layer(query=query, key=2 * query, value=value, scale=0.7, step_size=0.5, residual=True)
     p = torch.softmax(0.7 * (points @ query.T) @ (2 * points @ query.T).T, -1)
     values = points @ value.T
     mean = points + 0.5 * p @ values
@@ -101,14 +104,50 @@ def test_trap_34_draws_are_unbiased_for_attention_which_is_biased_for_the_popula
 
 def test_options_and_bad_calls():
     points = draws(7, 3)
-    inside = layer(contraction=torch.tanh, step=2.0)
-    assert inside(points).abs().max() < 1
-    assert inside(points.bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"key must have shape \(·, 3\) for particles \(7, 3\), got \(2, 2\)"):
+    inside = layer(contraction=RMSNorm.create(eps=0.0), step_size=2.0, residual=True)
+    torch.testing.assert_close(inside(points).square().mean(-1), torch.ones(7, dtype=torch.float64))
+    assert inside(points.bfloat16()).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"key must have shape \(·, 3\) for tokens of d = 3, got \(2, 2\)"):
         layer(key=torch.ones(2, 2))(points)
-    with pytest.raises(ValueError, match="scale and step must be finite"):
+    with pytest.raises(ValueError, match="scale and step_size must be finite"):
         layer(scale=math.inf)
-    with pytest.raises(TypeError, match="contraction must be callable"):
-        layer(contraction=3)
+    with pytest.raises(TypeError, match="contraction must be a Contraction, or an operator"):
+        layer(contraction=torch.tanh)
     with pytest.raises(ValueError, match="at least 1 draw"):
         layer(draws=0)(points)
+
+
+def test_a_gaussian_law_stays_one_and_has_the_covariance_of_the_draws_too():
+    """Attention's weights as a quadrature of the law, and the law of total covariance; then particles."""
+    law = cases.law(seed=1)
+    nodes, weight = cases.hermite(law, 32)
+    query, key, value = (0.6 * draws(2, 2, seed=each) for each in (4, 5, 6))
+    own = layer(query=query, key=key, value=value, scale=0.9, step_size=0.8, residual=True, draws=3)
+    p = torch.softmax(0.9 * (nodes @ query.T) @ (nodes @ key.T).T + weight.log(), -1)
+    values = nodes @ value.T
+    means = p @ values
+    within = torch.einsum("ij,jk,jl->ikl", p, values, values) - means[:, :, None] * means[:, None, :]
+    moved = nodes + 0.8 * means
+    mean = weight @ moved
+    between = (weight[:, None] * (moved - mean)).T @ (moved - mean)
+    expected = between + 0.64 * torch.einsum("i,ikl->kl", weight, within) / 3
+    found = own.gaussian(law)
+    torch.testing.assert_close(found.location, mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(cases.covariance(found), expected, rtol=1e-7, atol=1e-7)
+
+    count = 4000
+    cloud = law.sample(torch.zeros(2).double(), (count,), generator=torch.Generator().manual_seed(3))
+    after = own(cloud)
+    # The spread of tokens, and as much again for what all of them attended to.
+    assert (after.mean(0) - mean).norm() < 8 * (expected.trace() / count).sqrt()
+    assert (after.T.cov() - expected).norm() < 12 * expected.trace() / count**0.5
+
+
+def test_which_laws_are_not_known():
+    law = cases.law()
+    with pytest.raises(MissingFormError, match="mean of 4 systematic draws is not Gaussian"):
+        layer(draws=4, method="systematic").gaussian(law)
+    with pytest.raises(MissingFormError, match="LayerNorm is not affine"):
+        layer(contraction=LayerNorm.create()).gaussian(law)
+    with pytest.raises(ValueError, match=r"query must have shape \(·, 2\) for tokens of d = 2"):
+        layer(query=torch.ones(2, 3)).gaussian(law)

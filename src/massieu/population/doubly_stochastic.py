@@ -9,7 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu import ops, solve
+from massieu.energy import matrices
+from massieu.measures import Gaussian
 from massieu.population.head import Head
+from massieu.population.operator import Affine
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 _ROUNDINGS = 8
@@ -115,13 +118,14 @@ def doubly_stochastic_attention(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DoublyStochasticLayer(Head):
-    """A layer of doubly stochastic self-attention (N8): without step and contraction it keeps the mean of the values.
+    """A layer of doubly stochastic self-attention (N8): alone it keeps the mean of the values.
 
     With tied queries, keys and values, (P x − x)·scale → ½∇log ρ as the scale grows, for tokens of density ρ: P moves them up
     their density, and x − (P x − x) is a step 1/(2·scale) of the heat equation.
 
     Attributes:
-        query, key, value, scale, step, contraction: As in `Head`.
+        query, key, value, scale: Of the one head; no map: the tokens as they are.
+        step_size, residual, contraction: As in `AttentionLayer`; by default the output replaces the token.
         tolerance, max_steps: As in `sinkhorn`.
     """
 
@@ -129,12 +133,33 @@ class DoublyStochasticLayer(Head):
     max_steps: int = 1000
 
     def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The tokens after the layer; raises as `sinkhorn`."""
+        """The tokens after the layer, at least float32; raises as `sinkhorn`."""
         query, key, value = self.heads(particles)
         found = doubly_stochastic_attention(
             query, key, value, scale=self.scale, tolerance=self.tolerance, max_steps=self.max_steps
         )
         return self.moved(particles, found.output)
+
+    def gaussian(self, law: Gaussian) -> Gaussian:
+        """The law after the layer, of infinitely many particles of that law.
+
+        P is then the plan of entropic optimal transport between a Gaussian and itself, and so Gaussian: in coordinates in which
+        the law is standard and the scores are xᵀGy, a token's mean partner is 2(1 + (1 + 4GᵀG)^½)⁻¹Gᵀx.
+
+        Raises:
+            MissingFormError: a contraction that is not affine.
+            ValueError, TypeError: a singular covariance, maps for other dimensions, or another measure.
+
+        Source: Janati et al., arXiv 2006.02572, for scores of a squared distance.
+        """
+        before, tilt, value = self.weighed(law)
+        root = matrices.square_root(before.covariance, owner="DoublyStochasticLayer.gaussian")
+        identity = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
+        back = root @ tilt @ root  # Gᵀ
+        sums = identity + matrices.square_root(identity + 4 * back @ back.mT, owner="DoublyStochasticLayer.gaussian")
+        matrix = 2 * root @ matrices.solve(sums, root @ tilt)
+        still = before.mean.unsqueeze(-1)
+        return self.law_after(before, Affine(value @ matrix, (value @ (still - matrix @ still)).squeeze(-1)))
 
 
 def _alternate(g: Tensor, query: Tensor, key: Tensor, weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from massieu.population import flow_checkpoint
 from massieu.population.flow_checkpoint import State, fingerprint
 from massieu.population.flow_observables import CloudMoments, CloudShape
 from massieu.population.flow_result import FlowResult, Row
+from massieu.population.operator import Operator, need_sharded
 from massieu.population.reading import Observable, Processes, Reading, check_cloud, joined
 
 Layer = Callable[[Float[Tensor, "n d"]], Float[Tensor, "n e"]]
@@ -56,12 +57,12 @@ class Flow:
         depth: How often one operator is applied.
         generators: Sources of random numbers that layers draw from, so that a checkpoint can go on where they were; those that
             a layer has as its attribute `generator` are known. Draws from torch's global generator are not repeated.
-        group: Processes that share the cloud, each with its own tokens. Layers must be for that, too; observables are called
-            with ``group=group``.
+        group: Processes that share the cloud, each with its own tokens. Of layers that have it, ``sharded(particles,
+            group=group)`` is called; functions must be for that themselves. Observables are called with ``group=group``.
 
     Raises:
         TypeError: a layer, an observable or a generator of another type.
-        ValueError: no layer; several layers and a depth, or one and none.
+        ValueError: no layer; several layers and a depth, or one and none; a group, and an operator without `sharded`.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Flow:
         for each in (*self.layers, *self.observables):
             if not callable(each):
                 raise TypeError(f"layers and observables must be callable, got {type(each).__name__}")
+        if group is not None:
+            need_sharded(*(layer for layer in self.layers if isinstance(layer, Operator)))
         known = [getattr(layer, "generator", None) for layer in self.layers]
         found = [*generators, *(each for each in known if isinstance(each, torch.Generator))]
         if wrong := [each for each in found if not isinstance(each, torch.Generator)]:
@@ -162,12 +165,17 @@ class Flow:
                 lineage = moved.ancestors if lineage is None else lineage[moved.ancestors]
                 told |= genealogy(lineage, index + 1)
         else:
-            particles = layer(before)
+            particles = self._moved(layer, before)
         if not isinstance(particles, Tensor) or particles.ndim != 2 or len(particles) != len(before):
             given = tuple(particles.shape) if isinstance(particles, Tensor) else type(particles).__name__
             raise ValueError(f"layer {index + 1} must return particles ({len(before)}, d), got {given}")
         rows = (*state.rows, *self._observe(particles, index + 1, told))
         return State(index + 1, particles, rows, lineage)
+
+    def _moved(self, layer: Any, particles: Tensor) -> Tensor:
+        if self.group is None or not hasattr(layer, "sharded"):
+            return layer(particles)
+        return layer.sharded(particles, group=self.group)
 
     def _observe(self, particles: Tensor, layer: int, told: Mapping[str, Reading]) -> list[Row]:
         named: dict[str, Reading | Tensor | float] = {}

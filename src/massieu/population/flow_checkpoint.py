@@ -129,7 +129,8 @@ def _feed(digest: Any, thing: object, seen: set[int]) -> None:
     if isinstance(thing, torch.Generator) or id(thing) in seen:
         return
     if isinstance(thing, Tensor):
-        raw = thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # A copy: what is contiguous may still have strides that cannot be viewed as bytes.
+        raw = thing.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         digest.update(f"{thing.dtype}{tuple(thing.shape)}".encode() + raw.numpy().tobytes())
         return
     parts = _parts(thing)

@@ -17,7 +17,8 @@ class Operator(Protocol):
     """A map of populations: of particles, and, where a Gaussian law stays one, of that law.
 
     Where an operator is token-wise, or can communicate, a method ``sharded(particles, *, group=None)`` applies it to a
-    population spread over processes.
+    population spread over processes. Where it is affine for a population of a given law, a method ``affine(law)`` says so, and
+    it may stand before attention as well without costing the layer its Gaussian law.
     """
 
     def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
@@ -69,26 +70,28 @@ def pushed(affine: Affine, law: Moments) -> Moments:
     return Moments(mean, 0.5 * (covariance + covariance.mT))
 
 
-def affine_of(token_map: Map, law: Moments) -> Affine:
-    """A token-wise map as an affine one, for a law of that batch.
+def affine_of(any_map: Map, law: Moments) -> Affine:
+    """A map as the affine one that it is for a population of that law.
 
     Raises:
-        MissingFormError: it is not affine, or not token-wise.
+        MissingFormError: it is not affine.
     """
-    if isinstance(token_map, Contraction):
-        if not token_map.quadratic:
+    if isinstance(any_map, Contraction):
+        if not any_map.quadratic:
             raise MissingFormError(
-                f"{type(token_map).__name__} is not affine: a Gaussian law does not stay Gaussian under it; "
+                f"{type(any_map).__name__} is not affine: a Gaussian law does not stay Gaussian under it; "
                 "Identity, Scalar and Whitening are"
             )
         batch, size = law.mean.shape[:-1], law.mean.shape[-1]
         basis = torch.eye(size, dtype=law.mean.dtype, device=law.mean.device)
         points = torch.cat([basis.new_zeros(1, size), basis]).expand(*batch, size + 1, size)
-        images = token_map.mean(points).to(basis.dtype)
+        images = any_map.mean(points).to(basis.dtype)
         return Affine((images[..., 1:, :] - images[..., :1, :]).mT, images[..., 0, :])
-    found: Any = getattr(token_map, "affine", None)
+    found: Any = getattr(any_map, "affine", None)
     if found is None:
-        raise MissingFormError(f"{type(token_map).__name__} is no affine map of each token by itself")
+        raise MissingFormError(
+            f"{type(any_map).__name__} has no method affine: what it does to a law is not known here"
+        )
     return found(law)
 
 
@@ -159,7 +162,7 @@ def admit(owner: object, particles: Tensor, width: int | None, weights: torch.dt
     return particles.to(torch.promote_types(torch.promote_types(torch.float32, particles.dtype), weights))
 
 
-def need_law(owner: object, law: object, width: int, weights: torch.dtype) -> Moments:
+def need_law(owner: object, law: object, width: int | None, weights: torch.dtype) -> Moments:
     """The moments of a law, in the dtype that they are moved in.
 
     Raises:
@@ -169,7 +172,7 @@ def need_law(owner: object, law: object, width: int, weights: torch.dtype) -> Mo
     name = type(owner).__name__
     if not isinstance(law, Gaussian):
         raise TypeError(f"{name}.gaussian needs a massieu.measures.Gaussian, got {type(law).__name__}")
-    if law.event_shape != (width,):
+    if width is not None and law.event_shape != (width,):
         raise ValueError(f"{name}.gaussian needs a law in {width} dimensions, got {tuple(law.event_shape)}")
     found = moments(law)
     dtype = torch.promote_types(found.mean.dtype, weights)

@@ -9,8 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu import ops
+from massieu.measures import Gaussian, MissingFormError
 from massieu.ops.resampling import Method
 from massieu.population.head import Head
+from massieu.population.operator import Affine
 from massieu.population.reading import Reading
 
 
@@ -42,7 +44,8 @@ class ResampledLayer(Head):
     coalescence of lineages are recorded too.
 
     Attributes:
-        query, key, value, scale, step, contraction: As in `Head`.
+        query, key, value, scale: Of the one head; no map: the tokens as they are.
+        step_size, residual, contraction: As in `AttentionLayer`; by default the draw replaces the token.
         generator: Source of the draws; each call goes on with it.
         draws: S, the draws a token becomes the mean of.
         method: "multinomial", or "systematic", as in `massieu.ops.resample_attention`.
@@ -53,7 +56,7 @@ class ResampledLayer(Head):
     method: Method = "multinomial"
 
     def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The tokens after the layer; raises as `massieu.ops.resample_attention`."""
+        """The tokens after the layer, at least float32; raises as `massieu.ops.resample_attention`."""
         return self.observed(particles).particles
 
     def observed(self, particles: Float[Tensor, "*batch n d"]) -> ResampledTokens:
@@ -75,3 +78,22 @@ class ResampledLayer(Head):
         """The same with attention in place of the draws: for no contraction their expectation."""
         query, key, value = self.heads(particles)
         return self.moved(particles, ops.attention(query, key, value, scale=self.scale).output)
+
+    def gaussian(self, law: Gaussian) -> Gaussian:
+        """The law after the layer, of infinitely many particles of that law: attention's, and the covariance of the draws.
+
+        Over a Gaussian law a draw is Gaussian too, of covariance VCVᵀ wherever the query is (S19, S20).
+
+        Raises:
+            MissingFormError: several systematic draws, whose mean has no such law; a contraction that is not affine.
+            ValueError, TypeError: maps for other dimensions, or another measure.
+        """
+        if self.draws > 1 and self.method != "multinomial":
+            raise MissingFormError(
+                f"the mean of {self.draws} {self.method} draws is not Gaussian: they depend on each other; multinomial ones "
+                "do not"
+            )
+        before, tilt, value = self.weighed(law)
+        answer = value @ before.covariance
+        output = Affine(answer @ tilt, (value @ before.mean.unsqueeze(-1)).squeeze(-1))
+        return self.law_after(before, output, answer @ value.mT / self.draws)

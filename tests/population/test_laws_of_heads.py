@@ -1,0 +1,75 @@
+"""Laws after drawn and doubly stochastic layers: derivatives, batches, vmap, compilation, half precision, contractions."""
+
+import pytest
+import torch
+from tests.population import cases
+from torch.func import vmap
+
+from massieu.measures import Gaussian
+from massieu.population import (
+    AttentionLayer,
+    Composition,
+    DoublyStochasticLayer,
+    Operator,
+    Renormalisation,
+    ResampledLayer,
+)
+
+F64 = torch.float64
+MEAN, FACTOR = cases.draw(3, 2, seed=1), cases.draw(3, 2, 2, seed=2)
+
+
+def drawn(**options):
+    return ResampledLayer(generator=torch.Generator().manual_seed(0), scale=0.5, residual=True, **options)
+
+
+def moments_after(layer):
+    def function(mean, factor):
+        after = layer.gaussian(Gaussian.create(mean, factor=factor))
+        return after.location, cases.covariance(after)
+
+    return function
+
+
+@pytest.mark.parametrize("layer", [drawn(), DoublyStochasticLayer(scale=0.5)])
+def test_transforms_of_laws(layer):
+    assert isinstance(layer, Operator)
+    function = moments_after(layer)
+    whole = function(MEAN, FACTOR)
+    each = [torch.stack(parts) for parts in zip(*map(function, MEAN, FACTOR), strict=True)]
+    mapped = vmap(function)(MEAN, FACTOR)
+    for found, expected, again in zip(whole, each, mapped, strict=True):
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(again, expected)
+    compiled = torch.compile(function, fullgraph=True, backend="eager")(MEAN[0], FACTOR[0])
+    torch.testing.assert_close(compiled[1], whole[1][0])
+    leaves = MEAN[0].clone().requires_grad_(), FACTOR[0].clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+    half = layer.gaussian(Gaussian.create(MEAN[0].bfloat16(), factor=FACTOR[0].bfloat16()))
+    assert half.location.dtype == torch.float32
+
+
+def test_many_draws_and_flat_scores_are_attention():
+    """Draws add a covariance of order 1/S; doubly stochastic weights are softmax's to first order in the scale."""
+    law, same = cases.law(seed=3), torch.eye(2, dtype=F64)
+    attention = AttentionLayer.from_score(same, same, scale=0.5).gaussian(law)
+    excess = cases.covariance(drawn(draws=10).gaussian(law)) - cases.covariance(attention)
+    torch.testing.assert_close(excess, cases.covariance(law) / 10)
+    gaps = []
+    for scale in (1e-2, 1e-3):
+        softmax = AttentionLayer.from_score(same, same, scale=scale).gaussian(law)
+        balanced = DoublyStochasticLayer(scale=scale, residual=True).gaussian(law)
+        gaps.append((cases.covariance(softmax) - cases.covariance(balanced)).norm().item())
+    assert gaps[1] < 2e-2 * gaps[0]
+
+
+def test_a_renormalisation_stands_behind_them_too():
+    held = cases.law(seed=4)
+    back = Renormalisation.create(held.location, cases.covariance(held))
+    layers = Composition.create([drawn(contraction=back), DoublyStochasticLayer(contraction=back)])
+    after = layers.gaussian(cases.law(seed=5))
+    torch.testing.assert_close(cases.covariance(after), cases.covariance(held))
+    cloud = layers(cases.draw(50, 2, seed=6))
+    torch.testing.assert_close(cloud.mean(0), held.location)
+    torch.testing.assert_close(cloud.T.cov(correction=0), cases.covariance(held))
