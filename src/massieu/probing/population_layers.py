@@ -51,9 +51,11 @@ def population_layers(
     Raises:
         InputError: the block is no function of the set of its tokens (causal, windows, positions in queries and keys or in
             scores), or of no form that is known, and why; it differs from the module's own output, and by how much; there is
-            no such layer; not a model of `transformers`.
+            no such layer; not a model of `transformers`, in training mode, or without weights (on the meta device).
     """
     trunk = as_loaded(model).module
+    if any(module.training for module in trunk.modules()):
+        raise InputError("the model is in training mode, so dropout would change its numbers; call model.eval() first")
     blocks = _blocks(_watched(trunk, inputs))
     if layer is not None and layer not in blocks:
         raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer}")
