@@ -57,8 +57,8 @@ def population_layers(
     if any(module.training for module in trunk.modules()):
         raise InputError("the model is in training mode, so dropout would change its numbers; call model.eval() first")
     blocks = _blocks(_watched(trunk, inputs))
-    if layer is not None and layer not in blocks:
-        raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer}")
+    if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer not in blocks):
+        raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer!r}")
     with torch.no_grad():
         found = {number: blocks[number].operator() for number in (blocks if layer is None else [layer])}
     return Composition.create(found.values()) if layer is None else found[layer]
@@ -184,6 +184,8 @@ class _Block:
         read = step.read
         assert read is not None
         call = read.call
+        if call.key.shape[-2] < 2:
+            raise self._refused("its one token shows neither positions nor an order; inputs of several tokens do")
         if self.watched.sites[call.site.name].kind == "causal":
             raise self._refused("attention is causal, so a token moves by its place in the order")
         if not bool(call.visible().all()):

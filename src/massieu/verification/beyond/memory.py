@@ -25,8 +25,8 @@ _ROUNDING = 1e-12
     "N5",
     statement="On the sphere ẋᵢ = Proj Σ e^{β⟨xᵢ,xⱼ⟩}xⱼ is gradient ascent of (1/2βn²) Σ Σ e^{β⟨xᵢ,xⱼ⟩}; that sum never falls "
     "either where all tokens attend to each other at once and are then projected onto the sphere; in three dimensions and "
-    "more generic tokens end in one cluster, but two groups stay below a cosine c for e^{β(1−c)} steps at the least, to a factor "
-    "that does not depend on β.",
+    "more generic tokens end in one cluster, but two groups stay below a cosine c for e^{β(1−c)} steps at the least, to a "
+    "factor that does not depend on β.",
     source="Geshkovski, Letrouit, Polyanskiy, Rigollet, arXiv 2312.10794; the discrete step is derived",
     status="quoted",
 )
