@@ -98,3 +98,15 @@ def test_bad_calls():
         precision_alignment(eye, torch.diag(torch.tensor([1.0, 1.0, 0.0])))
     with pytest.raises(ValueError, match="symmetric part is not zero"):
         precision_alignment(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), torch.eye(2))
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_cosines_know_no_scale(size):
+    generator = torch.Generator().manual_seed(3)
+    mixing, score = (torch.randn(5, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    covariance = mixing @ mixing.T + torch.eye(5, dtype=torch.float64)
+    even, precision = 0.5 * (score + score.T), torch.linalg.inv(covariance)
+    expected = (even * precision).sum() / (even.norm() * precision.norm())
+    for found in (precision_alignment(size * score, covariance), precision_alignment(score, size * covariance)):
+        assert found.cosine == pytest.approx(expected.item(), abs=1e-12)
+        assert found.symmetric_share == pytest.approx((even.norm() / score.norm()).item(), abs=1e-12)

@@ -144,3 +144,26 @@ def test_bad_calls():
         directions(3, 0)
     with pytest.raises(TypeError, match="floating-point"):
         squared_gaussian_distance(torch.ones(3, 2, dtype=torch.int64), directions(2))
+
+
+@pytest.mark.parametrize("size", [1e-150, 1e-30, 1.0, 1e30, 1e150])
+def test_cumulants_and_distances_know_no_scale(size):
+    generator = torch.Generator().manual_seed(5)
+    cloud = torch.randn(30, 3, generator=generator, dtype=torch.float64)
+    directions = random_directions(3, 7, generator=generator)
+    along = (cloud @ directions.T).numpy()
+    found = projected_cumulants(size * cloud, directions)
+    k2, k3, k4 = (torch.tensor([stats.kstat(column, order) for column in along.T]) for order in (2, 3, 4))
+    torch.testing.assert_close(found.third, k3 / k2**1.5, atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(found.fourth, k4 / k2.square(), atol=1e-11, rtol=1e-11)
+    distance = squared_gaussian_distance(size * cloud, directions)
+    torch.testing.assert_close(distance, squared_gaussian_distance(cloud, directions), atol=1e-12, rtol=0.0)
+
+
+def test_rounding_has_no_shape():
+    """Tokens on a line across a direction fall on one point of it, but for the rounding of inner products."""
+    line = torch.linspace(0, 1, 9, dtype=torch.float64)
+    cloud = torch.stack([line, 3 * line], -1)
+    across = torch.tensor([[3.0, -1.0]], dtype=torch.float64) / math.sqrt(10)
+    found = projected_cumulants(cloud, across)
+    assert found.third.item() == found.fourth.item() == squared_gaussian_distance(cloud, across).item() == 0

@@ -93,3 +93,16 @@ def test_the_interaction_energy_does_not_overflow():
     assert 0 <= found.entropy.item() < 1e-30
     far = self_attention_levels(1e12 * draws(9, 3))
     assert far.entropy.item() == pytest.approx(0, abs=1e-12)  # no difference of log Z and scores of 1e24
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1.0, 1e22, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clusters_know_no_scale(size, dtype):
+    """Squares of these lengths overflow or vanish in float32."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.tensor([[9.0, 0.0], [0.0, 9.0], [-9.0, -9.0]], dtype=torch.float64)
+    members = torch.arange(12) % 3
+    cloud = centres[members] + torch.rand(12, 2, generator=generator, dtype=torch.float64) / 4
+    for radius in (1.0 * size, None):
+        found = cluster_count((size * cloud).to(dtype), radius=radius)
+        assert (found.clusters.item(), found.covered.item()) == (3, pytest.approx(1.0))

@@ -275,3 +275,9 @@ def test_bad_calls():
         equilibrium_report(draw(3, 3), SIGMA)
     with pytest.raises(ValueError, match=r"matrix must have shape \(3, 3\)"):
         equilibrium_report(draw(9, 3), torch.eye(2, dtype=F64))
+
+
+def test_a_layer_without_scores_commutes_with_every_cloud():
+    cloud = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    report = equilibrium_report(cloud, torch.zeros(3, 3, dtype=torch.float64))
+    assert report.commutator == 0 and report.displacement.item() == pytest.approx(0.0, abs=1e-12)

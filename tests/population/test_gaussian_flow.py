@@ -114,3 +114,15 @@ def test_bad_calls(changes, error, named):
     given = {"law": law(2), "value": torch.eye(2), "score": -torch.eye(2), "time": 1.0} | changes
     with pytest.raises(error, match=named):
         gaussian_flow(given.pop("law"), **given)
+
+
+@pytest.mark.parametrize("spread", [1e6, 1e12])
+def test_a_wide_law_that_falls_is_no_blow_up(spread):
+    """C = 1/(1/c + 2t) in one dimension: at first it falls within 1/c, in steps far shorter than the whole time."""
+    one = torch.ones(1, 1).double()
+    start = Gaussian.create(torch.zeros(1).double(), spread * one)
+    found = gaussian_flow(start, value=one, score=-one, time=1.0)
+    assert covariance(found).item() == pytest.approx(1 / (1 / spread + 2), rel=1e-8)
+    with pytest.raises(BlowUpError) as caught:
+        gaussian_flow(start, value=one, score=one, time=1.0)
+    assert 0 <= 0.5 / spread - caught.value.time < 1e-8

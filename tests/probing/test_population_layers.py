@@ -118,3 +118,19 @@ def test_a_wrong_reading_is_found_out(monkeypatch):
     )
     with pytest.raises(InputError, match=r"differs from the module's own output by \d"):
         massieu.population_layers(zoo.model("bert"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "modernbert"])
+def test_one_token_shows_no_order(name):
+    with pytest.raises(InputError, match="one token shows neither positions nor an order"):
+        massieu.population_layers(zoo.model(name), inputs={"input_ids": torch.tensor([[5]])})
+
+
+def test_models_that_are_not_ready():
+    with pytest.raises(InputError, match="in training mode"):
+        massieu.population_layers(copy.deepcopy(zoo.model("bert")).train())
+    with pytest.raises(InputError, match="is on the meta device"):
+        massieu.population_layers(copy.deepcopy(zoo.model("bert")).to("meta"))
+    for layer in (1.0, True):
+        with pytest.raises(InputError, match="layer must be in 0 … 2, got"):
+            massieu.population_layers(zoo.model("bert"), layer=layer)

@@ -33,8 +33,10 @@ def square_root(matrix: Float[Tensor, "*lead n n"], *, owner: str) -> Float[Tens
     Each chord step S + L(Σ − S²), L the inverse of X ↦ SX + XS at the solution, makes one more order right.
 
     Raises:
-        ValueError: the matrix is not positive definite; the message begins with `owner`, whose covariance it is.
+        ValueError: the matrix is not finite, or not positive definite; the message begins with `owner`, whose covariance it is.
     """
+    if values_are_readable(matrix) and not bool(matrix.isfinite().all()):
+        raise ValueError(f"{owner} needs a finite covariance, got one with a NaN or an infinity")
     eigenvalues, vectors = torch.linalg.eigh(matrix.detach())
     smallest, size = eigenvalues[..., 0], eigenvalues[..., -1].abs()
     least = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * size

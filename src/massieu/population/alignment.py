@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.population.arguments import need_finite, need_integers, need_tensors
+
 
 class Alignment(NamedTuple):
     """How well sym(M) fits a power of a covariance on M's span, beside random orientations of M."""
@@ -49,10 +51,12 @@ def precision_alignment(
 
     Raises:
         ValueError: shapes that are not (d, d) twice, a covariance that is not symmetric or has no such power, a symmetric part
-            of M that is zero, or no draw.
+            of M that is zero, something that is not finite, or no draw.
+        TypeError: no floating-point tensors, a power that is no number, `draws` that is no integer.
     """
-    _check(score, covariance, draws)
-    score, covariance = score.detach().double(), covariance.detach().double()
+    _check(score, covariance, power, draws)
+    # Cosines know no scale, and squares of very large or small entries would overflow or vanish.
+    score, covariance = (_of_size_one(matrix.detach().double()) for matrix in (score, covariance))
     even = 0.5 * (score + score.mT)
     levels, vectors = torch.linalg.eigh(even)
     rounding = even.shape[-1] * torch.finfo(even.dtype).eps
@@ -73,6 +77,11 @@ def precision_alignment(
     return Alignment(float(cosine), null, share, rank, float(symmetric))
 
 
+def _of_size_one(matrix: Tensor) -> Tensor:
+    size = matrix.abs().max()
+    return matrix / torch.where(size == 0, 1.0, size)
+
+
 def _cosine(levels: Tensor, basis: Tensor, target: Tensor) -> Tensor:
     """Of basis·diag(levels)·basisᵀ and the target's restriction to the basis."""
     restricted = basis.mT @ target @ basis
@@ -86,12 +95,15 @@ def _power(covariance: Tensor, power: float) -> Tensor:
     if (power < 0 or power != int(power)) and not bool(values[0] > least):
         raise ValueError(
             f"precision_alignment needs a positive definite covariance for the power {power:g}, got a least eigenvalue of "
-            f"{float(values[0]):.3g} beside {float(values[-1]):.3g}; more tokens than dimensions, or shrinkage, make it so"
+            f"{float(values[0]):.3g} beside {float(values[-1]):.3g} in units of its "
+            "largest entry; more tokens than dimensions, or shrinkage, make it so"
         )
     return (vectors * values**power) @ vectors.mT
 
 
-def _check(score: Tensor, covariance: Tensor, draws: int) -> None:
+def _check(score: Tensor, covariance: Tensor, power: float, draws: int) -> None:
+    need_tensors(score=score, covariance=covariance)
+    need_integers(draws=draws)
     width = score.shape[-1] if score.ndim else 0
     if tuple(score.shape) != (width, width) or score.shape != covariance.shape:
         raise ValueError(
@@ -99,6 +111,7 @@ def _check(score: Tensor, covariance: Tensor, draws: int) -> None:
         )
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
+    need_finite(score=score, covariance=covariance, power=power)
     rounding = 1e3 * torch.finfo(covariance.dtype).eps * covariance.abs().max()
     if bool(((covariance - covariance.mT).abs() > rounding).any()):
         raise ValueError("covariance must be symmetric")

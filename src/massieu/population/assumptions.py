@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures import Gaussian
+from massieu.population.arguments import need_finite, need_tensors
 from massieu.population.equilibrium import entropy_gain, key_law, whitened_map
 from massieu.population.growth import cumulant_growth
 
@@ -54,9 +55,10 @@ def equilibrium_report(
         Everything in float64.
 
     Raises:
-        ValueError: n ≤ d, a matrix that is not (d, d), or a cloud of singular covariance.
+        ValueError: n ≤ d, a matrix that is not (d, d), something that is not finite, or a cloud of singular covariance.
+        TypeError: no floating-point tensors.
     """
-    _check(particles, matrix)
+    _check(particles, matrix, step)
     particles, matrix = particles.detach().double(), matrix.detach().double()
     count, width = particles.shape[-2:]
     location = particles.mean(-2)
@@ -74,7 +76,7 @@ def equilibrium_report(
     norms = particles.norm(dim=-1)
     return EquilibriumReport(
         _size_per_root(matrix @ covariance - identity),
-        torch.linalg.matrix_norm(product - product.mT) / size,
+        torch.linalg.matrix_norm(product - product.mT) / torch.where(size == 0, 1.0, size),
         _size_per_root(whitened_map(law, keys, step) - identity),
         entropy_gain(keys, step),
         torch.stack([cumulant_growth(order, step * link, link * variances) for order in ORDERS], -1),
@@ -89,7 +91,8 @@ def _size_per_root(matrix: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(matrix) / matrix.shape[-1] ** 0.5
 
 
-def _check(particles: Tensor, matrix: Tensor) -> None:
+def _check(particles: Tensor, matrix: Tensor, step: float) -> None:
+    need_tensors(particles=particles, matrix=matrix)
     if particles.ndim < 2 or particles.shape[-2] <= particles.shape[-1]:
         raise ValueError(
             f"particles must have shape (*batch, n, d) with n > d, got {tuple(particles.shape)}; fewer tokens have a singular "
@@ -100,3 +103,4 @@ def _check(particles: Tensor, matrix: Tensor) -> None:
         raise ValueError(
             f"matrix must have shape {(width, width)} for particles of d = {width}, got {tuple(matrix.shape)}"
         )
+    need_finite(particles=particles, matrix=matrix, step=step)

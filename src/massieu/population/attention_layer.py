@@ -16,6 +16,7 @@ from massieu.measures import Atoms, Gaussian, Measure, MissingFormError
 from massieu.measures.value import static_field
 from massieu.ops import sharded
 from massieu.ops.sharded.keys import Processes
+from massieu.population.arguments import need_finite, need_tensors
 from massieu.population.operator import (
     Affine,
     Map,
@@ -123,6 +124,7 @@ class AttentionLayer(Value):
         step_size = torch.as_tensor(step_size, dtype=dtype, device=query.device)
         if step_size.ndim:
             raise ValueError(f"step_size must be one number, got shape {tuple(step_size.shape)}")
+        need_finite(scale=scale, step_size=step_size)
         normalisation = Identity() if normalisation is None else normalisation
         contraction = Identity() if contraction is None else contraction
         need_map("normalisation", normalisation)
@@ -146,6 +148,7 @@ class AttentionLayer(Value):
         Raises:
             ValueError, TypeError: as `create`.
         """
+        need_tensors(score=score, write=write)
         if score.ndim not in (2, 3) or score.shape[-1] != score.shape[-2] or write.shape != score.shape:
             raise ValueError(
                 f"score and write must both have shape (d, d) or (H, d, d), got {tuple(score.shape)} and "

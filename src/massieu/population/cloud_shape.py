@@ -1,8 +1,8 @@
 """How far a cloud of tokens is from a Gaussian: cumulants and transport distances of its projections (S13, E1).
 
 A cloud is a tensor ``(*batch, n, d)`` of equally weighted tokens; everything is computed in float64. Projections on to a line
-of which all tokens fall on one point have cumulants and distance 0. A cloud with a NaN or an infinity gives NaN, and
-leaves the others of its batch untouched. Memory is linear in n·d.
+of which all tokens fall on one point, to the rounding of inner products, have cumulants and distance 0. A cloud with a NaN or
+an infinity gives NaN, and leaves the others of its batch untouched. Memory is linear in n·d.
 """
 
 import functools
@@ -13,7 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.population.reading import Processes, centred, check_cloud, collected, joined, summed
+from massieu.ops.sharded.collectives import Group
+from massieu.population.arguments import need_integers, need_tensors
+from massieu.population.reading import Processes, centred, check_cloud, collected, greatest, joined, summed
 
 _BLOCK = 32
 """Directions at a time: a block of projections is as large as a cloud of that width."""
@@ -37,7 +39,13 @@ def random_directions(
 
     Raises:
         ValueError: fewer than one direction or dimension.
+        TypeError: a number that is no integer, no generator, or a dtype that is not floating-point.
     """
+    need_integers(dimension=dimension, count=count)
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating-point, got {dtype}")
     if dimension < 1 or count < 1:
         raise ValueError(f"at least one direction and one dimension are needed, got {count} and {dimension}")
     drawn = torch.randn(count, dimension, generator=generator, device=generator.device, dtype=dtype)
@@ -54,11 +62,12 @@ def projected_cumulants(
 
     Args:
         points: At least 4 tokens.
-        directions: Of any length but 0; see `random_directions`.
+        directions: Of any length; see `random_directions`.
         group: Processes that share the cloud's tokens, each with its own; the result is the same on all.
 
     Raises:
         ValueError: fewer than 4 tokens, or directions of another dimension.
+        TypeError: no floating-point tensors.
     """
     processes = joined(group)
     _check_directions(points, directions)
@@ -67,7 +76,7 @@ def projected_cumulants(
         raise ValueError(f"the fourth cumulant needs at least 4 tokens, got {n}")
     third, fourth = [], []
     for block in directions.to(relative).split(_BLOCK):
-        along = relative @ block.T
+        along = _projected(relative, block, processes)
         square = along.square()
         powers = torch.stack([square.sum(-2), (square * along).sum(-2), square.square().sum(-2)])
         second, cube, quartic = summed(powers, processes) / n
@@ -89,6 +98,7 @@ def gaussian_cumulant_spread(tokens: int) -> tuple[float, float]:
         ValueError: fewer than 4 tokens.
     """
     n = tokens
+    need_integers(tokens=n)
     if n < 4:
         raise ValueError(f"the fourth cumulant needs at least 4 tokens, got {n}")
     third = 6 * n * (n - 1) / ((n - 2) * (n + 1) * (n + 3))
@@ -108,12 +118,15 @@ def squared_gaussian_distance(
 
     Raises:
         ValueError: directions of another dimension.
+        TypeError: no floating-point tensors.
     """
     processes = joined(group)
     _check_directions(points, directions)
     relative, _ = centred(points, processes)
     blocks = directions.to(relative).split(_BLOCK)
-    return torch.cat([_distance(collected(relative @ block.T, -2, processes).mT) for block in blocks], -1)
+    return torch.cat(
+        [_distance(collected(_projected(relative, block, processes), -2, processes).mT) for block in blocks], -1
+    )
 
 
 def gaussian_distance_null(tokens: int) -> tuple[float, float]:
@@ -125,6 +138,7 @@ def gaussian_distance_null(tokens: int) -> tuple[float, float]:
     Raises:
         ValueError: fewer than 1 token.
     """
+    need_integers(tokens=tokens)
     if tokens < 1:
         raise ValueError(f"at least 1 token is needed, got {tokens}")
     return _simulated_null(tokens)
@@ -139,6 +153,15 @@ def _simulated_null(tokens: int) -> tuple[float, float]:
         [_distance(torch.randn(1, tokens, generator=generator, dtype=torch.float64)) for _ in range(repetitions)]
     )
     return found.mean().item(), found.std().item() / repetitions**0.5
+
+
+def _projected(relative: Tensor, directions: Tensor, group: Group | None) -> Tensor:
+    """Projections of centred tokens, the largest about 1: powers of them neither overflow nor vanish, rounding is 0."""
+    along = relative @ directions.T
+    size = greatest(along.detach().abs().amax(-2, keepdim=True), group)
+    length = greatest(relative.detach().abs().amax((-2, -1), keepdim=True), group) * directions.abs().sum(-1)
+    rounding = 2 * relative.shape[-1] * torch.finfo(along.dtype).eps * length
+    return along * torch.where(size <= rounding, 0.0, 1 / torch.where(size == 0, 1.0, size))
 
 
 def _distance(along: Tensor) -> Tensor:
@@ -161,6 +184,7 @@ def _distance(along: Tensor) -> Tensor:
 
 def _check_directions(points: Tensor, directions: Tensor) -> None:
     check_cloud(points)
+    need_tensors(directions=directions)
     if directions.ndim != 2 or directions.shape[1] != points.shape[-1] or directions.shape[0] == 0:
         raise ValueError(
             f"directions must have shape (m, {points.shape[-1]}) for points {tuple(points.shape)}, "

@@ -1,6 +1,5 @@
 """How many clusters a cloud of tokens has (N5)."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -8,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.ops.sharded.collectives import Group
+from massieu.population.arguments import need_integers, need_numbers
 from massieu.population.reading import Processes, check_cloud, greatest, joined, summed
 
 _SHARE_OF_LENGTH = 0.1
@@ -42,12 +42,15 @@ def cluster_count(
         group: Processes that share the tokens.
 
     Raises:
-        ValueError: no cloud, a radius that is no number of at least 0, a limit below 1.
+        ValueError: no cloud, a radius that is not finite or below 0, a limit below 1.
+        TypeError: no floating-point tensor, a radius that is no number, a limit that is no integer.
     """
     check_cloud(points)
+    need_integers(limit=limit)
+    need_numbers(radius=0.0 if radius is None else radius)
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    if radius is not None and not 0 <= radius < math.inf:
+    if radius is not None and radius < 0:
         raise ValueError(f"radius must be a number, at least 0, or None, got {radius}")
     processes = joined(group)
     batch, (tokens, width) = points.shape[:-2], points.shape[-2:]
@@ -55,7 +58,8 @@ def cluster_count(
     cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))
     free = cloud.isfinite().all(-1)
     size = summed(torch.full((len(cloud),), tokens, device=cloud.device), processes)
-    near = _radius(cloud, free, radius, processes)
+    cloud, unit = _in_units(torch.where(free.unsqueeze(-1), cloud, 0.0), processes)
+    near = _radius(cloud, free, None if radius is None else radius / unit, processes)
     count, largest, covered = (torch.zeros_like(near) for _ in range(3))
     item, rank = torch.arange(len(cloud), device=cloud.device), 0 if processes is None else processes.rank
     for _ in range(limit):
@@ -74,9 +78,18 @@ def cluster_count(
     return ClusterCount(*(each.reshape(batch) for each in (count.long(), covered, largest)))
 
 
-def _radius(cloud: Tensor, finite: Tensor, radius: float | None, processes: Group | None) -> Tensor:
+def _in_units(cloud: Tensor, processes: Group | None) -> tuple[Tensor, Tensor]:
+    """Each cloud by a power of two, so that squares neither overflow nor vanish, and that power; this rounds nothing."""
+    size = greatest(cloud.abs().amax((-2, -1)).double(), processes)
+    exponent = torch.where(size == 0, 0, torch.frexp(size).exponent)
+    return torch.ldexp(cloud.double(), -exponent[:, None, None]).to(cloud.dtype), torch.ldexp(
+        torch.ones_like(size), exponent
+    )
+
+
+def _radius(cloud: Tensor, finite: Tensor, radius: Tensor | None, processes: Group | None) -> Tensor:
     if radius is not None:
-        return torch.full((len(cloud),), radius, dtype=torch.float64, device=cloud.device)
-    squares = torch.where(finite, cloud.square().sum(-1), 0.0).double().sum(-1)
+        return radius
+    squares = cloud.square().sum(-1).double().sum(-1)
     sums = summed(torch.stack([squares, finite.sum(-1).double()]), processes)
     return _SHARE_OF_LENGTH * (sums[0] / sums[1].clamp_min(1)).sqrt()

@@ -11,6 +11,8 @@ from torch import Tensor
 from massieu import ops, solve
 from massieu.energy import matrices
 from massieu.measures import Gaussian
+from massieu.measures.value import values_are_readable
+from massieu.population.arguments import need_integers, need_numbers, need_tensors
 from massieu.population.head import Head
 from massieu.population.operator import Affine
 
@@ -68,11 +70,15 @@ def sinkhorn(
 
     Raises:
         ConvergenceError: the residual is not reached; scores with a large range need a smaller scale.
-        TypeError, ValueError: shapes or dtypes that do not fit, a scale that is not finite.
+        TypeError, ValueError: shapes or dtypes that do not fit, a scale that is not finite, a log-weight that is NaN or +inf.
 
     Source: Sinkhorn and Knopp (1967); as attention, Sander et al., "Sinkformers", arXiv 2110.11773.
     """
     tied = query is key
+    need_numbers(tolerance=0.0 if tolerance is None else tolerance)
+    need_integers(max_steps=max_steps)
+    if max_steps < 1 or (tolerance is not None and tolerance < 0):
+        raise ValueError(f"max_steps must be at least 1 and tolerance at least 0, got {max_steps} and {tolerance}")
     query, key, weight = _admitted(query, key, log_weight, scale)
     tolerance = _TOLERANCE[query.dtype] if tolerance is None else tolerance
     parameters = (scale**0.5 * query, weight) if tied and scale > 0 else (scale * query, key, weight)
@@ -185,10 +191,13 @@ def _potential(query: Tensor, key: Tensor, weight: Tensor, hidden: Tensor) -> Te
 
 def _admitted(query: Tensor, key: Tensor, log_weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and log-weights (B, H, n) of one dtype of at least float32."""
+    need_tensors(query=query, key=key)
     if query.ndim != 4 or query.shape != key.shape:
         raise ValueError(
             f"query and key must have one shape (B, H, n, k), got {tuple(query.shape)} and {tuple(key.shape)}"
         )
+    if query.numel() == 0:
+        raise ValueError(f"query and key must have at least one token and one dimension, got {tuple(query.shape)}")
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -198,5 +207,7 @@ def _admitted(query: Tensor, key: Tensor, log_weight: Tensor | None, scale: floa
     elif log_weight.ndim > 3 or any(own not in (1, need) for own, need in zip(log_weight.shape[::-1], shape[::-1])):  # noqa: B905
         raise ValueError(f"log_weight must broadcast to {tuple(shape)}, got {tuple(log_weight.shape)}")
     else:
+        if values_are_readable(log_weight) and not bool((log_weight < torch.inf).all()):
+            raise ValueError("log_weight must be a number or −inf everywhere, got a NaN or +inf")
         weight = log_weight.to(query.device, dtype).expand(shape)
     return query.to(dtype), key.to(dtype), weight

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from massieu.energy import matrices
 from massieu.measures import Gaussian
+from massieu.population.arguments import need_finite, need_gaussians, need_tensors
 from massieu.population.renormalisation import Renormalisation
 
 
@@ -26,6 +27,7 @@ def equilibrium(location: Float[Tensor, "*batch d"], covariance: Float[Tensor, "
     Raises:
         ValueError: shapes that do not fit, or Σ is not symmetric and positive definite.
     """
+    need_tensors(location=location, covariance=covariance)
     Renormalisation.create(location, covariance)
     dtype = _common_dtype(location, covariance)
     location, covariance = location.to(dtype), covariance.to(dtype)
@@ -41,6 +43,8 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
     Raises:
         ValueError: M has not the law's d columns.
     """
+    need_gaussians(law=law)
+    need_tensors(matrix=matrix)
     if matrix.ndim < 2 or matrix.shape[-1] != law.location.shape[-1]:
         needed = f"(*batch, d, {law.location.shape[-1]})"
         raise ValueError(f"key_law needs a matrix of shape {needed}, got {tuple(matrix.shape)}")
@@ -57,9 +61,11 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     in every direction.
 
     Raises:
-        ValueError: the laws differ in d.
+        ValueError: the laws differ in d, or a step that is not finite.
+        TypeError: laws that are not Gaussian.
     """
     _need_same_width(law, keys)
+    need_finite(step=step)
     dtype = _common_dtype(law.location, law.covariance, keys.location, keys.covariance)
     matrix = _layer_matrix(keys, step).to(dtype)
     covariance = matrix @ _covariance(law).to(dtype) @ matrix.mT
@@ -68,7 +74,14 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
 
 
 def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
-    """log det(1 + step·K), in nats: what a layer adds to the differential entropy of any population (item 3 of S13)."""
+    """log det(1 + step·K), in nats: what a layer adds to the differential entropy of any population (item 3 of S13).
+
+    Raises:
+        ValueError: a step that is not finite.
+        TypeError: keys that are not Gaussian.
+    """
+    need_gaussians(keys=keys)
+    need_finite(step=step)
     return matrices.log_determinant(_layer_matrix(keys, step))
 
 
@@ -92,7 +105,14 @@ def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: in
     """Root-mean-square error ‖·‖ of attention at η over `count` keys drawn from the law, to leading order in 1/count (S15).
 
     √(e^(ηᵀKη)·(tr K + ‖Kη‖²)/count): fewer keys than e^(ηᵀKη) say nothing about the population.
+
+    Raises:
+        ValueError: a `count` below 1, or η of another d.
+        TypeError: keys that are not Gaussian.
     """
+    need_gaussians(keys=keys)
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
     pull = keys.fisher_vp(eta, eta)
     trace = keys.fisher(eta).diagonal(dim1=-2, dim2=-1).sum(-1)
     return (0.5 * (eta.to(pull) * pull).sum(-1)).exp() * ((trace + pull.square().sum(-1)) / count).sqrt()
@@ -119,6 +139,7 @@ def _layer_matrix(keys: Gaussian, step: float) -> Tensor:
 
 
 def _need_same_width(law: Gaussian, keys: Gaussian) -> None:
+    need_gaussians(law=law, keys=keys)
     hidden, width = law.location.shape[-1], keys.location.shape[-1]
     if hidden != width:
         raise ValueError(f"keys must have the hidden law's d = {hidden}, got {width}")

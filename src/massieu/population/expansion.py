@@ -8,6 +8,7 @@ from torch import Tensor
 
 from massieu.energy import matrices
 from massieu.measures import Measure
+from massieu.population.arguments import need_finite, need_tensors
 
 
 class Expansion(NamedTuple):
@@ -40,9 +41,14 @@ def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float
     Raises:
         ValueError: a `step` that is negative or not finite, points without the shape (*batch, n, d), or what the measure
             does not take.
+        TypeError: no measure, no floating-point tensor, or a step that is no number.
         DomainError: T(η) leaves the measure's domain, where A is infinite.
     """
-    if not 0 <= step < float("inf"):
+    if not isinstance(measure, Measure):
+        raise TypeError(f"measure must be a massieu.measures.Measure, got {type(measure).__name__}")
+    need_tensors(points=points)
+    need_finite(step=step)
+    if step < 0:
         raise ValueError(f"step must be finite and at least 0, got {step}")
     if points.ndim != len(measure.batch_shape) + 2:
         needed = f"{(*measure.batch_shape, 'n', *measure.event_shape)}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.errors import ConvergenceError
 from massieu.measures import Gaussian
+from massieu.population.arguments import need_finite, need_integers, need_numbers, need_tensors
 from massieu.population.operator import moments
 
 # Dormand and Prince, J. Comp. Appl. Math. 6 (1980), order 5 with an embedded estimate of order 4.
@@ -24,7 +25,9 @@ _STAGES = (
 _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 
 _SHORTEST = 1e-11
-"""Steps shorter than this share of the whole time mean a blow-up: near one at t*, steps shrink in proportion to t* − t."""
+_NEAR = 1e-8
+"""Steps shorter than the first share of the whole time mean a blow-up at t* if C grows by itself in the second or less:
+C ~ 1/(t* − t). A stiff flow takes short steps too, but does not grow."""
 
 
 class BlowUpError(ArithmeticError):
@@ -74,7 +77,9 @@ def gaussian_flow(
     Raises:
         BlowUpError: the covariance becomes infinite before `time` (of one law, for a batch).
         ConvergenceError: `time` was not reached in `max_steps`.
-        ValueError: shapes that do not fit, a time that is negative or infinite, a tolerance or a number that is not positive.
+        ValueError: shapes that do not fit, matrices that are not finite, a time that is negative or infinite, a tolerance or a
+            number of steps that is not positive.
+        TypeError: another measure, no floating-point tensors, a time or a tolerance that is no number.
     """
     value, score = _check(law, value, score, time, tolerance, max_steps)
     state = _State(moments(law).mean.double(), _factor(law))
@@ -95,7 +100,7 @@ def gaussian_flow(
             state, done = after, done + step
             done = time if time - done <= 1e-14 * time else done
         step *= min(4.0, max(0.1, 0.9 * max(ratio, 1e-10) ** -0.2))
-        if done < time and step < _SHORTEST * time:
+        if done < time and step < _SHORTEST * time and _growth(state, slope) * _NEAR * time > 1:
             where = f"the covariance becomes infinite at time {done:.6g}, before the {time:g} asked for"
             raise BlowUpError(where, done, _law(state, dtype))
     else:
@@ -113,6 +118,14 @@ def _step(state: _State, slope: Callable[[_State], _State], length: float) -> tu
         slopes.append(slope(at))
     zero = _State(*(torch.zeros_like(part) for part in state))
     return at, _combined(zero, slopes, _ERROR, length)
+
+
+def _growth(state: _State, slope: Callable[[_State], _State]) -> float:
+    """The largest rate d log(tr C)/dt of the batch."""
+    with torch.no_grad():
+        factor, change = (each.factor.flatten(-2) for each in (state, slope(state)))
+        size = torch.where(factor == 0, 1.0, factor).norm(dim=-1)
+        return (2 * ((factor / size.unsqueeze(-1)) * (change / size.unsqueeze(-1))).sum(-1)).max().item()
 
 
 def _combined(start: _State, slopes: list[_State], weights: tuple[float, ...], length: float) -> _State:
@@ -155,13 +168,17 @@ def _check(
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(law, Gaussian):
         raise TypeError(f"gaussian_flow needs a massieu.measures.Gaussian, got {type(law).__name__}")
+    need_tensors(value=value, score=score)
     size = law.event_shape[0]
-    if value.shape != score.shape or value.ndim not in (2, 3) or value.shape[-2:] != (size, size):
+    if value.shape != score.shape or value.ndim not in (2, 3) or value.shape[-2:] != (size, size) or not len(value):
         raise ValueError(
             f"value and score must both have shape ({size}, {size}) or (H, {size}, {size}), got {tuple(value.shape)} and "
             f"{tuple(score.shape)}"
         )
-    if not 0 <= time < torch.inf:
+    need_finite(value=value, score=score)
+    need_numbers(time=time, tolerance=tolerance)
+    need_integers(max_steps=max_steps)
+    if time < 0:
         raise ValueError(f"time must be at least 0 and finite, got {time}")
     if not (tolerance > 0 and max_steps > 0):
         raise ValueError(f"tolerance and max_steps must be positive, got {tolerance} and {max_steps}")

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures import Atoms, Sphere
+from massieu.population.arguments import need_finite, need_integers
 
 
 def cumulant_growth(
@@ -20,12 +21,15 @@ def cumulant_growth(
     Args:
         order: n, at least 3; the first two cumulants are what whitening resets.
         step: Of the layer.
-        variance: b, the population's variance per coordinate times attention's scale.
+        variance: b, the population's variance per coordinate times attention's scale; below 0 where the score matrix has that
+            sign.
 
     Raises:
-        ValueError: `order` is less than 3.
+        ValueError: `order` is less than 3, or a number is not finite.
+        TypeError: `order` is no integer, or the others are no numbers.
     """
     _need_order(order, 3)
+    need_finite(step=step, variance=variance)
     step, variance = (torch.as_tensor(value, dtype=torch.float64) for value in (step, variance))
     return 1 + order * step * variance ** (order - 1) / (1 + step * variance)
 
@@ -37,8 +41,11 @@ def measured_cumulant_growth(order: int, step: float, variance: float, *, size: 
     `size` up to size³. The layer is `Atoms` on a grid of the trapezoidal rule, exact to rounding for such densities.
 
     Raises:
-        ValueError: `order` is not in 3 … 6, where the perturbed density falls off on the grid.
+        ValueError: `order` is not in 3 … 6, where the perturbed density falls off on the grid; a number is not finite.
+        TypeError: `order` is no integer, or the others are no numbers.
     """
+    need_integers(order=order)
+    need_finite(step=step, variance=variance, size=size)
     if not 3 <= order <= 6:
         raise ValueError(f"order must be between 3 and 6, got {order}")
     z = torch.arange(-14.0, 14.0, 0.1, dtype=torch.float64)
@@ -64,8 +71,11 @@ def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Te
     sphere, and the divergence of that is −n(n + dim − 2)Y_n.
 
     Raises:
-        ValueError: `order` is less than 1, `dim` less than 2, or `scale` not positive.
+        ValueError: `order` is less than 1, `dim` less than 2, `scale` not positive, or a number is not finite.
+        TypeError: `order` or `dim` is no integer, or the others are no numbers.
     """
+    need_integers(dim=dim)
+    need_finite(step=step, scale=scale)
     _need_order(order, 1)
     if dim < 2 or not scale > 0:
         raise ValueError(f"harmonic_growth needs dim of at least 2 and a positive scale, got {dim} and {scale}")
@@ -100,5 +110,6 @@ def _whitened_cumulant(share: Tensor, value: Tensor, order: int) -> Tensor:
 
 
 def _need_order(order: int, least: int) -> None:
+    need_integers(order=order)
     if order < least:
         raise ValueError(f"order must be at least {least}, got {order}")

@@ -168,6 +168,8 @@ class FeedForward(Value):
 
     def _step(self, x: Tensor, z: Tensor) -> Tensor:
         update = self.function(z)
+        if not isinstance(update, Tensor):
+            raise TypeError(f"function must give a tensor, got {type(update).__name__}")
         if update.shape != x.shape:
             raise ValueError(f"function must keep the shape {tuple(x.shape)} of particles, got {tuple(update.shape)}")
         return x + self.step_size.to(x.device, update.dtype) * update

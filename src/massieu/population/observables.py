@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.population.arguments import need_tensors
 from massieu.population.reading import Processes, centred, joined, summed
 
 
@@ -101,6 +102,7 @@ def participation_ratio(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor,
 
 
 def _check_spectrum(spectrum: Tensor) -> None:
+    need_tensors(spectrum=spectrum)
     if spectrum.ndim < 1:
         raise ValueError("spectrum must have shape (*batch, rank), got a scalar")
 

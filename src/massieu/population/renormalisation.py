@@ -187,7 +187,8 @@ class TraceRenormalisation(Value):
     def _size(self, own: Tensor) -> Tensor:
         if values_are_readable(own) and not bool((own > 0).all()):
             raise ValueError(
-                "TraceRenormalisation needs a population that is not a single point, got a covariance of trace 0"
+                "TraceRenormalisation needs a population that is not a single point, got a covariance of trace "
+                f"{float(own.min()):.3g}"
             )
         return (self.trace.to(own) / own).sqrt()
 

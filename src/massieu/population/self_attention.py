@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
+from massieu.population.arguments import need_numbers
 from massieu.population.reading import Processes, check_cloud, collected, greatest, joined, summed
 
 
@@ -38,9 +39,11 @@ def self_attention_levels(
 
     Raises:
         ValueError: no cloud, or a scale that is not positive and finite.
+        TypeError: no floating-point tensor, or a scale that is no number.
     """
     check_cloud(points)
-    if not 0 < scale < math.inf:
+    need_numbers(scale=scale)
+    if scale <= 0:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     processes = joined(group)
     tokens = points.to(torch.promote_types(points.dtype, torch.float32))

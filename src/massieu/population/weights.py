@@ -7,6 +7,7 @@ from torch import Tensor
 
 from massieu.measures import Atoms, Measure
 from massieu.measures.value import values_are_readable
+from massieu.population.arguments import need_finite, need_tensors
 from massieu.population.operator import Value
 
 
@@ -59,8 +60,10 @@ def check_weights(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> 
 def filled(name: str, given: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
     if given is None:
         return like.new_zeros(shape)
+    need_tensors(**{name: given})
     if tuple(given.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(given.shape)}")
+    need_finite(**{name: given})
     return given.to(like)
 
 

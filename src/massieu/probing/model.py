@@ -188,12 +188,16 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     """A model that is already in memory; of a model with a head, its trunk.
 
     Raises:
-        InputError: not a model of ``transformers``, in training mode, or compiled.
+        InputError: not a model of ``transformers``, as a compiled one; on the meta device.
     """
     transformers = require_extra("transformers", "probe")
     if not isinstance(module, transformers.PreTrainedModel):
         raise InputError(f"{type(module).__name__} is not a model of transformers (a PreTrainedModel is needed)")
     trunk: Any = module.base_model
+    if any(tensor.is_meta for tensor in trunk.state_dict().values()):
+        raise InputError(
+            f"{type(module).__name__} is on the meta device, so it has no weights to read; load them first"
+        )
     name = getattr(module.config, "_name_or_path", "") or type(module).__name__
     return LoadedModel(trunk, name, weights_hash(trunk), getattr(module.config, "_commit_hash", None), tokenizer)
 

@@ -51,12 +51,14 @@ def population_layers(
     Raises:
         InputError: the block is no function of the set of its tokens (causal, windows, positions in queries and keys or in
             scores), or of no form that is known, and why; it differs from the module's own output, and by how much; there is
-            no such layer; not a model of `transformers`.
+            no such layer; not a model of `transformers`, in training mode, or without weights (on the meta device).
     """
     trunk = as_loaded(model).module
+    if any(module.training for module in trunk.modules()):
+        raise InputError("the model is in training mode, so dropout would change its numbers; call model.eval() first")
     blocks = _blocks(_watched(trunk, inputs))
-    if layer is not None and layer not in blocks:
-        raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer}")
+    if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer not in blocks):
+        raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer!r}")
     with torch.no_grad():
         found = {number: blocks[number].operator() for number in (blocks if layer is None else [layer])}
     return Composition.create(found.values()) if layer is None else found[layer]
@@ -182,6 +184,8 @@ class _Block:
         read = step.read
         assert read is not None
         call = read.call
+        if call.key.shape[-2] < 2:
+            raise self._refused("its one token shows neither positions nor an order; inputs of several tokens do")
         if self.watched.sites[call.site.name].kind == "causal":
             raise self._refused("attention is causal, so a token moves by its place in the order")
         if not bool(call.visible().all()):

@@ -25,7 +25,8 @@ _ROUNDING = 1e-12
     "N5",
     statement="On the sphere ẋᵢ = Proj Σ e^{β⟨xᵢ,xⱼ⟩}xⱼ is gradient ascent of (1/2βn²) Σ Σ e^{β⟨xᵢ,xⱼ⟩}; that sum never falls "
     "either where all tokens attend to each other at once and are then projected onto the sphere; in three dimensions and "
-    "more generic tokens end in one cluster, of which groups at cosine c stay apart for about e^{β(1−c)} steps.",
+    "more generic tokens end in one cluster, but two groups stay below a cosine c for e^{β(1−c)} steps at the least, to a "
+    "factor that does not depend on β.",
     source="Geshkovski, Letrouit, Polyanskiy, Rigollet, arXiv 2312.10794; the discrete step is derived",
     status="quoted",
 )
@@ -60,7 +61,8 @@ def _two_clusters(tokens: int, dimensions: int, cosine: float = 0.2, steps: int 
     So the phase with two clusters lasts, while c ≤ c' < 1, at least (c' − c)e^{β(1−c')}/(2(1 + c')) steps.
     """
     half, later = (tokens + 1) // 2, 0.5
-    for scale in (2.0, 5.0, 8.0):
+    # By β = 5 the least is more than the one step in which nothing has moved yet.
+    for scale in (5.0, 8.0, 11.0):
         state = torch.zeros(2 * half, dimensions, dtype=torch.float64)
         state[:half, 0], state[half:, 0], state[half:, 1] = 1.0, cosine, (1 - cosine**2) ** 0.5
         path = Clustering.create(scale).descend(state, steps=steps)
