@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from massieu import solve
 from massieu.errors import ConvergenceError
+from massieu.exchangeable.arguments import check_number, check_whole
 from massieu.exchangeable.kernels import Features, Kernel
 from massieu.exchangeable.low_rank import pivoted_cholesky
 from massieu.exchangeable.tokens import Tokens, need_positive
@@ -31,6 +32,14 @@ class ConjugateGradient:
     rtol: float | None = None
     max_steps: int | None = None
     rank: int = 256
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a number out of its range."""
+        if self.rtol is not None:
+            check_number("rtol", self.rtol, None)
+        if self.max_steps is not None:
+            check_whole("max_steps", self.max_steps, 1)
+        check_whole("rank", self.rank, 0)
 
 
 class IterativeFound(NamedTuple):

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.exchangeable.posterior import Posterior, check_numbers, told
+from massieu.exchangeable.arguments import check_finite, told
+from massieu.exchangeable.posterior import Posterior, check_numbers
 from massieu.measures.value import values_are_readable
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -158,6 +159,16 @@ class NoisyLinearRegression(Posterior):
         gain = gain - 0.5 * outputs * (count * _LOG_2PI + step.log_ratio)
         return NoisyLinearRegression(step.mean, step.precision, shape, rate, law.log_evidence + gain)
 
+    def predict(self, features: Float[Tensor, "*batch_query p"]) -> Prediction:
+        """The targets at these features: mean features·E z, variance `noise`·(1 + features·precision⁻¹·features), infinite
+        where shape ≤ 1.
+
+        Raises:
+            ValueError, TypeError: shapes or dtypes that do not fit.
+        """
+        mean, leverage = _predict(*_admit_features(self, features))
+        return Prediction(mean, _behind(self.noise, leverage).to(leverage.dtype) * (1 + leverage))
+
     def log_predictive(self, token: Float[Tensor, "*batch_query p_plus_e"]) -> Float[Tensor, "*batch_query"]:
         features, targets = _split(self, token)
         mean, leverage = _predict(*_admit_features(self, features))
@@ -219,6 +230,7 @@ def _admit_features(law: LinearRegression | NoisyLinearRegression, features: Ten
         raise ValueError(
             f"features must have shape {(*batch, '*query', law.mean.shape[-2])}, got {tuple(features.shape)}"
         )
+    check_finite(features=features)
     return fitted.mean, fitted.precision, features
 
 
@@ -228,6 +240,7 @@ def _split(law: LinearRegression | NoisyLinearRegression, token: Tensor) -> tupl
         given = tuple(token.shape) if isinstance(token, Tensor) else told(token)
         raise ValueError(f"{type(law).__name__} needs a token of shape (*batch, *query, {sum(sizes)}), got {given}")
     features, targets = token.split(sizes, -1)
+    check_finite(token=targets)
     return features, targets
 
 
