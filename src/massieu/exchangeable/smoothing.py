@@ -185,7 +185,7 @@ def smoothing_floor(
     shares = used / torch.where(seen, unit, 1.0).unsqueeze(-1)
     squares = torch.where(seen, (shares.square() * power).sum(-1), 1.0)
     factor = torch.where(seen, (shares * power).sum(-1) / squares / torch.where(seen, unit, 1.0), 0.0)
-    left = ((1 - factor.unsqueeze(-1) * multipliers).square() * power).sum(-1)
+    left = ((1 - factor.unsqueeze(-1) * used).square() * power).sum(-1)
     return SmoothingFloor(((1 - multipliers).square() * power).sum(-1).sqrt(), factor, left.sqrt())
 
 
