@@ -139,6 +139,14 @@ COIN = ExponentialFamily.create(Bernoulli.create(torch.tensor([0.5])), torch.ten
             "precision must be a floating-point tensor, got float",
         ),
         (lambda: LINE.posterior(torch.full((2, 3), NAN)), ValueError, "tokens must be finite, got nan"),
+        (
+            # Two equal features of 1e4 beside a prior precision of 1e-6: rounding in float32.
+            lambda: LinearRegression.create(torch.zeros(2, 1), 1e-6 * torch.eye(2), torch.tensor(1.0)).posterior(
+                1e4 * torch.linspace(1.1, 1.9, 7).unsqueeze(-1).expand(7, 3)
+            ),
+            ValueError,
+            "the precision is singular to rounding in torch.float32",
+        ),
         (lambda: LINE.predict(torch.full((2,), NAN)), ValueError, "features must be finite, got nan"),
         (lambda: LINE.log_predictive(torch.tensor([0.0, 0.0, NAN])), ValueError, "token must be finite, got nan"),
         (lambda: COIN.as_attention(torch.tensor([[7.0]])), ValueError, r"support of Bernoulli, got \(7\)"),

@@ -60,7 +60,7 @@ class LinearRegression(Posterior):
     @property
     def covariance(self) -> Float[Tensor, "*batch p p"]:
         """Of each column of z."""
-        return torch.cholesky_inverse(torch.linalg.cholesky(self.precision))
+        return torch.cholesky_inverse(_factor(self.precision))
 
     def posterior(
         self, tokens: Float[Tensor, "*batch n p_plus_e"], mask: Bool[Tensor, "*batch n"] | None = None
@@ -144,7 +144,7 @@ class NoisyLinearRegression(Posterior):
     @property
     def covariance(self) -> Float[Tensor, "*batch p p"]:
         """Of each column of z: E variance · precision⁻¹; infinite where shape ≤ 1."""
-        return self.noise[..., None, None] * torch.cholesky_inverse(torch.linalg.cholesky(self.precision))
+        return self.noise[..., None, None] * torch.cholesky_inverse(_factor(self.precision))
 
     def posterior(
         self, tokens: Float[Tensor, "*batch n p_plus_e"], mask: Bool[Tensor, "*batch n"] | None = None
@@ -192,21 +192,34 @@ def _regress(mean: Tensor, precision: Tensor, tokens: Tensor) -> _Step:
     """One update in units of the noise; masked tokens are zero and count for nothing."""
     features, targets = tokens.split(list(mean.shape[-2:]), -1)
     later = precision + features.mT @ features
-    factor = torch.linalg.cholesky(later)
+    factor = _factor(later)
     # The residual's regression, not the targets': the mean's digits are kept where the prior is already sharp.
     shift = _solve(factor, features.mT @ (targets - features @ mean))
     residual = targets - features @ (mean + shift)
     square = residual.square().sum((-2, -1)) + (shift * (precision @ shift)).sum((-2, -1))
-    return _Step(mean + shift, later, _log_det(factor) - _log_det(torch.linalg.cholesky(precision)), square)
+    return _Step(mean + shift, later, _log_det(factor) - _log_det(_factor(precision)), square)
 
 
 def _predict(mean: Tensor, precision: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Features·mean (*batch, *query, e) and features·precision⁻¹·features (*batch, *query)."""
     query = features.shape[precision.ndim - 2 : -1]
     flat = features.reshape(*precision.shape[:-2], -1, features.shape[-1])
-    white = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), flat.mT, upper=False)
+    white = torch.linalg.solve_triangular(_factor(precision), flat.mT, upper=False)
     lead = (*precision.shape[:-2], *query)
     return (flat @ mean).reshape(*lead, -1), white.square().sum(-2).reshape(lead)
+
+
+def _factor(precision: Tensor) -> Tensor:
+    """The lower Cholesky factor."""
+    if not values_are_readable(precision):
+        return torch.linalg.cholesky(precision)
+    factor, status = torch.linalg.cholesky_ex(precision)
+    if bool(status.any()):
+        raise ValueError(
+            f"the precision is singular to rounding in {precision.dtype}: a larger precision of the prior is needed, smaller "
+            "features, or float64"
+        )
+    return factor
 
 
 def _solve(factor: Tensor, right: Tensor) -> Tensor:
