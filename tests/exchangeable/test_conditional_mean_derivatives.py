@@ -192,8 +192,6 @@ TWICE = torch.ones(1, 1, 2, 2)
         ({"kernel": "rbf"}, TypeError, "kernel must be a massieu.exchangeable.Kernel, got 'rbf'"),
         ({"method": "qr"}, ValueError, "method must be 'auto', 'cholesky', 'conjugate_gradient', 'low_rank'"),
         ({"method": 3.5}, TypeError, "method must be a name, ConjugateGradient or LowRank, got 3.5"),
-        ({"method": LowRank(0)}, ValueError, "rank must be a whole number, at least 1, got 0"),
-        ({"method": ConjugateGradient(rank=-1)}, ValueError, "rank must be a whole number, at least 0, got -1"),
         ({"method": "low_rank", "is_causal": True}, ValueError, "is_causal goes with method 'cholesky' alone"),
         ({"method": "low_rank", "ridge": 0.0}, ValueError, "method 'low_rank' needs a positive ridge, got 0.0"),
         ({"method": "conjugate_gradient", "ridge": 0.0}, ValueError, "needs a positive ridge, got 0.0"),
@@ -216,6 +214,15 @@ def test_bad_numbers_are_named():
             create(torch.ones(2, 2))
         with pytest.raises(TypeError, match=f"{name} must be a number or a tensor, got str"):
             create("wide")
+    for call, error, named in (
+        (lambda: LowRank(0), ValueError, "rank must be a whole number, at least 1, got 0"),
+        (lambda: LowRank(2.5), TypeError, "rank must be a whole number, got float"),
+        (lambda: ConjugateGradient(rank=-1), ValueError, "rank must be a whole number, at least 0, got -1"),
+        (lambda: ConjugateGradient(rtol=-1.0), ValueError, "rtol must be positive and finite, got -1.0"),
+        (lambda: ConjugateGradient(max_steps=0), ValueError, "max_steps must be a whole number, at least 1, got 0"),
+    ):
+        with pytest.raises(error, match=named):
+            call()
     with pytest.raises(ValueError, match=r"prior_variance must be positive and finite, got 0.0"):
         ridge_from(noise_variance=1.0, prior_variance=0.0)
     with pytest.raises(ValueError, match="noise_variance must be not negative"):

@@ -205,7 +205,7 @@ def test_the_share_at_the_mean_has_a_finite_gradient():
         (lambda: denoising_score(torch.eye(2), -1.0), "noise_variance must be finite and at least 0"),
         (lambda: tokens().attention(torch.zeros(2), torch.eye(3)), r"score must have shape \(2, 2\)"),
         (lambda: tokens().optimal_share(torch.zeros(3), 5), r"query must have shape \(\*lead, 2\)"),
-        (lambda: tokens().error(torch.zeros(2).double(), 0.5, 0), "keys must be at least 1"),
+        (lambda: tokens().error(torch.zeros(2).double(), 0.5, 0), "keys must be finite and at least 1, got 0"),
         (
             lambda: GaussianTokens.create(*(torch.zeros(2),) * 2, torch.eye(2), torch.eye(3), torch.eye(2)),
             r"cross_covariance must have shape \(2, 2\)",

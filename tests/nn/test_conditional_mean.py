@@ -26,6 +26,17 @@ def heads(made, *tensors):
     ]
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_padding_may_hold_anything(need_weights):
+    made = module()
+    query, key, value = inputs()
+    padding = torch.arange(11).expand(2, -1) >= torch.tensor([[9], [7]])
+    clean, *_ = made(query, key, value, padding, need_weights=need_weights)
+    key, value = (torch.where(padding.unsqueeze(-1), torch.nan, tensor) for tensor in (key, value))
+    output, *_ = made(query, key, value, padding, need_weights=need_weights)
+    torch.testing.assert_close(output, clean, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("kernel", "theirs"),
     [

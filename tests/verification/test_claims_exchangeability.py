@@ -1,14 +1,24 @@
 """The claims on exchangeable tokens notice what is wrong."""
 
+import math
+
 import pytest
 import torch
 
 from massieu.errors import InputError
-from massieu.exchangeable import Concepts, DirichletMultinomial, GaussianMean, posterior, posterior_conjugate
+from massieu.exchangeable import (
+    Concepts,
+    DirichletMultinomial,
+    GaussianMean,
+    averaging_regret,
+    posterior,
+    posterior_conjugate,
+)
 from massieu.verification.beyond import empirical_bayes
 from massieu.verification.bridges import sinks
 from massieu.verification.run import verify
 from massieu.verification.zhang import exchangeability, positions
+from massieu.verification.zhang import posterior as posterior_claims
 
 _BOUND = exchangeability.finite_extension_bound
 _SUFFICIENCY, _GAP = exchangeability.sufficiency, positions.permutation_gap
@@ -31,6 +41,10 @@ def _without_prior(value, strength, tokens, log_weight):
     return _PRIOR_TOKEN(value, 1e-300 * strength, tokens, log_weight)
 
 
+def _in_bits(found):
+    return found._replace(information=found.information / math.log(2))
+
+
 WRONG = {
     "Z1: a bound of half the size": ("Z1", exchangeability, "finite_extension_bound", lambda k, n: _BOUND(k, n) / 2),
     "Z1: with replacement on both sides": ("Z1", exchangeability, "urn_total_variation", lambda counts, k: 0.0),
@@ -40,7 +54,7 @@ WRONG = {
         "Z2",
         exchangeability,
         "sufficiency",
-        lambda *inputs, **label: _SUFFICIENCY(*inputs, **label)._replace(information=0.1564728),
+        lambda *inputs, **label: _in_bits(_SUFFICIENCY(*inputs, **label)),
     ),
     "Z3: no prior token": ("Z3", posterior_conjugate, "with_prior_token", _without_prior),
     "Z3: a posterior that forgets the count": ("Z3", GaussianMean, "posterior", _no_count),
@@ -51,6 +65,12 @@ WRONG = {
         lambda self, tokens: Concepts(
             _CONCEPTS(self, tokens).log_weight.roll(1, -1), self.log_likelihood, self.log_evidence
         ),
+    ),
+    "Z11: a best concept that loses more": (
+        "Z11",
+        posterior_claims,
+        "averaging_regret",
+        lambda *inputs: averaging_regret(*inputs)._replace(best=averaging_regret(*inputs).best + 1),
     ),
     "Z14: positions left in place": (
         "Z14",

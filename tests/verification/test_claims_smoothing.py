@@ -9,9 +9,12 @@ from massieu.exchangeable import (
     GaussianTokens,
     attention_lipschitz,
     denoising_score,
+    excess_risk_bound,
+    generalisation_bound,
     masked_gaussian_mean,
     masked_mean,
     masked_token_probabilities,
+    smoothing_floor,
     sphere_multipliers,
     transfer,
 )
@@ -51,6 +54,13 @@ WRONG = {
         "optimal_scale",
         lambda keys, *arguments: 0 * keys + 30.0,
     ),
+    "Z7: a floor a tenth too low": (
+        "Z7",
+        smoothing_claims,
+        "smoothing_floor",
+        lambda *arguments: smoothing_floor(*arguments)._replace(error=0.9 * smoothing_floor(*arguments).error),
+    ),
+    "Z9: one temperature for all lengths": ("Z9", rates_claims, "optimal_scale", lambda keys, *_: 0 * keys + 10.0),
     "Z9: a prior that grows with the length": (
         "Z9",
         rates_claims,
@@ -62,6 +72,18 @@ WRONG = {
         generalisation_claims,
         "attention_lipschitz",
         lambda *arguments: type(attention_lipschitz(*arguments))(*(x / 2 for x in attention_lipschitz(*arguments))),
+    ),
+    "Z10: a third of the bound": (
+        "Z10",
+        generalisation_claims,
+        "generalisation_bound",
+        lambda *arguments, **named: generalisation_bound(*arguments, **named) / 3,
+    ),
+    "Z12: a prior token a tenth too heavy": (
+        "Z12",
+        transfer_claims,
+        "masked_gaussian_mean",
+        lambda observed, mean, weight: masked_gaussian_mean(observed, mean, 1.1 * weight),
     ),
     "Z12: latents without their prior": (
         "Z12",
@@ -87,6 +109,18 @@ WRONG = {
         transfer_claims,
         "excess_risk_bound",
         lambda kappa, excess, ratio=1.0: 0.3 * kappa * ratio * excess,
+    ),
+    "Z13: a risk bound without the density ratio": (
+        "Z13",
+        transfer_claims,
+        "excess_risk_bound",
+        lambda kappa, excess, ratio=1.0: excess_risk_bound(kappa, excess),
+    ),
+    "X1: a mismatch in another norm": (
+        "X1",
+        GaussianTokens,
+        "mismatch",
+        lambda self, score: torch.linalg.matrix_norm(self.cross_covariance @ score - self.regression),
     ),
     "X1: the covariance for the precision": (
         "X1",

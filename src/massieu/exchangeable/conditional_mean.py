@@ -32,10 +32,19 @@ class ConditionalMean(NamedTuple):
     key, where nothing is. It has no gradient."""
 
     def predictive_variance(self, *, noise_variance: Ridge, prior_variance: Ridge) -> Float[Tensor, "*query"]:
-        """Of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4)."""
+        """Of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4).
+
+        Args:
+            noise_variance, prior_variance: As of `ridge_from`; numbers, or as a ridge one a key head, (Hk,) or (B, Hk).
+
+        Raises:
+            ValueError, TypeError: no variance was asked for, a number out of its range, another shape.
+        """
         if self.variance is None:
             raise ValueError("there is no variance: ask for it with need_variance=True")
-        return noise_variance + prior_variance * self.variance
+        ridge_from(noise_variance=noise_variance, prior_variance=prior_variance)
+        noise = _a_query("noise_variance", noise_variance, self.variance)
+        return noise + _a_query("prior_variance", prior_variance, self.variance) * self.variance
 
 
 def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
@@ -143,6 +152,23 @@ def conditional_mean_attention(
     return ConditionalMean(output, restored(variance) if need_variance else None, restored(bound))
 
 
+def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Ridge:
+    """Numbers of key heads, to meet (B, H, L) or (B, Hk, G, L)."""
+    if not isinstance(number, Tensor) or number.ndim == 0:
+        return number
+    batch, heads = variance.shape[:2]
+    count = number.shape[-1]
+    fits = heads % count == 0 if variance.ndim == 3 else count in (1, heads)
+    if number.ndim > 2 or not fits or number.shape[:-1] not in ((), (batch,)):
+        raise ValueError(
+            f"{name} must be one number or one a key head, got shape {tuple(number.shape)} for a variance of shape "
+            f"{tuple(variance.shape)}"
+        )
+    if variance.ndim == 3:
+        number = number.repeat_interleave(heads // count, -1)
+    return number.reshape(*number.shape, *[1] * (variance.ndim - 2))
+
+
 def _method(method: Method, tokens: Tokens, is_causal: bool) -> ConjugateGradient | LowRank | None:
     """None for exact factors."""
     named = {"cholesky": None, "conjugate_gradient": ConjugateGradient(), "low_rank": LowRank()}
@@ -160,10 +186,6 @@ def _method(method: Method, tokens: Tokens, is_causal: bool) -> ConjugateGradien
         return None
     if is_causal:
         raise ValueError(f"is_causal goes with method 'cholesky' alone, got {told(method)}")
-    if isinstance(how, LowRank) and not (isinstance(how.rank, int) and how.rank >= 1):
-        raise ValueError(f"rank must be a whole number, at least 1, got {told(how.rank)}")
-    if isinstance(how, ConjugateGradient) and not (isinstance(how.rank, int) and how.rank >= 0):
-        raise ValueError(f"rank must be a whole number, at least 0, got {told(how.rank)}")
     if not values_are_readable(tokens.key, tokens.target, tokens.ridge):
         raise ValueError("inside torch.func transforms and torch.compile, use method 'cholesky'")
     return how if tokens.key.shape[2] else None

@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.exchangeable.posterior import told
-from massieu.measures import stable
-from massieu.measures.value import values_are_readable
+from massieu.exchangeable.arguments import check_log_probabilities, check_tensors, check_whole
 
 _MOST_SEQUENCES = 1_000_000
+_MOST_COUNTS = 2048
 _SAME = 1e-9
 """Two laws whose entries are no further apart are one: computed from different counts they differ by rounding."""
 
@@ -42,7 +41,10 @@ def urn_total_variation(counts: Sequence[int], k: int) -> float:
 
     Raises:
         ValueError: no ball, a negative count, k not between 1 and their number, more compositions than a million.
+        TypeError: counts that are not whole numbers.
     """
+    for count in counts:
+        check_whole("every count", count)
     if not counts or any(count < 0 for count in counts):
         raise ValueError(f"counts must be whole numbers of balls, at least 0, got {list(counts)}")
     balls = [count for count in counts if count]
@@ -53,15 +55,16 @@ def urn_total_variation(counts: Sequence[int], k: int) -> float:
     visited = math.comb(k + len(balls) - 1, k)
     if visited > _MOST_SEQUENCES:
         raise ValueError(f"the urn has {visited} outcomes, more than the {_MOST_SEQUENCES} that are visited")
+    # Whole numbers, divided once: each factor of a probability can be beyond floating point.
+    ways, draws, orders = math.comb(total, k), total**k, math.factorial(k)
     distance = 0.0
     for ends in itertools.combinations(range(k + len(balls) - 1), len(balls) - 1):
         edges = (-1, *ends, k + len(balls) - 1)
         drawn = [right - left - 1 for left, right in itertools.pairwise(edges)]
-        without = math.prod(math.comb(count, take) for count, take in zip(balls, drawn, strict=True)) / math.comb(
-            total, k
-        )
-        orders = math.factorial(k) // math.prod(math.factorial(take) for take in drawn)
-        replaced = orders * math.prod((count / total) ** take for count, take in zip(balls, drawn, strict=True))
+        pairs = list(zip(balls, drawn, strict=True))
+        without = math.prod(math.comb(count, take) for count, take in pairs) / ways
+        arrangements = orders // math.prod(math.factorial(take) for take in drawn)
+        replaced = arrangements * math.prod(count**take for count, take in pairs) / draws
         distance += abs(without - replaced)
     return 0.5 * distance
 
@@ -101,27 +104,42 @@ def sufficiency(
         label: P(y | z), one row a concept; by default y = z.
 
     Raises:
-        ValueError: shapes that do not fit, more than a million sequences, one posterior alone (nothing to merge).
+        ValueError: shapes that do not fit, NaN or +inf, a label whose rows are no probabilities, more than a million
+            sequences or 2048 that differ in their tokens' counts, one posterior alone (nothing to merge).
+        TypeError: not tensors, a length that is no whole number.
     """
+    check_whole("length", length)
+    check_tensors(log_prior=log_prior, log_likelihood=log_likelihood)
     if log_prior.ndim != 1 or log_likelihood.ndim != 2 or len(log_prior) != len(log_likelihood):
         raise ValueError(
             f"log_prior and log_likelihood must have shapes (K,) and (K, V), got {tuple(log_prior.shape)} and "
             f"{tuple(log_likelihood.shape)}"
         )
     concepts, tokens = log_likelihood.shape
-    if length < 1 or tokens**length > _MOST_SEQUENCES:
+    check_log_probabilities(log_prior=log_prior, log_likelihood=log_likelihood)
+    if length < 1 or tokens < 1 or length * math.log(tokens) > math.log(_MOST_SEQUENCES) + 1e-9:
         raise ValueError(f"{tokens} tokens and length {length}: needed are 1 to {_MOST_SEQUENCES} sequences")
-    if label is None:
+    if math.comb(tokens + length - 1, length) > _MOST_COUNTS:
+        raise ValueError(
+            f"{tokens} tokens and length {length}: sequences have {math.comb(tokens + length - 1, length)} different counts "
+            f"of tokens, more than the {_MOST_COUNTS} that are compared with each other"
+        )
+    if label is not None:
+        check_tensors(label=label)
+    else:
         label = torch.eye(concepts, dtype=torch.float64)
     if label.ndim != 2 or len(label) != concepts:
         raise ValueError(f"label must have shape ({concepts}, Y), got {tuple(label.shape)}")
     label = label.double().cpu()
+    if not bool((label >= 0).all()) or not bool(((label.sum(-1) - 1).abs() < 1e-6).all()):
+        raise ValueError("label must have rows of probabilities: entries at least 0, of sum 1")
     prior = torch.log_softmax(log_prior.double().cpu(), 0)
     likelihood = torch.log_softmax(log_likelihood.double().cpu(), 1)
     sequences = torch.cartesian_prod(*[torch.arange(tokens)] * length).reshape(-1, length)
     joint = prior + likelihood[:, sequences].sum(-1).T
-    reached = stable.logsumexp(joint) > -torch.inf
-    joint, sequences = joint[reached].exp(), sequences[reached]
+    joint = joint.exp()
+    reached = joint.sum(-1) > 0
+    joint, sequences = joint[reached], sequences[reached]
     kind = _posteriors(joint, sequences, tokens)
     merged = torch.zeros(int(kind.max()) + 1, concepts, dtype=torch.float64).index_add_(0, kind, joint)
     if len(merged) < 2:
@@ -199,24 +217,24 @@ def averaging_regret(
         log_prior: log-weights of the concepts, normalised here.
 
     Raises:
-        ValueError: shapes that do not fit, NaN.
+        ValueError: shapes that do not fit, NaN, +inf.
+        TypeError: not tensors.
     """
+    check_tensors(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
     if log_likelihoods.shape[:-1] != log_predictive.shape or log_prior.shape != log_likelihoods.shape[-1:]:
         raise ValueError(
             "log_predictive, log_likelihoods and log_prior must have shapes (*batch, t), (*batch, t, K) and (K,), got "
             f"{tuple(log_predictive.shape)}, {tuple(log_likelihoods.shape)} and {tuple(log_prior.shape)}"
         )
+    check_log_probabilities(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
     dtype = torch.promote_types(torch.promote_types(log_predictive.dtype, log_likelihoods.dtype), torch.float32)
     loss, each = -log_predictive.to(dtype).cumsum(-1), -log_likelihoods.to(dtype).cumsum(-2)
-    if values_are_readable(loss, each) and bool(loss.isnan().any() | each.isnan().any()):
-        raise ValueError("log-probabilities must be numbers below +inf, got NaN")
     prior = torch.log_softmax(log_prior.to(dtype), -1)
     return Regret(loss, each.amin(-1), (each - prior).amin(-1))
 
 
 def _check_sizes(k: int, n: int) -> None:
     for name, value in (("k", k), ("n", n)):
-        if not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {told(value)}")
+        check_whole(name, value)
     if not 1 <= k <= n:
         raise ValueError(f"k must lie between 1 and n = {n}, got {k}")

@@ -106,7 +106,7 @@ def _causal(tokens: Tokens, features: Float[Tensor, "B H N F"], query: Float[Ten
         outputs.append(output.unflatten(2, (group, -1)))
         variances.append((tokens.ridge.unsqueeze(-1) * share).unflatten(2, (group, -1)))
         precision, moment = precision + own.mT @ own, moment + own.mT @ target
-    if length > keys:
+    if length > keys or not outputs:
         output, variance = by_features(features, tokens.target, tokens.ridge, query[:, :, :, keys:].flatten(2, 3))
         outputs.append(output.unflatten(2, (group, -1)))
         variances.append(variance.unflatten(2, (group, -1)))

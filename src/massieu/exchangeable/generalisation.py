@@ -9,6 +9,8 @@ and empirical loss is bounded over all of them. The shape is that of Zhang et al
 import math
 from typing import NamedTuple
 
+from massieu.exchangeable.arguments import check_number
+
 
 class AttentionLipschitz(NamedTuple):
     """How far a head's output moves, at most, a unit of its parameters' spectral norms; the same for every length L."""
@@ -34,8 +36,7 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
         ValueError: an argument outside its range.
     """
     _check_positive(radius=radius, scale=scale)
-    if not 0 <= value_norm < math.inf:
-        raise ValueError(f"value_norm must be finite and at least 0, got {value_norm}")
+    check_number("value_norm", value_norm)
     return AttentionLipschitz(radius, scale * radius**3 * value_norm)
 
 
@@ -88,7 +89,8 @@ def generalisation_bound(
         ValueError: an argument outside its range.
     """
     _check_positive(sequences=sequences, loss_range=loss_range, loss_lipschitz=loss_lipschitz)
-    if not 0 < failure < 1:
+    check_number("failure", failure, None)
+    if not failure < 1:
         raise ValueError(f"failure must be between 0 and 1, got {failure}")
     accuracy = loss_range / (loss_lipschitz * sequences)
     log_size = log_cover_size(parameters, radius, lipschitz, accuracy)
@@ -98,5 +100,4 @@ def generalisation_bound(
 
 def _check_positive(**arguments: float) -> None:
     for name, value in arguments.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+        check_number(name, value, None)

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from massieu import solve
 from massieu.errors import ConvergenceError
+from massieu.exchangeable.arguments import check_number, check_whole
 from massieu.exchangeable.kernels import Features, Kernel
 from massieu.exchangeable.low_rank import pivoted_cholesky
 from massieu.exchangeable.tokens import Tokens, need_positive
@@ -31,6 +32,14 @@ class ConjugateGradient:
     rtol: float | None = None
     max_steps: int | None = None
     rank: int = 256
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a number out of its range."""
+        if self.rtol is not None:
+            check_number("rtol", self.rtol, None)
+        if self.max_steps is not None:
+            check_whole("max_steps", self.max_steps, 1)
+        check_whole("rank", self.rank, 0)
 
 
 class IterativeFound(NamedTuple):
@@ -144,16 +153,21 @@ class _System(NamedTuple):
         """Raises ConvergenceError where a column's residual stays above its tolerance."""
         half = (lambda x: x) if self.preconditioner is None else self.preconditioner
         method = solve.ConjugateGradients(rtol=self.settings.rtol, max_steps=self.settings.max_steps)
-        found = method.solve(lambda x: half(_product(tokens, half(x.mT))).mT, half(right).mT.contiguous())
+        start = half(right)
+        # In units of its own: squares of what a distant query has in common with the keys underflow.
+        unit = start.abs().amax(-2, keepdim=True)
+        unit = torch.where(unit > 0, unit, 1.0)
+        start = start / unit
+        found = method.solve(lambda x: half(_product(tokens, half(x.mT))).mT, start.mT.contiguous())
         failed = found.status != solve.Status.CONVERGED
         if bool(failed.any()):
-            relative = (found.residual / half(right).norm(dim=-2)).max().item()
+            relative = (found.residual / start.norm(dim=-2)).max().item()
             raise ConvergenceError(
                 f"conjugate gradients left a relative residual of {relative:.1e} in {int(failed.sum())} of "
                 f"{failed.numel()} systems after {int(found.steps.max())} steps; a larger ridge, a larger rank of the "
                 "preconditioner, more max_steps, or method 'cholesky' may help"
             )
-        return half(found.value.mT)
+        return unit * half(found.value.mT)
 
 
 class _Preconditioner(NamedTuple):

@@ -1,5 +1,6 @@
 """Every token's value predicted from all others, in closed form, and the ridge chosen by it."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -7,9 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.exchangeable.arguments import check_number, told
 from massieu.exchangeable.exact import features_factor, solve_lower
 from massieu.exchangeable.kernels import Kernel
 from massieu.exchangeable.tokens import Ridge, Tokens, check_tokens, need_positive
+from massieu.measures.value import values_are_readable
 
 
 class LeaveOneOut(NamedTuple):
@@ -41,7 +44,8 @@ def leave_one_out(
     """Residuals (v − Hv)ₙ/(1 − Hₙₙ), H = G(G + λI)⁻¹, without a second fit (Allen 1974, PRESS).
 
     λ stays what it is with all tokens, that of an operator ridge too. Arguments, derivatives and errors are those of
-    `conditional_mean_attention`, method "cholesky"; in features, the ridge must be positive.
+    `conditional_mean_attention`, method "cholesky". In features the ridge must be positive, and so large that no key's
+    1 − Hₙₙ is rounding: a residual has the relative rounding ε/(1 − Hₙₙ).
     """
     _, tokens = check_tokens(
         key,
@@ -75,7 +79,14 @@ def _by_features(features: Float[Tensor, "B H N F"], tokens: Tokens) -> tuple[Te
     need_positive(tokens.ridge, "leave-one-out in features")
     factor = features_factor(features, tokens.ridge)
     half = solve_lower(factor, features.mT)
-    return tokens.target - half.mT @ (half @ tokens.target), 1 - half.square().sum(-2)
+    kept = 1 - half.square().sum(-2)
+    least = 4 * math.sqrt(features.shape[-1]) * torch.finfo(kept.dtype).eps
+    if values_are_readable(kept) and not bool((kept > least).all()):
+        raise ValueError(
+            f"a key alone determines its own prediction to rounding in {kept.dtype} (1 − Hₙₙ is {kept.min().item():.1e}): a "
+            "larger ridge is needed, or float64"
+        )
+    return tokens.target - half.mT @ (half @ tokens.target), kept
 
 
 def choose_ridge(
@@ -90,6 +101,11 @@ def choose_ridge(
 
     The choice has no gradient. Errors are those of `leave_one_out`, and ValueError for no ridge at all.
     """
+    if not isinstance(ridges, Tensor | Sequence) or isinstance(ridges, str):
+        raise TypeError(f"ridges must be a list of numbers, got {told(ridges)}")
+    if not isinstance(ridges, Tensor):
+        for ridge in ridges:
+            check_number("every ridge", ridge)
     grid = torch.as_tensor(ridges, dtype=torch.float64)
     if grid.ndim != 1 or len(grid) == 0:
         raise ValueError(f"ridges must be a list of at least one number, got shape {tuple(grid.shape)}")

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.exchangeable.arguments import check_whole
 from massieu.exchangeable.exact import by_features, features_factor, solve_lower
 from massieu.exchangeable.kernels import Kernel
 from massieu.exchangeable.tokens import Tokens, cholesky, need_positive
@@ -23,6 +24,10 @@ class LowRank:
     """
 
     rank: int = 256
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError unless `rank` is a whole number, at least 1."""
+        check_whole("rank", self.rank, 1)
 
 
 class LowRankFound(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu import ops
+from massieu.exchangeable.arguments import check_finite, told
 from massieu.measures import static_field
 from massieu.measures.value import register, values_are_readable
 
@@ -94,11 +95,14 @@ class Posterior(ABC):
         law, tokens, lead = self._fit(tokens, event, "tokens", "n")
         seen = check_mask(mask, (*lead, tokens.shape[len(lead)]), tokens)
         visible = seen.reshape(*seen.shape, *[1] * len(event))
-        return law._spread(lead), torch.where(visible, tokens, 0.0), seen
+        tokens = torch.where(visible, tokens, 0.0)
+        check_finite(tokens=tokens)
+        return law._spread(lead), tokens, seen
 
     def _admit_token(self, token: Tensor, event: tuple[int, ...]) -> tuple[Self, Tensor]:
         """The law, spread, and the token, both in one dtype."""
         law, token, lead = self._fit(token, event, "token")
+        check_finite(token=token)
         return law._spread(lead), token
 
     def _fit(self, tokens: Tensor, event: tuple[int, ...], name: str, *count: str) -> tuple[Self, Tensor, torch.Size]:
@@ -169,8 +173,3 @@ def check_numbers(
             raise ValueError(f"{name} must be positive, got {tensor.min().item():g}")
         dtype = torch.promote_types(dtype, tensor.dtype)
     return [tensor.to(dtype) for tensor in tensors.values()]
-
-
-def told(value: object) -> str:
-    """What was given, in words."""
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.exchangeable.posterior import AttentionForm, Posterior, check_numbers, told, with_prior_token
+from massieu.exchangeable.arguments import told
+from massieu.exchangeable.posterior import AttentionForm, Posterior, check_numbers, with_prior_token
 from massieu.measures import ConjugatePrior, Measure
 from massieu.measures.value import values_are_readable
 
@@ -119,7 +120,7 @@ class GaussianMean(Posterior):
         self, tokens: Tensor, mask: Tensor | None, precision: Tensor | None
     ) -> tuple["GaussianMean", Tensor, Tensor, Tensor]:
         law, tokens, seen = self._admit(tokens, mask, tuple(self.mean.shape[-1:]))
-        if precision is not None and mask is not None and precision.shape == seen.shape:
+        if isinstance(precision, Tensor) and precision.shape == seen.shape:
             precision = torch.where(seen, precision, 1.0)
         return law, tokens, seen, _log_precision(precision, seen.shape, tokens)
 
@@ -192,18 +193,20 @@ class ExponentialFamily(Posterior):
         self, tokens: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None = None
     ) -> "ExponentialFamily":
         law, tokens, seen = self._admit(tokens, mask, tuple(self.chi.shape[-1:]))
-        visible = seen.unsqueeze(-1)
-        # One, which lies in the support of every likelihood, stands in for what is masked.
-        log_base = law._log_base(torch.where(visible, tokens, 1.0))
-        strength = law.strength + seen.sum(-1)
-        after = ExponentialFamily(law.likelihood, law.chi + tokens.sum(-2), strength, law.log_evidence)
-        gain = after._log_mass() - law._log_mass() + torch.where(seen, log_base, 0.0).sum(-1)
-        return ExponentialFamily(law.likelihood, after.chi, strength, law.log_evidence + gain)
+        # In float64: a gain of the order of one is the difference of masses of the order of the count.
+        wide = law._in(torch.float64)
+        log_base = wide._log_base(_in_support(tokens, seen).double())
+        strength, chi = wide.strength + seen.sum(-1), wide.chi + tokens.double().sum(-2)
+        after = ExponentialFamily(wide.likelihood, chi, strength, wide.log_evidence)
+        gain = after._log_mass() - wide._log_mass() + torch.where(seen, log_base, 0.0).sum(-1)
+        return ExponentialFamily(wide.likelihood, chi, strength, wide.log_evidence + gain)._in(tokens.dtype)
 
     def log_predictive(self, token: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
         law, token = self._admit_token(token, tuple(self.chi.shape[-1:]))
-        after = ExponentialFamily(law.likelihood, law.chi + token, law.strength + 1, law.log_evidence)
-        return after._log_mass() - law._log_mass() + law._log_base(token.unsqueeze(-2)).squeeze(-1)
+        wide, exact = law._in(torch.float64), token.double()
+        after = ExponentialFamily(wide.likelihood, wide.chi + exact, wide.strength + 1, wide.log_evidence)
+        gain = after._log_mass() - wide._log_mass() + wide._log_base(exact.unsqueeze(-2)).squeeze(-1)
+        return gain.to(token.dtype)
 
     def as_attention(
         self, tokens: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None = None
@@ -214,6 +217,8 @@ class ExponentialFamily(Posterior):
             ValueError, TypeError: as `posterior`.
         """
         law, tokens, seen = self._admit(tokens, mask, tuple(self.chi.shape[-1:]))
+        if values_are_readable(tokens):
+            law._check_support(_in_support(tokens, seen).movedim(-2, 0))
         logits = torch.where(seen, torch.zeros_like(tokens[..., 0]), -torch.inf)
         return with_prior_token(law.mean, law.strength, tokens, logits)
 
@@ -227,18 +232,25 @@ class ExponentialFamily(Posterior):
     def _log_base(self, tokens: Tensor) -> Tensor:
         """The likelihood's log-density at η = 0 without its normalisation, (*batch, n) of (*batch, n, d)."""
         points = tokens.movedim(-2, 0)
-        if not len(points):
-            return tokens[..., 0]
         if values_are_readable(points):
             self._check_support(points)
+        if not len(points):
+            return tokens[..., 0]
         origin = torch.zeros_like(self.chi)
         return (self.likelihood.log_prob(origin, points) + self.likelihood.log_partition(origin)).movedim(0, -1)
 
     def _check_support(self, points: Tensor) -> None:
+        if not len(points):
+            return
         inside = points.isfinite().all(-1) & (self.likelihood.log_prob(torch.zeros_like(self.chi), points) > -torch.inf)
         if not bool(inside.all()):
             wrong = ", ".join(f"{number:g}" for number in points[~inside][0].tolist())
             raise ValueError(f"tokens must lie in the support of {type(self.likelihood).__name__}, got ({wrong})")
+
+
+def _in_support(tokens: Tensor, seen: Tensor) -> Tensor:
+    """The tokens, with 1 in place of what is masked: it lies in the support of every likelihood."""
+    return torch.where(seen.unsqueeze(-1), tokens, 1.0)
 
 
 def _batch(tensor: object, name: str, events: int) -> tuple[int, ...]:

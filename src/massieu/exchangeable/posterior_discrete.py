@@ -1,14 +1,15 @@
 """Posteriors of finitely many concepts and of the probabilities of categories (Z3.4, Z3.3)."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from massieu.exchangeable.posterior import AttentionForm, Posterior, check_mask, check_numbers, told, with_prior_token
+from massieu.exchangeable.arguments import check_log_probabilities, told
+from massieu.exchangeable.posterior import AttentionForm, Posterior, check_mask, check_numbers, with_prior_token
 from massieu.measures import stable
 from massieu.measures.value import values_are_readable
 
@@ -62,15 +63,11 @@ class Concepts(Posterior):
 
     def posterior(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> "Concepts":
         law, pooled = self._pool(tokens, mask)
-        joint = law.log_weight + pooled
-        gain = stable.logsumexp(joint)
-        if values_are_readable(gain) and bool((gain == -torch.inf).any()):
-            raise ValueError("tokens must be possible under a concept, got a sequence that every concept rules out")
+        joint, gain = law._joint(pooled)
         return Concepts(joint - gain.unsqueeze(-1), law.log_likelihood, law.log_evidence + gain)
 
     def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "*batch_query"]:
-        found = log_likelihoods(self.log_likelihood, token, self.log_weight)
-        law = self._in(torch.promote_types(found.dtype, self.log_weight.dtype))._spread(found.shape[:-1])
+        law, found = emitted_once(self, self.log_likelihood, self.log_weight, token)
         return stable.logsumexp(law.log_weight + found)
 
     def as_attention(
@@ -89,24 +86,33 @@ class Concepts(Posterior):
             ValueError, TypeError: as `posterior`.
         """
         law, pooled = self._pool(tokens, mask)
+        law._joint(pooled)
         batch, count = pooled.shape[:-1], pooled.shape[-1]
+        if values is not None and not (isinstance(values, Tensor) and values.is_floating_point()):
+            raise TypeError(f"values must be a floating-point tensor, got {told(values)}")
         if values is not None and (values.ndim != 2 or len(values) != count):
             raise ValueError(f"values must have shape {(count, 'E')}, one row a concept, got {tuple(values.shape)}")
+        if values is not None:
+            pooled = pooled.to(torch.promote_types(pooled.dtype, values.dtype))
         possible = pooled > -torch.inf
         flat = torch.where(possible, pooled, 0.0).reshape(-1, 1, 1, count)
-        logits = torch.where(possible, law.log_weight, -torch.inf).reshape(-1, 1, 1, count)
+        logits = torch.where(possible, law.log_weight.to(flat.dtype), -torch.inf).reshape(-1, 1, 1, count)
         key = torch.eye(count, dtype=flat.dtype, device=flat.device).expand(len(flat), 1, count, count)
         value = key if values is None else values.to(flat.dtype).expand(len(flat), 1, *values.shape)
         return AttentionForm(flat, key, value, logits, batch)
 
     def _pool(self, tokens: Tensor, mask: Tensor | None) -> tuple["Concepts", Tensor]:
         """The law, spread, and L times the average of the visible tokens' log-likelihoods."""
-        found = log_likelihoods(self.log_likelihood, tokens, self.log_weight, mask)
-        if found.ndim < 2:
-            raise ValueError(f"Concepts needs tokens of shape (*batch, n, …), got {tuple(tokens.shape)}")
-        seen = check_mask(mask, tuple(found.shape[:-1]), found)
-        law = self._in(torch.promote_types(found.dtype, self.log_weight.dtype))._spread(found.shape[:-2])
-        return law, torch.where(seen.unsqueeze(-1), found, 0.0).sum(-2)
+        law, found = emitted(self, self.log_likelihood, self.log_weight, tokens, mask)
+        return law, found.sum(-2)
+
+    def _joint(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        """log P(z, tokens | tokens before), and log p(tokens | tokens before)."""
+        joint = self.log_weight + pooled
+        gain = stable.logsumexp(joint)
+        if values_are_readable(gain) and bool((gain == -torch.inf).any()):
+            raise ValueError("tokens must be possible under a concept, got a sequence that every concept rules out")
+        return joint, gain
 
 
 class DirichletMultinomial(Posterior):
@@ -151,10 +157,13 @@ class DirichletMultinomial(Posterior):
         self, tokens: Int[Tensor, "*batch n"], mask: Bool[Tensor, "*batch n"] | None = None
     ) -> "DirichletMultinomial":
         law, index, seen = self._read(tokens, mask)
-        before = law.concentration
-        after = before.scatter_add(-1, index, seen.to(before.dtype))
+        # In float64: a gain of the order of one is the difference of terms of the order of the count.
+        before = law.concentration.double()
+        counts = torch.zeros_like(before).scatter_add(-1, index, seen.double())
+        after = before + counts
         gain = (after.lgamma() - before.lgamma()).sum(-1) + before.sum(-1).lgamma() - after.sum(-1).lgamma()
-        return DirichletMultinomial(after, law.log_evidence + gain)
+        dtype = law.concentration.dtype
+        return DirichletMultinomial(after.to(dtype), (law.log_evidence.double() + gain).to(dtype))
 
     def log_predictive(self, token: Int[Tensor, "*batch_query"]) -> Float[Tensor, "*batch_query"]:
         index = check_categories(token, self.concentration.shape[-1])
@@ -239,8 +248,35 @@ def log_likelihoods(
             )
         flat = index.reshape(*batch, 1, -1).expand(*batch, count, -1)
         return source.gather(-1, flat).mT.reshape(*index.shape, count)
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens must be a tensor, got {told(tokens)}")
     found = source(tokens)
     if not isinstance(found, Tensor) or found.ndim == 0 or found.shape[-1] != count:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"log_likelihood must return shape (*tokens, {count}), one entry a concept; got {shape}")
     return found.to(torch.promote_types(found.dtype, log_weight.dtype))
+
+
+Law = TypeVar("Law", bound=Posterior)
+
+
+def emitted(
+    law: Law, source: LogLikelihood, log_weight: Tensor, tokens: Tensor, mask: Tensor | None
+) -> tuple[Law, Float[Tensor, "*batch n K"]]:
+    """The law, spread to the tokens' batch, and the tokens' log-likelihoods, 0 where they are masked."""
+    found = log_likelihoods(source, tokens, log_weight, mask)
+    if found.ndim < 2:
+        raise ValueError(f"{type(law).__name__} needs tokens of shape (*batch, n, …), got {tuple(tokens.shape)}")
+    seen = check_mask(mask, tuple(found.shape[:-1]), found)
+    found = torch.where(seen.unsqueeze(-1), found, 0.0)
+    check_log_probabilities(log_likelihood=found)
+    return law._in(torch.promote_types(found.dtype, log_weight.dtype))._spread(found.shape[:-2]), found
+
+
+def emitted_once(
+    law: Law, source: LogLikelihood, log_weight: Tensor, token: Tensor
+) -> tuple[Law, Float[Tensor, "*batch_query K"]]:
+    """The law, spread to the queries, and their log-likelihoods."""
+    found = log_likelihoods(source, token, log_weight)
+    check_log_probabilities(log_likelihood=found)
+    return law._in(torch.promote_types(found.dtype, log_weight.dtype))._spread(found.shape[:-1]), found

@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from massieu.exchangeable.posterior import Posterior, check_mask
+from massieu.exchangeable.posterior import Posterior
 from massieu.exchangeable.posterior_discrete import (
     LogLikelihood,
     check_log_weight,
-    log_likelihoods,
+    emitted,
+    emitted_once,
     read_log_likelihood,
 )
 from massieu.measures import stable
@@ -79,14 +80,13 @@ class HiddenMarkov(Posterior):
         return self.log_weight.exp()
 
     def posterior(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> "HiddenMarkov":
-        law, emitted = self._emitted(tokens, mask)
-        for found in emitted.unbind(-2):
+        law, likelihoods = emitted(self, self.log_likelihood, self.log_weight, tokens, mask)
+        for found in likelihoods.unbind(-2):
             law, _, _ = law._move(found)
         return law
 
     def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "*batch_query"]:
-        found = log_likelihoods(self.log_likelihood, token, self.log_weight)
-        law = self._in(torch.promote_types(found.dtype, self.log_weight.dtype))._spread(found.shape[:-1])
+        law, found = emitted_once(self, self.log_likelihood, self.log_weight, token)
         return stable.logsumexp(law.log_weight + found)
 
     def path(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> Path:
@@ -95,17 +95,17 @@ class HiddenMarkov(Posterior):
         Raises:
             ValueError, TypeError: as `posterior`.
         """
-        law, emitted = self._emitted(tokens, mask)
-        if emitted.shape[-2] == 0:
+        law, likelihoods = emitted(self, self.log_likelihood, self.log_weight, tokens, mask)
+        if likelihoods.shape[-2] == 0:
             raise ValueError("a path needs at least one token, got none")
         transition = law.log_transition
         filtered, gains = [], []
-        for found in emitted.unbind(-2):
+        for found in likelihoods.unbind(-2):
             law, state, gain = law._move(found)
             filtered.append(state)
             gains.append(gain)
         later = [torch.zeros_like(filtered[-1])]
-        for found in emitted[..., 1:, :].flip(-2).unbind(-2):
+        for found in likelihoods[..., 1:, :].flip(-2).unbind(-2):
             message = stable.logsumexp(transition + (found + later[-1]).unsqueeze(-2))
             # Of one state relative to the others; the whole would grow with the sequence, and lose their difference.
             later.append(stable.log_softmax(message))
@@ -123,11 +123,3 @@ class HiddenMarkov(Posterior):
         following = stable.logsumexp((state.unsqueeze(-1) + self.log_transition).mT)
         law = HiddenMarkov(following, self.log_transition, self.log_likelihood, self.log_evidence + gain)
         return law, state, gain
-
-    def _emitted(self, tokens: Tensor, mask: Tensor | None) -> tuple["HiddenMarkov", Tensor]:
-        found = log_likelihoods(self.log_likelihood, tokens, self.log_weight, mask)
-        if found.ndim < 2:
-            raise ValueError(f"HiddenMarkov needs tokens of shape (*batch, n, …), got {tuple(tokens.shape)}")
-        seen = check_mask(mask, tuple(found.shape[:-1]), found)
-        law = self._in(torch.promote_types(found.dtype, self.log_weight.dtype))._spread(found.shape[:-2])
-        return law, torch.where(seen.unsqueeze(-1), found, 0.0)

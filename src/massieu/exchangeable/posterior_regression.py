@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.exchangeable.posterior import Posterior, check_numbers, told
+from massieu.exchangeable.arguments import check_finite, told
+from massieu.exchangeable.posterior import Posterior, check_numbers
 from massieu.measures.value import values_are_readable
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -59,7 +60,7 @@ class LinearRegression(Posterior):
     @property
     def covariance(self) -> Float[Tensor, "*batch p p"]:
         """Of each column of z."""
-        return torch.cholesky_inverse(torch.linalg.cholesky(self.precision))
+        return torch.cholesky_inverse(_factor(self.precision))
 
     def posterior(
         self, tokens: Float[Tensor, "*batch n p_plus_e"], mask: Bool[Tensor, "*batch n"] | None = None
@@ -143,7 +144,7 @@ class NoisyLinearRegression(Posterior):
     @property
     def covariance(self) -> Float[Tensor, "*batch p p"]:
         """Of each column of z: E variance · precision⁻¹; infinite where shape ≤ 1."""
-        return self.noise[..., None, None] * torch.cholesky_inverse(torch.linalg.cholesky(self.precision))
+        return self.noise[..., None, None] * torch.cholesky_inverse(_factor(self.precision))
 
     def posterior(
         self, tokens: Float[Tensor, "*batch n p_plus_e"], mask: Bool[Tensor, "*batch n"] | None = None
@@ -157,6 +158,16 @@ class NoisyLinearRegression(Posterior):
         gain = shape.lgamma() - law.shape.lgamma() + law.shape * law.rate.log() - shape * rate.log()
         gain = gain - 0.5 * outputs * (count * _LOG_2PI + step.log_ratio)
         return NoisyLinearRegression(step.mean, step.precision, shape, rate, law.log_evidence + gain)
+
+    def predict(self, features: Float[Tensor, "*batch_query p"]) -> Prediction:
+        """The targets at these features: mean features·E z, variance `noise`·(1 + features·precision⁻¹·features), infinite
+        where shape ≤ 1.
+
+        Raises:
+            ValueError, TypeError: shapes or dtypes that do not fit.
+        """
+        mean, leverage = _predict(*_admit_features(self, features))
+        return Prediction(mean, _behind(self.noise, leverage).to(leverage.dtype) * (1 + leverage))
 
     def log_predictive(self, token: Float[Tensor, "*batch_query p_plus_e"]) -> Float[Tensor, "*batch_query"]:
         features, targets = _split(self, token)
@@ -181,21 +192,34 @@ def _regress(mean: Tensor, precision: Tensor, tokens: Tensor) -> _Step:
     """One update in units of the noise; masked tokens are zero and count for nothing."""
     features, targets = tokens.split(list(mean.shape[-2:]), -1)
     later = precision + features.mT @ features
-    factor = torch.linalg.cholesky(later)
+    factor = _factor(later)
     # The residual's regression, not the targets': the mean's digits are kept where the prior is already sharp.
     shift = _solve(factor, features.mT @ (targets - features @ mean))
     residual = targets - features @ (mean + shift)
     square = residual.square().sum((-2, -1)) + (shift * (precision @ shift)).sum((-2, -1))
-    return _Step(mean + shift, later, _log_det(factor) - _log_det(torch.linalg.cholesky(precision)), square)
+    return _Step(mean + shift, later, _log_det(factor) - _log_det(_factor(precision)), square)
 
 
 def _predict(mean: Tensor, precision: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Features·mean (*batch, *query, e) and features·precision⁻¹·features (*batch, *query)."""
     query = features.shape[precision.ndim - 2 : -1]
     flat = features.reshape(*precision.shape[:-2], -1, features.shape[-1])
-    white = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), flat.mT, upper=False)
+    white = torch.linalg.solve_triangular(_factor(precision), flat.mT, upper=False)
     lead = (*precision.shape[:-2], *query)
     return (flat @ mean).reshape(*lead, -1), white.square().sum(-2).reshape(lead)
+
+
+def _factor(precision: Tensor) -> Tensor:
+    """The lower Cholesky factor."""
+    if not values_are_readable(precision):
+        return torch.linalg.cholesky(precision)
+    factor, status = torch.linalg.cholesky_ex(precision)
+    if bool(status.any()):
+        raise ValueError(
+            f"the precision is singular to rounding in {precision.dtype}: a larger precision of the prior is needed, smaller "
+            "features, or float64"
+        )
+    return factor
 
 
 def _solve(factor: Tensor, right: Tensor) -> Tensor:
@@ -219,6 +243,7 @@ def _admit_features(law: LinearRegression | NoisyLinearRegression, features: Ten
         raise ValueError(
             f"features must have shape {(*batch, '*query', law.mean.shape[-2])}, got {tuple(features.shape)}"
         )
+    check_finite(features=features)
     return fitted.mean, fitted.precision, features
 
 
@@ -228,6 +253,7 @@ def _split(law: LinearRegression | NoisyLinearRegression, token: Tensor) -> tupl
         given = tuple(token.shape) if isinstance(token, Tensor) else told(token)
         raise ValueError(f"{type(law).__name__} needs a token of shape (*batch, *query, {sum(sizes)}), got {given}")
     features, targets = token.split(sizes, -1)
+    check_finite(token=targets)
     return features, targets
 
 

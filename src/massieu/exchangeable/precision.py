@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.exchangeable.arguments import check_finite, check_number, check_tensors
 from massieu.measures.base import values_are_readable
 from massieu.measures.coordinates import check_floating
 
@@ -49,9 +50,11 @@ class GaussianTokens:
 
         Raises:
             TypeError: a parameter that is not floating-point.
-            ValueError: shapes that do not fit; a key covariance that is not symmetric and positive definite; a joint
-                covariance that is not positive semidefinite.
+            ValueError: shapes that do not fit; numbers that are not finite; a covariance that is not symmetric, a key
+                covariance that is not positive definite, a joint covariance that is not positive semidefinite.
         """
+        check_floating("key_mean", key_mean)
+        check_floating("value_mean", value_mean)
         if key_mean.ndim != 1 or value_mean.ndim != 1:
             given = f"{tuple(key_mean.shape)} and {tuple(value_mean.shape)}"
             raise ValueError(f"key_mean and value_mean must have shapes (d,) and (e,), got {given}")
@@ -70,7 +73,10 @@ class GaussianTokens:
             if tuple(given.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape} for means of {d} and {e}, got {tuple(given.shape)}")
         tokens = cls(*(given.to(dtype) for _, given, _ in needed))
+        for name, given, _ in needed:
+            check_finite(**{name: given})
         _check_covariance("key_covariance", tokens.key_covariance)
+        _check_symmetric("value_covariance", tokens.value_covariance)
         if values_are_readable(value_covariance) and e:
             least = torch.linalg.eigvalsh(tokens.residual_covariance)[0]
             largest = torch.linalg.matrix_norm(tokens.value_covariance, 2)
@@ -134,6 +140,8 @@ class GaussianTokens:
             share: s.
             keys: L.
         """
+        if not isinstance(share, Tensor):
+            check_number("share", share, -math.inf)
         share = torch.as_tensor(share, dtype=self.key_mean.dtype, device=query.device)
         slope, spread, distance, log_keys = self._terms(query, keys)
         growth = (share.square() * distance - log_keys).exp()
@@ -164,6 +172,8 @@ class GaussianTokens:
 
     def _terms(self, query: Tensor, keys: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """b, tr RΣRᵀ + tr Cov(v | k) = tr Σ_vv, ‖z‖² and log L."""
+        if not isinstance(keys, Tensor):
+            check_number("keys", keys, 1.0)
         keys = torch.as_tensor(keys, dtype=self.key_mean.dtype, device=query.device)
         if values_are_readable(keys) and not bool((keys >= 1).all()):
             raise ValueError(f"keys must be at least 1, got {keys.min().item():g}")
@@ -172,11 +182,13 @@ class GaussianTokens:
 
     def _centred(self, query: Tensor) -> Tensor:
         """x − μ_k."""
+        check_tensors(query=query)
         if query.shape[-1:] != self.key_mean.shape:
             raise ValueError(f"query must have shape (*lead, {len(self.key_mean)}), got {tuple(query.shape)}")
         return query.to(self.key_mean.dtype) - self.key_mean
 
     def _check_score(self, score: Tensor) -> None:
+        check_tensors(score=score)
         if score.shape != self.key_covariance.shape:
             raise ValueError(f"score must have shape {tuple(self.key_covariance.shape)}, got {tuple(score.shape)}")
 
@@ -207,8 +219,7 @@ def denoising_score(
         TypeError: not floating-point.
         ValueError: not square, or not symmetric and positive definite; `noise_variance` that is not finite, or negative.
     """
-    if not 0 <= noise_variance < math.inf:
-        raise ValueError(f"noise_variance must be finite and at least 0, got {noise_variance}")
+    check_number("noise_variance", noise_variance)
     covariance = _checked(covariance)
     noise = noise_variance * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     inverse = precision_matching_score(covariance + noise)
@@ -257,10 +268,16 @@ def _check_covariance(name: str, covariance: Tensor) -> None:
         raise ValueError(f"{name} must have shape (*batch, d, d), got {tuple(covariance.shape)}")
     if not values_are_readable(covariance):
         return
+    _check_symmetric(name, covariance)
+    if bool(torch.linalg.cholesky_ex(covariance).info.any()):
+        raise ValueError(f"{name} must be positive definite")
+
+
+def _check_symmetric(name: str, covariance: Tensor) -> None:
+    if not values_are_readable(covariance):
+        return
     # An asymmetry of rounding is a matrix product's; more is another matrix.
     largest = covariance.abs().amax() if covariance.numel() else covariance.new_zeros(())
     asymmetry = (covariance - covariance.mT).abs().amax() if covariance.numel() else largest
     if not bool(asymmetry <= _ROUNDING * torch.finfo(covariance.dtype).eps * largest):
         raise ValueError(f"{name} must be symmetric and finite")
-    if bool(torch.linalg.cholesky_ex(covariance).info.any()):
-        raise ValueError(f"{name} must be positive definite")

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable.posterior import told
+from massieu.exchangeable.arguments import check_finite, told
 from massieu.measures.value import values_are_readable
 
 
@@ -52,11 +52,15 @@ def attention_with_prior(
         raise ValueError(
             f"query must have shape (B, H, L, D), got {tuple(query.shape) if isinstance(query, Tensor) else told(query)}"
         )
+    for name, tensor in (("value", value), ("prior_value", prior_value), ("log_strength", log_strength)):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {told(tensor)}")
     heads, width = query.shape[1], value.shape[-1]
     if prior_value.shape not in (torch.Size((width,)), torch.Size((heads, width))):
         raise ValueError(f"prior_value must have shape {(width,)} or {(heads, width)}, got {tuple(prior_value.shape)}")
     if log_strength.shape not in (torch.Size(), torch.Size((heads,))):
         raise ValueError(f"log_strength must have shape () or {(heads,)}, got {tuple(log_strength.shape)}")
+    check_finite(prior_value=prior_value)
     if values_are_readable(log_strength) and not bool(log_strength.isfinite().all()):
         raise ValueError("log_strength must be finite; without a prior token, use massieu.ops.attention")
     found = ops.attention(query, key, value, log_weight=log_weight, scale=scale, is_causal=is_causal, sink=log_strength)

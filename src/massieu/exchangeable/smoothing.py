@@ -7,12 +7,14 @@ the degree, from 0. Computed in float64 whatever the input.
 """
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.exchangeable.arguments import check_number, check_tensors, check_whole, told
 from massieu.measures.base import values_are_readable
 from massieu.ops.bessel import bessel_ratios, log_sphere_partition
 
@@ -56,8 +58,7 @@ def ridge_multipliers(
     Raises:
         ValueError: as `sphere_multipliers`; `operator_ridge` that is not positive.
     """
-    if not 0 < operator_ridge < math.inf:
-        raise ValueError(f"operator_ridge must be positive and finite, got {operator_ridge}")
+    check_number("operator_ridge", operator_ridge, None)
     multipliers = sphere_multipliers(degree, dimension, scale)
     log_mass = log_sphere_partition(_scale(scale, dimension, degree).square(), dimension).unsqueeze(-1)
     return multipliers / (multipliers + operator_ridge * (-log_mass).exp())  # Λ itself overflows from β = 700 on
@@ -69,10 +70,18 @@ def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[
     Noise of degree n is enlarged by 1/ρ_n, for small β as (2/β)ⁿ Γ(d/2+n)/Γ(d/2): a cut-off is not optional.
 
     Raises:
-        ValueError: `cut_off` is none of the degrees given.
+        ValueError: `cut_off` is none of the degrees given, or a ρ_n up to it is not positive: nothing is left to enlarge.
+        TypeError: not a tensor, no whole number.
     """
+    check_tensors(multipliers=multipliers)
+    check_whole("cut_off", cut_off)
+    if not multipliers.ndim:
+        raise ValueError("multipliers must have shape (*lead, degrees), got a single number")
     if not 0 <= cut_off < multipliers.shape[-1]:
         raise ValueError(f"cut_off must be a degree from 0 to {multipliers.shape[-1] - 1}, got {cut_off}")
+    known = multipliers[..., : cut_off + 1]
+    if values_are_readable(known) and not bool((known > 0).all()):
+        raise ValueError(f"multipliers must be positive up to degree {cut_off}, got {known.min().item():g}")
     kept = torch.arange(multipliers.shape[-1], device=multipliers.device) <= cut_off
     return torch.where(kept, torch.where(kept, multipliers, 1).reciprocal(), 0)
 
@@ -86,6 +95,7 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
         ValueError: `degree` < 0 or `dimension` < 2.
     """
     _check_sphere(degree, dimension)
+    check_tensors(cosine=cosine)
     cosine = cosine.double()
     values = [torch.ones_like(cosine), cosine]
     for n in range(1, degree):
@@ -116,6 +126,7 @@ def spherical_kernel(
         ValueError: `spectrum` is not a vector, `dimension` < 2.
         OverflowError: more harmonics of one degree than float64 can count.
     """
+    check_tensors(cosine=cosine, spectrum=spectrum)
     if spectrum.ndim != 1 or not len(spectrum):
         raise ValueError(f"spectrum must have shape (degrees,), got {tuple(spectrum.shape)}")
     degree = len(spectrum) - 1
@@ -132,7 +143,14 @@ def softmax_limit(
     Args:
         parts: f_n(q) for n = 0, 1, …
         dimension, scale: as `sphere_multipliers`.
+
+    Raises:
+        ValueError: an argument outside its range, or no degree.
+        TypeError: not a tensor.
     """
+    check_tensors(parts=parts)
+    if not parts.ndim or not parts.shape[-1]:
+        raise ValueError(f"parts must have shape (*lead, degrees), got {tuple(parts.shape)}")
     return (sphere_multipliers(parts.shape[-1] - 1, dimension, scale) * parts.double()).sum(-1)
 
 
@@ -142,7 +160,7 @@ class SmoothingFloor(NamedTuple):
     error: Float[Tensor, "*lead"]
     """Of the output as it is: no number of keys brings it lower."""
     factor: Float[Tensor, "*lead"]
-    """The C for which C times the output is nearest to f."""
+    """The C for which C times the output is nearest to f; 0 where the output is 0 for every query."""
     factor_error: Float[Tensor, "*lead"]
     """What is left then: 0 if and only if f has one degree, so that no C serves every f."""
 
@@ -160,8 +178,14 @@ def smoothing_floor(
         ValueError: an argument outside its range.
     """
     multipliers, power = sphere_multipliers(_degree(power), dimension, scale), power.double()
-    factor = (multipliers * power).sum(-1) / (multipliers.square() * power).sum(-1)
-    left = ((1 - factor.unsqueeze(-1) * multipliers).square() * power).sum(-1)
+    # In units of the largest ρ_n in use, so that no square underflows.
+    used = torch.where(power > 0, multipliers, 0.0)
+    unit = used.amax(-1)
+    seen = unit > 0
+    shares = used / torch.where(seen, unit, 1.0).unsqueeze(-1)
+    squares = torch.where(seen, (shares.square() * power).sum(-1), 1.0)
+    factor = torch.where(seen, (shares * power).sum(-1) / squares / torch.where(seen, unit, 1.0), 0.0)
+    left = ((1 - factor.unsqueeze(-1) * used).square() * power).sum(-1)
     return SmoothingFloor(((1 - multipliers).square() * power).sum(-1).sqrt(), factor, left.sqrt())
 
 
@@ -200,8 +224,8 @@ def smoothing_error(
     Raises:
         ValueError: an argument outside its range.
     """
-    if not 0 <= noise_variance < math.inf:
-        raise ValueError(f"noise_variance must be finite and at least 0, got {noise_variance}")
+    check_number("noise_variance", noise_variance)
+    keys = _keys(keys)
     degree, power = _degree(power), power.double()
     scale = _scale(scale, dimension, degree)
     one, two = (sphere_multipliers(degree, dimension, factor * scale) for factor in (1, 2))
@@ -222,8 +246,9 @@ def optimal_scale(
     Raises:
         ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
-    _check_noise(noise_variance)
-    keys = torch.as_tensor(keys, dtype=torch.float64, device=power.device)
+    check_number("noise_variance", noise_variance, None)
+    _degree(power)
+    keys = _keys(keys).to(power.device)
     low, high = (torch.full_like(keys, math.log(end)) for end in _SCALES)
     share = torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=power.device)
     with torch.no_grad():
@@ -247,13 +272,11 @@ def asymptotic_scale(
     Raises:
         ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
-    _check_noise(noise_variance)
+    check_number("noise_variance", noise_variance, None)
     n = torch.arange(_degree(power) + 1, dtype=torch.float64, device=power.device)
     roughness = ((n * (n + dimension - 2)).square() * power.double()).sum()
     log_c = math.log(2) + 0.5 * math.log(math.pi) - (dimension - 1) * math.log(2) - math.lgamma(dimension / 2)
-    ratio = (
-        roughness * torch.as_tensor(keys, dtype=torch.float64, device=power.device) / ((dimension - 1) * noise_variance)
-    )
+    ratio = roughness * _keys(keys).to(power.device) / ((dimension - 1) * noise_variance)
     return ((ratio.log() - log_c) * 2 / (dimension + 3)).exp()
 
 
@@ -263,12 +286,26 @@ def _log_mean_square(scale: Tensor, dimension: int) -> Tensor:
     return twice - 2 * once
 
 
-def _check_noise(noise_variance: float) -> None:
-    if not 0 < noise_variance < math.inf:
-        raise ValueError(f"noise_variance must be positive and finite, got {noise_variance}")
+def _keys(keys: Tensor | float) -> Tensor:
+    keys = _numbers("keys", keys)
+    if values_are_readable(keys) and not bool(((keys >= 1) & keys.isfinite()).all()):
+        raise ValueError(f"keys must be finite and at least 1, got {keys.min().item():g} to {keys.max().item():g}")
+    return keys
+
+
+def _numbers(name: str, given: Tensor | float) -> Tensor:
+    """In float64."""
+    if isinstance(given, Tensor):
+        check_tensors(**{name: given})
+        return given.double()
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise TypeError(f"{name} must be a number or a tensor, got {told(given)}")
+    return torch.tensor(float(given), dtype=torch.float64)
 
 
 def _check_sphere(degree: int, dimension: int) -> None:
+    check_whole("degree", degree)
+    check_whole("the sphere's dimension", dimension)
     if degree < 0:
         raise ValueError(f"degree must be at least 0, got {degree}")
     if dimension < 2:
@@ -277,13 +314,14 @@ def _check_sphere(degree: int, dimension: int) -> None:
 
 def _scale(scale: Tensor | float, dimension: int, degree: int) -> Tensor:
     _check_sphere(degree, dimension)
-    scale = torch.as_tensor(scale, dtype=torch.float64)
+    scale = _numbers("scale", scale)
     if values_are_readable(scale) and not bool(((scale >= 0) & scale.isfinite()).all()):
         raise ValueError(f"scale must be finite and at least 0, got {scale.min().item():g} to {scale.max().item():g}")
     return scale
 
 
 def _degree(power: Tensor) -> int:
+    check_tensors(power=power)
     if not power.ndim or not power.shape[-1]:
         raise ValueError(f"power must have shape (*lead, degrees), got {tuple(power.shape)}")
     if values_are_readable(power) and not bool(((power >= 0) & power.isfinite()).all()):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from massieu.exchangeable.posterior import told
+from massieu.exchangeable.arguments import check_whole, told
 
 
 class PermutationGap(NamedTuple):
@@ -48,7 +48,7 @@ def permutation_gap(
     order of summation, so an exact symmetry shows as a gap of some ε, not 0.
 
     Args:
-        function: Deterministic; without dropout.
+        function: Deterministic, without dropout: it is called twice with the same tokens to see.
         tokens: Permuted along the second dimension.
         positions: What marks the tokens' places, permuted along its second dimension.
         mask: What of each token every other sees, permuted along both last dimensions.
@@ -59,16 +59,20 @@ def permutation_gap(
 
     Raises:
         ValueError: fewer than two tokens, equal tokens, shapes that do not fit, an output without the tokens' dimension or
-            one that is not finite, no draws.
-        TypeError: the function returns no floating-point tensor.
+            one that is not finite or not the same each time, no draws.
+        TypeError: not tensors, or the function returns no floating-point tensor.
     """
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {told(function)}")
     length = _check(tokens, positions, mask, draws)
     generator = generator or torch.Generator().manual_seed(0)
     orders = [_order(length, generator).to(tokens.device) for _ in range(draws)]
     given = {name: value for name, value in (("positions", positions), ("mask", mask)) if value is not None}
     with torch.no_grad():
         plain = _read(function(tokens, **given), tokens, equivariant)
-        size = plain.abs().amax()
+        size, rounding = plain.abs().amax(), float(torch.finfo(plain.dtype).eps ** 0.5)
+        if bool((_read(function(tokens, **given), tokens, equivariant) - plain).abs().amax() > rounding * size):
+            raise ValueError("the function must be deterministic, got two outputs for the same tokens: is dropout on?")
 
         def gap(move_positions: bool, move_mask: bool) -> float:
             largest = 0.0
@@ -87,7 +91,7 @@ def permutation_gap(
             gap(False, False),
             None if positions is None else gap(True, False),
             None if mask is None else gap(True, True),
-            float(torch.finfo(plain.dtype).eps ** 0.5),
+            rounding,
         )
 
 
@@ -111,15 +115,23 @@ def model_permutation_gap(
         draws, generator: As of `permutation_gap`.
 
     Raises:
-        ValueError: a model in training mode, one that takes no `input_ids`, or as `permutation_gap`.
+        ValueError: a model in training mode, one that takes no `input_ids`, an encoder with a decoder, or as
+            `permutation_gap`.
+        TypeError: `input_ids` that are not whole numbers, a model that returns neither hidden states nor logits.
     """
     known = inspect.signature(model.forward).parameters
     if "input_ids" not in known:
         raise ValueError(f"{type(model).__name__} takes no input_ids; use permutation_gap with a function of your own")
-    if model.training:
+    if "decoder_input_ids" in known:
+        raise ValueError(
+            f"{type(model).__name__} has an encoder and a decoder: pass one of them, as model.get_encoder()"
+        )
+    if any(module.training for module in model.modules()):
         raise ValueError(
             "the model must be in evaluation mode, or dropout differs from call to call: call model.eval()"
         )
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.is_complex():
+        raise TypeError(f"input_ids must be a tensor of whole numbers, got {told(input_ids)}")
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
     batch, length = input_ids.shape if input_ids.ndim == 2 else (0, 0)
     positions = _positions(model, input_ids) if "position_ids" in known else None
@@ -130,8 +142,10 @@ def model_permutation_gap(
         if positions is not None:
             inputs["position_ids"] = positions
         found = model(input_ids=tokens, **inputs)
-        hidden = getattr(found, "last_hidden_state", None)
-        return found.logits if hidden is None else hidden
+        for name in ("last_hidden_state", "logits"):
+            if isinstance(getattr(found, name, None), Tensor):
+                return getattr(found, name)
+        raise TypeError(f"the model must return last_hidden_state or logits, got {told(found)}")
 
     mask = _own_mask(run, model, input_ids, positions, batch, length)
     return permutation_gap(run, input_ids, positions=positions, mask=mask, draws=draws, generator=generator)
@@ -176,6 +190,10 @@ def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws:
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2:
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else told(tokens)
         raise ValueError(f"tokens must have shape (B, L, …) with L ≥ 2, got {shape}")
+    for name, given in (("positions", positions), ("mask", mask)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {told(given)}")
+    check_whole("draws", draws)
     length = tokens.shape[1]
     if not bool((tokens != tokens[:, :1]).any()):
         raise ValueError("tokens of a sequence must differ, or a permutation changes nothing; got equal ones")

@@ -23,7 +23,7 @@ class Tokens:
 
     kernel: Kernel
     key: Float[Tensor, "B H N D"]
-    """0 where the weight is."""
+    """Where the weight is 0, a visible key of the same head: every kernel is defined there."""
     target: Float[Tensor, "B H N E"]
     """√w·value."""
     root: Float[Tensor, "B H N"]
@@ -40,9 +40,15 @@ class Tokens:
     def gram_factor(self) -> Float[Tensor, "B H N N"]:
         """The Cholesky factor of A."""
         gram = self.kernel(self.key, self.key)
-        if self.is_weighted:
-            gram = self.root.unsqueeze(-1) * gram * self.root.unsqueeze(-2)
-        return cholesky(gram + torch.diag_embed(self.diagonal), "Gram matrix")
+        if not self.is_weighted:
+            return cholesky(gram + torch.diag_embed(self.diagonal), "Gram matrix")
+        gram = self.root.unsqueeze(-1) * gram * self.root.unsqueeze(-2)
+        # The equations of hidden keys at the size of the others': beside them neither is rounding.
+        visible, ridge = self.root > 0, self.ridge.unsqueeze(-1)
+        own = torch.where(visible, gram.diagonal(dim1=-2, dim2=-1) + ridge, 0.0).detach()
+        size = own.amax(-1, keepdim=True) if own.shape[-1] else own
+        hidden = torch.where(size > 0, size, 1.0)
+        return cholesky(gram + torch.diag_embed(torch.where(visible, ridge, hidden)), "Gram matrix")
 
     def features(self) -> Float[Tensor, "B H N F"] | None:
         """√w·φ(key), where the kernel has fewer features than there are keys; else None."""
@@ -101,7 +107,6 @@ def check_tokens(
     problem = check_problem(query, key, value, log_weight, None, is_causal)
     batch, heads, length, _ = key.shape
     dtype = problem.dtype
-    root = _root(problem.log_weight, (batch, heads, length), query, dtype)
     if (ridge is None) == (operator_ridge is None):
         raise ValueError(
             f"exactly one of ridge and operator_ridge must be given, got {'none' if ridge is None else 'both'}"
@@ -110,6 +115,7 @@ def check_tokens(
         raise ValueError(
             "operator_ridge does not go with is_causal: the matrix's ridge would grow with each key; give ridge"
         )
+    root = _root(problem.log_weight, (batch, heads, length), query, dtype, operator_ridge is not None)
     name, number = ("ridge", ridge) if operator_ridge is None else ("operator_ridge", operator_ridge)
     matrix_ridge = _layout_ridge(name, number, batch, heads, key.device, dtype)
     if operator_ridge is not None:
@@ -118,15 +124,26 @@ def check_tokens(
     key, value = key.to(dtype), value.to(dtype)
     if log_weight is not None:
         visible = (root > 0).unsqueeze(-1)
-        key, value = (torch.where(visible, tensor, 0.0) for tensor in (key, value))
+        key, value = torch.where(visible, key, _stand_in(key, root)), torch.where(visible, value, 0.0)
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if values_are_readable(tensor) and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
     return problem, Tokens(kernel, key, root.unsqueeze(-1) * value, root, matrix_ridge, log_weight is not None)
 
 
-def _root(log_weight: Tensor | None, shape: tuple[int, ...], query: Tensor, dtype: torch.dtype) -> Tensor:
-    """√w, one a key."""
+def _stand_in(key: Tensor, root: Tensor) -> Float[Tensor, "B H 1 D"]:
+    """The first visible key of each head, or 0. It has no derivative, being multiplied by √w = 0."""
+    if not key.shape[2]:
+        return key.new_zeros(*key.shape[:2], 1, key.shape[3])
+    first = (root > 0).to(torch.uint8).argmax(-1)[..., None, None]
+    found = key.detach().gather(2, first.expand(*first.shape[:3], key.shape[3]))
+    return torch.where((root > 0).any(-1)[..., None, None], found, 0.0)
+
+
+def _root(
+    log_weight: Tensor | None, shape: tuple[int, ...], query: Tensor, dtype: torch.dtype, relative: bool
+) -> Tensor:
+    """√w, one a key; of the largest one's where only ratios count."""
     if log_weight is None:
         return torch.ones(shape, dtype=dtype, device=query.device)
     if log_weight.shape[2:4] != (1, 1):
@@ -139,7 +156,14 @@ def _root(log_weight: Tensor | None, shape: tuple[int, ...], query: Tensor, dtyp
         return weight.to(dtype)
     if values_are_readable(weight) and not bool((weight < torch.inf).all()):
         raise ValueError("log_weight must be below +inf and not NaN")
-    return (0.5 * weight.to(dtype)).exp()
+    weight = weight.to(dtype)
+    if relative and shape[-1]:
+        largest = weight.detach().amax(-1, keepdim=True)
+        weight = weight - torch.where(largest > -torch.inf, largest, 0.0)
+    root = (0.5 * weight).exp()
+    if values_are_readable(root) and not bool((root.square() < torch.inf).all()):
+        raise ValueError(f"log_weight must have finite weights in {dtype}, got {weight.max().item():g}")
+    return root
 
 
 def _layout_ridge(

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.exchangeable.arguments import check_finite, check_log_probabilities, check_number, check_tensors, told
 from massieu.measures.base import values_are_readable
 
 
@@ -32,14 +33,22 @@ def masked_mean(
         log_prior: log π(z), up to a constant.
 
     Raises:
-        ValueError: the three do not have the same number k of latents.
+        ValueError: the three do not have the same number k of latents, NaN or +inf, tokens that every latent excludes.
+        TypeError: not tensors.
     """
+    check_tensors(targets=targets, log_likelihood=log_likelihood, log_prior=log_prior)
     if targets.ndim != 2 or log_prior.shape != targets.shape[1:] or log_likelihood.shape[-1:] != log_prior.shape:
         given = f"{tuple(targets.shape)}, {tuple(log_likelihood.shape)} and {tuple(log_prior.shape)}"
         raise ValueError(
             f"targets, log_likelihood and log_prior must have shapes (p, k), (*lead, k), (k,), got {given}"
         )
-    return torch.softmax(log_likelihood + log_prior, -1) @ targets.mT
+    check_finite(targets=targets)
+    check_log_probabilities(log_likelihood=log_likelihood, log_prior=log_prior)
+    joint = log_likelihood + log_prior
+    if values_are_readable(joint) and not bool((joint > -math.inf).any(-1).all()):
+        raise ValueError("every latent excludes the tokens: log_likelihood + log_prior must have an entry above −inf")
+    dtype = torch.promote_types(joint.dtype, targets.dtype)
+    return torch.softmax(joint.to(dtype), -1) @ targets.mT.to(dtype)
 
 
 def masked_gaussian_mean(
@@ -55,13 +64,15 @@ def masked_gaussian_mean(
         prior_weight: κ₀ > 0, in tokens.
 
     Raises:
-        ValueError: shapes that do not fit, or a weight that is not positive.
+        ValueError: shapes that do not fit, numbers that are not finite, a weight that is not positive.
+        TypeError: not tensors, a weight that is no number.
     """
+    check_tensors(observed=observed, prior_mean=prior_mean)
     if observed.ndim < 2 or prior_mean.shape != observed.shape[-1:]:
         given = f"{tuple(observed.shape)} and {tuple(prior_mean.shape)}"
         raise ValueError(f"observed and prior_mean must have shapes (*lead, L, d) and (d,), got {given}")
-    if not 0 < prior_weight < math.inf:
-        raise ValueError(f"prior_weight must be positive and finite, got {prior_weight}")
+    check_number("prior_weight", prior_weight, None)
+    check_finite(observed=observed, prior_mean=prior_mean)
     return (prior_weight * prior_mean + observed.sum(-2)) / (prior_weight + observed.shape[-2])
 
 
@@ -77,11 +88,15 @@ def masked_token_probabilities(
         concentration: α > 0.
 
     Raises:
-        ValueError: shapes that do not fit, a concentration that is not positive, a negative count.
+        ValueError: shapes that do not fit, numbers that are not finite, a concentration that is not positive, a negative
+            count.
+        TypeError: not tensors.
     """
+    check_tensors(counts=counts, concentration=concentration)
     if concentration.ndim != 1 or counts.shape[-1:] != concentration.shape:
         given = f"{tuple(counts.shape)} and {tuple(concentration.shape)}"
         raise ValueError(f"counts and concentration must have shapes (*lead, k) and (k,), got {given}")
+    check_finite(counts=counts, concentration=concentration)
     if values_are_readable(counts, concentration) and not bool((concentration > 0).all() and (counts >= 0).all()):
         raise ValueError("concentration must be positive and counts at least 0")
     posterior = counts + concentration
@@ -140,10 +155,13 @@ def transfer(
 
     Raises:
         ValueError: shapes that do not fit, values that are not finite, a tolerance outside [0, 1).
+        TypeError: not tensors, a tolerance that is no number.
     """
     g, d = _checked("self_supervised", self_supervised), _checked("downstream", downstream)
     if g.shape[1] != d.shape[1]:
         raise ValueError(f"both need the same number of latents, got shapes {tuple(g.shape)} and {tuple(d.shape)}")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, float | int)):
+        raise TypeError(f"tolerance must be a number, got {told(tolerance)}")
     if tolerance is None:
         tolerance = 10 * max(*g.shape, *d.shape) * torch.finfo(torch.float64).eps
     if not 0 <= tolerance < 1:
@@ -181,10 +199,12 @@ def excess_risk_bound(condition_number: float, self_supervised_excess: float, de
     Raises:
         ValueError: an argument outside its range.
     """
+    for name, value in (("condition_number", condition_number), ("density_ratio", density_ratio)):
+        if isinstance(value, bool) or not isinstance(value, float | int):
+            raise TypeError(f"{name} must be a number, got {told(value)}")
     if not condition_number >= 0:
         raise ValueError(f"condition_number must be at least 0, got {condition_number}")
-    if not 0 <= self_supervised_excess < math.inf:
-        raise ValueError(f"self_supervised_excess must be finite and at least 0, got {self_supervised_excess}")
+    check_number("self_supervised_excess", self_supervised_excess)
     if not density_ratio >= 1:
         raise ValueError(f"density_ratio is a largest ratio of two densities, at least 1, got {density_ratio}")
     if math.inf in (condition_number, density_ratio):
@@ -193,6 +213,7 @@ def excess_risk_bound(condition_number: float, self_supervised_excess: float, de
 
 
 def _checked(name: str, matrix: Tensor) -> Tensor:
+    check_tensors(**{name: matrix})
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(f"{name} must have shape (rows, latents) with at least one of each, got {tuple(matrix.shape)}")
     matrix = matrix.detach().double()

@@ -135,16 +135,16 @@ class ConditionalMeanAttention(MultiHead):
         need_weights: bool,
         need_log_partition: bool,
     ) -> Attended:
+        width = value.shape[-1]
         if need_weights:
             # The weights are what attention returns for values that are unit vectors.
             length = key.shape[2]
-            value_or_unit = torch.eye(length, dtype=key.dtype, device=key.device).expand(*key.shape[:2], length, length)
-        else:
-            value_or_unit = value
+            units = torch.eye(length, dtype=value.dtype, device=key.device).expand(*key.shape[:2], length, length)
+            value = torch.cat([value, units], -1)
         found = conditional_mean_attention(
             query,
             key,
-            value_or_unit,
+            value,
             kernel=self.kernel,
             ridge=self.ridge,
             log_weight=log_weight,
@@ -152,6 +152,5 @@ class ConditionalMeanAttention(MultiHead):
             need_variance=need_log_partition,
             method=self.method,
         )
-        if need_weights:
-            return Attended(found.output @ value, found.output, found.variance)
-        return Attended(found.output, None, found.variance)
+        weights = found.output[..., width:] if need_weights else None
+        return Attended(found.output[..., :width], weights, found.variance)

@@ -105,7 +105,12 @@ def _necessity(law: GaussianTokens, other: Tensor) -> Iterator[Check]:
     directions = torch.eye(2, dtype=torch.float64) + law.key_mean
     gap = law.attention(directions, other) - law.conditional_mean(directions)
     yield at_least("M = Σ⁻¹/2: largest distance from the conditional mean", gap.norm(dim=-1), 0.1)
-    yield at_least("M = Σ⁻¹/2: ‖Σ_vk(M − Σ⁻¹)‖", law.mismatch(other), 0.1)
+    angle = torch.linspace(0, math.pi, 4001, dtype=torch.float64)
+    around = law.key_mean + torch.stack([angle.cos(), angle.sin()], -1)
+    farthest = (law.attention(around, other) - law.conditional_mean(around)).norm(dim=-1).max()
+    # A direction is missed by at most π/8000, the norm by the square of that.
+    yield close("M = Σ⁻¹/2: ‖Σ_vk(M − Σ⁻¹)‖ and the largest distance on a circle", law.mismatch(other), farthest, 1e-6)
+    yield close("M = Σ⁻¹: ‖Σ_vk(M − Σ⁻¹)‖", law.mismatch(law.score), 0.0)
     narrow = GaussianTokens.create(
         law.key_mean, law.value_mean[:1], law.key_covariance, law.cross_covariance[:1], law.value_covariance[:1, :1]
     )

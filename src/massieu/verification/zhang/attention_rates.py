@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.exchangeable import masked_gaussian_mean, optimal_scale
 from massieu.measures import Gaussian
-from massieu.verification.claim import Check, at_most, near_in_standard_errors
+from massieu.verification.claim import Check, at_least, at_most, near_in_standard_errors
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
@@ -74,8 +74,19 @@ def _best_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
         task = Task(dimension, _SIZES)
         power = torch.tensor([0.0, 1 / dimension], dtype=torch.float64)
         scales = optimal_scale(torch.tensor(_SIZES, dtype=torch.float64), power, task.noise**2, dimension)
-        found = rate(_SIZES, task.errors(normal, scales, max(20, repetitions), 32))
-        yield has_rate(f"softmax at the best temperature, d = {dimension}", found, -2 / (dimension + 3))
+        count = max(20, repetitions)
+        errors = task.errors(normal, scales, count, 32)
+        yield has_rate(f"softmax at the best temperature, d = {dimension}", rate(_SIZES, errors), -2 / (dimension + 3))
+        last, best = Task(dimension, _SIZES[-1:]), errors[-1].square()
+        for name, factor in (("a quarter", 0.25), ("four times", 4.0)):
+            other = last.errors(normal, factor * scales[-1:], count, 32)[0].square()
+            excess = (other.mean() - best.mean()) / ((other.var() + best.var()) / count).sqrt()
+            # Far from the minimum it is 7 to 40; three, one-sided, are one in a thousand.
+            yield at_least(
+                f"d = {dimension}: mean squared error at {name} of the best β, above the best's in standard errors",
+                excess,
+                3.0,
+            )
 
 
 def _wrong_concepts(repetitions: int, seed: int) -> Iterator[Check]:

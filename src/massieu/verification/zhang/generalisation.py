@@ -83,6 +83,16 @@ def _gap(normal: Normal, repetitions: int) -> Iterator[Check]:
     yield has_rate("largest gap by the number of sequences", rate(sizes, torch.stack(gaps)), -0.5)
     lipschitz = sum(attention_lipschitz(1.0, 1.0, _SCALE))
     bound = generalisation_bound(2, math.sqrt(2), sizes[-1], lipschitz=lipschitz, loss_range=2.0, loss_lipschitz=2.0)
+    # 2ℓε + b√((log of the cover's size + log 2/δ)/2n) with ℓε = b/n, b = ℓ = 2 and δ = 0.05.
+    log_size = 2 * math.log(1 + 2 * math.sqrt(2) * lipschitz * sizes[-1])
+    by_hand = 4 / sizes[-1] + 2 * math.sqrt((log_size + math.log(40)) / (2 * sizes[-1]))
+    yield close(f"the bound for {sizes[-1]} sequences, and Hoeffding's inequality over a cover", bound, by_hand)
+    # √(P log n/n) to a constant: the cover's logarithm is P log n + O(1), and b/√2 what it comes to.
+    many = [10**power for power in (3, 6, 12)]
+    bounds = [generalisation_bound(2, math.sqrt(2), n, lipschitz=lipschitz) for n in many]
+    shares = [each / math.sqrt(2 * math.log(n) / n) for each, n in zip(bounds, many, strict=True)]
+    yield at_most("10³ to 10¹² sequences: the bound over √(P log n/n)", torch.tensor(shares), math.sqrt(2))
+    yield at_least("10³ to 10¹² sequences: the bound over √(P log n/n)", torch.tensor(shares), math.sqrt(0.5))
     for length in (8, 128):
         mean = _losses(normal, heads, 5000, length).mean(-1)
         gap = (_losses(normal, heads, sizes[-1], length).mean(-1) - mean).abs().max()

@@ -160,6 +160,7 @@ def regret_of_averaging(
             law = law.posterior(token.unsqueeze(-1))
         found = averaging_regret(torch.stack(predictives, -1), each, weight)
         by_hand = -(weight.log_softmax(-1) + each.cumsum(-2)).logsumexp(-1)
+        yield close(f"{name}: the best concept's loss", found.best[:, -1], -each.sum(-2).amax(-1))
         yield close(f"{name}: Σ −log p(rᵢ | r_<i) and −log Σ π(z) Π p(rᵢ | z)", found.loss, by_hand)
         yield at_most(f"{name}: loss − min[loss of z + log 1/π(z)]", found.loss - found.bound, _EXACT * length)
     steps = torch.arange(1, length + 1, dtype=torch.float64)

@@ -133,6 +133,10 @@ def _one_constant() -> Iterator[Check]:
 def _floor(normal: Normal, repetitions: int) -> Iterator[Check]:
     """At β = 2 more keys do not help: the mean squared error stays the floor's square."""
     floor = smoothing_floor(_POWER, _DIMENSION, _SCALE).error
+    angle, log_weight = quadrature(0.0, math.pi)
+    tilted = (log_weight + (_DIMENSION - 2) * angle.sin().log() + _SCALE * angle.cos()).softmax(0)
+    left = 1 - tilted @ zonal_harmonics(angle.cos(), 2, _DIMENSION)
+    yield close("f₁ + 2f₂: the floor, and by integrals of ρ_n", floor, (left.square() @ _POWER).sqrt(), QUADRATURE)
     count = max(20, repetitions // 20)
     query = _sphere(normal(count, 1, 64, _DIMENSION))
     truth = query[..., :1] * (1 + 2 * query[..., 1:2])

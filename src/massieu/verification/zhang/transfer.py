@@ -88,6 +88,7 @@ def _gaussian_tokens(normal: Normal, sequences: int, length: int = 5, weight: fl
     variance = 1 + 1 / (weight + length)
     error = (variance * torch.linalg.inv(features.T @ features).diagonal()).sqrt()
     expected = torch.tensor([weight * 0.7, *[1.0] * length], dtype=torch.float64) / (weight + length)
+    yield close("Gaussian tokens: prediction and (κ₀m₀ + Σx)/(κ₀ + L)", found, features @ expected)
     yield near_in_standard_errors("Gaussian tokens: least squares and κ₀m₀/(κ₀+L), 1/(κ₀+L)", slope, expected, error)
     # The minimiser's residual has no product with any function of the observed tokens, linear or not.
     residual = masked - found
@@ -192,6 +193,12 @@ def _excess_risk(normal: Normal, count: int) -> Iterator[Check]:
         yield at_most(f"{name} errors: downstream excess over its bound", squares.mean() / plain, 1 + CLOSED_FORM)
         yield at_most(f"{name} errors, inputs shifted: the same", (density * squares).mean() / shifted, 1 + CLOSED_FORM)
     yield at_least("the worst errors: downstream excess over its bound", squares.mean() / plain, 1 - CLOSED_FORM)
+    # All of the error where the shifted inputs are densest: the whole of the density ratio.
+    own = torch.where(density == density.max(), own, 0.0).mean().item()
+    shifted = excess_risk_bound(found.condition_number, own, density.max().item())
+    squares = torch.where(density == density.max(), squares, 0.0)
+    name = "the worst errors at the densest input alone: downstream excess over its bound"
+    yield close(name, (density * squares).mean() / shifted, 1.0)
 
 
 def _posteriors(normal: Normal, count: int, latents: int) -> Tensor:
