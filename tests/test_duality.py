@@ -423,7 +423,9 @@ class TestDerivatives:
 
 
 class TestCompile:
-    @pytest.mark.parametrize("function", [natural, conjugate], ids=["natural", "conjugate"])
+    @pytest.mark.parametrize(
+        "function", [pytest.param(natural, marks=pytest.mark.slow, id="natural"), pytest.param(conjugate, id="conjugate")]
+    )
     def test_values_and_gradients(self, function):
         torch.compiler.reset()
         mu, inside = TestBoundary.MU.clone().requires_grad_(), TestBoundary.INSIDE

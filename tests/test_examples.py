@@ -88,6 +88,7 @@ def test_attention_over_ones_own_measure_trains():
     assert float(found["mirrored atoms"]) < 0.2 < 0.3 < float(found["softmax attention"]) < 1
 
 
+@pytest.mark.slow
 def test_gradient_caching_changes_no_gradient_and_the_encoder_learns():
     found = run("examples/contrastive.py")
     assert float(re.search(r"uncached ones by: (\S+)", found).group(1)) < 1e-6
@@ -115,6 +116,7 @@ def test_one_log_partition_is_one(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_memory_of_digits_recalls_within_its_bound(tmp_path):
     found = run("examples/digits_memory.py", "--picture", str(tmp_path / "picture.png"))
     recalled = [int(count) for (count,) in numbers(r"(\d+) of 60 images recalled", found)]

@@ -190,7 +190,7 @@ def test_couplings_of_a_softmax_contract_below_two():
     assert model.lipschitz.item() == pytest.approx(0.95)
 
 
-@pytest.mark.parametrize("order", ["first", "second"])
+@pytest.mark.parametrize("order", ["first", pytest.param("second", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exact", [True, False])
 def test_stationary_states_do_not_move_and_their_derivatives(order, exact):
     model = spins(3, 4, 0.3, exact=exact)

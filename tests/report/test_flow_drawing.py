@@ -112,7 +112,7 @@ def test_a_flow_draws_itself():
     from massieu.population import CloudMoments, Flow
 
     result = Flow(lambda x: x / 2, depth=2, observables=[CloudMoments()]).run(torch.randn(9, 3), progress=False)
-    assert result.plot().html.count("<svg") == 5
+    assert result.plot().html.count("<svg") == 6
     html = result.plot(["log_determinant"], title="one").html
     assert html.count("<svg") == 1
     assert "log determinant" in html

@@ -27,18 +27,19 @@ _LEAST_FOR_CUMULANTS = 4
 class CloudMoments:
     """Where the tokens are and how they spread; linear in tokens.
 
-    Records `length` (root mean square of ‖x‖), `length_of_mean` (‖x̄‖), `covariance_spectrum`, `log_determinant` (nats per
-    direction) and `effective_rank`.
+    Records `mean` (of each coordinate), `length` (root mean square of ‖x‖), `length_of_mean` (‖x̄‖), `covariance_spectrum`,
+    `log_determinant` (nats per direction) and `effective_rank`.
     """
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
         processes = joined(group)
         sums = torch.cat([points.double().square().sum().reshape(1), points.double().sum(0)])
-        square, *mean = summed(sums, processes) / sum(counts(points, processes))
+        means = summed(sums, processes) / sum(counts(points, processes))
         spectrum = covariance_spectrum(points, group=group)
         return {
-            "length": Reading(square.sqrt()),
-            "length_of_mean": Reading(torch.stack(mean).norm()),
+            "mean": Reading(means[1:]),
+            "length": Reading(means[0].sqrt()),
+            "length_of_mean": Reading(means[1:].norm()),
             "covariance_spectrum": Reading(spectrum),
             "log_determinant": Reading(log_determinant(spectrum)),
             "effective_rank": Reading(effective_rank(spectrum)),
