@@ -424,7 +424,8 @@ class TestDerivatives:
 
 class TestCompile:
     @pytest.mark.parametrize(
-        "function", [pytest.param(natural, marks=pytest.mark.slow, id="natural"), pytest.param(conjugate, id="conjugate")]
+        "function",
+        [pytest.param(natural, marks=pytest.mark.slow, id="natural"), pytest.param(conjugate, id="conjugate")],
     )
     def test_values_and_gradients(self, function):
         torch.compiler.reset()
