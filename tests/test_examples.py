@@ -1,11 +1,13 @@
 """What the documentation shows runs: every Python block, and every script in examples/."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES_WITH_CODE = (
@@ -59,23 +61,28 @@ def run(*arguments: str, **keywords) -> str:
     return done.stdout
 
 
+def run_here(source: str, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script of its own, but without loading everything once more."""
+    script.write_text(source)
+    monkeypatch.chdir(ROOT)
+    with torch.random.fork_rng(devices=[]):
+        runpy.run_path(str(script), run_name="__main__")
+    assert torch.get_default_dtype() == torch.float32
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path):
+def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
-    script = tmp_path / "page.py"
-    script.write_text("\n\n".join(blocks))
-    run(str(script))
+    run_here("\n\n".join(blocks), tmp_path / "page.py", monkeypatch)
 
 
-def test_the_readmes_python_runs(tmp_path):
+def test_the_readmes_python_runs(tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     blocks = [block for block in blocks if "path/to/model" not in block]
     assert len(blocks) == 4
     for block in blocks:
-        script = tmp_path / "readme.py"
-        script.write_text(block)
-        run(str(script))
+        run_here(block, tmp_path / "readme.py", monkeypatch)
 
 
 def test_every_example_is_tested():

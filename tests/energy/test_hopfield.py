@@ -274,6 +274,7 @@ def test_an_energy_is_a_pytree():
     torch.testing.assert_close(torch.func.vmap(lambda e, s: e(s), in_dims)(energy, state), energy(state))
 
 
+@pytest.mark.slow
 def test_compiled_is_eager():
     patterns, state, scale = draw(2, 5, 4), draw(2, 6, 4, seed=1), torch.tensor(1.5, dtype=F64)
     references = [REFERENCES[name](4) for name in ("identity", "LayerNorm")]

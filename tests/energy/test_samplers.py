@@ -211,6 +211,7 @@ def test_annealed_estimates_of_16_by_8_units(method):
         assert found.standard_error < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["importance", "sequential"])
 def test_the_annealed_error_is_honest_over_200_runs(method):
     machine = machine_of_bits()

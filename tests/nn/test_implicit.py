@@ -107,7 +107,10 @@ def test_items_do_not_depend_on_their_batch_mates():
         torch.testing.assert_close(together[item], module(query[item], key[item]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"alpha": 0.9}, {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"alpha": 0.9}, marks=pytest.mark.slow), {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}],
+)
 def test_a_contraction_is_kept_whatever_the_weights(options):
     module = layer(**options, contraction=0.7)
     with torch.no_grad():

@@ -259,10 +259,10 @@ def test_transforms_with_options(name, inputs):
         assert torch.allclose(found, wanted, atol=1e-11)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sink", "cap", "hidden", "window and weights")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("all", "sink", "cap", "hidden", "window and weights")]
 
 
-@pytest.mark.parametrize("name", ["scaled", "all", *SLOW])
+@pytest.mark.parametrize("name", ["scaled", *SLOW])
 def test_compiled_for_any_length(name):
     """One graph, no break, gradients of both results; also where key and value are one tensor."""
     torch._dynamo.reset()

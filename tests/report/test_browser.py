@@ -110,8 +110,10 @@ def assert_quiet(page: Page) -> None:
 @pytest.mark.parametrize(
     ("kind", "width", "theme"),
     [
-        ("encoder", 1400, "light"), ("encoder", 1400, "dark"), ("encoder", 400, "dark"), ("large", 1400, "light"),
-        ("large", 400, "dark"), ("encoder_decoder", 400, "light"), ("hostile", 400, "light"), ("bare", 400, "dark"),
+        ("encoder", 1400, "light"), ("encoder", 400, "dark"), ("large", 400, "dark"),
+        ("encoder_decoder", 400, "light"), ("hostile", 400, "light"), ("bare", 400, "dark"),
+        pytest.param("encoder", 1400, "dark", marks=pytest.mark.slow),
+        pytest.param("large", 1400, "light", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_every_page_is_drawn_quietly_and_fits_its_width(
