@@ -11,6 +11,7 @@ from massieu.errors import InputError
 from massieu.report.encode import plain
 from massieu.report.numbers import bound, number, with_error
 from massieu.report.page import asset, template
+from massieu.report.writing import write_whole
 
 WIDTH, HEIGHT = 300, 170
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 26
@@ -54,16 +55,7 @@ class Drawing:
         """
         path = Path(path)
         page = template("flow_page.html.j2").render(title=self.title, style=asset("page.css"), drawing=self.html)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                aside.write_text(page, encoding="utf-8")
-                os.replace(aside, path)
-            finally:
-                aside.unlink(missing_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot write the drawing {path}: {error.strerror}") from error
+        write_whole(path, page, "the drawing")
         return path
 
 

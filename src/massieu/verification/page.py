@@ -1,6 +1,5 @@
 """The claims as one HTML page, written at once."""
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch
 
 import massieu
 from massieu.errors import InputError
+from massieu.report.writing import write_whole
 from massieu.verification.run import Verification
 
 
@@ -34,14 +34,5 @@ def write_page(result: Verification, path: Path) -> Path:
         "seconds": sum(claim.seconds for claim in result),
     }
     page = render(claims, result.summary, made)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_text(page, encoding="utf-8")
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write the page {path}: {error.strerror}") from error
+    write_whole(path, page, "the page")
     return path
