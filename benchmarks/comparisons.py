@@ -32,9 +32,11 @@ def section(content: Json) -> str:
     if "flow" in content:
         flow = content["flow"]
         share = ratio(flow["mebibytes"] / flow["matrix_mebibytes"])
+        beside = ratio(flow["seconds"] / flow["layers"] / flow["attention_seconds"])
         parts.append(
-            f"**{flow['particles']:,} particles × {flow['width']} through {flow['layers']} layers**, once: "
-            f"{duration(flow['seconds'])}, {memory(flow['mebibytes'])} at the most. One score matrix of them, on paper, is "
+            f"**{flow['particles']:,} particles × {flow['width']} through {flow['layers']} layers**, with the default "
+            f"observables after each, once: {duration(flow['seconds'])}, a layer {beside} of `ops.attention` of the same "
+            f"sizes (bar 1.5), {memory(flow['mebibytes'])} at the most. One score matrix of them, on paper, is "
             f"{memory(flow['matrix_mebibytes'])}; what is held is {share} of that.\n"
         )
     if any(row["counted_seconds"] is not None for row in rows):
