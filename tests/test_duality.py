@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
+from tests.rows import every_row
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -126,7 +127,7 @@ def interior_weights(points: np.ndarray, mu: np.ndarray) -> np.ndarray:
 
 
 class TestAgainstOptimisers:
-    @pytest.mark.parametrize("seed", range(3))
+    @every_row("seed", range(3))
     def test_conjugate_is_the_legendre_transform(self, seed):
         atoms = Atoms.create(draw(9, 3, seed=seed), draw(9, seed=seed + 10))
         mu = torch.from_numpy(np.random.default_rng(seed).dirichlet(np.ones(9)) @ atoms.points.numpy())
@@ -141,7 +142,7 @@ class TestAgainstOptimisers:
         close(conjugate(atoms, mu), -found.fun)
         np.testing.assert_allclose(natural(atoms, mu).numpy(), found.x, atol=1e-7, rtol=1e-7)
 
-    @pytest.mark.parametrize("seed", range(3))
+    @every_row("seed", range(3))
     def test_conjugate_is_the_least_relative_entropy_of_weights_with_that_mean(self, seed):
         atoms = Atoms.create(draw(6, 2, seed=seed), draw(6, seed=seed + 10))
         mu = torch.from_numpy(np.random.default_rng(seed).dirichlet(np.ones(6)) @ atoms.points.numpy())
@@ -184,7 +185,7 @@ class TestClosedForms:
         close(natural(flat, mu.flatten(-2)), eta.flatten(-2))
         close(conjugate(flat, mu.flatten(-2)), expected.sum((-2, -1)))
 
-    @pytest.mark.parametrize("mean", [1e-6, 0.3, 1.0, 40.0, 1e6])
+    @every_row("mean", [1e-6, 0.3, 1.0, 40.0, 1e6])
     def test_counts_with_and_without_their_closed_form(self, mean):
         rate, mu = tensor(0.7, 2.0), tensor(mean, 1.5)
         expected = (mu * (mu / rate).log() - mu + rate).sum()
@@ -192,6 +193,7 @@ class TestClosedForms:
             close(natural(measure, mu), (mu / rate).log(), 1e-9)
             close(conjugate(measure, mu), expected)
 
+    @pytest.mark.medium
     @pytest.mark.parametrize("mean", [1e-4, 0.3, 1.0, 1e5])
     def test_a_domain_without_the_origin(self, mean):
         measure, mu = HalfLine(tensor(2.0, 3.0)), tensor(mean, 1.5)
@@ -229,6 +231,7 @@ class TestBoundary:
         alone = torch.stack([natural(square(), mu) for mu in self.MU])
         torch.testing.assert_close(together, alone, atol=1e-12, rtol=1e-12)
 
+    @pytest.mark.medium
     @pytest.mark.parametrize("outside", [(0.5, -1e-3), (1.001, 1.001), (7.0, 0.2), (-1e-6, 0.5), (1e9, -1e9)])
     def test_outside(self, outside):
         mu = torch.cat([self.MU, tensor(*outside)[None]])
@@ -265,6 +268,7 @@ class TestBoundary:
         torch.testing.assert_close(atoms.mean(natural(atoms, near @ points)), near @ points, atol=1e-12, rtol=1e-12)
         close(conjugate(atoms, near @ points), (near * (near.log() - atoms.log_weight)).sum(-1), 1e-9)
 
+    @pytest.mark.medium
     def test_where_the_support_is_not_known(self):
         counts = Counts(tensor(2.0, 0.5))
         assert (natural(counts, tensor(0.0, 1.0)) == INFINITY).all()
@@ -329,6 +333,7 @@ class TestLaws:
         close(natural(measure, measure.mean(eta)), eta, 1e-9)
         close(measure.mean(natural(measure, measure.mean(eta))), measure.mean(eta), 1e-12)
 
+    @pytest.mark.medium
     def test_conjugate_is_minus_entropy_and_its_derivatives_are_natural_and_the_inverse_fisher_information(
         self, measure
     ):
@@ -339,12 +344,14 @@ class TestLaws:
         hessian = torch.func.hessian(lambda point: conjugate(measure, point))(mu[0])
         close(hessian, torch.linalg.pinv(measure.fisher(eta[0]), hermitian=True), 1e-8)
 
+    @pytest.mark.medium
     def test_the_dual_divergence_is_the_divergence_with_its_arguments_exchanged(self, measure):
         p, q = points_of(measure), points_of(measure).flip(0)
         mu_p, mu_q = measure.mean(p), measure.mean(q)
         dual = conjugate(measure, mu_p) - conjugate(measure, mu_q) - ((mu_p - mu_q) * natural(measure, mu_q)).sum(-1)
         close(dual, measure.kl(p, q), 1e-9)
 
+    @pytest.mark.medium
     def test_vmap_and_single_precision(self, measure):
         mu = measure.mean(points_of(measure))
         for function in (natural, conjugate):
@@ -356,6 +363,7 @@ class TestLaws:
 
 
 class TestDerivatives:
+    @pytest.mark.medium
     @pytest.mark.parametrize("count", [7, 3, 2, 1], ids=lambda count: f"{count} points in 3 dimensions")
     def test_in_the_points_their_weights_and_the_mean_twice(self, count):
         """With 3 points or fewer the family is not minimal, and what A cannot see turns with the points."""
@@ -390,6 +398,7 @@ class TestDerivatives:
         close(natural(Atoms(points, log_weight), mu), inside(points))
         close(torch.func.jacrev(found)(points), torch.func.jacrev(inside)(points), 1e-9)
 
+    @pytest.mark.medium
     def test_third_order_and_every_nesting_of_modes(self):
         """Spins without their closed form: d³ atanh(m)/dm³ = (2 + 6m²)/(1 − m²)³."""
         measure, m = Grid(draw(2, 2)), 0.4
@@ -423,6 +432,7 @@ class TestDerivatives:
 
 
 class TestCompile:
+    @pytest.mark.medium
     @pytest.mark.parametrize(
         "function",
         [pytest.param(natural, marks=pytest.mark.slow, id="natural"), pytest.param(conjugate, id="conjugate")],
@@ -498,6 +508,7 @@ def check_round_trip(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None
     assert value >= (0.9 * eta) @ mu - measure.log_partition(0.9 * eta) - noise
 
 
+@pytest.mark.medium
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_converges_from_anywhere(problem):
@@ -519,6 +530,7 @@ class TestErrors:
             with pytest.raises(TypeError, match=r"mu must be a floating-point tensor, got a tensor of torch\.int64"):
                 function(square(), torch.zeros(2, dtype=torch.int64))
 
+    @pytest.mark.medium
     @pytest.mark.parametrize("measure", [square(), Spin.create(2)], ids=["Atoms", "Spin"])
     def test_means_that_are_not_finite(self, measure):
         for function in (natural, conjugate):
@@ -528,6 +540,7 @@ class TestErrors:
             mapped = torch.func.vmap(lambda point, f=function: f(measure, point))(tensor(0.1, math.nan)[None])
             assert mapped.isnan().any()
 
+    @pytest.mark.medium
     def test_the_zero_measure_has_no_mean(self):
         empty = Atoms.create(draw(4, 2), torch.zeros(4, dtype=torch.bool))
         for function in (natural, conjugate):

@@ -70,6 +70,7 @@ def run_here(source: str, script: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
@@ -77,6 +78,7 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     run_here("\n\n".join(blocks), tmp_path / "page.py", monkeypatch)
 
 
+@pytest.mark.medium
 def test_the_readmes_python_runs(tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     blocks = [block for block in blocks if "path/to/model" not in block]
@@ -89,6 +91,7 @@ def test_every_example_is_tested():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES
 
 
+@pytest.mark.medium
 def test_attention_over_ones_own_measure_trains():
     found = dict(re.findall(r"error of recall, (.*?): +([\d.]+)", run("examples/own_measure.py")))
     # Images whose colours are exchanged, half of the queries, cannot be recalled from atoms at the images alone.
@@ -113,6 +116,7 @@ def numbers(pattern: str, text: str) -> list[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.medium
 def test_one_log_partition_is_one(tmp_path):
     found = run("examples/one_log_partition.py", "--picture", str(tmp_path / "picture.png"))
     rows = numbers(r" *(.+): A = +\S+, (\S+); image off by (\S+)", found)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.rows import every_row
 
 SOURCE = Path(__file__).parent.parent / "src" / "massieu"
 
@@ -65,7 +66,8 @@ def test_every_file_is_in_a_known_room():
         assert relative.parts[0].removesuffix(".py") in ALLOWED, f"{relative} is in no room of the house"
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(SOURCE)))
+@pytest.mark.medium
+@every_row("path", _files(), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_point_downwards(path: Path):
     relative = path.relative_to(SOURCE)
     room = relative.parts[0].removesuffix(".py")

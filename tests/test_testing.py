@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.measures import DomainError, Measure, Spin
@@ -213,12 +214,14 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "law"), BROKEN, ids=[cls.__name__ for cls, _ in BROKEN])
+@pytest.mark.medium
+@every_row(("cls", "law"), BROKEN, ids=[cls.__name__ for cls, _ in BROKEN])
 def test_a_wrong_measure_is_caught(cls, law):
     with pytest.raises(AssertionError, match=law):
         check_measure(cls(RATE))
 
 
+@pytest.mark.medium
 def test_a_correct_measure_passes_with_one_hook():
     rate = RATE.double()
     check_measure(
@@ -347,6 +350,7 @@ SUBTLY_WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", SUBTLY_WRONG)
 def test_one_wrong_hook_is_caught(name):
     hooks, law = SUBTLY_WRONG[name]
@@ -354,6 +358,7 @@ def test_one_wrong_hook_is_caught(name):
         check_measure(counts(**hooks))
 
 
+@pytest.mark.medium
 def test_the_right_hooks_pass():
     assert check_measure(Counts(RATE)) == ("domain", "compiled")
     assert check_measure(counts(**RIGHT_NATURAL)) == ("domain", "compiled")
@@ -402,6 +407,7 @@ def test_a_natural_parameter_of_more_than_the_least_norm_is_caught():
         check_measure(LongNatural(RATE))
 
 
+@pytest.mark.medium
 def test_laws_left_out_are_returned():
     assert check_measure(Poisson(RATE)) == ("domain", "samples", "log_prob", "support", "compiled")
     assert check_measure(Spin.create(2)) == ("domain", "compiled")
@@ -424,6 +430,7 @@ def test_points_are_found_inside_a_small_domain_or_asked_for():
         check_measure(FarAway(RATE))
 
 
+@pytest.mark.medium
 def test_a_measure_with_a_domain_passes_inside_it_and_raises_outside():
     measure = Exponential(torch.tensor([1.0, 3.0]))
     eta = torch.tensor([[0.5, 1.0], [-2.0, 2.0], [-0.1, -4.0]], dtype=torch.float64)
@@ -450,6 +457,7 @@ def test_a_wrong_oracle_is_reported_with_both_numbers():
         check_measure(Spin.create(2), kl=lambda p, q: torch.zeros(p.shape[:-1], dtype=p.dtype))
 
 
+@pytest.mark.medium
 def test_a_gradient_lost_by_compilation_is_caught():
     """torch.compile differentiates the forward of an autograd.Function inside torch.func and skips its backward."""
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import root
+from tests.rows import every_row
 from torch.autograd import gradcheck
 
 from massieu.energy import SpinModel, sites
@@ -56,6 +57,7 @@ def distance(found, exact):
     return [float((a - b).norm()) for a, b in zip(found[:3], exact[:3], strict=True)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", SITES)
 def test_errors_fall_as_theory_says_for_every_kind_of_site(kind, method):
@@ -67,6 +69,7 @@ def test_errors_fall_as_theory_says_for_every_kind_of_site(kind, method):
         assert math.log(large / small) / math.log(4) > order - 0.3, (strong, weak)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dim", [2, 3])
 def test_errors_fall_as_theory_says_on_spheres(dim):
     """Two sites of radius 1 and 1.5 in fields: the outer integral by a rule of the test's own, the inner one closed."""
@@ -195,7 +198,7 @@ def test_sites_that_cannot_move():
     torch.testing.assert_close(frozen.adaptive_tap().mean, frozen.exact().mean, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["spins", "Potts", "atoms"])
+@every_row("kind", ["spins", "Potts", "atoms"])
 def test_gradients_of_log_z_are_moments(kind):
     """Adaptive TAP's free energy is stationary: its gradient in J_ij is (Λ − J)⁻¹_ij + ⟨S_i⟩⟨S_j⟩ᵀ, for i ≠ j."""
     site = SITES[kind]
@@ -208,6 +211,7 @@ def test_gradients_of_log_z_are_moments(kind):
     torch.testing.assert_close(slope, 0.5 * wanted, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("method", METHODS)
 def test_derivatives_in_couplings_and_fields(method):
     upper = couplings(3)[:, :, 0, 0].triu(1).requires_grad_()
@@ -219,6 +223,7 @@ def test_derivatives_in_couplings_and_fields(method):
     assert gradcheck(found, (upper, (0.4 * normal(3, 1)).requires_grad_()), atol=1e-6)
 
 
+@pytest.mark.medium
 def test_derivatives_of_potts_and_gaussian_sites():
     coupling = couplings(3, 2, 0.7)
 
@@ -235,8 +240,9 @@ def test_derivatives_of_potts_and_gaussian_sites():
     assert gradcheck(normals, arguments, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["exact", *METHODS])
-@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.medium
+@every_row("method", ["exact", *METHODS])
+@every_row("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
 def test_the_wider_dtype_is_used(method, dtypes):
     """Couplings that bfloat16 holds exactly."""
     coupling = torch.tensor([[0.0, 0.5, -0.25], [0.5, 0.0, 0.125], [-0.25, 0.125, 0.0]])
@@ -249,6 +255,7 @@ def test_the_wider_dtype_is_used(method, dtypes):
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_a_second_derivative_is_the_response():
     """∂²log Z/∂field² is the derivative of the means, by differences."""
     coupling, field = couplings(4, 1, 0.6), 0.4 * normal(4, 1)
@@ -296,7 +303,7 @@ def test_a_response_that_is_no_covariance_is_refused():
             model.adaptive_tap(damping=damping)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("site", "message"),
     [
         (Poisson.create(torch.ones(3, 1).double()), "needs sites of finitely many states .* got Poisson"),

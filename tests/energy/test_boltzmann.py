@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
+from tests.rows import every_row
 
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.measures import (
@@ -89,7 +90,7 @@ def exact_log_density(name, weight):
     ).double()
 
 
-@pytest.mark.parametrize("name", HIDDEN)
+@every_row("name", HIDDEN)
 def test_effective_energy_and_normaliser(name):
     weight = weights(4, 2)
     machine = BoltzmannMachine.create(SPINS, HIDDEN[name], weight)
@@ -98,6 +99,7 @@ def test_effective_energy_and_normaliser(name):
     assert torch.isclose(machine.log_partition(), wanted.logsumexp(0), atol=1e-8)
 
 
+@pytest.mark.medium
 def test_energy_integrates_to_the_effective_energy():
     machine = BoltzmannMachine.create(SPINS, HIDDEN["Gaussian"], weights(4, 2))
     axis = torch.linspace(-12, 12, 481, dtype=torch.float64)  # the trapezoidal rule is exact for such a density
@@ -197,7 +199,7 @@ UNBOUNDED = {
 }
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("visible", "hidden", "weight", "message"),
     [
         ("Gaussian", "Poisson", 1e-6, "never have one"),
@@ -213,7 +215,7 @@ def test_machines_without_a_normaliser(visible, hidden, weight, message):
         BoltzmannMachine.create(UNBOUNDED[visible], UNBOUNDED[hidden], weight * torch.eye(2).double())
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("visible", "hidden", "weight"),
     [
         ("Gaussian", "Gaussian", 0.99),
@@ -237,7 +239,7 @@ def test_the_field_must_stay_in_the_domain():
         BoltzmannMachine.create(HIDDEN["Laplace"], Atoms.create(4 * torch.eye(2).double()), torch.eye(2).double())
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("arguments", "error", "message"),
     [
         ((SPINS, SPINS, torch.zeros(4, 3)), ValueError, r"\(4, 4\), .* got \(4, 3\)"),

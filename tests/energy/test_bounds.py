@@ -8,6 +8,7 @@ import torch
 from scipy.spatial.distance import pdist
 from scipy.special import lambertw
 from tests.energy.cases import F64, constant, draw
+from tests.rows import every_row
 
 from massieu import measures
 from massieu.energy import Hopfield, bounds, contraction
@@ -58,7 +59,7 @@ def test_the_smallest_of_many_moves():
     assert (moves <= bounds.smallest_move(path.energies[0], 10) + 1e-6).all()
 
 
-@pytest.mark.parametrize("damping", [0.05, 0.5, 1.0, 1.5, 1.95])
+@every_row("damping", [0.05, 0.5, 1.0, 1.5, 1.95])
 def test_damped_steps_descend(damping: float):
     energy, state = memories(3)
     drop = energy(state) - energy(energy.step(state, damping=damping))
@@ -145,6 +146,7 @@ def test_what_a_basin_promises():
         torch.testing.assert_close(end[found.unique], from_pattern[found.unique], rtol=0, atol=1e-9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("squared", "splits"), [(0.95, False), (1.0, False), (1.05, True)])
 def test_the_pitchfork_is_at_one(squared: float, splits: bool):
     a = torch.tensor([0.6, 0.8], dtype=F64)
@@ -185,7 +187,7 @@ def test_diameter_in_blocks():
     torch.testing.assert_close(own, patterns.square().sum(-1) - scores.amax(-1))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("reference", "constant_"),
     [
         (contraction.Scalar.create(0.5), 0.5),
@@ -203,9 +205,9 @@ def test_the_references_constant_is_a_factor(reference, constant_: float):
     torch.testing.assert_close(found, 3 * plain)
 
 
-@pytest.mark.parametrize("dimension", [2, 20, 75, 500])
-@pytest.mark.parametrize("radius", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
+@every_row("dimension", [2, 20, 75, 500])
+@every_row("radius", [0.5, 1.0, 3.0])
+@every_row("scale", [0.3, 1.0, 4.0])
 def test_capacity_against_scipy(dimension: int, radius: float, scale: float):
     found = bounds.capacity(dimension, scale=scale, radius=radius, failure=0.001)
     a = 2 / (dimension - 1) * (1 + math.log(2 * scale * radius**2 * 0.001 * (dimension - 1)))
@@ -249,7 +251,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every_row("name", REFUSED)
 def test_bad_input_is_one_clear_error(name: str):
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from tests.energy.cases import CONTRACTIONS, F64, cloud, draw
+from tests.rows import every_row
 
 from massieu import measures
 from massieu.energy import contraction
@@ -43,14 +44,14 @@ def _whitening(x: np.ndarray) -> float:
 KNOWN = [name for name in CONTRACTIONS if name != "soft sphere"]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@every_row("name", KNOWN)
 def test_lagrangian_against_its_formula(name: str):
     x = draw(20, WIDTH, seed=1)
     expected = [lagrangian(name, row) for row in x.numpy()]
     np.testing.assert_allclose(CONTRACTIONS[name](WIDTH).log_partition(x), expected, rtol=1e-11)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@every_row("name", KNOWN)
 def test_map_is_the_lagrangians_gradient(name: str):
     x, size = draw(8, WIDTH, seed=1), 1e-6
     found = CONTRACTIONS[name](WIDTH).mean(x).numpy()
@@ -60,7 +61,8 @@ def test_map_is_the_lagrangians_gradient(name: str):
         np.testing.assert_allclose(row, slope, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.medium
+@every_row("name", KNOWN)
 def test_conjugate_against_the_numerical_supremum(name: str):
     map_ = CONTRACTIONS[name](WIDTH)
     inside = map_.mean(draw(4, WIDTH, seed=1))
@@ -74,7 +76,7 @@ def test_conjugate_against_the_numerical_supremum(name: str):
         np.testing.assert_allclose(map_.conjugate(y), -best, atol=2e-7)
 
 
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@every_row("name", CONTRACTIONS)
 def test_fenchel_young(name: str):
     map_ = CONTRACTIONS[name](WIDTH)
     x, other = draw(10, WIDTH, seed=1), draw(10, WIDTH, seed=2)
@@ -85,7 +87,7 @@ def test_fenchel_young(name: str):
     torch.testing.assert_close(touching, torch.zeros(10, dtype=F64), atol=1e-7, rtol=0)
 
 
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@every_row("name", CONTRACTIONS)
 def test_outside_its_range_the_conjugate_is_infinite(name: str):
     map_ = CONTRACTIONS[name](WIDTH)
     far = 10 + draw(3, WIDTH, seed=1).abs()
@@ -96,6 +98,7 @@ def test_outside_its_range_the_conjugate_is_infinite(name: str):
         assert map_.conjugate(off).isposinf().all()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CONTRACTIONS)
 def test_derivatives_of_second_order(name: str):
     map_ = CONTRACTIONS[name](3)
@@ -107,7 +110,7 @@ def test_derivatives_of_second_order(name: str):
         assert torch.autograd.gradcheck(map_.conjugate, (y,))
 
 
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@every_row("name", CONTRACTIONS)
 def test_finite_at_zero_and_far_away(name: str):
     map_ = CONTRACTIONS[name](WIDTH)
     points = torch.stack([torch.zeros(WIDTH), torch.ones(WIDTH), torch.full((WIDTH,), 1e4), 1e4 * torch.eye(WIDTH)[0]])
@@ -121,6 +124,7 @@ def test_finite_at_zero_and_far_away(name: str):
         torch.testing.assert_close(slope, map_.mean(x), rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CONTRACTIONS)
 @given(seed=st.integers(0, 10**6), size=st.sampled_from([1e-3, 1.0, 30.0]))
 @settings(max_examples=10, deadline=None)
@@ -131,7 +135,7 @@ def test_no_secant_is_steeper_than_the_lipschitz_constant(name: str, seed: int, 
     assert (steepness <= map_.lipschitz * (1 + 1e-9)).all()
 
 
-@pytest.mark.parametrize("name", ["sphere, softened", "RMSNorm", "LayerNorm"])
+@every_row("name", ["sphere, softened", "RMSNorm", "LayerNorm"])
 def test_the_lipschitz_constant_is_attained(name: str):
     map_ = CONTRACTIONS[name](WIDTH)
     small = torch.tensor([1e-8, -1e-8, 0.0, 0.0], dtype=F64)
@@ -202,7 +206,7 @@ def test_one_map_for_each_batch_item():
         torch.testing.assert_close(whole.conjugate(whole.mean(x))[item], alone.conjugate(alone.mean(x[item])))
 
 
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@every_row("name", CONTRACTIONS)
 def test_half_precision_is_promoted_and_vmap_is_the_batch(name: str):
     map_ = CONTRACTIONS[name](WIDTH)
     x = draw(6, WIDTH, seed=1)
@@ -238,7 +242,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every_row("name", REFUSED)
 def test_bad_input_is_one_clear_error(name: str):
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):

@@ -20,6 +20,7 @@ def memory(*batch: int, count: int = 5, width: int = 3) -> tuple[Hopfield, Tenso
     return Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=SCALE), patterns, log_weight
 
 
+@pytest.mark.medium
 def test_the_normaliser_by_quadrature():
     energy, patterns, log_weight = memory(width=2)
     arguments = (patterns.numpy(), log_weight.numpy())
@@ -112,6 +113,7 @@ def test_the_likelihoods_gradient_in_the_patterns():
     np.testing.assert_allclose(slope, SCALE * (prior[:, None] * x - share.T @ xi / 40), atol=1e-13)
 
 
+@pytest.mark.medium
 def test_likelihood_in_patterns_weights_and_scale():
     def loss(patterns: Tensor, log_weight: Tensor, scale: Tensor, data: Tensor) -> Tensor:
         return density.negative_log_likelihood(

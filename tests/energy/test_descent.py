@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.energy.cases import F64, REFERENCES, draw
+from tests.rows import every_row
 
 from massieu.energy import Clustering, Hopfield, newton_step
 from massieu.solve import Status
@@ -17,7 +18,7 @@ from massieu.solve import Status
 # --- retrieval -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["identity", "spin", "LayerNorm", "Gaussian"])
+@every_row("name", ["identity", "spin", "LayerNorm", "Gaussian"])
 def test_retrieval_ends_where_a_step_stays(name: str):
     energy = Hopfield.create(draw(3, 5, 4), reference=REFERENCES[name](4), scale=3.0)
     start = energy.step(draw(3, 6, 4, seed=1))
@@ -30,7 +31,7 @@ def test_retrieval_ends_where_a_step_stays(name: str):
     torch.testing.assert_close(found.energy, energy(found.state))
 
 
-@pytest.mark.parametrize("scale", [4.0, 16.0, 32.0])
+@every_row("scale", [4.0, 16.0, 32.0])
 def test_cold_memories_converge(scale: float):
     energy = Hopfield.create(draw(4, 16, 8).float(), scale=scale)
     found = energy.retrieve(draw(4, 20, 8, seed=1).float())
@@ -96,7 +97,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every_row("name", REFUSED)
 def test_bad_input_is_one_clear_error(name: str):
     arguments, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
@@ -135,6 +136,7 @@ def test_a_newton_step_is_its_formula():
     np.testing.assert_allclose(newton_step(energy, state), expected, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.medium
 @given(
     seed=st.integers(0, 10**6),
     scale=st.sampled_from([0.3, 2.0, 20.0]),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import gammaln, logsumexp
 from tests.energy.cases import F64, draw
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.energy import BinaryHopfield, DenseHopfield, Energy
@@ -68,6 +69,7 @@ def test_a_step_takes_the_better_value_of_each_unit_in_turn(values: str):
         np.testing.assert_array_equal(energy.step(states), expected)
 
 
+@pytest.mark.medium
 @given(
     seed=st.integers(0, 10**6),
     values=st.sampled_from(sorted(PAIRS)),
@@ -214,7 +216,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every_row("name", REFUSED)
 def test_bad_input_is_one_clear_error(name: str):
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -45,8 +46,9 @@ def by_bisection(scores, alpha):
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e4])
-@pytest.mark.parametrize("alpha", [*ALPHAS, 2.5, 4.0])
+@pytest.mark.medium
+@every_row("scale", [1e-3, 1.0, 30.0, 1e4])
+@every_row("alpha", [*ALPHAS, 2.5, 4.0])
 def test_weights_and_potential_are_those_of_sixty_digits(alpha, scale):
     scores = draw(6, seed=1, scale=scale)
     weights, value = by_bisection(scores, alpha)
@@ -61,6 +63,7 @@ def test_weights_and_potential_are_those_of_sixty_digits(alpha, scale):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
 def test_float32_keeps_its_digits_at_scores_of_ten_thousand(alpha):
     # Neighbouring scores differ by 0.5 and are exact in float32.
@@ -75,7 +78,7 @@ def test_float32_keeps_its_digits_at_scores_of_ten_thousand(alpha):
         assert slope.isfinite().all() and second.isfinite().all()
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+@every_row("alpha", [1.0, 1.5, 2.0])
 def test_the_weights_solve_the_program(alpha):
     """max p·z + H_α(p) over the simplex, by sequential quadratic programming (a quadratic program at α = 2)."""
     scores = draw(5, seed=3)
@@ -100,7 +103,7 @@ def test_known_rows():
     assert entmax(torch.tensor([5.0]), 1.7).item() == 1
 
 
-@pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0, 3.0])
+@every_row("alpha", [1.25, 1.5, 2.0, 3.0])
 def test_the_vertex_is_exact_from_the_margin_on(alpha):
     margin = 1 / (alpha - 1)
     at, below = torch.tensor([[0.0, -margin, -margin - 1], [0.0, -margin + 0.05, -margin - 1]], dtype=torch.float64)
@@ -147,7 +150,7 @@ def test_weights_are_on_the_simplex_and_ordered_as_the_scores(scores, alpha, dty
 # --- masks and shapes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.3, 1.5, 2.0, 3.0])
+@every_row("alpha", [1.0, 1.3, 1.5, 2.0, 3.0])
 def test_what_is_left_out_is_as_if_it_were_not_there(alpha):
     scores, keep = draw(5, 8, seed=5), torch.rand(5, 8, generator=torch.Generator().manual_seed(6)) < 0.6
     keep[0], keep[1] = True, torch.arange(8) == 3
@@ -163,7 +166,7 @@ def test_what_is_left_out_is_as_if_it_were_not_there(alpha):
         assert (slope[~keep] == 0).all() and slope.isfinite().all()
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.3, 1.5, 2.0, 3.0, "tensor"])
+@every_row("alpha", [1.0, 1.3, 1.5, 2.0, 3.0, "tensor"])
 def test_a_row_without_entries_has_weight_and_gradients_zero(alpha):
     order = torch.full((2, 1), 1.4, dtype=torch.float64, requires_grad=True) if alpha == "tensor" else alpha
     scores = draw(2, 3, seed=7, scale=0.3).requires_grad_()
@@ -193,7 +196,7 @@ def test_dimensions_dtypes_and_heads():
         assert torch.allclose(entmax(rough).double(), entmax(rough.double()), atol=1e-6)
 
 
-@pytest.mark.parametrize("alpha", [1.3, 1.5, 3.0])
+@every_row("alpha", [1.3, 1.5, 3.0])
 def test_a_row_does_not_depend_on_its_batch_mates(alpha):
     scores = torch.cat([draw(3, 40, seed=9), draw(3, 40, seed=10, scale=1e-3), draw(3, 40, seed=11, scale=50)])
     assert torch.equal(entmax(scores, alpha), torch.cat([entmax(row[None], alpha) for row in scores]))
@@ -202,6 +205,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(alpha):
 # --- derivatives -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("function", [entmax, entmax_conjugate])
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 1.8, 2.0, 2.5])
 def test_first_and_second_derivatives(alpha, function):
@@ -223,6 +227,7 @@ def test_derivatives_of_the_potential_are_the_weights():
         assert torch.allclose(slope, entmax(scores, alpha), atol=1e-15)
 
 
+@pytest.mark.medium
 def test_transforms_agree_to_third_order():
     scores, alpha = draw(5, seed=14), torch.tensor(1.4, dtype=torch.float64)
     both = (0, 1)
@@ -238,6 +243,7 @@ def test_transforms_agree_to_third_order():
     assert torch.allclose(jacfwd(jacfwd(jacfwd(entmax_conjugate)))(scores, alpha), third, atol=1e-12)
 
 
+@pytest.mark.medium
 def test_plain_operations_have_the_same_derivatives_also_at_alpha_one():
     """Nested forward mode leaves the custom function; one level keeps it."""
     scores = draw(5, seed=15)
@@ -282,6 +288,7 @@ def _learned(scores):
     return entmax(scores, 1 + torch.sigmoid(scores[..., :1]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("function", [_potential, pytest.param(_slope, marks=pytest.mark.slow), _masked, _learned])
 def test_compiled_is_eager(function):
     torch._dynamo.reset()
@@ -308,7 +315,7 @@ def test_a_compiled_transform_differentiates_in_alpha():
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("arguments", "error", "message"),
     [
         ({"alpha": 0.99}, ValueError, "at least 1, got 0.99"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 from tests.energy.cases import F64, constant, draw
+from tests.rows import every_row
 
 from massieu import nn, ops
 from massieu.energy import least_entropy
@@ -26,8 +27,8 @@ def spike(sigma: float, keys: int) -> np.ndarray:
     return scores
 
 
-@pytest.mark.parametrize("keys", [2, 3, 8, 100])
-@pytest.mark.parametrize("sigma", [1e-3, 0.5, 3.0, 12.0])
+@every_row("keys", [2, 3, 8, 100])
+@every_row("sigma", [1e-3, 0.5, 3.0, 12.0])
 def test_it_is_attained(keys, sigma):
     assert np.linalg.norm(spike(sigma, keys)) == pytest.approx(sigma, rel=1e-12)
     assert float(least_entropy(constant(sigma), keys)) == pytest.approx(
@@ -35,6 +36,7 @@ def test_it_is_attained(keys, sigma):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("keys", "sigma"), [(2, 1.0), (3, 0.3), (5, 2.0), (5, 6.0), (16, 2.0), (16, 5.0)])
 def test_no_search_finds_less(keys, sigma):
     bound, generator = float(least_entropy(constant(sigma), keys)), np.random.default_rng(0)
@@ -93,7 +95,7 @@ def test_a_layer_with_reparametrised_projections_cannot_collapse():
     assert (found.entropy >= least_entropy(sigma, 9)).all()
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "message"),
     [
         (lambda: least_entropy(-1.0, 4), ValueError, "at least 0, got"),

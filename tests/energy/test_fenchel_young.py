@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 
@@ -54,6 +55,7 @@ def test_alpha_one_is_the_measure():
     assert SparseAtoms.create(points, 1).margin == torch.inf
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, "heads"])
 def test_the_mean_is_the_gradient_to_second_order(alpha):
     points, eta = draw(2, 6, 3, seed=7), draw(2, 2, 3, seed=8)
@@ -70,8 +72,8 @@ def test_the_mean_is_the_gradient_to_second_order(alpha):
         assert gradcheck(value, inputs) and gradgradcheck(value, inputs)
 
 
-@pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_row("alpha", [1.25, 1.5, 2.0])
+@every_row("dtype", [torch.float32, torch.float64])
 def test_one_step_retrieves_exactly_from_the_margin_on(alpha, dtype):
     """The numbers of N2: at α = 3/2 the vertex at a margin of 2, not at 1.9."""
     margin = 1 / (alpha - 1)
@@ -90,6 +92,7 @@ def test_one_step_retrieves_exactly_from_the_margin_on(alpha, dtype):
     assert SparseAtoms.create(points, alpha, torch.tensor([True, False, False])).retrieves_exactly(0 * at)
 
 
+@pytest.mark.medium
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10_000),
@@ -119,6 +122,7 @@ def test_descent_under_a_normalisation():
     assert (path.energies.diff(dim=0) <= 1e-12).all()
 
 
+@pytest.mark.medium
 def test_masks_heads_vmap_half_precision_and_compilation():
     points, eta = draw(2, 6, 3, seed=11), draw(2, 4, 3, seed=12)
     keep = torch.tensor([[True, False, True, True, False, True], [False] * 6])
@@ -152,7 +156,7 @@ def test_the_loss_at_alpha_one_is_cross_entropy():
     assert torch.allclose(fenchel_young_loss(scores, soft, 1), divergence, atol=1e-14)
 
 
-@pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0])
+@every_row("alpha", [1.2, 1.5, 2.0])
 def test_the_loss_is_zero_exactly_at_its_weights_and_from_the_margin_on(alpha):
     memory, eta = SparseAtoms.create(draw(6, 3, seed=15), alpha), draw(5, 3, seed=16)
     assert memory.loss(eta, memory.weights(eta)).abs().max() < 1e-14
@@ -195,7 +199,7 @@ def test_small_losses_keep_their_digits_in_float32():
     assert fenchel_young_loss(scores, torch.tensor([1.0, 0.0]), 2).item() == pytest.approx(2.0**-16, rel=1e-2)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "message"),
     [
         (lambda: SparseAtoms.create(torch.zeros(3, 2), 0.5), ValueError, "at least 1, got 0.5"),

@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy.special import expit, logsumexp
 from tests.energy.cases import F64, draw
+from tests.rows import every_row
 
 from massieu import measures
 from massieu.energy import boosting_energy, ood_score
@@ -16,7 +17,7 @@ def lse(memory, scale: float) -> np.ndarray:
     return logsumexp(scale * FEATURES.numpy() @ memory.numpy().T, -1) / scale
 
 
-@pytest.mark.parametrize("scale", [0.3, 1, 5.0])
+@every_row("scale", [0.3, 1, 5.0])
 def test_scores_by_their_definitions(scale: float):
     np.testing.assert_allclose(
         ood_score(FEATURES, scale=scale), -logsumexp(scale * FEATURES.numpy(), -1) / scale, rtol=1e-12
@@ -35,7 +36,7 @@ def test_scores_by_their_definitions(scale: float):
     )
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.0, 5.0])
+@every_row("scale", [0.3, 1.0, 5.0])
 def test_boosting_energy_three_ways(scale: float):
     found = boosting_energy(FEATURES, MEMORY, OUTLIERS, scale=scale)
     both = lse(torch.cat([MEMORY, OUTLIERS]), scale)
@@ -108,7 +109,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every_row("name", REFUSED)
 def test_bad_input_is_one_clear_error(name: str):
     arguments, error, message = REFUSED[name]
     with pytest.raises(error, match=message):

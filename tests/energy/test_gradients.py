@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.rows import every_row
 
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
@@ -31,7 +32,7 @@ def loop_integral(function, points=2000):
     return (function(circle + 0.3) * tangent).sum().item() * 2 * torch.pi / points
 
 
-@pytest.mark.parametrize("name", RATIOS)
+@every_row("name", RATIOS)
 def test_weights_normalised_by_their_sum_are_no_gradients(name):
     function = ratio(RATIOS[name])
     found = jacobian_asymmetry(function, STATES)
@@ -47,7 +48,7 @@ def test_weights_normalised_by_their_sum_are_no_gradients(name):
     assert abs(loop_integral(function)) > 1e-4
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+@every_row("alpha", [1.0, 1.5, 2.0])
 def test_entmax_attention_is_a_gradient(alpha):
     function = SparseAtoms.create(KEYS, alpha).mean
     assert is_conservative(function, STATES).all()
@@ -69,7 +70,7 @@ def test_known_matrices_and_precision():
     assert jacobian_asymmetry(lambda x: x.square(), torch.ones(5, 4, 1)).shape == (5, 4)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "message"),
     [
         (lambda: jacobian_asymmetry(lambda x: x.sum(-1), torch.zeros(3)), ValueError, r"shape \(3,\), got \(\)"),

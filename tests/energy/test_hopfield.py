@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp
 from tests.energy.cases import F64, MEMORIES, REFERENCES, attend, draw, hopfield_energy
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu import measures
@@ -18,8 +19,8 @@ EPS = torch.finfo(F64).eps
 # --- against NumPy ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [0.3, 1, 7.0, torch.tensor([0.5, 1.0, 4.0], dtype=F64)])
-@pytest.mark.parametrize("masked", [False, True])
+@every_row("scale", [0.3, 1, 7.0, torch.tensor([0.5, 1.0, 4.0], dtype=F64)])
+@every_row("masked", [False, True])
 def test_energy_and_step_of_heads_masks_and_weights(scale, masked: bool):
     patterns, state = draw(2, 3, 6, 4), draw(2, 3, 5, 4, seed=1)
     log_weight = draw(2, 3, 6, seed=2)
@@ -60,7 +61,8 @@ def test_what_a_mask_leaves_out_counts_for_nothing():
     torch.testing.assert_close(masked.force(state), without.force(state), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.medium
+@every_row("name", REFERENCES)
 def test_a_memory_that_is_masked_altogether_remembers_nothing(name: str):
     reference = REFERENCES[name](4)
     keep = torch.ones(2, 6, dtype=torch.bool)
@@ -100,6 +102,7 @@ def test_without_the_factor_of_one_over_scale_the_gradient_is_not_attention():
     torch.testing.assert_close(Hopfield.create(patterns, scale=scale).force(state.detach()), attention - state.detach())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_force_is_minus_the_gradient(name: str):
     energy = Hopfield.create(draw(5, 3), reference=REFERENCES[name](3), scale=1.3)
@@ -166,6 +169,7 @@ OTHER_THAN_ATOMS = [name for name in REFERENCES if name != "Atoms"]
 dampings = st.sampled_from([1.0, 0.3])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", OTHER_THAN_ATOMS)
 @given(scene=scenes, damping=dampings)
 @settings(max_examples=4, deadline=None)
@@ -201,6 +205,7 @@ def test_quadratic_references_allow_a_damping_of_up_to_two(name: str, scene: dic
     _descends(energy, state, damping)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("reference", ["identity", "spin", "LayerNorm", "soft sphere"])
 @pytest.mark.parametrize("name", MEMORIES)
@@ -211,6 +216,7 @@ def test_energy_never_rises_for_other_memories(name: str, reference: str, batch:
             _descends(energy, 2 * draw(*batch, 6, 3, seed=20), damping)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", REFERENCES)
 def test_energy_over_stored_patterns_is_never_negative(name: str):
     for scale in (0.1, 4.0):
@@ -236,6 +242,7 @@ def test_descend_returns_the_path():
 # --- derivatives, transforms, precision ------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["identity", "spin", "LayerNorm"])
 def test_gradients_of_first_and_second_order(name: str):
     reference = REFERENCES[name](3)
@@ -251,6 +258,7 @@ def test_gradients_of_first_and_second_order(name: str):
     assert torch.autograd.gradgradcheck(energy, inputs)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["identity", "LayerNorm", "soft sphere", "Gaussian"])
 def test_vmap_is_the_batch(name: str):
     patterns, state = draw(3, 5, 4), draw(3, 6, 4, seed=1)
@@ -292,8 +300,9 @@ def test_compiled_is_eager():
         torch.testing.assert_close(left, right)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", [name for name in REFERENCES if name != "Atoms"])
+@pytest.mark.medium
+@every_row("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every_row("name", [name for name in REFERENCES if name != "Atoms"])
 def test_low_precision_is_promoted(name: str, dtype: torch.dtype):
     reference = REFERENCES[name](8)
     patterns, state = draw(5, 8).to(dtype), draw(6, 8, seed=1).to(dtype)
@@ -308,7 +317,7 @@ def test_low_precision_is_promoted(name: str, dtype: torch.dtype):
     torch.testing.assert_close(low(moved).double(), exact(exact.step(state.double())), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+@every_row("name", REFERENCES)
 def test_large_scores_stay_finite(name: str):
     energy = Hopfield.create(100 * draw(5, 4), reference=REFERENCES[name](4), scale=32.0)
     state = energy.step(1e4 * draw(6, 4, seed=1)).requires_grad_()
@@ -360,7 +369,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every_row("name", REFUSED)
 def test_bad_input_is_one_clear_error(name: str):
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
@@ -374,7 +383,7 @@ def test_an_energy_is_final():
             pass
 
 
-@pytest.mark.parametrize("kind", ["int", "float", "tensor", "parameter"])
+@every_row("kind", ["int", "float", "tensor", "parameter"])
 def test_scale_of_every_kind_and_it_trains(kind: str):
     parameter = torch.nn.Parameter(torch.tensor(2.0, dtype=F64))
     scale = {"int": 2, "float": 2.0, "tensor": torch.tensor(2.0, dtype=F64), "parameter": parameter}[kind]

@@ -59,6 +59,7 @@ def test_the_covariance_is_the_jacobian_and_the_state_the_inverse(exact):
         torch.testing.assert_close(eigenvalues, wanted, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("exact", [True, False])
 def test_derivatives_exist_at_zero(exact):
     model = spins(exact=exact)
@@ -75,6 +76,7 @@ def second_derivative(model, state, contracted):
     return torch.einsum("iabc,ibc->ia", hessian, contracted)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_echo_is_half_the_second_derivative_by_the_first(exact):
     model = spins(exact=exact)
@@ -114,6 +116,7 @@ def by_angle(drive, strength, before, size, scale):
     return float(p @ mean)
 
 
+@pytest.mark.medium
 def test_one_step_from_independent_vectors_to_second_and_third_order():
     size, scale, drive, before = 6, 1.4, 0.9, 1.7
     errors = {"first": [], "second": []}
@@ -190,6 +193,7 @@ def test_couplings_of_a_softmax_contract_below_two():
     assert model.lipschitz.item() == pytest.approx(0.95)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("order", ["first", pytest.param("second", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exact", [True, False])
 def test_stationary_states_do_not_move_and_their_derivatives(order, exact):
@@ -211,6 +215,7 @@ def test_stationary_states_do_not_move_and_their_derivatives(order, exact):
     assert torch.autograd.gradcheck(step, given[:2], eps=1e-4, rtol=1e-4, atol=1e-5, fast_mode=True)
 
 
+@pytest.mark.medium
 def test_second_derivatives_of_the_stationary_means():
     model = spins(2, 3, 0.3)
 

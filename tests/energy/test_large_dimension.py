@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from scipy.special import gammaln, ive
+from tests.rows import every_row
 
 from massieu.energy import SphericalSpins, SpinModel
 from massieu.errors import ConvergenceError
@@ -28,7 +29,7 @@ def alone(size, scale, strength):
     return mean, level / size
 
 
-@pytest.mark.parametrize(("size", "error"), [(8, 0.0075), (64, 0.0010), (512, 0.0001)])
+@every_row(("size", "error"), [(8, 0.0075), (64, 0.0010), (512, 0.0001)])
 def test_one_spin_is_bessels_ratio_to_order_one_over_d(size, error):
     scale, field = 0.7, torch.zeros(1, size).double()
     field[0, 0] = 0.6 * math.sqrt(size)
@@ -79,6 +80,7 @@ def test_lengths_are_kept_and_phi_is_stationary():
         torch.testing.assert_close(single.saddle_point().mean, found.mean[item], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("number", [1, 2, 10, 40])
 def test_newton_converges_at_all_temperatures(number):
     for scale in (1e-6, 1e-2, 1.0, 1e2, 1e6):
@@ -105,6 +107,7 @@ def test_the_mean_is_the_derivative_of_log_z():
     torch.testing.assert_close(second, model.covariance(found), rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.medium
 def test_the_longitudinal_covariance_is_von_mises_and_fishers():
     size, scale = 2000, 0.7
     field = torch.zeros(1, size).double()
@@ -117,6 +120,7 @@ def test_the_longitudinal_covariance_is_von_mises_and_fishers():
     assert found[0, 0] < 0.9 * found[1, 1]
 
 
+@pytest.mark.medium
 def test_derivatives():
     model = spins(3, 4)
 
@@ -130,6 +134,7 @@ def test_derivatives():
     assert torch.autograd.gradgradcheck(outputs, given, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_batches_by_vmap_and_float32():
     model = spins(4, 6, batch=(3,))
 

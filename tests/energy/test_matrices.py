@@ -48,6 +48,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_second_derivatives_of_a_batch_are_those_of_its_items(name: str):
     each = torch.stack([hessian(FUNCTIONS[name])(field) for field in FIELDS])

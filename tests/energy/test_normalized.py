@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 
@@ -22,7 +23,7 @@ def by_numpy(points, eta, g, b):
     return weights @ points.numpy(), len(z) * (g * deviation + b * z.mean())
 
 
-@pytest.mark.parametrize(("g", "b"), [(0.7, 0.2), (0.1, 0.0), (1.0, -0.3)])
+@every_row(("g", "b"), [(0.7, 0.2), (0.1, 0.0), (1.0, -0.3)])
 def test_the_published_layer_is_the_gradient_of_the_deviation(g, b):
     points, eta = draw(9, 4, seed=1), draw(5, 4, seed=2)
     potential = ScoreDeviation.create(points, gain=9 * g, bias=9 * b)
@@ -46,6 +47,7 @@ def test_a_multiplicity_is_a_repeated_point_and_a_mask_a_missing_one():
     assert (nothing.mean(eta) == 0).all() and (nothing.log_partition(eta) == -torch.inf).all()
 
 
+@pytest.mark.medium
 def test_second_derivatives():
     points, eta = draw(2, 5, 3, seed=5).requires_grad_(), draw(2, 2, 3, seed=6).requires_grad_()
     gain, bias = (torch.tensor([0.8, 1.3], dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -91,6 +93,7 @@ def test_a_hopfield_network_of_it_is_power_iteration():
     assert abs(vectors[:, -1] @ path.states[-1, 0].numpy()) == pytest.approx(1.5 * values[-1] ** 0.5, abs=1e-8)
 
 
+@pytest.mark.medium
 def test_transforms_and_half_precision():
     points, eta = draw(3, 6, 4, seed=9), draw(3, 5, 4, seed=10)
 
@@ -103,7 +106,7 @@ def test_transforms_and_half_precision():
     assert torch.allclose(torch.compile(mean, fullgraph=True, backend="aot_eager")(points, eta), mean(points, eta))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("keywords", "error", "message"),
     [
         ({"gain": 0.0}, ValueError, "gain must be positive"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.energy.rectified import LogSumReLU
@@ -101,7 +102,7 @@ def test_multiplicities_masks_and_precision():
     assert torch.allclose(heads(state.expand(2, 8, 2))[1], single(state), atol=1e-14)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("keywords", "error", "message"),
     [
         ({"scale": 0.0}, ValueError, "scale must be positive"),

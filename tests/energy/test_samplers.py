@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from tests.rows import every_row
 
 from massieu.energy import BoltzmannMachine, Hopfield
 from massieu.energy.density import density
@@ -137,6 +138,7 @@ def expected(p, spins, units):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("role", ["visible", "hidden"])
 @pytest.mark.parametrize("kind", UNITS)
 def test_chains_have_the_exact_law(kind, role):
@@ -158,7 +160,8 @@ def test_chains_have_the_exact_law(kind, role):
         assert ((values.mean(0) - wanted).abs() < 5 * error + 1e-9).all()
 
 
-@pytest.mark.parametrize("pair", list(itertools.product(FINITE, FINITE)), ids=" × ".join)
+@pytest.mark.medium
+@every_row("pair", list(itertools.product(FINITE, FINITE)), ids=" × ".join)
 def test_detailed_balance_by_the_exact_transition_matrix(pair):
     """p(v) T(v, v′) = p(v′) T(v′, v); one step of the sampler from every state has the frequencies of T."""
     (visible, (v, log_a)), (hidden, (h, log_b)) = (UNITS[kind] for kind in pair)
@@ -198,6 +201,7 @@ def by_enumeration(machine):
     return ((1 - p + p * (h @ machine.weight.mT).exp()).log().sum(-1) - 8 * math.log(2)).logsumexp(0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("method", ["importance", "sequential"])
 def test_annealed_estimates_of_16_by_8_units(method):
     """Within three standard errors of enumeration."""
@@ -253,6 +257,7 @@ def test_annealed_estimates_of_every_unit(kind, method):
 # --- Langevin --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", ["density", "energy"])
 def test_langevin_on_a_hopfield_energy_has_the_moments_of_its_density(form):
     """exp(−βE) by the trapezoidal rule on a grid, E written out; chains start far from it."""

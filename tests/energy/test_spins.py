@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.energy.spins import SpinModel
 from massieu.errors import ConvergenceError
@@ -199,7 +200,7 @@ def test_a_glassy_model_says_that_it_did_not_converge():
         model.tap(max_steps=30)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "message"),
     [
         (lambda: SpinModel.create("spin", couplings(2)), TypeError, "got str"),

@@ -6,6 +6,7 @@ import torch
 from scipy.special import logsumexp
 from tests.energy.cases import F64, constant, draw
 from tests.energy.transformer_cases import explicit_energy, network, padding, weights
+from tests.rows import every_row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("count", [1, 2, 7])
+@every_row("count", [1, 2, 7])
 def test_the_energy_is_that_of_the_formula(count):
     energy = network()
     state = energy.normalise(draw(2, count, 6, seed=9))
@@ -38,7 +39,7 @@ def test_the_energy_is_that_of_the_formula(count):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("count", [1, 2, 7])
+@every_row("count", [1, 2, 7])
 def test_the_force_is_the_gradient_for_every_batch_and_token_count(count):
     energy = network()
     for batch in (1, 4):
@@ -174,6 +175,7 @@ def test_memory_is_linear_in_tokens(padded):
 # --- derivatives, precision, transforms ------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("way")
 def test_derivatives_of_both_orders_in_everything():
     keep = torch.tensor([[True, True, True, False]])
@@ -260,7 +262,7 @@ def test_compiled():
 KEY, QUERY, MEMORIES = weights()
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "message"),
     [
         (lambda: EnergyTransformer.create(KEY, QUERY[:2], MEMORIES), ValueError, r"\(3, 4, 6\) and \(2, 4, 6\)"),

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.energy.cases import F64, draw
 from tests.energy.transformer_cases import explicit_energy, network, weights
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.energy import EnergyTransformer
@@ -27,6 +28,7 @@ def randomly(seed, heads, count, gain, scale, quantity, padded):
     return network(seed, gain, keep, scale, heads=heads, quantity=quantity), 2 * draw(4, count, 6, seed=seed + 10)
 
 
+@pytest.mark.medium
 @random_networks
 @settings(max_examples=25, deadline=None)
 def test_a_step_lowers_the_energy_by_what_is_certain(**drawn):
@@ -42,6 +44,7 @@ def test_a_step_lowers_the_energy_by_what_is_certain(**drawn):
         state = after
 
 
+@pytest.mark.medium
 @random_networks
 @settings(max_examples=25, deadline=None)
 def test_a_safe_step_of_the_flow_lowers_the_energy(**drawn):
@@ -53,7 +56,7 @@ def test_a_safe_step_of_the_flow_lowers_the_energy(**drawn):
         assert (rise <= 1e-11 * (1 + path.energies[:-1].abs())).all()
 
 
-@pytest.mark.parametrize("size", [1e-3, 0.1, 3.0])
+@every_row("size", [1e-3, 0.1, 3.0])
 def test_any_step_of_the_flow_obeys_the_inequality(size):
     """E falls by at least Σ_B ((ℓ⁺ + ℓ)/(2r·size) − ½ curvature)‖g⁺ − g‖², also where that is negative."""
     energy, tokens = network(), draw(50, 5, 6, seed=9)
@@ -74,6 +77,7 @@ def test_long_steps_are_not_promised():
     assert (energy.flow(tokens, steps=20).energies.diff(dim=0) <= 1e-12).all()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_the_curvature_bounds_every_hessian(count):
     energy = network(heads=2, quantity=4)
@@ -116,6 +120,7 @@ def test_steps_of_the_flow_are_the_formula():
         state = state + 0.07 * energy.force(energy.normalise(state))
 
 
+@pytest.mark.medium
 def test_retrieval_ends_where_the_force_is_normal_to_the_range():
     energy = network()
     found = energy.retrieve(energy.normalise(draw(3, 4, 6, seed=9)), max_steps=20_000)
@@ -127,6 +132,7 @@ def test_retrieval_ends_where_the_force_is_normal_to_the_range():
     assert tangent.abs().max() < 1e-6 and ((inner * deviation).sum(-1) > 0).all()
 
 
+@pytest.mark.medium
 def test_gradients_at_the_end_are_those_of_many_steps():
     key, query, memories = (each.requires_grad_() for each in weights(heads=1, size=3, width=4, quantity=5))
     energy = EnergyTransformer.create(key, query, memories)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import solve_ivp
 from scipy.special import logsumexp, softmax
+from tests.rows import every_row
 
 from massieu.energy import Hopfield
 from massieu.energy.contraction import LayerNorm, Spin
@@ -29,6 +30,7 @@ def network(name, seed=1, **keywords):
     return TwoLayer.create(draw(3, 5, seed=seed), visible=visible(), hidden=hidden(), **keywords)
 
 
+@pytest.mark.medium
 def test_the_path_is_that_of_scipy():
     layers = network("Hopfield", visible_time=0.7, hidden_time=0.2)
     coupling, start = layers.coupling.numpy(), draw(8, seed=2)
@@ -56,6 +58,7 @@ def test_the_energy_is_that_of_the_formula():
         assert found == pytest.approx(expected, abs=1e-13)
 
 
+@pytest.mark.medium
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(LAYERS)), st.integers(0, 10_000), st.floats(1e-3, 1e3), st.floats(0.01, 100))
 def test_the_split_flow_and_the_step_never_raise_the_energy(name, seed, duration, hidden_time):
@@ -66,6 +69,7 @@ def test_the_split_flow_and_the_step_never_raise_the_energy(name, seed, duration
     assert (steps.energies.diff(dim=0) <= 1e-12 * (1 + steps.energies[:-1].abs())).all()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", LAYERS)
 def test_runge_kutta_raises_the_energy_by_no_more_than_its_order(name):
     layers, state = network(name), draw(6, 8, seed=4)
@@ -75,7 +79,7 @@ def test_runge_kutta_raises_the_energy_by_no_more_than_its_order(name):
     assert path.energies[-1].max() < path.energies[0].min()
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@every_row("name", LAYERS)
 def test_the_energy_falls_at_the_rate_of_the_theorem(name):
     """dℰ/dt = −τ_v v̇ᵀ∇²L_v v̇ − τ_h ḣᵀ∇²L_h ḣ, the left side by differences of a path, the right one by autograd."""
     layers, start = network(name, visible_time=0.5, hidden_time=2.0), draw(8, seed=5)
@@ -101,6 +105,7 @@ def test_at_the_hidden_limit_it_is_the_hopfield_network():
     assert torch.allclose(found.state[..., :3], expected.state, atol=1e-8)
 
 
+@pytest.mark.medium
 def test_fast_hidden_units_follow_their_limit():
     """v̇ = attention(v) − v by SciPy, with an error of the order of τ_h."""
     query, coupling = draw(3, seed=9), network("Hopfield").coupling.numpy()
@@ -127,7 +132,7 @@ def test_shapes_gradients_and_precision():
     assert TwoLayer.create(coupling.detach().bfloat16())(state.bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "message"),
     [
         (lambda: TwoLayer.create(torch.zeros(3)), ValueError, r"\(\*batch, n_v, n_h\), got \(3,\)"),

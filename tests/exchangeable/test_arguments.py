@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.exchangeable import (
     GaussianTokens,
@@ -32,7 +33,7 @@ ONE, TWO = torch.ones(1, dtype=torch.float64), torch.eye(2)
 Q = torch.zeros(1, 1, 2, 2)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "named"),
     [
         (lambda: masked_mean(TWO, torch.full((2,), -INF), torch.zeros(2)), ValueError, "every latent excludes"),

@@ -7,6 +7,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import LinearRegression, Ridge
+from tests.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError
@@ -69,8 +70,8 @@ def by_definition(query, key, value, kernel, ridge, precision=None):
     return smoother @ value, np.diag(pairs(query, query)) - (smoother * cross).sum(-1)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("keys", [6, 40])  # fewer and more than features
+@every_row("name", KERNELS)
+@every_row("keys", [6, 40])  # fewer and more than features
 def test_the_definition(name, keys):
     query, key, value = tokens(keys)
     found = conditional_mean_attention(
@@ -128,8 +129,8 @@ def test_trap_19_the_operators_ridge_and_the_matrixs():
         conditional_mean_attention(query, key, value, kernel=Linear())
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("keys", [6, 40])
+@every_row("name", KERNELS)
+@every_row("keys", [6, 40])
 def test_log_weights_are_precisions_and_minus_infinity_hides(name, keys):
     query, key, value = tokens(keys)
     weight = normal(2, 1, 1, keys, seed=3)
@@ -152,9 +153,9 @@ def test_log_weights_are_precisions_and_minus_infinity_hides(name, keys):
         np.testing.assert_allclose(found.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("method", ["cholesky", "conjugate_gradient", "low_rank"])
-@pytest.mark.parametrize("keys", [6, 40])
+@every_row("name", KERNELS)
+@every_row("method", ["cholesky", "conjugate_gradient", "low_rank"])
+@every_row("keys", [6, 40])
 def test_trap_15_without_a_visible_key_the_prior(name, method, keys):
     if (name, method) == ("features", "conjugate_gradient"):
         return
@@ -173,8 +174,8 @@ def test_trap_15_without_a_visible_key_the_prior(name, method, keys):
     assert (value.grad[1] == 0).all()
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("keys", "queries"), [(9, 9), (9, 5), (5, 9), (150, 170)])
+@every_row("name", KERNELS)
+@every_row(("keys", "queries"), [(9, 9), (9, 5), (5, 9), (150, 170)])
 def test_causal_is_a_loop_over_prefixes(name, keys, queries):
     query, key, value = tokens(keys, queries, batch=1)
     weight = normal(1, 1, 1, keys, seed=3)
@@ -197,8 +198,8 @@ def test_causal_is_a_loop_over_prefixes(name, keys, queries):
         torch.testing.assert_close(found.variance[:, :, place], prefix.variance[:, :, 0], **CLOSED_FORM)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("is_causal", [False, True])
+@every_row("name", KERNELS)
+@every_row("is_causal", [False, True])
 def test_grouped_heads_and_numbers_a_head(name, is_causal):
     key, value = normal(2, 2, 20, 3), normal(2, 2, 20, 4, seed=1)
     query = normal(2, 6, 20, 3, seed=2)
@@ -247,8 +248,8 @@ def test_ridge_zero_interpolates_and_in_features_is_least_squares():
     np.testing.assert_allclose(found.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_causal", [False, True])
+@every_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_row("is_causal", [False, True])
 def test_lower_precision_is_computed_in_float32(dtype, is_causal):
     query, key, value = tokens(40, 40, dtype=dtype)
     for kernel in KERNELS.values():
@@ -267,6 +268,7 @@ def test_lower_precision_is_computed_in_float32(dtype, is_causal):
 # --- without the Gram matrix -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["linear", "exponential", "gaussian"])
 @pytest.mark.parametrize("rank", [0, 10])
 def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
@@ -328,7 +330,7 @@ def test_conjugate_gradients_that_stop_short_say_so():
         )
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@every_row("name", KERNELS)
 def test_few_centres_stay_within_their_bound(name):
     query, key, value = tokens(80, 25)
     weight = normal(2, 2, 1, 80, seed=3)
@@ -393,7 +395,7 @@ class Laplacian(Kernel):
         return points.new_ones(points.shape[:-1])
 
 
-@pytest.mark.parametrize("method", ["cholesky", "conjugate_gradient", LowRank(40)])
+@every_row("method", ["cholesky", "conjugate_gradient", LowRank(40)])
 def test_a_kernel_of_ones_own(method):
     query, key, value = tokens(40, batch=1, heads=1)
     width = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
@@ -404,8 +406,8 @@ def test_a_kernel_of_ones_own(method):
     assert width.grad is not None
 
 
-@pytest.mark.parametrize("method", ["cholesky", "conjugate_gradient", "low_rank"])
-@pytest.mark.parametrize(("keys", "queries"), [(0, 3), (3, 0), (1, 1)])
+@every_row("method", ["cholesky", "conjugate_gradient", "low_rank"])
+@every_row(("keys", "queries"), [(0, 3), (3, 0), (1, 1)])
 def test_no_key_or_no_query(method, keys, queries):
     query, key, value = tokens(keys, queries)
     found = conditional_mean_attention(
@@ -421,8 +423,8 @@ def test_no_key_or_no_query(method, keys, queries):
 # --- leave one out ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("keys", [6, 40])
+@every_row("name", KERNELS)
+@every_row("keys", [6, 40])
 def test_leave_one_out_leaves_one_out(name, keys):
     _, key, value = tokens(keys)
     weight = normal(2, 1, 1, keys, seed=3)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.exchangeable import (
@@ -38,6 +39,7 @@ def inputs(keys=5):
     return leaf(1, 2, 3, 2), leaf(1, 1, keys, 2, seed=1), leaf(1, 1, keys, 2, seed=2), leaf(1, 1, 1, keys, seed=3)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("what", ["mean", "variance", "causal"])
 @pytest.mark.parametrize("keys", [2, 5])
@@ -60,6 +62,7 @@ def test_first_and_second_derivatives_of_the_exact_methods(name, what, keys):
     assert gradgradcheck(function, arguments, fast_mode=True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "method"),
     [("gaussian", ConjugateGradient(rank=0)), ("exponential", ConjugateGradient(rank=3)), ("gaussian", LowRank(3))],
@@ -127,6 +130,7 @@ def test_vmap_of_second_derivatives_is_a_loop(name, is_causal):
                 torch.testing.assert_close(ours[item], theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "is_causal"), [pytest.param("linear", True, marks=pytest.mark.slow), ("gaussian", False)]
 )
@@ -164,7 +168,7 @@ G = Gaussian.create(1.0)
 TWICE = torch.ones(1, 1, 2, 2)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "error", "named"),
     [
         ({"ridge": -1.0}, ValueError, "ridge must be finite and not negative, got -1.0"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tests.rows import every_row
 
 from massieu.exchangeable import (
     Concepts,
@@ -51,7 +52,7 @@ def test_the_urns_distance_and_its_bound():
     assert two == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(("call", "message"), [
+@every_row(("call", "message"), [
     (lambda: finite_extension_bound(4, 3), "between 1 and n = 3, got 4"),
     (lambda: urn_total_variation([], 1), "counts must be whole numbers"),
     (lambda: urn_total_variation([1, -1], 1), "at least 0"),
@@ -74,7 +75,7 @@ def entropy(p):
     return -(p * np.log(p)).sum()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@every_row("seed", range(4))
 def test_sufficiency_by_enumeration(seed):
     generator = np.random.default_rng(seed)
     prior, table = generator.dirichlet(np.ones(3)), generator.dirichlet(np.ones(4), 3)
@@ -115,7 +116,7 @@ def test_the_posterior_is_not_minimal_for_one_label():
     assert abs(found.least_label_loss) < 1e-15
 
 
-@pytest.mark.parametrize("seed", range(5))
+@every_row("seed", range(5))
 def test_averaging_loses_no_more_than_its_bound(seed):
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(5, 6, dtype=torch.float64, generator=generator).log_softmax(-1)

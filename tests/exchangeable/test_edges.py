@@ -5,6 +5,7 @@ import math
 import pytest
 import scipy.stats
 import torch
+from tests.rows import every_row
 
 from massieu.exchangeable import (
     Concepts,
@@ -65,7 +66,7 @@ def test_evidence_is_the_sum_of_predictives_in_float32(strength):
     assert coin.posterior(seen).log_evidence.dtype == coin.posterior(seen).chi.dtype == torch.float32
 
 
-@pytest.mark.parametrize("seed", range(4))
+@every_row("seed", range(4))
 def test_prediction_with_unknown_noise_is_students(seed):
     """By SciPy's multivariate t: mean and covariance."""
     root = draws(3, 3, seed=seed)
@@ -112,7 +113,7 @@ LINE = LinearRegression.create(torch.zeros(2, 1), torch.eye(2), torch.tensor(1.0
 COIN = ExponentialFamily.create(Bernoulli.create(torch.tensor([0.5])), torch.tensor([0.5]), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "named"),
     [
         (lambda: MEAN.posterior(torch.tensor([[NAN, 0.0]])), ValueError, "tokens must be finite, got nan"),
@@ -158,7 +159,7 @@ def test_posteriors_refuse(call, error, named):
 # --- conditional mean attention --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])
+@every_row("size", [1e-6, 1.0, 1e3])
 def test_a_mask_is_no_singular_matrix_at_any_size_of_the_keys(size):
     """In float32 the hidden keys' own equations, were they of size 1, are rounding beside large keys, or large ones."""
     key, value = (size * draws(1, 2, 24, 40)).float(), draws(1, 2, 24, 2, seed=1).float()
@@ -169,8 +170,8 @@ def test_a_mask_is_no_singular_matrix_at_any_size_of_the_keys(size):
     torch.testing.assert_close(found.output, alone.output, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", [Features(lambda x: x / x.norm(dim=-1, keepdim=True)), Gaussian.create(1.0)])
-@pytest.mark.parametrize("method", ["cholesky", "low_rank"])
+@every_row("kernel", [Features(lambda x: x / x.norm(dim=-1, keepdim=True)), Gaussian.create(1.0)])
+@every_row("method", ["cholesky", "low_rank"])
 def test_hidden_keys_stand_where_the_kernel_is_defined(kernel, method):
     """At the origin a normalising map is not; and keys far from it lose their digits beside it."""
     far = 0.0 if isinstance(kernel, Features) else 1e4

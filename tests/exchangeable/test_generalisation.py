@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.exchangeable import attention_lipschitz, generalisation_bound, log_cover_size
 
@@ -23,8 +24,8 @@ def test_the_weights_are_one_lipschitz_and_no_less():
     assert 1 - 1e-6 < ratio <= 1
 
 
-@pytest.mark.parametrize("length", [2, 16, 512])
-@pytest.mark.parametrize("scale", [0.3, 2.0])
+@every_row("length", [2, 16, 512])
+@every_row("scale", [0.3, 2.0])
 def test_a_head_moves_no_further_than_its_bound(length, scale):
     radius = 1.7
     for seed in range(20):
@@ -52,6 +53,7 @@ def test_a_cover_of_the_interval_is_as_large_as_needed_and_no_larger_than_said()
         assert math.log(needed) <= log_cover_size(1, 2.0, 1.5, accuracy)
 
 
+@pytest.mark.medium
 def test_the_bound_covers_the_largest_gap():
     """A class of one parameter: loss |clip(θx) − y| with θ in [−1, 1], mean loss known by a large sample."""
     theta = torch.linspace(-1, 1, 81, dtype=torch.float64)
@@ -74,7 +76,7 @@ def test_more_sequences_help_as_their_root():
     assert generalisation_bound(1000, 1.0, 100, lipschitz=2.0) > 1  # it says nothing for few sequences
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "message"),
     [
         (lambda: attention_lipschitz(0.0, 1.0), "radius must be positive"),

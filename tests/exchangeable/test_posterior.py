@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from tests.exchangeable.cases import cases
+from tests.rows import every_row
 from torch.utils import _pytree as pytree
 
 from massieu.exchangeable import (
@@ -28,13 +29,13 @@ def same(left, right, **tolerance):
             torch.testing.assert_close(one, other, **(tolerance or EXACT))
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_a_longer_context_updates_the_shorter(name):
     prior, tokens = CASES[name].prior, CASES[name].tokens
     same(prior.posterior(tokens[:, :2]).posterior(tokens[:, 2:]), prior.posterior(tokens))
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_the_evidence_is_the_sum_of_the_predictives(name):
     law, tokens, total = CASES[name].prior, CASES[name].tokens, 0.0
     for token in tokens.unbind(1):
@@ -43,7 +44,7 @@ def test_the_evidence_is_the_sum_of_the_predictives(name):
     torch.testing.assert_close(law.log_evidence, total, **EXACT)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_order_counts_only_for_the_chain(name):
     case = CASES[name]
     order = torch.tensor([3, 1, 5, 0, 2, 4])
@@ -54,7 +55,7 @@ def test_order_counts_only_for_the_chain(name):
         assert (moved.log_evidence - plain.log_evidence).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_a_masked_token_is_not_there_whatever_it_holds(name):
     case = CASES[name]
     seen = torch.tensor([[True, True, False, True, False, False], [False, True, True, True, True, True]])
@@ -75,7 +76,7 @@ def test_a_masked_token_is_not_there_whatever_it_holds(name):
             torch.testing.assert_close(here.log_evidence, torch.stack(whole).logsumexp(0), **EXACT)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_nothing_seen_changes_nothing(name):
     case = CASES[name]
     same(case.prior.posterior(case.tokens[:, :0]), case.prior)
@@ -84,7 +85,7 @@ def test_nothing_seen_changes_nothing(name):
     same(case.prior.posterior(case.tokens, torch.zeros(2, 6, dtype=torch.bool)), case.prior)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_one_prior_serves_many_sequences_and_queries(name):
     case = CASES[name]
     stack = torch.stack([case.tokens, case.tokens.flip(1)], 1)  # (2, 2, n, …)
@@ -99,7 +100,7 @@ def test_one_prior_serves_many_sequences_and_queries(name):
     torch.testing.assert_close(values[:, 3], law.log_predictive(case.tokens[:, 3]), **EXACT)
 
 
-@pytest.mark.parametrize("name", ATTENDING)
+@every_row("name", ATTENDING)
 def test_the_posterior_mean_is_attention(name):
     case = CASES[name]
     mask = torch.tensor([[True, True, False, True, True, True], [True] * 5 + [False]])
@@ -114,6 +115,7 @@ def test_the_posterior_mean_is_attention(name):
     torch.testing.assert_close(found.log_partition, level, rtol=0, atol=1e-12)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_derivatives_of_the_evidence(name):
     case = CASES[name]
@@ -131,7 +133,7 @@ def test_derivatives_of_the_evidence(name):
     assert torch.autograd.gradgradcheck(evidence, inputs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_masked_junk_has_no_derivative(name):
     case = CASES[name]
     if not case.tokens.is_floating_point() or name == "concepts of a function":
@@ -145,7 +147,7 @@ def test_masked_junk_has_no_derivative(name):
     assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_vmap_is_the_batch(name):
     case = CASES[name]
     if name.startswith("concepts of a function"):
@@ -172,6 +174,7 @@ SLOW_TO_COMPILE = (
 )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TO_COMPILE)) for name in CASES]
 )
@@ -187,8 +190,8 @@ def test_compiled_is_eager(name):
     same(compiled(case.tokens), both(case.tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", CASES)
+@every_row("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every_row("name", CASES)
 def test_lower_precision_is_promoted(name, dtype):
     case = CASES[name]
     if name == "gamma" or name.startswith("regression"):

@@ -279,6 +279,7 @@ def test_a_chain_without_memory_is_a_mixture_at_each_token():
     torch.testing.assert_close(chain.posterior(tokens).log_evidence, alone, **EXACT)
 
 
+@pytest.mark.medium
 def test_long_chains_in_single_precision():
     """Log-space: a product of 1500 probabilities is below the smallest number."""
     table = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import optimize
+from tests.rows import every_row
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close as close
@@ -107,6 +108,7 @@ def test_denoising_scores_give_the_best_output(clean):
     close(denoising_score(covariance, 0.0, clean_context=clean), precision_matching_score(covariance))
 
 
+@pytest.mark.medium
 def test_the_error_at_4000_keys_is_right_to_a_percent():
     law = tokens(3, 2)
     query = law.key_mean + torch.tensor([0.5, 0.4, -0.3], dtype=torch.float64)
@@ -117,6 +119,7 @@ def test_the_error_at_4000_keys_is_right_to_a_percent():
         assert abs(found / mean - 1) < 0.01 + 5 * error / mean
 
 
+@pytest.mark.medium
 def test_the_bias_of_finitely_many_keys_is_in_the_error():
     """X2 with s²b alone in the bracket leaves out the product of both biases, of the same order."""
     origin, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
@@ -131,6 +134,7 @@ def test_the_bias_of_finitely_many_keys_is_in_the_error():
     assert abs(without - mean) > 2 * (5 * error + remainder)
 
 
+@pytest.mark.medium
 def test_the_optimal_share_is_the_only_minimum():
     law = tokens(4, 3)
     query = law.key_mean + torch.randn(20, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -153,6 +157,7 @@ def test_the_optimal_share_is_the_only_minimum():
     assert law.optimal_share(far, 1000).square() * law.squared_distance(far) < math.log(1000)
 
 
+@pytest.mark.medium
 def test_derivatives_and_transforms():
     law, query = tokens(2, 2), torch.tensor([[0.4, -0.7], [1.0, 0.2]], dtype=torch.float64, requires_grad=True)
     keys = torch.tensor([30.0, 500.0], dtype=torch.float64, requires_grad=True)
@@ -195,7 +200,7 @@ def test_the_share_at_the_mean_has_a_finite_gradient():
     assert slope.isfinite().all()
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "message"),
     [
         (lambda: precision_matching_score(torch.ones(2, 3)), "must have shape"),

@@ -67,6 +67,7 @@ def test_with_a_value_it_is_no_gradient_in_the_query():
     assert (pulled - pulled.T).abs().max() > 0.01
 
 
+@pytest.mark.medium
 def test_its_derivatives():
     def both(query, key, value, prior, strength):
         return attention_with_prior(query, key, value, prior_value=prior, log_strength=strength)[:3]
@@ -77,6 +78,7 @@ def test_its_derivatives():
     assert torch.autograd.gradgradcheck(both, inputs)
 
 
+@pytest.mark.medium
 def test_compiled_and_in_half_precision():
     def plain(query, key, value):
         return attention_with_prior(query, key, value, prior_value=PRIOR, log_strength=STRENGTH).output

@@ -6,6 +6,7 @@ import mpmath
 import pytest
 import torch
 from scipy import optimize, special
+from tests.rows import every_row
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close as close
@@ -47,7 +48,7 @@ def exact(dimension: int, scale: float, degree: int) -> mpmath.mpf:
     return (kappa / 2) ** degree * mpmath.gammaprod([order + 1], [order + 1 + degree]) * up / down
 
 
-@pytest.mark.parametrize("dimension", [2, 3, 4, 64, 512, 4096])
+@every_row("dimension", [2, 3, 4, 64, 512, 4096])
 def test_multipliers_are_ratios_of_bessel_functions(dimension):
     with mpmath.workdps(60):
         for scale in (1.0, 4e3) if dimension > 512 else (1e-6, 0.03, 1.0, 7.0, 40.0, 300.0, 4e4, 1e6):
@@ -70,7 +71,7 @@ def test_ratios_of_one_recurrence_are_those_of_each_dimension():
         bessel_ratios(concentration, 5, 0)
 
 
-@pytest.mark.parametrize("dimension", [2, 3, 4, 9])
+@every_row("dimension", [2, 3, 4, 9])
 def test_funk_hecke_by_quadrature(dimension):
     # Averages over the sphere of functions of t have the density (1 − t²)^{(d−3)/2}.
     nodes, weights = (torch.from_numpy(x) for x in special.roots_jacobi(160, (dimension - 3) / 2, (dimension - 3) / 2))
@@ -97,7 +98,7 @@ def test_harmonics_are_gegenbauers_chebyshevs_and_counted():
     assert [harmonic_count(n, 4) for n in range(4)] == [1, 4, 9, 16]
 
 
-@pytest.mark.parametrize("dimension", [2, 3, 7])
+@every_row("dimension", [2, 3, 7])
 def test_softmaxs_weight_is_the_kernel_of_its_multipliers(dimension):
     cosine, scale = torch.linspace(-1, 1, 33, dtype=torch.float64), 3.0
     half = dimension / 2
@@ -178,6 +179,7 @@ def simulated_sampling(keys: int, scale: float, noise: float, repetitions: int) 
     return (error - floor).mean().item(), ((error - floor).std() / math.sqrt(repetitions)).item()
 
 
+@pytest.mark.medium
 def test_what_finitely_many_keys_add_is_what_simulations_add():
     power = double(0, 1 / 3, 1 / 5)
     for keys, scale, repetitions in ((200, 4.0, 11_000), (800, 12.0, 4500)):
@@ -188,6 +190,7 @@ def test_what_finitely_many_keys_add_is_what_simulations_add():
         assert 5 * error / found + remainder < 0.5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("dimension", "noise"), [(2, 0.25), (3, 0.1), (8, 1.0)])
 def test_the_optimal_scale_is_the_minimum(dimension, noise):
     power = double(0.5, 0.3, 0.0, 0.1)
@@ -225,7 +228,7 @@ def test_both_limits_of_the_spectrum():
     close(small, leading, rtol=1e-8, atol=0)
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.4, 9.0])
+@every_row("scale", [0.0, 0.4, 9.0])
 def test_derivatives_in_the_scale(scale):
     point = double(scale).requires_grad_()
 
@@ -244,6 +247,7 @@ def test_derivatives_in_the_scale(scale):
         close(second, torch.tensor(2 / 15, dtype=torch.float64), rtol=1e-14, atol=0)
 
 
+@pytest.mark.medium
 def test_transforms_and_compilation():
     scales = double(0.0, 0.3, 5.0)
     found = sphere_multipliers(3, 3, scales)
@@ -252,7 +256,7 @@ def test_transforms_and_compilation():
     close(compiled(scales), found, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "message"),
     [
         (lambda: sphere_multipliers(-1, 3, 1.0), "degree must be at least 0"),

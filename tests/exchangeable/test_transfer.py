@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, optimize, stats
+from tests.rows import every_row
 from torch import Tensor
 from torch.testing import assert_close as close
 
@@ -63,7 +64,7 @@ def test_gaussian_tokens_by_quadrature():
     assert nothing.item() == prior_mean
 
 
-@pytest.mark.parametrize(("p", "c", "k"), [(3, 2, 4), (6, 3, 4), (2, 1, 3), (8, 8, 5)])
+@every_row(("p", "c", "k"), [(3, 2, 4), (6, 3, 4), (2, 1, 3), (8, 8, 5)])
 def test_the_probe_reads_the_optimum_and_the_condition_number_bounds_its_error(p, c, k):
     g, d = normal(p, k), normal(c, k, seed=1)
     found, s, other = transfer(g, d), posteriors(5000, k), posteriors(5000, k, seed=2)
@@ -153,7 +154,7 @@ def test_the_downstream_risk_keeps_its_bound_where_inputs_shift():
     assert -optimize.minimize_scalar(shortfall, bounds=(0, math.pi)).fun <= found.condition_number * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "message"),
     [
         (lambda: transfer(torch.ones(2, 3), torch.ones(2, 4)), r"same number of latents, got shapes \(2, 3\)"),

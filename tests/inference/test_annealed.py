@@ -5,6 +5,7 @@ import math
 import pytest
 import scipy.stats
 import torch
+from tests.rows import every_row
 
 from massieu.inference import anneal, anneal_init, anneal_result, anneal_step
 
@@ -33,6 +34,7 @@ def run(seed, particles=100, **keywords):
     return anneal(start, path, move, generator=generator, **keywords)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -115,7 +117,7 @@ def test_a_point_outside_the_support_has_weight_zero():
     assert (found.log_weight.exp() == torch.tensor([0.5, 0, 0.5, 0])).all()
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "message"),
     [
         (lambda: anneal_init(torch.zeros(1, 2)), "at least two groups .* got 1 and 1"),

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.inference import contrastive_divergence, gibbs_init, gibbs_step
 
@@ -76,14 +77,14 @@ def test_gradient_of_contrastive_divergence_is_the_likelihoods():
     assert (found - wanted).abs().max() < 5 * 0.5 / math.sqrt(20_000)
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+@every_row("steps", [0, -1, 1.5, True])
 def test_bad_steps(steps):
     state = gibbs_init(torch.zeros(5, 3, dtype=torch.float64), sample_hidden)
     with pytest.raises(ValueError, match="steps"):
         gibbs_step(state, sample_visible, sample_hidden, steps=steps)
 
 
-@pytest.mark.parametrize(("data", "sample"), [((4, 3), (5, 2)), ((0, 3), (5, 3)), ((4, 3), (0, 3))])
+@every_row(("data", "sample"), [((4, 3), (5, 2)), ((0, 3), (5, 3)), ((4, 3), (0, 3))])
 def test_bad_samples(data, sample):
     with pytest.raises(ValueError, match=r"visible units of one number, .* got shapes"):
         contrastive_divergence(energy, torch.zeros(data), torch.zeros(sample))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
+from tests.rows import every_row
 
 from massieu.inference import LangevinNoise, langevin_init, langevin_noise, langevin_step
 
@@ -74,7 +75,7 @@ def test_small_steps_are_all_accepted_and_follow_the_gradient():
     np.testing.assert_allclose(state.gradient[:, 0], slope, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "message"),
     [
         (lambda: langevin_init(torch.zeros(2, 1, dtype=torch.int64), double_well), TypeError, "int64"),
@@ -89,7 +90,7 @@ def test_bad_starts(call, error, message):
         call()
 
 
-@pytest.mark.parametrize("step_size", [0.0, -1.0, math.inf, math.nan])
+@every_row("step_size", [0.0, -1.0, math.inf, math.nan])
 def test_bad_step_sizes(step_size):
     state = langevin_init(torch.zeros(1, 1), double_well)
     with pytest.raises(ValueError, match="step_size"):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.inference import anneal, anneal_init, anneal_step, effective_sample_size, resample
 
@@ -52,8 +53,8 @@ def test_systematic_draws_of_many_particles_have_less_variance():
     assert spread("systematic") < 0.05 * spread("multinomial")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@every_row("method", METHODS)
+@every_row("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_only_what_has_weight_is_drawn(method, dtype):
     log_weight = torch.full((50, 1000), -math.inf, dtype=dtype)
     log_weight[:, 400:403] = 300.0
@@ -61,7 +62,7 @@ def test_only_what_has_weight_is_drawn(method, dtype):
     assert drawn.min() == 400 and drawn.max() == 402
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "message"),
     [
         (lambda: resample(torch.zeros(3), "stratified"), "'multinomial' or 'systematic', got 'stratified'"),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp, softmax
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.measures import Atoms
@@ -36,6 +37,7 @@ def problems(draw_from):
     return points, log_weight, eta
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_agrees_with_explicit_weights(problem):
@@ -121,8 +123,9 @@ def exact_kl(points: Tensor, log_weight: Tensor, eta_p: Tensor, eta_q: Tensor) -
     return float(sum(mpmath.exp(a - log_zp) * (a - log_zp - b + log_zq) for a, b in zip(p, q, strict=True)))
 
 
-@pytest.mark.parametrize("distance", [1e-6, 1e-4, 1e-2, 1.0, 10.0, 100.0])
-@pytest.mark.parametrize(("size", "offset"), [(1.0, 0.0), (1.0, 30.0), (5.0, 0.0), (0.01, 1.0)])
+@pytest.mark.medium
+@every_row("distance", [1e-6, 1e-4, 1e-2, 1.0, 10.0, 100.0])
+@every_row(("size", "offset"), [(1.0, 0.0), (1.0, 30.0), (5.0, 0.0), (0.01, 1.0)])
 def test_kl_keeps_its_digits_in_float32(distance, size, offset):
     for seed in range(3):
         points = size * draw(9, 4, seed=seed, dtype=torch.float32) + offset
@@ -196,7 +199,7 @@ def explicit(name: str, points: Tensor, log_weight: Tensor, eta: Tensor, other: 
     return (p * (log_p - torch.log_softmax(scores(other), -1))).sum(-1)
 
 
-@pytest.mark.parametrize("name", ["log_partition", "mean", "fisher", "entropy", "kl"])
+@every_row("name", ["log_partition", "mean", "fisher", "entropy", "kl"])
 def test_gradients_for_every_tensor(name):
     """First and second derivatives, by autograd and by torch.func, against the explicit weights."""
     tensors = draw(2, 4, 3), draw(2, 4, seed=1), draw(2, 3, 3, seed=2), draw(2, 3, 3, seed=3)
@@ -245,7 +248,7 @@ def test_a_boolean_weight_keeps_where_true():
     torch.testing.assert_close(Atoms.create(points, keep).log_partition(eta)[0], expected)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("points", "log_weight", "message"),
     [
         (torch.zeros(3), None, r"points must have shape .*got \(3,\)"),

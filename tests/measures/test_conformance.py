@@ -13,11 +13,13 @@ from massieu.testing.batching import check_compiled
 from massieu.testing.subject import subject_of
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in CASES if name not in VARIANTS])
 def test_conforms(name):
     CASES[name].check(samples=5_000)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_compiles(name):
     """The functions that others are made of; all of them in the slow run."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special, stats
+from tests.rows import every_row
 
 from massieu.measures import (
     Atoms,
@@ -297,6 +298,7 @@ def test_derivatives(name):
     assert torch.autograd.gradgradcheck(log_partition, inputs)
 
 
+@pytest.mark.medium
 @CASES
 def test_conforms(name):
     case = LIKELIHOODS[name]
@@ -305,6 +307,7 @@ def test_conforms(name):
     check_measure(measure, eta=eta, scales=(1e-4, 1.0, 4.0))
 
 
+@pytest.mark.medium
 @CASES
 def test_compiled_is_eager(name):
     measure, chi = prior(name), tensor(*LIKELIHOODS[name].chi)[:, None]
@@ -334,7 +337,7 @@ def test_domain_errors_name_the_bound():
     assert prior("gaussian").mean(tensor(-1e6)).isfinite()
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "kind", "message"),
     [
         (lambda: ConjugatePrior.create(Laplace.create(tensor(1.0)), tensor(1.0)), TypeError, "got Laplace"),

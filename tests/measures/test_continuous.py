@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate
+from tests.rows import every_row
 
 from massieu.measures import Constant, DomainError, Exponential, Gamma, Laplace, Uniform
 from massieu.testing import check_measure
@@ -32,6 +33,7 @@ CONFORMING = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CONFORMING)
 def test_conforms(name):
     check_measure(CONFORMING[name], scales=(0.0, 1e-4, 1.0, 4.0, 15.0, 100.0))
@@ -163,7 +165,7 @@ def test_densities_of_continuous_laws_integrate_to_one():
         assert total == pytest.approx(1.0, abs=1e-9)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "kind", "message"),
     [
         (lambda: Exponential.create(tensor(0.0)), ValueError, "rate must be positive, got 0"),

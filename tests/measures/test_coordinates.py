@@ -192,6 +192,7 @@ def exact(function: Callable[..., Any], point: float, order: int) -> Any:
         return mpmath.diff(function, mpmath.mpf(point), order, h=mpmath.mpf(10) ** (-20 if abs(point) < 1e6 else -40))
 
 
+@pytest.mark.medium
 @CASES
 def test_log_partition_is_the_log_of_the_sum_or_integral(name):
     family, measure = FAMILIES[name], FAMILIES[name].measure()
@@ -219,6 +220,7 @@ def test_log_partition_is_the_log_of_the_sum_or_integral(name):
         assert measure.log_partition(column([eta])).item() == pytest.approx(total, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.medium
 @CASES
 def test_first_six_cumulants_are_derivatives(name):
     family, measure = FAMILIES[name], FAMILIES[name].measure()
@@ -235,6 +237,7 @@ def test_first_six_cumulants_are_derivatives(name):
             torch.testing.assert_close(shorter[0], cumulants[i, :order])
 
 
+@pytest.mark.medium
 @CASES
 def test_float32_is_right_with_two_derivatives_everywhere(name):
     family, measure = FAMILIES[name], FAMILIES[name].measure(torch.float32)
@@ -269,6 +272,7 @@ def test_closed_mean_and_variance_keep_relative_accuracy_in_the_tails(name):
         assert measure.fisher(point).item() == pytest.approx(variance, rel=1e-5)
 
 
+@pytest.mark.medium
 @CASES
 def test_kl_keeps_its_digits_in_float32(name):
     family, measure = FAMILIES[name], FAMILIES[name].measure(torch.float32)
@@ -376,6 +380,7 @@ def test_eta_outside_the_domain_names_the_bound(name):
             measure.log_partition(column([eta]))
 
 
+@pytest.mark.medium
 @CASES
 def test_derivatives_in_the_parameters(name):
     family = FAMILIES[name]
@@ -393,6 +398,7 @@ def test_derivatives_in_the_parameters(name):
     assert torch.autograd.gradgradcheck(lambda *leaves: both(*leaves)[0], (eta, *parameters))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "," not in name])
 def test_transforms_and_compilation(name):
     measure = FAMILIES[name].measure()

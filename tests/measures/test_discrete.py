@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special
+from tests.rows import every_row
 
 from massieu.measures import Bernoulli, Categorical, Poisson, Spin
 from massieu.testing import check_measure
@@ -99,6 +100,7 @@ def test_extreme_divergences():
     assert Poisson.create(torch.tensor([2.0])).entropy(torch.tensor([-100.0])).item() == pytest.approx(-2.0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("given", ["probability", "logits"])
 def test_categories_conform(given):
     if given == "probability":
@@ -187,7 +189,7 @@ def test_category_extremes_are_finite(dtype):
     torch.testing.assert_close(first, measure.mean(eta))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "kind", "message"),
     [
         (lambda: Bernoulli.create(torch.tensor([0.0])), ValueError, "strictly between 0 and 1, got 0"),

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.measures import Gaussian
 
@@ -55,7 +56,7 @@ def test_tilting_moves_the_mean():
     assert tilted.location.tolist() == [1.0, 4.0]
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("arguments", "message"),
     [
         ({"covariance": torch.ones(4)}, r"covariance must have shape \(2,\) or \(2, 3\) or \(2, 3, 3\).*got \(4,\)"),

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from scipy.stats import expon
+from tests.rows import every_row
 from torch.utils import _pytree as pytree
 
 from massieu.measures import Affine, Atoms, Exponential, Gaussian, Measure, Spin, Tilted, affine, static_field
@@ -22,8 +23,8 @@ def measures(dtype=torch.float32):
     ]
 
 
-@pytest.mark.parametrize("measure", measures(), ids=lambda measure: type(measure).__name__)
-@pytest.mark.parametrize("query", [(), (1,), (4,), (4, 2), (0,)])
+@every_row("measure", measures(), ids=lambda measure: type(measure).__name__)
+@every_row("query", [(), (1,), (4,), (4, 2), (0,)])
 def test_queries_lie_between_batch_and_event(measure, query):
     eta = torch.full((2, *query, 3), 0.1)
     assert measure.batch_shape == (2,)
@@ -38,8 +39,8 @@ def test_queries_lie_between_batch_and_event(measure, query):
         assert measure.sample(eta, (6, 1)).shape == (6, 1, 2, *query, 3)
 
 
-@pytest.mark.parametrize("measure", measures(), ids=lambda measure: type(measure).__name__)
-@pytest.mark.parametrize("shape", [(3,), (1, 4, 3), (2, 4, 1), (2, 4, 4), (3, 2, 3), ()])
+@every_row("measure", measures(), ids=lambda measure: type(measure).__name__)
+@every_row("shape", [(3,), (1, 4, 3), (2, 4, 1), (2, 4, 4), (3, 2, 3), ()])
 def test_a_wrong_shape_names_both_and_never_broadcasts(measure, shape):
     name = type(measure).__name__
     for method in (measure.log_partition, measure.mean, measure.fisher, measure.entropy, measure.sample):
@@ -63,8 +64,8 @@ def test_eta_must_be_a_floating_tensor():
         Spin.create(2).mean([0.0, 0.0])
 
 
-@pytest.mark.parametrize("index", range(5))
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@every_row("index", range(5))
+@every_row("half", [torch.bfloat16, torch.float16])
 def test_log_scale_results_are_at_least_float32(index, half):
     low, single, double = (measures(dtype)[index] for dtype in (half, torch.float32, torch.float64))
     eta = torch.linspace(-1, 1, 6).reshape(2, 3).to(half)
@@ -136,6 +137,7 @@ def test_a_measure_is_abstract_or_final():
         Measure()  # pyright: ignore
 
 
+@pytest.mark.medium
 def test_importing_the_package_needs_no_torch():
     import subprocess
     import sys

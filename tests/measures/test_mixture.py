@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.duality import natural
@@ -144,12 +145,13 @@ def test_hybrid_is_attention_with_a_background():
     torch.testing.assert_close(measure.log_prob(eta, elsewhere), expected, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.medium
 def test_conforms():
     location, covariance = normals(2, 3)
     check_measure(mixture(draw(2, 3), [Spin.create(3), Gaussian.create(location, covariance), Spin.create(draw(3))]))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("arguments", "error", "message"),
     [
         ((torch.zeros(2), []), ValueError, "0 components"),
@@ -197,7 +199,7 @@ def _exact_divergence(points, log_weight, eta, other) -> float:
         return float(mpmath.fsum(mpmath.exp(x - levels[0]) * g for x, g in zip(start, gain, strict=True)))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("eta", "other"), [(0.0, 1e-6), (0.0, 0.1), (0.176, 0.076), (0.076, 0.176), (-0.7, -0.7001), (1.0, 1.0 + 1e-9)]
 )
 def test_divergence_keeps_its_digits_however_far_the_components_are_apart(eta, other):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.measures import Bernoulli, Categorical, Gaussian, Poisson, Spin, boosting, divergence_kernel, hybrid
@@ -49,7 +50,7 @@ def test_adaboost_is_tilting():
         assert abs(float(measure.mean(torch.zeros(3).double())[round_])) < 1e-15
 
 
-@pytest.mark.parametrize(
+@every_row(
     "measure",
     [
         Spin.create(draw(3)),

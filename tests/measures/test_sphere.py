@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from scipy.special import gammaln, ive
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.measures.sphere import Sphere
@@ -42,12 +43,14 @@ def oracle(radius: Tensor, dim: int):
     return log_partition
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dim", [2, 3, 8])
 def test_laws(dim):
     radius = torch.tensor([1.0, 0.7, 3.0], dtype=torch.float64)
     check_measure(Sphere.create(dim, radius), log_partition=oracle(radius, dim))
 
 
+@pytest.mark.medium
 def test_compiled():
     measure = Sphere.create(3, torch.tensor([0.5, 2.0], dtype=torch.float64))
     eta = torch.randn(2, 3, 3, dtype=torch.float64, generator=generator())
@@ -62,6 +65,7 @@ def test_compiled():
     torch.testing.assert_close(compiled[2], compiled[1], rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.medium
 @given(st.floats(-8, 6), st.sampled_from([2, 3, 8, 64, 512]), st.integers(0, 100))
 def test_fisher_keeps_its_digits_along_eta_and_across(exponent, dim, seed):
     kappa = 10.0**exponent
@@ -79,6 +83,7 @@ def test_fisher_keeps_its_digits_along_eta_and_across(exponent, dim, seed):
         assert measure.mean(scale).norm().item() == pytest.approx(2 * float(ratio), rel=1e-13)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dim", [2, 5, 64])
 def test_zero_and_the_largest_finite_eta(dim, dtype):
@@ -108,6 +113,7 @@ def test_zero_and_the_largest_finite_eta(dim, dtype):
             assert fisher.isfinite().all() and fisher.abs().max() < 2 / float(kappa)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dim", [2, 3, 9])
 def test_derivatives(dim):
     measure = Sphere.create(dim, torch.tensor(1.3, dtype=torch.float64))
@@ -120,6 +126,7 @@ def test_derivatives(dim):
     assert torch.autograd.gradcheck(lambda r: Sphere(r, dim)._natural(0.3 * eta.detach()), (radius,))
 
 
+@pytest.mark.medium
 def test_cumulants_on_the_circle_by_quadrature():
     """The projection on a direction of an angle's law exp(κ cos θ)/2π I₀: trapezoidal sums are exact to rounding."""
     measure = Sphere.create(2, torch.tensor(1.5, dtype=torch.float64))
@@ -146,6 +153,7 @@ def test_cumulants_on_the_circle_by_quadrature():
     torch.testing.assert_close(measure.cumulants(eta, vector, 1), expected[:, :1], rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dim", [2, 3, 64])
 @pytest.mark.parametrize("kappa", [0.0, 1e-3, 1.0, 30.0, 1e4, 1e6])
 def test_kl_keeps_its_digits_in_float32(dim, kappa):
@@ -172,6 +180,7 @@ def test_kl_keeps_its_digits_in_float32(dim, kappa):
             assert measure.kl(eta_p, eta_q).item() == pytest.approx(expected, rel=1e-5, abs=1e-44), step
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dim", [2, 3, 8, 300])
 def test_natural_undoes_the_mean(dim):
     radius = torch.tensor(2.5, dtype=torch.float64)
@@ -183,6 +192,7 @@ def test_natural_undoes_the_mean(dim):
         assert (measure._natural(measure.mean(eta)) - eta).norm().item() <= tolerance
 
 
+@pytest.mark.medium
 @given(st.floats(-12, 0), st.sampled_from([2, 3, 8, 64, 4096]), st.sampled_from([torch.float32, torch.float64]))
 def test_the_mean_undoes_natural(exponent, dim, dtype):
     measure, eps = Sphere.create(dim), torch.finfo(dtype).eps
@@ -201,6 +211,7 @@ def test_natural_on_the_boundary_and_beyond():
     torch.testing.assert_close(measure._natural(mu), expected, equal_nan=True)
 
 
+@pytest.mark.medium
 def test_natural_has_two_derivatives():
     measure = Sphere.create(3, torch.tensor(1.5, dtype=torch.float64))
     mu = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.1, -0.3], [1.1, -0.2, 0.9]], dtype=torch.float64, requires_grad=True)
@@ -211,7 +222,7 @@ def test_natural_has_two_derivatives():
     torch.testing.assert_close(jacobian @ fisher, torch.eye(3, dtype=torch.float64).expand(3, 3, 3))
 
 
-@pytest.mark.parametrize("dim", [2, 3, 10])
+@every_row("dim", [2, 3, 10])
 def test_density_of_the_tilted_sphere(dim):
     kappa = 3.0
     axis = direction(dim)
@@ -233,8 +244,9 @@ def test_support():
     assert measure._reference == "surface"
 
 
-@pytest.mark.parametrize("dim", [2, 3, 5, 64])
-@pytest.mark.parametrize("kappa", [0.0, 1e-6, 0.5, 5.0, 200.0, 1e5, 1e12])
+@pytest.mark.medium
+@every_row("dim", [2, 3, 5, 64])
+@every_row("kappa", [0.0, 1e-6, 0.5, 5.0, 200.0, 1e5, 1e12])
 def test_samples_have_the_right_moments(dim, kappa):
     count, radius = 20_000, 1.7
     axis = direction(dim, seed=3)
@@ -271,7 +283,7 @@ def test_samples_have_the_right_moments(dim, kappa):
         assert (covariance - ideal).abs().max().item() < 6 * math.sqrt(3 * (dim + 1) / (dim - 1) / count) + 1e-9
 
 
-@pytest.mark.parametrize("dim", [2, 3, 6])
+@every_row("dim", [2, 3, 6])
 def test_samples_without_tilt_are_uniform(dim):
     """The square of a coordinate of a uniform point is Beta(1/2, (d−1)/2)."""
     draws = Sphere.create(dim).sample(torch.zeros(dim, dtype=torch.float64), (20_000,), generator=generator(5))

@@ -5,6 +5,7 @@ import math
 import mpmath
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.measures import Spin
 
@@ -36,8 +37,8 @@ def test_log_cosh_and_two_derivatives_are_finite_and_right_everywhere(dtype):
     assert all(number.isfinite().all() for number in (log_cosh, first, second, *closed))
 
 
-@pytest.mark.parametrize("field", [0.0, 1e-3, -0.7, 20.0, -60.0])
-@pytest.mark.parametrize("eta", [0.0, 1e-3, 1.5, -40.0, 100.0])
+@every_row("field", [0.0, 1e-3, -0.7, 20.0, -60.0])
+@every_row("eta", [0.0, 1e-3, 1.5, -40.0, 100.0])
 def test_field_against_mpmath(field, eta):
     mpmath.mp.dps = 60
     exact = mpmath.log(mpmath.cosh(mpmath.mpf(eta) + field)) - mpmath.log(mpmath.cosh(mpmath.mpf(field)))
@@ -49,8 +50,8 @@ def test_field_against_mpmath(field, eta):
     assert slope[1].item() == pytest.approx(math.tanh(field + eta), abs=1e-15)
 
 
-@pytest.mark.parametrize("distance", [1e-6, 1e-3, 1.0, 50.0])
-@pytest.mark.parametrize("eta", [0.0, 0.5, -3.0, 15.0, 40.0])
+@every_row("distance", [1e-6, 1e-3, 1.0, 50.0])
+@every_row("eta", [0.0, 0.5, -3.0, 15.0, 40.0])
 def test_kl_keeps_its_digits_in_float32(eta, distance):
     mpmath.mp.dps = 80
     for sign in (1, -1):
@@ -79,7 +80,7 @@ def test_bad_fields_are_refused():
         Spin.create(torch.zeros(2, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(("start", "end"), [(1.0, 15.0), (-3.0, 12.0), (0.0, 11.0), (0.0, 200.0)])
+@every_row(("start", "end"), [(1.0, 15.0), (-3.0, 12.0), (0.0, 11.0), (0.0, 200.0)])
 def test_divergence_of_far_fields_keeps_its_digits(start, end):
     """Where 2·field is between 20 and 40, e^(−2·field) still counts."""
     with mpmath.workdps(40):

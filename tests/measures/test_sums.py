@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.special import logsumexp
 from scipy.stats import binom, gamma, multivariate_normal, poisson
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.measures import (
@@ -161,7 +162,7 @@ def test_batches_are_prefixes():
     assert bounded._interior() is None or bounded._interior().shape == (3, 3)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("make", "error", "message"),
     [
         (lambda: product(), ValueError, "at least one measure, got none"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch import nn
 
 from massieu import measures
@@ -56,9 +57,10 @@ def masks(kind, batch=BATCH):
     return {}
 
 
-@pytest.mark.parametrize("options", TORCH.values(), ids=TORCH)
-@pytest.mark.parametrize("kind", ["none", "boolean", "float", "a head each"])
-@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.medium
+@every_row("options", TORCH.values(), ids=TORCH)
+@every_row("kind", ["none", "boolean", "float", "a head each"])
+@every_row("need_weights", [True, False])
 def test_equals_pytorchs_module_in_outputs_weights_and_gradients(options, kind, need_weights):
     theirs, ours = pair(**options)
     arguments = inputs(theirs)
@@ -72,8 +74,8 @@ def test_equals_pytorchs_module_in_outputs_weights_and_gradients(options, kind, 
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", TORCH.values(), ids=TORCH)
-@pytest.mark.parametrize("need_weights", [True, False])
+@every_row("options", TORCH.values(), ids=TORCH)
+@every_row("need_weights", [True, False])
 def test_causality_is_the_causal_mask(options, need_weights):
     theirs, ours = pair(**options)
     arguments = inputs(theirs, keys=LENGTH)
@@ -166,6 +168,7 @@ def test_scale_sink_window_and_cap(need_weights):
             torch.testing.assert_close(weights, wanted[1], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("shape", [(), (HEADS,)])
 def test_parameters_train(shape, need_weights):
@@ -240,8 +243,8 @@ def test_a_gaussian_of_pairs_is_linear_attention():
     torch.testing.assert_close(module(query, key, value)[0], wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("sink", [None, 0.3])
+@every_row("need_weights", [True, False])
+@every_row("sink", [None, 0.3])
 def test_a_query_that_sees_no_key(need_weights, sink):
     module = Attention(WIDTH, HEADS, batch_first=True, sink=sink, dtype=torch.float64)
     nn.init.normal_(module.out_proj.bias)
@@ -286,9 +289,9 @@ def test_evaluation_has_the_gradient_of_training_and_dropout_is_of_weights():
     assert torch.equal(module.eval()(ones, ones[:, :1], ones[:, :1])[0], ones)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("autocast", [True, False])
+@every_row("dtype", [torch.bfloat16, torch.float16])
+@every_row("need_weights", [True, False])
+@every_row("autocast", [True, False])
 def test_half_precision(dtype, need_weights, autocast):
     module = Attention(WIDTH, HEADS, batch_first=True, sink=nn.Parameter(torch.zeros(HEADS)))
     arguments = inputs(module, dtype=torch.float32)
@@ -307,6 +310,7 @@ def test_half_precision(dtype, need_weights, autocast):
     assert all(bool(p.grad.isfinite().all()) for p in module.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_compiled(need_weights):
     module = Attention(WIDTH, HEADS, batch_first=True, sink=0.1, scale=nn.Parameter(torch.tensor([0.2, 0.4])))
@@ -343,7 +347,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
+@every_row(("make", "message"), BAD.values(), ids=BAD)
 def test_what_cannot_be_made(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
@@ -381,6 +385,7 @@ def test_every_combination_of_options_differs():
         assert (one - other).abs().max() > 1e-4
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(
     heads=st.integers(1, 3),

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.rows import every_row
 
 from massieu.measures import (
     Atoms,
@@ -121,6 +122,7 @@ def test_an_update_goes_along_the_likelihoods_gradient(kind):
     assert weight.abs().max() > 0.04
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("hidden", ["Bernoulli", "Spin", "Gaussian", "Poisson"])
 def test_training_raises_the_exact_likelihood(hidden):
     layer = {
@@ -146,6 +148,7 @@ def test_training_raises_the_exact_likelihood(hidden):
     assert after < -entropy
 
 
+@pytest.mark.medium
 def test_gaussian_visible_units_learn_a_covariance():
     generator = torch.Generator().manual_seed(0)
     factor = torch.tensor([[0.9, 0.0], [0.8, 0.2], [0.0, 0.7]])
@@ -211,6 +214,7 @@ UNITS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("role", ["visible", "hidden"])
 @pytest.mark.parametrize("kind", UNITS)
 def test_units_of_every_kind_learn_and_are_kept(kind, role, tmp_path):
@@ -254,6 +258,7 @@ def test_data_of_any_dtype_are_cast_and_the_measures_give_the_parameters_theirs(
         machine.fit(states(4).numpy())
 
 
+@pytest.mark.medium
 def test_features_and_energies_under_transforms():
     machine = model()
     data = states(4).double()
@@ -264,7 +269,7 @@ def test_features_and_energies_under_transforms():
     assert torch.autograd.gradcheck(call, (parameters["weight"],))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "message"),
     [
         (lambda m: m.fit(torch.zeros(3, 5)), r"\(\*items, 4\), got \(3, 5\)"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.kernel_ridge import KernelRidge
+from tests.rows import every_row
 from torch import nn
 
 from massieu.nn import Attention, ConditionalMeanAttention
@@ -37,7 +38,7 @@ def test_padding_may_hold_anything(need_weights):
     torch.testing.assert_close(output, clean, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("kernel", "theirs"),
     [
         ("gaussian", {"kernel": "rbf", "gamma": 1 / (2 * 1.5**2)}),
@@ -126,7 +127,7 @@ def test_compiled():
     torch.testing.assert_close(compiled(*arguments)[0], made(*arguments)[0])
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("options", "named"),
     [
         ({"kernel": "laplace"}, "kernel must be 'gaussian', 'exponential' or 'linear', got 'laplace'"),
@@ -171,6 +172,7 @@ def trained(made):
         return (out(made(query, key, value, need_weights=False)[0]) - target).square().mean().item()
 
 
+@pytest.mark.medium
 def test_it_learns_in_context_regression_better_than_softmax_at_the_same_budget():
     sizes = {"kdim": 4, "vdim": 1, "batch_first": True}
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.rows import every_row
 
 from massieu import nn
 
@@ -23,14 +24,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_maps(name):
     module, form = CASES[name]
     x = X[..., :3] if name == "SoftSphere" else X
     torch.testing.assert_close(module.double()(x), form(x), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_row("name", CASES)
 def test_a_map_is_the_gradient_of_its_lagrangian_and_its_parameters_train(name):
     module = CASES[name][0].double()
     x = X.clone().requires_grad_()
@@ -50,10 +51,8 @@ def test_half_precision_comes_back_as_it_was():
     torch.testing.assert_close(found.double(), F.layer_norm(X, (6,)), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    "make", [nn.Scalar, nn.RMSNorm, nn.SoftSphere, nn.SphereProjection, lambda g: nn.LayerNorm(6, g)]
-)
-@pytest.mark.parametrize("size", [0.0, -1.0, math.inf, "1"])
+@every_row("make", [nn.Scalar, nn.RMSNorm, nn.SoftSphere, nn.SphereProjection, lambda g: nn.LayerNorm(6, g)])
+@every_row("size", [0.0, -1.0, math.inf, "1"])
 def test_numbers_must_be_positive(make, size):
     with pytest.raises(ValueError, match=f"must be a positive number, got {size!r}"):
         make(size)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.rows import every_row
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
@@ -116,7 +117,7 @@ def test_compiled():
             torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "message"),
     [
         (lambda: EnergyTransformer(8, 3), ValueError, "multiple of num_heads, got 8 and 3"),
@@ -143,8 +144,8 @@ def test_bad_input_is_one_clear_sentence(call, error, message):
 # --- spectral norms --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(4, 7), (7, 4), (3, 5, 2)])
-@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+@every_row("shape", [(4, 7), (7, 4), (3, 5, 2)])
+@every_row("size", [1e-25, 1.0, 1e25])
 def test_the_spectral_norm_is_the_gain(shape, size):
     weight = size * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     found = SigmaReparametrization(2.5)(weight)
@@ -178,7 +179,7 @@ def test_a_layer_trains_its_gain_alone_as_a_norm():
     assert SigmaReparametrization()(before.bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("gain", [0.0, -1.0, math.inf, "1"])
+@every_row("gain", [0.0, -1.0, math.inf, "1"])
 def test_the_gain_must_be_positive(gain):
     with pytest.raises(ValueError, match=f"gain must be a positive number, got {gain!r}"):
         SigmaReparametrization(gain)
@@ -191,6 +192,7 @@ def test_no_matrix():
         SigmaReparametrization()(torch.ones(4, 4, dtype=torch.long))
 
 
+@pytest.mark.medium
 def test_a_stack_is_its_blocks_in_turn():
     first, second = block(), block(steps=2, quantity=3)
     stack, x = EnergyTransformerStack([first, second, first]), tokens(3)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import nn
 
 from massieu.errors import ConvergenceError
@@ -33,7 +34,7 @@ def explicit(stored, state, projection, scale, steps, log_weight=0.0):
     return state
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@every_row("steps", STEPS)
 def test_steps_are_repeated_softmax_with_its_gradients(steps):
     inputs = patterns()
     mask = torch.randn(4, 7).double()
@@ -63,6 +64,7 @@ def test_heads_scales_and_sink_are_each_heads_own():
         torch.testing.assert_close(found[..., 3 * head : 3 * head + 3], wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("scale", [0.3, 4.0, 16.0, 32.0])
 def test_a_descent_to_its_end_is_many_steps(scale):
     inputs = patterns()
@@ -74,6 +76,7 @@ def test_a_descent_to_its_end_is_many_steps(scale):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_second_derivatives():
     inputs = tuple(tensor.detach().requires_grad_() for tensor in patterns(batch=1, keys=3, states=2, width=2))
     for steps in (2, None):
@@ -94,8 +97,8 @@ def test_noise_is_taken_off_stored_patterns():
     assert (found - stored).norm(dim=-1).max() < 1e-2
 
 
-@pytest.mark.parametrize("contraction", [None, RMSNorm(0.9), Spin()])
-@pytest.mark.parametrize("sink", [None, 0.4])
+@every_row("contraction", [None, RMSNorm(0.9), Spin()])
+@every_row("sink", [None, 0.4])
 def test_every_step_lowers_the_energy_of_the_memory(contraction, sink):
     stored, state, _ = patterns()
     padding = torch.zeros(2, 7, dtype=torch.bool)
@@ -141,7 +144,7 @@ def test_not_converged_is_told():
     assert bare(steps=None, scale=1.0, max_steps=20, throw=False)(arguments).isfinite().all()
 
 
-@pytest.mark.parametrize("steps", [1, 3, None])
+@every_row("steps", [1, 3, None])
 def test_a_state_that_sees_nothing_retrieves_zero(steps):
     inputs = patterns()
     padding = torch.zeros(2, 7, dtype=torch.bool)
@@ -152,7 +155,7 @@ def test_a_state_that_sees_nothing_retrieves_zero(steps):
         assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("steps", [1, 3, None])
+@every_row("steps", [1, 3, None])
 def test_items_do_not_depend_on_their_batch_mates(steps):
     inputs = tuple(tensor.detach().float() for tensor in patterns(batch=3))
     layer = bare(2, steps=steps, scale=1.5)
@@ -197,6 +200,7 @@ def test_pooling_and_layer_are_the_hopfield_layer_with_parameters_for_inputs():
         assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("steps", [1, 3])
 def test_evaluation_has_the_gradient_of_training_and_dropout_is_of_the_last_weights(steps):
     inputs = patterns()
@@ -211,9 +215,9 @@ def test_evaluation_has_the_gradient_of_training_and_dropout_is_of_the_last_weig
     assert error.max() < 5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("steps", [1, 3, None])
-@pytest.mark.parametrize("autocast", [True, False])
+@every_row("dtype", [torch.bfloat16, torch.float16])
+@every_row("steps", [1, 3, None])
+@every_row("autocast", [True, False])
 def test_half_precision(dtype, steps, autocast):
     torch.manual_seed(0)
     layer = Hopfield(6, 2, steps=steps, scale=0.5).double()
@@ -229,6 +233,7 @@ def test_half_precision(dtype, steps, autocast):
     assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in layer.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("steps", [3, pytest.param(None, marks=pytest.mark.slow)])
 def test_compiled(steps):
     torch._dynamo.reset()
@@ -276,7 +281,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
+@every_row(("make", "message"), BAD.values(), ids=BAD)
 def test_what_cannot_be_made(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()

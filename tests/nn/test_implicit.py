@@ -54,6 +54,7 @@ def test_alpha_is_learned_within_its_interval():
     torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.medium
 def test_second_derivatives():
     module = ImplicitAttention(2, 1, alpha=0.5, scale=0.8).double()
     query, key = (torch.randn(1, count, 2, dtype=torch.float64, requires_grad=True) for count in (2, 3))
@@ -107,6 +108,7 @@ def test_items_do_not_depend_on_their_batch_mates():
         torch.testing.assert_close(together[item], module(query[item], key[item]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "options",
     [pytest.param({"alpha": 0.9}, marks=pytest.mark.slow), {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import nn
 
 from massieu.nn import NormalizedAttention
@@ -46,8 +47,8 @@ def masks(kind):
     return {}, torch.ones(1, 7).double()
 
 
-@pytest.mark.parametrize("kind", ["none", "padding", "log-weights", "causal"])
-@pytest.mark.parametrize("need_weights", [True, False])
+@every_row("kind", ["none", "padding", "log-weights", "causal"])
+@every_row("need_weights", [True, False])
 def test_equals_the_matrix_of_weights(kind, need_weights):
     made, arguments = module(), inputs()
     given, weight = masks(kind)
@@ -121,6 +122,7 @@ def test_rows_without_a_key_and_zero_queries(need_weights):
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(first.sum(), [query, key, value]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_bfloat16_vmap_and_compile(need_weights):
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import nn
 
 from massieu.nn import Attention, SparseAttention
@@ -69,6 +70,7 @@ def test_alpha_may_be_each_heads_own_and_changes_the_output():
     torch.testing.assert_close(weights[:, 1], projection(z[:, 1]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("need_log_partition", [True, False])
 def test_learned_alpha_and_scale_have_the_right_gradient(need_log_partition):
     made = module(alpha=1.4, learn_alpha=True, scale=nn.Parameter(torch.tensor([0.5, 0.9]).double()))
@@ -116,7 +118,7 @@ def test_compiled():
         torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("options", "message"),
     [
         ({"alpha": 0.5}, r"alpha must lie in \[1, inf\), got 0.5"),

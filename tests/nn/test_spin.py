@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import nn
 
 from massieu.energy import KineticSpins
@@ -44,8 +45,8 @@ def phi(theta, beta, exact):
     return beta * theta / (1 + (1 + beta**2 * theta.square().sum(-1, keepdim=True)).sqrt())
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("steps", [1, 3])
+@every_row("exact", [True, False])
+@every_row("steps", [1, 3])
 def test_first_order_is_its_loop(steps, exact):
     scale = nn.Parameter(torch.tensor([0.7, 1.6]))
     module, tokens = layer(steps=steps, exact=exact, scale=scale), inputs()
@@ -67,6 +68,7 @@ def test_the_fixed_point_is_that_of_many_steps_with_its_gradients():
         torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("steps", [1, 2, None])
 def test_second_order_solves_its_equation(steps):
     module, tokens = layer(order="second", steps=steps, scale=1.2), inputs()
@@ -153,9 +155,9 @@ def test_a_step_brings_states_nearer():
         state = after
 
 
-@pytest.mark.parametrize("order", ["first", "second"])
-@pytest.mark.parametrize("steps", [1, None])
-@pytest.mark.parametrize("autocast", [True, False])
+@every_row("order", ["first", "second"])
+@every_row("steps", [1, None])
+@every_row("autocast", [True, False])
 def test_half_precision(autocast, steps, order):
     module, tokens = layer(steps=steps, order=order), inputs()
     wanted = module(tokens)
@@ -169,6 +171,7 @@ def test_half_precision(autocast, steps, order):
     assert all(bool(p.grad.isfinite().all()) for p in module.parameters() if p.grad is not None)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "options",
     [{"steps": 2}]

@@ -45,6 +45,7 @@ def unrolled(module, tokens, log_weight=0.0):
     return module.out_proj(mean.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("order", ["mean_field", "tap"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_unrolled_iterations_with_masks_and_their_gradients(order, causal):
@@ -77,6 +78,7 @@ def glauber(field, coupling):
     return stationary @ states
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("order", "power"), [("mean_field", 2), ("tap", 3)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_asymmetric_couplings_are_those_of_glaubers_dynamics(order, power, causal):
@@ -92,6 +94,7 @@ def test_asymmetric_couplings_are_those_of_glaubers_dynamics(order, power, causa
     assert power - 0.3 < torch.log(errors[0] / errors[1]) / math.log(4) < power + 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("order", ["mean_field", "tap"])
 def test_symmetric_couplings_are_a_spin_model(order):
     module, tokens = layer(order=order, strength=0.4), inputs()
@@ -118,6 +121,7 @@ def test_gaussian_sites_solve_a_linear_system_whatever_the_order(order):
     torch.testing.assert_close(found, model.adaptive_tap().mean, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.medium
 def test_second_derivatives():
     module = TAPAttention(2, 1, strength=0.5).double()
     tokens = torch.randn(1, 3, 2, dtype=torch.float64, requires_grad=True)

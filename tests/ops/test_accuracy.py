@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.ops import explicit
 from tests.ops.explicit import draw, finite
+from tests.rows import every_row
 
 from massieu import ops
 from massieu.ops import Partial, fisher, moment_blocks, reference, score_tiles
@@ -83,9 +84,10 @@ def gradients(results, leaves):
 KINDS = ["plain", "causal", "booleans", "padding", "weights of keys", "weights of pairs", "window and sink", "far"]
 
 
-@pytest.mark.parametrize("dtype", OUTPUT)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["reference", "flash"])
+@pytest.mark.medium
+@every_row("dtype", OUTPUT)
+@every_row("kind", KINDS)
+@every_row("backend", ["reference", "flash"])
 def test_attention(kind, backend, dtype, monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_PAIRS", 100_001)
     leaves, options = inputs(kind, dtype)
@@ -104,6 +106,7 @@ def test_attention(kind, backend, dtype, monkeypatch):
     close_gradients(gradients([alone], leaves[:2]), gradients([wanted], double[:2]), slope)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["reference", "flash"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_many_blocks(backend, dtype, monkeypatch):
@@ -117,8 +120,9 @@ def test_attention_over_many_blocks(backend, dtype, monkeypatch):
     close_gradients(gradients(found, leaves), gradients(wanted, double), GRADIENT[dtype])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", OUTPUT)
+@pytest.mark.medium
+@every_row("kind", KINDS)
+@every_row("dtype", OUTPUT)
 def test_moments_and_covariances(kind, dtype, monkeypatch):
     monkeypatch.setattr(moment_blocks, "PAIRS_PER_THREAD", 9_001)
     monkeypatch.setattr(fisher, "PAIRS_PER_THREAD", 9_001)
@@ -139,8 +143,8 @@ def test_moments_and_covariances(kind, dtype, monkeypatch):
     close(product, wanted, far_or(kind, dtype, OUTPUT[dtype]) * max(1.0, float(wanted.abs().max())))
 
 
-@pytest.mark.parametrize("kind", ["plain", "far"])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@every_row("kind", ["plain", "far"])
+@every_row("dtype", [torch.float32, *HALF])
 def test_merged_blocks(kind, dtype):
     """A dozen parts merged in float32 are as accurate as one call."""
     (query, key, value), options = inputs(kind, dtype)
@@ -159,8 +163,8 @@ def test_merged_blocks(kind, dtype):
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", OUTPUT)
-@pytest.mark.parametrize("kind", ["plain", "biased", "smoothed", "far"])
+@every_row("dtype", OUTPUT)
+@every_row("kind", ["plain", "biased", "smoothed", "far"])
 def test_linear_cross_entropy(kind, dtype, monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 4_099)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 37)
@@ -185,9 +189,10 @@ def test_linear_cross_entropy(kind, dtype, monkeypatch):
     close_gradients(gradients(found, leaves), gradients(wanted, double), far_or(kind, dtype, GRADIENT[dtype]))
 
 
-@pytest.mark.parametrize("dtype", OUTPUT)
-@pytest.mark.parametrize("kind", ["plain", "weighted", "masked", "far"])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.medium
+@every_row("dtype", OUTPUT)
+@every_row("kind", ["plain", "weighted", "masked", "far"])
+@every_row("symmetric", [False, True])
 def test_info_nce(kind, symmetric, dtype, monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 1_009)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 37)
@@ -227,7 +232,7 @@ def test_info_nce(kind, symmetric, dtype, monkeypatch):
     close_gradients(gradients(found, leaves), gradients(wanted, double), far_or(kind, dtype, GRADIENT[dtype]))
 
 
-@pytest.mark.parametrize("dtype", OUTPUT)
+@every_row("dtype", OUTPUT)
 def test_metric_losses(dtype, monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 1_009)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 37)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.rows import every_row
 
 from massieu import ops
 
@@ -22,9 +23,9 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("dtypes", MIXED)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@every_row("dtypes", MIXED)
+@every_row("backend", BACKENDS)
+@every_row("kind", [torch.bfloat16, torch.float16])
 def test_as_pytorchs_attention(kind, backend, dtypes):
     query, key, value = tensors(*dtypes)
     with torch.autocast("cpu", dtype=kind):
@@ -42,9 +43,9 @@ def test_as_pytorchs_attention(kind, backend, dtypes):
         assert torch.allclose(level.double(), torch.logsumexp(scores, -1), atol=2e-4 if kind == torch.float16 else 1e-3)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtypes", MIXED)
+@every_row("inside", [False, True])
+@every_row("backend", BACKENDS)
+@every_row("dtypes", MIXED)
 def test_derivatives(dtypes, backend, inside):
     """The first and second, taken after the context or within it."""
     inputs = tensors(*dtypes)
@@ -105,6 +106,7 @@ def test_float64_is_left_alone_and_a_context_that_is_off_does_nothing():
         ops.attention([1.0], key, value)
 
 
+@pytest.mark.medium
 def test_compiled():
     torch._dynamo.reset()
 

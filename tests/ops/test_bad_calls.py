@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
@@ -352,7 +353,8 @@ def test_the_good_calls_are_good_and_do_work(store):
         assert worked.done or name == "moments_backend", name
 
 
-@pytest.mark.parametrize(("name", "change", "error", "words"), [*replaced_tensors(), *scored_calls(), *OWN])
+@pytest.mark.medium
+@every_row(("name", "change", "error", "words"), [*replaced_tensors(), *scored_calls(), *OWN])
 def test_refused(name, change, error, words, store):
     function, good = CALLS[name]
     arguments = good | ({"store": store} if "store" in good else {}) | change
@@ -361,7 +363,7 @@ def test_refused(name, change, error, words, store):
     assert torch.equal(GENERATOR.get_state(), state)
 
 
-@pytest.mark.parametrize(("call", "error", "words"), OTHERS.values(), ids=OTHERS)
+@every_row(("call", "error", "words"), OTHERS.values(), ids=OTHERS)
 def test_refused_parts(call, error, words):
     refuses(call, error, words)
 
@@ -372,12 +374,12 @@ def test_refused_blocks(blocks, error, words, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.parametrize("path", [None, 3, ["store"]])
+@every_row("path", [None, 3, ["store"]])
 def test_refused_paths(path):
     for call in (lambda: AtomStore.open(path), lambda: AtomStore.write(path, [AtomBlock(K[0])])):
         refuses(call, TypeError, (type(path).__name__,))
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.0, True, "all", None])
+@every_row("size", [0, -1, 1.0, True, "all", None])
 def test_refused_sizes_of_blocks(size, store):
     refuses(lambda: next(store.blocks(size)), ValueError, (repr(size),))

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import gammaln, ive
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.ops import bessel
@@ -40,6 +41,7 @@ def relative(actual: Tensor, expected: mpmath.mpf) -> float:
     return float(abs(mpmath.mpf(actual.item()) / expected - 1))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-7)])
 def test_value_two_derivatives_and_entropy(dimension, dtype, tolerance):
@@ -64,6 +66,7 @@ def test_value_two_derivatives_and_entropy(dimension, dtype, tolerance):
             assert relative(actual, expected) < tolerance, (index, concentration)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 def test_automatic_derivatives(dimension):
     kappa = torch.tensor(CONCENTRATIONS, dtype=torch.float64)
@@ -92,7 +95,7 @@ def test_scipy(exponent, dimension):
     assert bessel.bessel_ratio(kappa, dimension).item() == pytest.approx(scaled[1] / scaled[0], rel=1e-11)
 
 
-@pytest.mark.parametrize("kappa", [1e-200, 1e-9, 1.0, 1e9, 1e200, 1.7e308])
+@every_row("kappa", [1e-200, 1e-9, 1.0, 1e9, 1e200, 1.7e308])
 def test_three_dimensions_are_elementary(kappa):
     with mpmath.workdps(1300 if kappa < 1e-5 else 60):  # cancellation
         k = mpmath.mpf(kappa)
@@ -111,7 +114,7 @@ def test_three_dimensions_are_elementary(kappa):
     assert bessel.sphere_entropy(square, 3, unit).item() == pytest.approx(float(entropy), rel=1e-13, abs=tiny)
 
 
-@pytest.mark.parametrize("dimension", [2, 3, 40])
+@every_row("dimension", [2, 3, 40])
 def test_at_zero(dimension):
     zero = torch.zeros((), dtype=torch.float64)
     assert bessel.log_sphere_partition(zero, dimension).item() == 0
@@ -126,6 +129,7 @@ def test_at_zero(dimension):
     assert curvature == pytest.approx(1 / (4 * dimension * (dimension + 2)) - 1 / (4 * dimension**2), rel=1e-14)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("dimension", "kappa", "count"), [(2, 0.0, 4), (2, 1.5, 4), (64, 20.0, 6)])
 def test_nested_forward_derivatives(dimension, kappa, count):
     def along(k: Tensor, count: int) -> Tensor:
@@ -142,6 +146,7 @@ def test_nested_forward_derivatives(dimension, kappa, count):
     assert along(torch.tensor(kappa, dtype=torch.float64), count).item() == pytest.approx(expected, abs=1e-11 * size)
 
 
+@pytest.mark.medium
 def test_gradcheck():
     square = torch.tensor([0.0, 0.3, 2.0, 900.0], dtype=torch.float64, requires_grad=True)
     for dimension in (2, 5):
@@ -150,6 +155,7 @@ def test_gradcheck():
             assert torch.autograd.gradgradcheck(function, (square, dimension))
 
 
+@pytest.mark.medium
 def test_vmap_and_compile():
     square = torch.tensor([0.0, 0.3, 900.0], dtype=torch.float64)
 

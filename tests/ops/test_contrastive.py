@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.ops import reference, score_tiles
@@ -62,6 +63,7 @@ def assert_equal(ours, theirs, arguments, atol=1e-12):
         assert torch.allclose(one, other, atol=atol, equal_nan=True)
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 9),
@@ -137,6 +139,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.usefixtures("small_tiles")
 def test_derivatives_of_every_kind(weights):
@@ -226,7 +229,7 @@ def test_no_query_is_nan():
     assert loss.isnan() and level.shape == (2, 0)
 
 
-@pytest.mark.parametrize("temperature", [1e-8, 1e8, 1, 0.5, torch.tensor([0.5]), torch.nn.Parameter(torch.tensor(0.5))])
+@every_row("temperature", [1e-8, 1e8, 1, 0.5, torch.tensor([0.5]), torch.nn.Parameter(torch.tensor(0.5))])
 def test_any_temperature(temperature):
     query, key, _, _ = tensors(dtype=torch.float32)
     loss = info_nce(query, key, temperature=temperature)
@@ -237,7 +240,7 @@ def test_any_temperature(temperature):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 7e-4)])
+@every_row(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 7e-4)])
 def test_precision(dtype, bound):
     """Results are float32; the gradients of half-precision inputs are rounded once."""
     query, key, negatives, _ = tensors(40, 16, 9, dtype=dtype)
@@ -287,6 +290,7 @@ def test_vmap_over_groups():
         assert torch.allclose(gradients[group], torch.autograd.grad(wanted, one)[0])
 
 
+@pytest.mark.medium
 def test_compiled_training_step():
     torch._dynamo.reset()
     arguments = tensors(20)
@@ -302,6 +306,7 @@ def test_compiled_training_step():
     )
 
 
+@pytest.mark.medium
 def test_compiling_a_transform_keeps_the_gradient():
     torch._dynamo.reset()
     query, key = (tensor.detach() for tensor in tensors()[:2])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.ops import explicit
 from tests.ops.explicit import draw, finite
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -130,11 +131,13 @@ ALL = [(*one, spelling) for one in PAIRED for spelling in ("four", "five")]
 ORDER = {case: place for place, case in enumerate(ALL)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "kind", "spelling"), slowly(ALL, lambda one: ORDER[one] % 13 == 0))
 def test_every_kind_by_finite_differences(name, kind, spelling):
     check(*case(name, kind, spelling))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["attention, reference", "log_partition, reference", "attention_moments", "fisher_vp"])
 def test_blocks_of_queries(name, monkeypatch):
     """Two blocks, which are computed again in the backward pass."""
@@ -142,6 +145,7 @@ def test_blocks_of_queries(name, monkeypatch):
     check(*case(name, "weights, some −inf, causal"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_views(name):
     """Of leaves in other layouts of memory, one of which is expanded."""
@@ -196,7 +200,8 @@ def close(found, wanted, bound=1e-10):
         torch.testing.assert_close(one, other, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(("name", "kind"), PAIRED)
+@pytest.mark.medium
+@every_row(("name", "kind"), PAIRED)
 def test_every_kind_by_formulas(name, kind):
     """Gradients, forward derivatives, and second ones: backwards, and forwards over backwards."""
     function, leaves = case(name, kind)
@@ -218,6 +223,7 @@ def test_every_kind_by_formulas(name, kind):
     close(derivatives(function), derivatives(wanted_function))
 
 
+@pytest.mark.medium
 @EVERY_TRANSFORM
 def test_forward_mode_nested_twice_and_thrice(name, kind):
     """Second and third derivatives along a line in all arguments at once."""
@@ -302,6 +308,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_PAIRS", 21)
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
     ("reduction", "options", "biased"),
@@ -331,6 +338,7 @@ CONTRASTS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("kind", CONTRASTS)
 def test_info_nce(kind):
@@ -353,6 +361,7 @@ def test_info_nce(kind):
     check(function, (*leaves, *([] if shape is None else [leaf(*shape, seed=3)])))
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("small_tiles")
 def test_n_pairs():
     ids = FalseNegatives(torch.tensor([0, 1, 0, 2, 3]))
@@ -371,6 +380,7 @@ def test_merged_parts():
     check(function, (leaf(2, 3), leaf(2, 3, 2, seed=1)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("weighted", [False, True])
 def test_random_features(weighted):
     def function(query, key, *weight):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
@@ -93,6 +94,7 @@ def test_covariance_times_vector(case, backend, monkeypatch):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.integers(0, 3), key_heads=st.integers(1, 3), group=st.integers(1, 3), size=st.sampled_from([1, 3, 16]),
@@ -165,9 +167,9 @@ def test_symmetric_and_positive(backend):
     assert ((one * vector).sum(-1) > 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spread", [1.0, 30.0])
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
+@every_row("backend", BACKENDS)
+@every_row("spread", [1.0, 30.0])
+@every_row("offset", [0.0, 1000.0])
 def test_float32_error_does_not_grow_with_the_distance_of_the_keys(offset, spread, backend):
     """The bound of the docstring with the keys' distance from their own mean, at most 8 here, not from the origin."""
     query, key, vector = tensors(1, 2, 2, 130, 200, 16, torch.float32)
@@ -179,8 +181,8 @@ def test_float32_error_does_not_grow_with_the_distance_of_the_keys(offset, sprea
     assert ((found.double() - wanted).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("nats", [5.0, 15.0, 25.0])
+@every_row("backend", BACKENDS)
+@every_row("nats", [5.0, 15.0, 25.0])
 def test_little_variance_keeps_its_digits(nats, backend):
     """Two keys, one of share e^-nats: p(1 − p)·difference·(difference·vector), to the accuracy of the scores."""
     key = torch.tensor([[3.0, 1.0, -2.0], [-1.0, 4.0, 0.5], [90.0, -50.0, 7.0]]).view(1, 1, 3, 3)
@@ -209,8 +211,8 @@ def test_hidden_keys_of_any_size_contribute_nothing(backend):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_row("backend", BACKENDS)
+@every_row("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(dtype, backend):
     arguments = tensors(dtype=dtype)
     arguments[1] = arguments[1] + 50
@@ -240,6 +242,7 @@ def block_pairs(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_derivatives_in_every_argument(is_causal, block_pairs):
     query, key, vector = (t.requires_grad_() for t in tensors(1, 2, 1, 3, 4, 2))
@@ -320,6 +323,7 @@ def test_nested_transforms():
     torch.testing.assert_close(pulled, covariance_times_vector(query, key, query))
 
 
+@pytest.mark.medium
 def test_compiled():
     arguments = [t.requires_grad_() for t in tensors()]
     torch._dynamo.reset()
@@ -355,7 +359,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@every_row("name", WRONG)
 def test_wrong_calls(name):
     arguments, options, error, words = WRONG[name]
     with pytest.raises(error, match=words) as caught:

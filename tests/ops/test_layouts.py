@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 
 from massieu import ops
 from massieu.ops import moment_blocks, moments
@@ -42,6 +43,7 @@ def explicit(query, key, value, visible):
     }
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.integers(1, 4), key_heads=st.integers(1, 3), group=st.integers(1, 3),
@@ -75,7 +77,7 @@ def test_tiles_do_not_show(batch, key_heads, group, length, keys, is_causal, cap
         assert torch.allclose(getattr(found, name)[some], wanted[some], atol=1e-10), name
 
 
-@pytest.mark.parametrize("spread", [1.0, 4.0, 30.0])
+@every_row("spread", [1.0, 4.0, 30.0])
 def test_float32_accuracy_over_a_hundred_nats(spread):
     """Scores that spread over more nats than float32's exponent: the accuracy the documentation states."""
     query, key, value = tensors(1, 2, 2, 200, 300, size=16, spread=1.0)

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
@@ -38,6 +39,7 @@ def vocabularies(draw_from):
     return named, biased, view(target), options, draw_from(st.sampled_from([(1, 1), (7, 3), (1 << 20, 2048)]))
 
 
+@pytest.mark.medium
 @EXAMPLES
 def test_linear_cross_entropy(examples, monkeypatch):
     def check(drawn):
@@ -121,6 +123,7 @@ def explicit_contrast(query, key, negatives, log_weight, positive, symmetric, te
     return (loss + back) / 2, torch.stack([level, other])
 
 
+@pytest.mark.medium
 @EXAMPLES
 def test_info_nce(examples, monkeypatch):
     def check(drawn):
@@ -141,6 +144,7 @@ def test_info_nce(examples, monkeypatch):
     for_any(contrasts(), check, examples)
 
 
+@pytest.mark.medium
 @EXAMPLES
 def test_nca(examples, monkeypatch):
     def check(drawn):

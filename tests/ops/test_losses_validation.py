@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.ops.contrastive import FalseNegatives, info_nce, n_pairs, nca
 from massieu.ops.vocabulary import linear_cross_entropy
@@ -45,7 +46,7 @@ VOCABULARY = {
 }
 
 
-@pytest.mark.parametrize("name", VOCABULARY)
+@every_row("name", VOCABULARY)
 def test_wrong_calls_of_linear_cross_entropy(name):
     arguments, options, error, words = VOCABULARY[name]
     with pytest.raises(error, match=words) as caught:
@@ -104,7 +105,7 @@ PAIRS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@every_row("name", PAIRS)
 def test_wrong_calls_of_info_nce(name):
     arguments, options, error, words = PAIRS[name]
     with pytest.raises(error, match=words) as caught:
@@ -128,7 +129,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@every_row("name", OTHERS)
 def test_wrong_calls_of_the_others(name):
     function, arguments, options, error, words = OTHERS[name]
     with pytest.raises(error, match=words) as caught:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu import ops
 
@@ -45,10 +46,11 @@ def finite_sum(output, log_z):
 SHAPES = [(9,), (1, 1, 1, 9), (2, 1, 1, 9), (1, 4, 1, 9), (6, 9), (2, 1, 6, 9), (2, 4, 6, 9), (2, 4, 6, 1)]
 
 
-@pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.medium
+@every_row("learns", [False, True])
+@every_row("is_causal", [False, True])
+@every_row("shape", SHAPES, ids=str)
+@every_row("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_float_masks(dtype, shape, is_causal, learns):
     """Of any float dtype beside a query of another; −∞ hides; the gradient has the mask's dtype."""
     generator = torch.Generator().manual_seed(len(shape))
@@ -73,8 +75,8 @@ def test_float_masks(dtype, shape, is_causal, learns):
             assert (slopes[3][mask == -math.inf] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_row("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every_row("backend", BACKENDS)
 def test_masks_are_not_rounded_to_the_query(backend, dtype):
     """A float32 mask beside a half-precision query keeps its digits."""
     query, key, value = tensors(dtype=dtype)
@@ -88,9 +90,10 @@ def test_masks_are_not_rounded_to_the_query(backend, dtype):
 SIZES = [(1, 1), (1, 64), (3, 3), (3, 257), (257, 1), (64, 256), (512, 512), (512, 8), (1000, 3)]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("size", "value_size"), SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.medium
+@every_row("is_causal", [False, True])
+@every_row(("size", "value_size"), SIZES)
+@every_row("backend", BACKENDS)
 def test_head_sizes(backend, size, value_size, is_causal):
     """Values and all gradients, in one direction and the other, with and without a gradient for the mask."""
     inputs = [t.requires_grad_() for t in tensors(1, 2, 1, 35, 70, size, value_size)]
@@ -143,9 +146,10 @@ def masks_of(options):
     return torch.zeros(6, 9, dtype=torch.float64).masked_fill(hidden, -math.inf)
 
 
-@pytest.mark.parametrize("spread", [1.0, 200.0])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.medium
+@every_row("spread", [1.0, 200.0])
+@every_row("name", OPTIONS)
+@every_row("backend", ["reference", "auto"])
 def test_two_derivatives_are_finite_and_right(backend, name, spread):
     """Rows that see no key, and scores of ±1e4."""
     options = OPTIONS[name]
@@ -167,10 +171,8 @@ def test_two_derivatives_are_finite_and_right(backend, name, spread):
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-9 * spread**2)
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIONS if "log_weight" not in OPTIONS[n]])
-@pytest.mark.parametrize(
-    ("batch", "length", "keys"), [(2, 6, 1), (2, 1, 1), (2, 0, 5), (2, 3, 0), (0, 3, 4), (2, 0, 0)]
-)
+@every_row("name", [n for n in OPTIONS if "log_weight" not in OPTIONS[n]])
+@every_row(("batch", "length", "keys"), [(2, 6, 1), (2, 1, 1), (2, 0, 5), (2, 3, 0), (0, 3, 4), (2, 0, 0)])
 def test_few_queries_and_keys(batch, length, keys, name):
     inputs = [t.requires_grad_() for t in tensors(batch, 4, 2, length, keys)]
     options = OPTIONS[name]
@@ -197,9 +199,9 @@ def test_few_queries_and_keys(batch, length, keys, name):
             assert ops.fisher_vp(bare[0], bare[1], bare[0], **options).isfinite().all()
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.3, 0])
-@pytest.mark.parametrize("mask", ["causal", "window", "causal with weights"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_row("scale", [0.0, -1.3, 0])
+@every_row("mask", ["causal", "window", "causal with weights"])
+@every_row("backend", BACKENDS)
 def test_scales_that_are_not_positive(backend, mask, scale):
     options = {"window": (2, 1)} if mask == "window" else {"is_causal": True}
     options |= {"log_weight": torch.ones(9)} if mask == "causal with weights" else {}

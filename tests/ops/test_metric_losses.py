@@ -42,6 +42,7 @@ def distances_loss(x, labels):
     return -same[shared].log().mean(), level
 
 
+@pytest.mark.medium
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(2, 11),
@@ -95,6 +96,7 @@ def test_nca_without_peers():
     assert nca(x[:0], torch.arange(0)).isnan()
 
 
+@pytest.mark.medium
 def test_derivatives_of_nca(monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 12)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 
 from massieu import ops
 
@@ -77,8 +78,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["reference", "flash"])
-@pytest.mark.parametrize("case", CASES)
+@every_row("backend", ["reference", "flash"])
+@every_row("case", CASES)
 def test_attention(case, backend):
     options = dict(CASES[case])
     query, key, value = tensors()
@@ -93,9 +94,9 @@ def test_attention(case, backend):
     assert torch.allclose(alone.double(), expected["log_partition"], atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("backend", ["reference", "flash"])
-@pytest.mark.parametrize("case", CASES)
+@every_row("dtype", [torch.float32, torch.float64])
+@every_row("backend", ["reference", "flash"])
+@every_row("case", CASES)
 def test_gradients_for_both_results(case, backend, dtype):
     options = dict(CASES[case])
     arguments = tensors(dtype=dtype)
@@ -118,8 +119,8 @@ def test_gradients_for_both_results(case, backend, dtype):
         assert torch.allclose(a.grad.double(), b.grad, atol=tolerance * float(b.grad.abs().max().clamp_min(1)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case", CASES)
+@every_row("dtype", [torch.float32, torch.float64])
+@every_row("case", CASES)
 def test_gradient_of_log_partition_alone(case, dtype):
     options = dict(CASES[case])
     query, key, _ = tensors(dtype=dtype)
@@ -152,6 +153,7 @@ def test_gradients_of_log_weight_and_of_a_tensor_scale():
             assert torch.allclose(a.grad, b.grad, atol=1e-9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["reference", "flash"])
 def test_first_and_second_derivatives_by_finite_differences(backend):
     query, key, value = (t.requires_grad_() for t in tensors(1, 2, 1, 3, 4, 2, 2, torch.float64))
@@ -178,9 +180,9 @@ def test_forward_mode_and_vmap():
     assert torch.allclose(mapped[1], textbook(2 * query, key)["log_partition"], atol=1e-9)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocks"])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("case", CASES)
+@every_row("backend", ["reference", "blocks"])
+@every_row("softcap", [None, 1.5])
+@every_row("case", CASES)
 def test_moments(case, softcap, backend):
     options = dict(CASES[case])
     query, key, value = tensors(spread=1.7)
@@ -236,8 +238,8 @@ def test_any_shape(length, keys, size, spread, causal, masked, seed):
     assert torch.allclose(output.double(), expected["output"], atol=2e-4 * max(spread, 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["reference", "flash"])
+@every_row("dtype", [torch.bfloat16, torch.float16])
+@every_row("backend", ["reference", "flash"])
 def test_half_precision_keeps_log_z_in_float32(dtype, backend):
     query, key, value = tensors(dtype=dtype)
     output, log_z = ops.attention(query, key, value, backend=backend)
@@ -283,7 +285,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "words"), BAD)
+@every_row(("call", "kind", "words"), BAD)
 def test_bad_calls_get_one_sentence(call, kind, words):
     with pytest.raises(kind, match=words) as caught:
         call(*tensors())

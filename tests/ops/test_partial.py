@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
@@ -62,7 +63,7 @@ def test_associative_and_commutative_to_rounding():
         torch.testing.assert_close(other.mean, found[0].mean, atol=1e-12, rtol=1e-13)
 
 
-@pytest.mark.parametrize("garbage", [0.0, 1e300, math.inf, math.nan])
+@every_row("garbage", [0.0, 1e300, math.inf, math.nan])
 def test_a_part_without_a_visible_key_is_the_identity(garbage):
     query, key, value = problem(7)
     whole = Partial.of(ops.attention(query, key, value))
@@ -107,7 +108,7 @@ def test_a_null_slot():
         torch.testing.assert_close(merged.log_partition, scores.logsumexp(-1), atol=1e-12, rtol=1e-13)
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
+@every_row("dim", [0, 1, -1])
 def test_merging_along_a_dimension(dim):
     level, mean = draw(3, 4, 2, seed=1), draw(3, 4, 2, VALUE, seed=2)
     level[0, 0] = -math.inf
@@ -165,6 +166,7 @@ def test_a_constant_in_all_values_costs_no_digits_of_the_gradient():
     torch.testing.assert_close(single.grad.double(), exact, atol=1e-6, rtol=0)
 
 
+@pytest.mark.medium
 def test_under_transforms_and_compiled():
     level, mean = draw(5, 3, 4, seed=1), draw(5, 3, 4, 2, seed=2)
 

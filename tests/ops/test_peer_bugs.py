@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.ops import explicit
 from tests.ops.explicit import draw
+from tests.rows import every_row
 from torch.func import grad, hessian, jvp
 
 from massieu import ops
@@ -22,8 +23,8 @@ def far_scores():
     return query[None, None], key[None, None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_row("dtype", [torch.float32, torch.float64])
+@every_row("backend", BACKENDS)
 def test_bug_5_scores_of_ten_thousand_have_finite_right_derivatives_of_both_orders(backend, dtype):
     query, key = (tensor.to(dtype).requires_grad_() for tensor in far_scores())
     value = draw(1, 1, 5, 3, dtype=dtype).requires_grad_()
@@ -67,8 +68,8 @@ def test_bug_5_so_have_the_losses_and_the_moments(dtype):
         assert all(one.isfinite().all() for one in (*first, *second)), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_row("backend", BACKENDS)
 def test_bug_6_second_derivatives_are_right_in_every_precision(backend, dtype):
     """The Hessian of log Z in the query is scale²·Cov(keys)."""
     query, key = draw(3, 4, dtype=dtype), draw(7, 4, seed=1, dtype=dtype)
@@ -133,8 +134,8 @@ def test_bug_16_logarithms_are_natural(tmp_path):
     assert math.isclose(ops.nca(torch.zeros(12, 4), torch.arange(12) // 2), math.log(11), rel_tol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("height", [-1e4, -50.0, -1.0, 0.0, 3.0, 1e4])
+@every_row("backend", BACKENDS)
+@every_row("height", [-1e4, -50.0, -1.0, 0.0, 3.0, 1e4])
 def test_bug_17_a_null_slot_is_not_the_one_that_is_added_after_the_maximum_is_taken_out(height, backend):
     """Scores all at one height: the slot's share is 1/(1 + n·exp(height)), and not 1/(1 + n)."""
     query, key = torch.full((1, 1, 1, 1), height, dtype=torch.float64), torch.ones(1, 1, 3, 1, dtype=torch.float64)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
@@ -35,8 +36,8 @@ def second_moment(q, keys, weights):
     return total
 
 
-@pytest.mark.parametrize("scale", [None, 1.0, 0.3, -0.6])
-@pytest.mark.parametrize("weighted", [False, True])
+@every_row("scale", [None, 1.0, 0.3, -0.6])
+@every_row("weighted", [False, True])
 def test_the_standard_error_is_that_of_the_formula(scale, weighted):
     query, key = short(1, 4, 3, SIZE, norm=1.5, seed=1), short(1, 2, 6, SIZE, norm=2.0, seed=2)
     log_weight = draw(6, seed=3) if weighted else None
@@ -135,6 +136,7 @@ def test_extremes_are_defined():
     assert half.log_partition.dtype == half.standard_error.dtype == torch.float32
 
 
+@pytest.mark.medium
 def test_the_gradient_is_the_second_estimator():
     """∇ log Ẑ = Σ r_ω ω − q, and all derivatives by differences."""
     query, key = draw(1, 1, 2, SIZE, seed=1).requires_grad_(), draw(1, 1, 5, SIZE, seed=2).requires_grad_()
@@ -198,6 +200,7 @@ def test_vmap_with_draws_of_each_item_s_own():
         torch.func.vmap(call)(many[:2])
 
 
+@pytest.mark.medium
 def test_compiled_around_it():
     torch._dynamo.reset()
     query, key = draw(1, 2, 4, SIZE, seed=1), draw(1, 2, 5, SIZE, seed=2)
@@ -242,7 +245,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BAD.values(), ids=BAD)
+@every_row(("change", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_calls(change, error, message):
     with pytest.raises(error, match=message):
         random_feature_log_partition(**(GOOD | change))

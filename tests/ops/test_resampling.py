@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 
 from massieu import ops
 from massieu.ops import reference
@@ -197,6 +198,7 @@ def test_vmap(method):
         torch.func.vmap(call)(queries, values)
 
 
+@pytest.mark.medium
 def test_compiled_around_it():
     torch._dynamo.reset()
     query, key, value = problem()
@@ -233,7 +235,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BAD.values(), ids=BAD)
+@every_row(("change", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_calls(change, error, message):
     with pytest.raises(error, match=message):
         resample_attention(**(GOOD | change))

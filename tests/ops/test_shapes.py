@@ -108,6 +108,7 @@ def backends_of(arguments, options):
     return ["auto", "reference"] + ([] if flash.unusable(problem) else ["flash"])
 
 
+@pytest.mark.medium
 @EXAMPLES
 def test_attention_and_log_partition(examples, monkeypatch):
     def check(problem):
@@ -130,6 +131,7 @@ def test_attention_and_log_partition(examples, monkeypatch):
     for_any(problems(), check, examples)
 
 
+@pytest.mark.medium
 @EXAMPLES
 def test_moments(examples, monkeypatch):
     def check(problem):
@@ -154,6 +156,7 @@ def test_moments(examples, monkeypatch):
     for_any(problems(), check, examples)
 
 
+@pytest.mark.medium
 @EXAMPLES
 def test_fisher_vp(examples, monkeypatch):
     def check(problem):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
@@ -38,8 +39,8 @@ def close(found, wanted, tolerance=1e-10):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mask", ["none", "keys", "pairs", "causal", "window"])
+@every_row("backend", BACKENDS)
+@every_row("mask", ["none", "keys", "pairs", "causal", "window"])
 def test_the_formula_of_gpt_oss(mask, backend):
     query, key, value, sink = (t.requires_grad_() for t in tensors())
     generator = torch.Generator().manual_seed(1)
@@ -66,7 +67,7 @@ def test_the_formula_of_gpt_oss(mask, backend):
     assert close(*slopes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precisions(dtype):
     query, key, value, sink = tensors(dtype=dtype)
     wanted = eager_gpt_oss(query.double(), key.double(), value.double(), sink.double(), 0.4)
@@ -108,6 +109,7 @@ def test_softmax_off_by_one():
         assert torch.allclose(log_z[0, 0], exact, atol=1e-14)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_derivatives_by_finite_differences(backend):
     query, key, value, sink = (t.requires_grad_() for t in tensors(1, 2, 1, 2, 3, 2))
@@ -122,8 +124,8 @@ def test_derivatives_by_finite_differences(backend):
         assert gradgradcheck(function, (query, key, value, given), check_fwd_over_rev=True, fast_mode=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("level", [0.0, 1e4, -1e4, -math.inf])
+@every_row("backend", BACKENDS)
+@every_row("level", [0.0, 1e4, -1e4, -math.inf])
 def test_rows_without_a_key_and_levels_of_any_size(backend, level):
     query, key, value, _ = tensors(dtype=torch.float32)
     query[:, :, 1] *= 1e4
@@ -153,9 +155,9 @@ def test_the_gradient_of_a_sink_is_its_weight():
     assert torch.allclose(slope, torch.softmax(whole, -1)[..., -1].sum((0, 2)))
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocks"])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("level", [0.7, -math.inf, 300.0])
+@every_row("backend", ["reference", "blocks"])
+@every_row("softcap", [None, 2.0])
+@every_row("level", [0.7, -math.inf, 300.0])
 def test_moments_are_those_with_a_key_at_the_origin(level, softcap, backend):
     query, key, value, sink = tensors()
     sink = sink + level
@@ -232,7 +234,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@every_row("name", WRONG)
 def test_wrong_sinks(name):
     sink, error, words = WRONG[name]
     query, key, value, _ = tensors()

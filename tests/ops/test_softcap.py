@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
@@ -35,6 +36,7 @@ def close(found, wanted, tolerance=1e-10):
     )
 
 
+@pytest.mark.medium
 @settings(max_examples=80, deadline=None)
 @given(
     batch=st.integers(1, 3), key_heads=st.integers(1, 2), group=st.integers(1, 2), length=st.integers(1, 300),
@@ -109,8 +111,8 @@ def test_rows_without_a_key(learns):
         assert (found.log_partition[:, :, 3] == -math.inf).all()
 
 
-@pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_row("learns", [False, True])
+@every_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_huge_scores_and_precisions(dtype, learns):
     query, key, value = tensors(dtype=dtype)
     query = (query * 1e4).requires_grad_(learns)
@@ -134,7 +136,7 @@ def test_the_cap_far_away_is_none():
     assert close(ops.attention(query, key, value, softcap=1e6), ops.attention(query, key, value), 1e-9)
 
 
-@pytest.mark.parametrize("softcap", [0, -2.0, math.nan, math.inf])
+@every_row("softcap", [0, -2.0, math.nan, math.inf])
 def test_wrong_values(softcap):
     query, key, value = tensors()
     for call in (
@@ -145,7 +147,7 @@ def test_wrong_values(softcap):
             call()
 
 
-@pytest.mark.parametrize("softcap", [True, "2", torch.tensor(2.0)])
+@every_row("softcap", [True, "2", torch.tensor(2.0)])
 def test_wrong_types(softcap):
     query, key, value = tensors()
     with pytest.raises(TypeError, match="softcap must be a number"):

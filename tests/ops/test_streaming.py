@@ -164,6 +164,7 @@ def test_a_file_that_changed(tmp_path):
 # --- attention over it -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block_size", [1, 7, 1000])
 @pytest.mark.parametrize("shape", [(3, 4, 5, SIZE), (1, 2, 1, SIZE), (2, 2, 0, SIZE)])
 def test_equal_to_all_keys_at_once(small, shape, block_size):
@@ -215,6 +216,7 @@ def test_small_and_empty_stores(tmp_path_factory, count, batch, length, group):
     torch.testing.assert_close(log_z, wanted[1].unflatten(1, (HEADS, group)), atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.medium
 def test_derivatives(small):
     _, store = small
     query, scale = draw(1, HEADS, 2, SIZE, seed=7).requires_grad_(), draw(HEADS, seed=8).requires_grad_()
@@ -227,6 +229,7 @@ def test_derivatives(small):
         assert gradgradcheck(call, (query, scale))
 
 
+@pytest.mark.medium
 def test_under_transforms(small):
     block, store = small
     query = draw(3, 1, HEADS, 1, SIZE, seed=7)
@@ -322,6 +325,7 @@ def test_bad_calls(small):
         streaming.attention(query, store, scale="1")
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
 def test_memory_does_not_grow_with_the_store(tmp_path):
     """61 MiB of atoms are gone through in less than 16, mapped pages counted, forwards and backwards."""

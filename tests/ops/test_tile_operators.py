@@ -36,6 +36,7 @@ def arguments(name, dtype=torch.float64):
     return row, draw(columns, 4, seed=2, dtype=dtype), bias, target, *ids, weight, *PROBLEMS[name].values()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_operators_are_well_formed(name, dtype):
@@ -108,6 +109,7 @@ def pairs(count):
     return (lambda q, k: info_nce(q, k, temperature=0.1, symmetric=True, log_weight=same)), (query, key)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("problem", [words, pairs])
 def test_no_graph_holds_the_scores(problem):
     torch._dynamo.reset()
@@ -123,6 +125,7 @@ def test_no_graph_holds_the_scores(problem):
         torch.testing.assert_close(actual, right)
 
 
+@pytest.mark.medium
 def test_one_graph_for_any_number_of_tokens():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -139,6 +142,7 @@ def test_one_graph_for_any_number_of_tokens():
     assert len(programs) == 1
 
 
+@pytest.mark.medium
 def test_one_tensor_given_twice():
     """Ids of queries that are those of keys, and labels, reach the tiles as one tensor."""
     torch._dynamo.reset()

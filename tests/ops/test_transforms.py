@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
@@ -37,6 +38,7 @@ def covariance_of_keys(query, key):
     return (p.unsqueeze(-1) * centred).mT @ centred / key.shape[-1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_reverse_forward_and_second_derivatives(backend, is_causal, inputs, block_pairs):
@@ -51,6 +53,7 @@ def test_reverse_forward_and_second_derivatives(backend, is_causal, inputs, bloc
     assert gradgradcheck(function, arguments, check_fwd_over_rev=True, fast_mode=fast)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_derivatives_of_log_partition_with_a_mask(backend, inputs, block_pairs):
     query, key, _ = inputs
@@ -65,6 +68,7 @@ def test_derivatives_of_log_partition_with_a_mask(backend, inputs, block_pairs):
     assert (torch.autograd.grad(function(query, key).sum(), key)[0][:, :, [1, 4]] == 0).all()
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("block_pairs")
 def test_log_weights_per_query_and_key(inputs):
     query, key, value = inputs
@@ -72,6 +76,7 @@ def test_log_weights_per_query_and_key(inputs):
     assert gradgradcheck(lambda q, k, v, w: tuple(ops.attention(q, k, v, log_weight=w)), (query, key, value, weight))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.usefixtures("block_pairs")
 def test_moments_are_differentiable(softcap, inputs):
@@ -97,8 +102,8 @@ def test_queries_that_see_nothing_have_zero_derivatives(backend, inputs):
     assert all(g is None or bool((g == 0).all()) for g in gradients)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scale", [1e-35, 1e-20, 1.0, 1e20])
+@every_row("backend", BACKENDS)
+@every_row("scale", [1e-35, 1e-20, 1.0, 1e20])
 def test_cotangents_of_any_size(backend, scale):
     """The two cotangents are folded into one tensor, by dividing by the first's norm."""
     query, key, value = (leaf(1, 1, 4, 8, seed=s).detach().float().requires_grad_() for s in range(3))
@@ -163,6 +168,7 @@ def test_gradient_of_a_mapped_function(name, inputs):
     assert torch.allclose(torch.func.grad(found)(values.detach()), torch.func.grad(wanted)(values.detach()))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_compiling_a_transform_keeps_the_gradient(backend, inputs):
     """`torch.compile` ignores the backward of custom functions inside `torch.func`: gradient 0 without the plain path."""
@@ -180,6 +186,7 @@ def test_compiling_a_transform_keeps_the_gradient(backend, inputs):
     assert torch.allclose(direction, (gradient * query).sum())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_training_step(backend, inputs):
     torch._dynamo.reset()
@@ -241,6 +248,7 @@ def explicit(query, key, value, *, scale=0.5, sink=None, softcap=None, window=No
     return torch.softmax(scores, -1)[..., :-1] @ value, torch.logsumexp(scores, -1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", OPTIONS)
 def test_transforms_with_options(name, inputs):
     query, key, value = (t.detach() for t in inputs)
@@ -262,6 +270,7 @@ def test_transforms_with_options(name, inputs):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("all", "sink", "cap", "hidden", "window and weights")]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["scaled", *SLOW])
 def test_compiled_for_any_length(name):
     """One graph, no break, gradients of both results; also where key and value are one tensor."""

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tests.ops.explicit import draw, finite
+from tests.rows import every_row
 from torch.func import grad
 
 from massieu import ops
@@ -14,8 +15,8 @@ BACKENDS = ["reference", "flash"]
 close = torch.testing.assert_close
 
 
-@pytest.mark.parametrize("beta", [0.25, 1.0, 3.0])
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_row("beta", [0.25, 1.0, 3.0])
+@every_row("backend", BACKENDS)
 def test_trap_5_the_energy_carries_the_inverse_of_beta(beta, backend):
     """−∇ of −β⁻¹ log Z is attention; without β⁻¹ it is β times that."""
     query, key = draw(2, 2, 3, 4), draw(2, 2, 6, 4, seed=1)
@@ -146,7 +147,7 @@ def weights(given):
     return {"log_weight": given[0]} if given else {}
 
 
-@pytest.mark.parametrize(("function", "leaves", "wanted"), list(nothing_visible()))
+@every_row(("function", "leaves", "wanted"), list(nothing_visible()))
 def test_trap_15_bug_8_where_nothing_is_visible_all_is_defined(function, leaves, wanted):
     """Results are −inf or 0, and first and second derivatives are 0."""
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
@@ -193,6 +194,7 @@ def test_trap_32_the_share_of_one_draw_is_not_seen_in_an_empirical_variance():
     assert float(ratios.log().mean()) < -0.1
 
 
+@pytest.mark.medium
 def test_trap_34_attention_over_a_sample_is_biased_by_one_over_its_size():
     """S15 for keys ~ N(0, Σ): bias −exp(β²qᵀΣq)·βΣq/N to leading order, by antithetic samples of keys."""
     beta, query = 0.8, torch.tensor([0.7, -0.4], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu import ops
 
@@ -68,7 +69,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@every_row("name", WRONG)
 def test_wrong_calls(name):
     arguments, options, error, words = WRONG[name]
     with pytest.raises(error, match=words) as caught:
@@ -91,7 +92,7 @@ def test_unknown_keywords_raise():
             function(Q, K, V, dropout=0.1) if function is not ops.log_partition else function(Q, K, dropout=0.1)
 
 
-@pytest.mark.parametrize("softcap", [0.0, -1.0, float("nan"), float("inf")])
+@every_row("softcap", [0.0, -1.0, float("nan"), float("inf")])
 def test_softcap_is_positive(softcap):
     with pytest.raises(ValueError, match="softcap"):
         ops.attention_moments(Q, K, softcap=softcap)

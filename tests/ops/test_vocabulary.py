@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.ops import score_tiles
@@ -91,7 +92,7 @@ def test_the_mean_without_a_token_that_counts_is_nan_as_in_torch():
     assert linear_cross_entropy(hidden[:0], weight, target[:0], reduction="none").shape == (0,)
 
 
-@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (2, 0, 3)])
+@every_row("lead", [(), (1,), (2, 3), (2, 0, 3)])
 def test_any_leading_shape(lead):
     hidden = torch.randn(*lead, 4, dtype=torch.float64)
     target = torch.randint(7, lead)
@@ -114,6 +115,7 @@ def test_log_partition_of_every_token_has_its_gradient():
     assert_equal(loss + log_z.sin().sum(), both, (hidden, weight, bias))
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.2, "return_log_partition": True}])
 def test_derivatives_of_every_kind(options):
@@ -150,7 +152,7 @@ def test_third_derivative_along_a_line_in_forward_mode():
     assert torch.allclose(along(along(along(loss)))(hidden.new_zeros(())), wanted)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
+@every_row("which", [0, 1, 2])
 def test_only_one_tensor_wants_a_gradient(which):
     *arguments, target = inputs()
     arguments = [tensor.detach().requires_grad_(place == which) for place, tensor in enumerate(arguments)]
@@ -196,7 +198,7 @@ def test_a_certain_word_costs_what_is_left_to_the_others():
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@every_row(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_precision(dtype, bound):
     """Results are float32; the gradients of half-precision inputs are rounded once (half a unit: 2⁻⁸, 2⁻¹¹)."""
     hidden, weight, bias, target = inputs(40, 16, 90, dtype=dtype)
@@ -260,6 +262,7 @@ def test_vmap_and_gradients_of_each_item():
             assert torch.allclose(found[item], right)
 
 
+@pytest.mark.medium
 def test_compiled_training_step():
     torch._dynamo.reset()
     *arguments, target = inputs(words=40)
@@ -274,6 +277,7 @@ def test_compiled_training_step():
     assert_equal(loss + log_z.sum(), eager.loss + eager.log_partition.sum(), arguments)
 
 
+@pytest.mark.medium
 def test_compiling_a_transform_keeps_the_gradient():
     torch._dynamo.reset()
     hidden, weight, _, target = (tensor.detach() for tensor in inputs())

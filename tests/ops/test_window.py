@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,9 +54,10 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(band, "MOST", 4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("window", [0, 1, (3, 0), (0, 2), (2, 5), (7, 1), 40, (10**12, 2), (2, 10**12)])
+@pytest.mark.medium
+@every_row("backend", BACKENDS)
+@every_row("is_causal", [False, True])
+@every_row("window", [0, 1, (3, 0), (0, 2), (2, 5), (7, 1), 40, (10**12, 2), (2, 10**12)])
 @pytest.mark.usefixtures("short_chunks")
 def test_windows_are_masks(window, is_causal, backend):
     for length, keys in ((1, 1), (30, 30), (31, 29), (40, 17), (17, 40), (2, 30), (30, 2)):
@@ -67,6 +69,7 @@ def test_windows_are_masks(window, is_causal, backend):
         assert close([ops.log_partition(query, key, window=window, is_causal=is_causal, backend=backend)], wanted[1:])
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.integers(1, 3), key_heads=st.integers(1, 2), group=st.integers(1, 2), length=st.integers(1, 300),
@@ -138,6 +141,7 @@ def test_first_and_second_derivatives(backend, kind, monkeypatch):
     assert close(*derivatives)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("short_chunks")
 def test_derivatives_by_finite_differences(backend):
@@ -185,7 +189,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("what", ["flash", "reference", "padded", "moments", "blocks", "fisher"])
+@every_row("what", ["flash", "reference", "padded", "moments", "blocks", "fisher"])
 def test_memory_is_linear(what):
     """Nothing of a size like queries times keys, forwards or backwards, in either route."""
     length, window = 8192, (60, 3)
@@ -227,7 +231,7 @@ def test_transforms(backend):
     assert close(hessians[:1], hessians[1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every_row("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_precisions(dtype):
     query, key, value = tensors(2, 4, 2, 400, 400, 16, 8, dtype=dtype)
     wanted = masked(query.double(), key.double(), value.double(), visible(400, 400, (50, 0)))
@@ -250,7 +254,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@every_row("name", WRONG)
 def test_wrong_windows(name):
     window, error, words = WRONG[name]
     query, key, value = tensors()
@@ -266,6 +270,7 @@ def test_wrong_windows(name):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 def test_compiled_with_any_length(backend):
     torch._dynamo.reset()

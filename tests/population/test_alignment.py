@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import kstest
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.population import equilibrium, key_law, precision_alignment
@@ -37,7 +38,7 @@ def test_the_cosine_by_hand():
     assert found.null.shape == (3,)
 
 
-@pytest.mark.parametrize("power", [-1.0, -0.5, 0.0, 0.5, 1.0])
+@every_row("power", [-1.0, -0.5, 0.0, 0.5, 1.0])
 def test_the_planted_power_is_found(power: float):
     target = covariance(6)
     values, vectors = np.linalg.eigh(target.numpy())

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.population.cases import by_hand, covariance, draw, hermite, law, layer, weights
+from tests.rows import every_row
 from torch.utils import _pytree as pytree
 
 from massieu.energy.contraction import Identity, LayerNorm, RMSNorm, Scalar, Spin, Whitening
@@ -133,6 +134,7 @@ def test_feed_forward_and_composition():
 # --- derivatives, transforms, precision ------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("population", [None, Atoms.create(draw(3, 3, seed=20)), law(3)])
 def test_derivatives(population):
     given = AttentionLayer.create(**weights(3, 2, 2, 2), population=population, contraction=RMSNorm.create(1.0))
@@ -147,6 +149,7 @@ def test_derivatives(population):
     assert torch.autograd.gradgradcheck(lambda x: after(x, *moving), inputs[:1])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("population", [None, Atoms.create(draw(3, 4, seed=20)), law(4)])
 def test_compiled_and_batched(population):
     given, x = layer(population=population, normalisation=LayerNorm.create()), draw(2, 6, 4, seed=9)
@@ -165,7 +168,7 @@ def test_compiled_to_machine_code():
     torch.testing.assert_close(torch.compile(given.__call__, fullgraph=True)(x), given(x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@every_row(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 def test_precision(dtype, tolerance):
     exact = AttentionLayer.random(8, 2, generator=torch.Generator().manual_seed(0))
     x = draw(5, 8, seed=9).to(dtype)
@@ -197,7 +200,7 @@ def _by_quadrature(given: AttentionLayer, before: Gaussian, population: Gaussian
 _WHITE = Whitening.create(draw(2, seed=30), torch.tensor([[1.3, 0.4], [0.4, 0.8]]).double())
 
 
-@pytest.mark.parametrize(
+@every_row(
     "options",
     [
         {},
@@ -243,7 +246,7 @@ def test_laws_through_compositions_and_population_maps():
     torch.testing.assert_close(covariance(twice), covariance(expected))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("operator", "named"),
     [
         (layer(contraction=LayerNorm.create()), "LayerNorm is not affine"),
@@ -263,7 +266,7 @@ def test_what_keeps_no_law_gaussian_says_so(operator, named):
 # --- bad calls -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "error", "named"),
     [
         (lambda: layer()(torch.zeros(4)), ValueError, r"shape \(\*batch, n, 4\), got \(4,\)"),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu import population as p
 from massieu.measures import Gaussian
@@ -139,7 +140,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_row("case", CASES)
 def test_one_sentence(case):
     call, error, named = CASES[case]
     with pytest.raises(error, match=named):

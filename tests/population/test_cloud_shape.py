@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, special, stats
+from tests.rows import every_row
 
 from massieu.population import (
     CloudShape,
@@ -25,7 +26,7 @@ def directions(dimension, count=5, seed=1):
     return random_directions(dimension, count, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("tokens", [4, 5, 30])
+@every_row("tokens", [4, 5, 30])
 def test_cumulants_are_ratios_of_scipys_k_statistics(tokens):
     points = draws(tokens, 3).exp() + 40
     lines = directions(3, 40)  # more than a block
@@ -36,7 +37,7 @@ def test_cumulants_are_ratios_of_scipys_k_statistics(tokens):
     np.testing.assert_allclose(found.fourth, k4 / k2**2, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("tokens", [4, 9, 50])
+@every_row("tokens", [4, 9, 50])
 def test_spreads_of_gaussian_tokens(tokens):
     repetitions = 20_000
     found = projected_cumulants(draws(repetitions, tokens, 1, seed=tokens), torch.ones(1, 1))
@@ -91,6 +92,7 @@ def exact_null(tokens):
     return 2 - 2 * best / deviation
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("tokens", [2, 5, 12])
 def test_the_null_is_that_of_order_statistics(tokens):
     mean, error = gaussian_distance_null(tokens)
@@ -98,6 +100,7 @@ def test_the_null_is_that_of_order_statistics(tokens):
     assert gaussian_distance_null(tokens) == (mean, error)
 
 
+@pytest.mark.medium
 def test_gaussian_tokens_are_at_their_nulls_and_others_are_not():
     lines = CloudShape(projections=64)
     gaussian, heavy = lines(draws(2000, 6) @ draws(6, 6, seed=4)), lines(draws(2000, 6).exp())
@@ -146,7 +149,7 @@ def test_bad_calls():
         squared_gaussian_distance(torch.ones(3, 2, dtype=torch.int64), directions(2))
 
 
-@pytest.mark.parametrize("size", [1e-150, 1e-30, 1.0, 1e30, 1e150])
+@every_row("size", [1e-150, 1e-30, 1.0, 1e30, 1e150])
 def test_cumulants_and_distances_know_no_scale(size):
     generator = torch.Generator().manual_seed(5)
     cloud = torch.randn(30, 3, generator=generator, dtype=torch.float64)

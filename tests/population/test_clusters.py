@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist, squareform
+from tests.rows import every_row
 
 from massieu.population import cluster_count, self_attention_levels
 
@@ -25,7 +26,7 @@ def test_separated_groups_are_found_exactly():
     assert found.largest == pytest.approx(group.bincount().max().item() / 80)
 
 
-@pytest.mark.parametrize("radius", [0.3, 1.0, 2.5])
+@every_row("radius", [0.3, 1.0, 2.5])
 def test_leaders_are_a_largest_separated_set(radius):
     points = draws(60, 2, seed=3)
     distance = torch.from_numpy(squareform(pdist(points.numpy())))
@@ -95,8 +96,8 @@ def test_the_interaction_energy_does_not_overflow():
     assert far.entropy.item() == pytest.approx(0, abs=1e-12)  # no difference of log Z and scores of 1e24
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-22, 1.0, 1e22, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_row("size", [1e-30, 1e-22, 1.0, 1e22, 1e30])
+@every_row("dtype", [torch.float32, torch.float64])
 def test_clusters_know_no_scale(size, dtype):
     """Squares of these lengths overflow or vanish in float32."""
     generator = torch.Generator().manual_seed(0)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tests.population import cases
+from tests.rows import every_row
 
 from massieu.energy import is_conservative, jacobian_asymmetry
 from massieu.errors import ConvergenceError
@@ -26,7 +27,7 @@ def dense(scores, weight, steps=20_000):
     return mass.exp() / weight.unsqueeze(-1)
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 2.5])
+@every_row("scale", [0.1, 1.0, 2.5])
 def test_it_is_the_dense_algorithm(scale):
     query, key, value = draws(2, 3, 13, 4), draws(2, 3, 13, 4, seed=1), draws(2, 3, 13, 5, seed=2)
     found = doubly_stochastic_attention(query, key, value, scale=scale)
@@ -71,6 +72,7 @@ def test_gaussian_tokens_shrink_by_the_entropic_plan():
     torch.testing.assert_close(output, covariance / spread**2 * grid[inner], atol=1e-8, rtol=1e-8)
 
 
+@pytest.mark.medium
 def test_derivatives_are_exact():
     query, key, weight = draws(1, 2, 3, 2), draws(1, 2, 3, 2, seed=1), 0.3 * draws(3, seed=2)
     value = draws(1, 2, 3, 1, seed=3)
@@ -83,6 +85,7 @@ def test_derivatives_are_exact():
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
+@pytest.mark.medium
 def test_potentials_alone_have_derivatives_too():
     query, key = draws(1, 1, 4, 2).requires_grad_(), draws(1, 1, 4, 2, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda q, k: sinkhorn(q, k, tolerance=1e-13)[:2], (query, key), fast_mode=True)
@@ -161,7 +164,7 @@ def test_bad_calls():
         sinkhorn(draws(1, 1, 3, 2), draws(1, 1, 3, 2), scale=math.nan)
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.5, -0.7])
+@every_row("scale", [0.3, 1.5, -0.7])
 def test_a_gaussian_law_goes_where_sinkhorn_takes_it(scale):
     """A quadrature of the law as weighted tokens, whose plan is found without knowing that it is Gaussian."""
     law = cases.law(seed=2)

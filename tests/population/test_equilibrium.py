@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import ive
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.energy import contraction
@@ -93,6 +94,7 @@ def test_half_precision_is_promoted_and_mixed_precision_is_the_wider():
     assert whitened_map(hidden, wide, 0.5).dtype == F64
 
 
+@pytest.mark.medium
 def test_laws_go_through_vmap_and_compilation():
     factors = draw(2, 3, 3, seed=9)
 
@@ -150,8 +152,8 @@ def test_trap_16_a_norm_of_each_token_has_another_equilibrium():
     assert torch.linalg.eigvalsh(covariance)[0] < 1e-12  # the mean of the coordinates is lost as well
 
 
-@pytest.mark.parametrize("variance", [0.5, 1.0, 1.5])
-@pytest.mark.parametrize("order", [3, 4, 5])
+@every_row("variance", [0.5, 1.0, 1.5])
+@every_row("order", [3, 4, 5])
 def test_trap_16_cumulants_grow(order: int, variance: float):
     """NumPy: a density φ(1 + εHe_n/n!) has A(t) = t²/2 + log(1 + εtⁿ/n!); κ_n of whitened T by a Gauss–Hermite rule."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(40)
@@ -189,14 +191,14 @@ KNOWN_GROWTH = {
 }
 
 
-@pytest.mark.parametrize("case", KNOWN_GROWTH)
+@every_row("case", KNOWN_GROWTH)
 def test_trap_16_the_known_growth_factors(case: tuple[float, int]):
     variance, order = case
     assert cumulant_growth(order, 0.5, variance).item() == pytest.approx(KNOWN_GROWTH[case], rel=1e-4)
 
 
-@pytest.mark.parametrize("dim", [2, 3, 7])
-@pytest.mark.parametrize("order", [1, 2, 5])
+@every_row("dim", [2, 3, 7])
+@every_row("order", [1, 2, 5])
 def test_harmonics_grow_by_bessel_functions(order: int, dim: int):
     scale, step = 1.7, 0.4
     low = dim / 2 - 1

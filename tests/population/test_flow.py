@@ -9,6 +9,7 @@ import polars
 import pytest
 import torch
 from tests.population import killed_flow
+from tests.rows import every_row
 
 from massieu import ops
 from massieu.energy import Clustering
@@ -94,6 +95,7 @@ def test_several_layers_and_an_observable_that_some_lack():
     assert result.values("effective_size").isnan().tolist() == [True, True, True, False]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_resumed_is_uninterrupted(tmp_path, stop):
     """Random layers go on where their generators were; those of another kind too."""
@@ -126,6 +128,7 @@ def test_resumed_is_uninterrupted(tmp_path, stop):
     assert_same(built().resume(tmp_path / "flow"), whole)  # nothing is left to be done
 
 
+@pytest.mark.medium
 def test_killed_and_resumed_is_uninterrupted(tmp_path):
     """A process that is killed in its fourth layer, and another that goes on."""
     arguments = [sys.executable, "-m", "tests.population.killed_flow", str(tmp_path / "flow")]
@@ -178,7 +181,7 @@ def test_a_checkpoint_of_another_flow_is_refused(tmp_path):
         Flow(resampled(), depth=2).run(points, checkpoint=tmp_path / "file")
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("one", "other"),
     [
         (lambda x: x * 2, lambda x: x * 3),
@@ -231,6 +234,7 @@ def test_trap_17_ascent_lowers_the_entropy_of_attention_and_raises_that_of_the_p
     torch.testing.assert_close(result.values("log_determinant")[-1], expected)
 
 
+@pytest.mark.medium
 def test_tokens_on_a_sphere_end_in_one_cluster_unless_the_mean_is_kept():
     points = torch.nn.functional.normalize(draws(60, 4), dim=-1)
     observables = [Clusters(), SelfAttention(2.0)]

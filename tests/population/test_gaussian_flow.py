@@ -7,6 +7,7 @@ import pytest
 import scipy.integrate
 import torch
 from tests.population.cases import covariance, draw, law
+from tests.rows import every_row
 
 from massieu.errors import ConvergenceError
 from massieu.measures import Atoms, Gaussian
@@ -15,6 +16,7 @@ from massieu.population import BlowUpError, gaussian_flow
 ONE = torch.eye(1).double()
 
 
+@pytest.mark.medium
 def test_one_dimension_has_a_closed_form():
     """ċ = 2c², ṁ = (1 + c)m."""
     start = Gaussian.create(torch.ones(1).double(), 0.5 * ONE)
@@ -25,8 +27,8 @@ def test_one_dimension_has_a_closed_form():
     assert covariance(falling).item() == pytest.approx(0.5 / (1 + 50.0), rel=1e-8)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("rank", [1, 3])
+@every_row("heads", [1, 2])
+@every_row("rank", [1, 3])
 def test_any_weights_by_another_solver(heads, rank):
     value, score, start = 0.5 * draw(heads, 3, 3, seed=1), 0.5 * draw(heads, 3, 3, seed=2), law(3, rank=rank)
 
@@ -48,6 +50,7 @@ def test_any_weights_by_another_solver(heads, rank):
     assert torch.linalg.matrix_rank(covariance(found), hermitian=True) == rank
 
 
+@pytest.mark.medium
 def test_the_blow_up_is_said_with_its_time():
     """V = 1: C(t)⁻¹ = C⁻¹ − t(B + Bᵀ), singular at 1/λmax(C(B + Bᵀ))."""
     start, score = law(3), draw(3, 3, seed=4)
@@ -87,6 +90,7 @@ def test_precision():
     assert gaussian_flow(half, value=torch.eye(2), score=-torch.eye(2), time=1.0).location.dtype == torch.float32
 
 
+@pytest.mark.medium
 def test_derivatives():
     inputs = [0.5 * draw(2, 2, seed=1), 0.5 * draw(2, 2, seed=2), draw(2, seed=3)]
 
@@ -99,7 +103,7 @@ def test_derivatives():
     assert torch.autograd.gradgradcheck(after, inputs)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "error", "named"),
     [
         ({"time": -1.0}, ValueError, "time must be at least 0 and finite, got -1.0"),
@@ -116,6 +120,7 @@ def test_bad_calls(changes, error, named):
         gaussian_flow(given.pop("law"), **given)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("spread", [1e6, 1e12])
 def test_a_wide_law_that_falls_is_no_blow_up(spread):
     """C = 1/(1/c + 2t) in one dimension: at first it falls within 1/c, in steps far shorter than the whole time."""

@@ -31,6 +31,7 @@ def moments_after(layer):
     return function
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layer", [drawn(), DoublyStochasticLayer(scale=0.5)])
 def test_transforms_of_laws(layer):
     assert isinstance(layer, Operator)

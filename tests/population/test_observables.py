@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import pdist
 from scipy.stats import entropy
+from tests.rows import every_row
 
 from massieu.population import (
     covariance_spectrum,
@@ -51,7 +52,7 @@ def test_agrees_with_explicit_numpy(cloud):
     assert 1 - 1e-9 <= participation_ratio(spectrum) <= effective_rank(spectrum) * (1 + 1e-12) <= rank * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("n", "d"), [(5, 9), (9, 9), (10, 9), (200, 9)])
+@every_row(("n", "d"), [(5, 9), (9, 9), (10, 9), (200, 9)])
 def test_trace_and_length_on_either_route(n, d):
     points = torch.randn(3, n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     spectrum = covariance_spectrum(points)
@@ -97,8 +98,8 @@ def test_orthonormal_simplex():
     assert pairwise_distance(points).item() == pytest.approx(math.sqrt(2))
 
 
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_row("n", [1, 2, 7])
+@every_row("dtype", [torch.float32, torch.bfloat16])
 def test_collapsed_cloud_has_defined_values(n, dtype):
     points = torch.tensor([0.1, -7.3, 1e4], dtype=dtype).expand(2, n, 3)
     spectrum = covariance_spectrum(points)
@@ -109,7 +110,7 @@ def test_collapsed_cloud_has_defined_values(n, dtype):
     assert log_determinant(spectrum).tolist() == [-math.inf, -math.inf]
 
 
-@pytest.mark.parametrize("n", [1, 3, 12])
+@every_row("n", [1, 3, 12])
 def test_a_broken_cloud_is_nan_and_leaves_its_neighbours_alone(n):
     points = torch.randn(3, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = covariance_spectrum(points[[0, 2]])

@@ -93,6 +93,7 @@ def test_derivative_in_the_target():
     assert torch.autograd.gradcheck(renormalised, leaves)
 
 
+@pytest.mark.medium
 def test_batches_vmap_and_compilation():
     particles = draw(3, 12, 2, seed=6)
     for rule in (Renormalisation.create(draw(2, seed=1), covariance(2, 2)), TraceRenormalisation.create(2.0)):

@@ -60,6 +60,7 @@ def test_what_is_told_of_the_draws():
     assert layer(draws=2).observed(points).ancestors is None
 
 
+@pytest.mark.medium
 def test_genealogies_coalesce_as_uniform_draws_do():
     """Uniform weights are the Wright–Fisher model: two tokens have one ancestor with probability 1 − (1 − 1/n)^t."""
     tokens, generations, repetitions = 8, 4, 120
@@ -83,6 +84,7 @@ def test_lineages_lead_to_the_tokens_of_the_start():
     assert distinct[[0, 2]].isnan().all()
 
 
+@pytest.mark.medium
 def test_trap_34_draws_are_unbiased_for_attention_which_is_biased_for_the_population():
     """Keys from N(0, 1), one query η: the mean of tilted keys is η; attention is off by −e^{η²}η/N, and its draws no more."""
     eta, keys, sets = 0.7, 20, 30_000

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 
 from massieu.probing.accumulate import Histogram, Ratio, Spread, Units
 
@@ -58,8 +59,8 @@ def assert_same(first: Ratio, second: Ratio, errors: bool = True) -> None:
 # --- Ratio: value and error --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("units", MODES)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
+@every_row("units", MODES)
+@every_row("shape", [(), (3,), (2, 4)])
 def test_ratio_of_few_rows_is_the_textbook_estimator(units, shape):
     total, count = made_up_rows(0, 40, shape)
     ratio = ratio_of(total, count, units, cuts=(1, 5, 5, 17))
@@ -139,7 +140,7 @@ def test_counts_broadcast_and_tensors_are_taken():
     np.testing.assert_allclose(ratio.value(), np.arange(24.0).reshape(4, 2, 3).sum(0) / 10)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("total", "count", "message"),
     [
         (np.ones((4, 2)), np.ones((4, 2)), "total must have shape"),
@@ -183,6 +184,7 @@ def joined(*parts: Ratio) -> Ratio:
     return first
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("units", MODES)
 @given(cuts=st.tuples(st.integers(0, 300), st.integers(0, 300)), seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
@@ -296,6 +298,7 @@ def autoregressive(rng: np.random.Generator, correlation: float, runs: int, leng
     return series
 
 
+@pytest.mark.medium
 def test_blocked_errors_cover_and_errors_over_tokens_do_not():
     """1200 correlated windows of 16 tokens: the block error's 95 % interval covers, the naive one's does not.
 
@@ -374,7 +377,7 @@ def test_histogram_leaves_nan_out_and_merges():
         first.merge(Histogram(edges + 1, 1))
 
 
-@pytest.mark.parametrize("edges", [[0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0, 3.0], [0.0, np.nan], [[0.0, 1.0]]])
+@every_row("edges", [[0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0, 3.0], [0.0, np.nan], [[0.0, 1.0]]])
 def test_histogram_refuses_edges_that_are_none(edges):
     with pytest.raises(ValueError, match="edges"):
         Histogram(np.array(edges), 1)
@@ -414,8 +417,8 @@ def test_spread_of_one_token_or_none_is_nan_and_of_equal_tokens_zero():
         spread.merge(Spread((2,)))
 
 
-@pytest.mark.parametrize("accumulator", [Spread((2,)), Histogram(np.array([0.0, 1.0]), 2)])
-@pytest.mark.parametrize(
+@every_row("accumulator", [Spread((2,)), Histogram(np.array([0.0, 1.0]), 2)])
+@every_row(
     ("values", "valid", "message"),
     [
         (torch.ones(4, 3, 5), torch.ones(4, 3, 5, dtype=torch.bool), "values must have shape"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from tests.probing import zoo
+from tests.rows import every_row
 
 from massieu.errors import InputError
 from massieu.probing.capture import capturing, self_check_error, stock_implementations
@@ -24,16 +25,18 @@ def run(name: str, padded: bool, observer=lambda call: None):
     return batch, stock, probed, capture
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("name", sorted(zoo.MAKERS))
+@pytest.mark.medium
+@every_row("padded", [False, True], ids=["full", "padded"])
+@every_row("name", sorted(zoo.MAKERS))
 def test_outputs_with_the_probe_equal_the_outputs_without(name, padded):
     batch, stock, probed, _ = run(name, padded)
     known = zoo.real(batch, tuple(stock.shape[:2]))
     assert float((stock - probed)[known].abs().max()) <= 1e-5
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("name", sorted(zoo.MAKERS))
+@pytest.mark.medium
+@every_row("padded", [False, True], ids=["full", "padded"])
+@every_row("name", sorted(zoo.MAKERS))
 def test_captured_tensors_reproduce_the_attention(name, padded):
     """Softmax of the captured scores times the captured values, formed in the test, is the model's attention output."""
     calls = []

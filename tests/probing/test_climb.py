@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy.spatial.distance import pdist
 from tests.probing import zoo
+from tests.rows import every_row
 
 from massieu.probing.reading import Options, Reading, first_look
 from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS
@@ -203,7 +204,7 @@ def test_ascent_along_the_heads_own_gradient_always_climbs():
     assert np.allclose(np.diag(results.maps.cosine), 1.0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@every_row("name", ["bert", "gpt2", "llama"])
 def test_cosines_and_symmetric_shares_from_full_matrices(name):
     reading, model, batch = read(name)
     layer = Layer(name, model, batch)
@@ -280,6 +281,7 @@ def test_repeated_tokens_are_counted_once():
     )  # with both copies, ten of nineteen directions would be empty: < −13 on average
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name",
     sorted({"modernbert", "gpt_oss", "t5", "bart", "albert", "qwen3", "gemma2", "vit", "swin"} & zoo.MAKERS.keys()),

@@ -15,6 +15,7 @@ from massieu.probing.inference import (
 )
 
 
+@pytest.mark.medium
 @given(st.lists(st.floats(0, 1) | st.just(float("nan")), max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_q_values_are_scipys_with_nan_passed_through(p_values):
@@ -52,6 +53,7 @@ def test_difference_is_the_normal_test(a, se_a, b, se_b):
     np.testing.assert_allclose(difference_p(*map(np.array, (a, se_a, b, se_b))), expected, rtol=1e-10, atol=1e-300)
 
 
+@pytest.mark.medium
 @given(
     t=st.floats(1e-3, 1e6) | st.sampled_from([0.0, 1e30]),
     count=st.integers(2, 130) | st.sampled_from([1000, 10_000]),

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tests.probing import zoo
+from tests.rows import every_row
 
 import massieu
 from massieu.errors import InputError
@@ -13,6 +14,7 @@ from massieu.population import AttentionLayer, FeedForward
 from massieu.probing.model import load_model
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
 def test_minilm_is_the_composition_of_its_blocks(dtype, tolerance):
     """A trained model on real text: after every block, and all six composed."""
@@ -44,7 +46,7 @@ def _with_gains(name: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("name", "norm_first"), [("bert", False), ("vit", True), ("albert", False)])
+@every_row(("name", "norm_first"), [("bert", False), ("vit", True), ("albert", False)])
 def test_norms_before_and_behind_with_gains_of_their_own(name, norm_first):
     """Trap 35: gains and biases of norms, in float64."""
     model = _with_gains(name)
@@ -77,7 +79,7 @@ def test_an_encoder_of_two_stacks_alone():
     assert len(layers.operators) == 2
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("name", "named"),
     [
         ("gpt2", "layer 0 of GPT2Model .* attention is causal"),
@@ -120,7 +122,7 @@ def test_a_wrong_reading_is_found_out(monkeypatch):
         massieu.population_layers(zoo.model("bert"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "modernbert"])
+@every_row("name", ["gpt2", "llama", "modernbert"])
 def test_one_token_shows_no_order(name):
     with pytest.raises(InputError, match="one token shows neither positions nor an order"):
         massieu.population_layers(zoo.model(name), inputs={"input_ids": torch.tensor([[5]])})

@@ -35,6 +35,7 @@ def column(result, statistic):
     return result.heads.filter(polars.col("statistic") == statistic)["value"].to_numpy()
 
 
+@pytest.mark.medium
 def test_default_model_and_text(real):
     run = real.run
     assert real.complete
@@ -68,6 +69,7 @@ def test_entropy_is_bounded_by_log_n_minus_selective_log_z(real):
     assert np.corrcoef(selective, fraction)[0, 1] < -0.5
 
 
+@pytest.mark.medium
 def test_saved_and_loaded(real, tmp_path):
     folder = real.save(tmp_path / "out")
     assert {p.name for p in folder.iterdir()} == {
@@ -95,6 +97,7 @@ def test_model_outputs_in_the_run_are_checked(monkeypatch):
         massieu.probe(zoo.model("llama"), batches("llama"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 def test_batch_size_and_padding_change_no_row_of_the_tables(name):
     whole = zoo.inputs(name, rows=9, seed=3)
@@ -119,6 +122,7 @@ def test_batch_size_and_padding_change_no_row_of_the_tables(name):
             assert close.all(), worst
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_a_constant_in_the_keys_changes_no_headline(name):
     plain, moved = zoo.fresh(name), zoo.fresh(name)
@@ -140,6 +144,7 @@ def test_a_constant_in_the_keys_changes_no_headline(name):
             assert np.abs(x - y).max() > 1e-3, statistic.name
 
 
+@pytest.mark.medium
 def test_the_same_run_twice_is_the_same_result():
     a, b = (massieu.probe(zoo.model("bert"), batches("bert"), seed=5) for _ in range(2))
     assert a.table.equals(b.table)
@@ -147,6 +152,7 @@ def test_the_same_run_twice_is_the_same_result():
     assert not a.table.equals(c.table)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", zoo.REQUIRED)
 def test_every_required_architecture(name, tmp_path):
     result = massieu.probe(zoo.model(name), batches(name, padded=True), max_length=20)
@@ -156,6 +162,7 @@ def test_every_required_architecture(name, tmp_path):
     assert not result.run["nonfinite"]
 
 
+@pytest.mark.medium
 def test_nan_is_reported_with_layer_and_head_and_not_averaged():
     model = zoo.fresh("bert")
     with torch.no_grad():
@@ -169,6 +176,7 @@ def test_nan_is_reported_with_layer_and_head_and_not_averaged():
     assert np.isfinite(healthy.filter(polars.col("statistic") == "entropy")["value"][0])
 
 
+@pytest.mark.medium
 def test_only_some_statistics():
     result = massieu.probe(zoo.model("bert"), batches("bert"), statistics=["entropy", "maps"])
     assert set(result.heads["statistic"].str.split("/").list.first()) == {
@@ -178,6 +186,7 @@ def test_only_some_statistics():
     massieu.probe(zoo.model("bert"), batches("bert"), statistics=["expansion"])
 
 
+@pytest.mark.medium
 def test_a_model_with_a_head_is_read_through_its_trunk():
     import transformers
 
@@ -226,6 +235,7 @@ def test_unreadable_models_are_named_before_any_text_is_read(tmp_path):
         massieu.probe(tmp_path / "bloom")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -258,6 +268,7 @@ def test_wrong_python_use_is_one_sentence():
         massieu.probe(zoo.model("bert"), batches("bert"), text="README.md")
 
 
+@pytest.mark.medium
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     """The command, interrupted while it reads: exit 130, tables of what was read, marked incomplete."""
     out = tmp_path / "out"
@@ -278,6 +289,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     assert json.loads((out / "run.json").read_text())["complete"] is False
 
 
+@pytest.mark.medium
 def test_document_mode_pads_and_says_what_it_cut(tmp_path):
     for i in range(40):
         (tmp_path / f"{i:02}.txt").write_text(("a short text " * (3 + i % 5)) + "end.")

@@ -162,6 +162,7 @@ class Crash(BaseException):
     """Nothing may catch it."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("format", ["parquet", "csv"])
 @pytest.mark.parametrize("survived", range(5))
 def test_a_crash_while_files_are_moved_leaves_the_new_result(tmp_path, monkeypatch, survived, format):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.probing import oracle, zoo
+from tests.rows import every_row
 
 from massieu.probing.capture import AttentionCall, Site
 from massieu.probing.reading import Options, Reading, first_look
@@ -39,8 +40,9 @@ def marks(batch):
     return special
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.medium
+@every_row("padded", [False, True], ids=["full", "padded"])
+@every_row("name", ["bert", "gpt2", "llama"])
 def test_statistics_agree_with_explicit_matrices(name, padded):
     batch = zoo.inputs(name, padded=padded)
     special = marks(batch)
@@ -100,6 +102,7 @@ def test_every_statistic_is_either_headline_or_says_why_not():
             assert "key origin" in statistic.caveat
 
 
+@pytest.mark.medium
 def test_sampled_queries_estimate_the_same_means():
     """A random half of the queries, many times: the average over samples is the mean over all (each query is as likely)."""
     batch = zoo.inputs("gpt2", rows=2)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from massieu.errors import InputError
@@ -138,6 +139,7 @@ texts = st.lists(st.lists(words, max_size=12).map("".join) | st.text(max_size=8)
 # --- packing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(deadline=None)
 @given(texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
@@ -192,7 +194,7 @@ def test_a_short_text_is_one_short_window():
     assert batch.real.all()
 
 
-@pytest.mark.parametrize(("budget", "windows"), [(1, 1), (5, 1), (6, 2), (10, 2), (11, 3), (1000, 4)])
+@every_row(("budget", "windows"), [(1, 1), (5, 1), (6, 2), (10, 2), (11, 3), (1000, 4)])
 def test_the_budget_ends_with_the_window_that_reaches_it(budget, windows):
     tokenizer, *_ = TOKENIZERS["bert"]
     batches = _batches(
@@ -225,6 +227,7 @@ def test_a_window_needs_room_beside_the_special_tokens():
 # --- one document per row --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(deadline=None)
 @given(texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
@@ -256,7 +259,7 @@ def test_unpacked_rows_are_the_documents_cut_and_padded(name, texts, max_length,
         assert not (batch.special & ~batch.real).any()
 
 
-@pytest.mark.parametrize(("name", "padding"), [("bert", 0), ("t5", 0), ("gpt2", 0), ("llama", 1), ("bare", 0)])
+@every_row(("name", "padding"), [("bert", 0), ("t5", 0), ("gpt2", 0), ("llama", 1), ("bare", 0)])
 def test_padding_falls_back_to_the_end_token_and_then_to_zero(name, padding):
     (batch,) = _batches(TOKENIZERS[name][0], ["the cat sat on a mat", "mat"], max_length=32, packing=False)
     assert set(batch.inputs["input_ids"][~batch.real].tolist()) == {padding}
@@ -276,6 +279,7 @@ def test_the_end_token_is_special_also_where_it_doubles_as_unknown():
     assert batch.special.tolist() == [[True, False, True, False]]
 
 
+@pytest.mark.medium
 def test_tokenizers_written_in_python_work_too():
     canine = transformers.CanineTokenizer()  # one token per character
     (batch,) = _batches(canine, ["ab"], max_length=16)
@@ -298,6 +302,7 @@ def test_a_pretrained_tokenizer_reads_text_longer_than_its_model_silently(caplog
     assert not recwarn
 
 
+@pytest.mark.medium
 def test_token_strings_are_readable():
     bert, gpt2 = TOKENIZERS["bert"][0], TOKENIZERS["gpt2"][0]
     assert token_strings(bert, [2, 6, 9, 1, 3, 99]) == ["[CLS]", "cat", "##s", "[UNK]", "[SEP]", "<99>"]
@@ -321,6 +326,7 @@ def test_pieces_make_up_the_text(size, unit, offset):
         assert all(part.startswith(" ") for part in parts[1:])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
 def test_a_long_document_gives_the_tokens_of_the_whole(name, tmp_path):
     tokenizer, before, after, _ = TOKENIZERS[name]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.probing import zoo
+from tests.rows import every_row
 
 from massieu.probing.capture import capturing
 from massieu.probing.model import model_inputs
@@ -42,7 +43,8 @@ def trace(name, batch=None):
     return sites, steps, tracer, final
 
 
-@pytest.mark.parametrize("name", sorted(WIRING.keys() & zoo.MAKERS.keys()))
+@pytest.mark.medium
+@every_row("name", sorted(WIRING.keys() & zoo.MAKERS.keys()))
 def test_order_of_steps(name):
     _, steps, tracer, _ = trace(name)
     assert [step.sublayer.kind for step in steps] == WIRING[name]
@@ -50,7 +52,7 @@ def test_order_of_steps(name):
     assert len({s.name for s in tracer.sublayers}) == len(tracer.sublayers)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "bart", "vit", "gemma2"])
+@every_row("name", ["bert", "gpt2", "llama", "bart", "vit", "gemma2"])
 def test_the_stream_is_what_the_blocks_return(name):
     """Hooks on the blocks, an independent route, see the same tensors as the last residual step of each block."""
     model = zoo.model(name)
@@ -72,9 +74,7 @@ def test_the_stream_is_what_the_blocks_return(name):
         assert any(f.shape == state.shape and torch.equal(f, state) for f in found)
 
 
-@pytest.mark.parametrize(
-    "name", sorted({"bert", "gpt2", "llama", "modernbert", "bart", "t5", "vit"} & zoo.MAKERS.keys())
-)
+@every_row("name", sorted({"bert", "gpt2", "llama", "modernbert", "bart", "t5", "vit"} & zoo.MAKERS.keys()))
 def test_the_update_is_the_sum_of_what_the_heads_write(name):
     """after − before = Σ_h W_O,h o_h + b, formed here from the projection's weight; an update is the sum of its heads."""
     _, steps, _, _ = trace(name)

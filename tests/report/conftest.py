@@ -1,8 +1,14 @@
-"""Results and rendered pages, made once per test run."""
+"""Results and rendered pages, and the browser that shows them, made once per test run."""
+
+from collections.abc import Iterator
 
 import pytest
 import synthetic_results
+from selenium import webdriver
+from selenium.common.exceptions import NoSuchDriverException
+from selenium.webdriver.chromium.webdriver import ChromiumDriver
 from synthetic_results import Results
+from tests import needs
 
 from massieu.report.page import render
 
@@ -16,3 +22,31 @@ def results() -> dict[str, Results]:
 @pytest.fixture(scope="session")
 def pages(results: dict[str, Results]) -> dict[str, str]:
     return {kind: render(*result) for kind, result in results.items()}
+
+
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChromiumDriver]:
+    found = needs.browser()
+    assert found is not None
+    edge = found.kind == "edge"
+    options = webdriver.EdgeOptions() if edge else webdriver.ChromeOptions()
+    options.binary_location = found.program
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
+    logs = "ms:loggingPrefs" if edge else "goog:loggingPrefs"
+    options.set_capability(logs, {"browser": "ALL", "performance": "ALL"})
+    service = (webdriver.EdgeService if edge else webdriver.ChromeService)(found.driver)
+    try:
+        browser = (webdriver.Edge if edge else webdriver.Chrome)(options=options, service=service)
+    except NoSuchDriverException:
+        # A browser without its driver, and Selenium could not fetch one.
+        needs.leave_out("browser")
+    yield browser
+    browser.quit()

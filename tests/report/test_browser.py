@@ -2,30 +2,26 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import polars
 import pytest
-from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
-from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 from synthetic_results import Results
 
-CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-)  # fmt: skip
+pytestmark = pytest.mark.needs("browser")
+
 WIDTHS = (1400, 400)
 
 
 class Page:
     """One open page, with the few questions the tests ask of it."""
 
-    def __init__(self, driver: webdriver.Chrome) -> None:
+    def __init__(self, driver: WebDriver) -> None:
         self.driver = driver
 
     def run(self, script: str, *arguments: object) -> object:
@@ -57,21 +53,8 @@ class Page:
         return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield browser
-    browser.quit()
-
-
 @pytest.fixture
-def open_page(driver: webdriver.Chrome, pages: dict[str, str], tmp_path: Path) -> Callable[..., Page]:
+def open_page(driver: WebDriver, pages: dict[str, str], tmp_path: Path) -> Callable[..., Page]:
     def opened(kind: str, width: int = 1400, theme: str = "light") -> Page:
         path = tmp_path / "report.html"
         path.write_text(pages[kind], encoding="utf-8")
@@ -107,6 +90,7 @@ def assert_quiet(page: Page) -> None:
     assert all(url.startswith(("file:", "data:", "blob:")) for url in page.requests())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "width", "theme"),
     [
@@ -128,6 +112,7 @@ def test_every_page_is_drawn_quietly_and_fits_its_width(
     assert_quiet(page)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("width", WIDTHS)
 def test_selector_and_toggle_change_the_map(
     width: int, open_page: Callable[..., Page], results: dict[str, Results]
@@ -153,6 +138,7 @@ def test_selector_and_toggle_change_the_map(
     assert_quiet(page)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_click_and_the_select_boxes_open_a_head(width: int, open_page: Callable[..., Page]) -> None:
     page = open_page("encoder", width)
@@ -175,6 +161,7 @@ def test_a_click_and_the_select_boxes_open_a_head(width: int, open_page: Callabl
     assert_quiet(page)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("width", WIDTHS)
 def test_tokens_tell_their_strongest_keys(
     width: int, open_page: Callable[..., Page], results: dict[str, Results]
@@ -211,6 +198,7 @@ def test_tokens_tell_their_strongest_keys(
     assert_quiet(page)
 
 
+@pytest.mark.medium
 def test_keys_of_cross_attention_are_another_text(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
     page, run = open_page("encoder_decoder"), results["encoder_decoder"].run
     (cross, *_) = [site["index"] for site in run["sites"] if site["kind"] == "cross"]
@@ -223,6 +211,7 @@ def test_keys_of_cross_attention_are_another_text(open_page: Callable[..., Page]
     assert_quiet(page)
 
 
+@pytest.mark.medium
 def test_the_theme_button_turns_page_and_drawings(open_page: Callable[..., Page]) -> None:
     page = open_page("encoder")
     ink = "document.getElementById('map').layout.font.color"
@@ -234,6 +223,7 @@ def test_the_theme_button_turns_page_and_drawings(open_page: Callable[..., Page]
     assert_quiet(page)
 
 
+@pytest.mark.medium
 def test_findings_lead_to_their_map_and_head(open_page: Callable[..., Page]) -> None:
     page = open_page("encoder")
     buttons = page.driver.find_elements(By.CSS_SELECTOR, ".card:nth-child(3) .links button")
@@ -247,6 +237,7 @@ def test_findings_lead_to_their_map_and_head(open_page: Callable[..., Page]) -> 
     assert_quiet(page)
 
 
+@pytest.mark.medium
 def test_depth_is_drawn_in_order_with_its_control(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
     page, layers = open_page("encoder"), results["encoder"].layers
     assert page.run("document.querySelectorAll('.depth .js-plotly-plot').length") == 3
@@ -260,6 +251,7 @@ def test_depth_is_drawn_in_order_with_its_control(open_page: Callable[..., Page]
     assert "of 6" in page.text(".depth p:nth-of-type(2)")
 
 
+@pytest.mark.medium
 def test_tokens_without_a_text_are_named_by_position(open_page: Callable[..., Page]) -> None:
     page = open_page("hostile", 400)
     page.choose("#window", 1)
@@ -269,6 +261,7 @@ def test_tokens_without_a_text_are_named_by_position(open_page: Callable[..., Pa
     assert_quiet(page)
 
 
+@pytest.mark.medium
 def test_a_bare_run_says_what_is_missing(open_page: Callable[..., Page]) -> None:
     page = open_page("bare", 400)
     text = page.text("body")

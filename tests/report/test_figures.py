@@ -39,6 +39,7 @@ def test_the_map_stands_beside_the_findings(results: dict[str, Results]) -> None
     assert "<script" not in fragment
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["encoder_decoder", "bare", "hostile"])
 def test_any_result_gives_fragments_without_live_markup(kind: str, results: dict[str, Results]) -> None:
     result = results[kind]

@@ -2,13 +2,12 @@
 
 import math
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
+from tests.rows import every_row
 
 from massieu.errors import InputError
 from massieu.report.flow import Panel, draw
@@ -58,7 +57,7 @@ def test_a_vector_is_bands_from_quantile_to_quantile():
     assert "logarithmic" in wide.html
 
 
-@pytest.mark.parametrize(
+@every_row(
     "values",
     [
         [[1.0]],
@@ -120,39 +119,19 @@ def test_a_flow_draws_itself():
         result.plot(["nothing"])
 
 
-@pytest.fixture
-def open_drawing(tmp_path: Path) -> Callable[[int], webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = "/usr/bin/chromium"
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        f"--user-data-dir={tmp_path}/user",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+@pytest.mark.medium
+@pytest.mark.needs("browser")
+def test_the_page_fits_wide_and_narrow_windows(driver: WebDriver, tmp_path: Path):
     panels = [panel(f"observable_{index}", [[1.0], [2.0 * index], [3.0]]) for index in range(7)]
     path = draw(panels, "title").save(tmp_path / "page.html")
-
-    def opened(width: int) -> webdriver.Chrome:
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        browser.get(path.as_uri())
-        return browser
-
-    yield opened
-    browser.quit()
-
-
-def test_the_page_fits_wide_and_narrow_windows(open_drawing: Callable[[int], webdriver.Chrome]):
+    driver.get_log("browser")  # what an earlier test left
     for width, columns in ((1300, 4), (400, 1)):
-        browser = open_drawing(width)
-        assert browser.execute_script("return document.documentElement.scrollWidth") == width
-        left = browser.execute_script(
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        driver.get(path.as_uri())
+        assert driver.execute_script("return document.documentElement.scrollWidth") == width
+        left = driver.execute_script(
             "return [...document.querySelectorAll('svg')].map((svg) => Math.round(svg.getBoundingClientRect().left))"
         )
         assert len(set(left)) == columns
-        assert browser.get_log("browser") == []
+        assert driver.get_log("browser") == []

@@ -12,6 +12,7 @@ import numpy as np
 import polars
 import pytest
 from synthetic_results import HOSTILE, encoder
+from tests.rows import every_row
 
 from massieu.errors import MissingExtraError
 from massieu.report.page import render
@@ -80,6 +81,7 @@ def parsed(pages: dict[str, str]) -> dict[str, Parsed]:
     return {kind: Parsed(page) for kind, page in pages.items()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_loaded_from_outside(kind: str, parsed: dict[str, Parsed]) -> None:
     page = parsed[kind]
@@ -97,7 +99,7 @@ def test_nothing_is_loaded_from_outside(kind: str, parsed: dict[str, Parsed]) ->
     assert not re.search(r"https?:|\bfetch\(|XMLHttpRequest|WebSocket|\bimport\b|innerHTML|document\.write", own)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_row("kind", KINDS)
 def test_only_the_two_known_scripts_may_run(kind: str, parsed: dict[str, Parsed]) -> None:
     page = parsed[kind]
     scripts = page.scripts()
@@ -112,7 +114,7 @@ def test_only_the_two_known_scripts_may_run(kind: str, parsed: dict[str, Parsed]
     assert set(directives["script-src"].split()) == hashes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_row("kind", KINDS)
 def test_page_stays_under_eight_megabytes(kind: str, pages: dict[str, str]) -> None:
     assert len(pages[kind].encode()) < 8_000_000
 
@@ -131,7 +133,7 @@ def test_hostile_strings_stay_text(parsed: dict[str, Parsed]) -> None:
     assert {tag for tag, _ in page.tags}.isdisjoint({"img", "x"})
 
 
-@pytest.mark.parametrize("kind", ["encoder", "large", "encoder_decoder"])
+@every_row("kind", ["encoder", "large", "encoder_decoder"])
 def test_packed_numbers_are_those_of_the_table(kind: str, parsed: dict[str, Parsed], results: dict) -> None:
     page, heads = parsed[kind], results[kind].heads
     data = page.data()

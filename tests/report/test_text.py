@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_results import encoder_decoder
+from tests.rows import every_row
 from tokenizers import pre_tokenizers
 
 from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
@@ -20,7 +21,7 @@ from massieu.report.tables import sites_of
 from massieu.report.tokens import readable
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("tokens", "expected"),
     [
         (["Ġthe", "Ġhouse", "s"], " the house|s"),
@@ -62,7 +63,7 @@ def test_any_tokens_become_one_visible_text_each(tokens: list[str]) -> None:
     assert all(character.isprintable() for entry in shown for character in entry["text"])
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("value", "error", "expected"),
     [
         (0.123456, None, "0.123"), (1234.5, None, "1,234"), (0.0, None, "0"), (-0.31, 0.02, "−0.310 ± 0.020"),
@@ -102,6 +103,7 @@ def test_packed_floats_keep_sixteen_bits_and_every_special_value(values: list[fl
     np.testing.assert_allclose(back[~special], exact[~special], rtol=2**-16, atol=2**-141)
 
 
+@pytest.mark.medium
 @given(
     st.recursive(st.none() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 )

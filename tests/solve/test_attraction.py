@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.solve import Status, fixed_point, spectral_radius
 
@@ -16,8 +17,8 @@ def nonlinear(z, weight):
     return torch.tanh(z @ weight.mT + 0.3)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 12])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(DOUBLE, 1e-6), (torch.float32, 5e-3)])
+@every_row("size", [1, 2, 5, 12])
+@every_row(("dtype", "tolerance"), [(DOUBLE, 1e-6), (torch.float32, 5e-3)])
 def test_small_items_have_the_radius_itself(size, dtype, tolerance):
     weight, value = normal(size, size), normal(4, size, seed=1)
     found = spectral_radius(nonlinear, value.to(dtype), (weight.to(dtype),))
@@ -43,7 +44,7 @@ def test_a_map_that_is_not_normal_is_not_refused():
     assert torch.allclose(found.value, torch.linalg.solve(torch.eye(2, dtype=DOUBLE) - matrix, shift))
 
 
-@pytest.mark.parametrize(("slope", "attracts"), [(0.99, True), (-0.99, True), (1.2, False), (-1.2, False)])
+@every_row(("slope", "attracts"), [(0.99, True), (-0.99, True), (1.2, False), (-1.2, False)])
 def test_what_attracts(slope, attracts):
     start = torch.full((1,), 0.0, dtype=DOUBLE)
     found = fixed_point(lambda z, a: a * torch.sin(z), start, (slope,), check_attraction=True, throw=False)

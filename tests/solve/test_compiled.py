@@ -39,6 +39,7 @@ def agrees(backend: str, **options) -> None:
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "options",
     [
@@ -75,6 +76,7 @@ def test_compiled_inside_transforms(transform):
     assert torch.allclose(given, whole(query), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.medium
 def test_what_cannot_be_raised_becomes_nan():
     torch._dynamo.reset()
 
@@ -101,6 +103,7 @@ def test_captured_parameters_raise():
         torch.compile(bad, fullgraph=True, backend="aot_eager")(torch.zeros(2))
 
 
+@pytest.mark.medium
 def test_compiled_with_a_tensor_twice_among_the_parameters():
     torch._dynamo.reset()
     inputs = normal(3, 4, seed=1).requires_grad_(), normal(6, 4).requires_grad_()

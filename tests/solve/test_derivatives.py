@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
@@ -57,8 +58,9 @@ def same(one, other, tolerance=1e-8):
 # --- right to every order, in every mode -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("method", ["auto", "picard", "anderson", "newton"])
+@pytest.mark.medium
+@every_row("solver", SOLVERS)
+@every_row("method", ["auto", "picard", "anderson", "newton"])
 def test_first_derivatives_are_those_of_dense_linear_algebra(solver, method):
     inputs = QUERY.clone().requires_grad_(), MEMORY.clone().requires_grad_()
     found = implicit(*inputs, linear_solver=solver, method=method)
@@ -74,6 +76,7 @@ def test_first_derivatives_are_those_of_dense_linear_algebra(solver, method):
     assert same(given, expected, 1e-8)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_gradients_of_both_orders_and_modes_against_differences(solver):
     inputs = QUERY[:2, :2].clone().requires_grad_(), MEMORY[:3, :2].clone().requires_grad_()
@@ -85,6 +88,7 @@ def test_gradients_of_both_orders_and_modes_against_differences(solver):
     assert gradgradcheck(solve, inputs, check_fwd_over_rev=True)
 
 
+@pytest.mark.medium
 def test_a_jacobian_that_is_not_symmetric():
     shift = normal(2, 3, seed=3).requires_grad_()
     weight = WEIGHT[:3, :3].clone().requires_grad_()
@@ -96,6 +100,7 @@ def test_a_jacobian_that_is_not_symmetric():
     assert gradgradcheck(solve, (weight, shift))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "derivative",
     [
@@ -135,6 +140,7 @@ def test_vmap_gives_the_loop_and_stops_as_early():
     assert len(calls) == found.evaluations.max() < 40
 
 
+@pytest.mark.medium
 def test_parameters_that_are_measures():
     points, weights = MEMORY[:4, :2].clone().requires_grad_(), normal(4, seed=4).requires_grad_()
     query = QUERY[:2, :2]
@@ -220,7 +226,7 @@ def _capture(transform, query=QUERY):
     return transform(solve)(query)
 
 
-@pytest.mark.parametrize(
+@every_row(
     "transform",
     [
         grad,
@@ -238,7 +244,7 @@ def test_captured_parameters_raise(transform):
         _capture(transform)
 
 
-@pytest.mark.parametrize("adjoint", ["implicit", "one_step", "unrolled"])
+@every_row("adjoint", ["implicit", "one_step", "unrolled"])
 def test_a_captured_module_raises_and_names_the_shape(adjoint):
     layer = torch.nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"a tensor of shape \(4, 4\) that requires grad.*functional_call"):

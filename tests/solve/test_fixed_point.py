@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 
 from massieu.errors import ConvergenceError
 from massieu.solve import Anderson, Auto, Status, fixed_point
@@ -63,8 +64,8 @@ def test_a_linear_contraction_has_the_fixed_point_of_linear_algebra(
     assert (torch.nan_to_num(found.contraction) <= radius + 1e-4).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
+@every_row("method", METHODS)
+@every_row(
     ("function", "reference", "start"),
     [
         (torch.cos, mpmath.cos, 0.3),
@@ -80,9 +81,10 @@ def test_scalar_maps_agree_with_mpmath(method, function, reference, start):
     assert abs(float(found.value) - float(expected)) < 1e-12
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("scale", [4.0, 8.0, 16.0, 32.0])
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.medium
+@every_row("method", METHODS)
+@every_row("scale", [4.0, 8.0, 16.0, 32.0])
+@every_row("dtype", [torch.float32, DOUBLE])
 def test_hopfield_maps_converge_at_every_temperature(method, scale, dtype):
     memory, query = normal(64, 16, dtype=dtype) / 4, normal(20, 16, seed=1, dtype=dtype) / 4
     found = fixed_point(hopfield, query, (memory, scale), method=method, check_attraction=False, max_steps=1000)
@@ -98,6 +100,7 @@ def test_automatic_iteration_is_plain_where_that_contracts_fast():
     assert torch.allclose(chosen.value, plain.value, atol=1e-9)
 
 
+@pytest.mark.medium
 def test_automatic_iteration_is_accelerated_where_contraction_is_slow():
     matrix, shift = contraction(6, 10, 0.99, True, 3), normal(6, 10, seed=4)
     plain, chosen = (
@@ -109,7 +112,7 @@ def test_automatic_iteration_is_accelerated_where_contraction_is_slow():
 # --- damping, items, precision ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_row("method", METHODS)
 def test_damping_changes_the_way_and_not_the_end(method):
     shift = torch.tensor([[1.0, -3.0]], dtype=DOUBLE)
     # z ↦ −1.5z + s expands; its fixed point s/2.5 attracts z + γ(f(z) − z) for γ < 0.8.
@@ -117,7 +120,7 @@ def test_damping_changes_the_way_and_not_the_end(method):
     assert torch.allclose(found.value, shift / 2.5, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_row("method", METHODS)
 def test_an_items_result_does_not_depend_on_its_mates(method):
     memory, query = normal(12, 6) / 6**0.5, normal(7, 6, seed=1)
     together = fixed_point(hopfield, query, (memory, 6.0), method=method, throw=False)
@@ -136,7 +139,7 @@ def test_a_mate_that_is_not_finite_changes_nothing():
         assert torch.allclose(found.value[0], found.value[2], atol=1e-9)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_row("method", METHODS)
 def test_the_number_of_dimensions_of_an_item(method):
     weight = 0.2 * normal(6, 6) / 6**0.5
     start, shift = torch.zeros(2, 3, 2, 3, dtype=DOUBLE), normal(2, 3, 2, 3, seed=1)
@@ -215,7 +218,7 @@ def test_no_bound_without_contraction():
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("function", "start", "status", "said"),
     [
         (
@@ -257,7 +260,7 @@ def test_a_saddle_is_refused():
     assert fixed_point(hopfield, starts, (memory, 8.0)).converged.all()
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changed", "error", "said"),
     [
         ({"start": torch.zeros(2, dtype=torch.int64)}, TypeError, "start must be a floating-point tensor"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import every_row
 
 from massieu.solve import GMRES, ConjugateGradients, Dense, Status
 
@@ -25,6 +26,7 @@ def definite(items: int, size: int, condition: float, seed: int) -> torch.Tensor
     return basis @ (torch.logspace(0, 1, size, base=1 / condition, dtype=DOUBLE)[:, None] * basis.mT)
 
 
+@pytest.mark.medium
 @settings(max_examples=40, deadline=None)
 @given(
     solver=st.sampled_from(SOLVERS),
@@ -46,6 +48,7 @@ def test_definite_systems(solver, size, condition, scale, seed):
     assert ((found.value - expected).norm(dim=-1) <= condition * 1.2 * allowed).all()
 
 
+@pytest.mark.medium
 @settings(max_examples=40, deadline=None)
 @given(solver=st.sampled_from(SOLVERS[1:]), size=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_general_systems(solver, size, seed):
@@ -63,6 +66,7 @@ def test_gmres_needs_no_more_products_than_an_item_has_numbers():
     assert torch.allclose(found.value, torch.linalg.solve(matrix, right), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_an_item_does_not_depend_on_its_mates(solver):
     matrix, right = definite(6, 12, 50.0, 0), normal(6, 12, seed=1)
@@ -114,7 +118,7 @@ def test_vmap_gives_the_batch(solver):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@every_row("solver", SOLVERS)
 def test_single_precision(solver):
     matrix, right = definite(6, 16, 30.0, 0).float(), normal(6, 16, seed=1).float()
     found = solver.solve(times, right, (matrix,))

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.rows import every_row
 
 from massieu.verification.registry import claims
 from massieu.verification.run import verify
@@ -18,6 +19,7 @@ def _failing(id: str, seed: int | None = None) -> list[str]:
     return [f"{check.name}: {check.measured} {check.comparison} {check.bound} ({check.form})" for check in wrong]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("id", claims())
 def test_the_claim_holds(id: str):
     assert _failing(id) == []
@@ -30,7 +32,8 @@ def test_the_claim_holds_for_other_seeds(id: str, seed: int):
     assert _failing(id, seed) == []
 
 
-@pytest.mark.parametrize("id", claims())
+@pytest.mark.medium
+@every_row("id", claims())
 def test_the_documentation_has_the_claim_with_its_status(id: str):
     number = id.rstrip("abcdefgh").lower()  # a lettered claim is a part of its number's entry
     found = []
@@ -56,7 +59,7 @@ def test_the_readme_counts_the_claims():
     assert int(count) == len(claims())
 
 
-@pytest.mark.parametrize("id", claims())
+@every_row("id", claims())
 def test_the_claim_is_told_in_sentences(id: str):
     entry = claims()[id]
     for text in (entry.statement, entry.published, entry.corrected):

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from tests.rows import every_row
 
 from massieu import ops
 from massieu.errors import InputError
@@ -60,6 +61,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_conditional_mean_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -77,7 +79,7 @@ def test_trap_19_prior_variance_for_ridge_is_shown_to_fail():
     assert verify("Z4")[0].published_verdict == "fails"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("id", "settings"),
     [
         ("Z4", {"keys": 1}),
@@ -93,6 +95,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("id", "settings"),
     [

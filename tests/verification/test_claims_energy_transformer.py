@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.energy import EnergyTransformer, least_entropy, transformer
@@ -60,6 +61,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -67,7 +69,7 @@ def test_what_is_wrong_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatc
     assert verify(id)[0].verdict == "fails"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("id", "settings"),
     [("N1", {"tokens": 1}), ("N1", {"dimensions": 2}), ("N11", {"keys": 1}), ("N11", {"draws": 1})],
 )
@@ -76,6 +78,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("id", "settings"),
     [

@@ -23,6 +23,7 @@ def _scaled(function, factor):
 SETTINGS = {"S15": {"repetitions": 20_000}, "B17": {"estimates": 200}}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("id", ["S3", "S15", "S19", "S23", "B17"])
 def test_an_engine_that_is_wrong_fails_the_claim(id: str, monkeypatch: pytest.MonkeyPatch):
     for room in (flash, reference):
@@ -40,6 +41,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_loss_that_is_wrong_fails_s23(case: str, monkeypatch: pytest.MonkeyPatch):
     owner, name, factor = WRONG[case]
@@ -47,12 +49,14 @@ def test_a_loss_that_is_wrong_fails_s23(case: str, monkeypatch: pytest.MonkeyPat
     assert verify("S23")[0].verdict == "fails"
 
 
+@pytest.mark.medium
 def test_a_gradient_that_is_wrong_fails_s23(monkeypatch: pytest.MonkeyPatch):
     backward = linear_scores.TiledBackward.forward
     monkeypatch.setattr(linear_scores.TiledBackward, "forward", staticmethod(_scaled(backward, 1.0 + 1e-8)))
     assert verify("S23")[0].verdict == "fails"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("settings", [{"atoms": 2}, {"atoms": 40, "dimensions": 2}, {"dimensions": 30, "seed": 5}])
 def test_s23_holds_for_other_sizes(settings: dict[str, int]):
     (claim,) = verify("S23", settings=settings | {"samples": 20_000})

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.errors import InputError
 from massieu.measures import Atoms
@@ -76,6 +77,7 @@ WRONG = {
 _RATE = finite_keys.rate
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -84,7 +86,7 @@ def test_what_is_wrong_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatc
     assert verify(id, settings=settings)[0].verdict == "fails"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("id", "settings"),
     [
         ("S11", {"dimensions": 1}),
@@ -100,6 +102,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("id", "settings"),
     [

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.errors import InputError
 from massieu.exchangeable import (
@@ -93,6 +94,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_implementation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -100,7 +102,7 @@ def test_a_wrong_implementation_fails_its_claim(case: str, monkeypatch: pytest.M
     assert verify(id)[0].verdict == "fails"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("id", "settings"),
     [
         ("Z1", {"length": 1}),
@@ -117,7 +119,8 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.medium
+@every_row(
     ("id", "settings"),
     [
         ("Z1", {"balls": 2, "drawn": 2, "length": 2}),

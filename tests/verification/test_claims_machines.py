@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.energy import BoltzmannMachine, boltzmann
 from massieu.errors import InputError
@@ -71,6 +72,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_machine_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -79,12 +81,13 @@ def test_a_wrong_machine_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPa
     assert verify(id, settings=settings)[0].verdict == "fails"
 
 
-@pytest.mark.parametrize(("id", "settings"), [("B1", {"machines": 1}), ("B8", {"chains": 100}), ("B8", {"sweeps": 3})])
+@every_row(("id", "settings"), [("B1", {"machines": 1}), ("B8", {"chains": 100}), ("B8", {"sweeps": 3})])
 def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
     with pytest.raises(InputError, match="must be at least"):
         verify(id, settings=settings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("id", "settings"),
     [("B1", {"machines": 100, "seed": 7}), ("B8", {"chains": 5000, "seed": 3}), ("B10", {"seed": 9})],

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import sympy
 import torch
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.errors import InputError
@@ -69,6 +70,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_measure_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -76,7 +78,7 @@ def test_a_wrong_measure_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPa
     assert verify(id)[0].verdict == "fails"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("id", "settings"),
     [
         ("S14", {"heads": 1}),
@@ -92,7 +94,8 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.medium
+@every_row(
     ("id", "settings"),
     [
         ("S14", {"heads": 2, "tokens": 2, "dimensions": 1}),
@@ -136,6 +139,7 @@ PARAMETERS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("prior", priors(normal_draws(3)), ids=lambda prior: prior.name)
 def test_the_cumulants_are_symbolic_derivatives(prior: Prior):
     values = [sympy.Float(value.item(), 30) for value in PARAMETERS[prior.name](prior.measure)]
@@ -158,7 +162,7 @@ def _hopfield(patterns: Tensor, beta: float) -> Mixture:
     return mixture(log_weight, Gaussian.create(patterns, covariance))
 
 
-@pytest.mark.parametrize("beta", [0.4, 1.0, 2.5])
+@every_row("beta", [0.4, 1.0, 2.5])
 def test_the_hopfield_density_is_a_mixture_with_its_normaliser(beta: float):
     patterns = normal_draws(0)(5, 2)
     line, log_weight = quadrature(-15.0, 15.0, panels=30)

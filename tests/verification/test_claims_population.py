@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.errors import InputError
 from massieu.measures import Gaussian
@@ -68,6 +69,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_implementation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -76,7 +78,7 @@ def test_a_wrong_implementation_fails_its_claim(case: str, monkeypatch: pytest.M
     assert verify(id, settings=small)[0].verdict == "fails"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("id", "settings"),
     [("S20", {"particles": 10}), ("S20", {"repetitions": 5}), ("N6", {"dimensions": 1}), ("N12", {"tokens": 1})],
 )
@@ -85,6 +87,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("id", "settings"),
     [

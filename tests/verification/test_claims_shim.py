@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.errors import InputError
 from massieu.measures import Atoms, Exponential, Gaussian, Poisson, Spin
@@ -41,6 +42,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_measure_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -48,6 +50,7 @@ def test_a_wrong_measure_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPa
     assert verify(id)[0].verdict == "fails"
 
 
+@pytest.mark.medium
 def test_attention_with_a_bias_of_its_own_fails_s15(monkeypatch: pytest.MonkeyPatch):
     # One percent of the mean, times N = 500, is nineteen standard errors of N·bias.
     monkeypatch.setattr(Atoms, "_mean", lambda self, eta: 1.01 * _MEAN(self, eta))
@@ -62,12 +65,13 @@ def test_one_key_is_its_own_output():
     assert math.isclose(exact.log_bias, -0.5 * finite_keys._VARIANCE, abs_tol=1e-10)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("settings", [{"N": 1}, {"N": 2}, {"N": 1024, "seed": 3}])
 def test_s15_holds_for_other_numbers_of_keys(settings: dict[str, int]):
     assert verify("S15", settings={"repetitions": 2000, **settings})[0].verdict == "holds"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("id", "settings"),
     [
         ("S15", {"repetitions": 10}),

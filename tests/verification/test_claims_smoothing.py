@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import Tensor
 
 from massieu.errors import InputError
@@ -159,11 +160,13 @@ QUICK = {
 """Settings with which a claim still holds and still notices."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("id", QUICK)
 def test_the_quick_settings_hold(id: str):
     assert verify(id, settings=QUICK[id]).ok
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_function_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -171,7 +174,7 @@ def test_a_wrong_function_fails_its_claim(case: str, monkeypatch: pytest.MonkeyP
     assert verify(id, settings=QUICK.get(id))[0].verdict == "fails"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("id", "settings"),
     [
         ("Z7", {"keys": 10}),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 
 from massieu.energy import KineticIsing, KineticSpins, SphericalSpins, large_dimension
 from massieu.errors import InputError
@@ -60,6 +61,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_model_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -67,12 +69,13 @@ def test_a_wrong_model_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatc
     assert verify(id)[0].verdict == "fails"
 
 
-@pytest.mark.parametrize(("id", "settings"), [("B15", {"spins": 1}), ("B16", {"components": 2}), ("B21", {"spins": 1})])
+@every_row(("id", "settings"), [("B15", {"spins": 1}), ("B16", {"components": 2}), ("B21", {"spins": 1})])
 def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
     with pytest.raises(InputError, match="must be at least"):
         verify(id, settings=settings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("id", "settings"),
     [
@@ -87,6 +90,7 @@ def test_the_claim_holds_for_other_settings(id: str, settings: dict[str, int]):
     assert verify(id, settings=settings)[0].verdict == "holds"
 
 
+@pytest.mark.medium
 def test_the_published_forms_fail():
     for id in ("B15", "B16"):
         assert verify(id)[0].published_verdict == "fails"

@@ -35,6 +35,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_equation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
@@ -42,6 +43,7 @@ def test_a_wrong_equation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyP
     assert verify(id)[0].verdict == "fails"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("id", "settings"),
     [

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.rows import every_row
 from tests.verification.samples import as_printed, false, noise, register
 from typer.testing import CliRunner
 
@@ -143,9 +144,7 @@ def test_json_has_nothing_beside_it():
     assert json.loads(verify().to_json())[0].keys() == KEYS
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(1e-10, "1e−10"), (-1e-8, "−1e−8"), (5.0, "5"), (0.25, "0.25"), (0.0, "0")]
-)
+@every_row(("value", "text"), [(1e-10, "1e−10"), (-1e-8, "−1e−8"), (5.0, "5"), (0.25, "0.25"), (0.0, "0")])
 def test_a_bound_is_written_as_it_was_set(value, text):
     assert bound(value) == text
     assert bound(None) == "undefined"
@@ -225,6 +224,7 @@ def test_help_shows_examples():
     assert "massieu verify S15 --set N=1024 --seed 3" in ran.stdout
 
 
+@pytest.mark.medium
 def test_a_real_claim_from_a_shell():
     command = [sys.executable, "-m", "massieu.cli", "verify", "s7", "--json", "--seed", "3"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -237,7 +237,7 @@ def test_a_real_claim_from_a_shell():
 # --- wrong usage ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("arguments", "message"),
     [
         (["--set", "N=3"], "N: settings belong to a claim; name it, as in: massieu verify S15 --set N=1024"),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.rows import every_row
 from tests.verification.samples import as_printed, false, noise, register
 
 from massieu.errors import InputError
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("empty_registry")
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("check", "holds"),
     [
         (at_most("", 1.0, 1.0), True),
@@ -117,7 +118,7 @@ def test_a_number_is_taken_once():
         register("S7")
 
 
-@pytest.mark.parametrize("id", ["S", "7", "s7", "S07", "Q7", "S7bc", "S 7", ""])
+@every_row("id", ["S", "7", "s7", "S07", "Q7", "S7bc", "S 7", ""])
 def test_a_malformed_number(id):
     with pytest.raises(ValueError, match="such as S7 or X3b"):
         register(id)
@@ -159,9 +160,7 @@ def test_an_error_inside_a_claim_keeps_its_traceback_and_names_the_claim():
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("7", 7), ("2e5", 200_000), ("200_000", 200_000), ("3.0", 3), (" 12 ", 12), (5, 5)]
-)
+@every_row(("text", "value"), [("7", 7), ("2e5", 200_000), ("200_000", 200_000), ("3.0", 3), (" 12 ", 12), (5, 5)])
 def test_a_whole_number_is_read(text, value):
     found = register("S15", noise).read({"N": text})
     assert found == {"N": value, "width": 1.0, "seed": 0}
@@ -173,7 +172,7 @@ def test_a_number_is_read():
     assert register("S16", noise).read({"width": 2})["width"] == 2.0
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("settings", "message"),
     [
         ({"M": "3"}, r"claim S15 has no parameter 'M'; it has N=100, width=1\.0, seed=0"),

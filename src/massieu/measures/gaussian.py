@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures.base import Measure, MissingFormError, values_are_readable
+from massieu.measures.factor import cholesky
 
 
 class Gaussian(Measure):
@@ -145,7 +146,7 @@ class Gaussian(Measure):
         return torch.where(variance > rounding, torch.inf, self._dot(direction, self._align(self.location, direction)))
 
     def _log_density(self, point: Tensor) -> Tensor:
-        root, failed = torch.linalg.cholesky_ex(self._matrix())
+        root, failed = cholesky(self._matrix())
         if values_are_readable(failed) and bool(failed.any()):
             raise MissingFormError("Gaussian: a degenerate covariance has no density")
         deviation = point - self._align(self.location, point)

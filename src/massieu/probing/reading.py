@@ -2,8 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.ops.threads import one_thread
 from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import (
     AttentionCall,
@@ -230,7 +230,7 @@ class Reading:
 
     def _finish_expansion(self) -> None:
         started = time.perf_counter()
-        with _one_thread():
+        with one_thread():
             self.expansion.finish()
         self.seconds["expansion"] += time.perf_counter() - started
 
@@ -382,17 +382,6 @@ class Reading:
             Climb(replay, item, positions, generator).measure(results.climb, valid)
             if info.index == 0:
                 self.sampled["queries"] += len(positions)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """For matrices of 64 tokens, waking a second thread costs more than it computes; results do not depend on it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def in_decoder(info: SiteInfo) -> bool:

@@ -1,0 +1,32 @@
+"""What the whole suite shares: tests that need more than Python, and what is said at the end of those left out."""
+
+import signal
+from collections import Counter
+
+import pytest
+from tests import needs
+
+
+def pytest_configure() -> None:
+    """A shell starts what it runs in the background deaf to Ctrl-C, which some tests send to themselves and their children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        for tool in mark.args:
+            if needs.FOUND[tool]() is None:
+                needs.leave_out(tool)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The last lines: what was not tested, and what to install for it."""
+    left_out: Counter[str] = Counter()
+    for report in terminalreporter.getreports("skipped"):
+        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        _, found, tool = reason.partition(needs.REASON)
+        if found and tool in needs.INSTALL.values():
+            left_out[tool] += 1
+    for tool, count in left_out.items():
+        terminalreporter.write_line(f"{count} test{'s' * (count > 1)} not run: install {tool}", yellow=True)

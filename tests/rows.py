@@ -1,0 +1,65 @@
+"""A table of calls as one test: every row is tried, and all rows that fail are told together."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def every_row(
+    names: str | Sequence[str], values: Iterable[Any], ids: Iterable[Any] | Callable[[Any], object] | None = None
+) -> Callable[[Callable], Callable]:
+    """As `pytest.mark.parametrize`, but one test: cheap where the rows are many and a row takes milliseconds.
+
+    Fixtures are shared by the rows: none may be changed by one. A row that fails does not hide the next; the error
+    is a group with one error for each row that failed, which names it.
+    """
+    arguments = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    table = list(values)
+    if ids is None or callable(ids):
+        labels = [_label(row, number, ids) for number, row in enumerate(table)]
+    else:
+        labels = [str(each) for each in ids]
+    assert table, f"no row for {names}"
+    assert len(labels) == len(table), f"{len(labels)} ids for {len(table)} rows"
+
+    def decorate(test: Callable) -> Callable:
+        signature = inspect.signature(test)
+        unknown = set(arguments) - set(signature.parameters)
+        assert not unknown, f"{test.__name__} takes no {', '.join(sorted(unknown))}"
+
+        @functools.wraps(test)
+        def run(*given: Any, **fixtures: Any) -> None:
+            failed = []
+            for label, row in zip(labels, table, strict=True):
+                chosen = dict(zip(arguments, _numbers(row, len(arguments)), strict=True))
+                try:
+                    test(*given, **fixtures, **chosen)
+                except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
+                    error.add_note(f"row: {label}")
+                    failed.append(error)
+            if failed:
+                raise BaseExceptionGroup(f"{len(failed)} of {len(table)} rows fail", failed)
+
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in arguments]
+        run.__signature__ = signature.replace(parameters=kept)  # pyright: ignore[reportAttributeAccessIssue]
+        return run
+
+    return decorate
+
+
+def _numbers(row: Any, count: int) -> tuple[Any, ...]:
+    if isinstance(row, ParameterSet):
+        assert not row.marks, "a row has no marks of its own: use pytest.mark.parametrize"
+        return tuple(row.values)
+    return (row,) if count == 1 else tuple(row)
+
+
+def _label(row: Any, number: int, name: Callable[[Any], object] | None) -> str:
+    if isinstance(row, ParameterSet) and row.id:
+        return str(row.id)
+    value = row.values if isinstance(row, ParameterSet) else row
+    return f"{number}: {value!r:.200}" if name is None else f"{number}: {name(value)}"
