@@ -63,3 +63,19 @@ def _label(row: Any, number: int, name: Callable[[Any], object] | None) -> str:
         return str(row.id)
     value = row.values if isinstance(row, ParameterSet) else row
     return f"{number}: {value!r:.200}" if name is None else f"{number}: {name(value)}"
+
+
+def some_slow(
+    names: str | Sequence[str], values: Iterable[Any], quick: int, ids: Iterable[Any] | Callable | None = None
+) -> pytest.MarkDecorator:
+    """As `pytest.mark.parametrize`; all values but the first so many are slow tests."""
+    several = not isinstance(names, str) or "," in names
+    table = list(values)
+    given = list(ids) if ids is not None and not callable(ids) else None
+    marked = []
+    for place, row in enumerate(table):
+        marks = [*(row.marks if isinstance(row, ParameterSet) else ()), *([pytest.mark.slow] if place >= quick else [])]
+        chosen = row.values if isinstance(row, ParameterSet) else tuple(row) if several else (row,)
+        label = row.id if isinstance(row, ParameterSet) else None
+        marked.append(pytest.param(*chosen, marks=marks, id=str(given[place]) if given else label))
+    return pytest.mark.parametrize(names, marked, ids=ids if callable(ids) else None)

@@ -421,7 +421,7 @@ def test_bad_input_from_a_shell(tmp_path):
     assert "no-such-org/no-such-model" in ran.stderr.splitlines()[-1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_standard_input_from_a_shell(tmp_path, checkpoint):
     out = tmp_path / "out"
     ran = _process("probe", checkpoint, "--text", "-", "--out", out, input="")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -364,7 +364,7 @@ class TestLaws:
 
 class TestDerivatives:
     @pytest.mark.medium
-    @pytest.mark.parametrize("count", [7, 3, 2, 1], ids=lambda count: f"{count} points in 3 dimensions")
+    @some_slow("count", [3, 1, 7, 2], 2, ids=lambda count: f"{count} points in 3 dimensions")
     def test_in_the_points_their_weights_and_the_mean_twice(self, count):
         """With 3 points or fewer the family is not minimal, and what A cannot see turns with the points."""
 
@@ -432,11 +432,8 @@ class TestDerivatives:
 
 
 class TestCompile:
-    @pytest.mark.medium
-    @pytest.mark.parametrize(
-        "function",
-        [pytest.param(natural, marks=pytest.mark.slow, id="natural"), pytest.param(conjugate, id="conjugate")],
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("function", [natural, conjugate])
     def test_values_and_gradients(self, function):
         torch.compiler.reset()
         mu, inside = TestBoundary.MU.clone().requires_grad_(), TestBoundary.INSIDE

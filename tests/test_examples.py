@@ -91,7 +91,7 @@ def test_every_example_is_tested():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_attention_over_ones_own_measure_trains():
     found = dict(re.findall(r"error of recall, (.*?): +([\d.]+)", run("examples/own_measure.py")))
     # Images whose colours are exchanged, half of the queries, cannot be recalled from atoms at the images alone.

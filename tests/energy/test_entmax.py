@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -207,7 +207,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(alpha):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("function", [entmax, entmax_conjugate])
-@pytest.mark.parametrize("alpha", [1.0, 1.5, 1.8, 2.0, 2.5])
+@some_slow("alpha", [1.0, 1.8, 1.5, 2.0, 2.5], 2)
 def test_first_and_second_derivatives(alpha, function):
     # Seed 12 has no weight within 1e-3 of a kink at these α.
     scores = draw(2, 4, seed=12).requires_grad_()
@@ -289,7 +289,7 @@ def _learned(scores):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("function", [_potential, pytest.param(_slope, marks=pytest.mark.slow), _masked, _learned])
+@some_slow("function", [_potential, pytest.param(_slope, marks=pytest.mark.slow), _masked, _learned], 1)
 def test_compiled_is_eager(function):
     torch._dynamo.reset()
     scores = draw(3, 6, seed=17).requires_grad_()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp
 from tests.energy.cases import F64, MEMORIES, REFERENCES, attend, draw, hopfield_energy
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu import measures
@@ -206,7 +206,7 @@ def test_quadratic_references_allow_a_damping_of_up_to_two(name: str, scene: dic
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("batch", [(), (2,)])
+@some_slow("batch", [(2,), ()], 1)
 @pytest.mark.parametrize("reference", ["identity", "spin", "LayerNorm", "soft sphere"])
 @pytest.mark.parametrize("name", MEMORIES)
 def test_energy_never_rises_for_other_memories(name: str, reference: str, batch: tuple[int, ...]):

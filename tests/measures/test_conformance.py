@@ -6,6 +6,7 @@ import pkgutil
 
 import pytest
 from tests.measures.cases import CASES, ONE_OF_EACH, VARIANTS
+from tests.rows import some_slow
 
 import massieu.measures
 from massieu.measures import Measure
@@ -20,7 +21,7 @@ def test_conforms(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@some_slow("name", ONE_OF_EACH, 4)
 def test_compiles(name):
     """The functions that others are made of; all of them in the slow run."""
     case = CASES[name]

@@ -307,7 +307,7 @@ def test_conforms(name):
     check_measure(measure, eta=eta, scales=(1e-4, 1.0, 4.0))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @CASES
 def test_compiled_is_eager(name):
     measure, chi = prior(name), tensor(*LIKELIHOODS[name].chi)[:, None]

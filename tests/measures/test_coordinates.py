@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, special, stats
+from tests.rows import some_slow
 from torch import Tensor
 
 from massieu.measures import Bernoulli, Exponential, Gamma, Laplace, Measure, Poisson, Spin, Uniform
@@ -399,7 +400,7 @@ def test_derivatives_in_the_parameters(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "," not in name])
+@some_slow("name", [name for name in FAMILIES if "," not in name], 2)
 def test_transforms_and_compilation(name):
     measure = FAMILIES[name].measure()
     eta = torch.tensor([[0.3], [-0.7], [0.0]], dtype=torch.float64)

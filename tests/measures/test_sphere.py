@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from scipy.special import gammaln, ive
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu.measures.sphere import Sphere
@@ -44,13 +44,13 @@ def oracle(radius: Tensor, dim: int):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("dim", [2, 3, 8])
+@some_slow("dim", [2, 3, 8], 1)
 def test_laws(dim):
     radius = torch.tensor([1.0, 0.7, 3.0], dtype=torch.float64)
     check_measure(Sphere.create(dim, radius), log_partition=oracle(radius, dim))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled():
     measure = Sphere.create(3, torch.tensor([0.5, 2.0], dtype=torch.float64))
     eta = torch.randn(2, 3, 3, dtype=torch.float64, generator=generator())

@@ -192,7 +192,7 @@ def test_no_matrix():
         SigmaReparametrization()(torch.ones(4, 4, dtype=torch.long))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_stack_is_its_blocks_in_turn():
     first, second = block(), block(steps=2, quantity=3)
     stack, x = EnergyTransformerStack([first, second, first]), tokens(3)

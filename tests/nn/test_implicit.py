@@ -108,7 +108,7 @@ def test_items_do_not_depend_on_their_batch_mates():
         torch.testing.assert_close(together[item], module(query[item], key[item]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param({"alpha": 0.9}, marks=pytest.mark.slow), {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}],

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import gammaln, ive
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu.ops import bessel
@@ -130,7 +130,7 @@ def test_at_zero(dimension):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("dimension", "kappa", "count"), [(2, 0.0, 4), (2, 1.5, 4), (64, 20.0, 6)])
+@some_slow(("dimension", "kappa", "count"), [(2, 0.0, 4), (2, 1.5, 4), (64, 20.0, 6)], 1)
 def test_nested_forward_derivatives(dimension, kappa, count):
     def along(k: Tensor, count: int) -> Tensor:
         if count == 0:
@@ -155,7 +155,7 @@ def test_gradcheck():
             assert torch.autograd.gradgradcheck(function, (square, dimension))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_vmap_and_compile():
     square = torch.tensor([0.0, 0.3, 900.0], dtype=torch.float64)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.ops import explicit
 from tests.ops.explicit import draw, finite
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -138,7 +138,7 @@ def test_every_kind_by_finite_differences(name, kind, spelling):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["attention, reference", "log_partition, reference", "attention_moments", "fisher_vp"])
+@some_slow("name", ["attention, reference", "log_partition, reference", "attention_moments", "fisher_vp"], 2)
 def test_blocks_of_queries(name, monkeypatch):
     """Two blocks, which are computed again in the backward pass."""
     monkeypatch.setattr(reference, "BLOCK_PAIRS", 2 * HEADS * KEYS)
@@ -310,7 +310,7 @@ def small_tiles(monkeypatch):
 
 @pytest.mark.medium
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(
+@some_slow(
     ("reduction", "options", "biased"),
     [
         ("sum", {}, True),
@@ -318,6 +318,7 @@ def small_tiles(monkeypatch):
         ("mean", {"z_loss": 0.1}, False),
         ("sum", {"label_smoothing": 0.3, "z_loss": 0.1}, False),
     ],
+    2,
 )
 def test_linear_cross_entropy(reduction, options, biased):
     target = torch.tensor([[2, 6, -100], [3, 3, 1]])
@@ -340,7 +341,7 @@ CONTRASTS = {
 
 @pytest.mark.medium
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("kind", CONTRASTS)
+@some_slow("kind", CONTRASTS, 1)
 def test_info_nce(kind):
     options, shape = CONTRASTS[kind]
     leaves = [

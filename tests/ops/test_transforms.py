@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
@@ -39,7 +39,7 @@ def covariance_of_keys(query, key):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("backend", BACKENDS)
+@some_slow("backend", BACKENDS, 3)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_reverse_forward_and_second_derivatives(backend, is_causal, inputs, block_pairs):
     log_weight, scale = leaf(1, 2, 1, 5, seed=3), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
@@ -77,7 +77,7 @@ def test_log_weights_per_query_and_key(inputs):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@some_slow("softcap", [None, 2.0], 2)
 @pytest.mark.usefixtures("block_pairs")
 def test_moments_are_differentiable(softcap, inputs):
     def function(q, k, v, w):

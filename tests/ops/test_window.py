@@ -270,7 +270,7 @@ def test_wrong_windows(name):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 def test_compiled_with_any_length(backend):
     torch._dynamo.reset()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.population.cases import by_hand, covariance, draw, hermite, law, layer, weights
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch.utils import _pytree as pytree
 
 from massieu.energy.contraction import Identity, LayerNorm, RMSNorm, Scalar, Spin, Whitening
@@ -150,7 +150,7 @@ def test_derivatives(population):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("population", [None, Atoms.create(draw(3, 4, seed=20)), law(4)])
+@some_slow("population", [None, Atoms.create(draw(3, 4, seed=20)), law(4)], 1)
 def test_compiled_and_batched(population):
     given, x = layer(population=population, normalisation=LayerNorm.create()), draw(2, 6, 4, seed=9)
     # By graphs alone: making machine code of them takes most of the time, and is the slow test's.

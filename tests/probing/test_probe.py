@@ -12,6 +12,7 @@ import polars
 import pytest
 import torch
 from tests.probing import zoo
+from tests.rows import some_slow
 
 import massieu
 from massieu.errors import InputError
@@ -98,7 +99,7 @@ def test_model_outputs_in_the_run_are_checked(monkeypatch):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@some_slow("name", ["bert", "gpt2", "llama"], 1)
 def test_batch_size_and_padding_change_no_row_of_the_tables(name):
     whole = zoo.inputs(name, rows=9, seed=3)
     whole["attention_mask"][4, 15:] = 0
@@ -268,7 +269,7 @@ def test_wrong_python_use_is_one_sentence():
         massieu.probe(zoo.model("bert"), batches("bert"), text="README.md")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     """The command, interrupted while it reads: exit 130, tables of what was read, marked incomplete."""
     out = tmp_path / "out"

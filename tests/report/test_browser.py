@@ -12,6 +12,7 @@ from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 from synthetic_results import Results
+from tests.rows import some_slow
 
 pytestmark = pytest.mark.needs("browser")
 
@@ -91,14 +92,13 @@ def assert_quiet(page: Page) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
+@some_slow(
     ("kind", "width", "theme"),
     [
-        ("encoder", 1400, "light"), ("encoder", 400, "dark"), ("large", 400, "dark"),
-        ("encoder_decoder", 400, "light"), ("hostile", 400, "light"), ("bare", 400, "dark"),
-        pytest.param("encoder", 1400, "dark", marks=pytest.mark.slow),
-        pytest.param("large", 1400, "light", marks=pytest.mark.slow),
+        ("encoder", 1400, "light"), ("large", 400, "dark"), ("hostile", 400, "light"), ("encoder", 400, "dark"),
+        ("encoder_decoder", 400, "light"), ("bare", 400, "dark"), ("encoder", 1400, "dark"), ("large", 1400, "light"),
     ],
+    3,
 )  # fmt: skip
 def test_every_page_is_drawn_quietly_and_fits_its_width(
     kind: str, width: int, theme: str, open_page: Callable[..., Page]
@@ -112,7 +112,7 @@ def test_every_page_is_drawn_quietly_and_fits_its_width(
     assert_quiet(page)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_selector_and_toggle_change_the_map(
     width: int, open_page: Callable[..., Page], results: dict[str, Results]
@@ -139,7 +139,7 @@ def test_selector_and_toggle_change_the_map(
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("width", WIDTHS)
+@some_slow("width", WIDTHS, 1)
 def test_a_click_and_the_select_boxes_open_a_head(width: int, open_page: Callable[..., Page]) -> None:
     page = open_page("encoder", width)
     page.show("#map")
@@ -161,7 +161,7 @@ def test_a_click_and_the_select_boxes_open_a_head(width: int, open_page: Callabl
     assert_quiet(page)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_tokens_tell_their_strongest_keys(
     width: int, open_page: Callable[..., Page], results: dict[str, Results]
@@ -211,7 +211,7 @@ def test_keys_of_cross_attention_are_another_text(open_page: Callable[..., Page]
     assert_quiet(page)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_theme_button_turns_page_and_drawings(open_page: Callable[..., Page]) -> None:
     page = open_page("encoder")
     ink = "document.getElementById('map').layout.font.color"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import some_slow
 from torch.func import grad, hessian, vmap
 
 from massieu.solve import GMRES, fixed_point
@@ -40,7 +41,7 @@ def agrees(backend: str, **options) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
+@some_slow(
     "options",
     [
         {"method": "picard", "linear_solver": "cg"},
@@ -48,6 +49,7 @@ def agrees(backend: str, **options) -> None:
         {"method": "picard", "adjoint": "one_step"},
         {"method": "picard", "adjoint": "unrolled", "max_steps": 5, "throw": False},
     ],
+    1,
 )
 def test_compiled_without_a_compiler(options):
     agrees("aot_eager", **options)
@@ -103,7 +105,7 @@ def test_captured_parameters_raise():
         torch.compile(bad, fullgraph=True, backend="aot_eager")(torch.zeros(2))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled_with_a_tensor_twice_among_the_parameters():
     torch._dynamo.reset()
     inputs = normal(3, 4, seed=1).requires_grad_(), normal(6, 4).requires_grad_()

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
@@ -77,7 +77,7 @@ def test_first_derivatives_are_those_of_dense_linear_algebra(solver, method):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("solver", SOLVERS)
+@some_slow("solver", SOLVERS, 2)
 def test_gradients_of_both_orders_and_modes_against_differences(solver):
     inputs = QUERY[:2, :2].clone().requires_grad_(), MEMORY[:3, :2].clone().requires_grad_()
 
@@ -101,7 +101,7 @@ def test_a_jacobian_that_is_not_symmetric():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
+@some_slow(
     "derivative",
     [
         lambda f: grad(f, (0, 1)),
@@ -113,6 +113,7 @@ def test_a_jacobian_that_is_not_symmetric():
         lambda f: jacrev(jacrev(grad(f))),
         lambda f: jacfwd(jacfwd(grad(f))),
     ],
+    4,
     ids=["reverse", "forward", "fr", "rr", "rf", "ff", "rrr", "ffr"],
 )
 def test_transforms_to_third_order(derivative):

@@ -102,7 +102,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("id", "settings"),
     [

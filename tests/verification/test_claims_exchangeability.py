@@ -119,7 +119,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row(
     ("id", "settings"),
     [

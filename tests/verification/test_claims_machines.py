@@ -87,7 +87,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         verify(id, settings=settings)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("id", "settings"),
     [("B1", {"machines": 100, "seed": 7}), ("B8", {"chains": 5000, "seed": 3}), ("B10", {"seed": 9})],

@@ -43,7 +43,7 @@ def test_a_wrong_equation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyP
     assert verify(id)[0].verdict == "fails"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("id", "settings"),
     [

@@ -237,7 +237,7 @@ def test_a_real_claim_from_a_shell():
 # --- wrong usage ---------------------------------------------------------------------------------------------------
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--set", "N=3"], "N: settings belong to a claim; name it, as in: massieu verify S15 --set N=1024"),

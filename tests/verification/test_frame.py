@@ -160,7 +160,9 @@ def test_an_error_inside_a_claim_keeps_its_traceback_and_names_the_claim():
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-@every_row(("text", "value"), [("7", 7), ("2e5", 200_000), ("200_000", 200_000), ("3.0", 3), (" 12 ", 12), (5, 5)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("7", 7), ("2e5", 200_000), ("200_000", 200_000), ("3.0", 3), (" 12 ", 12), (5, 5)]
+)
 def test_a_whole_number_is_read(text, value):
     found = register("S15", noise).read({"N": text})
     assert found == {"N": value, "width": 1.0, "seed": 0}
@@ -172,7 +174,7 @@ def test_a_number_is_read():
     assert register("S16", noise).read({"width": 2})["width"] == 2.0
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"M": "3"}, r"claim S15 has no parameter 'M'; it has N=100, width=1\.0, seed=0"),
