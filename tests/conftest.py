@@ -2,6 +2,7 @@
 
 import signal
 from collections import Counter
+from collections.abc import Generator
 
 import pytest
 from tests import needs
@@ -20,8 +21,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 needs.leave_out(tool)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
     """The last lines: what was not tested, and what to install for it."""
+    yield
     left_out: Counter[str] = Counter()
     for report in terminalreporter.getreports("skipped"):
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)

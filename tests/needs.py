@@ -4,27 +4,22 @@ import functools
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-_APPLICATIONS = Path("/Applications")
-_BROWSERS = {
-    "chrome": (
-        "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome",
-        _APPLICATIONS / "Google Chrome.app/Contents/MacOS/Google Chrome",
-        _APPLICATIONS / "Chromium.app/Contents/MacOS/Chromium",
-    ),
-    "edge": (
-        "microsoft-edge", "microsoft-edge-stable", "msedge",
-        _APPLICATIONS / "Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
-    ),
-}  # fmt: skip
-_DRIVERS = {
-    "chrome": ("chromedriver", "/usr/lib/chromium/chromedriver", "/usr/lib/chromium-browser/chromedriver"),
-    "edge": ("msedgedriver",),
+_PROGRAMS = {
+    "chrome": ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"),
+    "edge": ("microsoft-edge", "microsoft-edge-stable", "msedge"),
 }
+_DRIVERS = {"chrome": ("chromedriver",), "edge": ("msedgedriver",)}
+_ELSEWHERE = {
+    "chromium": ("/Applications/Chromium.app/Contents/MacOS/Chromium",),
+    "google-chrome": ("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",),
+    "microsoft-edge": ("/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",),
+    "chromedriver": ("/usr/lib/chromium/chromedriver", "/usr/lib/chromium-browser/chromedriver"),
+}
+"""Where a program is when it is not on the path."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ def browser() -> Browser | None:
     """The first that is found, one with a driver before one without."""
     found = [
         Browser(kind, program, _first(_DRIVERS[kind]))
-        for kind, names in _BROWSERS.items()
+        for kind, names in _PROGRAMS.items()
         if (program := _first(names))
     ]
     return next((each for each in found if each.driver), found[0] if found else None)
@@ -75,5 +70,6 @@ def leave_out(tool: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def _first(names: tuple[str | Path, ...]) -> str | None:
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+def _first(names: tuple[str, ...]) -> str | None:
+    places = [place for name in names if name for place in (name, *_ELSEWHERE.get(name, ()))]
+    return next((path for place in places if (path := shutil.which(place))), None)

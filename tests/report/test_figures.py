@@ -8,6 +8,7 @@ import pytest
 from synthetic_results import HOSTILE, Results
 
 from massieu.errors import InputError
+from massieu.report.colours import DIVERGING, SEQUENTIAL
 from massieu.report.figures import head_html, head_map_html
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,6 +29,23 @@ def test_the_map_has_one_cell_per_head_and_hatches_those_inside_their_null(resul
     inside = int((tested["value"] >= 0.05).sum())
     assert sum("inside its null" in title for title in titles) == inside
     assert len(list(svg.iter(f"{SVG}path"))) == 2 * inside
+
+
+def test_the_least_and_the_largest_head_have_the_ends_of_the_scale(results: dict[str, Results]) -> None:
+    result = results["encoder"]
+    for name, scale in (("entropy", SEQUENTIAL), ("own_write_sharpens", DIVERGING["light"])):
+        rows = result.heads.filter(polars.col("statistic") == name)
+        cells = list(svg_of(head_map_html(result.run, result.heads, name)).iter(f"{SVG}rect"))
+        values = dict(zip(zip(rows["site"], rows["head"], strict=True), rows["value"], strict=True))
+        order = [(site["name"], head) for site in result.run["sites"] for head in range(site["heads"])]
+        fills = {key: cell.get("fill") for key, cell in zip(order, cells[-len(order) :], strict=True)}
+        if scale is SEQUENTIAL:
+            assert fills[min(values, key=values.__getitem__)] == scale[0]
+            assert fills[max(values, key=values.__getitem__)] == scale[-1]
+        else:
+            centre = result.heads.filter(polars.col("statistic") == f"{name}/mismatched")["value"].median()
+            farthest = max(values, key=lambda key: abs(values[key] - centre))
+            assert fills[farthest] == (scale[-1] if values[farthest] > centre else scale[0])
 
 
 def test_the_map_stands_beside_the_findings(results: dict[str, Results]) -> None:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.exchangeable.tokens import Tokens, ridged_factor
+from massieu.exchangeable.tokens import Tokens, cholesky
 
 
 class Found(NamedTuple):
@@ -79,7 +79,7 @@ def by_features(
 
 def features_factor(features: Float[Tensor, "B H N F"], ridge: Float[Tensor, "B H"]) -> Float[Tensor, "B H F F"]:
     """The Cholesky factor of ΦᵀΦ + λI."""
-    return ridged_factor(features.mT @ features + _times_identity(ridge, features), "second moment of the features")
+    return cholesky(features.mT @ features + _times_identity(ridge, features), "second moment of the features")
 
 
 def _times_identity(ridge: Tensor, features: Tensor) -> Tensor:
@@ -115,11 +115,11 @@ def _causal(tokens: Tokens, features: Float[Tensor, "B H N F"], query: Float[Ten
 
 def _block(precision: Tensor, moment: Tensor, features: Tensor, target: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     """Output and variance/λ of a block of keys and queries, after all keys before it."""
-    factor = ridged_factor(precision, "second moment of the features")
+    factor = cholesky(precision, "second moment of the features")
     before = solve_lower(factor, moment)
     own, asked = solve_lower(factor, features.mT), solve_lower(factor, query.flatten(2, 3).mT)
     one = torch.eye(own.shape[-1], dtype=own.dtype, device=own.device)
-    inner = ridged_factor(own.mT @ own + one, "Gram matrix")
+    inner = cholesky(own.mT @ own + one, "Gram matrix")
     places = torch.arange(own.shape[-1], device=own.device)
     seen = places.unsqueeze(-1) <= places.repeat(query.shape[2])
     cross = torch.where(seen, solve_lower(inner, own.mT @ asked), 0.0)

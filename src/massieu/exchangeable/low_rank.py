@@ -1,5 +1,6 @@
 """Few centres in place of all keys: Nyström's features, with a bound of what they leave out."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,8 +11,7 @@ from torch import Tensor
 from massieu.exchangeable.arguments import check_whole
 from massieu.exchangeable.exact import by_features, features_factor, solve_lower
 from massieu.exchangeable.kernels import Kernel
-from massieu.exchangeable.tokens import Tokens, need_positive, ridged_factor
-from massieu.measures.factor import rounding
+from massieu.exchangeable.tokens import Tokens, cholesky, need_positive
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def centres(tokens: Tokens, rank: int) -> Centres:
     both = used.unsqueeze(-1) & used.unsqueeze(-2)
     one = torch.eye(used.shape[-1], dtype=points.dtype, device=points.device)
     gram = torch.where(both, tokens.kernel(points, points), one)
-    return Centres(points, used, ridged_factor(gram, "centres' Gram matrix"))
+    return Centres(points, used, cholesky(gram, "centres' Gram matrix"))
 
 
 @torch.no_grad()
@@ -68,8 +68,8 @@ def pivoted_cholesky(tokens: Tokens, rank: int) -> tuple[Tensor, Tensor, Tensor]
     rank = min(rank, tokens.key.shape[2])
     weight = tokens.root.square()
     left = weight * tokens.kernel.diagonal(tokens.key)
-    # Below it, what is left of a key's diagonal is rounding; twice where `ridged_factor` would refuse the centres' matrix.
-    least = 2 * rounding(rank, left.dtype) * left.amax(-1, keepdim=True)
+    # Below it, what is left of a key's diagonal is rounding; twice where `cholesky` would refuse the centres' matrix.
+    least = 8 * math.sqrt(rank) * torch.finfo(left.dtype).eps * left.amax(-1, keepdim=True)
     columns = left.new_zeros(*left.shape, rank)
     chosen, used = [], []
     for turn in range(rank):

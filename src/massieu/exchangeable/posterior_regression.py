@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.exchangeable.arguments import check_finite, told
 from massieu.exchangeable.posterior import Posterior, check_numbers
-from massieu.measures.factor import cholesky
+from massieu.measures.definite import is_singular
 from massieu.measures.value import values_are_readable
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -214,13 +214,12 @@ def _factor(precision: Tensor) -> Tensor:
     """The lower Cholesky factor."""
     if not values_are_readable(precision):
         return torch.linalg.cholesky(precision)
-    factor, singular = cholesky(precision)
-    if bool(singular.any()):
+    if bool(is_singular(precision).any()):
         raise ValueError(
             f"the precision is singular to rounding in {precision.dtype}: a larger precision of the prior is needed, smaller "
             "features, or float64"
         )
-    return factor
+    return torch.linalg.cholesky(precision)
 
 
 def _solve(factor: Tensor, right: Tensor) -> Tensor:
@@ -273,5 +272,5 @@ def _check_precision(precision: Tensor) -> None:
     slack = 8 * torch.finfo(precision.dtype).eps * precision.abs().amax((-2, -1), keepdim=True)
     if not bool(((precision - precision.mT).abs() <= slack).all()):
         raise ValueError("precision must be symmetric, got a matrix that is not")
-    if bool(cholesky(precision)[1].any()):
+    if bool(is_singular(precision).any()):
         raise ValueError("precision must be positive definite, got a matrix that is not")

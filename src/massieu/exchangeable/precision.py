@@ -11,7 +11,7 @@ from torch import Tensor
 from massieu.exchangeable.arguments import check_finite, check_number, check_tensors
 from massieu.measures.base import values_are_readable
 from massieu.measures.coordinates import check_floating
-from massieu.measures.factor import cholesky
+from massieu.measures.definite import is_singular
 
 _BISECTIONS = 55
 _ROUNDING = 1e4
@@ -270,7 +270,7 @@ def _check_covariance(name: str, covariance: Tensor) -> None:
     if not values_are_readable(covariance):
         return
     _check_symmetric(name, covariance)
-    if bool(cholesky(covariance)[1].any()):
+    if bool(is_singular(covariance).any()):
         raise ValueError(f"{name} must be positive definite")
 
 

@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.exchangeable.kernels import Kernel
-from massieu.measures.factor import cholesky
 from massieu.measures.value import values_are_readable
 from massieu.ops.shapes import Problem, check_problem, in_autocast_dtype, told
 
@@ -42,14 +41,14 @@ class Tokens:
         """The Cholesky factor of A."""
         gram = self.kernel(self.key, self.key)
         if not self.is_weighted:
-            return ridged_factor(gram + torch.diag_embed(self.diagonal), "Gram matrix")
+            return cholesky(gram + torch.diag_embed(self.diagonal), "Gram matrix")
         gram = self.root.unsqueeze(-1) * gram * self.root.unsqueeze(-2)
         # The equations of hidden keys at the size of the others': beside them neither is rounding.
         visible, ridge = self.root > 0, self.ridge.unsqueeze(-1)
         own = torch.where(visible, gram.diagonal(dim1=-2, dim2=-1) + ridge, 0.0).detach()
         size = own.amax(-1, keepdim=True) if own.shape[-1] else own
         hidden = torch.where(size > 0, size, 1.0)
-        return ridged_factor(gram + torch.diag_embed(torch.where(visible, ridge, hidden)), "Gram matrix")
+        return cholesky(gram + torch.diag_embed(torch.where(visible, ridge, hidden)), "Gram matrix")
 
     def features(self) -> Float[Tensor, "B H N F"] | None:
         """√w·φ(key), where the kernel has fewer features than there are keys; else None."""
@@ -59,14 +58,21 @@ class Tokens:
         return self.root.unsqueeze(-1) * found
 
 
-def ridged_factor(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*lead n n"]:
+def cholesky(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*lead n n"]:
     """The lower factor.
 
     Raises:
         ValueError: the matrix is singular to rounding. Where values cannot be read (compiled, or in a transform), its
             factor is NaN instead.
     """
-    factor, singular = cholesky(matrix)
+    factor, status = torch.linalg.cholesky_ex(matrix)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+    size = matrix.shape[-1]
+    if size == 0:
+        return factor
+    # Rounding of a pivot grows like that of a sum of as many terms.
+    least = 4 * math.sqrt(size) * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+    singular = (status != 0) | ~(pivots.amin(-1) > least)
     if not values_are_readable(matrix):
         return torch.where(singular[..., None, None], torch.nan, factor)
     if bool(singular.any()):

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures.base import Measure, MissingFormError, values_are_readable
-from massieu.measures.factor import cholesky
+from massieu.measures.definite import is_singular
 
 
 class Gaussian(Measure):
@@ -146,9 +146,10 @@ class Gaussian(Measure):
         return torch.where(variance > rounding, torch.inf, self._dot(direction, self._align(self.location, direction)))
 
     def _log_density(self, point: Tensor) -> Tensor:
-        root, failed = cholesky(self._matrix())
-        if values_are_readable(failed) and bool(failed.any()):
+        matrix = self._matrix()
+        if values_are_readable(matrix) and bool(is_singular(matrix).any()):
             raise MissingFormError("Gaussian: a degenerate covariance has no density")
+        root = torch.linalg.cholesky_ex(matrix).L
         deviation = point - self._align(self.location, point)
         whitened = torch.linalg.solve_triangular(self._align(root, point, 2), deviation.unsqueeze(-1), upper=False)
         volume = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -1,0 +1,123 @@
+"""What the tests themselves stand on: tables of rows, bounds from rounding, programs that may be missing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests import needs
+from tests.rounding import rounding_error
+from tests.rows import every_row, some_slow
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_row_that_fails_is_told():
+    seen = []
+
+    @every_row(("number", "square"), [(1, 1), (2, 5), pytest.param(3, 8, id="three")])
+    def table(number: int, square: int, given: list) -> None:
+        given.append(number)
+        if number == 3:
+            with pytest.raises(ValueError, match="never"):
+                pass
+        assert number**2 == square
+
+    with pytest.raises(BaseExceptionGroup, match="2 of 3 rows fail") as caught:
+        table(given=seen)
+    assert seen == [1, 2, 3]
+    notes = [error.__notes__ for error in caught.value.exceptions]
+    assert notes == [["row: 1: (2, 5)"], ["row: three"]]
+
+
+@every_row("wrong", ["nothing", "twice"])
+def test_a_table_that_cannot_be_one_is_refused(wrong):
+    with pytest.raises(AssertionError, match="no row" if wrong == "nothing" else "takes no other"):
+        every_row("number" if wrong == "nothing" else "other", [] if wrong == "nothing" else [1])(lambda number: None)
+
+
+def test_a_row_that_skips_does_not_hide_the_next():
+    @every_row("number", [1, 2])
+    def table(number: int) -> None:
+        pytest.skip("no")
+
+    with pytest.raises(BaseExceptionGroup, match="2 of 2 rows fail"):
+        table()
+
+
+def test_some_values_are_slow():
+    (_, values), options = some_slow("number", [5, 6, 7], 1, ids=["a", "b", "c"]).args, {}
+    assert [(value.values, [mark.name for mark in value.marks], value.id) for value in values] == [
+        ((5,), [], "a"),
+        ((6,), ["slow"], "b"),
+        ((7,), ["slow"], "c"),
+    ]
+    assert options == {}
+
+
+@every_row("size", [1e-6, 1.0, 1e6])
+def test_float32_stays_within_the_bound_and_a_wrong_factor_does_not(size):
+    generator = torch.Generator().manual_seed(0)
+    matrix, vector = (size * torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((9, 9), (9,)))
+    allowed = rounding_error(torch.mv, matrix, vector, dtype=torch.float32)
+    error = (torch.mv(matrix.float(), vector.float()).double() - torch.mv(matrix, vector)).abs()
+    assert bool((error <= allowed).all())
+    assert bool((1e-4 * torch.mv(matrix, vector).abs() > allowed).any())
+
+
+@every_row(
+    ("names", "found"),
+    [
+        (["chromium", "chromedriver"], ("chrome", "chromium", "chromedriver")),
+        (["google-chrome"], ("chrome", "google-chrome", None)),
+        (["google-chrome", "microsoft-edge", "msedgedriver"], ("edge", "microsoft-edge", "msedgedriver")),
+        ([], None),
+    ],
+)
+def test_browsers_are_found_by_their_names(names, found, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    for name in names:
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(folder))
+        patch.setattr(needs, "_ELSEWHERE", {})
+        browser = needs.browser.__wrapped__()
+    if found is None:
+        assert browser is None
+    else:
+        kind, program, driver = found
+        assert browser == needs.Browser(kind, str(folder / program), driver and str(folder / driver))
+
+
+def _without_programs(tmp_path: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """One test that needs a browser, where there is none."""
+    test = tmp_path / "test_needy.py"
+    test.write_text("import pytest\n\n@pytest.mark.needs('browser')\ndef test_it():\n    pass\n")
+    code = (
+        "import sys\nsys.path.insert(0, '.')\nimport pytest\nfrom tests import conftest, needs\n"
+        "needs.FOUND['browser'] = lambda: None\n"
+        f"sys.exit(pytest.main(['-c', 'pyproject.toml', '--rootdir', '.', {str(test)!r}], plugins=[conftest]))"
+    )
+    inherited = {name: value for name, value in os.environ.items() if name != "CI"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=inherited | environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.medium
+def test_what_is_missing_is_named_in_the_closing_lines(tmp_path):
+    ran = _without_programs(tmp_path)
+    assert ran.returncode == 0, ran.stdout
+    *_, told, closing = ran.stdout.splitlines()
+    assert told == f"1 test not run: install {needs.INSTALL['browser']}"
+    assert "1 skipped" in closing
+
+
+@pytest.mark.medium
+def test_nothing_is_missing_where_ci_runs(tmp_path):
+    ran = _without_programs(tmp_path, CI="true")
+    assert ran.returncode == 1
+    assert f"CI runs every test, and this one needs {needs.INSTALL['browser']}" in ran.stdout
