@@ -513,7 +513,7 @@ def test_converges_from_anywhere(problem):
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=2_000, deadline=None)
 @given(problems())
 def test_converges_from_anywhere_at_length(problem):
     check_round_trip(problem)

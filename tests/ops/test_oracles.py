@@ -292,6 +292,7 @@ def test_bad_calls_get_one_sentence(call, kind, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers():
     for case in CASES.values():
@@ -308,6 +309,7 @@ def test_compiled_blocks_give_the_same_numbers():
             assert torch.allclose(ours[where], wanted[where], atol=1e-4, rtol=1e-4), name
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.slow
 def test_attention_compiles_without_graph_breaks_and_trains():
     query, key, value = (t.requires_grad_() for t in tensors())

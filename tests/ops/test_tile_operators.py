@@ -153,6 +153,7 @@ def test_one_tensor_given_twice():
     torch.testing.assert_close(*(torch.autograd.grad(loss, embedding)[0] for loss in (found, wanted)))
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.slow
 def test_inductor():
     torch._dynamo.reset()

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.ops.explicit import draw, finite
 
-EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(1500, marks=pytest.mark.slow)])
+EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.slow)])
 
 
 def for_any(strategy, check, examples):

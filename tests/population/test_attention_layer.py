@@ -162,6 +162,7 @@ def test_compiled_and_batched(population):
     torch.testing.assert_close(each[1], pytree.tree_map(lambda leaf: 0.5 * leaf, given)(x[1]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.slow
 def test_compiled_to_machine_code():
     given, x = layer(normalisation=LayerNorm.create()), draw(2, 6, 4, seed=9)

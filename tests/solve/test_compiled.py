@@ -58,10 +58,16 @@ def test_compiled_without_a_compiler(options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"method": "newton", "linear_solver": GMRES(memory=3)}, {"method": "anderson", "linear_solver": "cg"}],
+    [{"method": "newton", "linear_solver": GMRES(memory=3)}, {"method": "anderson", "linear_solver": "cg"}],
 )
-def test_compiled(options):
-    agrees("inductor", **options)
+def test_other_methods_compiled_without_a_compiler(options):
+    agrees("aot_eager", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("compiler")
+def test_compiled():
+    agrees("inductor")
 
 
 @pytest.mark.slow

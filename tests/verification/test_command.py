@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from tests.rows import every_row
 from tests.verification.samples import as_printed, false, noise, register
 from typer.testing import CliRunner
@@ -217,6 +218,27 @@ def test_an_interrupt_keeps_what_was_checked():
     assert ran.stderr.splitlines()[-1].startswith("massieu: interrupted")
     ran = _run("S2")
     assert (ran.exit_code, ran.stdout) == (130, "0 claims: 0 hold; interrupted before the end\n")
+
+
+def test_a_claim_runs_on_one_thread_and_leaves_the_others():
+    """On a machine whose cores are busy, threads that wait for each other take minutes for seconds."""
+    seen = []
+
+    def body() -> Iterator[Check]:
+        seen.append(torch.get_num_threads())
+        yield close("", 1.0, 1.0)
+        raise ArithmeticError
+
+    register("S1", body)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ArithmeticError):
+            verify()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
 
 
 def test_help_shows_examples():
