@@ -268,6 +268,9 @@ def verify(
 
 def main() -> None:
     """Run the command line."""
+    # Threads that wait for each other sleep: where other processes have the cores, one that looped would wait in front of
+    # the one it waits for, and seconds become minutes. OpenMP reads this when torch is loaded, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # not every terminal can show the formulas
