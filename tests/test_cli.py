@@ -450,7 +450,7 @@ def test_from_text_to_page(tmp_path, checkpoint, text):
     assert result_module.ProbeResult.load(out).complete
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="there, Ctrl-C cannot be sent to one process")
 def test_control_c_writes_what_was_measured(tmp_path, checkpoint):
     text, out = tmp_path / "long.txt", tmp_path / "out"

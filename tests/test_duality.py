@@ -506,7 +506,7 @@ def check_round_trip(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None
 
 
 @pytest.mark.medium
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_converges_from_anywhere(problem):
     check_round_trip(problem)

@@ -116,7 +116,7 @@ def numbers(pattern: str, text: str) -> list[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_log_partition_is_one(tmp_path):
     found = run("examples/one_log_partition.py", "--picture", str(tmp_path / "picture.png"))
     rows = numbers(r" *(.+): A = +\S+, (\S+); image off by (\S+)", found)

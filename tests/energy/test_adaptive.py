@@ -69,7 +69,7 @@ def test_errors_fall_as_theory_says_for_every_kind_of_site(kind, method):
         assert math.log(large / small) / math.log(4) > order - 0.3, (strong, weak)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [2, 3])
 def test_errors_fall_as_theory_says_on_spheres(dim):
     """Two sites of radius 1 and 1.5 in fields: the outer integral by a rule of the test's own, the inner one closed."""
@@ -223,7 +223,7 @@ def test_derivatives_in_couplings_and_fields(method):
     assert gradcheck(found, (upper, (0.4 * normal(3, 1)).requires_grad_()), atol=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_derivatives_of_potts_and_gaussian_sites():
     coupling = couplings(3, 2, 0.7)
 

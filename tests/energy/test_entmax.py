@@ -288,7 +288,7 @@ def _learned(scores):
     return entmax(scores, 1 + torch.sigmoid(scores[..., :1]))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @some_slow("function", [_potential, pytest.param(_slope, marks=pytest.mark.slow), _masked, _learned], 1)
 def test_compiled_is_eager(function):
     torch._dynamo.reset()

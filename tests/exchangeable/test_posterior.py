@@ -174,7 +174,7 @@ SLOW_TO_COMPILE = (
 )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TO_COMPILE)) for name in CASES]
 )

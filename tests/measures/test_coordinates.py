@@ -399,7 +399,7 @@ def test_derivatives_in_the_parameters(name):
     assert torch.autograd.gradgradcheck(lambda *leaves: both(*leaves)[0], (eta, *parameters))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @some_slow("name", [name for name in FAMILIES if "," not in name], 2)
 def test_transforms_and_compilation(name):
     measure = FAMILIES[name].measure()

@@ -114,7 +114,7 @@ def test_zero_and_the_largest_finite_eta(dim, dtype):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("dim", [2, 3, 9])
+@some_slow("dim", [3, 2, 9], 1)
 def test_derivatives(dim):
     measure = Sphere.create(dim, torch.tensor(1.3, dtype=torch.float64))
     eta = torch.stack([torch.zeros(dim), 0.3 * torch.ones(dim), 4 * direction(dim).float()]).double().requires_grad_()

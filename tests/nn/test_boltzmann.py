@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 
 from massieu.measures import (
     Atoms,
@@ -123,7 +123,7 @@ def test_an_update_goes_along_the_likelihoods_gradient(kind):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("hidden", ["Bernoulli", "Spin", "Gaussian", "Poisson"])
+@some_slow("hidden", ["Gaussian", "Bernoulli", "Spin", "Poisson"], 2)
 def test_training_raises_the_exact_likelihood(hidden):
     layer = {
         "Bernoulli": bits(6),
@@ -215,7 +215,7 @@ UNITS = {
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("role", ["visible", "hidden"])
+@some_slow("role", ["visible", "hidden"], 1)
 @pytest.mark.parametrize("kind", UNITS)
 def test_units_of_every_kind_learn_and_are_kept(kind, role, tmp_path):
     """Data from the layer, tilted: the likelihood of the data rises, and a checkpoint gives the same machine."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.ops import explicit
 from tests.ops.explicit import draw, finite
-from tests.rows import every_row
+from tests.rows import every_row, some_slow
 
 from massieu import ops
 from massieu.ops import Partial, fisher, moment_blocks, reference, score_tiles
@@ -108,7 +108,7 @@ def test_attention(kind, backend, dtype, monkeypatch):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("backend", ["reference", "flash"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@some_slow("dtype", [torch.bfloat16, torch.float32], 1)
 def test_attention_over_many_blocks(backend, dtype, monkeypatch):
     """More queries and keys than any tile of the kernel or block of the reference, and a remainder of each."""
     monkeypatch.setattr(reference, "BLOCK_PAIRS", 300_007)

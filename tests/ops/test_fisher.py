@@ -323,7 +323,7 @@ def test_nested_transforms():
     torch.testing.assert_close(pulled, covariance_times_vector(query, key, query))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled():
     arguments = [t.requires_grad_() for t in tensors()]
     torch._dynamo.reset()

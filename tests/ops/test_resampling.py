@@ -198,7 +198,7 @@ def test_vmap(method):
         torch.func.vmap(call)(queries, values)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled_around_it():
     torch._dynamo.reset()
     query, key, value = problem()

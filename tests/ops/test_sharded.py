@@ -288,7 +288,7 @@ def hangs(rank, size):
         pytest.param(partial(dies, name="attention", backward=True), id="backward"),
         pytest.param(partial(dies, name="words and tokens", backward=True), id="tokens", marks=pytest.mark.slow),
         pytest.param(partial(dies, name="pairs", backward=True), id="pairs", marks=pytest.mark.slow),
-        pytest.param(hangs, id="hangs"),
+        pytest.param(hangs, id="hangs", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_dies_is_an_error_of_the_others(what):

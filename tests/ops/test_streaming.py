@@ -325,7 +325,7 @@ def test_bad_calls(small):
         streaming.attention(query, store, scale="1")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
 def test_memory_does_not_grow_with_the_store(tmp_path):
     """61 MiB of atoms are gone through in less than 16, mapped pages counted, forwards and backwards."""

@@ -39,8 +39,8 @@ def covariance_of_keys(query, key):
 
 
 @pytest.mark.medium
-@some_slow("backend", BACKENDS, 3)
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@some_slow("is_causal", [True, False], 1)
 def test_reverse_forward_and_second_derivatives(backend, is_causal, inputs, block_pairs):
     log_weight, scale = leaf(1, 2, 1, 5, seed=3), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
 
@@ -77,7 +77,7 @@ def test_log_weights_per_query_and_key(inputs):
 
 
 @pytest.mark.medium
-@some_slow("softcap", [None, 2.0], 2)
+@some_slow("softcap", [2.0, None], 1)
 @pytest.mark.usefixtures("block_pairs")
 def test_moments_are_differentiable(softcap, inputs):
     def function(q, k, v, w):

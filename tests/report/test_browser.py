@@ -98,7 +98,7 @@ def assert_quiet(page: Page) -> None:
         ("encoder", 1400, "light"), ("large", 400, "dark"), ("hostile", 400, "light"), ("encoder", 400, "dark"),
         ("encoder_decoder", 400, "light"), ("bare", 400, "dark"), ("encoder", 1400, "dark"), ("large", 1400, "light"),
     ],
-    3,
+    2,
 )  # fmt: skip
 def test_every_page_is_drawn_quietly_and_fits_its_width(
     kind: str, width: int, theme: str, open_page: Callable[..., Page]
@@ -198,7 +198,7 @@ def test_tokens_tell_their_strongest_keys(
     assert_quiet(page)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_keys_of_cross_attention_are_another_text(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
     page, run = open_page("encoder_decoder"), results["encoder_decoder"].run
     (cross, *_) = [site["index"] for site in run["sites"] if site["kind"] == "cross"]

@@ -77,7 +77,7 @@ def test_first_derivatives_are_those_of_dense_linear_algebra(solver, method):
 
 
 @pytest.mark.medium
-@some_slow("solver", SOLVERS, 2)
+@some_slow("solver", SOLVERS, 1)
 def test_gradients_of_both_orders_and_modes_against_differences(solver):
     inputs = QUERY[:2, :2].clone().requires_grad_(), MEMORY[:3, :2].clone().requires_grad_()
 

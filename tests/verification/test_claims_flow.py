@@ -44,7 +44,7 @@ WRONG = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_layer_fails_its_claim(case, monkeypatch):
     id, owner, name, replacement = WRONG[case]
