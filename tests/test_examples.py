@@ -180,7 +180,7 @@ def test_language_models_train(tmp_path):
 
 @pytest.mark.slow
 def test_masked_digits_are_completed_down_an_energy(tmp_path):
-    found = run("examples/masked_digits.py", "--picture", str(tmp_path / "picture.png"))
+    found = run("examples/masked_digits.py", "--updates", "2000", "--picture", str(tmp_path / "picture.png"))
     (rise,) = numbers(r"largest change of an image's energy in a step: (\S+)", found)[0]
     assert float(rise) < 0
     error = {name: float(mean) for name, mean in numbers(r" *(.+): mean squared error of a missing pixel (\S+)", found)}

@@ -21,7 +21,7 @@ def test_conforms(name):
 
 
 @pytest.mark.medium
-@some_slow("name", ONE_OF_EACH, 4)
+@some_slow("name", ONE_OF_EACH, 2)
 def test_compiles(name):
     """The functions that others are made of; all of them in the slow run."""
     case = CASES[name]

@@ -237,7 +237,7 @@ def test_findings_lead_to_their_map_and_head(open_page: Callable[..., Page]) -> 
     assert_quiet(page)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_depth_is_drawn_in_order_with_its_control(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
     page, layers = open_page("encoder"), results["encoder"].layers
     assert page.run("document.querySelectorAll('.depth .js-plotly-plot').length") == 3
@@ -251,7 +251,7 @@ def test_depth_is_drawn_in_order_with_its_control(open_page: Callable[..., Page]
     assert "of 6" in page.text(".depth p:nth-of-type(2)")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_without_a_text_are_named_by_position(open_page: Callable[..., Page]) -> None:
     page = open_page("hostile", 400)
     page.choose("#window", 1)

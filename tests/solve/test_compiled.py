@@ -40,7 +40,7 @@ def agrees(backend: str, **options) -> None:
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @some_slow(
     "options",
     [

@@ -61,7 +61,7 @@ WRONG = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]

@@ -166,7 +166,7 @@ def test_the_quick_settings_hold(id: str):
     assert verify(id, settings=QUICK[id]).ok
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_function_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
