@@ -1,7 +1,7 @@
 """What the whole suite shares: tests that need more than Python, and what is said at the end of those left out."""
 
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator
 
 import pytest
@@ -25,11 +25,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
     """The last lines: what was not tested, and what to install for it."""
     yield
-    left_out: Counter[str] = Counter()
+    left_out = defaultdict(list)
     for report in terminalreporter.getreports("skipped"):
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
         _, found, tool = reason.partition(needs.REASON)
         if found and tool in needs.INSTALL.values():
-            left_out[tool] += 1
-    for tool, count in left_out.items():
-        terminalreporter.write_line(f"{count} test{'s' * (count > 1)} not run: install {tool}", yellow=True)
+            left_out[tool].append(report.nodeid)
+    for tool, tests in left_out.items():
+        terminalreporter.write_line(f"not run, for want of {tool}:", yellow=True)
+        for test in sorted(tests):
+            terminalreporter.write_line(f"  {test}")

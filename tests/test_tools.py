@@ -111,8 +111,9 @@ def _without_programs(tmp_path: Path, **environment: str) -> "subprocess.Complet
 def test_what_is_missing_is_named_in_the_closing_lines(tmp_path):
     ran = _without_programs(tmp_path)
     assert ran.returncode == 0, ran.stdout
-    *_, told, closing = ran.stdout.splitlines()
-    assert told == f"1 test not run: install {needs.INSTALL['browser']}"
+    *_, told, test, closing = ran.stdout.splitlines()
+    assert told == f"not run, for want of {needs.INSTALL['browser']}:"
+    assert test.endswith("::test_it")
     assert "1 skipped" in closing
 
 

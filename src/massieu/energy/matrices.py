@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.measures.definite import eigenvalue_rounding
 from massieu.measures.value import values_are_readable
 
 _ORDERS = 3
@@ -39,7 +40,7 @@ def square_root(matrix: Float[Tensor, "*lead n n"], *, owner: str) -> Float[Tens
         raise ValueError(f"{owner} needs a finite covariance, got one with a NaN or an infinity")
     eigenvalues, vectors = torch.linalg.eigh(matrix.detach())
     smallest, size = eigenvalues[..., 0], eigenvalues[..., -1].abs()
-    least = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * size
+    least = eigenvalue_rounding(matrix.shape[-1], matrix.dtype) * size
     if values_are_readable(smallest) and not bool((smallest > least).all()):
         raise ValueError(
             f"{owner} needs a positive definite covariance, got a least eigenvalue of {float(smallest.min()):.3g} "

@@ -6,8 +6,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-_MARGIN = 4
-"""How many times the rounding of an eigenvalue, in root mean square, the least one must be."""
+
+def eigenvalue_rounding(size: int, dtype: torch.dtype) -> float:
+    """How far the eigenvalues of an n × n matrix may be off, in units of the largest, with a margin: (n or 4√n)·ε.
+
+    An eigenvalue is off by some √n·ε where roundings are independent, by n·ε at worst. What is below this is 0 on some
+    processor, and has either sign on others.
+    """
+    return max(size, 4 * math.sqrt(size)) * torch.finfo(dtype).eps
 
 
 @torch.no_grad()
@@ -15,9 +21,8 @@ def is_singular(matrix: Float[Tensor, "*lead n n"]) -> Bool[Tensor, "*lead"]:
     """Where a symmetric matrix is not positive definite, or singular to rounding.
 
     That is, where the condition number of the matrix scaled to a diagonal of ones, H_ij = A_ij/√(A_ii A_jj), is above
-    1/(4√n·ε). An eigenvalue of H is found to some √n·ε of the largest, so that of a singular matrix may have either
-    sign, and a Cholesky factor exists on one processor and not on the next: here it is singular on all. Which units the
-    coordinates have plays no part. A matrix with a NaN or an infinity is singular.
+    1/`eigenvalue_rounding`. A Cholesky factor of such a matrix exists on one processor and not on the next: here it is
+    singular on all. Which units the coordinates have plays no part. A matrix with a NaN or an infinity is singular.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     units = torch.where(diagonal > 0, diagonal, torch.nan).sqrt()
@@ -29,5 +34,5 @@ def is_singular(matrix: Float[Tensor, "*lead n n"]) -> Bool[Tensor, "*lead"]:
         return ~usable
     one = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     eigenvalues = torch.linalg.eigvalsh(torch.where(usable[..., None, None], scaled, one))
-    least = _MARGIN * math.sqrt(size) * torch.finfo(matrix.dtype).eps * eigenvalues[..., -1]
+    least = eigenvalue_rounding(size, matrix.dtype) * eigenvalues[..., -1]
     return ~(usable & (eigenvalues[..., 0] > least))

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures.base import Measure, MissingFormError, values_are_readable
-from massieu.measures.definite import is_singular
+from massieu.measures.definite import eigenvalue_rounding, is_singular
 
 
 class Gaussian(Measure):
@@ -148,7 +148,9 @@ class Gaussian(Measure):
     def _log_density(self, point: Tensor) -> Tensor:
         matrix = self._matrix()
         if values_are_readable(matrix) and bool(is_singular(matrix).any()):
-            raise MissingFormError("Gaussian: a degenerate covariance has no density")
+            raise MissingFormError(
+                f"Gaussian: a degenerate covariance (singular to rounding in {matrix.dtype}) has no density"
+            )
         root = torch.linalg.cholesky_ex(matrix).L
         deviation = point - self._align(self.location, point)
         whitened = torch.linalg.solve_triangular(self._align(root, point, 2), deviation.unsqueeze(-1), upper=False)
@@ -164,10 +166,11 @@ class Gaussian(Measure):
             solution = deviation / torch.where(variance == 0, 1.0, variance)
             return torch.where(variance == 0, torch.where(deviation == 0, 0.0, torch.nan), solution)
         matrix = self._matrix()
-        solution = self._align(torch.linalg.pinv(matrix, hermitian=True), mu, 2) @ deviation.unsqueeze(-1)
+        rounding = eigenvalue_rounding(matrix.shape[-1], mu.dtype)
+        inverse = torch.linalg.pinv(matrix, rtol=rounding, hermitian=True)
+        solution = self._align(inverse, mu, 2) @ deviation.unsqueeze(-1)
         # A mean off the support's affine hull has no eta: its part in the null space is more than rounding.
         eigenvalues, vectors = torch.linalg.eigh(matrix.detach())
-        rounding = matrix.shape[-1] * torch.finfo(mu.dtype).eps
         null = (eigenvalues <= rounding * eigenvalues[..., -1:]).to(mu.dtype)
         missed = self._align(null.unsqueeze(-1) * vectors.mT, mu, 2) @ deviation.detach().unsqueeze(-1)
         size = mu.detach().norm(dim=-1) + self._align(self.location.detach().norm(dim=-1), mu, 0)
