@@ -36,7 +36,7 @@ test: $(VENV)/installed packages ## every test but the longer ones
 	$(PYTEST) -m "not slow"
 
 slow: $(VENV)/installed packages ## the longer ones
-	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 # A C++ compiler and a browser, which some tests need: installed where that may be done, else those tests are skipped.
 packages: $(VENV)/installed
