@@ -56,7 +56,7 @@ types-changed: $(VENV)/installed
 	if [ -n "$$files" ]; then $(BIN)/pyright $$files; else echo "types: no file of src changed"; fi
 
 # The numbers as another processor would find them: plain vectors, MKL's reproducible path, sums split between two threads.
-ELSEWHERE := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE
+ELSEWHERE := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000
 NUMERICAL := tests/ops tests/measures tests/test_duality.py tests/solve tests/inference tests/energy tests/exchangeable \
   tests/population tests/nn tests/verification/test_claims.py
 emulated: $(VENV)/installed packages ## the numerical rooms' tests as on another make of processor

@@ -19,6 +19,7 @@ from tests.rows import every_row
 from typer.testing import CliRunner
 
 import massieu
+from massieu import cli
 from massieu.cli import app
 from massieu.errors import InputError, MissingExtraError, require_extra
 from massieu.probing import result as result_module
@@ -390,6 +391,21 @@ def test_help_is_plain_and_short(command):
     whole = re.sub(r"PATH \.\.\.|NAME,\.\.\.|\[ARGS\]\.\.\.|\[ID\]\.\.\.", "", ran.stdout)
     assert "..." not in whole
     assert "\x1b" not in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "set_to"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(given, set_to, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        # Set first, so that what `main` sets is taken back, too.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "app", lambda: None)
+    cli.main()
+    assert os.environ.get("GOMP_SPINCOUNT") == set_to
 
 
 # --- in processes of its own -----------------------------------------------------------------------------------------

@@ -268,9 +268,10 @@ def verify(
 
 def main() -> None:
     """Run the command line."""
-    # Threads that wait for each other sleep: where other processes have the cores, one that looped would wait in front of
-    # the one it waits for, and seconds become minutes. OpenMP reads this when torch is loaded, which is later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait for each other soon sleep: where other processes have the cores, one that looped would keep the one
+    # that it waits for from running. GNU's OpenMP reads this when torch is loaded, which is later.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # not every terminal can show the formulas
