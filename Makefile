@@ -21,16 +21,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed ## probe a pretrained sentence encoder on real text and say where the page is
 	$(BIN)/massieu probe --out $(OUT)
 
-# Tests: processes share the cores, so each takes one thread; what they load is on this machine.
-check core test slow emulated floor: export OMP_NUM_THREADS ?= 1
-check core test slow emulated floor: export HF_HUB_OFFLINE := 1
-check core test slow emulated floor: export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: lint core types-changed ## an answer in a minute: lint, the core of every room, types of what changed
 
 core: $(VENV)/installed
-	$(PYTEST) -m "not medium and not slow"
+	$(PYTEST)
 
 test: $(VENV)/installed packages ## every test but the longer ones
 	$(PYTEST) -m "not slow"

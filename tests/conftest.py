@@ -1,5 +1,6 @@
 """What the whole suite shares: tests that need more than Python, and what is said at the end of those left out."""
 
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Generator
@@ -7,9 +8,20 @@ from collections.abc import Generator
 import pytest
 from tests import needs
 
+# Before torch and transformers are loaded, and for the processes that tests start. Their problems are small and share the
+# cores; models and texts are on this machine.
+for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
+    os.environ.setdefault(name, value)
 
-def pytest_configure() -> None:
-    """A shell starts what it runs in the background deaf to Ctrl-C, which some tests send to themselves and their children."""
+
+QUICK = "not medium and not slow"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What is not asked for by mark, keyword or name is the quick tests: `pytest tests/ops` answers in seconds."""
+    if not config.option.markexpr and not config.option.keyword and not any("::" in each for each in config.args):
+        config.option.markexpr = QUICK
+    # A shell starts what it runs in the background deaf to Ctrl-C, which some tests send to themselves and their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

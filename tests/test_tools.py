@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tests import needs
+from tests import conftest, needs
 from tests.rounding import rounding_error
 from tests.rows import every_row, some_slow
 
@@ -122,3 +123,18 @@ def test_nothing_is_missing_where_ci_runs(tmp_path):
     ran = _without_programs(tmp_path, CI="true")
     assert ran.returncode == 1
     assert f"CI runs every test, and this one needs {needs.INSTALL['browser']}" in ran.stdout
+
+
+@every_row(
+    ("mark", "keyword", "args", "found"),
+    [
+        ("", "", ["tests/ops"], conftest.QUICK),
+        ("slow", "", ["tests/ops"], "slow"),
+        ("", "S7", ["tests"], ""),
+        ("", "", ["tests/ops/test_window.py::test_compiled_with_any_length"], ""),
+    ],
+)
+def test_what_is_not_asked_for_is_the_quick_tests(mark, keyword, args, found):
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=mark, keyword=keyword), args=args)
+    conftest.pytest_configure(config)
+    assert config.option.markexpr == found

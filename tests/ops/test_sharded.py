@@ -15,6 +15,8 @@ from tests.rows import every_row
 from massieu import ops
 from massieu.ops import sharded
 
+pytestmark = pytest.mark.medium  # processes
+
 
 def everything(rank, size):
     return work.everything(rank, size) | losses.everything(rank, size)
@@ -54,7 +56,6 @@ def joined(results, name, dims):
             yield parts[0]
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("loss", ["replicated", "sharded"])
 def test_replicated_queries(found, loss):
     """Both results, and first and second derivatives; not multiplied by the number of processes."""
@@ -216,7 +217,6 @@ def test_without_a_process_group():
         sharded.log_partition(tensor, tensor)
 
 
-@pytest.mark.medium
 def test_a_group_of_one(tmp_path):
     """As without processes; a group leaves this process again afterwards."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
@@ -280,7 +280,6 @@ def hangs(rank, size):
     return None
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(
     "what",
     [

@@ -7,8 +7,9 @@ from tests.population import sharded_work as work
 
 from massieu.population import AttentionLayer, Flow, ResampledLayer
 
+pytestmark = pytest.mark.medium  # processes
 
-@pytest.mark.medium
+
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_forward_and_gradients_are_those_of_one_process(size):
     """Gradients of weights are parts of a sum; a process may have no particle at all."""

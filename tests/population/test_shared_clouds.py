@@ -7,19 +7,19 @@ from tests.population import shared_clouds as work
 
 from massieu.population import Flow, covariance_spectrum
 
+pytestmark = pytest.mark.medium  # processes
+
 
 @pytest.fixture(scope="module")
 def found():
     return processes.run(work.everything, 2)
 
 
-@pytest.mark.medium
 def test_the_spectrum_is_that_of_all_tokens(found):
     for each in found:
         torch.testing.assert_close(each["spectrum"], covariance_spectrum(work.cloud()), atol=1e-13, rtol=1e-12)
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["flow", "resumed"])
 def test_a_flow_is_that_of_all_tokens(found, kind):
     alone = Flow(work.towards_the_mean, depth=3, observables=work.OBSERVABLES).run(work.cloud())

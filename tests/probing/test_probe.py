@@ -52,6 +52,7 @@ def test_default_model_and_text(real):
     assert set(real.table["scope"]) == {"head", "layer"}
 
 
+@pytest.mark.medium
 def test_numbers_are_plausible_probabilities(real):
     for name in ("weight_first", "weight_special", "weight_diagonal", "weight_previous", "largest_weight",
                  "entropy_fraction", "own_write_sharpens", "symmetric_share"):  # fmt: skip
@@ -64,6 +65,7 @@ def test_numbers_are_plausible_probabilities(real):
     assert (errors > 0).all()
 
 
+@pytest.mark.medium
 def test_entropy_is_bounded_by_log_n_minus_selective_log_z(real):
     """KL(uniform‖p) ≥ 0 and KL(p‖uniform) = log n − H ≥ 0 vanish together: both maps order the same heads as sharp."""
     selective, fraction = column(real, "selective_log_partition"), column(real, "entropy_fraction")

@@ -100,6 +100,7 @@ def test_what_cannot_be_raised_becomes_nan():
     assert compiled(start, False).converged.tolist() == [True, False]
 
 
+@pytest.mark.medium
 def test_captured_parameters_raise():
     torch._dynamo.reset()
     weight = torch.ones(2, requires_grad=True)
