@@ -236,12 +236,15 @@ def statistics() -> None:
 )
 def verify(
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="ID", help="Claims such as S7, in full [all, in a table].")
+        list[str] | None, typer.Argument(metavar="ID", help="Claims such as S7, in full [all, one line each].")
     ] = None,
     set: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Another value for a parameter of the claims named.")
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of every claim that draws something [0].")] = None,
+    every_row: Annotated[
+        bool, typer.Option("--all", help="Every row of the claims named, not the worst of each kind alone.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with every number.")] = None,
 ) -> None:
@@ -256,7 +259,7 @@ def verify(
     if json:
         typer.echo(result.to_json())
     else:
-        terminal.show(result, in_full=bool(ids))
+        terminal.show(result, in_full=bool(ids), every_row=every_row)
     if html is not None:
         typer.echo(f"page: {result.report(html)}", err=json)
     if not result.complete:

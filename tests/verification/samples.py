@@ -17,7 +17,7 @@ def register(id: str, body: Callable[..., Iterator[Check]] | None = None, **stat
     def holds() -> Iterator[Check]:
         yield close("one and one", 1.0, 1.0)
 
-    text = {"statement": f"Statement of {id}.", "source": "a paper, §1", "status": "derived"}
+    text = {"title": f"Title of {id}", "statement": f"Statement of {id}.", "source": "a paper, §1", "status": "derived"}
     return registry.claim(id, **(text | stated))(body or holds)
 
 

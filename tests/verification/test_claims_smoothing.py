@@ -194,7 +194,7 @@ def test_too_few_draws_are_refused(id: str, settings: dict[str, int]):
 def test_trap_20_is_shown_by_the_claim_itself():
     (claim,) = verify("Z7", settings=QUICK["Z7"])
     published = [check for check in claim.checks if check.form == "published"]
-    assert claim.published_verdict == "fails"
+    assert not any(check.holds for check in published)
     assert published[0].measured == pytest.approx(0.4239, abs=1e-4)
 
 

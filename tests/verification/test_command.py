@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 from massieu.cli import app
 from massieu.errors import InputError
 from massieu.report.numbers import bound
+from massieu.verification import registry
 from massieu.verification.claim import Check, as_published, at_most, close
 from massieu.verification.run import verify
 
 pytestmark = pytest.mark.usefixtures("empty_registry")
 
 KEYS = {
-    "id", "statement", "source", "status", "published", "corrected", "measured", "comparison", "bound", "verdict",
+    "id", "title", "statement", "source", "status", "published", "corrected", "measured", "comparison", "bound", "verdict",
     "published_verdict", "checks", "parameters", "seconds",
 }  # fmt: skip
 HOSTILE = "<script>alert('&')</script>"
@@ -42,10 +43,12 @@ def test_all_claims_in_a_table():
     ran = _run()
     assert ran.exit_code == 0
     rows = [line.split() for line in ran.stdout.splitlines() if line.strip()]
-    assert rows[0] == ["claim", "statement", "status", "measured", "bound", "verdict", "uncorrected"]
-    assert rows[2] == ["S1", "Statement", "of", "S1.", "derived", "0", "≤", "1e−10", "holds"]
-    assert rows[3] == ["S7", "Statement", "of", "S7.", "quoted", "0", "≤", "1e−10", "holds", "fails"]
-    assert ran.stdout.splitlines()[-1] == "2 claims: 2 hold; 1 published form fails, as it should"
+    assert rows[0] == ["claim", "what", "it", "is", "about", "verdict", "published", "form"]
+    assert rows[2] == ["S1", "Title", "of", "S1", "holds"]
+    assert rows[3] == ["S7", "Title", "of", "S7", "holds", "wrong", "as", "printed"]
+    assert ran.stdout.splitlines()[-1] == (
+        "2 claims hold. 1 formula is wrong as printed; its check shows the printed form failing and the corrected one holding."
+    )
     assert [line.split(" (")[0] for line in ran.stderr.splitlines()] == ["massieu: S1 holds", "massieu: S7 holds"]
     assert "\x1b" not in ran.output
 
@@ -55,16 +58,17 @@ def test_a_claim_that_fails_ends_with_one():
     register("B2", false)
     ran = _run()
     assert ran.exit_code == 1
-    assert ran.stdout.splitlines()[-1] == "2 claims: 1 holds, 1 fails (B2)"
-    assert re.search(r"B2 .* 0\.333 +≤ 1e−10 +fails", ran.stdout)
+    assert ran.stdout.splitlines()[-1] == "1 of 2 claims hold, 1 fails (B2)."
+    assert re.search(r"B2 +Title of B2 +fails", ran.stdout)
     assert re.search(r"^massieu: B2 fails \(2 of 2", ran.stderr, re.MULTILINE)
     ran = _run("B2")
     assert ran.exit_code == 1
-    assert ran.stdout.startswith("B2  fails\n")
-    assert re.search(r"one and two +1 against 2 +0\.333 +≤ 1e−10 +fails", ran.stdout)
+    assert ran.stdout.startswith("B2  Title of B2  fails\n")
+    assert re.search(r"one and two +1 +0\.333 +≤ 1e−10 +fails", ran.stdout)
     assert re.search(r"two and two .* holds", ran.stdout)
+    assert re.search(r"one and two +1 against 2 +0\.333 +≤ 1e−10 +fails", _run("B2", "--all").stdout)
     assert not verify().ok
-    assert repr(verify("B2")) == "Verification (1 claim: 0 hold, 1 fails (B2))"
+    assert repr(verify("B2")) == "Verification(0 of 1 claim holds, 1 fails (B2))"
 
 
 def test_a_published_form_that_happens_to_hold_is_told():
@@ -74,15 +78,50 @@ def test_a_published_form_that_happens_to_hold_is_told():
 
     register("S7", body, published="a falsehood", corrected="the truth")
     assert verify("S7")[0].published_verdict == "holds"
-    assert "holds; the published form holds too, with these settings" in _run("S7").stdout
-    assert _run().stdout.endswith("1 claim: 1 holds; with these settings the published form holds too: S7\n")
+    assert "holds; the printed form holds, with these settings" in _run("S7").stdout
+    assert _run().stdout.endswith("1 claim holds. With these settings the printed form holds too: S7.\n")
+
+
+@every_row(
+    ("standing", "outcome", "told", "summary"),
+    [
+        ("ambiguous", "ambiguous", "; ambiguous: the other reading fails, as it should", "1 reading is ambiguous."),
+        ("assumption", "an assumption", "; an assumption: what is assumed fails, as", "1 statement is an assumption."),
+    ],
+)
+def test_what_is_not_asserted_is_not_called_wrong(standing, outcome, told, summary):
+    registry._REGISTERED.clear()
+    register("S7", as_printed, status="quoted", published="It seems.", standing=standing, corrected="It is.")
+    assert verify("S7")[0].published_verdict == standing
+    assert re.search(rf"S7 +Title of S7 +holds +{outcome}", _run().stdout)
+    assert told in _run("S7").stdout
+    assert verify().summary == f"1 claim holds. {summary}"
+    assert "wrong" not in _run().stdout + _run("S7").stdout
+
+
+def test_rows_of_one_kind_are_one_row_with_the_worst():
+    def body() -> Iterator[Check]:
+        for size, error in ((1, 0.5), (20, 0.7), (3.5, 0.6)):
+            yield at_most(f"keys, N = {size}: error at {size} steps", error, 1.0)
+        yield at_most("keys: error", 0.9, 1.0)
+        yield as_published(at_most("N = 1: bound", 3.0, 1.0))
+        yield as_published(at_most("N = 2: bound", 2.0, 1.0))
+
+    register("S7", body, published="A falsehood.", corrected="The truth.")
+    short, full = _run("S7").stdout, _run("S7", "--all").stdout
+    assert re.search(r"N = 20: error at 20 steps +3 +0\.700", short)
+    assert re.search(r"keys: error +1 +0\.900", short)
+    assert re.search(r"N = 2: bound +2 +2 ", short)
+    assert "6 checks; every one of them: massieu verify S7 --all" in short
+    assert all(f"N = {size}: error" in full for size in (1, 20, 3.5))
+    assert "--all" not in full
 
 
 def test_a_quotation_in_full():
     register("S7", as_printed, status="quoted", published="A [b]falsehood[/b].", corrected="The truth.")
-    ran = _run("s7")
+    ran = _run("s7", "--all")
     lines = [" ".join(line.split()) for line in ran.stdout.splitlines() if line.strip()]
-    assert lines[0] == "S7 holds; the published form fails, as it should"
+    assert lines[0] == "S7 Title of S7 holds; the printed form fails, as it should"
     assert lines[1:5] == [
         "what is true Statement of S7.",
         "the paper says A [b]falsehood[/b].",
@@ -91,7 +130,7 @@ def test_a_quotation_in_full():
     ]
     assert lines[-3:] == [
         "true form 3 against 3 0 ≤ 1e−10 holds",
-        "the published form:",
+        "the printed form:",
         "printed form 3 against 4 0.200 ≤ 1e−10 fails",
     ]
     assert ran.stderr == ""
@@ -107,13 +146,16 @@ def test_parameters_and_seed_are_printed():
 
 @pytest.mark.parametrize("status", ["reconstructed", "derived"])
 def test_only_a_quotation_is_what_the_paper_says(status, tmp_path):
-    register("Z7", as_printed, status=status, published="A falsehood.", corrected="The truth.")
+    register("Z7", as_printed, status=status, standing="ambiguous", published="A falsehood.", corrected="The truth.")
     page = tmp_path / "claims.html"
     told = [_run().stdout, _run("Z7", "--html", page).stdout, _run("Z7", "--json").stdout, page.read_text()]
     assert all("paper says" not in text.lower() for text in told)
     assert "A falsehood." in told[1]
     if status == "reconstructed":
-        assert all("published form" not in text and "as published" not in text.lower() for text in (*told[:2], told[3]))
+        assert all(
+            "as published" not in text.lower() and "the printed form" not in text for text in (*told[:2], told[3])
+        )
+        assert "wrong" not in told[0]
         assert "reconstructed as" in told[1]
         assert "Reconstructed as" in told[3]
 
@@ -121,7 +163,7 @@ def test_only_a_quotation_is_what_the_paper_says(status, tmp_path):
 def test_several_claims_in_full_end_with_the_count():
     register("S1")
     register("S7", as_printed, published="a falsehood", corrected="the truth")
-    assert _run("S1", "S7").stdout.splitlines()[-1] == "2 claims: 2 hold; 1 published form fails, as it should"
+    assert _run("S1", "S7").stdout.splitlines()[-1].startswith("2 claims hold. 1 formula is wrong as printed; ")
 
 
 def test_json_has_nothing_beside_it():
@@ -136,7 +178,7 @@ def test_json_has_nothing_beside_it():
     first, second = json.loads(ran.stdout)
     assert set(first) == set(second) == KEYS
     assert (first["verdict"], first["published_verdict"]) == ("holds", "fails")
-    assert (second["verdict"], second["published_verdict"], second["measured"]) == ("fails", None, None)
+    assert (second["verdict"], second["published_verdict"], second["measured"]) == ("fails", "none", None)
     assert [check["form"] for check in first["checks"]] == ["corrected", "published"]
     assert first["checks"][1] == {
         "name": "printed form", "form": "published", "measured": 0.2, "comparison": "≤", "bound": 1e-10,
@@ -161,7 +203,7 @@ def test_the_page_is_self_contained_and_escaped(tmp_path):
         yield as_published(close(HOSTILE, 1.0, 2.0))
 
     register("S7", body, statement=HOSTILE, source=HOSTILE, status="quoted", published=HOSTILE, corrected=HOSTILE)
-    register("X3b")
+    register("X3b", status="abstract only")
     page = tmp_path / "new" / "claims.html"
     ran = _run("--html", page)
     assert (ran.exit_code, ran.stdout.splitlines()[-1]) == (1, f"page: {page}")
@@ -170,7 +212,7 @@ def test_the_page_is_self_contained_and_escaped(tmp_path):
     assert text.count("&lt;script&gt;") >= 7
     assert "default-src 'none'; style-src 'unsafe-inline'" in text
     assert not re.search(r"""(?:src|href)\s*=\s*["'](?!#)|url\(|@import|https?://""", text)
-    for part in ('id="S7"', 'href="#X3b"', "The paper says", "∞", "2 claims: 1 holds, 1 fails (S7)"):
+    for part in ('id="S7"', 'href="#X3b"', "The paper says", "∞", "1 of 2 claims hold, 1 fails (S7)."):
         assert part in text
     assert list(page.parent.iterdir()) == [page]
 
@@ -214,10 +256,10 @@ def test_an_interrupt_keeps_what_was_checked():
     assert ([claim.id for claim in result], result.complete, result.ok) == (["S1"], False, False)
     ran = _run()
     assert ran.exit_code == 130
-    assert ran.stdout.endswith("1 claim: 1 holds; interrupted before the end\n")
+    assert ran.stdout.endswith("1 claim holds. Interrupted before the end.\n")
     assert ran.stderr.splitlines()[-1].startswith("massieu: interrupted")
     ran = _run("S2")
-    assert (ran.exit_code, ran.stdout) == (130, "0 claims: 0 hold; interrupted before the end\n")
+    assert (ran.exit_code, ran.stdout) == (130, "\n0 claims hold. Interrupted before the end.\n")
 
 
 def test_a_claim_runs_on_one_thread_and_leaves_the_others():

@@ -139,6 +139,9 @@ def test_a_badly_made_claim_is_refused():
             register("S1", body)
     with pytest.raises(ValueError, match="say what is corrected"):
         register("S1", published="a falsehood")
+    for status in ("reconstructed", "abstract only"):
+        with pytest.raises(ValueError, match="a source that was not read asserts nothing"):
+            register("S1", as_printed, status=status, published="a falsehood", corrected="the truth")
     with pytest.raises(TypeError, match="go together"):
         register("S2", published="a falsehood", corrected="the truth")()
     with pytest.raises(TypeError, match="go together"):

@@ -13,7 +13,7 @@ def render(claims: list[dict[str, Any]], summary: str, made: dict[str, Any]) -> 
 
     Args:
         claims: What ``massieu verify --json`` prints, each with ``published_heading`` and ``published_name``, which
-            introduce the form that is false as published.
+            introduce the form that is false, and ``outcome``, which says what became of it.
         summary: How many claims hold, in one line.
         made: ``massieu`` and ``torch`` (versions), ``date``, ``seconds``.
 

@@ -5,6 +5,7 @@ standard errors for Monte Carlo, the order of the remainder for finite differenc
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -18,11 +19,22 @@ BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Bas
 ZHANG = "Zhang et al., An Analysis of Attention via the Lens of Exchangeability and Latent Variable Models (arXiv 2212.14852)"
 FOLLOW_UP = "Zhang et al., What and How does In-Context Learning Learn? (arXiv 2305.19420)"
 
-Status = Literal["quoted", "reconstructed", "derived"]
+Status = Literal["quoted", "reconstructed", "derived", "abstract only"]
 Comparison = Literal["≤", "≥", "|z| ≤"]
 Verdict = Literal["holds", "fails"]
+Standing = Literal["asserted", "ambiguous", "assumption"]
+"""How the source has the form that is not true: it asserts it; it can be read so; it assumes it."""
 
-_HEADINGS = {"quoted": "the paper says", "reconstructed": "reconstructed as", "derived": "as published"}
+PublishedVerdict = Literal["none", "holds", "fails", "ambiguous", "assumption"]
+
+_HEADINGS = {
+    "quoted": "the paper says",
+    "abstract only": "the abstract says",
+    "reconstructed": "reconstructed as",
+    "derived": "as published",
+}
+_STANDINGS = {"asserted": "", "ambiguous": "ambiguous: ", "assumption": "an assumption: "}
+_NAMES = {"asserted": "the printed form", "ambiguous": "the other reading", "assumption": "what is assumed"}
 
 CLOSED_FORM = 1e-10
 """Allowed difference of two exact ways to one number in float64, relative to 1 + |the number|."""
@@ -45,12 +57,13 @@ class Check:
     """One number held against its bound.
 
     Attributes:
-        name: What is compared, in words and symbols; the same in every run.
+        name: What is compared, in words and symbols, after the case it is compared in and a colon, where there are
+            several: "keys, γ = 0.5: A and its bound". The same in every run.
         measured: The number; one that is not a number meets no bound.
         comparison: How it must lie to the bound; "|z| ≤" where it is a distance in standard errors.
         bound: From theory.
         detail: The numbers behind it, such as "0.1224335 against 0.1224335".
-        form: "published" for a row of the form that is false as published, "corrected" for all others.
+        form: "published" for a row of the printed form, or of the reading, that is false; "corrected" for all others.
     """
 
     name: str
@@ -64,6 +77,11 @@ class Check:
     def holds(self) -> bool:
         """Whether the number meets its bound."""
         return self.measured >= self.bound if self.comparison == "≥" else self.measured <= self.bound
+
+    @property
+    def kind(self) -> str:
+        """What is compared, without the case and with # for numbers: checks of one kind are shown as one row."""
+        return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", self.name.rpartition(": ")[2])
 
     @property
     def strain(self) -> float:
@@ -82,21 +100,26 @@ class Claim:
 
     Attributes:
         id: Such as S7; docs/theory has the entry of this number.
+        title: What it is about, in a few words.
         statement: The claim, as it is true, in one sentence.
         source: Paper with section or equation, or where it is derived.
-        status: "quoted" from the paper, "reconstructed" because the paper's own form was not available, or "derived".
-        published: What the paper says, where that is not what is true; else None.
-        corrected: What was corrected, or None.
+        status: "quoted" from the paper, "reconstructed" because the paper's own form was not available, "abstract only"
+            where no more of the paper is known, or "derived".
+        published: What the source says, where that is not what is true or may be read so; else None.
+        standing: Whether the source asserts that, may be read so, or assumes it.
+        corrected: What was corrected or made precise, or None.
         checks: The rows of numbers, those of the published form among them.
         parameters: What the claim ran with, its seed included.
         seconds: How long that took.
     """
 
     id: str
+    title: str
     statement: str
     source: str
     status: Status
     published: str | None
+    standing: Standing
     corrected: str | None
     checks: tuple[Check, ...]
     parameters: dict[str, int | float] = field(default_factory=dict)
@@ -123,24 +146,37 @@ class Claim:
         return _verdict(self.checks, "corrected")
 
     @property
-    def published_verdict(self) -> Verdict | None:
-        """Whether the published form holds, where that differs from what is true; else None."""
-        return None if self.published is None else _verdict(self.checks, "published")
+    def published_verdict(self) -> PublishedVerdict:
+        """What became of the form that is not true: "holds" or "fails" only where the source asserts it; "none" without one."""
+        if self.published is None:
+            return "none"
+        return _verdict(self.checks, "published") if self.standing == "asserted" else self.standing
 
     @property
     def published_name(self) -> str:
-        """What the form is called that differs from what is true; nothing reconstructed is said to be published."""
-        return "the reconstructed form" if self.status == "reconstructed" else "the published form"
+        """What that form is called: only what is asserted is called printed."""
+        return "the reconstructed form" if self.status == "reconstructed" else _NAMES[self.standing]
 
     @property
     def published_heading(self) -> str:
         """What introduces it: only a quotation is what the paper says."""
         return _HEADINGS[self.status]
 
+    @property
+    def outcome(self) -> str:
+        """What became of that form, in words; empty where there is none."""
+        if self.published is None:
+            return ""
+        rows = _verdict(self.checks, "published")
+        expected = "as it should" if rows == "fails" else "with these settings"
+        told = f"{self.published_name} {rows}, {expected}"
+        return _STANDINGS[self.standing] + told
+
     def to_dict(self) -> dict[str, Any]:
         """The claim as plain values."""
         return {
             "id": self.id,
+            "title": self.title,
             "statement": self.statement,
             "source": self.source,
             "status": self.status,
@@ -220,7 +256,7 @@ def refused(name: str, error: type[Exception], *calls: Callable[[], object]) -> 
 
 
 def as_published(check: Check) -> Check:
-    """The check as a row of the form that is false as published: it is meant to fail."""
+    """The check as a row of the form, or of the reading, that is false: it is meant to fail."""
     return replace(check, form="published")
 
 

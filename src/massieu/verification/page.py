@@ -23,7 +23,12 @@ def write_page(result: Verification, path: Path) -> Path:
     if path.is_dir():
         raise InputError(f"{path} is a folder; the page needs the name of a file")
     claims = [
-        claim.to_dict() | {"published_heading": claim.published_heading, "published_name": claim.published_name}
+        claim.to_dict()
+        | {
+            "published_heading": claim.published_heading,
+            "published_name": claim.published_name,
+            "outcome": claim.outcome,
+        }
         for claim in result
     ]
     now = datetime.now(UTC)

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 
 from massieu.errors import InputError
-from massieu.verification.claim import Check, Claim, Status
+from massieu.verification.claim import Check, Claim, Standing, Status
 
 Setting = int | float
 Body = Callable[..., Iterable[Check]]
@@ -28,10 +28,12 @@ class ClaimFunction:
     """A registered claim: called with its parameters as keywords, it measures and returns a `Claim`."""
 
     id: str
+    title: str
     statement: str
     source: str
     status: Status
     published: str | None
+    standing: Standing
     corrected: str | None
     body: Body
 
@@ -55,8 +57,8 @@ class ClaimFunction:
             raise TypeError(f"claim {self.id} checks nothing that is true")
         if ("published" in forms) != (self.published is not None):
             raise TypeError(f"claim {self.id}: what is published and a check of it go together")
-        stated = (self.id, self.statement, self.source, self.status, self.published, self.corrected)
-        return Claim(*stated, checks, parameters, seconds)
+        stated = (self.id, self.title, self.statement, self.source, self.status)
+        return Claim(*stated, self.published, self.standing, self.corrected, checks, parameters, seconds)
 
     def read(self, settings: Mapping[str, Setting | str]) -> dict[str, Setting]:
         """The claim's parameters with these in place of the defaults.
@@ -88,10 +90,12 @@ class ClaimFunction:
 def claim(
     id: str,
     *,
+    title: str,
     statement: str,
     source: str,
     status: Status,
     published: str | None = None,
+    standing: Standing = "asserted",
     corrected: str | None = None,
 ) -> Callable[[Body], ClaimFunction]:
     """Register a function as a claim.
@@ -101,20 +105,27 @@ def claim(
 
     Args:
         id: Family and number, such as S7 or X3b.
+        title: What it is about, in a few words.
         statement: What is true, in one sentence.
         source: Paper with section or equation, or where it is derived.
-        status: Whether the source is quoted, reconstructed or derived.
-        published: What the source says, where that is not what is true: the function then checks that form too, in rows
-            made with `as_published`.
-        corrected: What was corrected.
+        status: Whether the source is quoted, reconstructed, known by its abstract only, or derived.
+        published: What the source says, where that is not what is true or may be read so: the function then checks the
+            form, or the reading, that is false too, in rows made with `as_published`.
+        standing: Only what the source asserts in its own words and meaning counts as wrong. What is a matter of reading,
+            hedged, or in another text of the author is "ambiguous": `published` says which reading does what. What the
+            source assumes is an "assumption".
+        corrected: What was corrected or made precise.
 
     Raises:
-        ValueError: the number is malformed or taken, or something is published wrong and nothing is corrected.
+        ValueError: the number is malformed or taken; something is published wrong and nothing is corrected; or a source
+            that was not read is said to assert something.
         TypeError: a parameter has no default, or is no int or float.
     """
     _order(id)
     if published is not None and corrected is None:
         raise ValueError(f"claim {id}: where the published form is wrong, say what is corrected")
+    if published is not None and standing == "asserted" and status in ("reconstructed", "abstract only"):
+        raise ValueError(f"claim {id} is {status}: a source that was not read asserts nothing")
 
     def register(body: Body) -> ClaimFunction:
         if (taken := _REGISTERED.get(id)) is not None:
@@ -124,7 +135,7 @@ def claim(
                 raise TypeError(
                     f"claim {id}: parameter {parameter.name} needs an int or float as annotation and default"
                 )
-        _REGISTERED[id] = ClaimFunction(id, statement, source, status, published, corrected, body)
+        _REGISTERED[id] = ClaimFunction(id, title, statement, source, status, published, standing, corrected, body)
         return _REGISTERED[id]
 
     return register

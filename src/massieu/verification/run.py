@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,25 +44,32 @@ class Verification(Sequence[Claim]):
 
     @property
     def summary(self) -> str:
-        """How many claims hold, in one line."""
+        """How many claims hold, and what became of what was printed, in sentences."""
         failing = [claim.id for claim in self.claims if claim.verdict == "fails"]
-        line = f"{_count(len(self), 'claim')}: {_hold(len(self) - len(failing))}"
+        holding = len(self) - len(failing)
         if failing:
-            line += f", {len(failing)} fail{'s' * (len(failing) == 1)} ({', '.join(failing)})"
-        wrong = [claim for claim in self.claims if claim.published_verdict == "fails"]
-        for kind, of_it in (("published", False), ("reconstructed", True)):
-            number = sum((claim.status == "reconstructed") == of_it for claim in wrong)
-            if number:
-                line += (
-                    f"; {_count(number, f'{kind} form')} {'fails, as it' if number == 1 else 'fail, as they'} should"
-                )
-        right = [claim.id for claim in self.claims if claim.published_verdict == "holds"]
-        if right:
-            line += f"; with these settings the published form holds too: {', '.join(right)}"
-        return line if self.complete else f"{line}; interrupted before the end"
+            told = [f"{holding} of {_hold(len(self), 'claim')}, {_fail(len(failing))} ({', '.join(failing)})."]
+        else:
+            told = [f"{_hold(holding, 'claim')}."]
+        verdicts = Counter(claim.published_verdict for claim in self.claims)
+        if wrong := verdicts["fails"]:
+            shown = "its check shows" if wrong == 1 else "each check shows"
+            told.append(
+                f"{_are(wrong, 'formula')} wrong as printed; {shown} the printed form failing and the corrected one holding."
+            )
+        readings = [f"{_are(verdicts['ambiguous'], 'reading')} ambiguous"] * bool(verdicts["ambiguous"])
+        if assumed := verdicts["assumption"]:
+            readings.append(f"{_are(assumed, 'statement')} {'an assumption' if assumed == 1 else 'assumptions'}")
+        if readings:
+            told.append(f"{', '.join(readings)}.")
+        if right := [claim.id for claim in self.claims if claim.published_verdict == "holds"]:
+            told.append(f"With these settings the printed form holds too: {', '.join(right)}.")
+        if not self.complete:
+            told.append("Interrupted before the end.")
+        return " ".join(told)
 
     def __repr__(self) -> str:
-        return f"Verification ({self.summary})"
+        return f"Verification({self.summary.rstrip('.')})"
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """A dictionary for each claim, as ``massieu verify --json`` prints them; see `Claim.to_dict`."""
@@ -151,5 +159,13 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def _hold(number: int) -> str:
-    return f"{number} {'holds' if number == 1 else 'hold'}"
+def _hold(number: int, thing: str) -> str:
+    return f"{_count(number, thing)} {'holds' if number == 1 else 'hold'}"
+
+
+def _fail(number: int) -> str:
+    return f"{number} {'fails' if number == 1 else 'fail'}"
+
+
+def _are(number: int, thing: str) -> str:
+    return f"{_count(number, thing)} {'is' if number == 1 else 'are'}"

@@ -1,4 +1,4 @@
-"""The claims in a terminal: a table of all, or one claim in full."""
+"""The claims in a terminal: one line each, or one claim in full."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,17 +16,25 @@ from massieu.verification.run import Verification
 WIDTH = 120
 """Of a table that goes into a file or a pipe."""
 
+_OUTCOMES = {
+    "none": "",
+    "fails": "wrong as printed",
+    "holds": "as printed too",
+    "ambiguous": "ambiguous",
+    "assumption": "an assumption",
+}
 
-def show(result: Verification, *, in_full: bool) -> None:
-    """Print the claims to standard output: in full, or one row each."""
+
+def show(result: Verification, *, in_full: bool, every_row: bool = False) -> None:
+    """Print the claims to standard output: one line each, or in full, then with every row or the worst of each kind."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     if in_full:
         for claim in result:
-            console.print(_in_full(claim))
+            console.print(_in_full(claim, every_row))
     else:
         console.print(_overview(result))
     if len(result) != 1 or not in_full:
-        console.print(result.summary, markup=False)
+        console.print(f"\n{result.summary}", markup=False, soft_wrap=True)
 
 
 def say_progress(claim: Claim, done: int, total: int) -> None:
@@ -36,21 +44,16 @@ def say_progress(claim: Claim, done: int, total: int) -> None:
 
 
 def _overview(claims: Iterable[Claim]) -> Table:
-    table = _table("claim", "statement", "status", "measured", "bound", "verdict", "uncorrected")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("claim", "what it is about", "verdict", "published form"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
     for claim in claims:
-        published = claim.published_verdict
-        table.add_row(
-            Text(claim.id, "bold"),
-            Text(claim.statement),
-            claim.status,
-            *_measured(claim.worst),
-            _verdict(claim.verdict),
-            published or "",
-        )
+        outcome = _OUTCOMES[claim.published_verdict]
+        table.add_row(Text(claim.id, "bold"), Text(claim.title), _verdict(claim.verdict), outcome)
     return table
 
 
-def _in_full(claim: Claim) -> RenderableType:
+def _in_full(claim: Claim, every_row: bool) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
@@ -58,34 +61,65 @@ def _in_full(claim: Claim) -> RenderableType:
     if claim.published is not None:
         facts.add_row(claim.published_heading, Text(claim.published))
     if claim.corrected is not None:
-        facts.add_row("corrected", Text(claim.corrected))
+        facts.add_row(
+            "corrected" if claim.published_verdict in ("fails", "holds") else "precisely", Text(claim.corrected)
+        )
     facts.add_row("source", Text(f"{claim.source} ({claim.status})"))
     if claim.parameters:
         facts.add_row("parameters", Text(", ".join(f"{name}={value}" for name, value in claim.parameters.items())))
     facts.add_row("seconds", number(claim.seconds))
 
-    table = _table("check", "numbers", "measured", "bound", "verdict")
+    table = _table("check", "numbers", "measured", "bound", "verdict") if every_row else _worst_rows()
     for form in ("corrected", "published"):
         rows = [check for check in claim.checks if check.form == form]
         if rows and form == "published":
             table.add_section()
             table.add_row(Text(f"{claim.published_name}:", "dim"))
-        for check in rows:
-            verdict = _verdict("holds" if check.holds else "fails", expected=form == "corrected")
-            table.add_row(Text(check.name), Text(check.detail), *_measured(check), verdict)
-    heading = Text.assemble((claim.id, "bold"), "  ", _verdict(claim.verdict))
-    if claim.published_verdict is not None:
-        heading.append(f"; {claim.published_name} {claim.published_verdict}")
-        heading.append(", as it should" if claim.published_verdict == "fails" else " too, with these settings")
-    return Group(heading, Padding(facts, (1, 2, 0, 2)), Padding(table, (0, 1)))
+        if every_row:
+            _add_every(table, rows)
+        else:
+            _add_worst(table, rows)
+    heading = Text.assemble((claim.id, "bold"), f"  {claim.title}  ", _verdict(claim.verdict))
+    if claim.outcome:
+        heading.append(f"; {claim.outcome}")
+    parts = [heading, Padding(facts, (1, 2, 0, 2)), Padding(table, (0, 1))]
+    if not every_row and len(table.rows) < len(claim.checks):
+        parts.append(
+            Text(f"   {len(claim.checks)} checks; every one of them: massieu verify {claim.id} --all\n", "dim")
+        )
+    return Group(*parts)
+
+
+def _add_every(table: Table, checks: Iterable[Check]) -> None:
+    for check in checks:
+        verdict = _verdict("holds" if check.holds else "fails", expected=check.form == "corrected")
+        table.add_row(Text(check.name), Text(check.detail), *_measured(check), verdict)
+
+
+def _add_worst(table: Table, checks: Iterable[Check]) -> None:
+    """One row for the checks that compare the same thing: how many, and the one nearest to its bound, or beyond it."""
+    kinds: dict[tuple[str, str], list[Check]] = {}
+    for check in checks:
+        kinds.setdefault((check.kind, check.comparison), []).append(check)
+    for alike in kinds.values():
+        worst = max(alike, key=lambda check: check.strain)
+        if worst.form == "published":
+            # These are meant to fail: the one that comes nearest to holding is the one to look at.
+            worst = min(alike, key=lambda check: check.strain)
+        verdict = _verdict("holds" if worst.holds else "fails", expected=worst.form == "corrected")
+        table.add_row(Text(worst.name), str(len(alike)), *_measured(worst), verdict)
+
+
+def _worst_rows() -> Table:
+    return _table("check, of several the worst", "of", "measured", "bound", "verdict")
 
 
 def _table(*columns: str) -> Table:
     """Words wrap in the first columns, numbers and verdicts never."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
-        wraps = name in ("statement", "check", "numbers")
-        table.add_column(name, no_wrap=not wraps, justify="right" if name == "measured" else "left")
+        wraps = name.startswith("check") or name == "numbers"
+        table.add_column(name, no_wrap=not wraps, justify="right" if name in ("measured", "of") else "left")
     return table
 
 

@@ -36,13 +36,16 @@ _ORDERS = 60
 
 @claim(
     "B2",
+    title="Integrating out hidden units",
     statement="Integrated out, hidden units of priors e^{b(h)}ν(dh)/c leave E(v) = −Σ aᵢ(vᵢ) − Σ [log c_μ + K_μ(t_μ)], "
     "t = Wᵀv, where t lies in the domains of the K_μ; the series K(t) = Σ κₙtⁿ/n! converges up to the nearest "
     "singularity of K.",
     source=f"{BAL}, §2.3",
     status="quoted",
-    published="E(v) = −Σ aᵢ(vᵢ) − Σ K_μ(t_μ).",
-    corrected="−Σ log c_μ is missing, which likelihoods need, and so are the domains and the radii of the series: "
+    published="E(v) = −Σ aᵢ(vᵢ) − Σ K_μ(t_μ) (§2.3). Up to a constant, which the normaliser of p(v) takes in, that is true; "
+    "as an equality with −log ∫ e^{−E(v, h)} dh, which defines E(v) there, −Σ log c_μ is missing.",
+    standing="ambiguous",
+    corrected="−Σ log c_μ, which likelihoods under a joint normaliser need, and the domains and the radii of the series: "
     "√(log²((1 − p)/p) + π²) for Bernoulli, π/2 for spins, λ, 1/b, 1/θ for exponential, Laplace, gamma, none for the "
     "others; with real visible units a Poisson unit is never normalisable.",
 )
@@ -97,8 +100,7 @@ def _machine(normal: Normal) -> Iterator[Check]:
     yield close("bits and spins: −E(v) and the joint sum over h", constant + free, joint.logsumexp(-1))
     likelihood = joint.logsumexp(-1) - joint.logsumexp((0, 1))
     yield close("bits and spins: log p(v) and −E(v) − log Z", constant + free - joint.logsumexp((0, 1)), likelihood)
-    without = free - joint.logsumexp((0, 1))
-    yield as_published(close("bits and spins: log p(v) without log c", without, likelihood))
+    yield close("bits and spins: log p(v) from E(v) up to a constant", free - free.logsumexp(0), likelihood)
 
 
 def _radius(prior: Prior) -> Iterator[Check]:
@@ -190,11 +192,14 @@ def _poisson_never_normalises(normal: Normal, poisson: Prior) -> Iterator[Check]
 
 @claim(
     "B3",
+    title="Cumulant generating functions",
     statement="The cumulants of the priors have the closed forms of the table: (n − 1)!/λⁿ for an exponential, "
     "k(n − 1)!θⁿ for a gamma, 2(n − 1)!bⁿ for even n and 0 for odd n for a Laplace law.",
     source=f"closed forms; the growth by {BAL}, §2.3",
     status="derived",
-    published="The cumulants of exponential and of Laplace priors go like (n − 1)!.",
+    published="“Exponential or Laplacian distributions where κ⁽ⁿ⁾ ~ (n − 1)! seems to lead to funky logarithmic interactions” "
+    "(§2.3). As growth that is true, of Laplace laws for even n; as an equality it is not.",
+    standing="ambiguous",
     corrected="Those of a Laplace law vanish for odd n and have a factor 2 for even n. The categorical prior, from "
     "which attention comes, is a row of the table too.",
 )

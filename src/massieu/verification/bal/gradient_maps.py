@@ -28,6 +28,7 @@ _NODES = 400
 
 @claim(
     "B19",
+    title="Which attention maps are gradients",
     statement="An attention Σ ρₙ(Kq)kₙ is a gradient in q for all keys exactly if Dρ is symmetric (d ≥ 2): so it is for "
     "elementwise ρ and for softmax, entmax and sparsemax, whose energy ½‖q‖² − Ω* each step lowers by ½‖q⁺ − q‖² or more; "
     "of weights g(zₙ)/Σ g(zₘ) only those with g = e^{cz + const} are.",

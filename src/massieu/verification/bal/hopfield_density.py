@@ -16,6 +16,7 @@ from massieu.verification.registry import claim
 
 @claim(
     "B6",
+    title="The Hopfield density is a mixture",
     statement="p ∝ e^{−βE} is exactly Σ w_μ N(v; W_μ, β⁻¹I) with w_μ ∝ e^{½β‖W_μ‖²} and, for E without constants, "
     "Z = (2π/β)^{d/2} Σ e^{½β‖W_μ‖²}; its responsibilities are the attention weights, and attention is its denoiser, "
     "v + β⁻¹∇log p(v).",
@@ -98,12 +99,14 @@ def _categorical_machine(normal: Normal, stored: Tensor) -> Iterator[Check]:
 
 @claim(
     "B7",
+    title="Maximum-likelihood learning of patterns",
     statement="The negative log-likelihood of data ξ under the Hopfield density of patterns X, "
     "E[½‖ξ‖² − lse(Xᵀξ)] + lse(½ diag XᵀX) + (d/2) log 2π, has the gradient "
     "−E[ξ softmax(Xᵀξ)ᵀ] + X diag(softmax(½ diag XᵀX)).",
     source=f"the post on the same energy of November 2020 by the author of {BAL}",
     status="reconstructed",
     published="… + X softmax(½ diag XᵀX), a matrix–vector product.",
+    standing="ambiguous",
     corrected="That has the shape of one pattern, not of all: each pattern is multiplied by its own weight.",
 )
 def maximum_likelihood_patterns(

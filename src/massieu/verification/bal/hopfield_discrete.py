@@ -17,6 +17,7 @@ from massieu.verification.registry import claim
 
 @claim(
     "B4",
+    title="Classical and modern discrete networks",
     statement="Gaussian hidden units leave E(v) = −a·v − ½vᵀWWᵀv, Poisson units −a·v − Σ e^{w_μ·v} + M; asynchronous "
     "updates never raise these or any −Σ F(x_μ·v), synchronous ones of the classical network end in a fixed point or a "
     "cycle of two.",

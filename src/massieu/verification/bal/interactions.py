@@ -25,12 +25,15 @@ _SEEN, _HIDDEN = 4, 3
 
 @claim(
     "B10",
+    title="Effective interactions",
     statement="Summed out, independent hidden units couple visible ones by the tensors "
     "J⁽ⁿ⁾ = Σ_μ κ⁽ⁿ⁾_μ W_{i₁μ}…W_{iₙμ}: −E(v) = Σ aᵢ(vᵢ) + Σₙ ⟨J⁽ⁿ⁾, v⊗…⊗v⟩/n! wherever every |(Wᵀv)_μ| is below the "
     "radius of its prior's series, and on spins the exact interactions are the Walsh coefficients of −E.",
     source=f"{BAL}, §2.3",
     status="quoted",
-    published="E(v) is its expansion in cumulants, whatever W and v.",
+    published="E(v) is the sum of its cumulants' terms to infinite order (§2.3, which states no condition). Order by order "
+    "in W, and where the series converges, that is true; for every W and v it is not.",
+    standing="ambiguous",
     corrected="The series has a finite radius for most priors; beyond it more terms make the error worse. The second-order "
     "tensor is not the exact pair coupling of spins, to which all even orders add.",
 )

@@ -73,6 +73,7 @@ class _Machine:
 
 @claim(
     "B8",
+    title="Conditional laws and contrastive divergence",
     statement="Given v, a hidden unit has its prior's law tilted by t = (Wᵀv)_μ, of mean K′(t); block Gibbs sampling is "
     "reversible for p(v), the likelihood's gradient is ⟨vK′(Wᵀv)ᵀ⟩ over the data less that over the model, and CD-k, "
     "which takes k sweeps from the data for the model, is off by at most λ₂ᵏ·√χ²(data, p)·√Var_p(vᵢK′_μ), with λ₂ a sweep's "

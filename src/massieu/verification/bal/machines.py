@@ -18,6 +18,7 @@ from massieu.verification.registry import claim
 
 @claim(
     "B1",
+    title="Energy of a restricted Boltzmann machine",
     statement="A restricted Boltzmann machine has E(v, h) = −Σ aᵢ(vᵢ) − Σ b_μ(h_μ) − Σ W_{iμ}vᵢh_μ, with "
     "aᵢ(v) = −v²/(2σᵢ²) + aᵢv for Gaussian units; two Gaussian layers have a normaliser if and only if "
     "diag(σ_v⁻²) − W diag(σ_h²) Wᵀ is positive definite.",

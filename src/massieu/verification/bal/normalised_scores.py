@@ -20,6 +20,7 @@ _GAP = 4.0
 
 @claim(
     "B18",
+    title="Normalised attention without softmax",
     statement="Attention with weights g(zₙ − z̄)/σ + b over keys = values is the gradient of gNσ + bN z̄, σ the standard "
     "deviation of the logits; for b = 0 the energy ½‖q‖² − cσ falls along its iteration, whose fixed points are the keys' "
     "principal axes of length c√λ and whose limit, the minimum −½c²λ₁, is the first.",

@@ -23,6 +23,7 @@ from massieu.verification.registry import claim
 
 @claim(
     "B17",
+    title="Random features for log Z",
     statement="Positive random features estimate Z without bias, with the variance (E Ẑ₁² − Z²)/m known in closed form; "
     "log Ẑ is biased down by half the relative variance.",
     source=f"{BAL}, §3.1, which cites Performers; the formulas are derived",

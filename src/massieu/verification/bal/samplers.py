@@ -36,6 +36,7 @@ class _Tilted:
 
 @claim(
     "B9",
+    title="Samplers for tilted priors",
     statement="Tilted by t, a Bernoulli unit has the probability σ(t + logit p), a spin σ(2t), a Gaussian the mean "
     "μ + σ²t, a Poisson unit the rate λe^t, an exponential λ − t, a gamma the scale θ/(1 − θt), a categorical "
     "softmax(t + log π); a Laplace unit is positive with probability (1 + bt)/2, an exponential of rate 1/b ∓ t on "

@@ -20,6 +20,7 @@ _EXACT = 1e-12
 
 @claim(
     "N9",
+    title="Attention as empirical Bayes",
     statement="One step of attention from a noisy token y, at inverse temperature β = 1/σ² and with log-weights −½β‖xₙ‖², is "
     "E[x | y] under the context's empirical prior and Gaussian noise, y + σ²∇log p(y) (Tweedie); tokens of equal norms need "
     "no weights, and then it is one gradient step on the context's Hopfield energy. Over L tokens it comes within L^{−1/2} of "

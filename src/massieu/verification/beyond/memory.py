@@ -23,6 +23,7 @@ _ROUNDING = 1e-12
 
 @claim(
     "N5",
+    title="Clustering on the sphere",
     statement="On the sphere ẋᵢ = Proj Σ e^{β⟨xᵢ,xⱼ⟩}xⱼ is gradient ascent of (1/2βn²) Σ Σ e^{β⟨xᵢ,xⱼ⟩}; that sum never falls "
     "either where all tokens attend to each other at once and are then projected onto the sphere; in three dimensions and "
     "more generic tokens end in one cluster, but two groups stay below a cosine c for e^{β(1−c)} steps at the least, to a "
@@ -104,6 +105,7 @@ def _flow(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
 
 @claim(
     "N14",
+    title="Free-energy scores of foreign inputs",
     statement="Free energies score foreignness: T·lse(f/T) of logits is lse of the last layer's weights as memory, and the "
     "energy −2lse(β, (X,O)ξ) + lse(β, Xξ) + lse(β, Oξ) of Hopfield Boosting is β⁻¹ log[p(1 − p)], p the share of X, largest "
     "on the boundary p = ½.",
@@ -145,6 +147,7 @@ def scores_of_foreignness(atoms: int = 9, dimensions: int = 5, draws: int = 100,
 
 @claim(
     "N23",
+    title="Newton's step on the energy",
     statement="Newton's step on the Hopfield energy, ξ − (I − βCov_p)⁻¹(ξ − f(ξ)), squares the error near a minimum; held to "
     "states where the Hessian is positive definite and E falls at least as far as by attention, it never raises E.",
     source="momentum, Nesterov and Newton attention, arXiv 2511.00907; the guard is derived",

@@ -22,6 +22,7 @@ _FLOW = 1e-8
 
 @claim(
     "N6",
+    title="Gaussian closure",
     statement="Layers of small step size γ move a Gaussian law by ṁ = V(I + CBᵀ)m, Ċ = VCBᵀC + CBCVᵀ, to first order in γ; the "
     "rank of C never changes; for V = 1, C⁻¹ falls at the constant rate B + Bᵀ, so C becomes infinite at the time "
     "1/λmax(C(B + Bᵀ)) where that is positive, and never where B + Bᵀ ⪯ 0.",
@@ -92,6 +93,7 @@ def _alike(errors: Tensor) -> Tensor:
 
 @claim(
     "N12",
+    title="Rank collapse",
     statement="Without skip connection attention X ← PX brings all tokens to one: with ‖xᵢ‖ ≤ R and scores βxᵢ·xⱼ the diameter "
     "shrinks to at most 1 − e^(−2βR²) of itself in every layer, and near the end the distance to rank one goes to its cube, "
     "doubly exponentially in depth; with it no two tokens come nearer to each other.",

@@ -19,6 +19,7 @@ def _affine(points: Tensor) -> Tensor:
 
 @claim(
     "N17",
+    title="Test-time regression",
     statement="Softmax attention is the constant that fits the values best under its weights, linear attention one gradient "
     "step from 0 on a linear fit, and conditional mean attention with the linear kernel that fit's ridge solution; a local "
     "linear fit under softmax's weights has no bias on linear targets, at the boundary too, where softmax has one.",

@@ -36,6 +36,7 @@ _ROUNDING = 1e-12
 
 @claim(
     "X3",
+    title="Which normalised attentions are conservative",
     statement="Among attentions with weights g(zₙ)/Σ g(zₘ), zₙ = kₙ·q and values kₙ, for positive differentiable g and "
     "d ≥ 2, exactly those with g = e^{cz + const} are gradients in q for all keys; unnormalised elementwise weights and "
     "weights ∇Ω*(Kq) always give gradients.",
@@ -143,6 +144,7 @@ def _mean_shift(keys: Tensor, query: Tensor) -> Iterator[Check]:
 
 @claim(
     "X3b",
+    title="Normalised attention, its energy",
     statement="Attention by normalised logits, Σₙ (g(zₙ − z̄)/σ + b) kₙ, is the gradient of gNσ(q) + bN z̄(q), σ the "
     "standard deviation of the logits; its weights sum to bN, and for b = 0 iterating it finds the keys' first "
     "principal axis.",

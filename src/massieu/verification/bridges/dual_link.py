@@ -26,6 +26,7 @@ _SUMMED_EXACTLY = ("atoms", "point mass", "Bernoulli", "Rademacher", "Poisson", 
 
 @claim(
     "X8",
+    title="Dual-link attention",
     statement="η·∇A(η′) = A(η) − KL(p_η′ ‖ p_η) + A*(∇A(η′)): softmax over keys ∇A(η′) is a smoother by the kernel "
     "e^{−KL} with the log-bias A*, and with A* subtracted by that kernel alone; for a Gaussian that is Mahalanobis "
     "distance.",

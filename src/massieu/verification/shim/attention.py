@@ -21,6 +21,7 @@ _CLEARLY_APART = 1e4 * GRADIENT_BY_DIFFERENCES
 
 @claim(
     "S3",
+    title="Attention is the gradient of log Z",
     statement="Attention with keys as values is the gradient of the log-partition of the keys' weighted sum of point "
     "masses; with other values it is the gradient in an auxiliary field and in general none in the query.",
     source=f"{SHIM}, §3.1, Proposition 1(a), eq. (3)–(5); its five extensions are derived",
@@ -147,6 +148,7 @@ def _biases_and_masks(normal: Normal, tokens: Tensor, beta: float) -> Iterator[C
 
 @claim(
     "S24",
+    title="Dot product against squared distance",
     statement="Attention with a Gaussian kernel of query minus key is dot-product attention with weights "
     "wₙ = exp(−½kₙᵀMkₙ); dot-product attention is the posterior of a Gaussian mixture with prior weights exp(+½kₙᵀMkₙ).",
     source="completing the square",
@@ -191,6 +193,7 @@ def distance_is_a_weight(atoms: int = 12, dimensions: int = 4, draws: int = 100,
 
 @claim(
     "S25",
+    title="The key origin is a gauge",
     statement="A vector added to all keys changes log Z and its gradient but no attention weight; what it leaves alone "
     "is the selective log Z, S = log Z − log Σw − Σ (w/Σw)s = KL(w/Σw ‖ p) ≥ 0, with ∇S = β(Σ pₙkₙ − k̄).",
     source="proved in docs/theory",

@@ -19,6 +19,7 @@ _EDGE = 1e-14
 
 @claim(
     "S17",
+    title="Boosting weights as measure",
     statement="With the weights e^{−tF} as a measure on the points −t g, A(α) is the log of the exponential loss after "
     "the step α, and boosting's recursion is tilting; AdaBoost's α = ½ log((1 − ε)/ε) makes the edge 0 and "
     "multiplies the loss by 2√(ε(1 − ε)); the least loss is the dual problem's value.",

@@ -69,6 +69,7 @@ class _Case:
 
 @claim(
     "S16",
+    title="A conjugate prior as measure",
     statement="A conjugate prior e^{χη − νA₀(η)} dη is a linear exponential family in η with natural parameter χ: ∇B is "
     "the posterior mean of η, observations add to χ and ν, E ∇A₀(η) = χ/ν, −∂B/∂ν = E A₀(η), and the evidence is a "
     "difference of B.",

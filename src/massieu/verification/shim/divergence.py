@@ -13,6 +13,7 @@ from massieu.verification.shim.catalogue import Member, library
 
 @claim(
     "S7",
+    title="Bregman divergence and KL divergence",
     statement="KL is the Bregman divergence with its arguments swapped: B_A(η₁, η₂) = KL(p_{η₂} ‖ p_{η₁}) "
     "and B_{A*}(ū₁, ū₂) = KL(p_{η₁} ‖ p_{η₂}).",
     source=f"{SHIM}, §3.2, text before eq. (6)",

@@ -31,13 +31,16 @@ _LAYERS = 5
 
 @claim(
     "S12",
+    title="Residual attention expands",
     statement="T = id + γ∇A over held keys climbs A by at least γ‖∇A‖² at every γ > 0, brings no two points closer, and adds "
     "E log det(1 + γ∇²A) ≥ 0 to the population's differential entropy; the entropy of attention changes by −γηᵀ∇²A∇A at first "
     "and mostly falls, and without the residual, or with values that are not aligned, nothing expands.",
     source=f"{SHIM}, §3.3; the exact statements are derived",
     status="quoted",
-    published="Ascent of the log normalizer results in increased entropy, read as the entropy of the attention distribution.",
-    corrected="what increases is the differential entropy of the population of hidden states.",
+    published="“Our log normalizer ascent should result in increased entropy, resulting in an expansion of the hidden states” "
+    "(§3.3). Of the hidden states' differential entropy that is true; of the attention distribution's entropy it is not.",
+    standing="ambiguous",
+    corrected="What increases is the differential entropy of the population of hidden states.",
 )
 def residual_attention_expands(pairs: int = 2000, dimensions: int = 4, seed: int = 0) -> Iterator[Check]:
     need(2, pairs=pairs, dimensions=dimensions)

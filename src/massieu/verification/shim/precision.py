@@ -16,13 +16,16 @@ _NULL_DRAWS = 99
 
 @claim(
     "S11",
+    title="The hypothesis W_QᵀW_K ≈ Σ⁻¹",
     statement="If hidden states are natural parameters the score matrix is the covariance of the keys' law, if they are means "
     "it is the precision of their own; at the Gaussian equilibrium both are M = Cov(hidden)⁻¹, the form that depends on no "
     "convention, of which a head of rank d_h can show no more than its span.",
     source=f"{SHIM}, §3.2 and §6; the two readings and their common form are derived",
     status="quoted",
-    published="W_QᵀW_K ≈ Σ⁻¹ with the key Σ⁻¹h of a hidden state h whose law has the covariance Σ⁻¹.",
-    corrected="with the natural parameters' covariance Σ⁻¹ the key is Σh, and M = Σ is its inverse.",
+    published="W_qᵀW_k ≈ Σ⁻¹, the key of a hidden state h being Σ⁻¹h (§3.2, which does not define Σ). With Σ = Cov(h) that is "
+    "true; with the Σ of Theorem 1, whose hidden states have the covariance Σ⁻¹, it is not.",
+    standing="ambiguous",
+    corrected="In both readings M = Cov(h)⁻¹ is right: under Theorem 1 the key is Σh, and M = Σ is the inverse of Σ⁻¹.",
 )
 def score_matrix_and_precision(
     dimensions: int = 8, rank: int = 3, heads: int = 60, tokens: int = 400, seed: int = 0
@@ -46,9 +49,14 @@ def score_matrix_and_precision(
         yield at_most(f"{name}: p-value", found.share, 1 / (1 + _NULL_DRAWS))
         wrong = precision_alignment(score, covariance, power=1, draws=1, generator=_generator(seed))
         yield at_most(f"{name}: cosine of M and Cov(hidden)", wrong.cosine, 1 - 1e-3)
+    # Cov(h) = Σ: the equilibrium whose own Σ is this one's inverse, with keys Σ⁻¹h.
+    own = equilibrium(normal(dimensions), precision)
+    linear = key_law(own, precision)
+    yield close("Σ = Cov(h): covariance of the keys Σ⁻¹h and Σ⁻¹", linear.covariance, precision)
+    found = precision_alignment(precision, own.covariance, draws=1, generator=_generator(seed))
+    yield close("Σ = Cov(h), M = Σ⁻¹: cosine of M and Cov(hidden)⁻¹", found.cosine, 1.0)
     mixed = precision_alignment(precision, hidden.covariance, draws=1, generator=_generator(seed))
-    published = close("M = Σ⁻¹ for hidden states of covariance Σ⁻¹: cosine of M and Cov(hidden)⁻¹", mixed.cosine, 1.0)
-    yield as_published(published)
+    yield as_published(close("Σ of Theorem 1, M = Σ⁻¹: cosine of M and Cov(hidden)⁻¹", mixed.cosine, 1.0))
 
     yield from _of_low_rank(normal, precision, sigma, min(rank, dimensions))
     yield from _of_random_heads(normal, sigma, min(rank, dimensions), heads)

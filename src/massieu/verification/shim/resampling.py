@@ -26,6 +26,7 @@ _GENEALOGIES, _GENERATIONS = 100, 4
 
 @claim(
     "S19",
+    title="Attention as resampling",
     statement="Attention is the mean of multinomial resampling by its weights: a drawn value has mean Σⱼ Pᵢⱼvⱼ and "
     "covariance Cov_P(v), which is β⁻¹ ∂out/∂q for v = k; lineages of drawn tokens coalesce, by weights that are uniform to a "
     "common ancestor of two with probability 1 − (1 − 1/n)^t after t layers; doubly stochastic weights keep the mean.",

@@ -20,11 +20,12 @@ _RADIUS, _SCALE = 1.5, 0.8
 
 @claim(
     "Z10",
+    title="Generalisation independent of input size",
     statement="Softmax is 1-Lipschitz from the maximum norm to the 1-norm, so a head on tokens of norm at most R moves by at "
     "most R‖W − W′‖ + βR³‖W′‖‖M − M′‖ at every length L, and the gap between mean and empirical loss over n sequences has a "
     "bound √(P log n/n) in which L does not occur.",
     source=f"{ZHANG}, abstract (c); the shape by the follow-up's appendices, its constants not recovered; lemma derived",
-    status="quoted",
+    status="abstract only",
 )
 def generalisation_without_length(pairs: int = 100_000, repetitions: int = 60, seed: int = 0) -> Iterator[Check]:
     need(1000, pairs=pairs)

@@ -20,11 +20,12 @@ _NOTICED = 1e-3
 
 @claim(
     "Z14",
+    title="Positional encodings",
     statement="An encoder is a function of the set of its (content, position) pairs: permuted together they permute the "
     "output. Without positions content alone may be permuted; under a causal mask the mask must be permuted too, with "
     "absolute and with rotary positions alike.",
     source=f"{ZHANG}, abstract",
-    status="quoted",
+    status="abstract only",
     corrected="That tokens are exchangeable once they include their positions is true of attention without a mask. A causal "
     "mask is one more function of the places, and has to move with them.",
 )

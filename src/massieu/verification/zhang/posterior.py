@@ -21,6 +21,7 @@ _EXACT = 1e-12
 
 @claim(
     "Z3",
+    title="A posterior mean as attention",
     statement="Posterior means are attention: of a Gaussian mean, or of any exponential family's statistic, over the tokens "
     "and a prior token of value χ/ν and logit log ν; with precisions τ, logits log τ; of finitely many concepts, over concepts "
     "with sum-pooled log-likelihoods. The log-partition is the log of the posterior's count; uniform attention without the "
@@ -134,6 +135,7 @@ def _without_the_prior_token(normal: Normal, dimensions: int, repetitions: int) 
 
 @claim(
     "Z11",
+    title="Regret of Bayesian model averaging",
     statement="The exact average of all concepts never loses more than the best of them and log 1/π of it: −Σ log p(rᵢ | r_<i) "
     "≤ min_z[−Σ log p(rᵢ | z) + log 1/π(z)], for every sequence; under a uniform prior its average regret is at most "
     "log|𝒵|/t.",

@@ -31,10 +31,11 @@ from massieu.verification.registry import claim
 
 @claim(
     "Z12",
+    title="Masked objective",
     statement="The masked objective E‖x_m − f(X_obs)‖² is minimised by E[x_m | X_obs] = Gs(X_obs), linear in the posterior s "
     "of the latent: (κ₀m₀ + Σx)/(κ₀ + L) for Gaussian tokens, (α_j + n_j)/(α₀ + L) for categorical ones.",
     source=f"{ZHANG}, abstract (c)",
-    status="quoted",
+    status="abstract only",
 )
 def masked_objective(sequences: int = 100_000, seed: int = 0) -> Iterator[Check]:
     need(1000, sequences=sequences)
@@ -45,6 +46,7 @@ def masked_objective(sequences: int = 100_000, seed: int = 0) -> Iterator[Check]
 
 @claim(
     "Z13",
+    title="Condition number for transfer",
     statement="A downstream optimum Ds is read off the self-supervised one by Λ = DΠ(GΠ)⁺ with ‖Ds − Ds′‖ ≤ κ‖Gs − Gs′‖, "
     "κ = ‖Λ‖ ≤ σ_max(DΠ)/σ_min⁺(GΠ), Π = I − 11ᵀ/k, if and only if null(GΠ) ⊂ null(DΠ); the probe's excess risk is at most "
     "κ²·(density ratio) times the self-supervised one.",
