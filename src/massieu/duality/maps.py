@@ -73,7 +73,8 @@ def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Floa
     _refuse(_some(promoted, ~target.isfinite()), promoted, target, "mu must be finite")
     closed = _closed_form(promoted, target.detach(), mu.dtype)
     if closed is not None:
-        value = _closed_conjugate(promoted, target, closed)
+        known = promoted._conjugate(target)
+        value = _closed_conjugate(promoted, target, closed) if known is None else known
         return torch.where(_every(promoted, target.isfinite()), value, torch.nan)
     exact, wide = _widen(promoted, target)
     solution = solve(exact, wide, mu.dtype)

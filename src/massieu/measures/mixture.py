@@ -7,9 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures import stable
+from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure, longest_batch, values_are_readable
 from massieu.measures.hooks import Reference
+from massieu.measures.listed import Listed, together
 from massieu.measures.moments import cumulants_of_moments, moments_of_cumulants
+from massieu.measures.value import real_tensor
 
 
 def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure] | Measure) -> "Mixture":
@@ -24,8 +27,7 @@ def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure]
         ValueError: no component, shapes that do not fit, a NaN or infinite log-weight.
         TypeError: `log_weight` is not floating-point.
     """
-    if not log_weight.is_floating_point():
-        raise TypeError(f"log_weight must be a floating-point tensor, got {log_weight.dtype}")
+    log_weight = real_tensor("log_weight", log_weight)
     if isinstance(components, Measure):
         if not components.batch_shape:
             raise ValueError("mixture needs several measures, or one with a batch dimension that counts the components")
@@ -247,16 +249,57 @@ class Mixture(Measure):
         return references.pop() if len(references) == 1 else "mixed"
 
     def _log_density(self, point: Tensor) -> Tensor:
-        axis = self._axis
         terms = self._each(lambda part, x: part._log_density(x), point) + self._spread(self.log_weight, point)
+        return self._united(terms.movedim(self._axis, -1))
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        share = self._log_share(eta)
+        terms = self._each(lambda part, e, x: part._log_prob(e, x), eta, point)
+        return self._united(torch.where(share == -torch.inf, share, share + terms).movedim(self._axis, -1))
+
+    def _united(self, terms: Tensor) -> Tensor:
+        """The log-sum-exp of the components' terms, the last dimension."""
         if self._reference != "mixed":
-            return stable.logsumexp(terms.movedim(axis, -1))
+            return stable.logsumexp(terms)
         # Where an atom sits, a density is nothing against its mass.
-        discrete = torch.tensor([part._reference == "counting" for part in self._parts()], device=point.device)
-        terms = terms.movedim(axis, -1)
+        discrete = torch.tensor([part._reference == "counting" for part in self._parts()], device=terms.device)
         masses = stable.logsumexp(terms.masked_fill(~discrete, -torch.inf))
         densities = stable.logsumexp(terms.masked_fill(discrete, -torch.inf))
         return torch.where(masses > -torch.inf, masses, densities)
+
+    def _nearest(self, point: Tensor) -> Tensor | None:
+        """Of the components without a density: those with one hold every point."""
+        if isinstance(self.components, Measure):
+            found = self.components._nearest(self._seen_by(self.components, point))
+            if found is None:
+                return None
+            candidates = [*found.unbind(len(self.components.batch_shape) - 1)]
+        else:
+            thin = [part for part in self.components if part._reference != "lebesgue"] or self.components
+            found = [part._nearest(point) for part in thin]
+            candidates = [each for each in found if each is not None]
+            if len(candidates) < len(found):
+                return None
+        stacked = torch.stack(candidates)
+        event = len(self.event_shape)
+        distance = (stacked - point).abs().flatten(stacked.ndim - event).amax(-1)
+        index = self._eventwise(distance.argmin(0, keepdim=True))
+        return stacked.take_along_dim(index, 0).squeeze(0)
+
+    def _listed(self) -> Listed | None:
+        batch = self.batch_shape
+        if isinstance(self.components, Measure):
+            part, own = self.components._listed(), len(self.components.batch_shape) - 1
+            if part is None:
+                return None
+            atoms = (tensor.unbind(own) for tensor in (part.atoms.points, part.atoms.log_weight, part.size))
+            parts = [Listed(Atoms(points, log_weight), size) for points, log_weight, size in zip(*atoms, strict=True)]
+        else:
+            found = [part._listed() for part in self.components]
+            parts = [part for part in found if part is not None]
+            if len(parts) < len(found):
+                return None
+        return together(parts, self.log_weight.unbind(-1), batch)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         axis, leading = self._axis, len(shape)

@@ -16,10 +16,31 @@ def static_field(**keywords: Any) -> Any:
 
 
 def values_are_readable(*tensors: Tensor) -> bool:
-    """Whether an `if` may look at the values: not while compiling, and not inside a `torch.func` transform."""
+    """Whether an `if` may look at the values: not while compiling, inside a `torch.func` transform, or on `meta`."""
     if torch.compiler.is_compiling():
         return False
-    return not any(is_functorch_wrapped_tensor(tensor) for tensor in tensors)
+    return not any(is_functorch_wrapped_tensor(tensor) or tensor.is_meta for tensor in tensors)
+
+
+def real_tensor(name: str, value: Any, like: Tensor | None = None) -> Tensor:
+    """`value` as a floating-point tensor: a number, nested lists of numbers or a NumPy array are copied into one.
+
+    Integers and booleans get torch's default dtype. What was no tensor goes to the device of `like`.
+
+    Raises:
+        TypeError: `value` is complex, or holds no numbers.
+    """
+    tensor = value
+    if not isinstance(tensor, Tensor):
+        try:
+            tensor = torch.tensor(value, device=None if like is None else like.device)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"{name} must be a floating-point tensor, or numbers to make one of, got {type(value).__name__}"
+            ) from None
+    if tensor.is_complex():
+        raise TypeError(f"{name} must be real, got a tensor of {tensor.dtype}")
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
 
 
 def register(cls: Any) -> None:
