@@ -524,8 +524,8 @@ class TestErrors:
         for function in (natural, conjugate):
             with pytest.raises(ValueError, match=r"Atoms needs mu of shape \(\) \+ queries \+ \(2,\).*got \(4, 3\)"):
                 function(square(), draw(4, 3))
-            with pytest.raises(TypeError, match=r"mu must be a floating-point tensor, got a tensor of torch\.int64"):
-                function(square(), torch.zeros(2, dtype=torch.int64))
+            with pytest.raises(TypeError, match=r"mu must be real, got a tensor of torch\.complex64"):
+                function(square(), torch.zeros(2, dtype=torch.complex64))
 
     @pytest.mark.medium
     @pytest.mark.parametrize("measure", [square(), Spin.create(2)], ids=["Atoms", "Spin"])

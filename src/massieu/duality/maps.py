@@ -1,5 +1,7 @@
 """From the mean back to the natural parameter, and the convex conjugate of A."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -41,12 +43,13 @@ def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Float[
     """
     promoted, target = measure._fit(mu=mu)
     _refuse(_some(promoted, ~target.isfinite()), promoted, target, "mu must be finite")
-    closed = _closed_form(promoted, target, mu.dtype)
+    given = _given(mu, target)
+    closed = _closed_form(promoted, target, given)
     if closed is not None:
         _refuse(_some(promoted, closed.isnan()), promoted, target, _OUTSIDE)
         return closed
     exact, wide = _widen(promoted, target)
-    solution = solve(exact, wide, mu.dtype)
+    solution = solve(exact, wide, given)
     _refuse_failures(exact, wide, solution)
     _refuse(solution.outside, exact, wide, _OUTSIDE)
     eta = _attach(exact, wide, solution)
@@ -71,18 +74,24 @@ def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Floa
     """
     promoted, target = measure._fit(mu=mu)
     _refuse(_some(promoted, ~target.isfinite()), promoted, target, "mu must be finite")
-    closed = _closed_form(promoted, target.detach(), mu.dtype)
+    given = _given(mu, target)
+    closed = _closed_form(promoted, target.detach(), given)
     if closed is not None:
         known = promoted._conjugate(target)
         value = _closed_conjugate(promoted, target, closed) if known is None else known
         return torch.where(_every(promoted, target.isfinite()), value, torch.nan)
     exact, wide = _widen(promoted, target)
-    solution = solve(exact, wide, mu.dtype)
+    solution = solve(exact, wide, given)
     _refuse_failures(exact, wide, solution)
     value = _fenchel(exact, _attach(exact, wide, solution), wide)
     limit = torch.where(solution.massive, _fenchel(exact, solution.last, wide).detach(), torch.inf)
     other = torch.where(solution.boundary, limit, torch.where(solution.outside, torch.inf, torch.nan))
     return torch.where(solution.found, value, other).to(target.dtype)
+
+
+def _given(mu: Any, target: Tensor) -> torch.dtype:
+    """The dtype whose rounding mu has: its own, where it is a floating-point tensor."""
+    return mu.dtype if isinstance(mu, Tensor) and mu.is_floating_point() else target.dtype
 
 
 def _closed_form(measure: Measure, mu: Tensor, given: torch.dtype) -> Tensor | None:

@@ -120,7 +120,7 @@ class Categorical(Measure):
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         share, count = self._mean(eta), torch.Size(shape).numel()
         chosen = torch.multinomial(share.reshape(-1, share.shape[-1]), count, replacement=True, generator=generator)
-        return F.one_hot(chosen.T.reshape(*shape, *eta.shape[:-1]), share.shape[-1]).to(eta.dtype)
+        return F.one_hot(chosen.T.reshape((*shape, *eta.shape[:-1])), share.shape[-1]).to(eta.dtype)
 
     def _support(self, direction: Tensor) -> Tensor:
         kept = self._align(self.log_probability, direction) > -torch.inf
@@ -149,18 +149,18 @@ class Categorical(Measure):
         return Listed(Atoms(one_hot, self.log_probability), one_hot)
 
     def _conjugate(self, mu: Tensor) -> Tensor:
-        """Σ mu log(mu/π), by the deviances, none of which is negative."""
+        """Σ mu log(mu/π): on faces by the deviances, none of which is negative; inside as −entropy, along the simplex."""
         eta = self._natural(mu)
-        log_probability = self._align(self.log_probability, mu)
+        inside = eta.isfinite().all(-1)
+        start = torch.zeros_like(mu)
+        held = torch.where(inside.unsqueeze(-1), eta, start)
+        value = self._fenchel(held, torch.where(inside.unsqueeze(-1), mu, self._mean(start)))
+        log_probability = self._align(self.log_probability, mu).expand_as(mu)
         positive = (mu > 0) & (log_probability > -torch.inf)
         known = torch.where(positive, log_probability, 0.0)
-        terms = torch.where(
-            positive,
-            deviance(torch.where(positive, mu, 1.0), known.exp(), known),
-            log_probability.exp().expand_as(mu),
-        )
-        # The deviances leave out Σ (mu − π), which is rounding.
-        return torch.where(eta.isnan().any(-1), torch.inf, terms.sum(-1))
+        terms = deviance(torch.where(positive, mu, 1.0), known.exp(), known)
+        face = torch.where(positive, terms, log_probability.exp()).sum(-1).detach()
+        return torch.where(inside, value, torch.where(eta.isnan().any(-1), torch.inf, face))
 
     def _natural(self, mu: Tensor) -> Tensor:
         """log(mu/π), centred over the categories that mu has: of least norm, and 0 for categories left out."""

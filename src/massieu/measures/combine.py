@@ -94,6 +94,11 @@ class Tilted(Measure):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return self.measure._kl(self._shifted(eta), delta)
 
+    def _entropy(self, eta: Tensor) -> Tensor:
+        # −KL from the tilted measure itself, a probability unless it is zero.
+        start = self._align(self.measure._log_partition(self.eta), eta, 0)
+        return torch.where(start == -torch.inf, -torch.inf, -self.measure._kl(self._shifted(eta), -eta))
+
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         return self.measure._cumulants(self._shifted(eta), direction, order)
 
@@ -153,7 +158,7 @@ class Affine(Measure):
 
     def _push(self, points: Tensor) -> Tensor:
         """W x for x of shape (*batch, *query, d)."""
-        return (self._align(self.weight, points, 2) @ points.unsqueeze(-1)).squeeze(-1)
+        return _times(self._align(self.weight, points, 2), points)
 
     def _in_domain(self, eta: Tensor) -> Tensor | None:
         return self.measure._in_domain(self._pull(eta))
@@ -171,8 +176,12 @@ class Affine(Measure):
         return self._push(self.measure._fisher_vp(self._pull(eta), self._pull(vector)))
 
     def _fisher(self, eta: Tensor) -> Tensor:
-        weight = self._align(self.weight, eta, 2)
-        return weight @ self.measure._fisher(self._pull(eta)) @ weight.mT
+        weight, fisher = self._align(self.weight, eta, 2), self.measure._fisher(self._pull(eta))
+        image = weight @ fisher @ weight.mT
+        if not values_are_readable(image) or not bool(image.isnan().any()):
+            return image
+        # Entries too large to hold, row by row.
+        return self._push(self._push(fisher).mT)
 
     def _entropy(self, eta: Tensor) -> Tensor:
         return self.measure._entropy(self._pull(eta))
@@ -274,4 +283,17 @@ class Affine(Measure):
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         points = self.measure._sample(self._pull(eta), shape, generator)
         weight = self._align(self.weight, eta, 2)
-        return (weight @ points.unsqueeze(-1)).squeeze(-1) + self._align(self.bias, eta)
+        return _times(weight, points) + self._align(self.bias, eta)
+
+
+def _times(weight: Tensor, points: Tensor) -> Tensor:
+    """weight @ point, where an entry too large to hold is nothing to a row that has a weight of 0 for it."""
+    image = (weight @ points.unsqueeze(-1)).squeeze(-1)
+    if not values_are_readable(image) or not bool(image.isnan().any()):
+        return image
+    infinite = points.isinf()
+    finite = (weight @ points.masked_fill(infinite, 0.0).unsqueeze(-1)).squeeze(-1)
+    drift = weight * torch.where(infinite, points.sign(), 0.0).unsqueeze(-2)
+    rising, falling = (drift > 0).any(-1), (drift < 0).any(-1)
+    far = torch.where(rising, torch.where(falling, torch.nan, torch.inf), -torch.inf)
+    return torch.where(rising | falling, far, finite)

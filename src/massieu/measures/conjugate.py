@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from massieu.measures.base import Measure, values_are_readable
 from massieu.measures.continuous import Exponential, Gamma, standard_gammas
@@ -51,6 +52,9 @@ class ConjugatePrior(Coordinates):
         if type(likelihood) not in _LAWS:
             known = ", ".join(family.__name__ for family in _LAWS)
             raise TypeError(f"ConjugatePrior needs one of {known} as likelihood, got {type(likelihood).__name__}")
+        strength = real_tensor("strength", strength, next(iter(pytree.tree_leaves(likelihood))))
+        if strength.ndim == 0:
+            strength = strength.expand(*likelihood.batch_shape, *likelihood.event_shape)
         (strength,) = checked_parameters(strength=strength, positive=True)
         expected = (*likelihood.batch_shape, *likelihood.event_shape)
         if tuple(strength.shape) != expected:

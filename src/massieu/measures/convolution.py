@@ -66,6 +66,9 @@ class Convolution(Measure):
     def _fisher(self, eta: Tensor) -> Tensor:
         return total([measure._fisher(eta) for measure in self.measures])
 
+    def _entropy(self, eta: Tensor) -> Tensor:
+        return total([measure._entropy(eta) for measure in self.measures])
+
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return total([measure._kl(eta, delta) for measure in self.measures])
 

@@ -82,7 +82,9 @@ class Coordinates(Measure):
         return self._cumulant(eta, 1)
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return self._cumulant(eta, 2) * vector
+        variance = self._cumulant(eta, 2)
+        # A variance too large to hold is nothing to a coordinate that the vector has none of.
+        return torch.where(variance.isinf() & (vector == 0), 0.0, variance * vector)
 
     def _fisher(self, eta: Tensor) -> Tensor:
         return torch.diag_embed(self._cumulant(eta, 2))

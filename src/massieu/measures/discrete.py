@@ -14,6 +14,8 @@ from massieu.measures.deviance import log_poisson
 from massieu.measures.hooks import Reference
 from massieu.measures.listed import Listed
 
+_COUNTABLE = 2.0**60
+
 
 class Spin(Coordinates):
     """Independent ±1 coordinates, P(x_i = ±1) ∝ exp(±field_i).
@@ -210,18 +212,29 @@ class Poisson(Coordinates):
         return self._align(self.rate, eta) * torch.exp(eta)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        small = delta.abs() < 0.5
-        series = self._cumulant(eta, 1) * stable.phi_series(torch.where(small, delta, 0.0))
+        small, mean = delta.abs() < 0.5, self._cumulant(eta, 1)
+        infinite = mean.isinf()
+        held = torch.where(infinite, 1.0, mean)
+        series = held * stable.phi_series(torch.where(small, delta, 0.0))
         far = torch.where(small, 1.0, delta)
         # rate·exp(eta)·(exp(delta) − 1 − delta), where one factor may be too large and the other too small to hold.
-        difference = self._cumulant(eta + far, 1) - self._cumulant(eta, 1) * (1 + far)
-        return torch.where(small, series, difference).sum(-1)
+        difference = self._cumulant(eta + far, 1) - held * (1 + far)
+        divergence = torch.where(small, series, difference)
+        return torch.where(infinite & (delta != 0), torch.inf, divergence).sum(-1)
 
     def _tilt(self, eta: Tensor) -> "Poisson":
         return Poisson(self._cumulant(eta, 1))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        return torch.poisson(self._cumulant(eta, 1).expand(*shape, *eta.shape), generator=generator)
+        mean = self._cumulant(eta, 1).expand(*shape, *eta.shape)
+        countable = mean < _COUNTABLE
+        counts = torch.poisson(torch.where(countable, mean, 0.0), generator=generator)
+        if bool(countable.all()):
+            return counts
+        # torch.poisson counts in int64 and wraps. Here a normal variable differs by less than 1e-9 in probability.
+        noise = torch.randn(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+        drawn = torch.where(mean.isinf(), mean, mean + mean.sqrt() * torch.where(mean.isinf(), 0.0, noise))
+        return torch.where(countable, counts, drawn.round())
 
     def _range(self) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(self.rate), torch.full_like(self.rate, torch.inf)

@@ -139,9 +139,27 @@ class Mixture(Measure):
         """log_weight_k + A_k(eta), shape (*batch, K, *query)."""
         return self._each(lambda part, x: part._log_partition(x), eta) + self._spread(self.log_weight, eta)
 
-    def _log_share(self, eta: Tensor) -> Tensor:
+    def _log_share(self, eta: Tensor, *, tied: bool = False) -> Tensor:
+        """The responsibilities' logarithms, shape (*batch, K, *query).
+
+        Terms too large for the dtype are all there is. Which of several such terms is larger cannot be told: they share
+        alike if `tied`, for the caller to find out whether that matters, and raise otherwise.
+        """
         axis = self._axis
-        return stable.log_softmax(self._log_terms(eta).movedim(axis, -1)).movedim(-1, axis)
+        terms = self._log_terms(eta).movedim(axis, -1)
+        infinite = terms == torch.inf
+        if not tied:
+            _refuse(infinite.sum(-1) > 1, terms.dtype)
+        alone = torch.where(infinite, 0.0, -torch.inf)
+        scores = torch.where(infinite.any(-1, keepdim=True), alone, terms)
+        return stable.log_softmax(scores).movedim(-1, axis)
+
+    def _defined(self, eta: Tensor, value: Tensor) -> Tensor:
+        """`value`, unless log-partitions that are too large leave it undefined."""
+        if values_are_readable(value) and bool(value.isnan().any()):
+            infinite = (self._log_terms(eta) == torch.inf).any(self._axis)
+            _refuse(infinite & value.isnan().reshape(*infinite.shape, -1).any(-1), value.dtype)
+        return value
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return stable.logsumexp(self._log_terms(eta).movedim(self._axis, -1))
@@ -149,11 +167,14 @@ class Mixture(Measure):
     def _shares_and_means(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Responsibilities (*batch, K, *query), component means less the mixture's (*batch, K, *query, *event), and it."""
         axis = self._axis
-        share = self._log_share(eta).exp()
+        share = self._log_share(eta, tied=True).exp()
         means = self._each(lambda part, x: part._mean(x), eta)
-        # About one component's mean, so that means far from the origin keep their digits.
-        base = means.select(axis, 0)
-        offsets = means - base.unsqueeze(axis)
+        # About the likeliest component's mean, so that means far from the origin keep their digits.
+        chosen = self._eventwise(share.argmax(axis, keepdim=True))
+        base = means.take_along_dim(chosen, axis)
+        offsets = torch.where(means == base, 0.0, means - base)
+        offsets = torch.where((self._eventwise(share) == 0) & ~offsets.isfinite(), 0.0, offsets)
+        base = base.squeeze(axis)
         shift = (self._eventwise(share) * offsets).sum(axis)
         return share, offsets - shift.unsqueeze(axis), base + shift
 
@@ -161,7 +182,17 @@ class Mixture(Measure):
         return scalar.reshape(*scalar.shape, *[1] * len(self.event_shape))
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return self._shares_and_means(eta)[2]
+        return self._defined(eta, self._shares_and_means(eta)[2])
+
+    def _entropy(self, eta: Tensor) -> Tensor:
+        """Σ r_k (log w_k − log r_k + the entropy of component k): A and eta·mean, which may be too large, cancel."""
+        log_share = self._log_share(eta, tied=True)
+        taken = log_share > -torch.inf
+        own = self._each(lambda part, x: part._entropy(x), eta) + self._spread(self.log_weight, eta)
+        gain = torch.where(taken, own, 0.0) - torch.where(taken, log_share, 0.0)
+        entropy = (log_share.exp() * gain).sum(self._axis)
+        entropy = entropy.masked_fill(~taken.any(self._axis), -torch.inf)
+        return self._defined(eta, entropy)
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
         axis = self._axis
@@ -169,7 +200,12 @@ class Mixture(Measure):
         within = self._each(lambda part, x, v: part._fisher_vp(x, v), eta, vector)
         # A share of 0 takes away an offset whose square would overflow.
         between = offsets * self._eventwise(share * self._dot(offsets, vector.unsqueeze(axis)))
-        return (self._eventwise(share) * within + between).sum(axis)
+        weight = self._eventwise(share)
+        within = torch.where((weight == 0) & ~within.isfinite(), 0.0, within)
+        return self._defined(eta, (weight * within + between).sum(axis))
+
+    def _fisher(self, eta: Tensor) -> Tensor:
+        return self._defined(eta, super()._fisher(eta))
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         """That of the shares, and the components' by their shares: of component and point, only the point sees eta.
@@ -190,7 +226,9 @@ class Mixture(Measure):
         share = log_share.exp()
         ratio = gain - (share * gain).sum(-1, keepdim=True)
         between = stable.centred_log_mean_exp(log_share, ratio)
-        return (between + (share * torch.where(share > 0, within, 0.0)).sum(-1)).to(eta.dtype)
+        within = torch.where(share > 0, within, 0.0)
+        divergence = torch.where(within.isinf().any(-1), torch.inf, between + (share * within).sum(-1))
+        return self._defined(eta, divergence.to(eta.dtype))
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         axis = self._axis
@@ -200,7 +238,7 @@ class Mixture(Measure):
         first = self._dot(offsets, direction.unsqueeze(axis)).unsqueeze(-1)
         moments = moments_of_cumulants(torch.cat([first, parts[..., 1:]], -1))
         mixed = cumulants_of_moments((share.unsqueeze(-1) * moments).sum(axis))
-        return torch.cat([self._dot(mean, direction).unsqueeze(-1), mixed[..., 1:]], -1)
+        return self._defined(eta, torch.cat([self._dot(mean, direction).unsqueeze(-1), mixed[..., 1:]], -1))
 
     def _parts(self) -> tuple[Measure, ...]:
         return (self.components,) if isinstance(self.components, Measure) else self.components
@@ -306,9 +344,17 @@ class Mixture(Measure):
         share = self._log_share(eta).exp().movedim(axis, -1)
         count = torch.Size(shape).numel()
         chosen = torch.multinomial(share.reshape(-1, share.shape[-1]), count, replacement=True, generator=generator)
-        chosen = chosen.T.reshape(*shape, *share.shape[:-1])
+        chosen = chosen.T.reshape((*shape, *share.shape[:-1]))
         everyone = self._each(lambda part, x: part._sample(x, shape, generator), eta, leading=leading)
         index = self._eventwise(chosen.unsqueeze(axis + leading))
         return everyone.take_along_dim(index.expand_as(everyone.narrow(axis + leading, 0, 1)), axis + leading).squeeze(
             axis + leading
+        )
+
+
+def _refuse(undefined: Tensor, dtype: torch.dtype) -> None:
+    if values_are_readable(undefined) and bool(undefined.any()):
+        raise ValueError(
+            f"Mixture: log-partitions of its components are too large for {dtype} at this eta, so that their shares, or "
+            "this result, cannot be told; use a smaller eta, or float64"
         )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingModuleSource]
@@ -25,7 +26,8 @@ def values_are_readable(*tensors: Tensor) -> bool:
 def real_tensor(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     """`value` as a floating-point tensor: a number, nested lists of numbers or a NumPy array are copied into one.
 
-    Integers and booleans get torch's default dtype. What was no tensor goes to the device of `like`.
+    Numbers get the dtype and the device of `like`, arrays the device, and integers or booleans torch's default dtype
+    where there is no `like`.
 
     Raises:
         TypeError: `value` is complex, or holds no numbers.
@@ -33,7 +35,9 @@ def real_tensor(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     tensor = value
     if not isinstance(tensor, Tensor):
         try:
-            tensor = torch.tensor(value, device=None if like is None else like.device)
+            known = like is not None and like.is_floating_point() and not isinstance(value, np.ndarray | np.generic)
+            dtype, device = like.dtype if like is not None and known else None, None if like is None else like.device
+            tensor = torch.tensor(value, dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(
                 f"{name} must be a floating-point tensor, or numbers to make one of, got {type(value).__name__}"
