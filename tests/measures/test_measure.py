@@ -60,7 +60,7 @@ def test_a_wrong_shape_names_both_and_never_broadcasts(measure, shape):
 def test_eta_must_be_made_of_real_numbers():
     with pytest.raises(TypeError, match=r"eta must be real, got a tensor of torch\.complex64"):
         Spin.create(2).mean(torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match="eta must be .* numbers to make one of, got str"):
+    with pytest.raises(TypeError, match=r"eta must be .* numbers to make one of, got str"):
         Spin.create(2).mean("0")
 
 

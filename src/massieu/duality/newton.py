@@ -5,6 +5,7 @@ The convex φ(eta) = A(eta) − eta·mu is minimised with the shift of Doikov (2
 quadratic at the end. Nothing here is differentiated.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -95,7 +96,7 @@ class _Problem:
         return vector.reshape(*vector.shape[:-1], *self.event)
 
     def flat(self, vector: Tensor) -> Tensor:
-        return vector.reshape(*vector.shape[: vector.ndim - len(self.event)], -1)
+        return vector.reshape(*vector.shape[: vector.ndim - len(self.event)], math.prod(self.event))
 
     def eta(self, vector: Tensor) -> Tensor:
         """In the measure's own units and shape."""

@@ -139,20 +139,33 @@ class Mixture(Measure):
         """log_weight_k + A_k(eta), shape (*batch, K, *query)."""
         return self._each(lambda part, x: part._log_partition(x), eta) + self._spread(self.log_weight, eta)
 
-    def _log_share(self, eta: Tensor, *, tied: bool = False) -> Tensor:
+    def _log_share(self, eta: Tensor) -> Tensor:
         """The responsibilities' logarithms, shape (*batch, K, *query).
 
-        Terms too large for the dtype are all there is. Which of several such terms is larger cannot be told: they share
-        alike if `tied`, for the caller to find out whether that matters, and raise otherwise.
+        Terms too large for the dtype are all there is; which of several such terms is larger cannot be told.
         """
+        terms = self._log_terms(eta)
+        _refuse((terms == torch.inf).sum(self._axis) > 1, terms.dtype)
+        return self._share_of(terms)
+
+    def _share_of(self, terms: Tensor) -> Tensor:
+        """`_log_share`; terms that are too large share alike, and the caller finds out whether that matters."""
         axis = self._axis
-        terms = self._log_terms(eta).movedim(axis, -1)
         infinite = terms == torch.inf
-        if not tied:
-            _refuse(infinite.sum(-1) > 1, terms.dtype)
         alone = torch.where(infinite, 0.0, -torch.inf)
-        scores = torch.where(infinite.any(-1, keepdim=True), alone, terms)
-        return stable.log_softmax(scores).movedim(-1, axis)
+        scores = torch.where(infinite.any(axis, keepdim=True), alone, terms)
+        return stable.log_softmax(scores.movedim(axis, -1)).movedim(-1, axis)
+
+    def _unless_tied(self, terms: Tensor, parts: Tensor, value: Tensor) -> Tensor:
+        """`value`, and NaN where it depends on the shares of terms that are too large, since their `parts` differ."""
+        axis, tied = self._axis, terms == torch.inf
+        if values_are_readable(tied) and not bool(tied.any()):
+            return value
+        several = tied.sum(axis) > 1
+        tied = tied.reshape((*tied.shape, *[1] * (parts.ndim - tied.ndim)))
+        least, most = parts.masked_fill(~tied, torch.inf).amin(axis), parts.masked_fill(~tied, -torch.inf).amax(axis)
+        several = several.reshape((*several.shape, *[1] * (value.ndim - several.ndim)))
+        return torch.where(several & (least != most), torch.nan, value)
 
     def _defined(self, eta: Tensor, value: Tensor) -> Tensor:
         """`value`, unless log-partitions that are too large leave it undefined."""
@@ -164,45 +177,49 @@ class Mixture(Measure):
     def _log_partition(self, eta: Tensor) -> Tensor:
         return stable.logsumexp(self._log_terms(eta).movedim(self._axis, -1))
 
-    def _shares_and_means(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Responsibilities (*batch, K, *query), component means less the mixture's (*batch, K, *query, *event), and it."""
+    def _shares_and_means(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-terms and responsibilities (*batch, K, *query), means less the mixture's with *event behind, and its mean."""
         axis = self._axis
-        share = self._log_share(eta, tied=True).exp()
+        terms = self._log_terms(eta)
+        share = self._share_of(terms).exp()
         means = self._each(lambda part, x: part._mean(x), eta)
         # About the likeliest component's mean, so that means far from the origin keep their digits.
         chosen = self._eventwise(share.argmax(axis, keepdim=True))
         base = means.take_along_dim(chosen, axis)
-        offsets = torch.where(means == base, 0.0, means - base)
+        offsets = torch.where(means.isinf() & (means == base), 0.0, means - base)
         offsets = torch.where((self._eventwise(share) == 0) & ~offsets.isfinite(), 0.0, offsets)
         base = base.squeeze(axis)
         shift = (self._eventwise(share) * offsets).sum(axis)
-        return share, offsets - shift.unsqueeze(axis), base + shift
+        return terms, share, offsets - shift.unsqueeze(axis), self._unless_tied(terms, means, base + shift)
 
     def _eventwise(self, scalar: Tensor) -> Tensor:
         return scalar.reshape(*scalar.shape, *[1] * len(self.event_shape))
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return self._defined(eta, self._shares_and_means(eta)[2])
+        return self._defined(eta, self._shares_and_means(eta)[3])
 
     def _entropy(self, eta: Tensor) -> Tensor:
         """Σ r_k (log w_k − log r_k + the entropy of component k): A and eta·mean, which may be too large, cancel."""
-        log_share = self._log_share(eta, tied=True)
+        terms = self._log_terms(eta)
+        log_share = self._share_of(terms)
         taken = log_share > -torch.inf
-        own = self._each(lambda part, x: part._entropy(x), eta) + self._spread(self.log_weight, eta)
+        own = self._each(lambda part, x: part._entropy(x), eta)
+        parts, own = own, own + self._spread(self.log_weight, eta)
         gain = torch.where(taken, own, 0.0) - torch.where(taken, log_share, 0.0)
         entropy = (log_share.exp() * gain).sum(self._axis)
         entropy = entropy.masked_fill(~taken.any(self._axis), -torch.inf)
-        return self._defined(eta, entropy)
+        return self._defined(eta, self._unless_tied(terms, parts, entropy))
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
         axis = self._axis
-        share, offsets, _ = self._shares_and_means(eta)
+        terms, share, offsets, _ = self._shares_and_means(eta)
         within = self._each(lambda part, x, v: part._fisher_vp(x, v), eta, vector)
         # A share of 0 takes away an offset whose square would overflow.
         between = offsets * self._eventwise(share * self._dot(offsets, vector.unsqueeze(axis)))
         weight = self._eventwise(share)
         within = torch.where((weight == 0) & ~within.isfinite(), 0.0, within)
-        return self._defined(eta, (weight * within + between).sum(axis))
+        product = (weight * within + between).sum(axis)
+        return self._defined(eta, self._unless_tied(terms, within, product))
 
     def _fisher(self, eta: Tensor) -> Tensor:
         return self._defined(eta, super()._fisher(eta))
@@ -215,7 +232,7 @@ class Mixture(Measure):
         measure, point, delta = self._to(torch.float64), eta.double(), delta.double()
         assert isinstance(measure, Mixture)
         axis = measure._axis
-        _, offsets, _ = measure._shares_and_means(point)
+        _, _, offsets, _ = measure._shares_and_means(point)
         log_share = measure._log_share(point).movedim(axis, -1)
         within = measure._each(lambda part, x, v: part._kl(x, v), point, delta).movedim(axis, -1)
         # A_k(eta + delta) − A_k(eta), up to what all have in common.
@@ -232,13 +249,14 @@ class Mixture(Measure):
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         axis = self._axis
-        share, offsets, mean = self._shares_and_means(eta)
+        terms, share, offsets, mean = self._shares_and_means(eta)
         parts = self._each(lambda part, x, v: part._cumulants(x, v, order), eta, direction)
         # About the mixture's mean, the components' moments mix linearly.
         first = self._dot(offsets, direction.unsqueeze(axis)).unsqueeze(-1)
         moments = moments_of_cumulants(torch.cat([first, parts[..., 1:]], -1))
         mixed = cumulants_of_moments((share.unsqueeze(-1) * moments).sum(axis))
-        return self._defined(eta, torch.cat([self._dot(mean, direction).unsqueeze(-1), mixed[..., 1:]], -1))
+        cumulants = torch.cat([self._dot(mean, direction).unsqueeze(-1), mixed[..., 1:]], -1)
+        return self._defined(eta, self._unless_tied(terms, parts, cumulants))
 
     def _parts(self) -> tuple[Measure, ...]:
         return (self.components,) if isinstance(self.components, Measure) else self.components
@@ -354,7 +372,8 @@ class Mixture(Measure):
 
 def _refuse(undefined: Tensor, dtype: torch.dtype) -> None:
     if values_are_readable(undefined) and bool(undefined.any()):
+        advice = "a smaller eta" if dtype == torch.float64 else "a smaller eta, or float64"
         raise ValueError(
             f"Mixture: log-partitions of its components are too large for {dtype} at this eta, so that their shares, or "
-            "this result, cannot be told; use a smaller eta, or float64"
+            f"this result, cannot be told; use {advice}"
         )
