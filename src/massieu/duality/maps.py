@@ -1,5 +1,6 @@
 """From the mean back to the natural parameter, and the convex conjugate of A."""
 
+import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -14,6 +15,8 @@ from massieu.solve import Status
 
 _ORDERS = 3
 """Orders of derivatives that are right."""
+_GROWTH = 0.25 * math.log(2)
+"""What A* may still grow by where its limit is finite: half of the least growth towards a face without mass."""
 _OUTSIDE = "mu lies outside the convex hull of the support"
 
 
@@ -149,8 +152,11 @@ def conjugate(
     exact, wide = _widen(promoted, target)
     solution = solve(exact, wide, given)
     _refuse_failures(throw, exact, wide, solution)
-    value = exact._fenchel(_attach(exact, wide, solution), wide)
-    limit = torch.where(solution.massive, exact._fenchel(solution.last, wide).detach(), torch.inf)
+    eta = _attach(exact, wide, solution)
+    # −entropy; what rounding has left of mu − ∇A(eta) has derivatives, but is no part of the value: eta may be large.
+    left = exact._dot(eta, wide - exact._mean(eta))
+    value = left - left.detach() - exact._entropy(eta)
+    limit = torch.where(_settles(exact, solution), -exact._entropy(solution.last).detach(), torch.inf)
     other = torch.where(solution.boundary, limit, torch.where(solution.outside, torch.inf, torch.nan))
     value = torch.where(solution.found, value, other).to(target.dtype)
     return value if throw else _result(value, finite, solution.outside, solution.failed, solution.residual)
@@ -165,6 +171,12 @@ def _result(
     status = torch.where(failed, stopped, int(Status.CONVERGED))
     status = torch.where(outside, int(Status.DIVERGED), status)
     return DualResult(value, torch.where(finite, status, int(Status.NOT_FINITE)), residual)
+
+
+def _settles(measure: Measure, solution: Solution) -> Tensor:
+    """Whether A* has a limit where the iterates run: on the second half of the way it grows by (k/2)·log 2 otherwise."""
+    growth = measure._entropy(solution.halfway) - measure._entropy(solution.last)
+    return solution.massive | (growth.detach().abs() < _GROWTH)
 
 
 def _given(mu: Any, target: Tensor) -> torch.dtype:

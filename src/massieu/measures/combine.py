@@ -270,7 +270,7 @@ class Affine(Measure):
         return 64 * centred.shape[-1] * torch.finfo(centred.dtype).eps * centred.norm(dim=-1)
 
     def _nearest(self, point: Tensor) -> Tensor | None:
-        if self._reference == "lebesgue":
+        if self._reference == "lebesgue" and self.weight.shape[-2] <= self.weight.shape[-1]:
             return point
         part = self._listed()
         if part is not None:

@@ -138,5 +138,5 @@ def _outer_sum(tensors: Sequence[Tensor]) -> Tensor:
     total, *others = tensors
     for tensor in others:
         pairs = total.unsqueeze(-2) + tensor.unsqueeze(-3)
-        total = pairs.reshape(*pairs.shape[:-3], -1, pairs.shape[-1])
+        total = pairs.flatten(-3, -2)
     return total
