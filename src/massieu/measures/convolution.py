@@ -101,33 +101,35 @@ class Convolution(Measure):
         is a sum for each component.
         """
         parts = self._flat()
+        lists = [None if isinstance(part, Gaussian) else part._listed() for part in parts]
         gaussians = [part for part in parts if isinstance(part, Gaussian)]
-        others = [part for part in parts if not isinstance(part, Gaussian)]
-        known = {id(part): part._listed() for part in others}
-        unlisted = [part for part in others if known[id(part)] is None]
-        for index, part in enumerate(parts):
-            if part in unlisted and isinstance(part, Mixture) and isinstance(part.components, tuple):
+        unlisted = [
+            index for index, part in enumerate(parts) if lists[index] is None and not isinstance(part, Gaussian)
+        ]
+        for index in unlisted:
+            part = parts[index]
+            if isinstance(part, Mixture) and isinstance(part.components, tuple):
                 rest = (*parts[:index], *parts[index + 1 :])
                 return Mixture(part.log_weight, tuple(Convolution((*rest, each)) for each in part.components))
         if len(unlisted) + bool(gaussians) > 1:
-            names = " and ".join(type(part).__name__ for part in [*unlisted, *gaussians])
+            names = " and ".join(type(part).__name__ for part in [*(parts[index] for index in unlisted), *gaussians])
             raise MissingFormError(f"convolve: the density of a sum of {names} has no closed form")
         if gaussians:
-            last: Measure = gaussians[0] if len(gaussians) == 1 else _added(gaussians, self.batch_shape)
-        elif unlisted:
-            last = unlisted[0]
+            last, place = (gaussians[0] if len(gaussians) == 1 else _added(gaussians, self.batch_shape)), -1
         else:
             # Named laws know the nearest of their points without a search.
-            chosen = max(
-                range(len(others)), key=lambda i: (not isinstance(others[i], Atoms), _count(known[id(others[i])]))
-            )
-            last = others.pop(chosen)
-        named = math.prod(
-            _count(known[id(part)]) for part in others if part is not last and not isinstance(part, Atoms)
-        )
+            ranks = [(not isinstance(part, Atoms), _count(found)) for part, found in zip(parts, lists, strict=True)]
+            place = unlisted[0] if unlisted else max(range(len(parts)), key=lambda index: ranks[index])
+            last = parts[place]
+        others = [index for index, found in enumerate(lists) if found is not None and index != place]
+        named = math.prod([_count(lists[index]) for index in others if not isinstance(parts[index], Atoms)])
         if named > MOST_LISTED:
-            raise MissingFormError(f"convolve: a sum of {named} combinations of named laws has no density here")
-        return [part for each in others if (part := known[id(each)]) is not None], last
+            names = " and ".join(type(part).__name__ for part in parts)
+            raise MissingFormError(
+                f"convolve: the density of a sum of {names} has no closed form here ({named} combinations, at most "
+                f"{MOST_LISTED} are listed)"
+            )
+        return [found for index in others if (found := lists[index]) is not None], last
 
     def _log_density(self, point: Tensor) -> Tensor:
         return total([self._log_prob(torch.zeros_like(point), point), self._log_partition(torch.zeros_like(point))])

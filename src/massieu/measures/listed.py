@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def added(parts: Sequence[Listed], batch: torch.Size) -> Listed | None:
     """Every sum of one point from each."""
     from massieu.measures.atoms import Atoms
 
-    if math.prod(part.size.shape[-2] for part in parts) > MOST_LISTED:
+    if math.prod([part.size.shape[-2] for part in parts]) > MOST_LISTED:
         return None
     points, sizes, log_weight = (_outer_sum(tensors) for tensors in zip(*_in_one_batch(parts, batch), strict=True))
     return Listed(Atoms(points, log_weight.squeeze(-1)), sizes)
@@ -75,7 +75,7 @@ def repeated(part: Listed, count: int) -> Listed | None:
         [drawn.count(index) for index in range(number)]
         for drawn in itertools.combinations_with_replacement(range(number), count)
     ]
-    orders = [math.lgamma(count + 1) - sum(math.lgamma(times + 1) for times in row) for row in chosen]
+    orders = [math.lgamma(count + 1) - sum([math.lgamma(times + 1) for times in row]) for row in chosen]
     times = points.new_tensor(chosen)
     terms = times * torch.where(times > 0, log_weight.unsqueeze(-2), 0.0)
     # A sum of many draws gathers as many roundings.
@@ -87,7 +87,7 @@ def together(parts: Sequence[Listed], log_weight: Sequence[Tensor], batch: torch
     """The points of all parts in one list, each part's with a log-weight (*batch) added."""
     from massieu.measures.atoms import Atoms
 
-    if sum(part.size.shape[-2] for part in parts) > MOST_LISTED:
+    if sum([part.size.shape[-2] for part in parts]) > MOST_LISTED:
         return None
     spread = _in_one_batch(parts, batch)
     full = [
@@ -111,7 +111,10 @@ def log_prob(part: Listed, eta: Tensor, point: Tensor) -> Tensor:
 
 def rounding(*sizes: Tensor) -> Tensor:
     """How far a point may be off that was added up from numbers of these sizes."""
-    total: Any = sum(size.abs() for size in sizes)
+    first, *others = [size.abs() for size in sizes]
+    total = first
+    for size in others:
+        total = total + size
     return ROUNDINGS * torch.finfo(total.dtype).eps * total
 
 
