@@ -22,11 +22,11 @@ from massieu.measures import (
 
 
 def counts(*rates: float) -> Poisson:
-    return Poisson.create(list(rates))
+    return Poisson.create(torch.tensor(rates))
 
 
 def normal(mean: float, variance: float) -> Gaussian:
-    return Gaussian.create(mean, variance)
+    return Gaussian.create(torch.tensor([mean]), torch.tensor(variance))
 
 
 def mixed(*parts):
@@ -39,17 +39,17 @@ def mixed(*parts):
         # exp 1000 is no float: the mean and the variance of every count are.
         (mixed(counts(1.0), counts(2.0)), [1000.0], [math.inf], [math.inf]),
         (mixed(counts(1.0, 1.0), counts(2.0, 1.0)), [1000.0, 0.0], [math.inf, 1.0], [math.inf, 1.0]),
-        (mixed(counts(1.0), Atoms.create([[0.0], [3.0]])), [1000.0], [math.inf], [math.inf]),
+        (mixed(counts(1.0), Atoms.create(torch.tensor([[0.0], [3.0]]))), [1000.0], [math.inf], [math.inf]),
         (mixed(normal(0.0, 1.0), counts(1.0)), [1000.0], [math.inf], [math.inf]),
         (power(mixed(counts(1.0), counts(2.0)), 2), [1000.0], [math.inf], [math.inf]),
         (affine(counts(1.0, 3.0), torch.eye(2)), [1000.0, 0.0], [math.inf, 3.0], [math.inf, 3.0]),
         (product(counts(1.0), Spin.create(1)), [1000.0, 0.0], [math.inf, 0.0], [math.inf, 1.0]),
         # The second has outgrown the first by e¹⁰⁰⁰; the Gaussian the atoms, by e⁵⁰⁰⁰⁰⁰.
         (mixed(normal(0.0, 1.0), normal(1.0, 1.0)), [1000.0], [1001.0], [1.0]),
-        (hybrid(Atoms.create([[0.0], [3.0]]), normal(0.0, 1.0), 0.5), [1000.0], [1000.0], [1.0]),
-        (hybrid(Atoms.create([[0.0], [3.0]]), normal(0.0, 1.0), 0.5), [1e20], [1e20], [1.0]),
+        (hybrid(Atoms.create(torch.tensor([[0.0], [3.0]])), normal(0.0, 1.0), 0.5), [1000.0], [1000.0], [1.0]),
+        (hybrid(Atoms.create(torch.tensor([[0.0], [3.0]])), normal(0.0, 1.0), 0.5), [1e20], [1e20], [1.0]),
         (mixed(normal(0.0, 1.0), normal(0.0, 2.0)), [1000.0], [2000.0], [2.0]),
-        (boosting([1, -1], [0.0, 0.0], [[1.0], [0.5]]), [1000.0], [0.5], [0.0]),
+        (boosting(torch.tensor([1.0, -1.0]), torch.zeros(2), torch.tensor([[1.0], [0.5]])), [1000.0], [0.5], [0.0]),
     ],
 )
 def test_means_and_variances_where_one_term_is_all_there_is(measure, eta, mean, variance):
@@ -80,7 +80,7 @@ def test_shares_that_cannot_be_told_are_refused(name):
 
 
 def test_entropy_and_divergence_of_what_is_infinite():
-    one, both = counts(1.0), mixed(counts(1.0), Atoms.create([[1.0]]))
+    one, both = counts(1.0), mixed(counts(1.0), Atoms.create(torch.tensor([[1.0]])))
     eta = torch.tensor([1000.0])
     for measure in (one, both, convolve(one, one), product(one, one), power(one, 2)):
         at = eta.expand(measure.event_shape)

@@ -129,7 +129,8 @@ class Convolution(Measure):
                 f"convolve: the density of a sum of {names} has no closed form here ({named} combinations, at most "
                 f"{MOST_LISTED} are listed)"
             )
-        return [found for index in others if (found := lists[index]) is not None], last
+        chosen = [lists[index] for index in others]
+        return chosen, last  # pyright: ignore[reportReturnType]
 
     def _log_density(self, point: Tensor) -> Tensor:
         return total([self._log_prob(torch.zeros_like(point), point), self._log_partition(torch.zeros_like(point))])

@@ -1,6 +1,5 @@
 """Discrete laws as lists of their points: what gives sums, powers and images of them a density."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -71,10 +70,7 @@ def repeated(part: Listed, count: int) -> Listed | None:
     number = points.shape[-2]
     if math.comb(number + count - 1, min(count, number - 1)) > MOST_LISTED:
         return None
-    chosen = [
-        [drawn.count(index) for index in range(number)]
-        for drawn in itertools.combinations_with_replacement(range(number), count)
-    ]
+    chosen = _counts(number, count)
     orders = [math.lgamma(count + 1) - sum([math.lgamma(times + 1) for times in row]) for row in chosen]
     times = points.new_tensor(chosen)
     terms = times * torch.where(times > 0, log_weight.unsqueeze(-2), 0.0)
@@ -143,3 +139,10 @@ def _outer_sum(tensors: Sequence[Tensor]) -> Tensor:
         pairs = total.unsqueeze(-2) + tensor.unsqueeze(-3)
         total = pairs.flatten(-3, -2)
     return total
+
+
+def _counts(kinds: int, total: int) -> list[list[int]]:
+    """Every way to have `total` things of so many kinds."""
+    if kinds == 1:
+        return [[total]]
+    return [[first, *rest] for first in range(total + 1) for rest in _counts(kinds - 1, total - first)]

@@ -186,7 +186,7 @@ class Sphere(Measure):
         first[..., 0] = 1
         length = point.square.sqrt().unsqueeze(-1)
         axis = torch.where(length > 0, point.vector / length, first)
-        concentration = (point.unit * length.squeeze(-1)).expand(*shape, *eta.shape[:-1])
+        concentration = (point.unit * length.squeeze(-1)).expand((*shape, *eta.shape[:-1]))
         drop = self._drop(concentration, generator).unsqueeze(-1)
         noise = torch.randn(*shape, *eta.shape, dtype=torch.float64, device=eta.device, generator=generator)
         noise = noise - axis * (axis * noise).sum(-1, keepdim=True)
