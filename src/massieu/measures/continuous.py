@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.measures.atoms import Atoms
 from massieu.measures.coordinates import Coordinates, checked_parameters, in_words
-from massieu.measures.deviance import log_gamma_density
+from massieu.measures.deviance import deviance, log_gamma_density
 from massieu.measures.hooks import Reference
 from massieu.measures.listed import Listed
 
@@ -76,6 +76,9 @@ class Exponential(Coordinates):
     def _natural_each(self, mu: Tensor) -> Tensor:
         return self._align(self.rate, mu) - 1 / mu
 
+    def _conjugate_each(self, mu: Tensor) -> Tensor:
+        return _ratio_divergence(mu * self._align(self.rate, mu))
+
     def _power(self, exponent: float) -> "Gamma":
         return Gamma(torch.full_like(self.rate, exponent), 1 / self.rate)
 
@@ -139,6 +142,10 @@ class Gamma(Coordinates):
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return 1 / self._align(self.scale, mu) - self._align(self.shape, mu) / mu
+
+    def _conjugate_each(self, mu: Tensor) -> Tensor:
+        shape = self._align(self.shape, mu)
+        return shape * _ratio_divergence(mu / shape / self._align(self.scale, mu))
 
     def _power(self, exponent: float) -> "Gamma":
         return Gamma(exponent * self.shape, self.scale)
@@ -218,6 +225,13 @@ class Laplace(Coordinates):
         limit = 1 / self._align(self.scale, mu)
         reduced = mu * limit
         return reduced * limit / (1 + torch.hypot(torch.ones_like(reduced), reduced))
+
+    def _conjugate_each(self, mu: Tensor) -> Tensor:
+        """u − log(1 + u/2), u = √(1 + (mu/scale)²) − 1."""
+        reduced = mu / self._align(self.scale, mu)
+        length = torch.hypot(torch.ones_like(reduced), reduced)
+        excess = reduced / (1 + length) * reduced
+        return excess - torch.log1p(0.5 * excess)
 
 
 class Constant(Coordinates):
@@ -299,6 +313,11 @@ def _excess(delta: Tensor, slack: Tensor) -> Tensor:
         total = 1 / order + ratio * total
     apart = torch.where(near, 0.0, delta)
     return torch.where(near, ratio.square() * total, _log_growth(apart, slack) - apart / slack)
+
+
+def _ratio_divergence(ratio: Tensor) -> Tensor:
+    """r − 1 − log r ≥ 0: the KL divergence of an exponential from another, r the ratio of their means."""
+    return deviance(torch.ones_like(ratio), ratio, ratio.log())
 
 
 def _waiting_times(eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

@@ -73,6 +73,10 @@ class Coordinates(Measure):
         """The inverse of the mean, for means inside the range."""
         return None
 
+    def _conjugate_each(self, mu: Tensor) -> Tensor | None:
+        """A* of each coordinate, for means inside the range: where eta may round to the end of its domain."""
+        return None
+
     # What follows from it.
 
     def _log_partition(self, eta: Tensor) -> Tensor:
@@ -133,8 +137,9 @@ class Coordinates(Measure):
         start = self._interior()
         start = torch.zeros_like(mu) if start is None else self._align(start, mu).expand_as(mu)
         eta = torch.where(inside, eta, start)
-        mean = self._mean(eta)
-        value = self._fenchel(eta, torch.where(inside, mu, mean))
+        safe = torch.where(inside, mu, self._mean(eta))
+        each = self._conjugate_each(safe)
+        value = self._fenchel(eta, safe) if each is None else torch.where(inside, each, 0.0).sum(-1)
         ends = torch.full_like(mu, torch.inf)
         if self._reference == "counting":
             held = edge & mu.isfinite()
