@@ -261,7 +261,7 @@ def composed_cases() -> dict[str, Case]:
     binomial = stats.binom.logpmf(np.arange(4), 3, numpy(chance)[:, None])
     rate = positive(2, 1, seed=19)
     return {
-        "affine": Case(affine(Spin.create(field), weight, bias), pushed, ("domain", "log_prob"), density=False),
+        "affine": Case(affine(Spin.create(field), weight, bias), pushed),
         "affine, of a density": Case(affine(Laplace.create(scale), square, shift), Image(moved, square, shift), ()),
         "affine, of atoms": Case(
             affine(Atoms.create(points), weight[0, :2, :2], bias[:2]),
@@ -270,8 +270,6 @@ def composed_cases() -> dict[str, Case]:
         "tilted": Case(
             affine(Spin.create(field[0]), weight[0], bias).tilt(tilt),
             single.tilted(numpy(tilt)),
-            ("domain", "log_prob"),
-            density=False,
         ),
         "tilted density": Case(Laplace.create(scale).tilt(slope), tilted_laplace, ()),
         "mixture of atoms and spins": Case(
@@ -307,8 +305,6 @@ def composed_cases() -> dict[str, Case]:
         "power": Case(
             power(Bernoulli.create(chance), 3),
             product_of_values([0.0, 1.0, 2.0, 3.0], binomial),
-            ("domain", "log_prob"),
-            density=False,
         ),
     }
 

@@ -265,8 +265,8 @@ def test_bad_atoms_are_refused(points, log_weight, message):
 
 
 def test_bad_values_are_refused():
-    with pytest.raises(TypeError, match="floating"):
-        Atoms.create(torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"points must be real, got a tensor of torch\.complex64"):
+        Atoms.create(torch.zeros(2, 3, dtype=torch.complex64))
     measure = Atoms.create(torch.zeros(4, 2, 3))
     with pytest.raises(ValueError, match=r"values must have shape \(4, 2, 'v'\).*got \(4, 3, 5\)"):
         measure.expectation(torch.zeros(4, 3), torch.zeros(4, 3, 5))

@@ -344,7 +344,7 @@ def test_domain_errors_name_the_bound():
         (lambda: ConjugatePrior.create(Atoms.create(torch.zeros(2, 2)), tensor(1.0)), TypeError, "got Atoms"),
         (lambda: ConjugatePrior.create(Spin.create(2), tensor(1.0)), ValueError, r"shape \(2,\), got \(1,\)"),
         (lambda: ConjugatePrior.create(Spin.create(1), tensor(0.0)), ValueError, "strength must be positive, got 0"),
-        (lambda: ConjugatePrior.create(Spin.create(1), torch.tensor([1])), TypeError, "int64"),
+        (lambda: ConjugatePrior.create(Spin.create(1), torch.tensor([1j])), TypeError, "strength must be real"),
         (
             lambda: ConjugatePrior.create(Gaussian.create(torch.zeros(2), torch.eye(2)), torch.ones(2)),
             ValueError,

@@ -170,7 +170,7 @@ def test_densities_of_continuous_laws_integrate_to_one():
     [
         (lambda: Exponential.create(tensor(0.0)), ValueError, "rate must be positive, got 0"),
         (lambda: Exponential.create(tensor(math.inf)), ValueError, "rate must be finite"),
-        (lambda: Exponential.create(torch.tensor([1])), TypeError, "int64"),
+        (lambda: Exponential.create(torch.tensor([1j])), TypeError, "rate must be real"),
         (
             lambda: Gamma.create(tensor(1.0), tensor(1.0, 2.0)),
             ValueError,
@@ -178,7 +178,7 @@ def test_densities_of_continuous_laws_integrate_to_one():
         ),
         (lambda: Gamma.create(tensor(-1.0), tensor(1.0)), ValueError, "shape must be positive, got -1"),
         (lambda: Gamma.create(tensor(1.0), tensor(math.nan)), ValueError, "scale must be finite"),
-        (lambda: Laplace.create(torch.tensor(1.0)), ValueError, r"scale must have shape \(\*batch, d\)"),
+        (lambda: Laplace.create("one"), TypeError, "scale must be .* numbers to make one of, got str"),
         (lambda: Laplace.create(tensor(-1.0)), ValueError, "scale must be positive"),
         (lambda: Uniform.create(tensor(0.0), tensor(0.0)), ValueError, "low must be below high, got 0 and 0"),
         (lambda: Uniform.create(tensor(0.0, 1.0), tensor(1.0)), ValueError, "high must have the shape of low"),

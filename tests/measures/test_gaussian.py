@@ -79,10 +79,8 @@ def test_bad_covariances_are_refused(arguments, message):
 
 
 def test_bad_locations_are_refused():
-    with pytest.raises(TypeError, match="int64"):
-        Gaussian.create(torch.zeros(2, dtype=torch.int64), torch.tensor(1.0))
-    with pytest.raises(ValueError, match="scalar"):
-        Gaussian.create(torch.tensor(0.0), torch.tensor(1.0))
+    with pytest.raises(TypeError, match="location must be real"):
+        Gaussian.create(torch.zeros(2, dtype=torch.complex64), torch.tensor(1.0))
     with pytest.raises(ValueError, match="finite"):
         Gaussian.create(torch.tensor([math.inf]), torch.tensor(1.0))
 

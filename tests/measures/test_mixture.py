@@ -158,7 +158,7 @@ def test_conforms():
         ((torch.zeros(3), [Spin.create(2)] * 2), ValueError, r"\('\*batch', 2\) for 2 components, got \(3,\)"),
         ((torch.zeros(2), [Spin.create(2), Spin.create(3)]), ValueError, r"one event shape, got \[\(2,\), \(3,\)\]"),
         ((torch.zeros(2), Spin.create(2)), ValueError, "batch dimension that counts"),
-        ((torch.tensor([0, 1]), [Spin.create(2)] * 2), TypeError, "int64"),
+        ((torch.tensor([0j, 1]), [Spin.create(2)] * 2), TypeError, "log_weight must be real"),
         ((torch.tensor([0.0, math.nan]), [Spin.create(2)] * 2), ValueError, "NaN"),
         (
             (torch.zeros(4, 2), [Spin.create(2), Atoms.create(torch.ones(3, 5, 2))]),

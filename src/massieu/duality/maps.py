@@ -1,19 +1,54 @@
 """From the mean back to the natural parameter, and the convex conjugate of A."""
 
+import math
+from typing import Any, Literal, NamedTuple, overload
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.duality.newton import STEPS, Solution, over, solve, times
+from massieu.errors import ConvergenceError
 from massieu.measures import Measure
 from massieu.measures.base import values_are_readable
+from massieu.solve import Status
 
 _ORDERS = 3
 """Orders of derivatives that are right."""
+_GROWTH = 0.25 * math.log(2)
+"""What A* may still grow by where its limit is finite: half of the least growth towards a face without mass."""
 _OUTSIDE = "mu lies outside the convex hull of the support"
 
 
-def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]:
+class DualResult(NamedTuple):
+    """What `natural` and `conjugate` found, item by item, with ``throw=False``.
+
+    Attributes:
+        value: eta, or A*; NaN where the status says that there is none.
+        status: Of `massieu.solve.Status`: CONVERGED, also where mu is on the boundary and eta infinite; DIVERGED where mu
+            lies outside the convex hull of the support, so that no eta has it (A* is +inf there, and right); MAX_STEPS
+            where Newton's method did not get there; NOT_FINITE where mu, or A where the method starts, is not finite.
+        residual: ‖∇A(eta) − mu‖ of the last iterate; 0 where a closed form was used.
+    """
+
+    value: Tensor
+    status: Int[Tensor, "*batch_query"]
+    residual: Float[Tensor, "*batch_query"]
+
+
+@overload
+def natural(
+    measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: Literal[True] = True
+) -> Float[Tensor, "*batch_query_event"]: ...
+
+
+@overload
+def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool) -> Tensor | DualResult: ...
+
+
+def natural(
+    measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool = True
+) -> Float[Tensor, "*batch_query_event"] | DualResult:
     """The eta of least norm with ∇A(eta) = mu: the inverse of `Measure.mean` (S6, S9).
 
     In closed form where the measure knows it, else by at most 100 damped Newton steps in float64, each of which
@@ -34,54 +69,119 @@ def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Float[
     Args:
         measure: Any measure; half precision is promoted.
         mu: A mean, shaped like eta.
+        throw: Raise if there is an item without an eta. If not, the result is a `DualResult`, whose status says item by
+            item what became of it. Nothing is raised where values cannot be read: eta is NaN there.
 
     Raises:
-        ValueError: `mu` has another shape, is not finite, lies outside the convex hull of the support (NaN where values
-            cannot be read), or was not reached; or the measure is zero.
+        ValueError: `mu` has another shape, is not finite, or lies outside the convex hull of the support; or the measure
+            is zero.
+        ConvergenceError: `mu` was not reached.
     """
     promoted, target = measure._fit(mu=mu)
-    _refuse(_some(promoted, ~target.isfinite()), promoted, target, "mu must be finite")
-    closed = _closed_form(promoted, target, mu.dtype)
+    given = _given(mu, target)
+    finite = _every(promoted, target.isfinite())
+    _refuse(throw, ~finite, promoted, target, "mu must be finite")
+    closed = _closed_form(promoted, target, given)
     if closed is not None:
-        _refuse(_some(promoted, closed.isnan()), promoted, target, _OUTSIDE)
-        return closed
+        invalid = ~finite | _some(promoted, closed.isnan())
+        _refuse(throw, invalid, promoted, target, _OUTSIDE)
+        if throw:
+            return closed
+        return _result(
+            torch.where(over(invalid, closed), torch.nan, closed), finite, invalid, torch.zeros_like(invalid)
+        )
+    if target.is_meta:
+        unknown = torch.zeros_like(finite)
+        return torch.empty_like(target) if throw else _result(torch.empty_like(target), finite, unknown, unknown)
     exact, wide = _widen(promoted, target)
-    solution = solve(exact, wide, mu.dtype)
-    _refuse_failures(exact, wide, solution)
-    _refuse(solution.outside, exact, wide, _OUTSIDE)
+    solution = solve(exact, wide, given)
+    _refuse_failures(throw, exact, wide, solution)
+    _refuse(throw, solution.outside, exact, wide, _OUTSIDE)
     eta = _attach(exact, wide, solution)
     other = torch.where(solution.boundary, torch.inf, torch.nan)
-    return torch.where(over(solution.found, eta), eta, over(other, eta)).to(target.dtype)
+    eta = torch.where(over(solution.found, eta), eta, over(other, eta)).to(target.dtype)
+    return eta if throw else _result(eta, finite, solution.outside, solution.failed, solution.residual)
 
 
-def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]:
+@overload
+def conjugate(
+    measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: Literal[True] = True
+) -> Float[Tensor, "*batch_query"]: ...
+
+
+@overload
+def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool) -> Tensor | DualResult: ...
+
+
+def conjugate(
+    measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool = True
+) -> Float[Tensor, "*batch_query"] | DualResult:
     """A*(mu) = sup over eta of eta·mu − A(eta), in nats: −entropy(eta) at the eta of mean mu (S8).
 
     For a probability h it is KL(p_eta ‖ h), the least of all laws of mean mu. Its gradient is `natural`, its Hessian the
     (pseudo-)inverse of the Fisher information at eta. On the boundary it is the limit from inside: −log w_n at an atom
-    that is a vertex, the value of the sub-family on a larger face, +inf where the face carries no mass; accurate to 1e-9
-    (1e-4 in float32). Outside it is +inf. No gradient flows from the boundary and from outside.
+    that is a vertex, the value of the sub-family on a larger face, +inf where the face carries no mass. That is exact for
+    measures of closed form, and for others accurate to 1e-9 (1e-4 in float32). Outside it is +inf. No gradient flows from
+    the boundary and from outside.
 
     Args:
         measure: Any measure; half precision is promoted.
         mu: A mean, shaped like eta.
+        throw: As for `natural`; a mu outside is no failure here.
 
     Raises:
-        ValueError: `mu` has another shape, is not finite, or was not reached; or the measure is zero.
+        ValueError: `mu` has another shape or is not finite; or the measure is zero.
+        ConvergenceError: `mu` was not reached, or it is on the boundary of a user's measure whose limit cannot be taken.
     """
     promoted, target = measure._fit(mu=mu)
-    _refuse(_some(promoted, ~target.isfinite()), promoted, target, "mu must be finite")
-    closed = _closed_form(promoted, target.detach(), mu.dtype)
+    given = _given(mu, target)
+    finite = _every(promoted, target.isfinite())
+    _refuse(throw, ~finite, promoted, target, "mu must be finite")
+    closed = _closed_form(promoted, target.detach(), given)
     if closed is not None:
-        value = _closed_conjugate(promoted, target, closed)
-        return torch.where(_every(promoted, target.isfinite()), value, torch.nan)
+        known = promoted._conjugate(target)
+        value = _extrapolated(promoted, target, closed) if known is None else known
+        failed = finite & value.isnan()
+        advice = ". Give the measure `_conjugate`, its value there in closed form"
+        _refuse(throw, failed, promoted, target, "A* was not found", advice, ConvergenceError)
+        value = torch.where(finite, value, torch.nan)
+        return value if throw else _result(value, finite, _some(promoted, closed.isnan()), failed)
+    if target.is_meta:
+        unknown, value = torch.zeros_like(finite), torch.empty_like(finite, dtype=target.dtype)
+        return value if throw else _result(value, finite, unknown, unknown)
     exact, wide = _widen(promoted, target)
-    solution = solve(exact, wide, mu.dtype)
-    _refuse_failures(exact, wide, solution)
-    value = _fenchel(exact, _attach(exact, wide, solution), wide)
-    limit = torch.where(solution.massive, _fenchel(exact, solution.last, wide).detach(), torch.inf)
+    solution = solve(exact, wide, given)
+    _refuse_failures(throw, exact, wide, solution)
+    eta = _attach(exact, wide, solution)
+    # −entropy; what rounding has left of mu − ∇A(eta) has derivatives, but is no part of the value: eta may be large.
+    left = exact._dot(eta, wide - exact._mean(eta))
+    value = left - left.detach() - exact._entropy(eta)
+    limit = torch.where(_settles(exact, solution), -exact._entropy(solution.last).detach(), torch.inf)
     other = torch.where(solution.boundary, limit, torch.where(solution.outside, torch.inf, torch.nan))
-    return torch.where(solution.found, value, other).to(target.dtype)
+    value = torch.where(solution.found, value, other).to(target.dtype)
+    return value if throw else _result(value, finite, solution.outside, solution.failed, solution.residual)
+
+
+def _result(
+    value: Tensor, finite: Tensor, outside: Tensor, failed: Tensor, residual: Tensor | None = None
+) -> DualResult:
+    """With the status of each item; a residual of NaN says that A was not finite where the method started."""
+    residual = torch.zeros_like(finite, dtype=value.dtype) if residual is None else residual
+    stopped = torch.where(residual.isnan(), int(Status.NOT_FINITE), int(Status.MAX_STEPS))
+    status = torch.where(failed, stopped, int(Status.CONVERGED))
+    status = torch.where(outside, int(Status.DIVERGED), status)
+    return DualResult(value, torch.where(finite, status, int(Status.NOT_FINITE)), residual)
+
+
+def _settles(measure: Measure, solution: Solution) -> Tensor:
+    """Whether A* has a limit where the iterates run: on the second half of the way it grows by (k/2)·log 2 otherwise."""
+    growth = measure._entropy(solution.halfway) - measure._entropy(solution.last)
+    return solution.massive | (growth.detach().abs() < _GROWTH)
+
+
+def _given(mu: Any, target: Tensor) -> torch.dtype:
+    """The dtype whose rounding mu has: its own, where it is a floating-point tensor."""
+    return mu.dtype if isinstance(mu, Tensor) and mu.is_floating_point() else target.dtype
 
 
 def _closed_form(measure: Measure, mu: Tensor, given: torch.dtype) -> Tensor | None:
@@ -120,30 +220,33 @@ def _image(measure: Measure, eta: Tensor, vector: Tensor) -> Tensor:
     return measure._fisher_vp(eta, vector.reshape(eta.shape)).reshape(vector.shape)
 
 
-def _fenchel(measure: Measure, eta: Tensor, mu: Tensor) -> Tensor:
-    """eta·mu − A(eta), by the entropy, which keeps more digits."""
-    return measure._dot(eta, mu - measure._mean(eta)) - measure._entropy(eta)
-
-
-def _closed_conjugate(measure: Measure, mu: Tensor, natural: Tensor) -> Tensor:
-    """A* where `natural` is known; on the boundary its limit from inside, which is that of a closed convex function."""
+def _extrapolated(measure: Measure, mu: Tensor, natural: Tensor) -> Tensor:
+    """A* of a measure that knows its inverse alone: on the boundary by its limit from inside, that of a closed function."""
     found = _every(measure, natural.isfinite())
-    interior = measure._interior()
-    start = torch.zeros_like(mu)
-    start = start if interior is None else start + measure._align(interior, mu, len(measure.event_shape))
-    centre = measure._mean(start).detach()
+    exact, edge = _widen(measure, mu)
+    edge = edge.detach()
+    interior = exact._interior()
+    start = torch.zeros_like(edge)
+    start = start if interior is None else start + exact._align(interior, edge, len(measure.event_shape))
+    centre = exact._mean(start).detach()
 
     def value(point: Tensor) -> Tensor:
-        eta = measure._natural(point)
+        eta = exact._natural(point)
         assert eta is not None
-        return _fenchel(measure, eta, point)
+        return exact._fenchel(eta, point)
 
-    eps, edge = torch.finfo(mu.dtype).eps, mu.detach()
-    far, near, limit = (value(edge + eps**power * (centre - edge)) for power in (0.5, 0.7, 0.9))
+    # Steps that rounding does not take back.
+    way, eps = centre - edge, torch.finfo(edge.dtype).eps
+    least = torch.where(way == 0, 0.0, 8 * eps * edge.abs() / way.abs()).flatten(mu.ndim - len(measure.event_shape))
+    unit = over(least.amax(-1).clamp(eps, 1.0), way)
+    far, near, limit = (value(edge + unit**power * way) for power in (0.5, 0.7, 0.9))
     # Towards a face that carries mass A* settles, towards any other it grows as a logarithm.
     growing = (limit - near > 0.1 * (near - far)) & (limit - near > 1e3 * eps**0.75 * (1 + limit.abs()))
-    limit = torch.where(growing | _some(measure, natural.isnan()), torch.inf, limit).detach()
-    return torch.where(found, value(torch.where(over(found, mu), mu, centre)), limit)
+    limit = torch.where(growing | _some(measure, natural.isnan()), torch.inf, limit).detach().to(mu.dtype)
+    inner = torch.where(over(found, mu), mu, centre.to(mu.dtype))
+    eta = measure._natural(inner)
+    assert eta is not None
+    return torch.where(found, measure._fenchel(eta, inner), limit)
 
 
 def _widen(measure: Measure, mu: Tensor) -> tuple[Measure, Tensor]:
@@ -152,24 +255,33 @@ def _widen(measure: Measure, mu: Tensor) -> tuple[Measure, Tensor]:
     return measure._to(wide), mu.to(wide)
 
 
-def _refuse(mask: Tensor, measure: Measure, mu: Tensor, reason: str, advice: str = "") -> None:
+def _refuse(
+    throw: bool,
+    mask: Tensor,
+    measure: Measure,
+    mu: Tensor,
+    reason: str,
+    advice: str = "",
+    kind: type[Exception] = ValueError,
+) -> None:
     """Raise for the first item of the mask, where values are readable."""
-    if not values_are_readable(mask) or not bool(mask.any()):
+    if not throw or not values_are_readable(mask) or not bool(mask.any()):
         return
     index = tuple(int(i) for i in mask.nonzero()[0])
     numbers = mu.detach()[index].flatten()
     shown = ", ".join(f"{float(x):.6g}" for x in numbers[:6]) + (", …" if len(numbers) > 6 else "")
     place = f" at index {index}" if index else ""
-    raise ValueError(f"{reason}: {type(measure).__name__}, mu = [{shown}]{place}{advice}")
+    raise kind(f"{reason}: {type(measure).__name__}, mu = [{shown}]{place}{advice}")
 
 
-def _refuse_failures(measure: Measure, mu: Tensor, solution: Solution) -> None:
+def _refuse_failures(throw: bool, measure: Measure, mu: Tensor, solution: Solution) -> None:
     start = "A is not finite where Newton's method starts (no mass, or `_interior` is not inside)"
-    _refuse(solution.residual.isnan(), measure, mu, start)
-    if values_are_readable(solution.failed) and bool(solution.failed.any()):
+    _refuse(throw, solution.residual.isnan(), measure, mu, start)
+    if throw and values_are_readable(solution.failed) and bool(solution.failed.any()):
         residual = float(solution.residual[solution.failed].amax())
         advice = f"; residual {residual:.3g}. Use float64, move mu off the boundary, or give the measure `_natural`"
-        _refuse(solution.failed, measure, mu, f"no convergence in {STEPS} Newton steps", advice)
+        reason = f"no convergence in {STEPS} Newton steps"
+        _refuse(throw, solution.failed, measure, mu, reason, advice, ConvergenceError)
 
 
 def _every(measure: Measure, mask: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The convex φ(eta) = A(eta) − eta·mu is minimised with the shift of Doikov (2
 quadratic at the end. Nothing here is differentiated.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -64,7 +65,8 @@ class Solution(NamedTuple):
     inverse: Tensor  # the Fisher information's pseudo-inverse where found, 0 elsewhere, (*lead, n, n)
     null: Tensor | None  # the projector on what A cannot see; None where it is known to be nothing
     last: Tensor  # the last iterate, shaped like eta
-    massive: Tensor  # whether A* is finite there, if on the boundary
+    halfway: Tensor  # as far again from where the variance vanishes, shaped like eta
+    massive: Tensor  # whether A* is known to be finite there, if on the boundary
     residual: Tensor  # ‖∇A − mu‖ there; NaN where A is not finite at the start
 
 
@@ -95,7 +97,7 @@ class _Problem:
         return vector.reshape(*vector.shape[:-1], *self.event)
 
     def flat(self, vector: Tensor) -> Tensor:
-        return vector.reshape(*vector.shape[: vector.ndim - len(self.event)], -1)
+        return vector.reshape(*vector.shape[: vector.ndim - len(self.event)], math.prod(self.event))
 
     def eta(self, vector: Tensor) -> Tensor:
         """In the measure's own units and shape."""
@@ -225,7 +227,7 @@ def _step(problem: _Problem, state: _State) -> _State:
 
 def _conclude(problem: _Problem, state: _State) -> Solution:
     point, unit = state.point, problem.unit
-    found, boundary, outside = _judge(problem, state)
+    found, boundary, outside, along = _judge(problem, state)
     share = torch.where(point.kept & found.unsqueeze(-1), 1 / point.eigenvalues, 0.0)
     inverse = (point.eigenvectors * share.unsqueeze(-2)) @ point.eigenvectors.mT
     inverse = inverse / (unit.unsqueeze(-1) * unit.unsqueeze(-2))
@@ -240,11 +242,12 @@ def _conclude(problem: _Problem, state: _State) -> Solution:
     last = problem.eta(point.vector)
     # The mean comes near a face of mass exponentially in ‖eta‖, near any other as 1/‖eta‖ or slower.
     massive = (point.vector - problem.start).norm(dim=-1) < _MASSIVE
-    return Solution(found, boundary, outside, failed, eta, inverse, null, last, massive, residual)
+    halfway = problem.eta(point.vector - 0.5 * along)
+    return Solution(found, boundary, outside, failed, eta, inverse, null, last, halfway, massive, residual)
 
 
-def _judge(problem: _Problem, state: _State) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether an eta was found, or the iterates run to infinity, towards a boundary point or past it.
+def _judge(problem: _Problem, state: _State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whether an eta was found, or the iterates run to infinity, towards a boundary point or past it; and the way there.
 
     They run along a direction in which the support ends at mu, or before it, and in which the variance vanishes.
     """
@@ -264,7 +267,7 @@ def _judge(problem: _Problem, state: _State) -> tuple[Tensor, Tensor, Tensor]:
     outside = usable & ((ahead if end is None else end) < -forgiven).any(-1)
     touching = ((ahead.abs() <= near) & (ahead + behind > 2 * forgiven)).any(-1)
     boundary = usable & ~outside & touching
-    return usable & state.done & ~outside & ~boundary, boundary, outside
+    return usable & state.done & ~outside & ~boundary, boundary, outside, along
 
 
 def _null(problem: _Problem, point: _Point) -> Tensor:

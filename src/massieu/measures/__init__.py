@@ -2,15 +2,17 @@
 
 from massieu.measures.atoms import Atoms
 from massieu.measures.base import DomainError, Measure, MissingFormError, static_field
+from massieu.measures.categorical import Categorical
 from massieu.measures.combine import Affine, Tilted, affine, tilt
 from massieu.measures.conjugate import ConjugatePrior
 from massieu.measures.continuous import Constant, Exponential, Gamma, Laplace
-from massieu.measures.discrete import Bernoulli, Categorical, Poisson, Spin
+from massieu.measures.convolution import Convolution, convolve
+from massieu.measures.discrete import Bernoulli, Poisson, Spin
 from massieu.measures.gaussian import Gaussian
 from massieu.measures.mixture import Mixture, mixture
 from massieu.measures.named import boosting, divergence_kernel, hybrid
 from massieu.measures.sphere import Sphere
-from massieu.measures.sums import Convolution, Power, Product, convolve, power, product
+from massieu.measures.sums import Power, Product, power, product
 from massieu.measures.uniform import Uniform
 
 __all__ = [

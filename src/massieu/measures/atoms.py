@@ -10,7 +10,9 @@ from massieu import ops
 from massieu.measures import stable
 from massieu.measures.base import Measure, values_are_readable
 from massieu.measures.hooks import Reference
+from massieu.measures.listed import ROUNDINGS, Listed
 from massieu.measures.moments import cumulants_of_moments
+from massieu.measures.value import real_tensor
 
 
 class Atoms(Measure):
@@ -44,12 +46,13 @@ class Atoms(Measure):
             ValueError: shapes that do not fit, no point, a NaN, an infinite point or weight.
             TypeError: `points` are not floating-point.
         """
-        if not points.is_floating_point():
-            raise TypeError(f"points must be a floating-point tensor, got {points.dtype}")
+        points = real_tensor("points", points, log_weight if isinstance(log_weight, Tensor) else None)
         if points.ndim < 2 or 0 in points.shape[-2:]:
             raise ValueError(f"points must have shape (*batch, N, d) with N, d ≥ 1, got {tuple(points.shape)}")
         if log_weight is None:
             log_weight = points.new_zeros(points.shape[:-1])
+        if not isinstance(log_weight, Tensor):
+            log_weight = torch.as_tensor(log_weight, device=points.device)
         if log_weight.shape != points.shape[:-1]:
             raise ValueError(
                 f"log_weight must have shape {tuple(points.shape[:-1])} for points of shape {tuple(points.shape)}, "
@@ -57,6 +60,7 @@ class Atoms(Measure):
             )
         if log_weight.dtype == torch.bool:
             log_weight = points.new_zeros(log_weight.shape).masked_fill(~log_weight, -torch.inf)
+        log_weight = real_tensor("log_weight", log_weight)
         if values_are_readable(points, log_weight):
             if not bool(points.isfinite().all()):
                 raise ValueError("points must be finite; leave a point out with a log_weight of −inf")
@@ -80,6 +84,8 @@ class Atoms(Measure):
         Raises:
             ValueError: `eta` or `values` has a shape that does not fit.
         """
+        values = real_tensor("values", values, self.points)
+        eta = real_tensor("eta", eta, self.points)
         if values.shape[:-1] != self.points.shape[:-1]:
             raise ValueError(
                 f"values must have shape {(*self.points.shape[:-1], 'v')} for points of shape "
@@ -92,11 +98,15 @@ class Atoms(Measure):
         return stable.log_softmax(_scores(eta, self.points) + self._align(self.log_weight, eta))
 
     def _log_partition(self, eta: Tensor) -> Tensor:
+        if eta.numel() == 0:
+            return eta.sum(-1)
         query, key, log_weight = self._as_heads(eta)
         log_partition = ops.log_partition(query, key, log_weight=log_weight, scale=1.0)
         return log_partition.reshape(eta.shape[:-1])
 
     def _attend(self, eta: Tensor, values: Tensor) -> Tensor:
+        if eta.numel() == 0:
+            return eta.new_empty(*eta.shape[:-1], values.shape[-1])
         query, key, log_weight = self._as_heads(eta)
         value = values.reshape(*key.shape[:-1], values.shape[-1])
         output = ops.attention(query, key, value, log_weight=log_weight, scale=1.0).output
@@ -119,6 +129,8 @@ class Atoms(Measure):
         return self._attend(eta, self.points)
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
+        if eta.numel() == 0:
+            return torch.empty_like(eta)
         query, key, log_weight = self._as_heads(eta)
         product = ops.fisher_vp(query, key, vector.reshape(query.shape), log_weight=log_weight, scale=1.0)
         return product.reshape(eta.shape)
@@ -166,12 +178,30 @@ class Atoms(Measure):
     def _reference(self) -> Reference:
         return "counting"
 
-    def _log_density(self, point: Tensor) -> Tensor:
+    def _hits(self, point: Tensor) -> Tensor:
+        """Which atoms `point` is, shape (*lead, N)."""
         atoms = self._align(self.points, point, 2)
         # A point that was computed in another order of operations is still the atom.
-        rounding = 8 * torch.finfo(point.dtype).eps * atoms.abs().amax((-2, -1), keepdim=True)
-        hit = ((point.unsqueeze(-2) - atoms).abs() <= rounding).all(-1)
-        return stable.logsumexp(torch.where(hit, self._align(self.log_weight, point), -torch.inf))
+        rounding = ROUNDINGS * torch.finfo(point.dtype).eps * atoms.abs().amax((-2, -1), keepdim=True)
+        return ((point.unsqueeze(-2) - atoms).abs() <= rounding).all(-1)
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        log_weight = self._align(self.log_weight, point)
+        return stable.logsumexp(torch.where(self._hits(point), log_weight, -torch.inf))
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        return stable.logsumexp(torch.where(self._hits(point), self._log_probability(eta), -torch.inf))
+
+    def _nearest(self, point: Tensor) -> Tensor:
+        atoms = self._align(self.points, point, 2)
+        distance = (point.unsqueeze(-2) - atoms).abs().amax(-1)
+        left_out = self._align(self.log_weight == -torch.inf, point)
+        index = distance.masked_fill(left_out, torch.inf).argmin(-1)[..., None, None]
+        lead = point.shape[:-1]
+        return atoms.expand(*lead, *atoms.shape[-2:]).gather(-2, index.expand(*lead, 1, point.shape[-1])).squeeze(-2)
+
+    def _listed(self) -> Listed:
+        return Listed(self, self.points.abs())
 
     def _tilt(self, eta: Tensor) -> "Atoms":
         return Atoms(self.points, self._log_probability(eta))
@@ -190,11 +220,11 @@ class Atoms(Measure):
 
 def _scores(eta: Tensor, points: Tensor) -> Tensor:
     """x_n·eta, shape (*batch, *query, N)."""
-    flat = eta.reshape(*points.shape[:-2], -1, eta.shape[-1])
+    flat = eta.reshape(*points.shape[:-2], eta.shape[points.ndim - 2 : -1].numel(), eta.shape[-1])
     return (flat @ points.mT).reshape(*eta.shape[:-1], points.shape[-2])
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """Σ_n weights_n values_n, shape (*batch, *query, v)."""
-    flat = weights.reshape(*values.shape[:-2], -1, weights.shape[-1])
+    flat = weights.reshape(*values.shape[:-2], weights.shape[values.ndim - 2 : -1].numel(), weights.shape[-1])
     return (flat @ values).reshape(*weights.shape[:-1], values.shape[-1])

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.measures.hooks import Hooks, MissingFormError
-from massieu.measures.value import register, static_field, values_are_readable
+from massieu.measures.value import real_tensor, register, static_field, values_are_readable
 
 __all__ = ["DomainError", "Measure", "MissingFormError", "longest_batch", "static_field", "values_are_readable"]
 
@@ -141,28 +141,36 @@ class Measure(Hooks):
             ValueError, DomainError: as `log_partition`.
         """
         expected = (*self.batch_shape, *self.event_shape)
+        eta = real_tensor("eta", eta, self._some_leaf())
         if tuple(eta.shape) != expected:
             raise ValueError(f"tilt needs eta of shape {expected} (batch + event), got {tuple(eta.shape)}")
         measure, eta = self._admit(eta)
+        if values_are_readable(eta) and bool((measure._log_partition(eta) == torch.inf).any()):
+            raise ValueError(f"tilt: A(eta) of {type(self).__name__} is too large for {eta.dtype}; eta must be smaller")
         return measure._tilt(eta)
 
     @final
     def sample(
         self,
         eta: Float[Tensor, "*batch_query_event"],
-        shape: Sequence[int] = (),
+        shape: Sequence[int] | int = (),
         *,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "*shape_batch_query_event"]:
-        """Independent draws from p_eta, `shape` of them for each `eta`. No gradient flows through them.
+        """Independent draws from p_eta, `shape` of them (a number or a shape) for each `eta`. No gradient flows through.
 
         Raises:
-            ValueError, DomainError: as `log_partition`.
+            ValueError, DomainError: as `log_partition`, and for a `shape` that is none.
             MissingFormError: the measure has no sampler.
         """
+        size = _sample_shape(shape)
         measure, eta = self._admit(eta)
+        known = type(measure)._sample is not Hooks._sample
+        if known and (eta.is_meta or size.numel() * eta.numel() == 0):
+            # There is nothing to draw.
+            return eta.new_empty((*size, *eta.shape))
         with torch.no_grad():
-            return measure._sample(eta, tuple(shape), generator)
+            return measure._sample(eta, tuple(size), generator)
 
     @final
     def log_prob(
@@ -178,16 +186,18 @@ class Measure(Hooks):
             ValueError, DomainError: as `log_partition`, and for a `point` whose last dimensions are not eta's.
             MissingFormError: the measure has no density, or none in closed form.
         """
+        eta = real_tensor("eta", eta, self._some_leaf())
+        point = real_tensor("point", point, eta)
         if point.shape[max(point.ndim - eta.ndim, 0) :] != eta.shape:
             raise ValueError(f"point must have shape (*shape, *{tuple(eta.shape)}), got {tuple(point.shape)}")
-        shape = point.shape[: point.ndim - eta.ndim]
-        queries_end = eta.ndim - len(self.event_shape)
+        measure, eta = self._admit(eta.to(torch.promote_types(eta.dtype, point.dtype)))
+        shape, event = point.shape[: point.ndim - eta.ndim], len(self.event_shape)
+        queries_end = eta.ndim - event
         # Sample dimensions become one more query dimension, since batch dimensions come first.
         points = point.reshape(shape.numel(), *eta.shape).movedim(0, queries_end)
-        measure, etas, points = self._admit(eta.unsqueeze(queries_end).expand(points.shape), point=points)
-        value = measure._dot(points, etas) + measure._log_density(points)
-        if shape.numel():
-            value = value - measure._log_partition(etas.select(queries_end, 0)).unsqueeze(queries_end)
+        points = _on_support(measure, points.to(eta.dtype), point.dtype)
+        value = measure._log_prob(eta.unsqueeze(queries_end), points)
+        value = value.masked_fill(points.isnan().flatten(points.ndim - event).any(-1), torch.nan)
         return value.movedim(queries_end, 0).reshape((*shape, *eta.shape[:queries_end]))
 
     @final
@@ -213,6 +223,10 @@ class Measure(Hooks):
 
         return Tilted(self, eta)
 
+    def _some_leaf(self) -> Tensor | None:
+        """One of the measure's tensors, for the device."""
+        return next((leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)), None)
+
     def _admit(self, eta: Tensor, **others: Tensor) -> tuple[Any, ...]:
         """Check shapes and domain; promote the measure and its arguments to one dtype of at least float32."""
         measure, eta, *rest = self._fit(eta=eta, **others)
@@ -222,9 +236,9 @@ class Measure(Hooks):
     def _fit(self, **tensors: Tensor) -> tuple[Any, ...]:
         """Check shapes; promote the measure and the tensors, all of eta's shape, to one dtype of at least float32."""
         batch, event = tuple(self.batch_shape), tuple(self.event_shape)
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                raise TypeError(f"{name} must be a floating-point tensor, got {_kind(tensor)}")
+        leaves = [leaf for leaf in pytree.tree_leaves(self) if leaf.is_floating_point()]
+        like = leaves[0] if leaves else None
+        tensors = {name: real_tensor(name, tensor, like) for name, tensor in tensors.items()}
         (first, *_), shape = tensors, tuple(next(iter(tensors.values())).shape)
         if len(shape) < len(batch + event) or shape[: len(batch)] != batch or shape[-len(event) :] != event:
             raise ValueError(
@@ -234,7 +248,10 @@ class Measure(Hooks):
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} must have {first}'s shape {shape}, got {tuple(tensor.shape)}")
-        leaves = [leaf for leaf in pytree.tree_leaves(self) if leaf.is_floating_point()]
+        devices = {tensor.device for tensor in (*tensors.values(), *leaves) if tensor.ndim > 0}
+        if len(devices) > 1:
+            places = " and ".join(sorted(str(device) for device in devices))
+            raise ValueError(f"{type(self).__name__} and {', '.join(tensors)} must be on one device, got {places}")
         dtype = torch.float32
         for tensor in (*tensors.values(), *leaves):
             dtype = torch.promote_types(dtype, tensor.dtype)
@@ -247,8 +264,25 @@ class Measure(Hooks):
             raise DomainError(f"{type(self).__name__}: eta is outside the domain, {self._domain()}")
 
 
-def _kind(value: object) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+def _sample_shape(shape: Sequence[int] | int) -> torch.Size:
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Iterable) else (None,)
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"shape must be a number of draws or a tuple of such numbers, none negative, got {shape!r}")
+    return torch.Size(sizes)
+
+
+def _on_support(measure: Measure, points: Tensor, given: torch.dtype) -> Tensor:
+    """The points; in the place of those that are off the support by no more than the rounding to `given`, the nearest."""
+    if given == points.dtype:
+        return points
+    nearest = measure._nearest(points)
+    if nearest is None:
+        return points
+    limits = torch.finfo(given)
+    near = (nearest - points).abs() <= limits.eps * (nearest.abs() + limits.tiny)
+    event = len(measure.event_shape)
+    hit = near.flatten(points.ndim - event).all(-1)
+    return torch.where(hit.reshape(*hit.shape, *[1] * event), nearest, points)
 
 
 def longest_batch(owner: str, shapes: Iterable[torch.Size]) -> torch.Size:

@@ -7,6 +7,8 @@ from torch import Tensor
 from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure, MissingFormError, longest_batch, values_are_readable
 from massieu.measures.hooks import Reference
+from massieu.measures.listed import ROUNDINGS, Listed, in_batch, log_prob, rounding
+from massieu.measures.value import real_tensor
 
 
 def tilt(measure: Measure, eta: Float[Tensor, "*batch_event"]) -> Measure:
@@ -35,6 +37,8 @@ def affine(
     """
     if len(measure.event_shape) != 1:
         raise ValueError(f"affine needs a measure on vectors, got one with event shape {tuple(measure.event_shape)}")
+    weight = real_tensor("weight", weight, bias if isinstance(bias, Tensor) else None)
+    bias = None if bias is None else real_tensor("bias", bias, weight)
     if weight.ndim < 2 or weight.shape[-1] != measure.event_shape[0]:
         raise ValueError(
             f"affine needs weight of shape {('*batch', 'e', measure.event_shape[0])} for a measure on vectors of shape "
@@ -90,6 +94,11 @@ class Tilted(Measure):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return self.measure._kl(self._shifted(eta), delta)
 
+    def _entropy(self, eta: Tensor) -> Tensor:
+        # −KL from the tilted measure itself, a probability unless it is zero.
+        start = self._align(self.measure._log_partition(self.eta), eta, 0)
+        return torch.where(start == -torch.inf, -torch.inf, -self.measure._kl(self._shifted(eta), -eta))
+
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         return self.measure._cumulants(self._shifted(eta), direction, order)
 
@@ -108,8 +117,17 @@ class Tilted(Measure):
         return self.measure._reference
 
     def _log_density(self, point: Tensor) -> Tensor:
-        tilt = self._dot(point, self._align(self.eta, point, len(self.event_shape)))
-        return self.measure._log_density(point) + tilt - self._align(self.measure._log_partition(self.eta), point, 0)
+        return self.measure._log_prob(self._align(self.eta, point, len(self.event_shape)), point)
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        return self.measure._log_prob(self._shifted(eta), point)
+
+    def _nearest(self, point: Tensor) -> Tensor | None:
+        return self.measure._nearest(point)
+
+    def _listed(self) -> Listed | None:
+        part = self.measure._listed()
+        return None if part is None else Listed(part.atoms._tilt(self.eta), part.size)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return self.measure._sample(self._shifted(eta), shape, generator)
@@ -140,7 +158,7 @@ class Affine(Measure):
 
     def _push(self, points: Tensor) -> Tensor:
         """W x for x of shape (*batch, *query, d)."""
-        return (self._align(self.weight, points, 2) @ points.unsqueeze(-1)).squeeze(-1)
+        return _times(self._align(self.weight, points, 2), points)
 
     def _in_domain(self, eta: Tensor) -> Tensor | None:
         return self.measure._in_domain(self._pull(eta))
@@ -158,8 +176,12 @@ class Affine(Measure):
         return self._push(self.measure._fisher_vp(self._pull(eta), self._pull(vector)))
 
     def _fisher(self, eta: Tensor) -> Tensor:
-        weight = self._align(self.weight, eta, 2)
-        return weight @ self.measure._fisher(self._pull(eta)) @ weight.mT
+        weight, fisher = self._align(self.weight, eta, 2), self.measure._fisher(self._pull(eta))
+        image = weight @ fisher @ weight.mT
+        if not values_are_readable(image) or not bool(image.isnan().any()):
+            return image
+        # Entries too large to hold, row by row.
+        return self._push(self._push(fisher).mT)
 
     def _entropy(self, eta: Tensor) -> Tensor:
         return self.measure._entropy(self._pull(eta))
@@ -184,25 +206,94 @@ class Affine(Measure):
     def _reference(self) -> Reference:
         return self.measure._reference
 
+    def _listed(self) -> Listed | None:
+        part = self.measure._listed()
+        if part is None:
+            return None
+        batch = self.batch_shape
+        weight = in_batch(self.weight, batch, 2)
+        bias = in_batch(self.bias, batch, 1).unsqueeze(-2)
+        points, sizes = (in_batch(tensor, batch, 2) for tensor in (part.atoms.points, part.size))
+        # Matrix products in another order: one rounding for each term.
+        size = (1 + weight.shape[-1] / ROUNDINGS) * (sizes @ weight.abs().mT) + bias.abs()
+        images, log_weight = points @ weight.mT + bias, in_batch(part.atoms.log_weight, batch, 1)
+        return Listed(
+            Atoms(images.expand(*batch, *images.shape[-2:]), log_weight.expand(*batch, -1)),
+            size.expand(*batch, *images.shape[-2:]),
+        )
+
     def _log_density(self, point: Tensor) -> Tensor:
+        return self._log_prob(torch.zeros_like(point), point) + self._log_partition(torch.zeros_like(point))
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         """By the change of variables; on the image of a taller weight, per area of that image."""
-        if isinstance(self.measure, Atoms):
-            images = self._push(self.measure.points) + self._align(self.bias, self.measure.points)
-            return Atoms(images, self.measure.log_weight)._log_density(point)
-        if self._reference != "lebesgue":
+        discrete = self._reference == "counting"
+        part = self._listed() if discrete else None
+        if part is not None:
+            return log_prob(part, eta, point)
+        if not discrete and self._reference != "lebesgue":
             raise MissingFormError(f"affine: the image of {type(self.measure).__name__} has no density in closed form")
-        volume = torch.linalg.svdvals(self.weight).log().sum(-1)
+        source = self._source(point)
+        centred = point - self._align(self.bias, point)
+        image = self._push(source)
+        if discrete:
+            size = self._align(self.weight.abs(), point, 2) @ source.abs().unsqueeze(-1)
+            off = rounding(point, self._align(self.bias, point), (1 + self.weight.shape[-1]) * size.squeeze(-1))
+            missed = ((image - centred).abs() > off).any(-1)
+        else:
+            missed = (image - centred).norm(dim=-1) > self._forgiven(centred)
+        density = self.measure._log_prob(self._pull(eta), source)
+        if not discrete:
+            density = density - self._align(torch.linalg.svdvals(self.weight).log().sum(-1), point, 0)
+        return density.masked_fill(missed, -torch.inf)
+
+    def _source(self, point: Tensor) -> Tensor:
+        """The x in the support of which `point` is the image, or the nearest to it; the weight must be one-to-one."""
+        values = torch.linalg.svdvals(self.weight)
         flat = self.weight.shape[-1] > self.weight.shape[-2]
-        if flat or (values_are_readable(volume) and not bool((volume > -torch.inf).all())):
+        if flat or (values_are_readable(values) and not bool((values > 0).all())):
             raise MissingFormError("affine: the image under a weight that is not one-to-one has no density here")
         centred = point - self._align(self.bias, point)
         source = (self._align(torch.linalg.pinv(self.weight), point, 2) @ centred.unsqueeze(-1)).squeeze(-1)
-        missed = (self._push(source) - centred).norm(dim=-1)
-        outside = missed > 64 * point.shape[-1] * torch.finfo(point.dtype).eps * centred.norm(dim=-1)
-        density = self.measure._log_density(source) - self._align(volume, point, 0)
-        return density.masked_fill(outside, -torch.inf)
+        nearest = self.measure._nearest(source)
+        if nearest is None:
+            raise MissingFormError(
+                f"affine: the image of {type(self.measure).__name__}, whose points are not known, has no density here"
+            )
+        if self._reference == "counting":
+            return nearest
+        # Rounding may have put it a little beside the support.
+        off = (self._push(nearest) - centred).norm(dim=-1, keepdim=True)
+        return torch.where(off <= self._forgiven(centred).unsqueeze(-1), nearest, source)
+
+    def _forgiven(self, centred: Tensor) -> Tensor:
+        return 64 * centred.shape[-1] * torch.finfo(centred.dtype).eps * centred.norm(dim=-1)
+
+    def _nearest(self, point: Tensor) -> Tensor | None:
+        if self._reference == "lebesgue" and self.weight.shape[-2] <= self.weight.shape[-1]:
+            return point
+        part = self._listed()
+        if part is not None:
+            return part.atoms._nearest(point)
+        try:
+            return self._push(self._source(point)) + self._align(self.bias, point)
+        except MissingFormError:
+            return None
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         points = self.measure._sample(self._pull(eta), shape, generator)
         weight = self._align(self.weight, eta, 2)
-        return (weight @ points.unsqueeze(-1)).squeeze(-1) + self._align(self.bias, eta)
+        return _times(weight, points) + self._align(self.bias, eta)
+
+
+def _times(weight: Tensor, points: Tensor) -> Tensor:
+    """weight @ point, where an entry too large to hold is nothing to a row that has a weight of 0 for it."""
+    image = (weight @ points.unsqueeze(-1)).squeeze(-1)
+    if not values_are_readable(image) or not bool(image.isnan().any()):
+        return image
+    infinite = points.isinf()
+    finite = (weight @ points.masked_fill(infinite, 0.0).unsqueeze(-1)).squeeze(-1)
+    drift = weight * torch.where(infinite, points.sign(), 0.0).unsqueeze(-2)
+    rising, falling = (drift > 0).any(-1), (drift < 0).any(-1)
+    far = torch.where(rising, torch.where(falling, torch.nan, torch.inf), -torch.inf)
+    return torch.where(rising | falling, far, finite)

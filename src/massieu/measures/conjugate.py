@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from massieu.measures.base import Measure, values_are_readable
 from massieu.measures.continuous import Exponential, Gamma, standard_gammas
-from massieu.measures.coordinates import Coordinates, check_parameters, in_words
+from massieu.measures.coordinates import Coordinates, checked_parameters, in_words
+from massieu.measures.deviance import deviance, log_gamma_density, log_poisson, stirling_error
 from massieu.measures.discrete import Bernoulli, Poisson, Spin
 from massieu.measures.gaussian import Gaussian
+from massieu.measures.value import real_tensor
 
 _RECURRENCE = 32
 
@@ -49,7 +52,10 @@ class ConjugatePrior(Coordinates):
         if type(likelihood) not in _LAWS:
             known = ", ".join(family.__name__ for family in _LAWS)
             raise TypeError(f"ConjugatePrior needs one of {known} as likelihood, got {type(likelihood).__name__}")
-        check_parameters(strength=strength, positive=True)
+        strength = real_tensor("strength", strength, next(iter(pytree.tree_leaves(likelihood))))
+        if strength.ndim == 0:
+            strength = strength.expand(*likelihood.batch_shape, *likelihood.event_shape)
+        (strength,) = checked_parameters(strength=strength, positive=True)
         expected = (*likelihood.batch_shape, *likelihood.event_shape)
         if tuple(strength.shape) != expected:
             raise ValueError(f"strength must have the likelihood's shape {expected}, got {tuple(strength.shape)}")
@@ -80,13 +86,18 @@ class ConjugatePrior(Coordinates):
             ValueError, DomainError: as `update`.
         """
         measure, chi, observations = self._with_observations(chi, observations)
-        exact = measure._to(torch.float64)
-        later_chi, later = exact._update(chi.double(), observations.double())
-        gain = later._log_partition(later_chi) - exact._log_partition(chi.double())
-        return (gain + exact.likelihood._log_density(observations.double()).sum(-1)).to(chi.dtype)
+        exact, dtype = measure._to(torch.float64), chi.dtype
+        chi, observations = chi.double(), observations.double()
+        later_chi, later = exact._update(chi, observations)
+        # Bayes' rule, which holds at any η: at the posterior mean no term is much larger than the result.
+        point = later._mean(later_chi).detach()
+        likelihood = exact.likelihood._log_prob(point.unsqueeze(-2), observations).sum(-1)
+        return (likelihood + exact._log_prob(chi, point) - later._log_prob(later_chi, point)).to(dtype)
 
     def _with_observations(self, chi: Tensor, observations: Tensor) -> tuple["ConjugatePrior", Tensor, Tensor]:
         shape = tuple(self.strength.shape)
+        chi = real_tensor("chi", chi, self.strength)
+        observations = real_tensor("observations", observations, self.strength)
         if tuple(chi.shape) != shape:
             raise ValueError(f"chi must have shape {shape} (batch + event), got {tuple(chi.shape)}")
         if observations.ndim != len(shape) + 1 or (*observations.shape[:-2], observations.shape[-1]) != shape:
@@ -125,6 +136,9 @@ class ConjugatePrior(Coordinates):
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return self._law(eta).sample((*shape, *eta.shape), generator).to(eta.dtype)
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        return self._law(eta).log_prob(point.double()).to(eta.dtype)
 
     def _limits(self) -> tuple[Tensor, Tensor] | None:
         if not isinstance(self.likelihood, Coordinates):
@@ -191,6 +205,10 @@ class _Law(ABC):
     @abstractmethod
     def sample(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor: ...
 
+    @abstractmethod
+    def log_prob(self, point: Tensor) -> Tensor:
+        """The log-density of η, without differences of numbers of the size of χ and ν."""
+
 
 @dataclass(frozen=True)
 class _LogRatio(_Law):
@@ -213,6 +231,16 @@ class _LogRatio(_Law):
         ratio = _log_gammas(self.first, shape, generator) - _log_gammas(self.second, shape, generator)
         return self.shift + self.slope * ratio
 
+    def log_prob(self, point: Tensor) -> Tensor:
+        """Loader's form of the binomial: deviances of the shapes from those expected at η, and Stirling's errors."""
+        odds, count = (point - self.shift) / self.slope, self.first + self.second
+        up, down = F.logsigmoid(odds), F.logsigmoid(-odds)
+        apart = deviance(self.first, count * up.exp(), count.log() + up)
+        apart = apart + deviance(self.second, count * down.exp(), count.log() + down)
+        volume = 0.5 * (self.first.log() + self.second.log() - count.log() - math.log(2 * math.pi))
+        errors = stirling_error(count) - stirling_error(self.first) - stirling_error(self.second)
+        return volume + errors - apart - math.log(abs(self.slope))
+
 
 @dataclass(frozen=True)
 class _LogGamma(_Law):
@@ -231,6 +259,10 @@ class _LogGamma(_Law):
 
     def sample(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return self.shift + _log_gammas(self.shape, shape, generator)
+
+    def log_prob(self, point: Tensor) -> Tensor:
+        logarithm = point - self.shift
+        return log_poisson(self.shape, logarithm.exp(), logarithm) + self.shape.log()
 
 
 @dataclass(frozen=True)
@@ -252,6 +284,9 @@ class _GammaBelow(_Law):
     def sample(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return self.bound - standard_gammas(self.shape.expand(shape), generator) / self.rate
 
+    def log_prob(self, point: Tensor) -> Tensor:
+        return log_gamma_density(self.bound - point, self.shape, self.rate)
+
 
 @dataclass(frozen=True)
 class _Normal(_Law):
@@ -271,6 +306,9 @@ class _Normal(_Law):
     def sample(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device, generator=generator)
         return self.mean + self.variance.sqrt() * noise
+
+    def log_prob(self, point: Tensor) -> Tensor:
+        return -0.5 * ((point - self.mean).square() / self.variance + (2 * math.pi * self.variance).log())
 
 
 def _of_bernoulli(likelihood: Bernoulli, strength: Tensor, chi: Tensor) -> _Law:

@@ -7,8 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.coordinates import Coordinates, check_parameters, in_words
+from massieu.measures.atoms import Atoms
+from massieu.measures.coordinates import Coordinates, checked_parameters, in_words
+from massieu.measures.deviance import deviance, log_gamma_density
 from massieu.measures.hooks import Reference
+from massieu.measures.listed import Listed
 
 _SERIES_RADIUS = 0.125
 _SERIES_TERMS = 19  # 0.125^19 < 1e-17
@@ -33,8 +36,7 @@ class Exponential(Coordinates):
             ValueError: no coordinate, or a rate that is not positive and finite.
             TypeError: a rate that is not floating-point.
         """
-        check_parameters(rate=rate, positive=True)
-        return cls(rate)
+        return cls(*checked_parameters(rate=rate, positive=True))
 
     def _slack(self, eta: Tensor) -> Tensor:
         return self._align(self.rate, eta) - eta
@@ -67,8 +69,15 @@ class Exponential(Coordinates):
         rate = self._align(self.rate, point)
         return rate.log() - rate * point
 
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        slack = self._slack(eta)
+        return slack.log() - slack * point
+
     def _natural_each(self, mu: Tensor) -> Tensor:
         return self._align(self.rate, mu) - 1 / mu
+
+    def _conjugate_each(self, mu: Tensor) -> Tensor:
+        return _ratio_divergence(mu * self._align(self.rate, mu))
 
     def _power(self, exponent: float) -> "Gamma":
         return Gamma(torch.full_like(self.rate, exponent), 1 / self.rate)
@@ -95,8 +104,7 @@ class Gamma(Coordinates):
             ValueError: no coordinate, two shapes, or a value that is not positive and finite.
             TypeError: not floating-point.
         """
-        check_parameters(shape=shape, scale=scale, positive=True)
-        return cls(shape, scale)
+        return cls(*checked_parameters(shape=shape, scale=scale, positive=True))
 
     def _slack(self, eta: Tensor) -> Tensor:
         return 1 / self._align(self.scale, eta) - eta
@@ -127,11 +135,17 @@ class Gamma(Coordinates):
         return torch.zeros_like(self.scale), torch.full_like(self.scale, torch.inf)
 
     def _log_density_each(self, point: Tensor) -> Tensor:
-        shape, scale = self._align(self.shape, point), self._align(self.scale, point)
-        return torch.xlogy(shape - 1, point) - point / scale - torch.lgamma(shape) - shape * scale.log()
+        return log_gamma_density(point, self._align(self.shape, point), 1 / self._align(self.scale, point))
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        return log_gamma_density(point, self._align(self.shape, eta), self._slack(eta))
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return 1 / self._align(self.scale, mu) - self._align(self.shape, mu) / mu
+
+    def _conjugate_each(self, mu: Tensor) -> Tensor:
+        shape = self._align(self.shape, mu)
+        return shape * _ratio_divergence(mu / shape / self._align(self.scale, mu))
 
     def _power(self, exponent: float) -> "Gamma":
         return Gamma(exponent * self.shape, self.scale)
@@ -157,8 +171,7 @@ class Laplace(Coordinates):
             ValueError: no coordinate, or a scale that is not positive and finite.
             TypeError: a scale that is not floating-point.
         """
-        check_parameters(scale=scale, positive=True)
-        return cls(scale)
+        return cls(*checked_parameters(scale=scale, positive=True))
 
     def _lengths(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """The mean lengths of the right and the left tail of p_eta."""
@@ -203,10 +216,22 @@ class Laplace(Coordinates):
         scale = self._align(self.scale, point)
         return -point.abs() / scale - (2 * scale).log()
 
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        limit = 1 / self._align(self.scale, eta)
+        right, left = limit - eta, limit + eta
+        return right.log() + left.log() - (2 * limit).log() - torch.where(point < 0, left, right) * point.abs()
+
     def _natural_each(self, mu: Tensor) -> Tensor:
         limit = 1 / self._align(self.scale, mu)
         reduced = mu * limit
         return reduced * limit / (1 + torch.hypot(torch.ones_like(reduced), reduced))
+
+    def _conjugate_each(self, mu: Tensor) -> Tensor:
+        """u − log(1 + u/2), u = √(1 + (mu/scale)²) − 1."""
+        reduced = mu / self._align(self.scale, mu)
+        length = torch.hypot(torch.ones_like(reduced), reduced)
+        excess = reduced / (1 + length) * reduced
+        return excess - torch.log1p(0.5 * excess)
 
 
 class Constant(Coordinates):
@@ -228,8 +253,7 @@ class Constant(Coordinates):
             ValueError: no coordinate, or a value that is not finite.
             TypeError: a value that is not floating-point.
         """
-        check_parameters(value=value)
-        return cls(value)
+        return cls(*checked_parameters(value=value))
 
     @property
     def _reference(self) -> Reference:
@@ -253,11 +277,21 @@ class Constant(Coordinates):
     def _range(self) -> tuple[Tensor, Tensor]:
         return self.value, self.value
 
+    def _listed(self) -> Listed:
+        points = self.value.unsqueeze(-2)
+        return Listed(Atoms(points, torch.zeros_like(self.value[..., :1])), points.abs())
+
     def _log_density_each(self, point: Tensor) -> Tensor:
+        return torch.zeros_like(point)
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
         return torch.zeros_like(point)
 
     def _natural(self, mu: Tensor) -> Tensor:
         return torch.where(self._holds(mu), 0.0, torch.nan)
+
+    def _conjugate(self, mu: Tensor) -> Tensor:
+        return torch.where(self._holds(mu).all(-1), 0.0, torch.inf)
 
     def _power(self, exponent: float) -> "Constant":
         return Constant(exponent * self.value)
@@ -279,6 +313,11 @@ def _excess(delta: Tensor, slack: Tensor) -> Tensor:
         total = 1 / order + ratio * total
     apart = torch.where(near, 0.0, delta)
     return torch.where(near, ratio.square() * total, _log_growth(apart, slack) - apart / slack)
+
+
+def _ratio_divergence(ratio: Tensor) -> Tensor:
+    """r − 1 − log r ≥ 0: the KL divergence of an exponential from another, r the ratio of their means."""
+    return deviance(torch.ones_like(ratio), ratio, ratio.log())
 
 
 def _waiting_times(eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

@@ -1,11 +1,13 @@
 """Products of one-dimensional measures: A, KL divergence, density are sums over coordinates, ∇A and F act on each."""
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from massieu.measures.base import Measure, values_are_readable
+from massieu.measures.value import real_tensor
 
 _LISTED = 6
 
@@ -53,6 +55,15 @@ class Coordinates(Measure):
         """The open interval of each coordinate's domain, ±inf allowed, shape (*batch, d); None: the whole line."""
         return None
 
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        """The log-density of each coordinate's p_eta at points of the support: where its terms are large, another form."""
+        return eta * point + self._log_density_each(point) - self._log_partition_each(eta)
+
+    def _nearest(self, point: Tensor) -> Tensor:
+        """The nearest point of the support, coordinate by coordinate; overridden where that is no interval."""
+        low, high = (self._align(bound, point) for bound in self._range())
+        return point.clamp(low, high)
+
     def _holds(self, point: Tensor) -> Tensor:
         """Which coordinates of `point` lie in the support."""
         low, high = (self._align(bound, point) for bound in self._range())
@@ -60,6 +71,10 @@ class Coordinates(Measure):
 
     def _natural_each(self, mu: Tensor) -> Tensor | None:
         """The inverse of the mean, for means inside the range."""
+        return None
+
+    def _conjugate_each(self, mu: Tensor) -> Tensor | None:
+        """A* of each coordinate, for means inside the range: where eta may round to the end of its domain."""
         return None
 
     # What follows from it.
@@ -71,7 +86,9 @@ class Coordinates(Measure):
         return self._cumulant(eta, 1)
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return self._cumulant(eta, 2) * vector
+        variance = self._cumulant(eta, 2)
+        # A variance too large to hold is nothing to a coordinate that the vector has none of.
+        return torch.where(variance.isinf() & (vector == 0), 0.0, variance * vector)
 
     def _fisher(self, eta: Tensor) -> Tensor:
         return torch.diag_embed(self._cumulant(eta, 2))
@@ -105,6 +122,30 @@ class Coordinates(Measure):
         density = self._log_density_each(torch.where(inside, point, self._anchor(point)))
         return torch.where(inside, density, -torch.inf).sum(-1)
 
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        inside = self._holds(point)
+        density = self._log_prob_each(eta, torch.where(inside, point, self._anchor(point)))
+        return torch.where(inside, density, -torch.inf).sum(-1)
+
+    def _conjugate(self, mu: Tensor) -> Tensor | None:
+        """A sum over coordinates, of −log h({b}) for one that is at a bound b (∞ where b has no mass)."""
+        low, high = (self._align(bound, mu).expand_as(mu) for bound in self._range())
+        inside, edge = (low < mu) & (mu < high), (mu == low) | (mu == high)
+        eta = self._natural_each(torch.where(inside, mu, self._anchor(mu)))
+        if eta is None:
+            return None
+        start = self._interior()
+        start = torch.zeros_like(mu) if start is None else self._align(start, mu).expand_as(mu)
+        eta = torch.where(inside, eta, start)
+        safe = torch.where(inside, mu, self._mean(eta))
+        each = self._conjugate_each(safe)
+        value = self._fenchel(eta, safe) if each is None else torch.where(inside, each, 0.0).sum(-1)
+        ends = torch.full_like(mu, torch.inf)
+        if self._reference == "counting":
+            held = edge & mu.isfinite()
+            ends = torch.where(held, -self._log_density_each(torch.where(held, mu, self._anchor(mu))), torch.inf)
+        return value + torch.where(inside, 0.0, ends).sum(-1).detach()
+
     def _natural(self, mu: Tensor) -> Tensor | None:
         low, high = (self._align(bound, mu) for bound in self._range())
         inside = (low < mu) & (mu < high)
@@ -123,28 +164,34 @@ class Coordinates(Measure):
         return self._align(torch.where(middle.isfinite(), middle, mean), like)
 
 
-def check_parameters(*, positive: bool = False, **parameters: Tensor) -> None:
-    """Raise unless the named tensors are floating-point, finite, of one shape (*batch, d), and positive if asked.
+def checked_parameters(*, positive: bool = False, **parameters: Any) -> tuple[Tensor, ...]:
+    """The named parameters as floating-point tensors of one shape (*batch, d); a number stands for every coordinate.
 
     Raises:
-        ValueError: shapes that do not fit, no coordinate, a value that is not finite or not positive.
-        TypeError: not floating-point.
+        ValueError: shapes that do not fit, no coordinate, a value that is not finite, or not positive if asked.
+        TypeError: complex, or no numbers.
     """
-    first, *_ = parameters
-    for name, value in parameters.items():
-        check_floating(name, value)
-        if value.ndim == 0 or value.shape[-1] == 0:
+    (first, *_), like = parameters, next((value for value in parameters.values() if isinstance(value, Tensor)), None)
+    tensors = {name: real_tensor(name, value, like) for name, value in parameters.items()}
+    longest = max(tensors.values(), key=lambda tensor: tensor.ndim)
+    shape = longest.shape or torch.Size([1])
+    checked = []
+    for name, given in tensors.items():
+        value = given.expand(shape) if given.ndim == 0 else given
+        if value.shape[-1] == 0:
             raise ValueError(f"{name} must have shape (*batch, d) with d ≥ 1, got {tuple(value.shape)}")
-        if value.shape != parameters[first].shape:
+        if checked and value.shape != checked[0].shape:
             raise ValueError(
-                f"{name} must have the shape of {first}, {tuple(parameters[first].shape)}, got {tuple(value.shape)}"
+                f"{name} must have the shape of {first}, {tuple(checked[0].shape)}, got {tuple(value.shape)}"
             )
+        checked.append(value)
         if not values_are_readable(value):
             continue
         if not bool(value.isfinite().all()):
             raise ValueError(f"{name} must be finite")
         if positive and not bool((value > 0).all()):
             raise ValueError(f"{name} must be positive, got {in_words(value.min())}")
+    return tuple(checked)
 
 
 def check_floating(name: str, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Measures on signs, bits, counts and categories."""
+"""Measures on signs, bits and counts."""
 
 from typing import Self
 
@@ -7,11 +7,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures import stable
-from massieu.measures.base import Measure, values_are_readable
-from massieu.measures.coordinates import Coordinates, check_floating, check_parameters, in_words, magnitude
+from massieu.measures import listed, stable
+from massieu.measures.base import values_are_readable
+from massieu.measures.coordinates import Coordinates, checked_parameters, in_words, magnitude
+from massieu.measures.deviance import log_poisson
 from massieu.measures.hooks import Reference
-from massieu.measures.moments import cumulants_of_moments
+from massieu.measures.listed import Listed
+
+_COUNTABLE = 2.0**60
 
 
 class Spin(Coordinates):
@@ -38,8 +41,7 @@ class Spin(Coordinates):
             if field < 1:
                 raise ValueError(f"Spin needs at least one coordinate, got {field}")
             return cls(torch.zeros(field))
-        check_parameters(field=field)
-        return cls(field)
+        return cls(*checked_parameters(field=field))
 
     @property
     def _reference(self) -> Reference:
@@ -76,8 +78,17 @@ class Spin(Coordinates):
     def _holds(self, point: Tensor) -> Tensor:
         return point.abs() == 1
 
+    def _nearest(self, point: Tensor) -> Tensor:
+        return torch.where(point < 0, -1.0, torch.where(point >= 0, 1.0, point))
+
+    def _listed(self) -> Listed | None:
+        return listed.independent(self.field.new_tensor([-1.0, 1.0]), self)
+
     def _log_density_each(self, point: Tensor) -> Tensor:
         return F.logsigmoid(2 * point * self._align(self.field, point))
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        return F.logsigmoid(2 * point * self._local_field(eta))
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.atanh(mu) - self._align(self.field, mu)
@@ -102,7 +113,7 @@ class Bernoulli(Coordinates):
             ValueError: no coordinate, or a probability that is not between 0 and 1.
             TypeError: a probability that is not floating-point.
         """
-        check_parameters(probability=probability)
+        (probability,) = checked_parameters(probability=probability)
         if values_are_readable(probability) and not bool(((probability > 0) & (probability < 1)).all()):
             raise ValueError(f"probability must lie strictly between 0 and 1, got {in_words(probability)}")
         return cls(torch.logit(probability))
@@ -150,8 +161,17 @@ class Bernoulli(Coordinates):
     def _holds(self, point: Tensor) -> Tensor:
         return (point == 0) | (point == 1)
 
+    def _nearest(self, point: Tensor) -> Tensor:
+        return point.round().clamp(0, 1)
+
+    def _listed(self) -> Listed | None:
+        return listed.independent(self.logit.new_tensor([0.0, 1.0]), self)
+
     def _log_density_each(self, point: Tensor) -> Tensor:
         return F.logsigmoid((2 * point - 1) * self._align(self.logit, point))
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        return F.logsigmoid((2 * point - 1) * self._local_logit(eta))
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.logit(mu) - self._align(self.logit, mu)
@@ -176,8 +196,7 @@ class Poisson(Coordinates):
             ValueError: no coordinate, or a rate that is not positive and finite.
             TypeError: a rate that is not floating-point.
         """
-        check_parameters(rate=rate, positive=True)
-        return cls(rate)
+        return cls(*checked_parameters(rate=rate, positive=True))
 
     @property
     def _reference(self) -> Reference:
@@ -193,18 +212,29 @@ class Poisson(Coordinates):
         return self._align(self.rate, eta) * torch.exp(eta)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        small = delta.abs() < 0.5
-        series = self._cumulant(eta, 1) * stable.phi_series(torch.where(small, delta, 0.0))
+        small, mean = delta.abs() < 0.5, self._cumulant(eta, 1)
+        infinite = mean.isinf()
+        held = torch.where(infinite, 1.0, mean)
+        series = held * stable.phi_series(torch.where(small, delta, 0.0))
         far = torch.where(small, 1.0, delta)
         # rate·exp(eta)·(exp(delta) − 1 − delta), where one factor may be too large and the other too small to hold.
-        difference = self._cumulant(eta + far, 1) - self._cumulant(eta, 1) * (1 + far)
-        return torch.where(small, series, difference).sum(-1)
+        difference = self._cumulant(eta + far, 1) - held * (1 + far)
+        divergence = torch.where(small, series, difference)
+        return torch.where(infinite & (delta != 0), torch.inf, divergence).sum(-1)
 
     def _tilt(self, eta: Tensor) -> "Poisson":
         return Poisson(self._cumulant(eta, 1))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        return torch.poisson(self._cumulant(eta, 1).expand(*shape, *eta.shape), generator=generator)
+        mean = self._cumulant(eta, 1).expand(*shape, *eta.shape)
+        countable = mean < _COUNTABLE
+        counts = torch.poisson(torch.where(countable, mean, 0.0), generator=generator)
+        if bool(countable.all()):
+            return counts
+        # torch.poisson counts in int64 and wraps. Here a normal variable differs by less than 1e-9 in probability.
+        noise = torch.randn(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+        drawn = torch.where(mean.isinf(), mean, mean + mean.sqrt() * torch.where(mean.isinf(), 0.0, noise))
+        return torch.where(countable, counts, drawn.round())
 
     def _range(self) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(self.rate), torch.full_like(self.rate, torch.inf)
@@ -212,165 +242,21 @@ class Poisson(Coordinates):
     def _holds(self, point: Tensor) -> Tensor:
         return (point >= 0) & (point == point.floor()) & point.isfinite()
 
+    def _nearest(self, point: Tensor) -> Tensor:
+        return point.round().clamp_min(0)
+
     def _log_density_each(self, point: Tensor) -> Tensor:
         rate = self._align(self.rate, point)
-        return torch.xlogy(point, rate) - rate - torch.lgamma(point + 1)
+        return log_poisson(point, rate, rate.log())
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        return log_poisson(point, self._cumulant(eta, 1), eta + self._align(self.rate, eta).log())
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.log(mu) - torch.log(self._align(self.rate, mu))
 
     def _power(self, exponent: float) -> "Poisson":
         return Poisson(exponent * self.rate)
-
-
-class Categorical(Measure):
-    """One of M categories as a one-hot vector: A(eta) = log Σ π_m exp eta_m, ∇A = softmax(eta + log π) (S2).
-
-    The family is not minimal: adding a constant to eta changes nothing but A. Attention over orthonormal keys.
-
-    Attributes:
-        log_probability: log π, shape (*batch, M), with Σ π = 1; −inf leaves a category out.
-    """
-
-    log_probability: Float[Tensor, "*batch M"]
-
-    @classmethod
-    def create(
-        cls, probability: Float[Tensor, "*batch M"] | None = None, *, logits: Float[Tensor, "*batch M"] | None = None
-    ) -> Self:
-        """A category drawn with the given probabilities, or with softmax(logits).
-
-        Args:
-            probability: Not negative, of sum 1; zero leaves a category out.
-            logits: Below +inf; −inf leaves a category out.
-
-        Raises:
-            ValueError: both or none given, no category, a negative or NaN entry, probabilities that do not sum to 1, or
-                all categories left out.
-            TypeError: not floating-point.
-        """
-        if (probability is None) == (logits is None):
-            raise ValueError("Categorical needs exactly one of probability and logits")
-        name, given = ("logits", logits) if probability is None else ("probability", probability)
-        assert given is not None
-        check_floating(name, given)
-        if given.ndim == 0 or given.shape[-1] == 0:
-            raise ValueError(f"{name} must have shape (*batch, M) with M ≥ 1, got {tuple(given.shape)}")
-        if values_are_readable(given):
-            if probability is not None:
-                _check_probability(probability)
-            elif not bool((given < torch.inf).all() & (given > -torch.inf).any(-1).all()):
-                raise ValueError("logits must be finite or −inf, with a finite one in every row")
-        return cls(stable.log_softmax(given if probability is None else given.log()))
-
-    @property
-    def probability(self) -> Float[Tensor, "*batch M"]:
-        """π."""
-        return self.log_probability.exp()
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.log_probability.shape[:-1]
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.log_probability.shape[-1:]
-
-    @property
-    def _reference(self) -> Reference:
-        return "counting"
-
-    def _scores(self, eta: Tensor) -> Tensor:
-        return eta + self._align(self.log_probability, eta)
-
-    def _log_share(self, eta: Tensor) -> Tensor:
-        """The log-probabilities under p_eta."""
-        return stable.log_softmax(self._scores(eta))
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return stable.logsumexp(self._scores(eta))
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return self._log_share(eta).exp()
-
-    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        log_share = self._log_share(eta)
-        return log_share.exp() * _centred(log_share, vector)
-
-    def _fisher(self, eta: Tensor) -> Tensor:
-        share = self._mean(eta)
-        products = share.unsqueeze(-1) * share.unsqueeze(-2)
-        # p(1 − p) as the sum of the row's other products, which keeps its digits as p tends to 1.
-        others = products * (1 - torch.eye(share.shape[-1], dtype=share.dtype, device=share.device))
-        return torch.diag_embed(others.sum(-1)) - others
-
-    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        log_share = self._log_share(eta)
-        share, centred = log_share.exp(), _centred(log_share, direction)
-        moments = [(share * centred**n).sum(-1) for n in range(1, order + 1)]
-        about_mean = cumulants_of_moments(torch.stack(moments, -1))
-        mean = (share * direction).sum(-1, keepdim=True)
-        return torch.cat([mean, about_mean[..., 1:]], -1)
-
-    def _entropy(self, eta: Tensor) -> Tensor:
-        # A(0) is the rounding of log Σ π.
-        return stable.logsumexp(self._align(self.log_probability, eta)) - self._kl(eta, -eta)
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        log_share = self._log_share(eta)
-        return stable.centred_log_mean_exp(log_share, _centred(log_share, delta))
-
-    def _tilt(self, eta: Tensor) -> "Categorical":
-        return Categorical(self._log_share(eta))
-
-    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        share, count = self._mean(eta), torch.Size(shape).numel()
-        chosen = torch.multinomial(share.reshape(-1, share.shape[-1]), count, replacement=True, generator=generator)
-        return F.one_hot(chosen.T.reshape(*shape, *eta.shape[:-1]), share.shape[-1]).to(eta.dtype)
-
-    def _support(self, direction: Tensor) -> Tensor:
-        kept = self._align(self.log_probability, direction) > -torch.inf
-        return torch.where(kept, direction, -torch.inf).amax(-1)
-
-    def _log_density(self, point: Tensor) -> Tensor:
-        log_probability = self._align(self.log_probability, point)
-        one_hot = ((point == 0) | (point == 1)).all(-1) & (point.sum(-1) == 1)
-        density = torch.where(point == 1, log_probability, 0.0).sum(-1)
-        return torch.where(one_hot, density, -torch.inf)
-
-    def _natural(self, mu: Tensor) -> Tensor:
-        """log(mu/π), centred over the categories that mu has: of least norm, and 0 for categories left out."""
-        log_probability = self._align(self.log_probability, mu)
-        kept, positive = (log_probability > -torch.inf).expand_as(mu), mu > 0
-        both = kept & positive
-        rounding = 64 * torch.finfo(mu.dtype).eps * mu.shape[-1] ** 0.5
-        valid = (mu >= 0).all(-1) & ~(positive & ~kept).any(-1) & ((mu.sum(-1) - 1).abs() <= rounding)
-        valid = valid.unsqueeze(-1)
-        # A sum other than one is taken off evenly, so that derivatives are those along the simplex.
-        count = both.sum(-1, keepdim=True).clamp_min(1)
-        excess = (torch.where(both, mu, 0.0).sum(-1, keepdim=True) - 1) / count
-        ratio = torch.where(both, mu - torch.where(valid, excess, 0.0), 1.0).log() - torch.where(
-            kept, log_probability, 0.0
-        )
-        ratio = torch.where(both, ratio, 0.0)
-        ratio = ratio - ratio.sum(-1, keepdim=True) / count
-        eta = torch.where(both, ratio, torch.where(kept, -torch.inf, 0.0))
-        return torch.where(valid, eta, torch.nan)
-
-
-def _check_probability(probability: Tensor) -> None:
-    if not bool((probability >= 0).all()):
-        raise ValueError("probability must not be negative or NaN")
-    total = probability.detach().double().sum(-1)
-    if not bool(((total - 1).abs() <= torch.finfo(probability.dtype).eps ** 0.5).all()):
-        worst = total.flatten()[(total - 1).abs().argmax()]
-        raise ValueError(f"probability must sum to 1 over the last dimension, got a sum of {float(worst):.6g}")
-
-
-def _centred(log_share: Tensor, values: Tensor) -> Tensor:
-    """values − Σ p values; the likeliest category's value is taken off first, to keep the digits as its p tends to 1."""
-    values = values - values.gather(-1, log_share.argmax(-1, keepdim=True))
-    return values - (log_share.exp() * values).sum(-1, keepdim=True)
 
 
 def _bit_cumulant(logit: Tensor, order: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.measures.base import Measure, MissingFormError, values_are_readable
 from massieu.measures.definite import eigenvalue_rounding, is_singular
+from massieu.measures.value import real_tensor
 
 
 class Gaussian(Measure):
@@ -49,14 +50,15 @@ class Gaussian(Measure):
                 variance; a matrix that is not symmetric or has a negative eigenvalue (beyond rounding).
             TypeError: `location` is not floating-point.
         """
-        if not location.is_floating_point():
-            raise TypeError(f"location must be a floating-point tensor, got {location.dtype}")
+        like = next((each for each in (location, covariance, factor) if isinstance(each, Tensor)), None)
+        location = real_tensor("location", location, like)
         if location.ndim == 0:
-            raise ValueError("location must have shape (*batch, d), got a scalar")
+            location = location.reshape(1)
         if covariance is None and factor is None:
             raise ValueError("Gaussian needs a covariance, a factor of it, or both")
         if factor is None:
             factor = location.new_zeros((*location.shape, 0))
+        factor = real_tensor("factor", factor, location)
         if factor.ndim != location.ndim + 1 or factor.shape[:-1] != location.shape:
             raise ValueError(
                 f"factor must have shape {(*location.shape, 'r')} for a location of shape "
@@ -64,6 +66,7 @@ class Gaussian(Measure):
             )
         if covariance is None:
             covariance = location.new_zeros(location.shape[:-1])
+        covariance = real_tensor("covariance", covariance, location)
         allowed = [location.shape[:-1], location.shape, (*location.shape, location.shape[-1])]
         if tuple(covariance.shape) not in [tuple(shape) for shape in allowed]:
             raise ValueError(
@@ -146,13 +149,17 @@ class Gaussian(Measure):
         return torch.where(variance > rounding, torch.inf, self._dot(direction, self._align(self.location, direction)))
 
     def _log_density(self, point: Tensor) -> Tensor:
+        return self._log_prob(torch.zeros_like(point), point)
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        """That of N(mean(eta), Σ): of the deviation alone, however far eta has carried the mean."""
         matrix = self._matrix()
         if values_are_readable(matrix) and bool(is_singular(matrix).any()):
             raise MissingFormError(
                 f"Gaussian: a degenerate covariance (singular to rounding in {matrix.dtype}) has no density"
             )
         root = torch.linalg.cholesky_ex(matrix).L
-        deviation = point - self._align(self.location, point)
+        deviation = point - self._mean(eta)
         whitened = torch.linalg.solve_triangular(self._align(root, point, 2), deviation.unsqueeze(-1), upper=False)
         volume = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         normaliser = self._align(volume, point, 0) + 0.5 * point.shape[-1] * math.log(2 * math.pi)
@@ -176,6 +183,14 @@ class Gaussian(Measure):
         size = mu.detach().norm(dim=-1) + self._align(self.location.detach().norm(dim=-1), mu, 0)
         outside = missed.squeeze(-1).norm(dim=-1) > 8 * rounding * size
         return torch.where(outside.unsqueeze(-1), torch.nan, solution.squeeze(-1))
+
+    def _conjugate(self, mu: Tensor) -> Tensor:
+        eta = self._natural(mu)
+        outside = eta.isnan().any(-1)
+        eta = torch.where(outside.unsqueeze(-1), 0.0, eta)
+        return torch.where(
+            outside, torch.inf, self._fenchel(eta, torch.where(outside.unsqueeze(-1), self._mean(eta), mu))
+        )
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         def noise(*lead: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from massieu.measures.base import Measure
+    from massieu.measures.listed import Listed
 
 GAUSS_LEGENDRE = [(float(0.5 * (x + 1)), float(0.5 * w)) for x, w in zip(*leggauss(8), strict=True)]
 """Nodes t and weights of the eight-point rule on [0, 1]."""
@@ -86,12 +87,28 @@ class Hooks(ABC):
         """The log-density of h, shape ``lead``; −inf outside the support."""
         raise MissingFormError(f"{type(self).__name__} has no density in closed form")
 
+    def _nearest(self, point: Tensor) -> Tensor | None:
+        """The point of h's support that is nearest to `point`, of the same shape; None where it is not known.
+
+        The terms of a sum do not come back exactly when one is taken off again: laws whose support has no interior are
+        asked for their density there, if that is within rounding.
+        """
+        return point if self._reference == "lebesgue" else None
+
+    def _listed(self) -> "Listed | None":
+        """A discrete measure as a list of its points, where these are no more than `listed.MOST_LISTED`, else None."""
+        return None
+
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         """Draws from p_eta, shape ``(*shape, *lead, *event)``."""
         raise MissingFormError(f"{type(self).__name__} has no sampler")
 
     def _natural(self, mu: Tensor) -> Tensor | None:
         """The eta, of least norm, whose mean is `mu`; ±inf on the boundary, NaN outside; None: no closed form."""
+        return None
+
+    def _conjugate(self, mu: Tensor) -> Tensor | None:
+        """A*(mu), shape ``lead``: its value on the boundary too, +inf outside; None: no closed form."""
         return None
 
     def _power(self, exponent: float) -> "Measure | None":
@@ -115,6 +132,17 @@ class Hooks(ABC):
 
     def _entropy(self, eta: Tensor) -> Tensor:
         return self._log_partition(eta) - self._dot(eta, self._mean(eta))
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        """log p_eta(point): `_log_density` tilted. A form for it keeps digits where these three terms are large.
+
+        `eta` has the shape of `point`, or one query in the place of the last query dimension.
+        """
+        return self._dot(point, eta) + self._log_density(point) - self._log_partition(eta)
+
+    def _fenchel(self, eta: Tensor, mu: Tensor) -> Tensor:
+        """eta·mu − A(eta), by the entropy, which keeps more digits."""
+        return self._dot(eta, mu - self._mean(eta)) - self._entropy(eta)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         """KL(p_eta ‖ p_{eta+delta}), accurate for any size of `delta`.

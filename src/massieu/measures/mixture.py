@@ -7,9 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures import stable
+from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure, longest_batch, values_are_readable
 from massieu.measures.hooks import Reference
+from massieu.measures.listed import Listed, together
 from massieu.measures.moments import cumulants_of_moments, moments_of_cumulants
+from massieu.measures.value import real_tensor
 
 
 def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure] | Measure) -> "Mixture":
@@ -24,8 +27,7 @@ def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure]
         ValueError: no component, shapes that do not fit, a NaN or infinite log-weight.
         TypeError: `log_weight` is not floating-point.
     """
-    if not log_weight.is_floating_point():
-        raise TypeError(f"log_weight must be a floating-point tensor, got {log_weight.dtype}")
+    log_weight = real_tensor("log_weight", log_weight)
     if isinstance(components, Measure):
         if not components.batch_shape:
             raise ValueError("mixture needs several measures, or one with a batch dimension that counts the components")
@@ -138,36 +140,89 @@ class Mixture(Measure):
         return self._each(lambda part, x: part._log_partition(x), eta) + self._spread(self.log_weight, eta)
 
     def _log_share(self, eta: Tensor) -> Tensor:
+        """The responsibilities' logarithms, shape (*batch, K, *query).
+
+        Terms too large for the dtype are all there is; which of several such terms is larger cannot be told.
+        """
+        terms = self._log_terms(eta)
+        _refuse((terms == torch.inf).sum(self._axis) > 1, terms.dtype)
+        return self._share_of(terms)
+
+    def _share_of(self, terms: Tensor) -> Tensor:
+        """`_log_share`; terms that are too large share alike, and the caller finds out whether that matters."""
         axis = self._axis
-        return stable.log_softmax(self._log_terms(eta).movedim(axis, -1)).movedim(-1, axis)
+        infinite = terms == torch.inf
+        alone = torch.where(infinite, 0.0, -torch.inf)
+        scores = torch.where(infinite.any(axis, keepdim=True), alone, terms)
+        return stable.log_softmax(scores.movedim(axis, -1)).movedim(-1, axis)
+
+    def _unless_tied(self, terms: Tensor, parts: Tensor, value: Tensor) -> Tensor:
+        """`value`, and NaN where it depends on the shares of terms that are too large, since their `parts` differ."""
+        axis, tied = self._axis, terms == torch.inf
+        if values_are_readable(tied) and not bool(tied.any()):
+            return value
+        several = tied.sum(axis) > 1
+        tied = tied.reshape((*tied.shape, *[1] * (parts.ndim - tied.ndim)))
+        least, most = parts.masked_fill(~tied, torch.inf).amin(axis), parts.masked_fill(~tied, -torch.inf).amax(axis)
+        several = several.reshape((*several.shape, *[1] * (value.ndim - several.ndim)))
+        return torch.where(several & (least != most), torch.nan, value)
+
+    def _defined(self, eta: Tensor, value: Tensor) -> Tensor:
+        """`value`, unless log-partitions that are too large leave it undefined."""
+        if values_are_readable(value) and bool(value.isnan().any()):
+            infinite = (self._log_terms(eta) == torch.inf).any(self._axis)
+            _refuse(infinite & value.isnan().reshape(*infinite.shape, -1).any(-1), value.dtype)
+        return value
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return stable.logsumexp(self._log_terms(eta).movedim(self._axis, -1))
 
-    def _shares_and_means(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Responsibilities (*batch, K, *query), component means less the mixture's (*batch, K, *query, *event), and it."""
+    def _shares_and_means(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-terms and responsibilities (*batch, K, *query), means less the mixture's with *event behind, and its mean."""
         axis = self._axis
-        share = self._log_share(eta).exp()
+        terms = self._log_terms(eta)
+        share = self._share_of(terms).exp()
         means = self._each(lambda part, x: part._mean(x), eta)
-        # About one component's mean, so that means far from the origin keep their digits.
-        base = means.select(axis, 0)
-        offsets = means - base.unsqueeze(axis)
+        # About the likeliest component's mean, so that means far from the origin keep their digits.
+        chosen = self._eventwise(share.argmax(axis, keepdim=True))
+        base = means.take_along_dim(chosen, axis)
+        offsets = torch.where(means.isinf() & (means == base), 0.0, means - base)
+        offsets = torch.where((self._eventwise(share) == 0) & ~offsets.isfinite(), 0.0, offsets)
+        base = base.squeeze(axis)
         shift = (self._eventwise(share) * offsets).sum(axis)
-        return share, offsets - shift.unsqueeze(axis), base + shift
+        return terms, share, offsets - shift.unsqueeze(axis), self._unless_tied(terms, means, base + shift)
 
     def _eventwise(self, scalar: Tensor) -> Tensor:
         return scalar.reshape(*scalar.shape, *[1] * len(self.event_shape))
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return self._shares_and_means(eta)[2]
+        return self._defined(eta, self._shares_and_means(eta)[3])
+
+    def _entropy(self, eta: Tensor) -> Tensor:
+        """Σ r_k (log w_k − log r_k + the entropy of component k): A and eta·mean, which may be too large, cancel."""
+        terms = self._log_terms(eta)
+        log_share = self._share_of(terms)
+        taken = log_share > -torch.inf
+        own = self._each(lambda part, x: part._entropy(x), eta)
+        parts, own = own, own + self._spread(self.log_weight, eta)
+        gain = torch.where(taken, own, 0.0) - torch.where(taken, log_share, 0.0)
+        entropy = (log_share.exp() * gain).sum(self._axis)
+        entropy = entropy.masked_fill(~taken.any(self._axis), -torch.inf)
+        return self._defined(eta, self._unless_tied(terms, parts, entropy))
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
         axis = self._axis
-        share, offsets, _ = self._shares_and_means(eta)
+        terms, share, offsets, _ = self._shares_and_means(eta)
         within = self._each(lambda part, x, v: part._fisher_vp(x, v), eta, vector)
         # A share of 0 takes away an offset whose square would overflow.
         between = offsets * self._eventwise(share * self._dot(offsets, vector.unsqueeze(axis)))
-        return (self._eventwise(share) * within + between).sum(axis)
+        weight = self._eventwise(share)
+        within = torch.where((weight == 0) & ~within.isfinite(), 0.0, within)
+        product = (weight * within + between).sum(axis)
+        return self._defined(eta, self._unless_tied(terms, within, product))
+
+    def _fisher(self, eta: Tensor) -> Tensor:
+        return self._defined(eta, super()._fisher(eta))
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         """That of the shares, and the components' by their shares: of component and point, only the point sees eta.
@@ -177,7 +232,7 @@ class Mixture(Measure):
         measure, point, delta = self._to(torch.float64), eta.double(), delta.double()
         assert isinstance(measure, Mixture)
         axis = measure._axis
-        _, offsets, _ = measure._shares_and_means(point)
+        _, _, offsets, _ = measure._shares_and_means(point)
         log_share = measure._log_share(point).movedim(axis, -1)
         within = measure._each(lambda part, x, v: part._kl(x, v), point, delta).movedim(axis, -1)
         # A_k(eta + delta) − A_k(eta), up to what all have in common.
@@ -188,17 +243,20 @@ class Mixture(Measure):
         share = log_share.exp()
         ratio = gain - (share * gain).sum(-1, keepdim=True)
         between = stable.centred_log_mean_exp(log_share, ratio)
-        return (between + (share * torch.where(share > 0, within, 0.0)).sum(-1)).to(eta.dtype)
+        within = torch.where(share > 0, within, 0.0)
+        divergence = torch.where(within.isinf().any(-1), torch.inf, between + (share * within).sum(-1))
+        return self._defined(eta, divergence.to(eta.dtype))
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         axis = self._axis
-        share, offsets, mean = self._shares_and_means(eta)
+        terms, share, offsets, mean = self._shares_and_means(eta)
         parts = self._each(lambda part, x, v: part._cumulants(x, v, order), eta, direction)
         # About the mixture's mean, the components' moments mix linearly.
         first = self._dot(offsets, direction.unsqueeze(axis)).unsqueeze(-1)
         moments = moments_of_cumulants(torch.cat([first, parts[..., 1:]], -1))
         mixed = cumulants_of_moments((share.unsqueeze(-1) * moments).sum(axis))
-        return torch.cat([self._dot(mean, direction).unsqueeze(-1), mixed[..., 1:]], -1)
+        cumulants = torch.cat([self._dot(mean, direction).unsqueeze(-1), mixed[..., 1:]], -1)
+        return self._defined(eta, self._unless_tied(terms, parts, cumulants))
 
     def _parts(self) -> tuple[Measure, ...]:
         return (self.components,) if isinstance(self.components, Measure) else self.components
@@ -247,25 +305,75 @@ class Mixture(Measure):
         return references.pop() if len(references) == 1 else "mixed"
 
     def _log_density(self, point: Tensor) -> Tensor:
-        axis = self._axis
         terms = self._each(lambda part, x: part._log_density(x), point) + self._spread(self.log_weight, point)
+        return self._united(terms.movedim(self._axis, -1))
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        share = self._log_share(eta)
+        terms = self._each(lambda part, e, x: part._log_prob(e, x), eta, point)
+        return self._united(torch.where(share == -torch.inf, share, share + terms).movedim(self._axis, -1))
+
+    def _united(self, terms: Tensor) -> Tensor:
+        """The log-sum-exp of the components' terms, the last dimension."""
         if self._reference != "mixed":
-            return stable.logsumexp(terms.movedim(axis, -1))
+            return stable.logsumexp(terms)
         # Where an atom sits, a density is nothing against its mass.
-        discrete = torch.tensor([part._reference == "counting" for part in self._parts()], device=point.device)
-        terms = terms.movedim(axis, -1)
+        discrete = torch.tensor([part._reference == "counting" for part in self._parts()], device=terms.device)
         masses = stable.logsumexp(terms.masked_fill(~discrete, -torch.inf))
         densities = stable.logsumexp(terms.masked_fill(discrete, -torch.inf))
         return torch.where(masses > -torch.inf, masses, densities)
+
+    def _nearest(self, point: Tensor) -> Tensor | None:
+        """Of the components without a density: those with one hold every point."""
+        if isinstance(self.components, Measure):
+            found = self.components._nearest(self._seen_by(self.components, point))
+            if found is None:
+                return None
+            candidates = [*found.unbind(len(self.components.batch_shape) - 1)]
+        else:
+            thin = [part for part in self.components if part._reference != "lebesgue"] or self.components
+            found = [part._nearest(point) for part in thin]
+            candidates = [each for each in found if each is not None]
+            if len(candidates) < len(found):
+                return None
+        stacked = torch.stack(candidates)
+        event = len(self.event_shape)
+        distance = (stacked - point).abs().flatten(stacked.ndim - event).amax(-1)
+        index = self._eventwise(distance.argmin(0, keepdim=True))
+        return stacked.take_along_dim(index, 0).squeeze(0)
+
+    def _listed(self) -> Listed | None:
+        batch = self.batch_shape
+        if isinstance(self.components, Measure):
+            part, own = self.components._listed(), len(self.components.batch_shape) - 1
+            if part is None:
+                return None
+            atoms = (tensor.unbind(own) for tensor in (part.atoms.points, part.atoms.log_weight, part.size))
+            parts = [Listed(Atoms(points, log_weight), size) for points, log_weight, size in zip(*atoms, strict=True)]
+        else:
+            found = [part._listed() for part in self.components]
+            parts = [part for part in found if part is not None]
+            if len(parts) < len(found):
+                return None
+        return together(parts, self.log_weight.unbind(-1), batch)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         axis, leading = self._axis, len(shape)
         share = self._log_share(eta).exp().movedim(axis, -1)
         count = torch.Size(shape).numel()
         chosen = torch.multinomial(share.reshape(-1, share.shape[-1]), count, replacement=True, generator=generator)
-        chosen = chosen.T.reshape(*shape, *share.shape[:-1])
+        chosen = chosen.T.reshape((*shape, *share.shape[:-1]))
         everyone = self._each(lambda part, x: part._sample(x, shape, generator), eta, leading=leading)
         index = self._eventwise(chosen.unsqueeze(axis + leading))
         return everyone.take_along_dim(index.expand_as(everyone.narrow(axis + leading, 0, 1)), axis + leading).squeeze(
             axis + leading
+        )
+
+
+def _refuse(undefined: Tensor, dtype: torch.dtype) -> None:
+    if values_are_readable(undefined) and bool(undefined.any()):
+        advice = "a smaller eta" if dtype == torch.float64 else "a smaller eta, or float64"
+        raise ValueError(
+            f"Mixture: log-partitions of its components are too large for {dtype} at this eta, so that their shares, or "
+            f"this result, cannot be told; use {advice}"
         )

@@ -8,6 +8,7 @@ from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure, values_are_readable
 from massieu.measures.gaussian import Gaussian
 from massieu.measures.mixture import Mixture, mixture
+from massieu.measures.value import real_tensor
 
 
 def boosting(
@@ -27,6 +28,8 @@ def boosting(
         ValueError: labels other than ±1, or shapes that do not fit.
         TypeError: `learners` are not floating-point.
     """
+    learners = real_tensor("learners", learners)
+    labels, logits = real_tensor("labels", labels, learners), real_tensor("logits", logits, learners)
     if labels.shape != logits.shape or learners.shape[:-1] != labels.shape:
         raise ValueError(
             f"boosting needs labels and logits of one shape (*batch, N) and learners of shape (*batch, N, d), got "
@@ -46,7 +49,7 @@ def hybrid(atoms: Atoms, background: Gaussian, concentration: Float[Tensor, "*ba
     Raises:
         ValueError: a concentration that is not positive, or shapes that do not fit.
     """
-    weight = torch.as_tensor(concentration, dtype=background.location.dtype, device=background.location.device)
+    weight = real_tensor("concentration", concentration, background.location).to(background.location)
     if values_are_readable(weight) and not bool((weight > 0).all() & weight.isfinite().all()):
         raise ValueError(f"concentration must be positive and finite, got {concentration}")
     return mixture(torch.stack([torch.zeros_like(weight), weight.log()], -1), [atoms, background])
@@ -66,6 +69,7 @@ def divergence_kernel(measure: Measure, eta: Float[Tensor, "*batch N event"]) ->
     Raises:
         ValueError, DomainError: as ``measure.mean``, and for `eta` without exactly one query dimension.
     """
+    eta = real_tensor("eta", eta)
     if eta.ndim != len(measure.batch_shape) + 1 + len(measure.event_shape) or len(measure.event_shape) != 1:
         raise ValueError(
             f"divergence_kernel needs eta of shape {(*measure.batch_shape, 'N', *measure.event_shape)}, got "

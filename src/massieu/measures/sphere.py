@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.measures.base import Measure, static_field, values_are_readable
 from massieu.measures.hooks import GAUSS_LEGENDRE, Reference
+from massieu.measures.value import real_tensor
 from massieu.ops import bessel
 
 _NEWTON_STEPS = 8
@@ -52,10 +53,7 @@ class Sphere(Measure):
         if dim < 2:
             hint = "; the sphere in one dimension is Spin" if dim == 1 else ""
             raise ValueError(f"Sphere needs dim of at least 2, got {dim}{hint}")
-        if not isinstance(radius, Tensor):
-            radius = torch.tensor(float(radius))
-        if not radius.is_floating_point():
-            raise TypeError(f"radius must be a floating-point tensor, got {radius.dtype}")
+        radius = real_tensor("radius", radius)
         if values_are_readable(radius) and not bool((radius.isfinite() & (radius > 0)).all()):
             raise ValueError(f"radius must be positive and finite, got {radius.tolist()}")
         return cls(radius, dim)
@@ -125,6 +123,32 @@ class Sphere(Measure):
         on = off <= _ROUNDINGS * torch.finfo(point.dtype).eps
         return torch.where(on, -log_area - (self.dim - 1) * radius.log(), -torch.inf).to(point.dtype)
 
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        """For κ > 1 by −κ‖x/radius − axis‖²/2 + (κ − A), of which neither is of the size of κ."""
+        scaled = self._scaled(eta)
+        unit_point = point.double() / scaled.radius.unsqueeze(-1)
+        height = (unit_point * scaled.vector).sum(-1) * scaled.unit
+        near = height - bessel.log_sphere_partition(scaled.square, self.dim, scaled.unit)
+        concentrated = scaled.square * scaled.unit.square() > 1
+        square = torch.where(concentrated, scaled.square, 1.0)
+        axis = scaled.vector / square.sqrt().unsqueeze(-1)
+        # A point is on the sphere within rounding; its length is that of the sphere.
+        gap = 0.5 * (torch.nn.functional.normalize(unit_point, dim=-1) - axis).square().sum(-1)
+        far = bessel.sphere_slack(square, self.dim, scaled.unit) - gap * scaled.unit * square.sqrt()
+        return self._log_density(point) + torch.where(concentrated, far, near).to(point.dtype)
+
+    def _nearest(self, point: Tensor) -> Tensor:
+        exact = torch.nn.functional.normalize(point.double(), dim=-1)
+        return (self._align(self.radius, point, 0).double().unsqueeze(-1) * exact).to(point.dtype)
+
+    def _conjugate(self, mu: Tensor) -> Tensor:
+        """On the sphere itself and beyond it +inf: no point has mass."""
+        eta = self._natural(mu)
+        inside = eta.isfinite().all(-1)
+        eta = torch.where(inside.unsqueeze(-1), eta, 0.0)
+        value = self._fenchel(eta, torch.where(inside.unsqueeze(-1), mu, 0.0))
+        return torch.where(inside, value, torch.inf)
+
     def _natural(self, mu: Tensor) -> Tensor:
         """Newton's method for D = κ/R(κ), with which eta = mu·D/radius²: smooth in mu, at 0 too.
 
@@ -162,7 +186,7 @@ class Sphere(Measure):
         first[..., 0] = 1
         length = point.square.sqrt().unsqueeze(-1)
         axis = torch.where(length > 0, point.vector / length, first)
-        concentration = (point.unit * length.squeeze(-1)).expand(*shape, *eta.shape[:-1])
+        concentration = (point.unit * length.squeeze(-1)).expand((*shape, *eta.shape[:-1]))
         drop = self._drop(concentration, generator).unsqueeze(-1)
         noise = torch.randn(*shape, *eta.shape, dtype=torch.float64, device=eta.device, generator=generator)
         noise = noise - axis * (axis * noise).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Independent parts: products, sums of independent draws, and powers. Log-partitions add."""
+"""Independent parts: products and powers. Log-partitions add."""
 
 from itertools import accumulate
 from math import isfinite
@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from massieu.measures import stable
-from massieu.measures.atoms import Atoms
+from massieu.measures import listed
 from massieu.measures.base import Measure, MissingFormError, longest_batch, static_field
-from massieu.measures.gaussian import Gaussian
 from massieu.measures.hooks import Reference
+from massieu.measures.listed import Listed, in_batch
 
 
 def product(*measures: Measure) -> Measure:
@@ -20,23 +19,8 @@ def product(*measures: Measure) -> Measure:
     Raises:
         ValueError: no measure, one whose points are not vectors, or batch shapes that do not fit.
     """
-    _check_parts("product", measures)
+    check_parts("product", measures)
     return Product(measures)
-
-
-def convolve(*measures: Measure) -> Measure:
-    """The law of a sum of independent draws, one from each measure: A(eta) = Σ_i A_i(eta).
-
-    Keys smoothed by a Gaussian, which is a kernel density estimate, are ``convolve(Atoms.create(keys), noise)`` (S14).
-
-    Raises:
-        ValueError: no measure, event shapes that differ, one whose points are not vectors, batch shapes that do not fit.
-    """
-    _check_parts("convolve", measures)
-    sizes = sorted({measure.event_shape[0] for measure in measures})
-    if len(sizes) > 1:
-        raise ValueError(f"convolve needs measures on one space, got vectors of sizes {sizes}")
-    return Convolution(measures)
 
 
 def power(measure: Measure, exponent: float) -> Measure:
@@ -48,6 +32,8 @@ def power(measure: Measure, exponent: float) -> Measure:
     Raises:
         ValueError: an exponent that is not positive and finite, or a fractional one without a closed form.
     """
+    if isinstance(exponent, complex):
+        raise TypeError(f"power needs a real exponent, got {exponent}")
     if not (exponent > 0 and isfinite(exponent)):
         raise ValueError(f"power needs a positive, finite exponent, got {exponent}")
     closed = measure._power(float(exponent))
@@ -61,7 +47,7 @@ def power(measure: Measure, exponent: float) -> Measure:
     return measure if exponent == 1 else Power(measure, int(exponent))
 
 
-def _check_parts(owner: str, measures: tuple[Measure, ...]) -> None:
+def check_parts(owner: str, measures: tuple[Measure, ...]) -> None:
     if not measures:
         raise ValueError(f"{owner} needs at least one measure, got none")
     for measure in measures:
@@ -112,11 +98,11 @@ class Product(Measure):
             inside = measure._interior()
             if inside is None:
                 inside = known[0].new_zeros((*measure.batch_shape, *measure.event_shape))
-            points.append(_in_batch(inside, self.batch_shape, 1).expand(*self.batch_shape, -1))
+            points.append(in_batch(inside, self.batch_shape, 1).expand(*self.batch_shape, -1))
         return torch.cat(points, -1)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        return _sum([measure._log_partition(x) for measure, x in self._parts(eta)])
+        return total([measure._log_partition(x) for measure, x in self._parts(eta)])
 
     def _mean(self, eta: Tensor) -> Tensor:
         return torch.cat([measure._mean(x) for measure, x in self._parts(eta)], -1)
@@ -125,16 +111,16 @@ class Product(Measure):
         return torch.cat([measure._fisher_vp(x, v) for measure, x, v in self._parts(eta, vector)], -1)
 
     def _entropy(self, eta: Tensor) -> Tensor:
-        return _sum([measure._entropy(x) for measure, x in self._parts(eta)])
+        return total([measure._entropy(x) for measure, x in self._parts(eta)])
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return _sum([measure._kl(x, change) for measure, x, change in self._parts(eta, delta)])
+        return total([measure._kl(x, change) for measure, x, change in self._parts(eta, delta)])
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        return _sum([measure._cumulants(x, v, order) for measure, x, v in self._parts(eta, direction)])
+        return total([measure._cumulants(x, v, order) for measure, x, v in self._parts(eta, direction)])
 
     def _support(self, direction: Tensor) -> Tensor | None:
-        return _sum_of_known([measure._support(v) for measure, v in self._parts(direction)])
+        return sum_of_known([measure._support(v) for measure, v in self._parts(direction)])
 
     @property
     def _reference(self) -> Reference:
@@ -142,7 +128,23 @@ class Product(Measure):
         return references.pop() if len(references) == 1 else "mixed"
 
     def _log_density(self, point: Tensor) -> Tensor:
-        return _sum([measure._log_density(x) for measure, x in self._parts(point)])
+        return total([measure._log_density(x) for measure, x in self._parts(point)])
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        return total([measure._log_prob(e, x) for measure, e, x in self._parts(eta, point)])
+
+    def _nearest(self, point: Tensor) -> Tensor | None:
+        found = [measure._nearest(x) for measure, x in self._parts(point)]
+        known = [part for part in found if part is not None]
+        return torch.cat(known, -1) if len(known) == len(found) else None
+
+    def _listed(self) -> Listed | None:
+        found = [measure._listed() for measure in self.measures]
+        known = [part for part in found if part is not None]
+        return listed.joined(known, self.batch_shape) if len(known) == len(found) else None
+
+    def _conjugate(self, mu: Tensor) -> Tensor | None:
+        return sum_of_known([measure._conjugate(x) for measure, x in self._parts(mu)])
 
     def _natural(self, mu: Tensor) -> Tensor | None:
         found = [measure._natural(x) for measure, x in self._parts(mu)]
@@ -156,80 +158,6 @@ class Product(Measure):
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return torch.cat([measure._sample(x, shape, generator) for measure, x in self._parts(eta)], -1)
-
-
-class Convolution(Measure):
-    """The law of a sum of independent draws. Made by `convolve`."""
-
-    measures: tuple[Measure, ...]
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return max([measure.batch_shape for measure in self.measures], key=len)
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.measures[0].event_shape
-
-    def _in_domain(self, eta: Tensor) -> Tensor | None:
-        inside = [part for measure in self.measures if (part := measure._in_domain(eta)) is not None]
-        return torch.stack(inside).all(0) if inside else None
-
-    def _domain(self) -> str:
-        return " and ".join(dict.fromkeys(measure._domain() for measure in self.measures))
-
-    def _interior(self) -> Tensor | None:
-        known = [inside for measure in self.measures if (inside := measure._interior()) is not None]
-        return known[0] if known else None
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return _sum([measure._log_partition(eta) for measure in self.measures])
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return _sum([measure._mean(eta) for measure in self.measures])
-
-    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return _sum([measure._fisher_vp(eta, vector) for measure in self.measures])
-
-    def _fisher(self, eta: Tensor) -> Tensor:
-        return _sum([measure._fisher(eta) for measure in self.measures])
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return _sum([measure._kl(eta, delta) for measure in self.measures])
-
-    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        return _sum([measure._cumulants(eta, direction, order) for measure in self.measures])
-
-    def _support(self, direction: Tensor) -> Tensor | None:
-        return _sum_of_known([measure._support(direction) for measure in self.measures])
-
-    def _sorted(self) -> tuple[list[Atoms], list[Measure]]:
-        atoms = [measure for measure in self.measures if isinstance(measure, Atoms)]
-        return atoms, [measure for measure in self.measures if not isinstance(measure, Atoms)]
-
-    @property
-    def _reference(self) -> Reference:
-        rest = self._sorted()[1]
-        return rest[0]._reference if rest else "counting"
-
-    def _log_density(self, point: Tensor) -> Tensor:
-        """Gaussians add to one Gaussian; atoms shift what the rest is."""
-        atoms, rest = self._sorted()
-        if not rest:
-            return _shifted(atoms[1:], atoms[0], point)
-        gaussians = [measure for measure in rest if isinstance(measure, Gaussian)]
-        if len(gaussians) < len(rest) and len(rest) > 1:
-            names = " and ".join(type(measure).__name__ for measure in rest)
-            raise MissingFormError(f"convolve: the density of a sum of {names} has no closed form")
-        return _shifted(atoms, rest[0] if len(rest) == 1 else _added(gaussians, self.batch_shape), point)
-
-    def _power(self, exponent: float) -> Measure | None:
-        found = [measure._power(exponent) for measure in self.measures]
-        known = tuple(part for part in found if part is not None)
-        return Convolution(known) if len(known) == len(found) else None
-
-    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        return _sum([measure._sample(eta, shape, generator) for measure in self.measures])
 
 
 class Power(Measure):
@@ -284,8 +212,32 @@ class Power(Measure):
     def _reference(self) -> Reference:
         return self.measure._reference
 
+    def _listed(self) -> Listed | None:
+        part = self.measure._listed()
+        return None if part is None else listed.repeated(part, self.count)
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        return total([self._log_prob(torch.zeros_like(point), point), self._log_partition(torch.zeros_like(point))])
+
+    def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        part = self._listed()
+        if part is None:
+            raise MissingFormError(
+                f"power: the density of a sum of {self.count} draws from {type(self.measure).__name__} has no closed "
+                f"form here (only for discrete laws of up to {listed.MOST_LISTED} sums)"
+            )
+        return listed.log_prob(part, eta, point)
+
+    def _nearest(self, point: Tensor) -> Tensor | None:
+        part = self._listed()
+        return super()._nearest(point) if part is None else part.atoms._nearest(point)
+
     def _natural(self, mu: Tensor) -> Tensor | None:
         return self.measure._natural(mu / self.count)
+
+    def _conjugate(self, mu: Tensor) -> Tensor | None:
+        value = self.measure._conjugate(mu / self.count)
+        return None if value is None else self.count * value
 
     def _power(self, exponent: float) -> Measure | None:
         total = exponent * self.count
@@ -295,32 +247,11 @@ class Power(Measure):
         return self.measure._sample(eta, (self.count, *shape), generator).sum(0)
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
+def total(parts: list[Tensor]) -> Tensor:
     """Σ of the parts, which may broadcast."""
     return sum(parts[1:], parts[0])
 
 
-def _sum_of_known(parts: list[Tensor | None]) -> Tensor | None:
+def sum_of_known(parts: list[Tensor | None]) -> Tensor | None:
     known = [part for part in parts if part is not None]
-    return _sum(known) if len(known) == len(parts) else None
-
-
-def _in_batch(tensor: Tensor, batch: torch.Size, rest: int) -> Tensor:
-    """`tensor` (*prefix of batch, *rest) with singleton dimensions for the remaining batch."""
-    own = tensor.ndim - rest
-    return tensor.reshape((*tensor.shape[:own], *[1] * (len(batch) - own), *tensor.shape[own:]))
-
-
-def _shifted(atoms: list[Atoms], rest: Measure, point: Tensor) -> Tensor:
-    """The log-density of the sum of independent atoms and a draw from `rest`."""
-    if not atoms:
-        return rest._log_density(point)
-    first, *others = atoms
-    moved = point.unsqueeze(-2) - first._align(first.points, point, 2)
-    return stable.logsumexp(_shifted(others, rest, moved) + first._align(first.log_weight, point))
-
-
-def _added(gaussians: list[Gaussian], batch: torch.Size) -> Gaussian:
-    location = _sum([_in_batch(part.location, batch, 1) for part in gaussians])
-    covariance = _sum([_in_batch(part._matrix(), batch, 2) for part in gaussians])
-    return Gaussian(location, covariance, location.new_zeros((*location.shape, 0)))
+    return total(known) if len(known) == len(parts) else None

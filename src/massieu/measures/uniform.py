@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures.base import values_are_readable
-from massieu.measures.coordinates import Coordinates, check_parameters, in_words, magnitude
+from massieu.measures.coordinates import Coordinates, checked_parameters, in_words, magnitude
 
 _TERMS = 24
 _NEWTON_STEPS = 4  # from a relative error of 5 % to rounding, quadratically
@@ -60,7 +60,7 @@ class Uniform(Coordinates):
                 (a coordinate of one value is a `Constant`).
             TypeError: not floating-point.
         """
-        check_parameters(low=low, high=high)
+        low, high = checked_parameters(low=low, high=high)
         if values_are_readable(low, high) and not bool((low < high).all()):
             raise ValueError(f"low must be below high, got {in_words(low)} and {in_words(high)}")
         return cls(low, high)
@@ -126,6 +126,12 @@ class Uniform(Coordinates):
 
     def _log_density_each(self, point: Tensor) -> Tensor:
         return -self._box(point)[2].log().expand_as(point)
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        low, high, width = self._box(eta)
+        # A = bound·eta + log-fraction, for the bound that eta pulls to.
+        distance = torch.where(eta < 0, point - low, high - point)
+        return -(magnitude(eta) * distance) - width.log() - _log_fraction(eta, width)
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         """Newton's method for u = width·|eta|, in which the mean's distance from its bound is 1/u − 1/(eᵘ − 1) widths."""

@@ -54,6 +54,21 @@ def log_sphere_partition(
     return (orders.unit * orders.debye.height + _logarithms(orders)).to(square.dtype)
 
 
+def sphere_slack(
+    square: Float[Tensor, "*lead"], dimension: int, unit: Float[Tensor, "*lead"] | float = 1.0
+) -> Float[Tensor, "*lead"]:
+    """κ − log E exp(κ x₁) ≥ 0 for x uniform on the unit sphere of R^d, in nats; (d−1)/2·log κ + const for large κ.
+
+    Arguments and errors as `log_sphere_partition`, and κ > 0. It is not made as a difference of two numbers of size κ.
+    """
+    orders = _descend(square, dimension, unit)
+    # √s − height = √s (ρ + root − √s)/(ρ + root) for ρ = μ/unit, root = √(ρ² + s).
+    length, relative = orders.square.sqrt(), orders.counts[0] / 2 / orders.unit
+    root = (relative.square() + orders.square).sqrt()
+    gap = length * (relative + relative.square() / (root + length)) / (relative + root)
+    return (orders.unit * gap - _logarithms(orders)).to(square.dtype)
+
+
 def sphere_entropy(
     square: Float[Tensor, "*lead"], dimension: int, unit: Float[Tensor, "*lead"] | float = 1.0
 ) -> Float[Tensor, "*lead"]:

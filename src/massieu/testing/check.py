@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures.base import Measure
-from massieu.testing import batching, derivatives, distribution, divergence, domain, inverse, precision
+from massieu.testing import batching, derivatives, distribution, divergence, domain, edges, inverse, precision
 from massieu.testing.subject import EXACT, SCALES, agree, subject_of
 
 
@@ -37,7 +37,10 @@ def check_measure(
       of the density (continuous ones, unless they lie in a subspace);
     * the support function: above means and samples, sublinear, reached by the mean far out;
     * the inverse of the mean and the conjugate (`massieu.duality`), and an error for a mu beyond the support;
-    * batched = loop = `vmap`; compiled = eager; float32 against float64; half precision promoted.
+    * the conjugate where means saturate, and at a discrete law's own points;
+    * batched = loop = `vmap`; compiled = eager; float32 against float64; half precision promoted;
+    * draws in float32, and rounded to bfloat16, are possible; no query, an empty batch and the meta device give results
+      of the right shape; lists and arrays are taken as tensors are.
 
     Args:
         measure: The measure; its tensors are converted to each precision that is tried.
@@ -93,4 +96,9 @@ def check_measure(
         batching.check_compiled(subject, compile_backend)
     precision.check_precision(subject)
     inverse.check_natural(subject)
+    edges.check_boundary(subject, draws)
+    edges.check_draws_in_other_precisions(subject)
+    edges.check_empty(subject)
+    edges.check_meta(subject)
+    edges.check_numbers(subject)
     return tuple(name for name, checked in known.items() if not checked)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from massieu.measures.base import MissingFormError
 from massieu.measures.moments import moments_of_cumulants
-from massieu.testing.subject import EXACT, Subject, agree, at_most
+from massieu.testing.subject import EXACT, Subject, agree, at_most, expand
 
 _ERRORS = 5
 _EXPECTED = 25
@@ -117,6 +117,14 @@ def check_log_prob(subject: Subject, draws: Tensor, oracle: Callable[[Tensor, Te
         gain.mean(0),
         divergence,
         _ERRORS * error + EXACT * (1 + divergence),
+    )
+    leaf = eta.clone().requires_grad_()
+    first = draws[:1]
+    (score,) = torch.autograd.grad(measure.log_prob(leaf, first).sum(), leaf)
+    expected = first[0] - measure.mean(eta)
+    law = "gradient of log_prob in eta = x − mean"
+    agree(
+        law, eta, score, expected, EXACT * (1 + first[0].abs() + expected.abs()) * (1 + expand(subject.norm(eta), eta))
     )
     if measure._reference == "counting":
         _check_frequencies(subject, draws, actual)

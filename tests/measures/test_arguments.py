@@ -1,0 +1,154 @@
+"""What parameters and etas may be: numbers, lists, arrays and integers are converted, complex numbers refused."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tests.rows import every_row
+
+from massieu.duality import conjugate, natural
+from massieu.measures import (
+    Atoms,
+    Bernoulli,
+    Categorical,
+    ConjugatePrior,
+    Constant,
+    Exponential,
+    Gamma,
+    Gaussian,
+    Laplace,
+    Poisson,
+    Sphere,
+    Spin,
+    Uniform,
+    affine,
+    boosting,
+    convolve,
+    hybrid,
+    mixture,
+    power,
+)
+
+MAKERS = {
+    "Atoms": (Atoms.create, ([[0, 1], [2, 3]],)),
+    "Gaussian, isotropic": (Gaussian.create, ([0, 1], 2)),
+    "Gaussian, diagonal": (Gaussian.create, ([0, 1], [1, 2])),
+    "Gaussian, full": (Gaussian.create, ([0, 1], [[2, 1], [1, 2]])),
+    "Spin": (Spin.create, ([0, 1],)),
+    "Bernoulli": (Bernoulli.create, ([0.25, 0.5],)),
+    "Categorical": (Categorical.create, ([0.25, 0.75],)),
+    "Poisson": (Poisson.create, ([1, 2],)),
+    "Exponential": (Exponential.create, ([1, 2],)),
+    "Gamma": (Gamma.create, ([1, 2], [3, 4])),
+    "Laplace": (Laplace.create, ([1, 2],)),
+    "Uniform": (Uniform.create, ([0, 1], [2, 3])),
+    "Constant": (Constant.create, ([1, 2],)),
+    "Sphere": (lambda radius: Sphere.create(2, radius), (2,)),
+    "ConjugatePrior": (lambda strength: ConjugatePrior.create(Spin.create(2), strength), ([1, 2],)),
+    "mixture": (lambda weight: mixture(weight, [Spin.create(2), Spin.create([1, 1])]), ([0, 1],)),
+    "affine": (lambda weight, bias: affine(Spin.create(2), weight, bias), ([[1, 2], [0, 1]], [1, 2])),
+    "boosting": (boosting, ([1, -1], [0, 1], [[1, 2], [3, 4]])),
+    "hybrid": (lambda c: hybrid(Atoms.create([[0, 1]]), Gaussian.create([0, 0], 1), c), (2,)),
+}
+KINDS = {
+    "numbers": lambda value: value,
+    "arrays": np.array,
+    "arrays of float32": lambda value: np.array(value, dtype=np.float32),
+    "tensors": torch.tensor,
+}
+
+
+@every_row(("name", "kind"), itertools.product(MAKERS, KINDS))
+def test_one_measure_from_every_kind_of_numbers(name, kind):
+    make, values = MAKERS[name]
+    expected = make(*(torch.tensor(value, dtype=torch.get_default_dtype()) for value in values))
+    found = make(*(KINDS[kind](value) for value in values))
+    eta = torch.full(expected.event_shape, 0.125)
+    for function in ("log_partition", "mean", "fisher"):
+        value = getattr(found, function)(eta)
+        assert value.is_floating_point()
+        torch.testing.assert_close(value.float(), getattr(expected, function)(eta))
+    torch.testing.assert_close(found.mean(eta.tolist()), found.mean(eta).to(found.mean(eta.tolist()).dtype))
+    point = found.mean(np.zeros(tuple(expected.event_shape)) + 0.125)
+    torch.testing.assert_close(point.float(), expected.mean(eta))
+
+
+@every_row("name", MAKERS)
+def test_complex_parameters_are_refused(name):
+    make, values = MAKERS[name]
+    for place in range(len(values)):
+        given = [torch.tensor(value) for value in values]
+        given[place] = given[place].to(torch.complex64)
+        with pytest.raises(TypeError, match=r"\w+ must be real, got a tensor of torch\.complex64"):
+            make(*given)
+
+
+def test_one_number_is_one_coordinate_and_stands_for_all():
+    line = Gaussian.create(0.0, 1.0)
+    assert line.event_shape == (1,)
+    assert line.fisher([0.3]).tolist() == [[1.0]]
+    assert Poisson.create(2).mean([0]).tolist() == [2.0]
+    assert Uniform.create(-1, torch.tensor([1.0, 2.0]).double()).mean([0, 0]).tolist() == [0.0, 0.5]
+    assert ConjugatePrior.create(Spin.create(3), 2.0).strength.tolist() == [2.0, 2.0, 2.0]
+    # A number is as exact as what it stands beside.
+    exact = hybrid(Atoms.create(torch.zeros(1, 1).double()), Gaussian.create(torch.zeros(1).double(), 1.0), 0.7)
+    assert float(exact.log_partition([0.0]).exp()) == pytest.approx(1.7, rel=1e-15)
+    integer = Gaussian.create(torch.zeros(2), torch.tensor([1, 2]))
+    assert integer.fisher(torch.zeros(2)).dtype == torch.float32
+    half = Spin.create(2).log_prob([0, 0], [1, -1])
+    assert float(half.exp()) == pytest.approx(0.25)
+
+
+@every_row(
+    ("call", "kind", "message"),
+    [
+        (lambda: Spin.create(2).log_partition(torch.zeros(())), ValueError, r"eta of shape .*\(2,\).*, got \(\)"),
+        (lambda: Spin.create(2).mean(0.0), ValueError, r"eta of shape .*\(2,\).*, got \(\)"),
+        (lambda: Spin.create(2).tilt(0.0), ValueError, r"tilt needs eta of shape \(2,\) \(batch \+ event\), got \(\)"),
+        (lambda: Spin.create(2).log_prob(torch.zeros(2), 1.0), ValueError, r"point must have shape .*got \(\)"),
+        (lambda: natural(Spin.create(2), 0.0), ValueError, r"mu of shape .*, got \(\)"),
+        (lambda: conjugate(Spin.create(2), torch.zeros(())), ValueError, r"mu of shape .*, got \(\)"),
+        (lambda: Atoms.create(1.0), ValueError, r"points must have shape .*got \(\)"),
+        (lambda: affine(Spin.create(2), 1.0), ValueError, r"affine needs weight of shape .*got \(\)"),
+        (lambda: mixture(0.0, [Spin.create(1)]), ValueError, r"log_weight of shape .*got \(\)"),
+        (lambda: power(Spin.create(2), 1j), TypeError, "power needs a real exponent"),
+        (lambda: Spin.create(2).sample([0, 0], -1), ValueError, "number of draws or a tuple .* got -1"),
+        (lambda: Spin.create(2).sample([0, 0], 2.5), ValueError, "number of draws or a tuple .* got 2.5"),
+        (lambda: Spin.create(2).sample([0, 0], (2, None)), ValueError, "number of draws or a tuple"),
+        (lambda: Spin.create(2).mean(torch.zeros(2, device="meta")), ValueError, "one device, got cpu and meta"),
+        (lambda: Gaussian.create("zero", 1.0), TypeError, "location must be .*numbers to make one of, got str"),
+    ],
+)
+def test_what_is_no_argument_is_refused_in_one_sentence(call, kind, message):
+    with pytest.raises(kind, match=message) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_number_of_draws_is_a_shape():
+    for make, values in MAKERS.values():
+        measure = make(*values)
+        eta = torch.full(measure.event_shape, 0.125)
+        for shape, expected in (
+            (5, (5,)),
+            (0, (0,)),
+            ((2, 0), (2, 0)),
+            (torch.Size([2, 3]), (2, 3)),
+            ([4], (4,)),
+            ((), ()),
+        ):
+            assert measure.sample(eta, shape).shape == (*expected, *eta.shape)
+
+
+def test_nothing_is_a_batch():
+    """An empty batch of atoms, and of means: empty results of the right shape, that derivatives pass."""
+    atoms, eta = Atoms.create(torch.zeros(0, 4, 3)), torch.zeros(0, 5, 3, requires_grad=True)
+    assert atoms.log_partition(eta).shape == (0, 5)
+    assert atoms.fisher(eta).shape == (0, 5, 3, 3)
+    assert atoms.expectation(eta, torch.zeros(0, 4, 2)).shape == (0, 5, 2)
+    atoms.log_partition(eta).sum().backward()
+    assert eta.grad is not None and eta.grad.shape == (0, 5, 3)
+    points = Atoms.create(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    assert natural(points, torch.zeros(0, 3)).shape == (0, 3)
+    assert conjugate(convolve(points, Spin.create(3)), torch.zeros(2, 0, 3)).shape == (2, 0)
