@@ -84,7 +84,9 @@ app = typer.Typer(
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="Model folder or hub name; the default is the MiniLM sentence encoder."),
+    typer.Argument(
+        metavar="MODEL", help="Model folder, .gguf file or hub name; the default is the MiniLM sentence encoder."
+    ),
 ]
 Revision = Annotated[str | None, typer.Option(metavar="R", help="Branch, tag or commit of a model on the hub.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model.")]
@@ -111,6 +113,7 @@ def _options(
     "  massieu probe\n"
     "  massieu probe gpt2 --text notes/ README.md --max-tokens 100000\n"
     "  massieu probe ./checkpoint --text data.jsonl --column body --no-packing\n"
+    "  massieu probe model.Q4_K_M.gguf --max-tokens 20000\n"
     "  cat book.txt | massieu probe gpt2 --text - --out book",
 )
 def probe(
@@ -290,8 +293,15 @@ def _summarise(result: "ProbeResult", folder: Path) -> None:
     typer.echo(
         f"{result.run['model']['name']}: {text['tokens']:,} tokens in {text['windows']:,} windows of {text['source']}"
     )
-    if text["dropped"]:
-        typer.echo(f"note: {text['dropped']}")
+    unknown = text.get("unknown_share")
+    notes = [
+        text["dropped"],
+        result.run["model"].get("missing_weights"),
+        result.run["model"].get("unexpected_weights"),
+        None if unknown is None else f"{100 * unknown:.3g} % of the text's tokens are unknown to the tokenizer",
+    ]
+    for note in filter(None, notes):
+        typer.echo(f"note: {note}")
     for finding in result.findings:
         typer.echo(f"\n{typer.style(finding['title'], bold=True)}\n  {finding['sentence']}")
     typer.echo()
@@ -379,7 +389,8 @@ class _Rate:
 def _short_name(model: str | None) -> str:
     if model is None:
         return DEFAULT_NAME
-    return Path(model).resolve().name if Path(model).exists() else Path(model).name
+    path = Path(model).resolve() if os.path.exists(model) else Path(model)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def _check_folder(folder: Path) -> None:
