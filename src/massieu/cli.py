@@ -154,7 +154,7 @@ def probe(
     format: Annotated[TableFormat, typer.Option(help="How the tables are stored.")] = TableFormat.PARQUET,
 ) -> None:
     """Measure a model on text: an HTML page and tables."""
-    if model is None and text is not None and len(text) > 1 and Path(text[-1], "config.json").is_file():
+    if model is None and text is not None and len(text) > 1 and os.path.isfile(os.path.join(text[-1], "config.json")):
         raise InputError(f"{text[-1]} is a model; MODEL goes before --text")
     folder = RESULTS / _short_name(model) if out is None else out
     _check_folder(folder)
@@ -290,17 +290,12 @@ def _say(message: str) -> None:
 
 def _summarise(result: "ProbeResult", folder: Path) -> None:
     text = result.run["text"]
+    model, unknown = result.run["model"], text.get("unknown_share")
+    strange = "" if unknown is None else f", {100 * unknown:.3g} % of them unknown to the tokenizer"
     typer.echo(
-        f"{result.run['model']['name']}: {text['tokens']:,} tokens in {text['windows']:,} windows of {text['source']}"
+        f"{model['name']}: {text['tokens']:,} tokens in {text['windows']:,} windows of {text['source']}{strange}"
     )
-    unknown = text.get("unknown_share")
-    notes = [
-        text["dropped"],
-        result.run["model"].get("missing_weights"),
-        result.run["model"].get("unexpected_weights"),
-        None if unknown is None else f"{100 * unknown:.3g} % of the text's tokens are unknown to the tokenizer",
-    ]
-    for note in filter(None, notes):
+    for note in filter(None, (text["dropped"], model.get("missing_weights"), model.get("unexpected_weights"))):
         typer.echo(f"note: {note}")
     for finding in result.findings:
         typer.echo(f"\n{typer.style(finding['title'], bold=True)}\n  {finding['sentence']}")

@@ -1,5 +1,6 @@
 """Where a model's files are: a folder, a GGUF file or the hub; what is wrong with them is said before they are read."""
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -173,7 +174,6 @@ def _gguf(file: Path) -> Checkpoint:
 def _on_hub(name: str, revision: str | None) -> Checkpoint:
     """A hub name that is there, asked for once: transformers would ask six times and write a line for each."""
     hub = require_extra("huggingface_hub", "probe")
-    httpx = require_extra("httpx", "probe")
     errors = require_extra("huggingface_hub.errors", "probe")
     absent = f"cannot load the model {name}: there is no such folder or file, and"
     try:
@@ -200,7 +200,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
         raise InputError(
             f"{absent} on the hub it has no config.json (download GGUF files and name one; merge adapters first)"
         ) from error
-    except (httpx.HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError) as error:  # HTTPError is of whichever library the client is built on
         if not cached:
             raise InputError(f"{absent} the hub cannot be reached to look for it there ({sentence(error)})") from error
         return Checkpoint(name, options={**options, "local_files_only": True})
@@ -226,9 +226,13 @@ def quiet() -> Iterator[None]:
     for each in ours:
         each.set_verbosity(logging.ERROR)
     ours[0].disable_progress_bar()
+    converting = require_extra("transformers.modeling_gguf_pytorch_utils", "probe")
+    bar = converting.tqdm  # a bar of its own, which the line above does not reach
+    converting.tqdm = functools.partial(bar, disable=True)
     try:
         yield
     finally:
+        converting.tqdm = bar
         for each, level in zip(ours, levels, strict=True):
             each.set_verbosity(level)
         if bars:
