@@ -79,7 +79,7 @@ $(FLOOR)/installed: $(VENV)/installed constraints-floor.txt
 # What another release may change: how models are read. Texts, tables and sums are as before.
 floor: $(FLOOR)/installed
 	$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(READS_MODELS)
-READS_MODELS := $(addprefix tests/probing/test_,capture.py climb.py population_layers.py probe.py statistics.py wiring.py)
+READS_MODELS := $(addprefix tests/probing/test_,capture.py climb.py gguf.py loading.py population_layers.py probe.py statistics.py wiring.py)
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
 BENCHMARKS := ops lengths losses measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe

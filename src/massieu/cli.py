@@ -295,8 +295,9 @@ def _summarise(result: "ProbeResult", folder: Path) -> None:
     typer.echo(
         f"{model['name']}: {text['tokens']:,} tokens in {text['windows']:,} windows of {text['source']}{strange}"
     )
-    for note in filter(None, (text["dropped"], model.get("missing_weights"), model.get("unexpected_weights"))):
-        typer.echo(f"note: {note}")
+    for note in (text["dropped"], model.get("missing_weights"), model.get("unexpected_weights")):
+        if note not in (None, "none"):
+            typer.echo(f"note: {note}")
     for finding in result.findings:
         typer.echo(f"\n{typer.style(finding['title'], bold=True)}\n  {finding['sentence']}")
     typer.echo()

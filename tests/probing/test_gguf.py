@@ -224,26 +224,28 @@ def _first_layer(file: Path, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.needs("decoder")
-def test_a_real_decoder():
+def test_a_real_decoder(monkeypatch):
     """SmolLM2-135M-Instruct: 30 layers of 9 heads; the first by its bytes in float64, all by the model's eager weights."""
     file = needs.decoder()
     assert file is not None
+    kept = []
+    monkeypatch.setattr("massieu.probing.run.load_model", lambda *a, **k: kept.append(load_model(*a, **k)) or kept[0])
     statistics = ["weight_first", "entropy", "log_partition"]
-    result = massieu.probe(file, max_tokens=8 * TOKENS, max_length=TOKENS, statistics=statistics)
+    result = massieu.probe(file, max_tokens=4 * TOKENS, max_length=TOKENS, statistics=statistics)
     run = result.run
     assert (run["model"]["layers"], run["model"]["heads"]) == (30, 270)
     assert run["model"]["weights"] == "GGUF (Q4_1, F32, Q8_0), dequantised to float32"
-    assert run["model"]["missing_weights"] is None
-    assert run["model"]["unexpected_weights"] is None
+    assert run["model"]["missing_weights"] == "none"
+    assert run["model"]["unexpected_weights"] == "none"
     assert run["self_check"]["passed"]
     assert run["self_check"]["error"] < 1e-4
     assert run["text"]["unknown_share"] == 0
     assert not run["warnings"]
 
-    loaded = load_model(file)
+    loaded = kept[0]
     rows = [
         batch.inputs["input_ids"]
-        for batch in TextBatches(loaded.tokenizer, reference_documents, max_length=TOKENS, max_tokens=8 * TOKENS)
+        for batch in TextBatches(loaded.tokenizer, reference_documents, max_length=TOKENS, max_tokens=4 * TOKENS)
     ]
     ids = torch.cat(rows)
     assert run["text"]["windows"] == len(ids)
@@ -256,7 +258,7 @@ def test_a_real_decoder():
 
     logs, log_z = (np.stack(part) for part in zip(*(_first_layer(file, row.numpy()) for row in ids), strict=True))
     weights = np.exp(logs)
-    entropy = -np.where(weights > 0, weights * logs, 0).sum(-1)
+    entropy = -(weights * np.where(weights > 0, logs, 0)).sum(-1)
     assert np.allclose(measured("entropy")[0], entropy.mean((0, 2)), rtol=1e-4)
     assert np.allclose(measured("log_partition")[0], log_z.mean((0, 2)), rtol=1e-4)
     assert np.allclose(measured("weight_first")[0], weights[..., 0].mean((0, 2)), rtol=1e-3)
@@ -265,6 +267,7 @@ def test_a_real_decoder():
     with torch.no_grad():
         shown = loaded.module(ids, output_attentions=True, use_cache=False).attentions
     first = np.stack([layer[..., 0].double().mean((0, 2)).numpy() for layer in shown])
-    assert np.allclose(measured("weight_first"), first, rtol=1e-3, atol=1e-5)
+    # Two ways to the same attention in float32: differences of rounding grow over 30 layers and are multiplied by scores.
+    assert np.allclose(measured("weight_first"), first, rtol=5e-3, atol=1e-5)
     said = int(result.findings[0]["sentence"].partition(" of 270 heads put more than half")[0])
     assert 0 < (first > 0.501).sum() <= said <= (first > 0.499).sum() < 270

@@ -122,6 +122,8 @@ def test_weights_off_the_way_may_be_missing_and_are_named(save):
     assert "cls.predictions.bias" in found.model["unexpected_weights"]
     assert found.model["weights"] == "safetensors"
     assert not found.warnings
+    assert massieu.describe(save(gpt2())).model["missing_weights"] == "none"
+    assert massieu.describe(gpt2().eval()).model["missing_weights"] is None  # in memory: not known
 
 
 @pytest.mark.medium

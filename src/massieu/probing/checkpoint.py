@@ -226,7 +226,7 @@ def quiet() -> Iterator[None]:
     for each in ours:
         each.set_verbosity(logging.ERROR)
     ours[0].disable_progress_bar()
-    converting = require_extra("transformers.modeling_gguf_pytorch_utils", "probe")
+    converting: Any = require_extra("transformers.modeling_gguf_pytorch_utils", "probe")
     bar = converting.tqdm  # a bar of its own, which the line above does not reach
     converting.tqdm = functools.partial(bar, disable=True)
     try:

@@ -27,7 +27,8 @@ class LoadedModel:
 
     Attributes:
         tokenizer_problem: why there is no tokenizer, where one was looked for.
-        weights: format of the files and the type that they were turned to; None for a model given in memory.
+        from_files: whether it was loaded here, so that what follows is known; False for a model given in memory.
+        weights: format of the files and the type that quantised ones were turned to; None where it is not known.
         missing: weights of the model that the checkpoint does not have: they are random numbers.
         reshaped: weights of another shape in the checkpoint (its shape, the model's): they too are random numbers.
         unexpected: weights of the checkpoint that the model does not have.
@@ -40,6 +41,7 @@ class LoadedModel:
     revision: str | None
     tokenizer: Any = None
     tokenizer_problem: str | None = None
+    from_files: bool = False
     weights: str | None = None
     missing: tuple[str, ...] = ()
     reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
@@ -69,10 +71,11 @@ class LoadedModel:
             "unexpected_weights": self._listed(self.unexpected, "in the checkpoint but not in the model, and not used"),
         }
 
-    @staticmethod
-    def _listed(names: Collection[str], what: str) -> str | None:
+    def _listed(self, names: Collection[str], what: str) -> str | None:
+        if not self.from_files:
+            return None
         number = "1 weight is" if len(names) == 1 else f"{len(names):,} weights are"
-        return f"{number} {what}: {some(names)}" if names else None
+        return f"{number} {what}: {some(names)}" if names else "none"
 
 
 def check_device(device: str | None) -> torch.device:
@@ -145,6 +148,7 @@ def load_model(
         revision or getattr(config, "_commit_hash", None),
         read,
         tokenizer_problem=problem,
+        from_files=True,
         weights=checkpoint.format_as(kind),
         missing=tuple(sorted(report["missing_keys"])),
         reshaped={key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])},

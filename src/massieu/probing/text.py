@@ -156,7 +156,7 @@ class TextBatches:
         self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
         self._packing = packing
         self._special = _special_ids(tokenizer)
-        unknown = tokenizer.unk_token_id
+        unknown: int | None = tokenizer.unk_token_id
         self._unknown = None if unknown in self._special else unknown  # GPT-2's marks an end and is no word's
         self._around: tuple[list[int], list[int]] | None = None
         self._report = TextReport()
@@ -177,7 +177,7 @@ class TextBatches:
             batch.append(row)
             tokens = self._report.tokens + len(row.ids)
             words = self._report.words + len(row.ids) - sum(row.special)
-            unknown = None if self._report.unknown is None else self._report.unknown + row.ids.count(self._unknown)
+            unknown = None if self._unknown is None else (self._report.unknown or 0) + row.ids.count(self._unknown)
             self._report = TextReport(row.documents, tokens, self._report.windows + 1, None, words, unknown)
             if self._max_tokens is not None and tokens >= self._max_tokens:
                 stopped_after = tokens
