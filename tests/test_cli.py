@@ -144,8 +144,11 @@ def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [(None, "all-MiniLM-L6-v2"), ("gpt2", "gpt2"), ("org/name", "name"), ("./folder/", "folder"), (".", "here")],
-)
+    [
+        (None, "all-MiniLM-L6-v2"), ("gpt2", "gpt2"), ("org/name", "name"), ("./folder/", "folder"), (".", "here"),
+        ("folder/small.Q4_1.gguf", "small.Q4_1"),
+    ],
+)  # fmt: skip
 def test_the_default_folder_is_named_after_the_model(probed, tmp_path, monkeypatch, model, name):
     here = tmp_path / "here"
     (here / "folder").mkdir(parents=True)

@@ -84,7 +84,9 @@ app = typer.Typer(
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="Model folder or hub name; the default is the MiniLM sentence encoder."),
+    typer.Argument(
+        metavar="MODEL", help="Model folder, .gguf file or hub name; the default is the MiniLM sentence encoder."
+    ),
 ]
 Revision = Annotated[str | None, typer.Option(metavar="R", help="Branch, tag or commit of a model on the hub.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model.")]
@@ -111,6 +113,7 @@ def _options(
     "  massieu probe\n"
     "  massieu probe gpt2 --text notes/ README.md --max-tokens 100000\n"
     "  massieu probe ./checkpoint --text data.jsonl --column body --no-packing\n"
+    "  massieu probe model.Q4_K_M.gguf --max-tokens 20000\n"
     "  cat book.txt | massieu probe gpt2 --text - --out book",
 )
 def probe(
@@ -151,7 +154,7 @@ def probe(
     format: Annotated[TableFormat, typer.Option(help="How the tables are stored.")] = TableFormat.PARQUET,
 ) -> None:
     """Measure a model on text: an HTML page and tables."""
-    if model is None and text is not None and len(text) > 1 and Path(text[-1], "config.json").is_file():
+    if model is None and text is not None and len(text) > 1 and os.path.isfile(os.path.join(text[-1], "config.json")):
         raise InputError(f"{text[-1]} is a model; MODEL goes before --text")
     folder = RESULTS / _short_name(model) if out is None else out
     _check_folder(folder)
@@ -290,11 +293,14 @@ def _say(message: str) -> None:
 
 def _summarise(result: "ProbeResult", folder: Path) -> None:
     text = result.run["text"]
+    model, unknown = result.run["model"], text.get("unknown_share")
+    strange = "" if unknown is None else f", {100 * unknown:.3g} % of them unknown to the tokenizer"
     typer.echo(
-        f"{result.run['model']['name']}: {text['tokens']:,} tokens in {text['windows']:,} windows of {text['source']}"
+        f"{model['name']}: {text['tokens']:,} tokens in {text['windows']:,} windows of {text['source']}{strange}"
     )
-    if text["dropped"]:
-        typer.echo(f"note: {text['dropped']}")
+    for note in (text["dropped"], model.get("missing_weights"), model.get("unexpected_weights")):
+        if note not in (None, "none"):
+            typer.echo(f"note: {note}")
     for finding in result.findings:
         typer.echo(f"\n{typer.style(finding['title'], bold=True)}\n  {finding['sentence']}")
     typer.echo()
@@ -382,7 +388,8 @@ class _Rate:
 def _short_name(model: str | None) -> str:
     if model is None:
         return DEFAULT_NAME
-    return Path(model).resolve().name if Path(model).exists() else Path(model).name
+    path = Path(model).resolve() if os.path.exists(model) else Path(model)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def _check_folder(folder: Path) -> None:

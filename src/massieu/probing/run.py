@@ -19,7 +19,15 @@ from massieu.probing.reading import Options, check_readable
 from massieu.probing.result import ProbeResult
 from massieu.probing.session import Input, ProbeProgress, Session
 from massieu.probing.statistics.registry import CLIMB, MAPS, select
-from massieu.probing.text import TextBatches, check_sources, read_documents, reference_documents
+from massieu.probing.text import (
+    Document,
+    TextBatches,
+    check_sources,
+    read_documents,
+    reference_documents,
+    string_documents,
+)
+from massieu.probing.tokenizers import check_tokenizer
 from massieu.probing.units import Units
 
 
@@ -28,6 +36,7 @@ def probe(
     tokenizer_or_batches: Any = None,
     *,
     text: Sequence[str | Path] | str | Path | None = None,
+    texts: Sequence[str] | str | None = None,
     column: str | None = None,
     statistics: Sequence[str] | None = None,
     max_length: int = 256,
@@ -48,10 +57,11 @@ def probe(
     kept as running results, so memory does not grow with the text.
 
     Args:
-        model: a folder, a hub name, a ``transformers`` model in memory, or None for the MiniLM sentence encoder.
+        model: a folder, a GGUF file, a hub name, a ``transformers`` model in memory, or None for the MiniLM sentence encoder.
         tokenizer_or_batches: for a model in memory, its tokenizer, or an iterable of batches (mappings of tensors as
             the model's forward takes them, padding marked by ``attention_mask``). Not needed for a folder or hub name.
         text: files, folders or ``"-"``; None is the English reference text that every Python ships.
+        texts: the text itself, in place of ``text``: a string, or a document in each string.
         column: field of ``.jsonl`` and ``.parquet`` files that holds the text.
         statistics: names of statistics or groups; None is all of them.
         max_length: tokens in a window.
@@ -69,13 +79,16 @@ def probe(
     """
     wanted, groups = select(statistics)
     _check_numbers(max_length, max_tokens, batch_size, query_sample)
+    if text is not None and texts is not None:
+        raise InputError("give either text (files and folders) or texts (strings), not both")
+    strings = None if texts is None else string_documents(texts)
     if not isinstance(model, nn.Module) and text is not None:
         check_sources(_sources(text), column=column)
     tell = progress or (lambda _: None)
     tell(ProbeProgress("loading the model"))
     loaded = _load(model, tokenizer_or_batches, device, dtype, revision, trust_remote_code)
     given = _input(
-        loaded, tokenizer_or_batches, text, column, max_length=max_length, max_tokens=max_tokens,
+        loaded, tokenizer_or_batches, text, strings, column, max_length=max_length, max_tokens=max_tokens,
         batch_size=batch_size, packing=packing,
     )  # fmt: skip
     options = Options(
@@ -108,35 +121,42 @@ def _sources(text: Sequence[str | Path] | str | Path) -> list[str | Path]:
 
 def _load(
     model: str | Path | nn.Module | None, tokenizer: Any, device: str | None, dtype: str | None, revision: str | None,
-    trust_remote_code: bool,
+    trust_remote_code: bool, needs_tokenizer: bool = True,
 ) -> LoadedModel:  # fmt: skip
     if isinstance(model, nn.Module):
         if device is not None or dtype is not None:
             raise InputError("device and dtype belong to models loaded by name; move a model in memory yourself")
         return as_loaded(model, tokenizer if callable(tokenizer) else None)
-    loaded = load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    loaded = load_model(
+        model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code,
+        tokenizer=needs_tokenizer and tokenizer is None,
+    )  # fmt: skip
     check_readable(loaded.module)
     return loaded
 
 
 def _input(
-    loaded: LoadedModel, tokenizer_or_batches: Any, text: Any, column: str | None, *, max_length: int,
-    max_tokens: int | None, batch_size: int, packing: bool,
+    loaded: LoadedModel, tokenizer_or_batches: Any, text: Any, strings: list[Document] | None, column: str | None, *,
+    max_length: int, max_tokens: int | None, batch_size: int, packing: bool,
 ) -> Input:  # fmt: skip
     if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
-        if text is not None:
+        if text is not None or strings is not None:
             raise InputError("give either batches or text, not both")
         return Input(tokenizer_or_batches, "batches", True, max_length, None, loaded.tokenizer)
     tokenizer = tokenizer_or_batches if tokenizer_or_batches is not None else loaded.tokenizer
     if tokenizer is None:
+        reason = f" ({loaded.tokenizer_problem})" if loaded.tokenizer_problem else ""
         raise InputError(
-            f"{loaded.name} has no tokenizer, so it cannot read text; give batches of its inputs from Python: "
+            f"{loaded.name} has no tokenizer{reason}, so it cannot read text; give batches of its inputs from Python: "
             "massieu.probe(model, batches)"
         )
+    check_tokenizer(tokenizer, loaded.module, loaded.name)
     longest = _longest(loaded.module)
     if longest is not None and max_length > longest:
         raise InputError(f"max_length {max_length} is more than the {longest} positions that {loaded.name} has")
-    if text is None:
+    if strings is not None:
+        documents, source = (lambda: strings), "1 string" if len(strings) == 1 else f"{len(strings):,} strings"
+    elif text is None:
         documents, source = reference_documents, "pydoc_data.topics (the reference text that ships with Python)"
     else:
         sources = _sources(text)
@@ -207,7 +227,7 @@ def describe(
     Raises:
         InputError: as for `probe`; also when the model reads neither tokens nor images and ``inputs`` is not given.
     """
-    loaded = _load(model, None, device, dtype, revision, trust_remote_code)
+    loaded = _load(model, None, device, dtype, revision, trust_remote_code, needs_tokenizer=False)
     ready = dict(inputs) if inputs is not None else dummy_inputs(loaded.module)
     options = Options(frozenset({CLIMB, MAPS}), Units(), 256, climb_queries=4)
     given = Input(itertools.repeat(ready, 1), "made-up input", True, 256, None, None)

@@ -22,6 +22,8 @@ from massieu.probing.result import SCHEMA_VERSION, ProbeResult
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
 from massieu.probing.tables import head_table, layer_table
 from massieu.probing.text import Batch, TextBatches, token_strings
+from massieu.probing.tokenizers import check_ids
+from massieu.probing.weights import check_weights
 from massieu.probing.wiring import SiteInfo
 
 SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
@@ -86,6 +88,7 @@ class Session:
         inputs = dict(batch.inputs) if isinstance(batch, Batch) else dict(batch)
         special = batch.special if isinstance(batch, Batch) else None
         rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
+        check_ids(self.loaded.module, inputs)
         if self.reading is None:
             self.begin(inputs)
         assert self.reading is not None
@@ -126,6 +129,7 @@ class Session:
                 "the model is in training mode, so dropout would change its numbers; call model.eval() first"
             )
         sites, self.check, unexplained, silent = first_look(module, inputs)
+        self.warnings += check_weights(self.loaded, sites, inputs)
         self.unexplained.update(unexplained)
         if silent:
             self.warnings.append(
@@ -214,6 +218,7 @@ class Session:
             "max_length": self.given.max_length,
             "packing": self.given.packing,
             "dropped": None if report is None else report.dropped,
+            "unknown_share": None if report is None else report.unknown_share,
         }
 
     def _error_unit(self) -> dict[str, Any]:
@@ -256,6 +261,8 @@ class Session:
 
     def _all_warnings(self, nonfinite: list[dict[str, Any]]) -> list[str]:
         found = list(self.warnings)
+        if self.given.text is not None and (many := self.given.text.report.many_unknown()):
+            found.append(many)
         if self.unexplained:
             found.append(f"unexplained attention keywords: {', '.join(sorted(self.unexplained))}")
         if nonfinite:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Bool
 
 from massieu.errors import InputError
-from massieu.probing.documents import Document, check_sources, pieces, read_documents, reference_documents
+from massieu.probing.documents import (
+    Document,
+    check_sources,
+    pieces,
+    read_documents,
+    reference_documents,
+    string_documents,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +31,13 @@ __all__ = [
     "check_sources",
     "read_documents",
     "reference_documents",
+    "string_documents",
     "token_strings",
 ]
+
+
+UNKNOWN_SHARE = 0.05
+"""Above this share of unknown tokens a run warns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +66,30 @@ class TextReport:
         tokens: Tokens in the rows, special ones included, padding not.
         windows: Rows.
         dropped: What of the text is not in the rows, in one sentence; None when nothing was left out.
+        words: Tokens in the rows that are not special: those that stand for text.
+        unknown: How many of them are the tokenizer's unknown token; None where it has none, as byte-level ones.
     """
 
     documents: int = 0
     tokens: int = 0
     windows: int = 0
     dropped: str | None = None
+    words: int = 0
+    unknown: int | None = None
+
+    @property
+    def unknown_share(self) -> float | None:
+        """Share of the text's tokens that are unknown ones."""
+        return None if self.unknown is None else self.unknown / max(self.words, 1)
+
+    def many_unknown(self) -> str | None:
+        """A warning where the tokenizer does not know much of the text."""
+        if self.unknown is None or not self.unknown_share or self.unknown_share <= UNKNOWN_SHARE:
+            return None
+        return (
+            f"{100 * self.unknown_share:.3g} % of the text's tokens ({self.unknown:,} of {self.words:,}) are unknown to the "
+            "tokenizer, so what the model read there is not the text; is it the model's own tokenizer, and its language?"
+        )
 
 
 @dataclass(frozen=True)
@@ -126,6 +156,8 @@ class TextBatches:
         self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
         self._packing = packing
         self._special = _special_ids(tokenizer)
+        unknown: int | None = tokenizer.unk_token_id
+        self._unknown = None if unknown in self._special else unknown  # GPT-2's marks an end and is no word's
         self._around: tuple[list[int], list[int]] | None = None
         self._report = TextReport()
 
@@ -135,7 +167,7 @@ class TextBatches:
         return self._report
 
     def __iter__(self) -> Iterator[Batch]:
-        self._report = TextReport()
+        self._report = TextReport(unknown=None if self._unknown is None else 0)
         left_out, stopped_after = _LeftOut(), None
         batch: list[_Row] = []
         for row in self._packed(left_out) if self._packing else self._unpacked(left_out):
@@ -143,8 +175,10 @@ class TextBatches:
                 yield self._batch(batch)
                 batch = []
             batch.append(row)
-            tokens, windows = self._report.tokens + len(row.ids), self._report.windows + 1
-            self._report = TextReport(row.documents, tokens, windows)
+            tokens = self._report.tokens + len(row.ids)
+            words = self._report.words + len(row.ids) - sum(row.special)
+            unknown = None if self._unknown is None else (self._report.unknown or 0) + row.ids.count(self._unknown)
+            self._report = TextReport(row.documents, tokens, self._report.windows + 1, None, words, unknown)
             if self._max_tokens is not None and tokens >= self._max_tokens:
                 stopped_after = tokens
                 break

