@@ -16,7 +16,7 @@ from torch import Tensor
 from massieu.ops import reference
 from massieu.ops.shapes import Problem
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -52,6 +52,14 @@ def _reference(scale: float, is_causal: bool, mask: Tensor | None, query: Tensor
     return tuple(problem.restore(result) for result in reference.attention(problem))
 
 
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and log Z, of any scores."""
+    run = _forward_operator if torch.compiler.is_compiling() else _forward_with_all_scores
+    return run(query, key, value, mask, scale, is_causal)
+
+
 def _forward_with_all_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -60,7 +68,7 @@ def _forward_with_all_scores(
     Of fewer scores than its vectors hold, all of them NaN or −∞, it makes a row without a key, of which it says output 0
     and log Z = 0. In half precision, one score of +∞ among more makes its output 0.
     """
-    output, log_z = _forward(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    output, log_z = _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     # 0/0 and ∞/∞ are NaN: two quick operations tell that there is no such log Z, which other rows seldom have.
     if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, mask, scale):
         lost = (log_z == 0) | (log_z == torch.inf)
@@ -77,18 +85,18 @@ def _are_moderate(query: Tensor, key: Tensor, mask: Tensor | None, scale: float)
 
 
 @torch.library.custom_op("massieu::fused_attention", mutates_args=())
-def _checked(
+def _forward_operator(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same for compiled code, which may not look at what it computes."""
+    """The same for compiled code, which may not ask for the values that it computes."""
     return _forward_with_all_scores(query, key, value, mask, scale, is_causal)
 
 
-@_checked.register_fake
+@_forward_operator.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    return _forward(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
 
 
 class Fused(torch.autograd.Function):
@@ -106,8 +114,7 @@ class Fused(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
         mask = None if mask is None else _rows_contiguous(mask)
-        run = _checked if torch.compiler.is_compiling() else _forward_with_all_scores
-        return run(query, key, value, mask, scale, is_causal)
+        return _forward(query, key, value, mask, scale, is_causal)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -254,15 +261,8 @@ def _log_partition_gradients(
     )
     # A mask whose rows are not contiguous would be written out in full by the kernel.
     level = -level.mT.contiguous()
-    sums, log_total = _forward(
-        _rows_contiguous(key),
-        _rows_contiguous(queries),
-        _rows_contiguous(values),
-        0.0,
-        False,
-        attn_mask=level,
-        scale=scale,
-    )
+    tensors = (_rows_contiguous(tensor) for tensor in (key, queries, values))
+    sums, log_total = _forward(*tensors, level, scale, False)
     if mask is not None:
         log_total = log_total + mask.squeeze(2)
     return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
@@ -283,7 +283,7 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     if grad_log_z is None:
         return grad_output, output
     dtype = torch.promote_types(output.dtype, torch.float32)
-    total = (grad_output.to(dtype) * output).sum(-1, keepdim=True) - grad_log_z.unsqueeze(-1)
+    total = (grad_output.to(dtype) * output).sum(-1, keepdim=True, dtype=torch.float64) - grad_log_z.unsqueeze(-1)
     magnitude = grad_output.abs()
     one, rest = magnitude[..., :1].to(dtype), magnitude[..., 1:].sum(-1, keepdim=True, dtype=dtype)
     least = (share * total.abs()).clamp_min(tiny).to(output.dtype)
@@ -296,7 +296,7 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
         grad_output = torch.cat([first, others], dim=-1)
         one, rest = (torch.where(lost, norm.maximum(least), norm) for norm in (one, rest))
     step = (total / rest.clamp_min(tiny)).to(output.dtype)
-    remainder = (total - step * rest) / one.clamp_min(tiny)
+    remainder = (total - step.double() * rest) / one.clamp_min(tiny)
     carrier = torch.sign(grad_output)
     carrier *= step
     carrier[..., :1] = torch.sign(grad_output[..., :1]) * remainder
