@@ -175,12 +175,10 @@ def test_rows_without_any_cotangent_have_gradient_0(dtype):
 def test_mapped_as_one_at_a_time(dtype):
     tensors, grad, level = problem(24, dtype, 0)
     both = torch.stack([grad, -3 * grad]), torch.stack([level, 0.01 * level])
-    tensors = [tensor.requires_grad_() for tensor in tensors]
-    result = tuple(ops.attention(*tensors))
-    mapped = torch.autograd.grad(result, tensors, both, is_grads_batched=True, retain_graph=True)
+    _, pull_back = torch.func.vjp(lambda *t: tuple(ops.attention(*t)), *tensors)
+    mapped = torch.vmap(pull_back)(both)
     for place in range(2):
-        alone = torch.autograd.grad(result, tensors, [b[place] for b in both], retain_graph=True)
-        for found, wanted in zip(mapped, alone, strict=True):
+        for found, wanted in zip(mapped, pull_back(tuple(each[place] for each in both)), strict=True):
             torch.testing.assert_close(found[place], wanted)
 
 
