@@ -82,7 +82,7 @@ def _of_keys(keep: Tensor | None) -> Tensor | None:
 
 def _visible(part: Partial, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """log Z, and which queries count."""
-    seen = part.log_partition > -torch.inf
+    seen = part.log_partition != -torch.inf
     if keep is not None:
         seen = seen & keep[:, None]
     return torch.where(seen, part.log_partition, 0.0), seen

@@ -169,7 +169,7 @@ def nca(
             log_partitions(2 * point, point, -norm, target, seen)[0].log_partition
             for seen in (Seen("no self"), Seen("peers", labels, labels))
         )
-        counted = peers.detach() > -torch.inf
+        counted = peers.detach() != -torch.inf
         loss = (everyone - peers.where(counted, 0.0)).where(counted, 0.0).sum() / counted.sum()
         return Contrast(loss, everyone - norm) if return_log_partition else loss
 

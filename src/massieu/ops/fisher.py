@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import band, flash, null_slot, reference, tiles
+from massieu.ops import band, flash, idle, null_slot, reference, tiles
 from massieu.ops.shapes import (
     Problem,
     Scale,
@@ -142,7 +142,7 @@ def _with_null_slot(problem: Problem, vector: Tensor, product: Tensor, sink: Ten
 
 def _reference(problem: Problem, vector: Tensor) -> Tensor:
     # Vectors are one more group of queries: their products with the keys are the changes of the scores.
-    both = torch.cat([problem.query, vector], dim=2)
+    both = torch.cat([idle.zeroed(problem).query, vector], dim=2)
     return reference.in_blocks(replace(problem, query=both, value=problem.key), _product)[0]
 
 

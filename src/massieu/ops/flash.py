@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from massieu.ops import idle
 from massieu.ops.fused import fused
 from massieu.ops.shapes import (
     Problem,
@@ -65,9 +66,11 @@ def _run(
     problem: Problem,
     value_is_key: bool,
 ) -> tuple[Tensor, Tensor]:
+    empty = idle.queries(problem)
+    if empty is not None and (torch.compiler.is_compiling() or in_functorch() or bool(empty.any())):
+        query = query.masked_fill(empty.expand(-1, *problem.query.shape[1:3], -1).flatten(1, 2).unsqueeze(-1), 0.0)
     output, log_z = fused(query, key, value, mask, scale=scale, is_causal=problem.is_causal, value_is_key=value_is_key)
     log_z = log_z.unflatten(1, problem.query.shape[1:3])
-    empty = _sees_nothing(problem)
     return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
 
 
@@ -133,26 +136,3 @@ def _with_weight_column(query: Tensor, key: Tensor, weight: Tensor, problem: Pro
 def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
     repeats = heads // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
-
-
-def _sees_nothing(problem: Problem) -> Tensor | None:
-    """Queries that see no key, broadcasting to ``(B, Hk, G, L)``; None where that cannot be."""
-    weight, band = problem.log_weight, problem.band
-    length, keys = problem.query.shape[3], problem.key.shape[2]
-    if weight is None and problem.window is None:
-        return None
-    if weight is None:
-        kept = torch.ones(1, 1, 1, 1, keys, dtype=torch.bool, device=problem.query.device)
-    else:
-        kept = weight.detach() if weight.dtype == torch.bool else weight.detach() > -torch.inf
-    if band is None:
-        return ~kept.any(-1)
-    if kept.shape[3] > 1:
-        hidden = hidden_by_position(band, 0, length, keys, kept.device)
-        return ~(kept & ~hidden).any(-1)  # pyright: ignore[reportOptionalOperand]
-    # One mask of keys for all queries: how many are kept below either end of each query's band.
-    before = F.pad(kept.expand(*kept.shape[:-1], keys).squeeze(3).cumsum(-1), (1, 0))
-    query = torch.arange(length, device=kept.device)
-    low, high = band
-    below = 0 if low is None else before[..., (query + low).clamp(0, keys)]
-    return before[..., (query + high + 1).clamp(0, keys)] == below

@@ -1,10 +1,12 @@
 """PyTorch's fused CPU attention as a differentiable function of both its results.
 
 The kernel already computes log Z, and its backward needs the forward's output only for D_i = Σ_c grad_ic·output_ic.
-A cotangent g of log Z enters the gradients as D_i − g_i, so handing the kernel ``output − g·sign(grad)/‖grad‖₁`` gives
-the gradients of both results at once. Second derivatives and forward mode are the reference's.
+A cotangent g of log Z enters the gradients as D_i − g_i, so handing the kernel some other output whose product with the
+cotangent is D_i − g_i gives the gradients of both results at once. Second derivatives and forward mode are the
+reference's.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from massieu.ops import reference
 from massieu.ops.shapes import Problem
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -50,6 +52,53 @@ def _reference(scale: float, is_causal: bool, mask: Tensor | None, query: Tensor
     return tuple(problem.restore(result) for result in reference.attention(problem))
 
 
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and log Z, of any scores."""
+    run = _forward_operator if torch.compiler.is_compiling() else _forward_with_all_scores
+    return run(query, key, value, mask, scale, is_causal)
+
+
+def _forward_with_all_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The kernel's forward pass, with the reference's results for rows of extreme scores.
+
+    Of fewer scores than its vectors hold, all of them NaN or −∞, it makes a row without a key, of which it says output 0
+    and log Z = 0. In half precision, one score of +∞ among more makes its output 0.
+    """
+    output, log_z = _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    # 0/0 and ∞/∞ are NaN: two quick operations tell that there is no such log Z, which other rows seldom have.
+    if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, mask, scale):
+        lost = (log_z == 0) | (log_z == torch.inf)
+        right = _reference(scale, is_causal, mask, query, key, value)
+        output[lost], log_z[lost] = (result[lost] for result in right)
+    return output, log_z
+
+
+def _are_moderate(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> bool:
+    """Whether no score can be NaN or near the largest number, hidden ones aside."""
+    largest = [tensor.abs().amax().double().clamp_min(1.0) for tensor in (query, key)]
+    bound = largest[0] * largest[1] * abs(scale) * query.shape[-1]
+    return bool(bound < torch.finfo(torch.float32).max / 2**16) and (mask is None or not bool(mask.amax().isnan()))
+
+
+@torch.library.custom_op("massieu::fused_attention", mutates_args=())
+def _forward_operator(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The same for compiled code, which may not ask for the values that it computes."""
+    return _forward_with_all_scores(query, key, value, mask, scale, is_causal)
+
+
+@_forward_operator.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    return _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+
+
 class Fused(torch.autograd.Function):
     """(query, key, value, mask, scale, is_causal, value_is_key) ↦ (output, log Z)."""
 
@@ -65,7 +114,7 @@ class Fused(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
         mask = None if mask is None else _rows_contiguous(mask)
-        return _forward(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return _forward(query, key, value, mask, scale, is_causal)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -120,15 +169,24 @@ class FusedBackward(torch.autograd.Function):
             # Its range cannot hold what `_merge_cotangents` builds.
             query, key, value, output = (tensor.float() for tensor in (query, key, value, output))
             mask = None if mask is None else mask.float()
+        # Weights of 0 where all scores are −∞, as where there is no key.
+        log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
         if value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and not is_causal:
             found = _log_partition_gradients(query, key, mask, output, log_z, grad_log_z, scale)
             return found[0].to(dtype), found[1].to(dtype), torch.zeros_like(value, dtype=dtype)
         mask = None if mask is None else _rows_contiguous(mask)
+        one_channel = query.shape[-1] == 1
+        if one_channel:
+            # `_merge_cotangents` works with two.
+            query, key, value, output = (F.pad(tensor, (0, 1)) for tensor in (query, key, value, output))
+            grad_output = None if grad_output is None else F.pad(grad_output, (0, 1))
         grad_output, output = _merge_cotangents(grad_output, grad_log_z, output)
         query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
         gradients = _backward(
             grad_output, query, key, value, output, log_z, 0.0, is_causal, attn_mask=mask, scale=scale
         )
+        if one_channel:
+            gradients = tuple(gradient[..., :1].contiguous() for gradient in gradients)
         return tuple(gradient.to(dtype) for gradient in gradients)
 
     @staticmethod
@@ -203,24 +261,21 @@ def _log_partition_gradients(
     )
     # A mask whose rows are not contiguous would be written out in full by the kernel.
     level = -level.mT.contiguous()
-    sums, log_total = _forward(
-        _rows_contiguous(key),
-        _rows_contiguous(queries),
-        _rows_contiguous(values),
-        0.0,
-        False,
-        attn_mask=level,
-        scale=scale,
-    )
+    tensors = (_rows_contiguous(tensor) for tensor in (key, queries, values))
+    sums, log_total = _forward(*tensors, level, scale, False)
     if mask is not None:
         log_total = log_total + mask.squeeze(2)
     return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
 
 
 def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor]:
-    """A cotangent of the output and an output that together give the kernel D_i − g_i."""
-    # The least norm that a row of the output's cotangent may have, and the least in units of log Z's cotangent. (Not
-    # globals: with dynamic shapes the compiler would make inputs of those.)
+    """A cotangent of the output and an output whose product is D_i − g_i, to the square of their dtype's rounding.
+
+    Channel 0 carries what rounding leaves of the total that all others carry. They do so by signs and a norm: nothing is
+    squared, so nothing underflows. The output itself could not take g up: a change below half its rounding is none.
+    """
+    # The least norm that either part of a cotangent may have, and the least in units of the total. (Not globals: with
+    # dynamic shapes the compiler would make inputs of those.)
     tiny, share = 1e-30, 1e-36
     if grad_output is None:
         grad_output = torch.zeros_like(output)
@@ -228,18 +283,24 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     if grad_log_z is None:
         return grad_output, output
     dtype = torch.promote_types(output.dtype, torch.float32)
-    # Σ_c sign(grad_c)·grad_c = ‖grad‖₁. With signs and that norm nothing is squared, so nothing underflows.
-    norm = grad_output.abs().sum(-1, keepdim=True, dtype=dtype)
-    g = grad_log_z.unsqueeze(-1).to(dtype)
-    least = (share * g.abs()).clamp_min(tiny)
-    lost = (norm < least) & (g != 0)
+    total = (grad_output.to(dtype) * output).sum(-1, keepdim=True, dtype=torch.float64) - grad_log_z.unsqueeze(-1)
+    magnitude = grad_output.abs()
+    one, rest = magnitude[..., :1].to(dtype), magnitude[..., 1:].sum(-1, keepdim=True, dtype=dtype)
+    least = (share * total.abs()).clamp_min(tiny).to(output.dtype)
+    lost = (torch.minimum(one, rest) < least) & (total != 0)
     if torch.compiler.is_compiling() or bool(lost.any()):
-        # A gradient too small to carry g is replaced by one that just can: far below the resolution of g's own share.
-        replacement = F.pad(least.to(output.dtype), (0, output.shape[-1] - 1))
-        grad_output = torch.where(lost, replacement, grad_output)
-        norm = torch.where(lost, least, norm)
-    step = (g / norm.clamp_min(tiny)).to(output.dtype)
-    return grad_output, torch.sign(grad_output).mul_(-step).add_(output)
+        # Cotangents too small to carry it are replaced by one that just can, far below the resolution of the result.
+        first, others = grad_output[..., :1], grad_output[..., 1:]
+        first = torch.where(lost & (one < least), least, first)
+        others = torch.where(lost & (rest < least), F.pad(least, (0, others.shape[-1] - 1)), others)
+        grad_output = torch.cat([first, others], dim=-1)
+        one, rest = (torch.where(lost, norm.maximum(least), norm) for norm in (one, rest))
+    step = (total / rest.clamp_min(tiny)).to(output.dtype)
+    remainder = (total - step.double() * rest) / one.clamp_min(tiny)
+    carrier = torch.sign(grad_output)
+    carrier *= step
+    carrier[..., :1] = torch.sign(grad_output[..., :1]) * remainder
+    return grad_output, carrier
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def moments(problem: Problem, summarise: Summarise, pairs_per_thread: int) -> tu
         for result, moment in zip(results, found, strict=True):
             slab.of(result).copy_(moment.view(slab.shape))
         if output is not None and product is not None:
-            slab.of(output).copy_(product.div_(total).view(*slab.shape, -1))
+            product.div_(total).masked_fill_(total == torch.inf, 0.0)
+            slab.of(output).copy_(product.view(*slab.shape, -1))
     return tuple(results) if output is None else (*results, output)
 
 

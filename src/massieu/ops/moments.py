@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import band, compiled, moment_blocks, null_slot, reference, tiles
+from massieu.ops import band, compiled, idle, moment_blocks, null_slot, reference, tiles
 from massieu.ops.shapes import Problem, Scale, Sink, Window, check_problem, in_autocast_dtype, told
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
@@ -126,7 +126,7 @@ def moments_backend(
 def _moments(chosen: str, counted: bool, problem: Problem) -> tuple[Tensor, ...]:
     """The moments in the order of `Moments`, and the output where there are values."""
     if chosen == "reference":
-        return reference.in_blocks(problem, _reference)
+        return reference.in_blocks(idle.zeroed(problem), _reference)
     if counted and _is_fusable(problem):
         _Work.pairs += problem.pairs
     room = compiled if chosen == "compiled" else moment_blocks
@@ -158,7 +158,7 @@ def _is_fusable(problem: Problem) -> bool:
 
 def _reference(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
     log_weight = torch.zeros_like(scores) if log_weight is None else log_weight.expand_as(scores)
-    visible = log_weight > -torch.inf
+    visible = log_weight != -torch.inf
     finite_weight = torch.where(visible, log_weight, 0.0)
     weights, total, log_z = reference.softmax(scores, log_weight)
     p = weights / total.unsqueeze(-1)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from massieu.ops import idle
 from massieu.ops.shapes import Band, Problem, hidden_by_position, in_nested_forward_mode, without_autocast
 
 BLOCK_PAIRS = 1 << 21
@@ -22,13 +23,13 @@ Function = Callable[..., tuple[Tensor, ...]]
 def attention(problem: Problem) -> tuple[Tensor, Tensor]:
     """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
     assert problem.value is not None
-    output, log_partition = in_blocks(problem, _attention)
+    output, log_partition = in_blocks(idle.zeroed(problem), _attention)
     return output.to(problem.query.dtype), log_partition
 
 
 def log_partition(problem: Problem) -> tuple[Tensor]:
     """log Σ_n w_n exp(score_n), shape ``(B, Hk, G, L)``."""
-    return (in_blocks(problem, _log_partition)[0],)
+    return (in_blocks(idle.zeroed(problem), _log_partition)[0],)
 
 
 def _attention(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.ops import reference
+from massieu.ops import idle, reference
 from massieu.ops.linear_scores import full_precision
 from massieu.ops.shapes import Problem, Scale, check_problem, told
 from massieu.ops.uncompiled import uncompiled
@@ -108,7 +108,7 @@ def _draw(problem: Problem, generator: torch.Generator, draws: int, method: Meth
         size = torch.where(log_z == -torch.inf, 0.0, 1 / share.square().sum(-1))
         return _inverse(weights, rows, log_z == -torch.inf), size
 
-    index, size = reference.in_blocks(problem, weigh)
+    index, size = reference.in_blocks(idle.zeroed(problem), weigh)
     return index, size, offspring
 
 

@@ -182,7 +182,7 @@ def finite_weight(problem: Problem, slab: Slab) -> Tensor | None:
 def _visible(problem: Problem, batch: slice, rows: slice) -> Visible:
     """Which keys some items and queries see, by mask, causality and window."""
     weight, keys = slab_weight(problem, batch, rows), problem.key.shape[2]
-    kept = weight if weight is None or weight.dtype == torch.bool else weight > -torch.inf
+    kept = weight if weight is None or weight.dtype == torch.bool else weight != -torch.inf
     dtype, device = problem.dtype, problem.query.device
     outside = hidden_by_position(problem.window, rows.start, rows.stop - rows.start, keys, device)
     if outside is not None:
