@@ -209,7 +209,7 @@ class AttentionLayer(Value):
 
         Raises:
             ValueError, TypeError: as the call; a map that needs the whole population; there is no process group.
-            RuntimeError: another process's arguments are wrong, or it died.
+            RuntimeError: another process refused its arguments, or it died.
         """
         need_sharded(self.normalisation, self.contraction)
         x = self._admit(particles)
