@@ -7,6 +7,7 @@ from torch import Tensor
 from massieu.ops import contrastive
 from massieu.ops.contrastive import Contrast, FalseNegatives
 from massieu.ops.linear_scores import EVERYTHING, Direction, Seen, check_integers, log_partitions
+from massieu.ops.shapes import check_choice, check_flag
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
 from massieu.ops.sharded.collectives import Group, replicate, total
@@ -123,11 +124,9 @@ def _check(
 ) -> int:
     """The number of this process's keys, negatives included."""
     contrastive.check_keys(query, key, negatives)
-    for name, option in (("symmetric", symmetric), ("return_log_partition", return_log_partition)):
-        if not isinstance(option, bool):
-            raise TypeError(f"{name} must be True or False, got {option!r}")
-    if loss not in ("replicated", "sharded"):
-        raise ValueError(f"loss must be 'replicated' or 'sharded', got {loss!r}")
+    check_flag("symmetric", symmetric)
+    check_flag("return_log_partition", return_log_partition)
+    check_choice("loss", loss, "replicated", "sharded")
     if positive is None and len(query) != len(key):
         raise ValueError(
             f"query and key must be as many, or positive must say which key is whose: got {len(query)} and {len(key)}"

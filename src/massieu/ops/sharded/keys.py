@@ -13,7 +13,7 @@ from massieu.ops.attention import Attention
 from massieu.ops.attention import attention as local_attention
 from massieu.ops.attention import log_partition as local_log_partition
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import Problem, Scale, check_problem, in_autocast_dtype, may_be_differentiated
+from massieu.ops.shapes import Problem, Scale, check_choice, check_problem, in_autocast_dtype, may_be_differentiated
 from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
 from massieu.ops.sharded.collectives import (
     Group,
@@ -185,10 +185,8 @@ def _causal(local: Local, eta: Tensor, keys: Keys, scale: float, first: int) -> 
 
 
 def _check_placement(queries: str, loss: str | None) -> None:
-    if queries not in ("replicated", "sharded"):
-        raise ValueError(f"queries must be 'replicated' or 'sharded', got {queries!r}")
-    if loss not in ("replicated", "sharded", None):
-        raise ValueError(f"loss must be 'replicated', 'sharded' or None, got {loss!r}")
+    check_choice("queries", queries, "replicated", "sharded")
+    check_choice("loss", loss, "replicated", "sharded", None)
     if queries == "sharded" and loss == "replicated":
         raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from massieu.ops import vocabulary
 from massieu.ops.linear_scores import Direction, log_partitions
+from massieu.ops.shapes import check_choice
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
 from massieu.ops.sharded.collectives import Group, replicate, total
@@ -56,7 +57,7 @@ def linear_cross_entropy(
         RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
     """
     shard = Group.of(group)
-    own = tokens == "sharded"
+    own = isinstance(tokens, str) and tokens == "sharded"
 
     def check() -> tuple[None, Call]:
         vocabulary.check_shapes(hidden, weight, target, bias)
@@ -93,7 +94,8 @@ def linear_cross_entropy(
         # Each process looks at all tokens, so each raises.
         wrong = all_words[counted & ((all_words < 0) | (all_words >= sum(counts)))]
         if len(wrong):
-            raise ValueError(f"target must be in 0 … {sum(counts) - 1}, got {wrong[0].item()}")
+            allowed = f"in 0 … {sum(counts) - 1} or be ignore_index, {ignore_index}"
+            raise ValueError(f"target must be {allowed}, got {wrong[0].item()}")
         row = hidden.reshape(-1, hidden.shape[-1])
         row = (rows.everyone(row, lengths, shard) if own else replicate(row, shard)).to(dtype)
         mine, place = rows.places(all_words.where(counted, -1), counts, shard)
@@ -109,7 +111,7 @@ def linear_cross_entropy(
         if label_smoothing:
             nats = (1 - label_smoothing) * nats + label_smoothing * (level - score / sum(counts))
         if z_loss:
-            nats = nats + z_loss * level.square()
+            nats = nats + float(z_loss) * level.square()
         nats = nats.masked_fill(~own_counted, 0.0)
         if loss == "sharded" and not own:
             nats, level = replicate(torch.stack([nats, level]), shard)
@@ -123,10 +125,8 @@ def linear_cross_entropy(
 
 
 def _check_placement(tokens: str, loss: str | None, reduction: str) -> None:
-    if tokens not in ("replicated", "sharded"):
-        raise ValueError(f"tokens must be 'replicated' or 'sharded', got {tokens!r}")
-    if loss not in ("replicated", "sharded", None):
-        raise ValueError(f"loss must be 'replicated', 'sharded' or None, got {loss!r}")
+    check_choice("tokens", tokens, "replicated", "sharded")
+    check_choice("loss", loss, "replicated", "sharded", None)
     if tokens == "sharded" and reduction == "none" and loss == "replicated":
         raise ValueError("losses of sharded tokens are each process's own: without a reduction loss must be 'sharded'")
 
