@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.ops import attention_blocks, band, flash, null_slot, reference, tiles
-from massieu.ops.shapes import Problem, Scale, Sink, Window, check_problem, in_autocast_dtype, told
+from massieu.ops.shapes import Problem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
 
 Backend = Literal["auto", "reference", "flash"]
 
@@ -110,8 +110,7 @@ def log_partition(
 
 def _room(problem: Problem, backend: str) -> ModuleType:
     """The file that computes it."""
-    if not isinstance(backend, str) or backend not in ("auto", "reference", "flash"):
-        raise ValueError(f"backend must be 'auto', 'reference' or 'flash', got {told(backend)}")
+    check_choice("backend", backend, "auto", "reference", "flash")
     if backend == "reference":
         return reference
     reason = flash.unusable(problem)

@@ -18,8 +18,9 @@ from massieu.ops.linear_scores import (
     check_tensors,
     full_precision,
     log_partitions,
+    values_are_known,
 )
-from massieu.ops.shapes import told
+from massieu.ops.shapes import check_flag
 
 
 class Contrast(NamedTuple):
@@ -83,13 +84,12 @@ def info_nce(
 
     Raises:
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
-        ValueError: shapes or devices that do not fit (both are named), a temperature that is not above 0 (a number; a
-            tensor is not looked at), `symmetric` with `positive`; on the CPU a positive out of range (elsewhere NaN).
+        ValueError: shapes or devices that do not fit (both are named), a temperature that is not above 0 (a tensor is
+            looked at on the CPU alone), `symmetric` with `positive`; on the CPU a positive out of range (elsewhere NaN).
     """
     check_keys(query, key, negatives)
-    for name, option in (("symmetric", symmetric), ("return_log_partition", return_log_partition)):
-        if not isinstance(option, bool):
-            raise TypeError(f"{name} must be True or False, got {told(option)}")
+    check_flag("symmetric", symmetric)
+    check_flag("return_log_partition", return_log_partition)
     count = len(key) + (0 if negatives is None else len(negatives))
     target = _targets(query, key, positive, symmetric)
     bias, seen = _weights(log_weight, query, count)
@@ -127,7 +127,7 @@ def n_pairs(
     if not norm_weight:
         return loss
     norms = query.to(loss.dtype).square().sum(-1) + key.to(loss.dtype).square().sum(-1)
-    return loss + norm_weight * norms.mean()
+    return loss + float(norm_weight) * norms.mean()
 
 
 def nca(
@@ -156,8 +156,7 @@ def nca(
     if embedding.ndim != 2 or embedding.shape[1] == 0:
         raise ValueError(f"embedding must have shape (N, D) with D at least 1, got {tuple(embedding.shape)}")
     check_integers("labels", labels, (len(embedding),), f"for embedding {tuple(embedding.shape)}", embedding.device)
-    if not isinstance(return_log_partition, bool):
-        raise TypeError(f"return_log_partition must be True or False, got {told(return_log_partition)}")
+    check_flag("return_log_partition", return_log_partition)
     dtype = torch.float64 if embedding.dtype == torch.float64 else torch.float32
     with full_precision(embedding):
         point = embedding.to(dtype)
@@ -211,10 +210,12 @@ def checked_temperature(temperature: float | Tensor, query: Tensor, dtype: torch
             raise TypeError(f"temperature must be a number or a floating-point tensor, got {temperature.dtype}")
         if temperature.numel() != 1:
             raise ValueError(f"temperature must be one number, got shape {tuple(temperature.shape)}")
-        if temperature.device != query.device and temperature.ndim > 0:
+        if temperature.device != query.device and (temperature.ndim > 0 or temperature.device.type != "cpu"):
             raise ValueError(
                 f"query and temperature must be on one device, got {query.device} and {temperature.device}"
             )
+        if values_are_known(temperature) and not 0 < temperature.item() < math.inf:
+            raise ValueError(f"temperature must be finite and above 0, got {temperature.item()}")
         return temperature.reshape(()).to(dtype)
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
@@ -232,7 +233,8 @@ def _weights(log_weight: LogWeight, query: Tensor, count: int) -> tuple[Tensor |
         others = own if log_weight.key_ids is None else log_weight.key_ids
         check_integers("query_ids", own, (len(query),), f"for query {tuple(query.shape)}", query.device)
         check_integers("key_ids", others, (count,), f"for {count} keys, negatives included", query.device)
-        return None, Seen("no equals", own, others)
+        # Unsigned integers wider than a byte cannot be compared with others.
+        return None, Seen("no equals", own.long(), others.long())
     if not isinstance(log_weight, Tensor):
         raise TypeError(f"log_weight must be a tensor or FalseNegatives, got {type(log_weight).__name__}")
     if log_weight.dtype != torch.bool and not log_weight.is_floating_point():

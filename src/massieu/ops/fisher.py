@@ -13,9 +13,10 @@ from massieu.ops.shapes import (
     Scale,
     Sink,
     Window,
+    check_choice,
+    check_floating,
     check_problem,
     in_autocast_dtype,
-    told,
     without_autocast,
 )
 from massieu.ops.tiles import Tile
@@ -81,8 +82,7 @@ def fisher_vp(
 
 
 def _check_vector(vector: Tensor, query: Tensor) -> None:
-    if not isinstance(vector, Tensor):
-        raise TypeError(f"vector must be a tensor, got {type(vector).__name__}")
+    check_floating("vector", vector)
     if vector.dtype != query.dtype:
         raise TypeError(f"query and vector must have one dtype, got {query.dtype} and {vector.dtype}")
     if vector.device != query.device:
@@ -92,8 +92,7 @@ def _check_vector(vector: Tensor, query: Tensor) -> None:
 
 
 def _choose(problem: Problem, vector: Tensor, backend: str) -> str:
-    if not isinstance(backend, str) or backend not in ("auto", "reference", "blocks"):
-        raise ValueError(f"backend must be 'auto', 'reference' or 'blocks', got {told(backend)}")
+    check_choice("backend", backend, "auto", "reference", "blocks")
     if backend == "reference":
         return backend
     reason = tiles.unusable(problem, vector)

@@ -76,12 +76,13 @@ def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], reason: st
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
-def check_range(name: str, target: Tensor, count: int) -> None:
+def check_range(name: str, target: Tensor, count: int, alternative: str = "") -> None:
     """Each target in 0 … count − 1: a `ValueError` on the CPU; elsewhere, where looking would cost a wait, a NaN later."""
     if target.numel() and values_are_known(target):
         low, high = (int(bound) for bound in target.aminmax())
         if low < 0 or high >= count:
-            raise ValueError(f"{name} must be in 0 … {count - 1}, got {low if low < 0 else high}")
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name} must be in 0 … {count - 1}{alternative}, got {wrong}")
 
 
 def values_are_known(tensor: Tensor) -> bool:

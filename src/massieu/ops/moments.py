@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.ops import band, compiled, idle, moment_blocks, null_slot, reference, tiles
-from massieu.ops.shapes import Problem, Scale, Sink, Window, check_problem, in_autocast_dtype, told
+from massieu.ops.shapes import Problem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
 
@@ -135,8 +135,7 @@ def _moments(chosen: str, counted: bool, problem: Problem) -> tuple[Tensor, ...]
 
 
 def _choose(problem: Problem, backend: str) -> str:
-    if not isinstance(backend, str) or backend not in ("auto", "reference", "compiled", "blocks"):
-        raise ValueError(f"backend must be 'auto', 'reference', 'compiled' or 'blocks', got {told(backend)}")
+    check_choice("backend", backend, "auto", "reference", "compiled", "blocks")
     if backend == "reference":
         return backend
     reason = tiles.unusable(problem, problem.value)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.attention import Attention
-from massieu.ops.shapes import may_be_differentiated, told
+from massieu.ops.shapes import check_dense, check_floating, may_be_differentiated, told
 
 
 class Partial(NamedTuple):
@@ -37,6 +37,8 @@ class Partial(NamedTuple):
         """
         if not isinstance(attention, Attention):
             raise TypeError(f"a part is made of an Attention, got {type(attention).__name__}")
+        check_floating("output", attention.output)
+        check_floating("log_partition", attention.log_partition)
         part = cls(attention.log_partition, attention.output.to(attention.log_partition.dtype))
         _check(part)
         return part
@@ -57,12 +59,14 @@ class Partial(NamedTuple):
             size: of a value.
 
         Raises:
-            TypeError, ValueError: sizes that are not whole numbers of at least 0, a dtype but float32 and float64.
+            TypeError, ValueError: sizes that are not whole numbers of at least 0, a dtype but float32 and float64, no device.
         """
         _check_sizes("shape", shape)
         _check_sizes("size", (size,))
-        if dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
+            given = dtype if isinstance(dtype, torch.dtype) else told(dtype)
+            raise TypeError(f"dtype must be torch.float32 or torch.float64, got {given}")
+        device = _checked_device(device)
         level = torch.full(tuple(shape), -torch.inf, dtype=dtype, device=device)
         return cls(level, torch.zeros(*shape, size, dtype=dtype, device=device))
 
@@ -166,6 +170,7 @@ def _check(part: Partial) -> None:
     for name, tensor in (("log_partition", level), ("mean", mean)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
     if level.dtype not in (torch.float32, torch.float64) or mean.dtype != level.dtype:
         raise TypeError(
             f"log_partition and mean must both be float32 or both float64, got {level.dtype} and {mean.dtype}"
@@ -185,12 +190,27 @@ def _check_integer(dim: object) -> None:
 
 
 def _check_sizes(name: str, sizes: Sequence[int]) -> None:
-    if not isinstance(sizes, Sequence) or any(
-        isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in sizes
+    if (
+        not isinstance(sizes, Sequence)
+        or isinstance(sizes, str | bytes)
+        or any(isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in sizes)
     ):
         raise TypeError(f"{name} must be of whole numbers, got {told(sizes)}")
     if any(n < 0 for n in sizes):
         raise ValueError(f"{name} must be of numbers of at least 0, got {tuple(sizes)}")
+    if any(n >= 1 << 63 for n in sizes):
+        raise ValueError(f"{name} must be of numbers below 2⁶³, got {tuple(sizes)}")
+
+
+def _checked_device(device: torch.device | str | None) -> torch.device | None:
+    if device is None or isinstance(device, torch.device):
+        return device
+    if isinstance(device, bool) or not isinstance(device, int | str):
+        raise TypeError(f"device must be a torch.device, its name or None, got {type(device).__name__}")
+    try:
+        return torch.device(device)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"device must name one of this machine, got {device!r}") from error
 
 
 def _check_alike(first: Partial, part: Partial) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.ops.attention import log_partition
 from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import Problem, check_problem, told
+from massieu.ops.shapes import Problem, check_count, check_flag, check_problem
 from massieu.ops.uncompiled import uncompiled
 
 BLOCK_NUMBERS = 1 << 22
@@ -67,6 +67,7 @@ def random_feature_log_partition(
         TypeError: as `massieu.ops.log_partition`; a generator, scale or number of features of another type.
         ValueError: the same; no feature; a log-weight per query.
     """
+    check_flag("standard_error", standard_error)
     problem = _check(query, key, log_weight, scale, features, generator)
     assert isinstance(problem.scale, float)
     with full_precision(query):
@@ -99,10 +100,7 @@ def _check(
 ) -> Problem:
     if isinstance(scale, bool) or not isinstance(scale, int | float | None):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if isinstance(features, bool) or not isinstance(features, int):
-        raise TypeError(f"features must be a whole number, got {told(features)}")
-    if features < 1:
-        raise ValueError(f"at least 1 feature is needed, got {features}")
+    check_count("features", "feature", features)
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
     problem = check_problem(query, key, None, log_weight, scale, False)

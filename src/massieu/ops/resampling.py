@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.ops import idle, reference
 from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import Problem, Scale, check_problem, told
+from massieu.ops.shapes import Problem, Scale, check_choice, check_count, check_problem
 from massieu.ops.uncompiled import uncompiled
 
 Method = Literal["multinomial", "systematic"]
@@ -18,9 +18,10 @@ class Resampling(NamedTuple):
     """What `resample_attention` returns; P are the attention weights."""
 
     sample: Float[Tensor, "*query S E"]
-    """value_J of each draw, in the query's dtype; 0 for a query that sees no key. It has the values' gradient."""
+    """value_J of each draw, in the query's dtype; 0 for a query that sees no key, NaN for one whose weights are NaN. It has
+    the values' gradient."""
     indices: Int[Tensor, "*query S"]
-    """J, which key was drawn; −1 for a query that sees none."""
+    """J, which key was drawn; −1 for a query that sees none, or whose weights are NaN."""
     effective_size: Float[Tensor, "*query"]
     """1/Σ_j P_ij², between 1 and the number of visible keys, and at most the perplexity; 0 where there is none."""
     offspring: Float[Tensor, "*head N"]
@@ -70,7 +71,8 @@ def resample_attention(
     problem = check_problem(query, key, value, log_weight, scale, is_causal)
     with torch.no_grad(), full_precision(query):
         index, size, offspring = _draw(problem, generator, draws, method)
-    sample = _take(value, index)
+    # A law with NaN among its weights has no draw, and its sample says so as attention does.
+    sample = _take(value, index).masked_fill(size.isnan()[..., None, None], torch.nan)
     heads = problem.lead[:-1]
     return Resampling(
         problem.restore(sample).to(query.dtype),
@@ -83,12 +85,8 @@ def resample_attention(
 def _check(generator: object, draws: object, method: object) -> None:
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
-    if isinstance(draws, bool) or not isinstance(draws, int):
-        raise TypeError(f"draws must be a whole number, got {told(draws)}")
-    if draws < 1:
-        raise ValueError(f"at least 1 draw is needed, got {draws}")
-    if method not in ("multinomial", "systematic"):
-        raise ValueError(f"method must be 'multinomial' or 'systematic', got {told(method)}")
+    check_count("draws", "draw", draws)
+    check_choice("method", method, "multinomial", "systematic")
 
 
 def _draw(problem: Problem, generator: torch.Generator, draws: int, method: Method) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,13 +131,13 @@ def _inverse(weights: Tensor, uniform: Tensor, empty: Tensor) -> Tensor:
     # A product that is rounded up to the sum would be passed by no key.
     place = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulative, place.contiguous(), right=True)
-    return index.masked_fill(empty.unsqueeze(-1), -1)
+    return index.masked_fill((empty | total.squeeze(-1).isnan()).unsqueeze(-1), -1)
 
 
 def _take(value: Tensor, index: Tensor) -> Tensor:
     """Values (B, Hk, N, E) at (B, Hk, G, L, S); 0 at −1."""
-    batch, heads, _, size = value.shape
-    flat = index.reshape(batch, heads, -1, 1)
+    size = value.shape[-1]
+    flat = index.flatten(2).unsqueeze(-1)
     if value.shape[2] == 0:
         return value.sum(2)[:, :, None, None, None].expand(*index.shape, size)
     taken = value.gather(2, flat.clamp_min(0).expand(-1, -1, -1, size)).masked_fill(flat < 0, 0.0)

@@ -53,7 +53,7 @@ class Problem:
 
     def scaled_query(self) -> Tensor:
         """scale·query in `dtype`, so that scores are plain dot products."""
-        return self.query.to(self.dtype) * self.scale
+        return (self.query.to(self.dtype) * self.scale).to(self.dtype)
 
     @property
     def band(self) -> "Band":
@@ -101,8 +101,7 @@ def check_problem(
     tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
     _check_tensors(tensors)
     _check_shapes(query, key, value)
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {told(is_causal)}")
+    check_flag("is_causal", is_causal)
     key_heads = key.shape[1]
     heads = query.shape[1:3] if query.ndim == 5 else (key_heads, query.shape[1] // key_heads)
     layout = (query.shape[0], *heads, query.shape[-2], key.shape[2])
@@ -122,7 +121,7 @@ def check_problem(
         problem,
         is_causal=is_causal,
         window=band,
-        softcap=_check_softcap(softcap),
+        softcap=_check_softcap(softcap, problem.dtype),
         sink=_layout_sink(sink, problem.dtype, query, layout),
     )
 
@@ -151,27 +150,58 @@ def told(thing: object) -> str:
     return repr(thing) if short else type(thing).__name__
 
 
-def _check_softcap(softcap: float | None) -> float | None:
+def check_flag(name: str, flag: object) -> None:
+    """True or False; a `TypeError`."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be True or False, got {told(flag)}")
+
+
+def check_choice(name: str, choice: object, *known: str | None) -> None:
+    """One of a few words; a `ValueError`."""
+    if not (choice is None or isinstance(choice, str)) or choice not in known:
+        *some, last = (repr(word) for word in known)
+        raise ValueError(f"{name} must be {', '.join(some)} or {last}, got {told(choice)}")
+
+
+def check_count(name: str, one: str, count: object) -> None:
+    """A whole number, at least 1, as large as PyTorch counts; a `TypeError` or `ValueError`."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} must be a whole number, got {told(count)}")
+    if count < 1:
+        raise ValueError(f"at least 1 {one} is needed, got {count}")
+    if count >= 1 << 63:
+        raise ValueError(f"{name} must be below 2⁶³, got {count}")
+
+
+def check_fits(name: str, number: float, dtype: torch.dtype) -> None:
+    """Finite in a dtype; a `ValueError`. Comparisons, and not functions of `math`: the compiler knows them."""
+    if not abs(number) <= torch.finfo(dtype).max:
+        raise ValueError(f"{name} must be finite in {dtype}, got {number}")
+
+
+def _check_softcap(softcap: float | None, dtype: torch.dtype) -> float | None:
     if softcap is None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, float | int):
         raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
     if not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, got {softcap}")
+    check_fits("softcap", softcap, dtype)
     return float(softcap)
 
 
 def _check_tensors(tensors: dict[str, Tensor]) -> None:
     query = tensors["query"]
     for name, tensor in tensors.items():
-        _check_floating(name, tensor)
+        check_floating(name, tensor)
         if tensor.dtype != query.dtype:
             raise TypeError(f"query and {name} must have one dtype, got {query.dtype} and {tensor.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"query and {name} must be on one device, got {query.device} and {tensor.device}")
 
 
-def _check_floating(name: str, tensor: Tensor, *, or_boolean: bool = False) -> None:
+def check_floating(name: str, tensor: Tensor, *, or_boolean: bool = False) -> None:
+    """A dense floating-point tensor of the dtypes that are computed in; a `TypeError`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     check_dense(name, tensor)
@@ -217,7 +247,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
 
 
 def _layout_log_weight(log_weight: Tensor, query: Tensor, key: Tensor, layout: tuple[int, ...]) -> Tensor:
-    _check_floating("log_weight", log_weight, or_boolean=True)
+    check_floating("log_weight", log_weight, or_boolean=True)
     if log_weight.device != query.device:
         raise ValueError(f"query and log_weight must be on one device, got {query.device} and {log_weight.device}")
     wanted = (*query.shape[:-1], key.shape[2])
@@ -241,9 +271,7 @@ def _layout_scale(scale: Scale, query: Tensor, layout: tuple[int, ...]) -> float
         return _layout_per_query("scale", scale, query, layout)
     if isinstance(scale, bool) or not isinstance(scale, float | int):
         raise TypeError(f"scale must be a number, a tensor or None, got {type(scale).__name__}")
-    # Comparisons, and not functions of `math`: the compiler knows them for numbers that it does not.
-    if not abs(scale) < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
+    check_fits("scale", scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
     return float(scale)
 
 
@@ -257,13 +285,16 @@ def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: tuple[in
         raise TypeError(f"sink must be a number, a tensor or None, got {type(sink).__name__}")
     if not sink < math.inf:
         raise ValueError(f"sink must be finite or -inf, got {sink}")
-    return torch.full((), sink, dtype=dtype, device=query.device)
+    if sink != -math.inf:
+        check_fits("sink", sink, dtype)
+    return torch.full((), float(sink), dtype=dtype, device=query.device)
 
 
 def _layout_per_query(name: str, number: Tensor, query: Tensor, layout: tuple[int, ...]) -> Tensor:
     """A tensor of one number, one a head, or one a query, as ``(#B, #Hk, #G, #L, 1)`` or of no dimension."""
-    _check_floating(name, number)
-    if number.device != query.device and number.ndim > 0:
+    check_floating(name, number)
+    # One number in the processor's memory is as good as a number, wherever the query is.
+    if number.device != query.device and (number.ndim > 0 or number.device.type != "cpu"):
         raise ValueError(f"query and {name} must be on one device, got {query.device} and {number.device}")
     heads = layout[1] * layout[2]
     if number.ndim == 0 or tuple(number.shape) == (1,):

@@ -21,6 +21,7 @@ from massieu.ops.partial import Partial, around, shares
 from massieu.ops.shapes import (
     Problem,
     Scale,
+    check_floating,
     check_problem,
     in_functorch,
     in_nested_forward_mode,
@@ -121,8 +122,7 @@ def _prepare(
         raise TypeError(
             f"store must be an AtomStore, got {type(store).__name__}; attention takes keys that are tensors"
         )
-    if not isinstance(query, Tensor):
-        raise TypeError(f"query must be a tensor, got {type(query).__name__}")
+    check_floating("query", query)
     check_block_size(block_size)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be a function of two numbers or None, got {type(progress).__name__}")

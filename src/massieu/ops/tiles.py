@@ -121,7 +121,7 @@ def prepared(problem: Problem) -> Problem:
     """Contiguous tensors of the working dtype and a scale that is a number."""
     query, scale = problem.query.to(problem.dtype), problem.scale
     if isinstance(scale, Tensor):
-        query, scale = query * scale, 1.0
+        query, scale = (query * scale).to(problem.dtype), 1.0
     value = None if problem.value is None else problem.value.to(problem.dtype).contiguous()
     key = problem.key.to(problem.dtype).contiguous()
     return replace(problem, query=query.contiguous(), key=key, value=value, scale=scale)

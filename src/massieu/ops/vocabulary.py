@@ -16,7 +16,7 @@ from massieu.ops.linear_scores import (
     log_partitions,
     values_are_known,
 )
-from massieu.ops.shapes import told
+from massieu.ops.shapes import check_choice, check_flag, told
 
 
 class CrossEntropy(NamedTuple):
@@ -75,7 +75,7 @@ def linear_cross_entropy(
         counted = words != ignore_index
         chosen = None
         if values_are_known(target):
-            check_range("target", words[counted], len(weight))
+            check_range("target", words[counted], len(weight), f" or be ignore_index, {ignore_index}")
             if not return_log_partition and not bool(counted.all()):
                 chosen = counted.nonzero().squeeze(1)
                 rows, words, counted = rows[chosen], words[chosen], counted[chosen]
@@ -87,7 +87,7 @@ def linear_cross_entropy(
         if average is not None:
             loss = (1 - label_smoothing) * loss + label_smoothing * (level - average)
         if z_loss:
-            loss = loss + z_loss * level.square()
+            loss = loss + float(z_loss) * level.square()
         loss = loss.masked_fill(~counted, 0.0)
         if reduction == "mean":
             loss = loss.sum() / counted.sum()
@@ -126,6 +126,8 @@ def check_options(
 ) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an integer, got {told(ignore_index)}")
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index must be a 64-bit integer, got {ignore_index}")
     for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{name} must be a number, got {type(number).__name__}")
@@ -133,7 +135,5 @@ def check_options(
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss must be finite and at least 0, got {z_loss}")
-    if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {told(reduction)}")
-    if not isinstance(return_log_partition, bool):
-        raise TypeError(f"return_log_partition must be True or False, got {told(return_log_partition)}")
+    check_choice("reduction", reduction, "none", "sum", "mean")
+    check_flag("return_log_partition", return_log_partition)

@@ -15,6 +15,7 @@ from massieu.energy.contraction import Identity
 from massieu.measures import Atoms, Gaussian, Measure, MissingFormError
 from massieu.measures.value import static_field
 from massieu.ops import sharded
+from massieu.ops.sharded.collectives import Group
 from massieu.ops.sharded.keys import Processes
 from massieu.population.arguments import need_finite, need_tensors
 from massieu.population.operator import (
@@ -23,6 +24,7 @@ from massieu.population.operator import (
     Moments,
     Value,
     admit,
+    admit_share,
     affine_of,
     apply,
     apply_sharded,
@@ -209,10 +211,10 @@ class AttentionLayer(Value):
 
         Raises:
             ValueError, TypeError: as the call; a map that needs the whole population; there is no process group.
-            RuntimeError: another process's arguments are wrong, or it died.
+            RuntimeError: another process refused its arguments, or it died.
         """
         need_sharded(self.normalisation, self.contraction)
-        x = self._admit(particles)
+        x = admit_share(self, particles, self.width, self.query.dtype, Group.of(group), residual=self.residual)
         attend = partial(sharded.attention, queries="sharded", group=group)
         moved = self._step(x, apply_sharded(self.normalisation, x, group), attend)
         return apply_sharded(self.contraction, moved, group)

@@ -7,6 +7,7 @@ an infinity gives NaN, and leaves the others of its batch untouched. Memory is l
 
 import functools
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from massieu.ops.sharded.collectives import Group
 from massieu.population.arguments import need_integers, need_tensors
-from massieu.population.reading import Processes, centred, check_cloud, collected, greatest, joined, summed
+from massieu.population.reading import Processes, centred, check_cloud, collected, greatest, shared, summed
 
 _BLOCK = 32
 """Directions at a time: a block of projections is as large as a cloud of that width."""
@@ -69,8 +70,8 @@ def projected_cumulants(
         ValueError: fewer than 4 tokens, or directions of another dimension.
         TypeError: no floating-point tensors.
     """
-    processes = joined(group)
-    _check_directions(points, directions)
+    check = partial(_check_directions, points, directions)
+    processes = shared("projected_cumulants", points, group, check, {"directions": directions})
     relative, n = centred(points, processes)
     if n < 4:
         raise ValueError(f"the fourth cumulant needs at least 4 tokens, got {n}")
@@ -120,8 +121,8 @@ def squared_gaussian_distance(
         ValueError: directions of another dimension.
         TypeError: no floating-point tensors.
     """
-    processes = joined(group)
-    _check_directions(points, directions)
+    check = partial(_check_directions, points, directions)
+    processes = shared("squared_gaussian_distance", points, group, check, {"directions": directions})
     relative, _ = centred(points, processes)
     blocks = directions.to(relative).split(_BLOCK)
     return torch.cat(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.ops.sharded.collectives import Group
 from massieu.population.arguments import need_integers, need_numbers
-from massieu.population.reading import Processes, check_cloud, greatest, joined, summed
+from massieu.population.reading import Processes, check_cloud, greatest, shared, summed
 
 _SHARE_OF_LENGTH = 0.1
 
@@ -45,14 +45,17 @@ def cluster_count(
         ValueError: no cloud, a radius that is not finite or below 0, a limit below 1.
         TypeError: no floating-point tensor, a radius that is no number, a limit that is no integer.
     """
-    check_cloud(points)
-    need_integers(limit=limit)
-    need_numbers(radius=0.0 if radius is None else radius)
-    if limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
-    if radius is not None and radius < 0:
-        raise ValueError(f"radius must be a number, at least 0, or None, got {radius}")
-    processes = joined(group)
+
+    def check() -> None:
+        check_cloud(points)
+        need_integers(limit=limit)
+        need_numbers(radius=0.0 if radius is None else radius)
+        if limit < 1:
+            raise ValueError(f"limit must be at least 1, got {limit}")
+        if radius is not None and radius < 0:
+            raise ValueError(f"radius must be a number, at least 0, or None, got {radius}")
+
+    processes = shared("cluster_count", points, group, check, radius=radius, limit=limit)
     batch, (tokens, width) = points.shape[:-2], points.shape[-2:]
     cloud = points.reshape(-1, tokens, width)
     cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))

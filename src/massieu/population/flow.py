@@ -1,5 +1,6 @@
 """A cloud of tokens through layer after layer, with what is observed of it after each (S20, E1)."""
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from rich.progress import track
 from torch import Tensor
 
 from massieu.errors import InputError
+from massieu.ops.sharded.agreement import Call, together
+from massieu.ops.sharded.collectives import Group
 from massieu.population import flow_checkpoint
 from massieu.population.flow_checkpoint import State, fingerprint
 from massieu.population.flow_observables import CloudMoments, CloudShape
@@ -103,14 +106,18 @@ class Flow:
             InputError: the folder has a checkpoint already, or cannot be written to.
             TypeError, ValueError: no cloud; a layer that returns none, or one of other tokens; observables of one name.
         """
-        check_cloud(particles)
-        if particles.ndim != 2:
-            raise ValueError(f"a flow takes particles of shape (n, d), got {tuple(particles.shape)}")
         folder = None if checkpoint is None else Path(checkpoint)
         group = joined(self.group)
-        if folder is not None and flow_checkpoint.exists(folder, group):
-            raise InputError(f"{folder} has a checkpoint already: resume it, or name another folder")
-        settings = self._settings(particles)
+
+        def check() -> dict[str, Any]:
+            check_cloud(particles)
+            if particles.ndim != 2:
+                raise ValueError(f"a flow takes particles of shape (n, d), got {tuple(particles.shape)}")
+            if folder is not None and flow_checkpoint.exists(folder, group):
+                raise InputError(f"{folder} has a checkpoint already: resume it, or name another folder")
+            return self._settings(particles)
+
+        settings = self._agreed(group, check, checkpoint is not None)
         with torch.no_grad():
             state = State(0, particles.detach(), tuple(self._observe(particles.detach(), 0, {})), None)
             if folder is not None:
@@ -127,15 +134,43 @@ class Flow:
         """
         folder, group = Path(checkpoint), joined(self.group)
         state, settings, generators = flow_checkpoint.read(folder, group)
-        own = self._settings(state.particles)
-        differing = [name for name in own if name not in _OF_THE_CLOUD and own[name] != settings.get(name)]
-        if differing:
-            raise InputError(
-                f"{folder} has a checkpoint of another flow: {' and '.join(differing)} differ from this one's"
-            )
+
+        def check() -> dict[str, Any]:
+            own = self._settings(state.particles)
+            differing = [name for name in own if name not in _OF_THE_CLOUD and own[name] != settings.get(name)]
+            if differing:
+                raise InputError(
+                    f"{folder} has a checkpoint of another flow: {' and '.join(differing)} differ from this one's"
+                )
+            return own
+
+        self._agreed(group, check, True)
         for generator, stored in zip(self.generators, generators, strict=True):
             generator.set_state(stored)
         return self._go_on(state, settings, folder, progress)
+
+    def _agreed(self, group: Group | None, check: Callable[[], dict[str, Any]], checkpoint: bool) -> dict[str, Any]:
+        """The checked settings, which on all processes that share the cloud must be those of one flow.
+
+        Raises:
+            TypeError, ValueError, InputError: as `check`; or the processes have flows that differ.
+            RuntimeError: another process refused its arguments.
+        """
+        if group is None:
+            return check()
+
+        def checked() -> tuple[dict[str, Any], Call]:
+            settings = check()
+            told = {name: settings[name] for name in ("depth", "generators", "width", "dtype")}
+            for name, each in (("layers", self.layers), ("observables", self.observables)):
+                # A function may hold what belongs to its process; of it no more than the type is compared.
+                told[name] = [
+                    (type(one).__name__, digest if dataclasses.is_dataclass(one) else None)
+                    for one, digest in zip(each, settings[name], strict=True)
+                ]
+            return settings, Call("Flow", told | {"presence of a checkpoint": checkpoint})
+
+        return together(group, checked)[0]
 
     def _go_on(self, state: State, settings: dict[str, Any], folder: Path | None, progress: bool) -> FlowResult:
         group = joined(self.group)

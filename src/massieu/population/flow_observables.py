@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,7 @@ from massieu.population.cloud_shape import (
 )
 from massieu.population.clusters import cluster_count
 from massieu.population.observables import covariance_spectrum, effective_rank, log_determinant
-from massieu.population.reading import Processes, Reading, counts, joined, summed
+from massieu.population.reading import Processes, Reading, check_cloud, counts, shared, summed
 from massieu.population.self_attention import self_attention_levels
 
 _CHANCE = 0.05
@@ -32,7 +33,7 @@ class CloudMoments:
     """
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
-        processes = joined(group)
+        processes = shared("CloudMoments", points, group, partial(check_cloud, points))
         sums = torch.cat([points.double().square().sum().reshape(1), points.double().sum(0)])
         means = summed(sums, processes) / sum(counts(points, processes))
         spectrum = covariance_spectrum(points, group=group)
@@ -67,7 +68,10 @@ class CloudShape:
     seed: int = 0
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
-        count = sum(counts(points, joined(group)))
+        processes = shared(
+            "CloudShape", points, group, partial(check_cloud, points), projections=self.projections, seed=self.seed
+        )
+        count = sum(counts(points, processes))
         if count < _LEAST_FOR_CUMULANTS:
             raise ValueError(f"CloudShape needs a cloud of at least {_LEAST_FOR_CUMULANTS} tokens, got {count}")
         generator = torch.Generator().manual_seed(self.seed)

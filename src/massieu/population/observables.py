@@ -8,12 +8,14 @@ single token included) has pairwise distance 0, effective rank 0, participation 
 cloud that holds a NaN or an infinity gives NaN, and leaves the other clouds of its batch untouched.
 """
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from massieu.population.arguments import need_tensors
-from massieu.population.reading import Processes, centred, joined, summed
+from massieu.population.reading import Processes, centred, check_cloud, shared, summed
 
 
 def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
@@ -47,7 +49,7 @@ def covariance_spectrum(
     Raises:
         ValueError: ``points`` has fewer than two dimensions or no token.
     """
-    processes = joined(group)
+    processes = shared("covariance_spectrum", points, group, partial(check_cloud, points))
     relative, count = centred(points, processes)
     dimension = relative.shape[-1]
     within = processes is None and count <= dimension

@@ -6,10 +6,13 @@ from typing import Any, NamedTuple, Protocol, dataclass_transform, runtime_check
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from massieu.energy.contraction import Contraction
 from massieu.measures import Gaussian, MissingFormError
 from massieu.measures.value import register, static_field
+from massieu.ops.sharded.agreement import Call, need_values, together
+from massieu.ops.sharded.collectives import Group
 
 
 @runtime_checkable
@@ -109,6 +112,29 @@ def apply_to_law(any_map: Map, law: Moments) -> Moments:
     if isinstance(any_map, Contraction):
         return pushed(affine_of(any_map, law), law)
     return moments(any_map.gaussian(Gaussian.create(*law)))
+
+
+def admit_share(
+    owner: object, particles: Tensor, width: int | None, weights: torch.dtype, group: Group, **alike: object
+) -> Tensor:
+    """`admit` for this process's particles of a population that is spread over a group, which must have one operator.
+
+    Raises:
+        TypeError, ValueError: as `admit`; the operator, or what must be alike of the particles, differs between processes.
+        RuntimeError: another process refused its arguments.
+    """
+
+    def check() -> tuple[Tensor, Call]:
+        admitted = admit(owner, particles, width, weights)
+        need_values(group, particles=particles)
+        leaves = [leaf for leaf in pytree.tree_leaves(owner) if isinstance(leaf, Tensor)]
+        told = {"batch": tuple(admitted.shape[:-2]), "dimension": admitted.shape[-1], "dtype": admitted.dtype}
+        told["number of parameters"] = len(leaves)
+        return admitted, Call(
+            type(owner).__name__, told | alike, {f"parameter {place}": leaf for place, leaf in enumerate(leaves)}
+        )
+
+    return together(group, check)[0]
 
 
 def apply_sharded(any_map: Map, particles: Tensor, group: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """What an observable of a cloud of tokens returns, and how processes that share a cloud add up."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from massieu.ops.sharded.agreement import Call, need_values, together
 from massieu.ops.sharded.collectives import Group, gather, gather_unequal, largest
 from massieu.ops.sharded.collectives import total as total_over
 
@@ -40,6 +41,41 @@ def joined(group: Processes) -> Group | None:
         TypeError, ValueError: it is no group, or this process is not in it.
     """
     return None if group is None else Group.of(group)
+
+
+def shared(
+    function: str,
+    points: Tensor,
+    group: Processes,
+    check: Callable[[], None],
+    replicated: Mapping[str, Tensor] | None = None,
+    **alike: object,
+) -> Group | None:
+    """Check the arguments, here and with the processes that share the cloud; who they are, or None for this one alone.
+
+    Args:
+        function: Its name, for errors.
+        check: Raises what is wrong with them.
+        replicated: Tensors that all processes must give alike.
+        alike: Options that they must.
+
+    Raises:
+        TypeError, ValueError: as `check`; or what must be equal is not.
+        RuntimeError: another process refused its arguments.
+    """
+    processes = joined(group)
+    if processes is None:
+        check()
+        return None
+
+    def checked() -> tuple[None, Call]:
+        check()
+        need_values(processes, points=points)
+        told = {"batch": tuple(points.shape[:-2]), "dimension": points.shape[-1], "dtype": points.dtype}
+        return None, Call(function, told | alike, replicated or {})
+
+    together(processes, checked)
+    return processes
 
 
 def summed(tensor: Tensor, group: Group | None) -> Tensor:

@@ -17,7 +17,7 @@ from massieu.measures import Gaussian, static_field
 from massieu.measures.value import values_are_readable
 from massieu.ops.sharded.collectives import Group, replicate, total
 from massieu.ops.sharded.keys import Processes
-from massieu.population.operator import Affine, Moments, Value, admit, need_law, pushed
+from massieu.population.operator import Affine, Moments, Value, admit, admit_share, need_law, pushed
 
 
 class Renormalisation(Value):
@@ -116,7 +116,11 @@ class Renormalisation(Value):
         return torch.promote_types(self.mean.dtype, self.covariance.dtype)
 
     def _moved(self, particles: Tensor, processes: Group | None) -> Tensor:
-        particles = admit(self, particles, self.mean.shape[-1], self._dtype)
+        size = self.mean.shape[-1]
+        if processes is None:
+            particles = admit(self, particles, size, self._dtype)
+        else:
+            particles = admit_share(self, particles, size, self._dtype, processes, eps=self.eps)
         centred, covariance = _moments(particles, processes)
         matrix = _spread(self.matrix(covariance), processes)
         return _spread(self.mean.to(particles.dtype), processes).unsqueeze(-2) + centred @ matrix.mT
@@ -179,7 +183,10 @@ class TraceRenormalisation(Value):
         return Gaussian.create(*pushed(self.affine(before), before))
 
     def _moved(self, particles: Tensor, processes: Group | None) -> Tensor:
-        particles = admit(self, particles, None, torch.float32)
+        if processes is None:
+            particles = admit(self, particles, None, torch.float32)
+        else:
+            particles = admit_share(self, particles, None, torch.float32, processes)
         centred, covariance = _moments(particles, processes)
         size = _spread(self._size(covariance.diagonal(dim1=-2, dim2=-1).sum(-1)), processes)
         return size[..., None, None] * centred

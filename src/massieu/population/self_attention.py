@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.population.arguments import need_numbers
-from massieu.population.reading import Processes, check_cloud, collected, greatest, joined, summed
+from massieu.population.reading import Processes, check_cloud, collected, greatest, shared, summed
 
 
 class SelfAttentionLevels(NamedTuple):
@@ -41,11 +41,14 @@ def self_attention_levels(
         ValueError: no cloud, or a scale that is not positive and finite.
         TypeError: no floating-point tensor, or a scale that is no number.
     """
-    check_cloud(points)
-    need_numbers(scale=scale)
-    if scale <= 0:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    processes = joined(group)
+
+    def check() -> None:
+        check_cloud(points)
+        need_numbers(scale=scale)
+        if scale <= 0:
+            raise ValueError(f"scale must be positive and finite, got {scale}")
+
+    processes = shared("self_attention_levels", points, group, check, scale=scale)
     tokens = points.to(torch.promote_types(points.dtype, torch.float32))
     queries, keys = (each.reshape(1, -1, *each.shape[-2:]) for each in (tokens, collected(tokens, -2, processes)))
     found = ops.attention_moments(queries, keys, scale=scale)

@@ -16,9 +16,15 @@ ones is the same on all processes and counts once, or with loss="sharded" once f
 
 In all three a process's keys, values and log-weights, and queries of its own, get their gradient of the objective; a
 replicated query (and scale) gets the same whole gradient on every process. All processes must call the same functions in
-the same order, and the backward pass where one does. (`DistributedDataParallel` divides sums of gradients by the number of
-processes: where parameters before these calls are synchronised that way, multiply the loss by it or, what is the same for a
-sum or mean over sharded queries, say loss="sharded".)
+the same order, and the backward pass where one does.
+
+What must be equal on all processes is compared before anything is computed, in one message of 64 bytes: numbers and options
+exactly, replicated floating-point tensors to rounding. Where it is not, or where one process refuses its arguments, all raise.
+(A wrong group cannot be told to the others: which processes would that be? They wait until the group's timeout.)
+
+(`DistributedDataParallel` divides sums of gradients by the number of processes: where parameters before these calls are
+synchronised that way, multiply the loss by it or, what is the same for a sum or mean over sharded queries, say
+loss="sharded".)
 """
 
 from massieu.ops.sharded.contrastive import info_nce

@@ -10,7 +10,7 @@ process's own. Each operation below is linear, and its backward pass is another 
 - `exchange`: own → own, slice j goes to process j. Backward: `exchange`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,43 +53,11 @@ class Group:
             raise ValueError("this process is not in the group that shares the keys")
         return Group(group, rank, dist.get_world_size(group))
 
-    def agree(self, given: Mapping[str, int], free: Mapping[str, int], failed: bool = False) -> dict[str, list[int]]:
-        """Make sure that all processes were called alike, and tell each what the others gave that may differ.
-
-        Every process takes part, also one whose own arguments are wrong: so that all stop, and none waits for it.
-
-        Raises:
-            RuntimeError: another process's arguments are wrong.
-            ValueError: a number in `given` differs between processes.
-        """
-        names = [*given, *free]
-        numbers = [int(failed), *(0 if failed else number for number in (*given.values(), *free.values()))]
-        own = torch.zeros(_AGREED, dtype=torch.int64, device=self.device)
-        own[0] = len(numbers)
-        own[1 : len(numbers) + 1] = torch.tensor(numbers)
-        rows = _gathered(own, self).tolist()
-        wrong = [rank for rank, row in enumerate(rows) if row[1] and rank != self.rank]
-        if failed:
-            return {}
-        if wrong:
-            raise RuntimeError(f"the arguments of process {wrong[0]} are wrong, and its own error says why")
-        if len({row[0] for row in rows}) > 1:
-            raise ValueError("all processes must call the same function")
-        found = {name: [row[2 + index] for row in rows] for index, name in enumerate(names)}
-        for name in given:
-            if len(set(found[name])) > 1:
-                raise ValueError(f"all processes must give the same {name}, got {found[name]}")
-        return found
-
     @property
     def device(self) -> torch.device:
         """Where the group's backend wants tensors."""
         kinds = dist.get_backend(self.handle)
         return torch.device("cuda", torch.cuda.current_device()) if kinds == "nccl" else torch.device("cpu")
-
-
-_AGREED = 24
-"""Room for the numbers that processes compare before they begin."""
 
 
 def replicate(tensor: Tensor, group: Group) -> Tensor:
@@ -150,7 +118,8 @@ def _summed(tensor: Tensor, group: Group) -> Tensor:
     return result.to(tensor.dtype)
 
 
-def _gathered(tensor: Tensor, group: Group) -> Tensor:
+def gathered(tensor: Tensor, group: Group) -> Tensor:
+    """All processes' tensors, stacked, without derivative."""
     result = tensor.new_empty(group.size, *tensor.shape)
     if tensor.numel():
         dist.all_gather_single(result.view(-1), tensor.detach().contiguous().view(-1), group=group.handle)
@@ -212,7 +181,7 @@ class _Total(_Linear):
 class _Gather(_Linear):
     @staticmethod
     def forward(tensor: Tensor, group: Group) -> Tensor:
-        return _gathered(tensor, group)
+        return gathered(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:

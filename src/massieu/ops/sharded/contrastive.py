@@ -7,9 +7,11 @@ from torch import Tensor
 from massieu.ops import contrastive
 from massieu.ops.contrastive import Contrast, FalseNegatives
 from massieu.ops.linear_scores import EVERYTHING, Direction, Seen, check_integers, log_partitions
+from massieu.ops.shapes import check_choice, check_flag
 from massieu.ops.sharded import rows
+from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
 from massieu.ops.sharded.collectives import Group, replicate, total
-from massieu.ops.sharded.keys import DTYPES, Placement, Processes, together, wants_gradient
+from massieu.ops.sharded.keys import Placement, Processes
 from massieu.ops.uncompiled import uncompiled
 
 LogWeight = Float[Tensor, "..."] | Bool[Tensor, "..."] | FalseNegatives | None
@@ -39,8 +41,8 @@ def info_nce(
         log_weight: for this process's keys, negatives last: (N,), one a key, or (all processes' queries, N), those of
             process 0 first, one a query and key; floats or booleans. Or `FalseNegatives` with the ids of this process's
             queries and keys: keys of any process with a query's id are hidden, but for its positive.
-        temperature, symmetric, return_log_partition: as in `massieu.ops.info_nce`. A temperature that is a tensor belongs
-            to this process's queries: where it is one parameter, its gradient is the sum over processes.
+        temperature, symmetric, return_log_partition: as in `massieu.ops.info_nce`, the same on all processes. The gradient
+            of a temperature that is a tensor is of this process's queries: that of one parameter is the sum over processes.
         loss: "replicated": the loss, once, is the objective. "sharded": the sum of what processes make of it is, which
             `DistributedDataParallel` divides by their number again; see `massieu.ops.sharded`.
         group: as in `massieu.ops.sharded.attention`.
@@ -52,28 +54,33 @@ def info_nce(
     Raises:
         TypeError: as `massieu.ops.info_nce`.
         ValueError: the same, a positive out of range on any device; processes differ in what must be alike.
-        RuntimeError: another process's arguments are wrong, or it died.
+        RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
     """
     shard = Group.of(group)
 
-    def check() -> tuple[int, dict[str, int], dict[str, int]]:
+    def check() -> tuple[None, Call]:
         count = _check(query, key, positive, negatives, symmetric, return_log_partition, loss)
         _check_log_weight(log_weight, query, count)
-        contrastive.checked_temperature(temperature, query, query.dtype)
-        pairs = len(log_weight) if isinstance(log_weight, Tensor) and log_weight.ndim == 2 else -1
-        tensors = (query, key, negatives, temperature, log_weight)
-        given = {
+        number = contrastive.checked_temperature(temperature, query, query.dtype)
+        weight = log_weight if isinstance(log_weight, Tensor) else None
+        tensors = {"query": query, "key": key, "negatives": negatives, "temperature": number, "log_weight": weight}
+        need_values(shard, **tensors)
+        alike = {
             "size of queries": query.shape[1],
-            "dtype (0 float64, 1 float32, 2 bfloat16, 3 float16)": DTYPES.index(query.dtype),
-            "symmetric": int(symmetric),
-            "loss (0 replicated, 1 sharded)": int(loss == "sharded"),
-            "presence of positive": int(positive is not None),
-            "presence of ids": int(isinstance(log_weight, FalseNegatives)),
-            "number of queries in log_weight": pairs,
+            "dtype": query.dtype,
+            "temperature": "a tensor" if isinstance(number, Tensor) else number,
+            "symmetric": symmetric,
+            "return_log_partition": return_log_partition,
+            "loss": loss,
+            "presence of positive": positive is not None,
+            "kind of log_weight": type(log_weight).__name__ if weight is None else f"of {weight.ndim} dimensions",
+            "number of queries in log_weight": len(weight) if weight is not None and weight.ndim == 2 else None,
             "requires_grad of the query": wants_gradient(query, temperature),
-            "requires_grad of any tensor": wants_gradient(*tensors),
+            "requires_grad of any tensor": wants_gradient(*tensors.values()),
+            "presence of a tangent": has_tangent(*tensors.values()),
         }
-        return count, given, {"queries": len(query), "keys": len(key)}
+        replicated = {"temperature": number} if isinstance(number, Tensor) else {}
+        return None, Call("info_nce", alike, replicated, {"queries": len(query), "keys": len(key)})
 
     _, told = together(shard, check)
     lengths, counts = told["queries"], told["keys"]
@@ -117,11 +124,9 @@ def _check(
 ) -> int:
     """The number of this process's keys, negatives included."""
     contrastive.check_keys(query, key, negatives)
-    for name, option in (("symmetric", symmetric), ("return_log_partition", return_log_partition)):
-        if not isinstance(option, bool):
-            raise TypeError(f"{name} must be True or False, got {option!r}")
-    if loss not in ("replicated", "sharded"):
-        raise ValueError(f"loss must be 'replicated' or 'sharded', got {loss!r}")
+    check_flag("symmetric", symmetric)
+    check_flag("return_log_partition", return_log_partition)
+    check_choice("loss", loss, "replicated", "sharded")
     if positive is None and len(query) != len(key):
         raise ValueError(
             f"query and key must be as many, or positive must say which key is whose: got {len(query)} and {len(key)}"

@@ -1,7 +1,7 @@
 """Attention and log Z over the keys of all processes."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,7 +13,8 @@ from massieu.ops.attention import Attention
 from massieu.ops.attention import attention as local_attention
 from massieu.ops.attention import log_partition as local_log_partition
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import Problem, Scale, check_problem, in_autocast_dtype, may_be_differentiated
+from massieu.ops.shapes import Problem, Scale, check_choice, check_problem, in_autocast_dtype, may_be_differentiated
+from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
 from massieu.ops.sharded.collectives import (
     Group,
     exchange_unequal,
@@ -49,8 +50,10 @@ def attention(
     Args:
         query: the same on all processes, or this process's own, of any number; see `queries`.
         key, value: this process's, of any number, 0 included.
-        log_weight: for this process's keys; as in `massieu.ops.attention`, but with sharded queries not one a query.
-        scale: as in `massieu.ops.attention`. A tensor belongs to the queries: replicated or sharded as they are.
+        log_weight: for this process's keys, on all processes or on none; as in `massieu.ops.attention`, but with sharded
+            queries not one a query.
+        scale: as in `massieu.ops.attention`, the same on all processes; but a tensor of one number a query is replicated or
+            sharded as the queries are.
         is_causal: query i sees keys 0 … i, numbered over all processes: those of process 0 first, then those of process 1,
             …; sharded queries are numbered so too. Nothing is computed for keys that no query sees, and no mask is made.
         queries, loss: what is replicated, and what the objective is; see `massieu.ops.sharded`. `loss` is by default what
@@ -63,7 +66,7 @@ def attention(
     Raises:
         TypeError: as `massieu.ops.attention`; a group of another type.
         ValueError: the same; what must be alike differs between processes; there is no process group.
-        RuntimeError: another process's arguments are wrong, or it died.
+        RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
     """
     query, key, value = in_autocast_dtype(query, key, value)
 
@@ -139,12 +142,13 @@ def _run(
 ) -> tuple[Problem, Partial]:
     group = Group.of(processes)
 
-    def checked() -> tuple[Problem, dict[str, int], dict[str, int]]:
+    def checked() -> tuple[Problem, Call]:
         _check_placement(queries, loss)
         problem = check()
         _check_weight(problem, queries)
-        given, free = _told(problem, queries, loss or queries)
-        return problem, given, free
+        need_values(group, query=problem.query, key=problem.key, value=problem.value, log_weight=problem.log_weight)
+        need_values(group, scale=problem.scale)
+        return problem, _call(problem, queries, loss or queries)
 
     problem, told = together(group, checked)
     eta, scale = problem.query, problem.scale
@@ -180,30 +184,9 @@ def _causal(local: Local, eta: Tensor, keys: Keys, scale: float, first: int) -> 
     return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True)))
 
 
-Checked = TypeVar("Checked")
-
-
-def together(
-    group: Group, check: Callable[[], tuple[Checked, dict[str, int], dict[str, int]]]
-) -> tuple[Checked, dict[str, list[int]]]:
-    """Check this process's arguments, and that the processes agree; also each process's numbers.
-
-    Args:
-        check: what was checked, numbers that must be alike, numbers that need not be.
-    """
-    try:
-        checked, given, free = check()
-    except (TypeError, ValueError):
-        group.agree({}, {}, failed=True)
-        raise
-    return checked, group.agree(given, free)
-
-
 def _check_placement(queries: str, loss: str | None) -> None:
-    if queries not in ("replicated", "sharded"):
-        raise ValueError(f"queries must be 'replicated' or 'sharded', got {queries!r}")
-    if loss not in ("replicated", "sharded", None):
-        raise ValueError(f"loss must be 'replicated', 'sharded' or None, got {loss!r}")
+    check_choice("queries", queries, "replicated", "sharded")
+    check_choice("loss", loss, "replicated", "sharded", None)
     if queries == "sharded" and loss == "replicated":
         raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
 
@@ -217,36 +200,36 @@ def _check_weight(problem: Problem, queries: Placement) -> None:
         )
 
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def wants_gradient(*tensors: object) -> int:
-    """Whether one of these requires a gradient here; processes must agree, as the backward pass communicates."""
-    return int(torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors))
-
-
-def _told(problem: Problem, queries: Placement, loss: Placement) -> tuple[dict[str, int], dict[str, int]]:
-    """What must be alike on all processes, and what need not be."""
+def _call(problem: Problem, queries: Placement, loss: Placement) -> Call:
+    """What must be equal on all processes, and what need not be."""
     batch, key_heads, group, length, size = problem.query.shape
-    given = {
+    query, key, value, weight, scale = problem.query, problem.key, problem.value, problem.log_weight, problem.scale
+    alike = {
         "batch size": batch,
         "number of key heads": key_heads,
         "number of queries a key head": group,
         "head size": size,
-        "size of values": 0 if problem.value is None else problem.value.shape[3],
-        "dtype (0 float64, 1 float32, 2 bfloat16, 3 float16)": DTYPES.index(problem.query.dtype),
-        "queries (0 replicated, 1 sharded)": int(queries == "sharded"),
-        "loss (0 replicated, 1 sharded)": int(loss == "sharded"),
-        "is_causal": int(problem.is_causal),
-        "requires_grad of the query": wants_gradient(problem.query, problem.scale),
-        "requires_grad of any tensor": wants_gradient(
-            problem.query, problem.key, problem.value, problem.log_weight, problem.scale
-        ),
+        "size of values": None if value is None else value.shape[3],
+        "dtype": query.dtype,
+        "queries": queries,
+        "loss": loss,
+        "is_causal": problem.is_causal,
+        "presence of a log_weight": weight is not None,
+        "scale": "a tensor" if isinstance(scale, Tensor) else scale,
+        "requires_grad of the query": wants_gradient(query, scale),
+        "requires_grad of any tensor": wants_gradient(query, key, value, weight, scale),
+        "presence of a tangent": has_tangent(query, key, value, weight, scale),
     }
-    free = {"keys": problem.key.shape[2]}
+    own, replicated = {"keys": key.shape[2]}, {}
     if queries == "sharded":
-        return given, free | {"queries": length}
-    return given | {"queries": length}, free
+        own["queries"] = length
+    else:
+        alike["number of queries"] = length
+        replicated["query"] = query
+    # One number for all queries is a parameter, wherever the queries are; one a query goes where it goes.
+    if isinstance(scale, Tensor) and (queries == "replicated" or scale.ndim == 0 or scale.shape[3] == 1):
+        replicated["scale"] = scale
+    return Call("attention" if value is not None else "log_partition", alike, replicated, own)
 
 
 def merge(part: Partial, group: Group) -> Partial:

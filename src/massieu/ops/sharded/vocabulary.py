@@ -8,9 +8,11 @@ from torch import Tensor
 
 from massieu.ops import vocabulary
 from massieu.ops.linear_scores import Direction, log_partitions
+from massieu.ops.shapes import check_choice
 from massieu.ops.sharded import rows
+from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
 from massieu.ops.sharded.collectives import Group, replicate, total
-from massieu.ops.sharded.keys import DTYPES, Placement, Processes, merge, only, together, wants_gradient
+from massieu.ops.sharded.keys import Placement, Processes, merge, only
 from massieu.ops.uncompiled import uncompiled
 from massieu.ops.vocabulary import CrossEntropy
 
@@ -52,32 +54,38 @@ def linear_cross_entropy(
     Raises:
         TypeError: as `massieu.ops.linear_cross_entropy`.
         ValueError: the same, a target out of range on any device; processes differ in what must be alike.
-        RuntimeError: another process's arguments are wrong, or it died.
+        RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
     """
     shard = Group.of(group)
-    own = tokens == "sharded"
+    own = isinstance(tokens, str) and tokens == "sharded"
 
-    def check() -> tuple[None, dict[str, int], dict[str, int]]:
+    def check() -> tuple[None, Call]:
         vocabulary.check_shapes(hidden, weight, target, bias)
         vocabulary.check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)
         _check_placement(tokens, loss, reduction)
-        given = {
+        need_values(shard, hidden=hidden, weight=weight, target=target, bias=bias)
+        alike = {
             "size of hidden": hidden.shape[-1],
+            "dtype": hidden.dtype,
             "ignore_index": ignore_index,
-            "presence of a bias": int(bias is not None),
-            "dtype (0 float64, 1 float32, 2 bfloat16, 3 float16)": DTYPES.index(hidden.dtype),
-            "tokens (0 replicated, 1 sharded)": int(own),
-            "loss (0 replicated, 1 sharded)": int(loss == "sharded"),
-            "reduction (0 none, 1 sum, 2 mean)": ("none", "sum", "mean").index(reduction),
-            "presence of label smoothing": int(label_smoothing > 0),
+            "label_smoothing": float(label_smoothing),
+            "z_loss": float(z_loss),
+            "reduction": reduction,
+            "return_log_partition": return_log_partition,
+            "tokens": tokens,
+            "loss": loss,
+            "presence of a bias": bias is not None,
             "requires_grad of hidden": wants_gradient(hidden),
             "requires_grad of any tensor": wants_gradient(hidden, weight, bias),
+            "presence of a tangent": has_tangent(hidden, weight, bias),
         }
         free, count = {"words": len(weight)}, {"number of tokens": target.numel()}
-        return (None, given, free | count) if own else (None, given | count, free)
+        if own:
+            return None, Call("linear_cross_entropy", alike, {}, free | count)
+        return None, Call("linear_cross_entropy", alike | count, {"target": target, "hidden": hidden}, free)
 
     _, told = together(shard, check)
-    counts, lengths = told["words"], told["number of tokens"]
+    counts, lengths = told["words"], told.get("number of tokens", [target.numel()] * shard.size)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     with torch.autocast(hidden.device.type, enabled=False):
         words = target.reshape(-1).long()
@@ -86,7 +94,8 @@ def linear_cross_entropy(
         # Each process looks at all tokens, so each raises.
         wrong = all_words[counted & ((all_words < 0) | (all_words >= sum(counts)))]
         if len(wrong):
-            raise ValueError(f"target must be in 0 … {sum(counts) - 1}, got {wrong[0].item()}")
+            allowed = f"in 0 … {sum(counts) - 1} or be ignore_index, {ignore_index}"
+            raise ValueError(f"target must be {allowed}, got {wrong[0].item()}")
         row = hidden.reshape(-1, hidden.shape[-1])
         row = (rows.everyone(row, lengths, shard) if own else replicate(row, shard)).to(dtype)
         mine, place = rows.places(all_words.where(counted, -1), counts, shard)
@@ -102,7 +111,7 @@ def linear_cross_entropy(
         if label_smoothing:
             nats = (1 - label_smoothing) * nats + label_smoothing * (level - score / sum(counts))
         if z_loss:
-            nats = nats + z_loss * level.square()
+            nats = nats + float(z_loss) * level.square()
         nats = nats.masked_fill(~own_counted, 0.0)
         if loss == "sharded" and not own:
             nats, level = replicate(torch.stack([nats, level]), shard)
@@ -116,10 +125,8 @@ def linear_cross_entropy(
 
 
 def _check_placement(tokens: str, loss: str | None, reduction: str) -> None:
-    if tokens not in ("replicated", "sharded"):
-        raise ValueError(f"tokens must be 'replicated' or 'sharded', got {tokens!r}")
-    if loss not in ("replicated", "sharded", None):
-        raise ValueError(f"loss must be 'replicated', 'sharded' or None, got {loss!r}")
+    check_choice("tokens", tokens, "replicated", "sharded")
+    check_choice("loss", loss, "replicated", "sharded", None)
     if tokens == "sharded" and reduction == "none" and loss == "replicated":
         raise ValueError("losses of sharded tokens are each process's own: without a reduction loss must be 'sharded'")
 

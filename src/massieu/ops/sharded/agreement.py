@@ -1,0 +1,216 @@
+"""That all processes were called alike: one small message before they begin, and one error on all where they were not.
+
+Each process says in eight integers whether it refuses its arguments, a digest of what must be equal on all, one of the
+replicated tensors, and the few numbers that may differ. Only where these disagree is more sent: what was given, for the
+error that all of them raise.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from massieu.ops.sharded.collectives import Group, gathered
+
+Checked = TypeVar("Checked")
+
+ROOM = 8
+"""Integers of the message."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a process was called with."""
+
+    function: str
+    alike: Mapping[str, object]
+    """By its name in the error, each thing that must be equal on all processes; compared as `repr` prints it."""
+    replicated: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors that must be equal; floating-point ones to rounding, as every process may have computed its own."""
+    own: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that may differ, and that every process is told of."""
+
+    @property
+    def table(self) -> dict[str, str]:
+        """All that must be equal but the tensors' numbers, in the order in which it is told."""
+        shapes = {
+            f"{part} of {name}": repr(thing)
+            for name, tensor in self.replicated.items()
+            for part, thing in (("shape", tuple(tensor.shape)), ("dtype", tensor.dtype))
+        }
+        numbers = {name: repr(thing) for name, thing in self.alike.items()}
+        names = repr((sorted(self.replicated), sorted(self.own)))
+        return {"function": self.function} | numbers | shapes | {"kind of arguments": names}
+
+
+def together(group: Group, check: Callable[[], tuple[Checked, Call]]) -> tuple[Checked, dict[str, list[int]]]:
+    """Check this process's arguments, and that the processes agree; also each process's own numbers, by their names.
+
+    Every process takes part, also one that refuses its arguments: so that all stop, and none waits for it.
+
+    Args:
+        check: what was checked, and what the process was called with.
+
+    Raises:
+        RuntimeError: another process refused its arguments; its reason is told.
+        ValueError: what must be equal differs between processes.
+        What `check` raises is raised here.
+    """
+    try:
+        checked, call = check()
+        header = _header(call, group)
+    except Exception as error:
+        gathered(torch.tensor([1, *[0] * (ROOM - 1)], device=group.device), group)
+        _texts(f"{type(error).__name__}: {error}", group)
+        raise
+    rows = gathered(header, group).tolist()
+    _heed_refusals(rows, group)
+    if len({row[1] for row in rows}) > 1:
+        raise ValueError(_difference(call.table, group))
+    if len({row[2] for row in rows}) > 1:
+        _check_tensors(call.replicated, group)
+    return checked, {name: [row[3 + place] for row in rows] for place, name in enumerate(call.own)}
+
+
+def need_values(group: Group, **tensors: object) -> None:
+    """Raise unless the group can send what is computed from these tensors.
+
+    Raises:
+        ValueError: one is on a device that the group's backend does not serve, or has no values.
+        RuntimeError: one is of a `torch.func.vmap`.
+    """
+    served = {device.type for device in group.handle._device_types}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.device.type not in served:
+            raise ValueError(
+                f"{name} must be on a device that the group's backend {dist.get_backend(group.handle)} serves "
+                f"({', '.join(sorted(served))}), got {tensor.device}"
+            )
+        if torch._C._functorch.is_batchedtensor(_plain(tensor, batched=True)):  # pyright: ignore[reportAttributeAccessIssue]
+            raise RuntimeError(
+                f"sharded functions cannot be inside torch.func.vmap, which has {name}: give them a batch instead"
+            )
+
+
+def wants_gradient(*tensors: object) -> bool:
+    """Whether one of these requires a gradient here; processes must agree, as the backward pass communicates."""
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def has_tangent(*tensors: object) -> bool:
+    """Whether one of these has a tangent of forward mode, which communicates too."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """An integer of a tensor's bits, of all places and values: the same wherever it is computed.
+
+    Σ word·factor(place) modulo 2⁶⁴ with odd factors as good as random: no change of a single word goes unnoticed, and of
+    several with a probability of 2⁻³² at most.
+    """
+    plain = _plain(tensor.detach()).detach().reshape(-1)
+    words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    block = _BLOCK if words.device.type == "cpu" else 128 * _BLOCK
+    for first in range(0, len(words), block):
+        part = words[first : first + block].long()
+        total += (part * _factors(first, len(part), words.device)).sum()
+    return total
+
+
+_BLOCK = 1 << 15
+"""Words at once: their factors stay in a second-level cache; where calls cost more than memory, more of them."""
+
+
+def _factors(first: int, count: int, device: torch.device) -> Tensor:
+    """Odd 64-bit integers, one a place: the multiplications and shifts of SplitMix64 (Steele, Lea and Flood 2014)."""
+    state = torch.arange(first + 1, first + count + 1, device=device) * -7046029254386353131
+    state = (state ^ (state >> 30)) * -4658895280553007687
+    state = (state ^ (state >> 27)) * -7723592293110705685
+    return (state ^ (state >> 31)) | 1
+
+
+def _plain(tensor: Tensor, *, batched: bool = False) -> Tensor:
+    """The tensor under the wrappers of `torch.func`, or down to one that has a batch."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    while functorch.is_functorch_wrapped_tensor(tensor) and not (batched and functorch.is_batchedtensor(tensor)):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _header(call: Call, group: Group) -> Tensor:
+    contents = [int(digest(tensor)) for tensor in call.replicated.values()]
+    numbers = [0, _hashed(call.table), _hashed(contents), *call.own.values()]
+    return torch.tensor(numbers + [0] * (ROOM - len(numbers)), device=group.device)
+
+
+def _hashed(thing: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(thing).encode(), digest_size=8).digest(), signed=True)
+
+
+def _heed_refusals(rows: list[list[int]], group: Group) -> None:
+    refused = [rank for rank, row in enumerate(rows) if row[0]]
+    if refused:
+        reason = _texts("", group)[refused[0]]
+        raise RuntimeError(f"process {refused[0]} refused its arguments: {reason}")
+
+
+def _texts(text: object, group: Group) -> list:
+    """What every process has to say; only before an error, as it costs several messages."""
+    found: list = [None] * group.size
+    dist.all_gather_object(found, text, group=group.handle)
+    return found
+
+
+def _difference(table: dict[str, str], group: Group) -> str:
+    """What differs first, and between which processes."""
+    tables: list[dict[str, str]] = _texts(table, group)
+    for name, thing in tables[0].items():
+        for rank, other in enumerate(tables):
+            if other.get(name) != thing:
+                given = f"got {thing} on process 0 and {other.get(name, 'none')} on process {rank}"
+                return f"all processes must give the same {name}, {given}"
+    return "all processes must call the same function in the same way"
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], group: Group) -> None:
+    """Raise on all processes unless the tensors are those of process 0, all processes' digests of which are not equal."""
+    digests: list[list[int]] = _texts([int(digest(tensor)) for tensor in tensors.values()], group)
+    for place, (name, tensor) in enumerate(tensors.items()):
+        other = next((rank for rank, row in enumerate(digests) if row[place] != digests[0][place]), None)
+        if other is not None:
+            _check_close(name, tensor, other, group)
+
+
+def _check_close(name: str, tensor: Tensor, other: int, group: Group) -> None:
+    """Raise on all processes unless a tensor is that of process 0; a floating-point one, to rounding.
+
+    Two processes that compute the same numbers seldom round alike: memory that is aligned differently is enough. So
+    entries may differ by eps^⅔ of the largest of their row, 2·10⁻⁵ in float32: what some layers may make of rounding,
+    and far less than what another batch, another step or another seed would.
+
+    Raises:
+        ValueError: they differ.
+    """
+    message = f"all processes must give the same {name}, and that of process {{}} is not that of process 0"
+    if not tensor.is_floating_point():
+        raise ValueError(message.format(other))
+    own = _plain(tensor.detach()).detach().clone(memory_format=torch.contiguous_format)
+    first = own.clone()
+    dist.broadcast(first, group=group.handle, group_src=0)
+    size = first.abs().nan_to_num(0.0, 0.0)
+    size = size.amax(-1, keepdim=True) if size.ndim else size
+    same = (own == first) | (own.isnan() & first.isnan())
+    near = (own - first).abs() <= torch.finfo(own.dtype).eps ** (2 / 3) * size
+    wrong = gathered((~(same | near)).any().to(device=group.device, dtype=torch.uint8), group).tolist()
+    if any(wrong):
+        raise ValueError(message.format(wrong.index(1)))

@@ -1,0 +1,30 @@
+"""Processes that share a population must have one operator, and read it alike: else one error on all, at once."""
+
+import pytest
+import torch
+from tests.ops import processes
+from tests.population import disagreements as work
+from tests.rows import every_row
+
+from massieu.population import covariance_spectrum
+
+pytestmark = pytest.mark.medium  # processes
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each process found."""
+    return processes.run(work.everything, 2)
+
+
+@every_row("name", work.ROWS)
+def test_one_error_on_all_processes(found, name):
+    words = work.ROWS[name][2]
+    for result in found:
+        assert name in result, "a number, and no error"
+    first, other = (result[name] for result in found)
+    assert words in first and "process 1" in first and "\n" not in first, first
+    assert first == other or first.endswith(other), other
+    wanted = covariance_spectrum(work.POINTS)[:4]
+    for result in found:
+        torch.testing.assert_close(result[name, "next"], wanted)
