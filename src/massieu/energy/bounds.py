@@ -7,6 +7,7 @@ x_n·ξ + log(w_n)/β, so that what a mask leaves out counts for nothing.
 """
 
 import math
+import sys
 from typing import Literal, NamedTuple
 
 import torch
@@ -226,7 +227,7 @@ def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure
     """How many random patterns on the sphere of radius·√(d−1) can be stored and retrieved, all but with `failure`.
 
     N ≥ √p·c^((d−1)/4) with c = b/W₀(exp(a + ln b)), a = (2/(d−1))(1 + ln(2βK²p(d−1))), b = 2K²β/5, W₀ Lambert's function,
-    where c ≥ (2/√p)^(4/(d−1)) (B5.8; Ramsauer et al., theorem 3).
+    where c ≥ (2/√p)^(4/(d−1)) (B5.8; Ramsauer et al., theorem 3). What is larger than any float is +inf.
 
     Args:
         dimension: d, at least 2.
@@ -242,16 +243,23 @@ def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure
             "capacity needs dimension ≥ 2, scale > 0, radius > 0 and 0 < failure < 1, got "
             f"{dimension}, {scale}, {radius}, {failure}"
         )
-    freedom = dimension - 1
-    a = 2 / freedom * (1 + math.log(2 * scale * radius**2 * failure * freedom))
-    b = 0.4 * radius**2 * scale
-    base = b / _lambert(a + math.log(b))
-    holds = base >= (2 / math.sqrt(failure)) ** (4 / freedom)
-    return Capacity(base, math.sqrt(failure) * base ** (freedom / 4), holds)
+    # In logarithms, since numbers of patterns leave the range of floats in a few thousand dimensions.
+    freedom, log_size = dimension - 1, 2 * math.log(radius) + math.log(scale)
+    a = 2 / freedom * (1 + math.log(2) + log_size + math.log(failure) + math.log(freedom))
+    log_base = _lambert(a + math.log(0.4) + log_size) - a
+    holds = log_base >= 4 / freedom * (math.log(2) - 0.5 * math.log(failure))
+    return Capacity(_exp(log_base), _exp(0.5 * math.log(failure) + freedom / 4 * log_base), holds)
+
+
+def _exp(logarithm: float) -> float:
+    """e to that power, +inf where it is larger than any float."""
+    return math.exp(logarithm) if logarithm < math.log(sys.float_info.max) else math.inf
 
 
 def _lambert(log_argument: float) -> float:
     """W₀(exp(y)): the w > 0 with w + ln w = y."""
+    if log_argument < -700:
+        return math.exp(log_argument)  # W₀(z) = z − z² + …
     w = math.exp(log_argument) if log_argument < 0 else 1 + log_argument / 2
     for _ in range(100):
         w, before = w * (1 + log_argument - math.log(w)) / (1 + w), w
@@ -269,11 +277,14 @@ def _kept_points(memory: Atoms) -> Tensor:
 
 
 def _scores(hopfield: Hopfield, memory: Atoms, state: Tensor) -> Tensor:
-    """x_n·ξ + log(w_n)/β, shape (*batch, *query, N)."""
+    """x_n·ξ + log(w_n/max w)/β, shape (*batch, *query, N)."""
     memory, state = memory._fit(state=state)
     flat = state.reshape(*memory.batch_shape, -1, state.shape[-1])
     scores = (flat @ memory.points.mT).reshape(*state.shape[:-1], memory.points.shape[-2])
-    bias = memory.log_weight / promoted(hopfield.scale).unsqueeze(-1)
+    # Only differences count, and next to a large number that all have in common the scores would be lost to rounding.
+    top = memory.log_weight.amax(-1, keepdim=True)
+    excess = memory.log_weight - top.masked_fill(top == -torch.inf, 0.0)
+    bias = excess / promoted(hopfield.scale).unsqueeze(-1)
     return scores + align(bias, scores.ndim, 1)
 
 

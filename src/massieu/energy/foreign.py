@@ -1,15 +1,16 @@
 """How foreign a state is to a memory: out-of-distribution scores that are free energies (N14)."""
 
+import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.energy.base import promoted
 from massieu.energy.contraction.base import align, positive
 from massieu.energy.hopfield import Hopfield
+from massieu.energy.rise import rise
 from massieu.measures import Atoms, Measure
 from massieu.measures.value import values_are_readable
 
@@ -61,8 +62,10 @@ def ood_score(
         return -torch.logsumexp(logits * rate.unsqueeze(-1), -1) / rate
     if label is not None:
         return -_familiarity(state, memory, label)
-    familiar = _free(state, memory, scale)
-    return -familiar if outliers is None else _free(state, outliers, scale) - familiar
+    if outliers is not None:
+        return _excess(state, outliers, memory, scale)
+    above, ground = _free(state, memory, scale)
+    return -(above + ground)
 
 
 def boosting_energy(
@@ -81,18 +84,33 @@ def boosting_energy(
         ValueError, TypeError: as `ood_score`.
     """
     energy = Hopfield.create(memory, scale=scale)
-    gap = _free(state, energy.memory, energy.scale) - _free(state, outliers, energy.scale)
+    gap = _excess(state, energy.memory, outliers, energy.scale)
     rate = align(promoted(energy.scale), gap.ndim)
-    gap = rate * gap
-    return (F.logsigmoid(gap) + F.logsigmoid(-gap)) / rate
+    return -2 * (_log_cosh(0.5 * rate * gap) + math.log(2)) / rate
 
 
-def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> Tensor:
-    """A(scale·x)/scale."""
+def _log_cosh(y: Tensor) -> Tensor:
+    """log cosh y, with a slope that keeps its digits near 0: it would be a difference of halves."""
+    near = y.abs() < 1
+    inner, outer = torch.where(near, y, 0.0), torch.where(near, 1.0, y).abs()
+    return torch.where(
+        near, 0.5 * torch.log1p(inner.sinh().square()), outer + torch.log1p((-2 * outer).exp()) - math.log(2)
+    )
+
+
+def _excess(state: Tensor, first: Measure | Tensor, second: Measure | Tensor, scale: Tensor | float) -> Tensor:
+    """(A_first(scale·x) − A_second(scale·x))/scale: what both have at 0 goes first, so that a small rest keeps its digits."""
+    (own, ground), (other, level) = (_free(state, memory, scale) for memory in (first, second))
+    return (own - other) + (ground - level)
+
+
+def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The parts of A(scale·x)/scale: what it is above that at 0, and that."""
     energy = Hopfield.create(memory, scale=scale)
-    rate = promoted(energy.scale)
-    log_partition = energy.memory.log_partition(promoted(state) * align(rate, state.ndim))
-    return log_partition / align(rate, log_partition.ndim)
+    rate, state = promoted(energy.scale), promoted(state)
+    above = rise(energy.memory, state, rate)
+    origin = state.new_zeros((*state.shape[: rate.ndim], state.shape[-1]))
+    return above, align(energy.memory.log_partition(origin) / rate, above.ndim)
 
 
 def _familiarity(state: Tensor, memory: Measure | Tensor, label: Tensor) -> Tensor:
