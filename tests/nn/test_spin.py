@@ -196,7 +196,7 @@ def test_compiled(options):
 
 
 def test_not_converged_is_told():
-    module, tokens = layer(steps=None, scale=1.9, max_steps=1), inputs()
+    module, tokens = layer(steps=None, scale=1.9, max_steps=1, throw=True), inputs()
     with pytest.raises(ConvergenceError, match="residual"):
         module(tokens)
 

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from massieu.measures.value import register, static_field
 from massieu.solve import Status, fixed_point
+from massieu.solve.telling import tell
 
 __all__ = ["Descent", "Energy", "Potential", "Retrieval", "promoted", "static_field"]
 
@@ -172,6 +173,7 @@ class Energy(ABC):
         tol: float | None = None,
         damping: float = 1.0,
         max_steps: int = 1000,
+        throw: bool = True,
     ) -> Retrieval:
         """The state after `steps` steps, or, without a number of steps, where the descent ends.
 
@@ -184,10 +186,13 @@ class Energy(ABC):
             steps: How many steps.
             tol: Stop at ‖T(x) − x‖ ≤ tol·(1 + ‖x‖); by default 2e-6, in float64 1e-10. Not together with `steps`.
             damping: As for `step`.
-            max_steps: Where a descent to the end gives up: then `status` says so.
+            max_steps: Where a descent to the end gives up.
+            throw: Raise where a descent has not ended. If not, `status` and `residual` tell, item by item. In compiled code,
+                where nothing can be raised, such items are NaN; a number of steps never raises.
 
         Raises:
             ValueError, TypeError: as for `step`; `steps` and `tol` are both given; one of them is negative.
+            ConvergenceError: a descent has not ended, with its residual and what to try.
         """
         self._check_damping(damping)
         if steps is not None and tol is not None:
@@ -207,7 +212,7 @@ class Energy(ABC):
                 rtol=tol,
                 atol=tol,
                 damping=damping,
-                throw=False,
+                throw=throw,
             )
             return Retrieval(found.value, self._energy(found.value), found.residual, found.steps, found.status)
         check_steps(steps)
@@ -217,7 +222,10 @@ class Energy(ABC):
         with torch.no_grad():
             residual = self._size(self._step(end) - end)
             settled = residual <= (1e-10 if end.dtype == torch.float64 else 2e-6) * (1 + self._size(end))
-        status = torch.where(settled, int(Status.CONVERGED), int(Status.MAX_STEPS))
+            finite = residual.isfinite() & self._size(end).isfinite()
+            status = torch.where(settled, int(Status.CONVERGED), int(Status.MAX_STEPS))
+            status = torch.where(finite, status, int(Status.NOT_FINITE))
+        tell(status, residual, f"{type(self).__name__}.retrieve", only=Status.NOT_FINITE)
         return Retrieval(end, self._energy(end), residual, torch.full_like(status, steps), status)
 
     # What follows from the energy; a closed form may replace it.

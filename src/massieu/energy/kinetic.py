@@ -24,8 +24,10 @@ from massieu.measures.base import values_are_readable
 from massieu.measures.value import register, static_field
 from massieu.ops.bessel import sphere_slopes
 from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve.telling import tell
 
 Order = Literal["first", "second"]
+Lost = Literal["nan", "zero"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,16 +68,33 @@ class Kinetic(ABC):
         their cube to second.
 
         Raises:
-            ValueError: another order.
-            ConvergenceError: the equation of a spin was not solved, and `throw`.
+            ValueError: another order, or a state of another shape than the drive's.
+            ConvergenceError: the equation of a spin was not solved, and `throw`; otherwise a warning says so, and
+                `second_order_step` tells which.
         """
-        field = self.field(state)
         if _check_order(order) == "first":
-            return field
-        arguments = (self, state, field)
-        return fixed_point(
-            _same_time, field, arguments, item_dims=self._spin_dims, max_steps=max_steps, throw=throw
-        ).value
+            return self.field(self._checked(state))
+        found = self.second_order_step(state, max_steps=max_steps, throw=throw)
+        if not throw:
+            tell(found.status, found.residual, f"{type(self).__name__}.step")
+        return found.value
+
+    def second_order_step(
+        self, state: Tensor, *, max_steps: int = 200, throw: bool = True, lost_derivative: Lost = "nan"
+    ) -> FixedPoint:
+        """The step to second order, with status, residual and steps of each spin's equation.
+
+        Args:
+            state: θ.
+            max_steps, throw, lost_derivative: As for `massieu.solve.fixed_point`.
+
+        Raises:
+            ValueError: a state of another shape than the drive's.
+            ConvergenceError: as `step`.
+        """
+        field = self.field(self._checked(state))
+        options = {"max_steps": max_steps, "throw": throw, "lost_derivative": lost_derivative}
+        return fixed_point(_same_time, field, (self, state, field), item_dims=self._spin_dims, **options)
 
     def stationary(
         self,
@@ -85,25 +104,32 @@ class Kinetic(ABC):
         method: Method | Any = "auto",
         max_steps: int = 200,
         throw: bool = True,
+        lost_derivative: Lost = "nan",
     ) -> FixedPoint:
         """θ = step(θ), with its derivatives by the implicit function theorem, and status, residual and steps (B12).
 
         Args:
             order: Of the equations.
             start: By default the drive.
-            method, max_steps, throw: As for `massieu.solve.fixed_point`.
+            method, max_steps, throw, lost_derivative: As for `massieu.solve.fixed_point`.
 
         Raises:
             ValueError: another order, or a start of another shape than the drive's.
             ConvergenceError: no fixed point was found, and `throw`.
         """
         _check_order(order)
-        start = self.drive if start is None else start
-        if start.shape != self.drive.shape:
-            raise ValueError(f"start must have the drive's shape {tuple(self.drive.shape)}, got {tuple(start.shape)}")
+        start = self._checked(self.drive if start is None else start, "start")
         equations = _first_order if order == "first" else _second_order
-        options = {"item_dims": self._spin_dims + 1, "method": method, "max_steps": max_steps, "throw": throw}
-        return fixed_point(equations, start.detach(), (self,), **options)
+        options = {"method": method, "max_steps": max_steps, "throw": throw, "lost_derivative": lost_derivative}
+        return fixed_point(equations, start.detach(), (self,), item_dims=self._spin_dims + 1, **options)
+
+    def _checked(self, state: Tensor, name: str = "state") -> Tensor:
+        if not isinstance(state, Tensor) or not state.is_floating_point():
+            given = state.dtype if isinstance(state, Tensor) else type(state).__name__
+            raise TypeError(f"{name} must be a floating-point tensor, got {given}")
+        if state.shape != self.drive.shape:
+            raise ValueError(f"{name} must have the drive's shape {tuple(self.drive.shape)}, got {tuple(state.shape)}")
+        return state
 
 
 def _first_order(state: Tensor, model: Kinetic) -> Tensor:

@@ -12,15 +12,19 @@ from massieu import energy, ops
 from massieu.measures import Atoms
 from massieu.nn import hflayers
 from massieu.nn.contraction import Contraction
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import Mask, Number, log_weight_of, merge_heads, register_number, split_heads
 from massieu.nn.retrieval import descend, settle
 from massieu.nn.weights import attention_weights
 from massieu.ops.shapes import without_autocast
 
+START = 0.02
+"""The standard deviation of weights and patterns at the start, hopfield-layers' own."""
+
 Patterns = Float[Tensor, "B L d"]
 
 
-class Hopfield(nn.Module):
+class Hopfield(Converging, nn.Module):
     """Heads that retrieve stored patterns and return what belongs to them (Ramsauer et al., arXiv 2008.02217).
 
     Of stored patterns Y, states R and projections V (all three may be one tensor), each head makes keys, a query and
@@ -58,7 +62,7 @@ class Hopfield(nn.Module):
         dropout: float = 0.0,
         batch_first: bool = True,
         max_steps: int = 1000,
-        throw: bool = True,
+        throw: bool = False,
     ) -> None:
         """Sizes, or modules in place of what the sizes make.
 
@@ -66,7 +70,7 @@ class Hopfield(nn.Module):
             input_size: Of states, and by default of all else. Not needed where no module has to be made.
             hidden_size: Of a head; input_size/num_heads by default.
             state, stored, projection: Modules from patterns to heads side by side; by default a LayerNorm and a linear
-                map. `nn.Identity()` takes patterns as they are.
+                map, which starts from normal weights of deviation 0.02. `nn.Identity()` takes patterns as they are.
             space: What queries and keys go through by head, such as a LayerNorm of hidden_size. None by default.
             output: From the heads side by side to the output; by default a linear map.
             steps: Passes over the patterns; None: until retrieval has converged.
@@ -74,8 +78,9 @@ class Hopfield(nn.Module):
             sink: Log-weight of a null pattern, 0 with value 0, of the same kinds.
             contraction: What follows every pass but the last: the energy's reference, ½‖x‖² by default.
             dropout: Of the weights of the last pass, in training; takes memory L×N.
-            max_steps: For `steps=None`, when to give up; then
-            throw: raise, or go on with the last state.
+            max_steps: For `steps=None`, when to give up: the last state is used, `convergence` has status and residual of each
+                state, and a warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError, TypeError: a size is missing, or a number out of its range.
@@ -104,7 +109,7 @@ class Hopfield(nn.Module):
         if output is None:
             if size is None or input_size is None:
                 raise ValueError("input_size is needed to make the module `output`; or give that module")
-            output = nn.Linear(num_heads * size, output_size or input_size)
+            output = _linear(num_heads * size, output_size or input_size)
         self.output = output
         self.contraction = contraction
         register_number(self, "scale", scale, num_heads)
@@ -142,7 +147,7 @@ class Hopfield(nn.Module):
 
         Raises:
             ValueError, TypeError: shapes that do not fit.
-            ConvergenceError: `steps=None`, `throw=True`, and a descent has not ended after `max_steps`.
+            ConvergenceError: with `throw`, `steps=None`: a descent has not ended after `max_steps`.
         """
         found = self._associate(*self._heads(input), stored_pattern_padding_mask, association_mask)
         return found if self.batch_first else found.transpose(0, 1)
@@ -217,6 +222,7 @@ class Hopfield(nn.Module):
             options = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
             return descend(query, key, self.steps - 1, contraction, **options)
         found = settle(query, key, contraction, log_weight, self.scale, self.sink, self.max_steps, self.throw)
+        self._keep(found.status, found.residual)
         return found.value.to(query.dtype)
 
 
@@ -231,7 +237,7 @@ class HopfieldPooling(nn.Module):
         """
         super().__init__()
         self.hopfield = Hopfield(input_size, num_heads, **options)
-        self.states = nn.Parameter(0.02 * torch.randn(1, quantity, input_size))
+        self.states = nn.Parameter(START * torch.randn(1, quantity, input_size))
 
     @classmethod
     def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
@@ -292,8 +298,8 @@ class HopfieldLayer(nn.Module):
         self.hopfield = Hopfield(
             input_size, num_heads, stored_pattern_size=stored, pattern_projection_size=target, **options
         )
-        self.patterns = nn.Parameter(0.02 * torch.randn(1, quantity, stored))
-        self.targets = nn.Parameter(0.02 * torch.randn(1, quantity, target)) if separate_targets else None
+        self.patterns = nn.Parameter(START * torch.randn(1, quantity, stored))
+        self.targets = nn.Parameter(START * torch.randn(1, quantity, target)) if separate_targets else None
 
     @classmethod
     def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
@@ -327,4 +333,12 @@ def _projection(name: str, size: int | None, hidden: int | None, heads: int) -> 
     """A LayerNorm and a linear map to the heads."""
     if size is None or hidden is None:
         raise ValueError(f"input_size or {name} and hidden_size are needed to make a projection; or give its module")
-    return nn.Sequential(nn.LayerNorm(size), nn.Linear(size, heads * hidden))
+    return nn.Sequential(nn.LayerNorm(size), _linear(size, heads * hidden))
+
+
+def _linear(size: int, output: int) -> nn.Linear:
+    """Weights that start small and normal: all patterns begin with nearly one weight, and training parts them."""
+    made = nn.Linear(size, output)
+    nn.init.normal_(made.weight, std=START)
+    nn.init.zeros_(made.bias)
+    return made

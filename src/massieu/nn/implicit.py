@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import ops
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Alpha,
     Mask,
@@ -20,7 +21,7 @@ from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPoint, Method, fixed_point
 
 
-class ImplicitAttention(nn.Module):
+class ImplicitAttention(Converging, nn.Module):
     """The fixed point of z = (1 − α)·query + α·Σ p_n key_n, p = softmax(scale·z·key_n), for each head (B12).
 
     It is a critical point of (1 − α)‖z − query‖²/2 + α·E(z), E the Hopfield energy of the keys: a query pulled to
@@ -45,7 +46,7 @@ class ImplicitAttention(nn.Module):
         batch_first: bool = True,
         method: Method | Any = "auto",
         max_steps: int = 200,
-        throw: bool = True,
+        throw: bool = False,
     ) -> None:
         """Projections of queries and keys to heads, and of the heads to the output.
 
@@ -58,7 +59,9 @@ class ImplicitAttention(nn.Module):
                 one fixed point then, with a derivative, and the distance to it falls by this factor a step or faster. By
                 default keys are as they come, and training may lead to queries for which iteration is slow or has several
                 ends.
-            method, max_steps, throw: As for `massieu.solve.fixed_point`.
+            method, max_steps: As for `massieu.solve.fixed_point`. Where a query's fixed point is not found the last state is
+                used, `convergence` has status and residual of each query, and a warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError, TypeError: numbers out of their range.
@@ -100,6 +103,7 @@ class ImplicitAttention(nn.Module):
             ConvergenceError: with `throw`, a query has no fixed point, with its residual and what to try.
         """
         found = self.solve(query, key, key_padding_mask, attn_mask, is_causal)
+        self._keep(found.status, found.residual)
         output = self.out_proj(merge_heads(found.value).to(query.dtype))
         return output if self.batch_first else output.transpose(0, 1)
 
@@ -149,4 +153,5 @@ class ImplicitAttention(nn.Module):
                 # α·scale times a covariance is symmetric.
                 linear_solver="cg",
                 throw=self.throw,
+                lost_derivative="nan" if self.throw else "zero",
             )

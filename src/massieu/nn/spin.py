@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Mask,
     Number,
@@ -24,7 +25,7 @@ from massieu.ops.shapes import without_autocast
 from massieu.solve import Method
 
 
-class SpinAttention(nn.Module):
+class SpinAttention(Converging, nn.Module):
     """Kinetic mean-field spins: θ_i = x_i + Σ_j J_ij φ(θ_j) (+ echo_i), the output their means φ(θ) (B16).
 
     Each head is a system of its own, of one spin in R^D for each token, D the head's size. The drive x and the couplings
@@ -55,7 +56,7 @@ class SpinAttention(nn.Module):
         batch_first: bool = True,
         method: Method | Any = "auto",
         max_steps: int = 200,
-        throw: bool = True,
+        throw: bool = False,
     ) -> None:
         """Projections of tokens to drives, queries and keys, and of spins to the output: 4·embed_dim² weights.
 
@@ -66,7 +67,10 @@ class SpinAttention(nn.Module):
             scale: β > 0; a number, a tensor or a Parameter, one or one a head.
             coupling_scale: Inverse temperature of the softmax, of the same kinds; by default D to the −½.
             method: As for `massieu.solve.fixed_point`, to the fixed point.
-            max_steps, throw: As there; of each step's own equation too, to second order.
+            max_steps: As there; of each step's own equation too, to second order. What is not found by then goes on with its
+                last state; `convergence` has status and residual of each head, or of each spin's equation, the worst of all
+                steps, and a warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError, TypeError: numbers out of their range; heads of fewer than three dimensions.
@@ -155,10 +159,20 @@ class SpinAttention(nn.Module):
         Raises:
             ConvergenceError: as a call.
         """
-        options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw}
+        lost = "nan" if self.throw else "zero"
+        options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw, "lost_derivative": lost}
         if self.steps is None:
-            return model.stationary(self.order, method=self.method, **options).value
-        state = model.drive
+            found = model.stationary(self.order, method=self.method, **options)
+            self._keep(found.status, found.residual)
+            return found.value
+        state, steps = model.drive, []
         for _ in range(self.steps):
-            state = model.step(state, self.order, **options)
+            if self.order == "first":
+                state = model.step(state)
+            else:
+                steps.append(model.second_order_step(state, **options))
+                state = steps[-1].value
+        if steps:
+            status, residual = (torch.stack([getattr(step, name) for step in steps]) for name in ("status", "residual"))
+            self._keep(status.amax(0), residual.amax(0))
         return state

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Mask,
     Number,
@@ -25,7 +26,7 @@ Order = Literal["mean_field", "tap"]
 Site = Literal["spin", "gaussian"]
 
 
-class TAPAttention(nn.Module):
+class TAPAttention(Converging, nn.Module):
     """Mean spins of tokens that couple by attention, to first or second order in the couplings (B13, B14).
 
     In each head token i puts the field x_i on D spins and couples them to those of token j by J_ij = strength·p_ij, p the
@@ -63,7 +64,7 @@ class TAPAttention(nn.Module):
         method: Method | Any = "auto",
         damping: float = 0.5,
         max_steps: int = 200,
-        throw: bool = True,
+        throw: bool = False,
     ) -> None:
         """Projections of tokens to fields, queries and keys of heads, and of mean spins to the output.
 
@@ -72,7 +73,9 @@ class TAPAttention(nn.Module):
             site: "spin" for components of ±1, "gaussian" for normal ones of variance 1.
             strength: What a token's couplings add up to; a number, a tensor or a Parameter, one or one a head.
             scale: Inverse temperature of the softmax, of the same kinds; by default the head's size to the −½.
-            method, damping, max_steps, throw: As for `massieu.solve.fixed_point`.
+            method, damping, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
+                state is used, `convergence` has status and residual of each head, and a warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError, TypeError: numbers out of their range.
@@ -117,6 +120,7 @@ class TAPAttention(nn.Module):
             ConvergenceError: with `throw`, a head found no fixed point, with its residual and what to try.
         """
         found = self.solve(tokens, key_padding_mask, attn_mask, is_causal, coupling=coupling)
+        self._keep(found.status, found.residual)
         output = self.out_proj(merge_heads(found.value).to(tokens.dtype))
         return output if self.batch_first else output.transpose(0, 1)
 
@@ -162,6 +166,7 @@ class TAPAttention(nn.Module):
                 damping=self.damping,
                 max_steps=self.max_steps,
                 throw=self.throw,
+                lost_derivative="nan" if self.throw else "zero",
             )
 
 
