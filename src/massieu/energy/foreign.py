@@ -13,6 +13,7 @@ from massieu.energy.hopfield import Hopfield
 from massieu.energy.rise import rise
 from massieu.measures import Atoms, Measure
 from massieu.measures.value import values_are_readable
+from massieu.solve.arguments import floating, need_device, told
 
 _NEEDS = {"energy": ((), ()), "she": (("memory",), ("label",)), "hopfield_boosting": (("memory", "outliers"), ())}
 """What each kind needs of memory, outliers and label, and what it can use."""
@@ -47,6 +48,7 @@ def ood_score(
         ValueError: no such kind; what it needs is missing, or something it does not use is given; shapes that do not fit.
         TypeError: the memory is no measure; beside a label, no set of patterns.
     """
+    floating("state", state)
     if kind not in _NEEDS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, _NEEDS))}, got {kind!r}")
     given = {"memory": memory, "outliers": outliers, "label": label}
@@ -58,7 +60,14 @@ def ood_score(
             raise ValueError(f"ood_score of kind {kind!r} does not use {name}")
     if memory is None:
         logits = promoted(state)
-        rate = align(positive("scale", scale).to(logits), logits.ndim - 1)
+        rate = positive("scale", scale)
+        if logits.ndim == 0 or rate.shape != logits.shape[: rate.ndim] or rate.ndim >= logits.ndim:
+            raise ValueError(
+                f"scale must be one number or have the batch's shape, the first dimensions of the state's "
+                f"{tuple(logits.shape)} but for the last, got {tuple(rate.shape)}"
+            )
+        need_device("scale", "the state", logits, rate)
+        rate = align(rate.to(logits), logits.ndim - 1)
         return -torch.logsumexp(logits * rate.unsqueeze(-1), -1) / rate
     if label is not None:
         return -_familiarity(state, memory, label)
@@ -84,6 +93,7 @@ def boosting_energy(
         ValueError, TypeError: as `ood_score`.
     """
     energy = Hopfield.create(memory, scale=scale)
+    floating("state", state)
     gap = _excess(state, energy.memory, outliers, energy.scale)
     rate = align(promoted(energy.scale), gap.ndim)
     return -2 * (_log_cosh(0.5 * rate * gap) + math.log(2)) / rate
@@ -107,6 +117,7 @@ def _excess(state: Tensor, first: Measure | Tensor, second: Measure | Tensor, sc
 def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """The parts of A(scale·x)/scale: what it is above that at 0, and that."""
     energy = Hopfield.create(memory, scale=scale)
+    energy._check_shape(energy._given(state))
     rate, state = promoted(energy.scale), promoted(state)
     above = rise(energy.memory, state, rate)
     origin = state.new_zeros((*state.shape[: rate.ndim], state.shape[-1]))
@@ -119,7 +130,15 @@ def _familiarity(state: Tensor, memory: Measure | Tensor, label: Tensor) -> Tens
     if not isinstance(memory, Atoms):
         raise TypeError(f"a label needs class means as patterns, got {type(memory).__name__}")
     lead = tuple(state.shape[:-1])
-    if tuple(label.shape) != lead or label.is_floating_point():
+    if not isinstance(label, Tensor):
+        raise TypeError(f"label must be a tensor of whole numbers, got {told(label)}")
+    if tuple(label.shape) != lead or label.dtype not in (
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    ):
         raise ValueError(f"label must hold whole numbers of shape {lead}, got {label.dtype} of {tuple(label.shape)}")
     batch, points = memory.batch_shape, promoted(memory.points)
     count = points.shape[-2]

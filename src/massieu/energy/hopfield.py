@@ -13,6 +13,7 @@ from massieu.energy.contraction import Contraction, Identity
 from massieu.energy.contraction.base import align, positive
 from massieu.energy.rise import log_partition, rise
 from massieu.measures import Atoms, Gaussian, Measure
+from massieu.solve.arguments import floating
 
 
 class Hopfield(Energy):
@@ -62,7 +63,7 @@ class Hopfield(Energy):
             TypeError: the memory or the reference is no potential.
         """
         if isinstance(memory, Tensor):
-            memory = Atoms.create(memory)
+            memory = Atoms.create(floating("memory", memory))
         if not (hasattr(memory, "log_partition") and hasattr(memory, "mean")):
             raise TypeError(f"memory must be a tensor of patterns or a potential, got {type(memory).__name__}")
         if reference is None:
@@ -114,8 +115,10 @@ class Hopfield(Energy):
 
     def _check_shape(self, state: Tensor) -> None:
         batch, shape = tuple(self.batch_shape), tuple(state.shape)
-        if len(shape) < len(batch) + self._event_dims or shape[: len(batch)] != batch:
-            event = tuple(getattr(self.memory, "event_shape", ("d",)))
+        event = tuple(getattr(self.memory, "event_shape", ("d",)))
+        known = hasattr(self.memory, "event_shape")
+        fits = len(shape) >= len(batch) + len(event) and shape[: len(batch)] == batch
+        if not fits or (known and shape[len(shape) - len(event) :] != event):
             raise ValueError(f"Hopfield needs a state of shape {batch} + queries + {event}, got {shape}")
 
     @property

@@ -24,6 +24,7 @@ from massieu.measures.base import values_are_readable
 from massieu.measures.value import register, static_field
 from massieu.ops.bessel import sphere_slopes
 from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve.arguments import as_tensor, floating, need_device
 from massieu.solve.telling import tell
 
 Order = Literal["first", "second"]
@@ -124,11 +125,12 @@ class Kinetic(ABC):
         return fixed_point(equations, start.detach(), (self,), item_dims=self._spin_dims + 1, **options)
 
     def _checked(self, state: Tensor, name: str = "state") -> Tensor:
-        if not isinstance(state, Tensor) or not state.is_floating_point():
-            given = state.dtype if isinstance(state, Tensor) else type(state).__name__
-            raise TypeError(f"{name} must be a floating-point tensor, got {given}")
-        if state.shape != self.drive.shape:
+        """The state in at least the dtype of the drive, whose shape it has."""
+        if floating(name, state).shape != self.drive.shape:
             raise ValueError(f"{name} must have the drive's shape {tuple(self.drive.shape)}, got {tuple(state.shape)}")
+        need_device(type(self).__name__, f"the {name}", state, self.drive)
+        if state.dtype != self.drive.dtype:
+            raise TypeError(f"{name} must be of the drive's dtype {self.drive.dtype}, got {state.dtype}")
         return state
 
 
@@ -169,7 +171,7 @@ class KineticIsing(Kinetic):
         return self.coupling.abs().sum(-1).amax(-1)
 
     def mean(self, state: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch N"]:
-        return torch.tanh(state)
+        return torch.tanh(floating("state", state))
 
     def _echo(self, state: Tensor, before: Tensor, field: Tensor) -> Tensor:
         variance = 1 - torch.tanh(before).square()
@@ -223,7 +225,7 @@ class KineticSpins(Kinetic):
         """
         _check(drive, coupling, 1)
         dtype = torch.promote_types(torch.promote_types(drive.dtype, coupling.dtype), torch.float32)
-        scale = torch.as_tensor(scale, dtype=dtype, device=drive.device)
+        scale = as_tensor("scale", scale, drive, dtype)
         lead = drive.shape[:-2]
         if scale.ndim > len(lead) or any(
             size not in (1, wanted) for size, wanted in zip(scale.shape[::-1], lead[::-1], strict=False)
@@ -247,7 +249,7 @@ class KineticSpins(Kinetic):
         return self.scale / 2 * self.coupling.abs().sum(-1).amax(-1)
 
     def mean(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
-        return self._radial(state).value * state
+        return self._radial(self._vectors("state", state)).value * state
 
     def state(self, mean: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """θ of given means, ‖m‖ < R: 2R²m/(β(R² − ‖m‖²)), or the inverse of the Bessel functions' ratio.
@@ -255,6 +257,7 @@ class KineticSpins(Kinetic):
         Raises:
             ValueError: a mean is as long as R, or longer.
         """
+        self._vectors("mean", mean)
         room = self.radius**2 - mean.square().sum(-1, keepdim=True)
         if values_are_readable(room) and not bool((room > 0).all()):
             longest = mean.detach().norm(dim=-1).amax().item()
@@ -266,7 +269,7 @@ class KineticSpins(Kinetic):
 
     def covariance(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D D"]:
         """Cov_i of each spin in its local field; ∂m_i/∂θ_i = β Cov_i, of eigenvalues at most β/2."""
-        radial = self._radial(state)
+        radial = self._radial(self._vectors("state", state))
         identity = torch.eye(state.shape[-1], dtype=state.dtype, device=state.device)
         across = (radial.value / self._beta).unsqueeze(-1) * identity
         along = (2 * radial.slope / self._beta).unsqueeze(-1)
@@ -277,12 +280,20 @@ class KineticSpins(Kinetic):
 
         0 if and only if the couplings are symmetric. A proxy: to second order in the couplings, not a bound.
         """
-        value, slope, _ = self._radial(state)
+        value, slope, _ = self._radial(self._checked(state))
         size = state.square().sum(-1, keepdim=True)
         across = state.shape[-1] * value + 2 * slope * size
         trace = across * value.mT + 2 * value * (slope * size).mT
         trace = trace + 4 * slope * slope.mT * (state @ state.mT).square()
         return 0.5 * ((self.coupling - self.coupling.mT).square() * trace).sum((-2, -1))
+
+    def _vectors(self, name: str, vectors: Tensor) -> Tensor:
+        """Any number of vectors of the spins' size."""
+        size = self.drive.shape[-1]
+        if floating(name, vectors).ndim == 0 or vectors.shape[-1] != size:
+            raise ValueError(f"{name} must have {size} numbers in its last dimension, got shape {tuple(vectors.shape)}")
+        need_device(type(self).__name__, f"the {name}", vectors, self.drive)
+        return vectors
 
     @property
     def _beta(self) -> Tensor:
@@ -344,10 +355,8 @@ def _check_order(order: str) -> str:
 
 def _check(drive: Tensor, coupling: Tensor, spin_dims: int) -> None:
     for name, tensor in (("drive", drive), ("coupling", coupling)):
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(
-                f"{name} must be a floating-point tensor, got {getattr(tensor, 'dtype', type(tensor).__name__)}"
-            )
+        floating(name, tensor)
+    need_device("drive", "coupling", coupling, drive)
     lead = drive.shape[: drive.ndim - spin_dims]
     if not lead or coupling.shape != (*lead, lead[-1]) or (spin_dims and drive.shape[-1] < 3):
         wanted = "(*batch, N, D), D at least 3," if spin_dims else "(*batch, N)"

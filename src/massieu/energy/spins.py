@@ -21,6 +21,7 @@ from massieu.measures import Gaussian, Measure, Spin
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register
 from massieu.solve import FixedPoint, fixed_point
+from massieu.solve.arguments import floating, need_device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,10 +50,7 @@ class SpinModel:
         """
         if not isinstance(site, Measure):
             raise TypeError(f"site must be a measure, got {type(site).__name__}")
-        if not isinstance(coupling, Tensor) or not coupling.is_floating_point():
-            raise TypeError(
-                f"coupling must be a floating-point tensor, got {getattr(coupling, 'dtype', type(coupling))}"
-            )
+        floating("coupling", coupling)
         if isinstance(site, Spin) and site.batch_shape == ():
             site = Spin(site.field.unsqueeze(-1))
         if len(site.batch_shape) != 1 or len(site.event_shape) != 1:
@@ -86,8 +84,18 @@ class SpinModel:
         return 0.5 * (self.field(state) * state).sum((-2, -1))
 
     def field(self, state: Float[Tensor, "*items N d"]) -> Float[Tensor, "*items N d"]:
-        """Σ_j J_ij S_j: what tilts the measure of site i, given the others."""
-        return torch.einsum("ijab,...jb->...ia", self.coupling, state)
+        """Σ_j J_ij S_j: what tilts the measure of site i, given the others.
+
+        Raises:
+            TypeError: a state that is not floating-point.
+            ValueError: one that is not of shape (*items, N, d).
+        """
+        wanted = tuple(self.coupling.shape[1::2])
+        if tuple(floating("state", state).shape[-2:]) != wanted:
+            raise ValueError(f"state must have shape (*items, {wanted[0]}, {wanted[1]}), got {tuple(state.shape)}")
+        need_device("the model", "the state", state, self.coupling)
+        dtype = torch.promote_types(state.dtype, self.coupling.dtype)
+        return torch.einsum("ijab,...jb->...ia", self.coupling.to(dtype), state.to(dtype))
 
     # Exact results.
 

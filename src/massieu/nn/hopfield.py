@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from massieu import energy, ops
 from massieu.measures import Atoms
 from massieu.nn import hflayers
+from massieu.nn.arguments import check_input
 from massieu.nn.contraction import Contraction
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import Mask, Number, log_weight_of, merge_heads, register_number, split_heads
 from massieu.nn.retrieval import descend, settle
 from massieu.nn.weights import attention_weights
 from massieu.ops.shapes import without_autocast
+from massieu.solve.arguments import floating
 
 START = 0.02
 """The standard deviation of weights and patterns at the start, hopfield-layers' own."""
@@ -166,7 +168,7 @@ class Hopfield(Converging, nn.Module):
 
     def memory(self, stored: Patterns, stored_pattern_padding_mask: Mask | None = None) -> energy.Hopfield:
         """The energy of the keys of `stored`, one for each item and head, at the current parameters."""
-        keys = self._keys(self._batch_first(stored))
+        keys = self._keys(self._batch_first(stored, "stored", self.stored))
         padding = log_weight_of(stored_pattern_padding_mask, None, (*keys.shape[:2], 1, keys.shape[2]))
         log_weight = attention_log_weight(padding, keys)
         if self.sink is not None:
@@ -179,7 +181,7 @@ class Hopfield(Converging, nn.Module):
 
     def query(self, state: Patterns) -> Float[Tensor, "B H L D"]:
         """Where the descent of each state begins, by head."""
-        return self.space(split_heads(self.state(self._batch_first(state)), self.num_heads))
+        return self.space(split_heads(self.state(self._batch_first(state, "states", self.state)), self.num_heads))
 
     def _keys(self, stored: Tensor) -> Tensor:
         return self.space(split_heads(self.stored(stored), self.num_heads))
@@ -187,19 +189,25 @@ class Hopfield(Converging, nn.Module):
     def _values(self, projection: Tensor) -> Tensor:
         return split_heads(self.projection(projection), self.num_heads)
 
-    def _batch_first(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, Tensor) or tensor.ndim != 3:
-            kind = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+    def _batch_first(self, tensor: Tensor, name: str, projection: nn.Module) -> Tensor:
+        if floating(name, tensor).ndim != 3:
             order = "(batch, length, size)" if self.batch_first else "(length, batch, size)"
-            raise ValueError(f"patterns must have shape {order}, got {kind}")
+            raise ValueError(f"{name} must have shape {order}, got shape {tuple(tensor.shape)}")
+        check_input(name, tensor, projection)
         return tensor if self.batch_first else tensor.transpose(0, 1)
 
     def _heads(self, input: Patterns | tuple[Patterns, Patterns, Patterns]) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = (input,) * 3 if isinstance(input, Tensor) else tuple(input)
-        if len(inputs) != 3:
-            raise ValueError(f"input must be one tensor or (stored, state, projection), got {len(inputs)}")
-        stored, state, projection = inputs
-        return self.query(state), self._keys(self._batch_first(stored)), self._values(self._batch_first(projection))
+        stored, state, projection = several("input", input, "stored, states, projections")
+        keys = self._keys(self._batch_first(stored, "stored", self.stored))
+        values = self._values(self._batch_first(projection, "projections", self.projection))
+        query = self.query(state)
+        if not len(query) == len(keys) == len(values) or keys.shape[2] != values.shape[2]:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (stored, state, projection))
+            raise ValueError(
+                "stored, states and projections must have one batch size, and stored and projections one length, got "
+                f"shapes {shapes}"
+            )
+        return query, keys, values
 
     def _associate(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Mask | None, association: Mask | None
@@ -260,8 +268,12 @@ class HopfieldPooling(nn.Module):
             ValueError, TypeError, ConvergenceError: as `Hopfield`.
         """
         layer = self.hopfield
-        stored, projection = (input, input) if isinstance(input, Tensor) else input
-        keys, values = layer._keys(layer._batch_first(stored)), layer._values(layer._batch_first(projection))
+        stored, projection = several("input", input, "stored, projections")
+        keys = layer._keys(layer._batch_first(stored, "stored", layer.stored))
+        values = layer._values(layer._batch_first(projection, "projections", layer.projection))
+        if keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
+            shapes = f"{tuple(stored.shape)} and {tuple(projection.shape)}"
+            raise ValueError(f"stored and projections must have one batch size and length, got shapes {shapes}")
         states = self.states if layer.batch_first else self.states.transpose(0, 1)
         query = layer.query(states).expand(len(keys), -1, -1, -1)
         return layer._associate(query, keys, values, stored_pattern_padding_mask, association_mask).flatten(1)
@@ -318,6 +330,17 @@ class HopfieldLayer(nn.Module):
         )
         found = layer._associate(query, keys, values, stored_pattern_padding_mask, association_mask)
         return found if layer.batch_first else found.transpose(0, 1)
+
+
+def several(name: str, given: Any, parts: str) -> tuple[Tensor, ...]:
+    """The tensors of a tuple, or one tensor in each one's place."""
+    count = parts.count(",") + 1
+    if isinstance(given, Tensor):
+        return (given,) * count
+    if not isinstance(given, tuple | list) or len(given) != count:
+        kind = f"{len(given)} of them" if isinstance(given, tuple | list) else type(given).__name__
+        raise TypeError(f"{name} must be a floating-point tensor or ({parts}), got {kind}")
+    return tuple(given)
 
 
 def attention_log_weight(padding: Mask | None, keys: Tensor) -> Float[Tensor, "B H N"]:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import ops
+from massieu.nn.arguments import check_input
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Alpha,
@@ -19,6 +20,7 @@ from massieu.nn.heads import (
 )
 from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve.arguments import floating
 
 
 class ImplicitAttention(Converging, nn.Module):
@@ -118,9 +120,14 @@ class ImplicitAttention(Converging, nn.Module):
         """The fixed points themselves, (B, H, L, D), with status, steps and residual of each. Arguments as for a call."""
         key = query if key is None else key
         for name, tensor in (("query", query), ("key", key)):
-            if not isinstance(tensor, Tensor) or tensor.ndim != 3:
-                kind = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ValueError(f"{name} must have three dimensions, batch, length and size, got {kind}")
+            if floating(name, tensor).ndim != 3:
+                raise ValueError(
+                    f"{name} must have three dimensions, batch, length and size, got {tuple(tensor.shape)}"
+                )
+            check_input(name, tensor, self.query_proj if name == "query" else self.key_proj)
+        batch = 0 if self.batch_first else 1
+        if query.shape[batch] != key.shape[batch]:
+            raise ValueError(f"query and key must have one batch size, got {tuple(query.shape)} and {tuple(key.shape)}")
         if not self.batch_first:
             query, key = query.transpose(0, 1), key.transpose(0, 1)
         queries, keys = (

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
+from massieu.nn.arguments import check_input
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Mask,
@@ -23,6 +24,7 @@ from massieu.nn.heads import (
 from massieu.nn.weights import attention_weights
 from massieu.ops.shapes import without_autocast
 from massieu.solve import Method
+from massieu.solve.arguments import floating
 
 
 class SpinAttention(Converging, nn.Module):
@@ -132,12 +134,10 @@ class SpinAttention(Converging, nn.Module):
         is_causal: bool = False,
     ) -> KineticSpins:
         """The spins before they move, of batch shape (B, H). Arguments and errors as for a call."""
-        if not isinstance(tokens, Tensor) or not tokens.is_floating_point():
-            kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise TypeError(f"tokens must be a floating-point tensor, got {kind}")
-        if tokens.ndim != 3 or tokens.shape[-1] != self.embed_dim:
+        if floating("tokens", tokens).ndim != 3 or tokens.shape[-1] != self.embed_dim:
             order = "(batch, length, {})" if self.batch_first else "(length, batch, {})"
             raise ValueError(f"tokens must have shape {order.format(self.embed_dim)}, got {tuple(tokens.shape)}")
+        check_input("tokens", tokens, self.drive_proj)
         if not self.batch_first:
             tokens = tokens.transpose(0, 1)
         drive, query, key = (

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from massieu.nn.arguments import check_input
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Mask,
@@ -21,6 +22,7 @@ from massieu.nn.heads import (
 from massieu.nn.weights import attention_weights
 from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve.arguments import floating
 
 Order = Literal["mean_field", "tap"]
 Site = Literal["spin", "gaussian"]
@@ -135,9 +137,10 @@ class TAPAttention(Converging, nn.Module):
     ) -> FixedPoint:
         """The mean spins of the heads, (B, H, L, D), with status, steps and residual of each head. Arguments as for a call."""
         size = self.field_proj.in_features
-        if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.shape[-1] != size:
-            kind = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise ValueError(f"tokens must have three dimensions, batch, length and size {size}, got {kind}")
+        if floating("tokens", tokens).ndim != 3 or tokens.shape[-1] != size:
+            shape = tuple(tokens.shape)
+            raise ValueError(f"tokens must have three dimensions, batch, length and size {size}, got {shape}")
+        check_input("tokens", tokens, self.field_proj)
         if not self.batch_first:
             tokens = tokens.transpose(0, 1)
         field, query, key = (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from massieu.errors import ConvergenceError
 from massieu.solve.adjoint import Implicit, implicit, one_step
+from massieu.solve.arguments import real
 from massieu.solve.attraction import PRODUCTS, spectrum
 from massieu.solve.iteration import State, Tolerance, begin, contraction, judge
 from massieu.solve.linear import GMRES, ConjugateGradients, Dense, LinearSolver
@@ -224,8 +225,8 @@ def _check(adjoint: str, method: Method, max_steps: int, damping: float, **toler
         raise ValueError(f"adjoint='unrolled' differentiates plain moves: it needs method='picard', got {method!r}")
     if not isinstance(max_steps, int) or isinstance(max_steps, bool) or max_steps < 0:
         raise ValueError(f"max_steps must be an int, at least 0, got {max_steps!r}")
-    if not 0 < damping < 2:
+    if not 0 < real("damping", damping) < 2:
         raise ValueError(f"damping must lie in (0, 2), got {damping!r}")
     for name, value in tolerances.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
+        if value is not None and not (math.isfinite(real(name, value)) and value >= 0):
             raise ValueError(f"{name} must be a number, at least 0, got {value!r}")
