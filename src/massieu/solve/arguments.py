@@ -10,14 +10,19 @@ def told(value: object) -> str:
     """What an argument is, for an error's message."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    if value.is_nested or value.layout != torch.strided:
+    if not is_dense(value):
         return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor"
     return f"a tensor of {value.dtype}"
 
 
 def is_floating(value: object) -> bool:
     """Whether the value is a dense tensor of float16, bfloat16, float32 or float64."""
-    return isinstance(value, Tensor) and not value.is_nested and value.layout == torch.strided and value.dtype in FLOATS
+    return isinstance(value, Tensor) and is_dense(value) and value.dtype in FLOATS
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor is neither sparse nor nested; compiled code may not ask, and is told that it is."""
+    return torch.compiler.is_compiling() or (tensor.layout == torch.strided and not tensor.is_nested)
 
 
 def floating(name: str, value: object) -> Tensor:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from massieu.solve.arguments import floating, told
+from massieu.solve.arguments import floating, is_dense, told
 from massieu.solve.loops import readable, repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -179,7 +179,9 @@ def _checked(right: Tensor) -> Tensor:
 def _image(product: Product, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
     """A vector's image, which must be like it."""
     image = product(vector, *constants)
-    if not isinstance(image, Tensor) or image.layout != torch.strided or image.is_meta != vector.is_meta:
+    if not readable():
+        return image
+    if not isinstance(image, Tensor) or not is_dense(image) or image.is_meta != vector.is_meta:
         raise TypeError(f"product must return a vector like the one it is given, got {told(image)}")
     if image.shape != vector.shape or image.dtype != vector.dtype:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from massieu.solve.arguments import floating, told
+from massieu.solve.arguments import floating, is_dense, told
 from massieu.solve.loops import layers
 
 _Function = Callable[..., Tensor]
@@ -58,7 +58,7 @@ class Problem:
         remaining = iter(leaves)
         merged = [next(remaining) if other is TENSOR else other for other in self.others]
         image = self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
-        if not isinstance(image, Tensor) or image.is_nested or image.layout != torch.strided:
+        if not isinstance(image, Tensor) or not is_dense(image):
             raise TypeError(f"the function must return a tensor of z's shape {self.shape}, got {told(image)}")
         if tuple(image.shape) != self.shape:
             raise ValueError(f"the function must return z's shape {self.shape}, got {tuple(image.shape)}")
@@ -66,7 +66,7 @@ class Problem:
             raise ValueError(
                 f"the function must return z's dtype {flat.dtype}, got {image.dtype}; start from that dtype"
             )
-        if image.is_meta != flat.is_meta:
+        if not torch.compiler.is_compiling() and image.is_meta != flat.is_meta:
             raise ValueError(
                 f"the function must return a tensor on z's device {flat.device}, got one on {image.device}"
             )
