@@ -86,7 +86,7 @@ def pushed(z: Tensor, weight: Tensor, drive: Tensor) -> Tensor:
 
 @every_row("adjoint", ["reverse", "forward in forward"])
 def test_items_without_a_fixed_point_have_no_derivative_and_take_none_from_others(adjoint: str):
-    """z = w z + d is d/(1 − w) with slopes 1/(1 − w) and d/(1 − w)²; a saddle or a divergence adds 0 to a shared parameter's."""
+    """z = w z + d is d/(1 − w) with slopes 1/(1 − w) and d/(1 − w)²; what diverges adds 0 to a shared number."""
     drive = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
     share = torch.tensor([[0.5], [3.0], [0.25]], dtype=torch.float64)
 

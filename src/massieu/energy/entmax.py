@@ -18,7 +18,7 @@ from massieu.energy.entmax_solver import first_phi, second_phi, solve, solve_dif
 from massieu.measures import stable
 from massieu.measures.value import values_are_readable
 from massieu.ops.shapes import in_nested_forward_mode
-from massieu.solve.arguments import is_floating, told
+from massieu.solve.arguments import floating, is_floating, told
 
 Alpha = float | int | Tensor
 
@@ -121,8 +121,7 @@ def checked(scores: Tensor, alpha: Alpha, dim: int) -> tuple[Tensor, float | Ten
         if not 1 <= alpha < math.inf:
             raise ValueError(f"alpha must be finite and at least 1, got {alpha}")
         return scores, float(alpha), dim
-    if not alpha.is_floating_point():
-        raise TypeError(f"alpha must be a floating-point tensor, got {alpha.dtype}")
+    floating("alpha", alpha)
     wanted = (*shape[:dim], 1, *shape[dim + 1 :])
     padded = (1,) * (len(shape) - alpha.ndim) + tuple(alpha.shape)
     if alpha.ndim > len(shape) or any(a not in (1, b) for a, b in zip(padded, wanted, strict=True)):

@@ -162,7 +162,8 @@ class TAPAttention(Converging, nn.Module):
             couplings = (share * per_head(self.strength)).to(field.dtype).expand(layout)
             return fixed_point(
                 _EQUATIONS[self.site, self.order],
-                torch.zeros_like(field),
+                # 0, but NaN where a field is: what is not finite is not to be returned as if it were.
+                0 * field.detach(),
                 (field, couplings),
                 item_dims=2,
                 method=self.method,
