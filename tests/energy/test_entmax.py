@@ -335,7 +335,11 @@ def test_a_compiled_transform_differentiates_in_alpha():
         ({"log_weight": 0.0}, TypeError, "log_weight must be a tensor, got float"),
         ({"dim": 2}, ValueError, r"dimension of a tensor of shape \(2, 3\), got 2"),
         ({"scores": torch.zeros(2, 0)}, ValueError, "at least one entry along dimension 1"),
-        ({"scores": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "floating-point tensor, got a tensor of torch.int64"),
+        (
+            {"scores": torch.zeros(2, 3, dtype=torch.int64)},
+            TypeError,
+            "floating-point tensor, got a tensor of torch.int64",
+        ),
         ({"scores": [1.0]}, TypeError, "floating-point tensor, got list"),
     ],
 )
