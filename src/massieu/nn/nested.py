@@ -16,6 +16,7 @@ def like(dense: Float[Tensor, "B L d"], padding: Bool[Tensor, "B L"], nested: Te
     """The sequences of a dense tensor, in the layout of `nested`."""
     if nested.layout == torch.jagged:
         # With its own offsets, since sums of nested tensors ask whether these are the same.
-        return torch.nested.nested_tensor_from_jagged(dense[~padding], nested.offsets())
+        offsets = nested.offsets()  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.nested.nested_tensor_from_jagged(dense[~padding], offsets)
     rows = zip(dense, (~padding).sum(-1).tolist(), strict=True)
     return torch.nested.as_nested_tensor([row[:length] for row, length in rows])

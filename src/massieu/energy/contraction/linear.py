@@ -86,7 +86,8 @@ class Whitening(Contraction):
         Raises:
             ValueError: shapes that do not fit, or a covariance that is not positive definite.
         """
-        floating("location", location), floating("covariance", covariance)
+        for name, tensor in (("location", location), ("covariance", covariance)):
+            floating(name, tensor)
         if covariance.shape != (*location.shape, *location.shape[-1:]):
             raise ValueError(
                 f"covariance must have shape {(*location.shape, *location.shape[-1:])} for a location of shape "
