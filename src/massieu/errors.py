@@ -16,6 +16,10 @@ class ConvergenceError(RuntimeError):
     """An iteration did not come to an end: the message holds the residual, the steps and what to try."""
 
 
+class ConvergenceWarning(UserWarning):
+    """A module or a fixed number of steps went on with what has not come to an end: said once, and recorded item by item."""
+
+
 def require_extra(module: str, extra: str) -> ModuleType:
     """Import ``module``, which the optional dependencies named ``extra`` bring.
 

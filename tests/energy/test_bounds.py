@@ -217,6 +217,20 @@ def test_capacity_against_scipy(dimension: int, radius: float, scale: float):
     np.testing.assert_allclose(found.patterns, math.sqrt(0.001) * base ** ((dimension - 1) / 4), rtol=1e-11)
 
 
+@every_row("dimension, scale, radius", [(20_000, 1.0, 3.0), (2, 1e-300, 1.0), (3, 1.0, 1e-200), (2, 1.0, 1e200)])
+def test_capacity_beyond_the_range_of_floats(dimension: int, scale: float, radius: float):
+    """log c solves c = b/W, that is log c = W − a where W e^W = b e^a: put back into its own equation, in logarithms."""
+    found = bounds.capacity(dimension, scale=scale, radius=radius)
+    log_size = 2 * np.log(radius) + np.log(scale)
+    a = 2 / (dimension - 1) * (1 + np.log(2 * 0.001 * (dimension - 1)) + log_size)
+    log_base = 4 / (dimension - 1) * (np.log(found.patterns) - 0.5 * np.log(0.001))
+    if np.isfinite(found.patterns):
+        w = np.exp(a + np.log(0.4) + log_size - log_base - a)  # b/c
+        np.testing.assert_allclose(w, log_base + a, rtol=1e-9, atol=1e-9)
+    else:
+        assert 0.5 * np.log(0.001) + (dimension - 1) / 4 * np.log(found.base) > 700
+
+
 def test_capacity_constants_of_the_literature():
     first, second = bounds.capacity(20, radius=3.0), bounds.capacity(75)
     assert abs(first.base - 3.1546) < 5e-5

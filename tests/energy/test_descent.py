@@ -13,6 +13,7 @@ from tests.energy.cases import F64, REFERENCES, draw
 from tests.rows import every_row
 
 from massieu.energy import Clustering, Hopfield, newton_step
+from massieu.errors import ConvergenceError, ConvergenceWarning
 from massieu.solve import Status
 
 # --- retrieval -------------------------------------------------------------------------------------------------------
@@ -52,9 +53,30 @@ def test_a_number_of_steps_is_that_many():
 
 def test_not_converged_is_said():
     energy = Hopfield.create(torch.stack([draw(4), -draw(4)]), scale=1 / float(draw(4).square().sum()))
-    found = energy.retrieve(draw(3, 4, seed=1), max_steps=5, tol=1e-12)  # at the pitchfork convergence is not geometric
+    state = draw(3, 4, seed=1)
+    with pytest.raises(ConvergenceError, match=r"3 of 3 items.*residual"):
+        energy.retrieve(state, max_steps=5, tol=1e-12)  # at the pitchfork convergence is not geometric
+    found = energy.retrieve(state, max_steps=5, tol=1e-12, throw=False)
     assert (found.status == Status.MAX_STEPS).all()
     assert (found.residual > 1e-12).all()
+
+
+@every_row("make", [lambda: Hopfield.create(draw(20, 4)), lambda: Clustering.create(2.0)])
+def test_a_state_that_is_not_finite_is_said(make):
+    """It has a status of its own, is raised or warned of, and its batch mates are what they are alone."""
+    energy = make()
+    state = torch.nn.functional.normalize(draw(3, 5, 4, seed=1), dim=-1)
+    good, last = energy.retrieve(state[1:], throw=False), energy.retrieve(state[1:], steps=2)
+    state[0, 0] = torch.nan
+    with pytest.raises(ConvergenceError, match="not finite"):
+        energy.retrieve(state)
+    found = energy.retrieve(state, throw=False)
+    with pytest.warns(ConvergenceWarning, match="NOT_FINITE"):
+        stepped = energy.retrieve(state, steps=2)
+    for whole, alone in ((found, good), (stepped, last)):
+        assert (whole.status[0].flatten()[0] == Status.NOT_FINITE).all()
+        torch.testing.assert_close(whole.state[1:], alone.state)
+        assert torch.equal(whole.status[1:], alone.status)
 
 
 def test_gradients_at_the_end_are_those_of_many_steps():

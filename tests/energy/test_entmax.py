@@ -323,7 +323,7 @@ def test_a_compiled_transform_differentiates_in_alpha():
         ({"alpha": math.inf}, ValueError, "finite"),
         ({"alpha": True}, TypeError, "number or a tensor, got bool"),
         ({"alpha": "1.5"}, TypeError, "number or a tensor, got str"),
-        ({"alpha": torch.tensor([2])}, TypeError, "floating-point tensor, got torch.int64"),
+        ({"alpha": torch.tensor([2])}, TypeError, "floating-point tensor, got a tensor of torch.int64"),
         ({"alpha": torch.tensor([1.5, 0.5]).reshape(2, 1)}, ValueError, "at least 1 everywhere"),
         (
             {"alpha": torch.full((3,), 1.5)},
@@ -331,11 +331,15 @@ def test_a_compiled_transform_differentiates_in_alpha():
             r"broadcast to \(2, 1\) for scores of shape \(2, 3\), got \(3,\)",
         ),
         ({"log_weight": torch.zeros(2)}, ValueError, r"scores' shape \(2, 3\), got \(2,\)"),
-        ({"log_weight": torch.zeros(3, dtype=torch.int64)}, TypeError, "boolean .* or floating-point, got torch.int64"),
+        ({"log_weight": torch.zeros(3, dtype=torch.int64)}, TypeError, "or floating-point, got torch.int64"),
         ({"log_weight": 0.0}, TypeError, "log_weight must be a tensor, got float"),
         ({"dim": 2}, ValueError, r"dimension of a tensor of shape \(2, 3\), got 2"),
         ({"scores": torch.zeros(2, 0)}, ValueError, "at least one entry along dimension 1"),
-        ({"scores": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "floating-point tensor, got torch.int64"),
+        (
+            {"scores": torch.zeros(2, 3, dtype=torch.int64)},
+            TypeError,
+            "floating-point tensor, got a tensor of torch.int64",
+        ),
         ({"scores": [1.0]}, TypeError, "floating-point tensor, got list"),
     ],
 )

@@ -75,7 +75,7 @@ def test_known_matrices_and_precision():
     [
         (lambda: jacobian_asymmetry(lambda x: x.sum(-1), torch.zeros(3)), ValueError, r"shape \(3,\), got \(\)"),
         (lambda: jacobian_asymmetry(lambda x: x, torch.tensor(1.0)), ValueError, "at least one dimension"),
-        (lambda: jacobian_asymmetry(lambda x: x, torch.tensor([1])), TypeError, "got torch.int64"),
+        (lambda: jacobian_asymmetry(lambda x: x, torch.tensor([1])), TypeError, "got a tensor of torch.int64"),
         (lambda: is_conservative(lambda x: x, torch.zeros(2), tolerance=-1.0), ValueError, "at least 0, got -1.0"),
     ],
 )

@@ -273,7 +273,7 @@ def test_wrong_inputs():
             KineticSpins.create,
             (drive, coupling.long()),
             {},
-            "coupling must be a floating-point tensor, got torch.int64",
+            "coupling must be a floating-point tensor, got a tensor of torch.int64",
         ),
         (KineticSpins.create, (drive, coupling), {"scale": 0.0}, "positive and finite, got 0.0"),
         (KineticSpins.create, (drive, coupling), {"scale": torch.ones(2)}, r"batch's shape \(\), got \(2,\)"),

@@ -136,7 +136,7 @@ def test_shapes_gradients_and_precision():
     ("call", "error", "message"),
     [
         (lambda: TwoLayer.create(torch.zeros(3)), ValueError, r"\(\*batch, n_v, n_h\), got \(3,\)"),
-        (lambda: TwoLayer.create(torch.tensor([[1]])), TypeError, "got torch.int64"),
+        (lambda: TwoLayer.create(torch.tensor([[1]])), TypeError, "got a tensor of torch.int64"),
         (lambda: TwoLayer.create(torch.tensor([[torch.nan]])), ValueError, "coupling must be finite"),
         (lambda: TwoLayer.create(torch.eye(2), hidden_time=0.0), ValueError, "hidden_time must be positive"),
         (lambda: TwoLayer.create(torch.eye(2), visible=3), TypeError, "visible must be a potential, got int"),

@@ -361,7 +361,7 @@ def test_wrong_calls_name_what_is_wrong():
         ((query[:2], key, value), {}, "one batch size"),
         ((query, key[..., 1:], value), {}, r"key must have shape \(batch, length, 8\), got \(3, 7, 7\)"),
         ((query, key[0], value), {}, "key must have shape"),
-        ((query, key.long(), value), {}, "key must be a floating-point tensor, got torch.int64"),
+        ((query, key.long(), value), {}, "key must be a floating-point tensor, got a tensor of torch.int64"),
         ((query, key, value), {"attn_mask": torch.zeros(7, 5)}, r"attn_mask must have shape \(5, 7\) or \(6, 5, 7\)"),
         ((query, key, value), {"key_padding_mask": torch.zeros(3, 5)}, r"key_padding_mask must have shape \(\(3, 7\)"),
         ((query, key, value), {"attn_mask": torch.zeros(5, 7).long()}, "True hides"),

@@ -188,7 +188,7 @@ def test_the_gain_must_be_positive(gain):
 def test_no_matrix():
     with pytest.raises(ValueError, match=r"\(\*batch, m, n\), got \(4,\)"):
         SigmaReparametrization()(torch.ones(4))
-    with pytest.raises(TypeError, match=r"got torch\.int64"):
+    with pytest.raises(TypeError, match=r"got a tensor of torch\.int64"):
         SigmaReparametrization()(torch.ones(4, 4, dtype=torch.long))
 
 

@@ -150,7 +150,7 @@ def test_a_contraction_that_holds_anyway_changes_nothing():
 
 
 def test_not_converged_is_told():
-    module, (query, key) = layer(alpha=0.9, scale=3.0, max_steps=1), inputs()
+    module, (query, key) = layer(alpha=0.9, scale=3.0, max_steps=1, throw=True), inputs()
     with pytest.raises(ConvergenceError, match="residual"):
         module(query, key)
     module.throw = False

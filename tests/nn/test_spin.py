@@ -196,7 +196,7 @@ def test_compiled(options):
 
 
 def test_not_converged_is_told():
-    module, tokens = layer(steps=None, scale=1.9, max_steps=1), inputs()
+    module, tokens = layer(steps=None, scale=1.9, max_steps=1, throw=True), inputs()
     with pytest.raises(ConvergenceError, match="residual"):
         module(tokens)
 
@@ -218,7 +218,7 @@ def test_wrong_numbers_and_calls():
     for tokens, message in (
         (torch.zeros(5, 8), r"\(batch, length, 8\), got \(5, 8\)"),
         (torch.zeros(2, 5, 7), r"got \(2, 5, 7\)"),
-        (torch.zeros(2, 5, 8, dtype=torch.long), "tokens must be a floating-point tensor, got torch.int64"),
+        (torch.zeros(2, 5, 8, dtype=torch.long), "tokens must be a floating-point tensor, got a tensor of torch.int64"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             module(tokens)

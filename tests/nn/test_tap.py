@@ -202,7 +202,7 @@ def test_compiled():
 
 
 def test_not_converged_is_told():
-    module, tokens = layer(strength=30.0, max_steps=3), inputs()
+    module, tokens = layer(strength=30.0, max_steps=3, throw=True), inputs()
     with pytest.raises(ConvergenceError, match="residual"):
         module(tokens)
     module.throw = False

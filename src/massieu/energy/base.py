@@ -29,6 +29,8 @@ from torch.utils import _pytree as pytree
 
 from massieu.measures.value import register, static_field
 from massieu.solve import Status, fixed_point
+from massieu.solve.arguments import floating, need_device, real
+from massieu.solve.telling import tell
 
 __all__ = ["Descent", "Energy", "Potential", "Retrieval", "promoted", "static_field"]
 
@@ -110,7 +112,7 @@ class Energy(ABC):
             ValueError: the state has another shape than the energy's.
             TypeError: it is not floating-point.
         """
-        return self._energy(_floating(state))
+        return self._energy(self._given(state))
 
     @final
     def step(
@@ -127,7 +129,7 @@ class Energy(ABC):
             TypeError: the state is not floating-point.
         """
         self._check_damping(damping)
-        target = self._step(_floating(state))
+        target = self._step(self._given(state))
         return target if damping == 1 else state + damping * (target - state)
 
     @final
@@ -137,7 +139,7 @@ class Energy(ABC):
         Raises:
             ValueError, TypeError: as for a call.
         """
-        return self._force(promoted(_floating(state)))
+        return self._force(promoted(self._given(state)))
 
     @final
     def hessian(self, state: Float[Tensor, "*batch_query event"]) -> Float[Tensor, "*batch_query event event"]:
@@ -146,7 +148,7 @@ class Energy(ABC):
         Raises:
             ValueError, TypeError: as for a call.
         """
-        return self._hessian(promoted(_floating(state)))
+        return self._hessian(promoted(self._given(state)))
 
     @final
     def descend(self, state: Float[Tensor, "*batch_query_event"], *, steps: int, damping: float = 1.0) -> Descent:
@@ -172,6 +174,7 @@ class Energy(ABC):
         tol: float | None = None,
         damping: float = 1.0,
         max_steps: int = 1000,
+        throw: bool = True,
     ) -> Retrieval:
         """The state after `steps` steps, or, without a number of steps, where the descent ends.
 
@@ -184,15 +187,18 @@ class Energy(ABC):
             steps: How many steps.
             tol: Stop at ‖T(x) − x‖ ≤ tol·(1 + ‖x‖); by default 2e-6, in float64 1e-10. Not together with `steps`.
             damping: As for `step`.
-            max_steps: Where a descent to the end gives up: then `status` says so.
+            max_steps: Where a descent to the end gives up.
+            throw: Raise where a descent has not ended. If not, `status` and `residual` tell, item by item. In compiled code,
+                where nothing can be raised, such items are NaN; a number of steps never raises.
 
         Raises:
             ValueError, TypeError: as for `step`; `steps` and `tol` are both given; one of them is negative.
+            ConvergenceError: a descent has not ended, with its residual and what to try.
         """
         self._check_damping(damping)
         if steps is not None and tol is not None:
             raise ValueError("retrieve takes a number of steps or a tolerance, not both")
-        if tol is not None and not (0 < tol < math.inf):
+        if tol is not None and not (0 < real("tol", tol) < math.inf):
             raise ValueError(f"tol must be positive and finite, got {tol}")
         start = self._widened(state)
         if steps is None:
@@ -207,7 +213,7 @@ class Energy(ABC):
                 rtol=tol,
                 atol=tol,
                 damping=damping,
-                throw=False,
+                throw=throw,
             )
             return Retrieval(found.value, self._energy(found.value), found.residual, found.steps, found.status)
         check_steps(steps)
@@ -217,7 +223,10 @@ class Energy(ABC):
         with torch.no_grad():
             residual = self._size(self._step(end) - end)
             settled = residual <= (1e-10 if end.dtype == torch.float64 else 2e-6) * (1 + self._size(end))
-        status = torch.where(settled, int(Status.CONVERGED), int(Status.MAX_STEPS))
+            finite = residual.isfinite() & self._size(end).isfinite()
+            status = torch.where(settled, int(Status.CONVERGED), int(Status.MAX_STEPS))
+            status = torch.where(finite, status, int(Status.NOT_FINITE))
+        tell(status, residual, f"{type(self).__name__}.retrieve", only=Status.NOT_FINITE)
         return Retrieval(end, self._energy(end), residual, torch.full_like(status, steps), status)
 
     # What follows from the energy; a closed form may replace it.
@@ -227,7 +236,7 @@ class Energy(ABC):
 
     def _hessian(self, state: Tensor) -> Tensor:
         event = state.shape[state.ndim - self._event_dims :]
-        basis = torch.eye(event.numel(), dtype=state.dtype, device=state.device).reshape(-1, *event)
+        basis = torch.eye(event.numel(), dtype=state.dtype, device=state.device).reshape(event.numel(), *event)
         pull = torch.func.vjp(self._force, state)[1]
         # The Hessian is symmetric, so the transposed product is the product.
         columns = torch.func.vmap(lambda vector: -pull(vector.expand_as(state))[0])(basis)
@@ -241,13 +250,20 @@ class Energy(ABC):
 
     def _widened(self, state: Tensor) -> Tensor:
         """The state in the dtype that a step returns."""
-        dtype = promoted(_floating(state)).dtype
+        dtype = promoted(self._given(state)).dtype
         for leaf in pytree.tree_leaves(self):
             if leaf.is_floating_point():
                 dtype = torch.promote_types(dtype, leaf.dtype)
         return state.to(dtype)
 
+    def _given(self, state: Tensor) -> Tensor:
+        """The state, if it is a tensor that this energy can have."""
+        state = floating("state", state)
+        need_device(type(self).__name__, "the state", state, *pytree.tree_leaves(self))
+        return state
+
     def _check_damping(self, damping: float) -> None:
+        real("damping", damping)
         if not _DAMPINGS[self._dampings](damping):
             raise ValueError(f"damping must lie in {self._dampings} for this {type(self).__name__}, got {damping}")
 
@@ -255,13 +271,6 @@ class Energy(ABC):
 def promoted(tensor: Tensor) -> Tensor:
     """The tensor in at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _floating(state: Tensor) -> Tensor:
-    if not isinstance(state, Tensor) or not state.is_floating_point():
-        kind = f"a tensor of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
-        raise TypeError(f"state must be a floating-point tensor, got {kind}")
-    return state
 
 
 def check_steps(steps: int) -> None:

@@ -22,6 +22,7 @@ from massieu.energy.normalisable import why_not_normalisable
 from massieu.measures import Measure
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register
+from massieu.solve.arguments import floating, need_device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,10 +56,7 @@ class BoltzmannMachine:
                     f"{name} must be one measure on vectors, got batch shape {tuple(measure.batch_shape)} and event "
                     f"shape {tuple(measure.event_shape)}"
                 )
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            raise TypeError(
-                f"weight must be a floating-point tensor, got {getattr(weight, 'dtype', type(weight).__name__)}"
-            )
+        floating("weight", weight)
         wanted = (*visible.event_shape, *hidden.event_shape)
         if tuple(weight.shape) != wanted:
             raise ValueError(f"weight must have shape {wanted}, visible by hidden units, got {tuple(weight.shape)}")
@@ -97,7 +95,7 @@ class BoltzmannMachine:
         return -_log_density(self.visible, visible) - self._log_partition_of_hidden(visible)
 
     def _log_partition_of_hidden(self, visible: Tensor) -> Tensor:
-        return _rise(self.hidden, visible @ self.weight)
+        return _rise(self.hidden, _product(visible, self.weight))
 
     # The laws of one layer given the other.
 
@@ -108,12 +106,12 @@ class BoltzmannMachine:
             ValueError: the shape does not fit; so do all methods below.
         """
         self._need_units("visible", visible)
-        return visible @ self.weight
+        return _product(visible, self.weight)
 
     def visible_field(self, hidden: Float[Tensor, "*items H"]) -> Float[Tensor, "*items V"]:
         """Wh: the eta of the visible units."""
         self._need_units("hidden", hidden)
-        return hidden @ self.weight.mT
+        return _product(hidden, self.weight.mT)
 
     def sample_hidden(
         self, visible: Float[Tensor, "*items V"], generator: torch.Generator | None = None
@@ -137,6 +135,7 @@ class BoltzmannMachine:
 
     def _need_units(self, name: Literal["visible", "hidden"], state: Tensor) -> None:
         wanted = self.weight.shape[0 if name == "visible" else 1]
+        need_device("the machine", f"the {name} units", floating(name, state), self.weight)
         if state.ndim == 0 or state.shape[-1] != wanted:
             raise ValueError(f"{name} must have shape (*items, {wanted}), got {tuple(state.shape)}")
 
@@ -233,6 +232,12 @@ class BoltzmannMachine:
 
 
 register(BoltzmannMachine)
+
+
+def _product(units: Tensor, weight: Tensor) -> Tensor:
+    """In the wider dtype of both, since units are data."""
+    dtype = torch.promote_types(units.dtype, weight.dtype)
+    return units.to(dtype) @ weight.to(dtype)
 
 
 def _rise(measure: Measure, eta: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ x_n·ξ + log(w_n)/β, so that what a mask leaves out counts for nothing.
 """
 
 import math
+import sys
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from massieu.energy.contraction import Contraction, Identity
 from massieu.energy.contraction.base import align
 from massieu.energy.hopfield import Hopfield
 from massieu.measures import Atoms, Gaussian, Spin
+from massieu.solve.arguments import floating, need_device, real, told
 
 _BLOCK = 1024
 
@@ -59,6 +61,8 @@ def stored(hopfield: Hopfield, *, plain: bool = True) -> Atoms:
     Raises:
         TypeError: the memory is not a set of patterns, or, if `plain`, the reference is not the identity.
     """
+    if not isinstance(hopfield, Hopfield):
+        raise TypeError(f"this needs a Hopfield energy, got {told(hopfield)}")
     if not isinstance(hopfield.memory, Atoms):
         raise TypeError(f"this needs a memory of stored patterns, got {type(hopfield.memory).__name__}")
     if plain and not isinstance(hopfield.reference, Identity):
@@ -86,6 +90,10 @@ def least_descent(
     state: Float[Tensor, "*batch_query d"], after: Float[Tensor, "*batch_query d"]
 ) -> Float[Tensor, "*batch_query"]:
     """½‖state − after‖²: a full step from `state` to `after` lowers E by at least this (B5.3)."""
+    if floating("state", state).shape != floating("after", after).shape or state.ndim == 0:
+        raise ValueError(
+            f"state and after must have one shape (*lead, d), got {tuple(state.shape)} and {tuple(after.shape)}"
+        )
     return 0.5 * promoted(state - after).square().sum(-1)
 
 
@@ -97,13 +105,19 @@ def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*l
     Raises:
         ValueError: `steps` is less than 1.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a whole number, at least 1, got {steps!r}")
+    floating("drop", drop)
     return (2 * promoted(drop) / steps).sqrt()
 
 
 def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Float[Tensor, "*batch_query"]:
     """γ(1 − γ/2)‖∇E‖²: a step of damping γ in (0, 2) lowers E by at least this (B5.4)."""
+    if not 0 < real("damping", damping) < 2 or floating("force", force).ndim == 0:
+        shape = tuple(force.shape)
+        raise ValueError(
+            f"damped_descent needs a damping in (0, 2) and a force (*lead, d), got {damping} and shape {shape}"
+        )
     return damping * (1 - damping / 2) * promoted(force).square().sum(-1)
 
 
@@ -112,7 +126,7 @@ def path_length(first_move: Float[Tensor, "*lead"], contraction: Float[Tensor, "
 
     For L ≥ 1 the path of a Hopfield memory is still of finite length, and has one end (B5.5), but no bound is known: +inf.
     """
-    first_move, gap = promoted(first_move), 1 - promoted(contraction)
+    first_move, gap = promoted(floating("first_move", first_move)), 1 - promoted(floating("contraction", contraction))
     return torch.where(gap > 0, first_move / torch.where(gap > 0, gap, 1.0), torch.inf)
 
 
@@ -212,7 +226,7 @@ def basin(hopfield: Hopfield, radius: float) -> Basin:
         TypeError: as `stored`.
         ValueError: a radius that is not positive and finite.
     """
-    if not (0 < radius < math.inf):
+    if not (0 < real("radius", radius) < math.inf):
         raise ValueError(f"radius must be positive and finite, got {radius}")
     own = separation(hopfield)
     norm, scale = align(largest_norm(hopfield), own.ndim), align(promoted(hopfield.scale), own.ndim)
@@ -226,7 +240,7 @@ def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure
     """How many random patterns on the sphere of radius·√(d−1) can be stored and retrieved, all but with `failure`.
 
     N ≥ √p·c^((d−1)/4) with c = b/W₀(exp(a + ln b)), a = (2/(d−1))(1 + ln(2βK²p(d−1))), b = 2K²β/5, W₀ Lambert's function,
-    where c ≥ (2/√p)^(4/(d−1)) (B5.8; Ramsauer et al., theorem 3).
+    where c ≥ (2/√p)^(4/(d−1)) (B5.8; Ramsauer et al., theorem 3). What is larger than any float is +inf.
 
     Args:
         dimension: d, at least 2.
@@ -237,21 +251,30 @@ def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure
     Raises:
         ValueError: an argument is out of range.
     """
+    for name, number in (("dimension", dimension), ("scale", scale), ("radius", radius), ("failure", failure)):
+        real(name, number)
     if not (dimension >= 2 and 0 < scale < math.inf and 0 < radius < math.inf and 0 < failure < 1):
         raise ValueError(
             "capacity needs dimension ≥ 2, scale > 0, radius > 0 and 0 < failure < 1, got "
             f"{dimension}, {scale}, {radius}, {failure}"
         )
-    freedom = dimension - 1
-    a = 2 / freedom * (1 + math.log(2 * scale * radius**2 * failure * freedom))
-    b = 0.4 * radius**2 * scale
-    base = b / _lambert(a + math.log(b))
-    holds = base >= (2 / math.sqrt(failure)) ** (4 / freedom)
-    return Capacity(base, math.sqrt(failure) * base ** (freedom / 4), holds)
+    # In logarithms, since numbers of patterns leave the range of floats in a few thousand dimensions.
+    freedom, log_size = dimension - 1, 2 * math.log(radius) + math.log(scale)
+    a = 2 / freedom * (1 + math.log(2) + log_size + math.log(failure) + math.log(freedom))
+    log_base = _lambert(a + math.log(0.4) + log_size) - a
+    holds = log_base >= 4 / freedom * (math.log(2) - 0.5 * math.log(failure))
+    return Capacity(_exp(log_base), _exp(0.5 * math.log(failure) + freedom / 4 * log_base), holds)
+
+
+def _exp(logarithm: float) -> float:
+    """e to that power, +inf where it is larger than any float."""
+    return math.exp(logarithm) if logarithm < math.log(sys.float_info.max) else math.inf
 
 
 def _lambert(log_argument: float) -> float:
     """W₀(exp(y)): the w > 0 with w + ln w = y."""
+    if log_argument < -700:
+        return math.exp(log_argument)  # W₀(z) = z − z² + …
     w = math.exp(log_argument) if log_argument < 0 else 1 + log_argument / 2
     for _ in range(100):
         w, before = w * (1 + log_argument - math.log(w)) / (1 + w), w
@@ -269,11 +292,15 @@ def _kept_points(memory: Atoms) -> Tensor:
 
 
 def _scores(hopfield: Hopfield, memory: Atoms, state: Tensor) -> Tensor:
-    """x_n·ξ + log(w_n)/β, shape (*batch, *query, N)."""
+    """x_n·ξ + log(w_n/max w)/β, shape (*batch, *query, N)."""
+    need_device("the memory", "the state", floating("state", state), memory.points)
     memory, state = memory._fit(state=state)
     flat = state.reshape(*memory.batch_shape, -1, state.shape[-1])
     scores = (flat @ memory.points.mT).reshape(*state.shape[:-1], memory.points.shape[-2])
-    bias = memory.log_weight / promoted(hopfield.scale).unsqueeze(-1)
+    # Only differences count, and next to a large number that all have in common the scores would be lost to rounding.
+    top = memory.log_weight.amax(-1, keepdim=True)
+    excess = memory.log_weight - top.masked_fill(top == -torch.inf, 0.0)
+    bias = excess / promoted(hopfield.scale).unsqueeze(-1)
     return scores + align(bias, scores.ndim, 1)
 
 

@@ -17,6 +17,7 @@ from massieu.energy.contraction.base import align
 from massieu.energy.hopfield import Hopfield
 from massieu.measures import Gaussian, Mixture, mixture
 from massieu.measures.value import values_are_readable
+from massieu.solve.arguments import told
 
 
 def log_pattern_weights(hopfield: Hopfield) -> Float[Tensor, "*batch N"]:
@@ -60,6 +61,7 @@ def responsibilities(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"])
     """
     memory = stored(hopfield)
     _need_mass(hopfield)
+    hopfield._check_shape(hopfield._given(state))
     eta = promoted(state) * align(promoted(hopfield.scale), state.ndim)
     identity = torch.eye(memory.points.shape[-2], dtype=memory.points.dtype, device=memory.points.device)
     return memory.expectation(eta, identity.expand(*memory.points.shape[:-1], -1))
@@ -73,6 +75,7 @@ def score(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"]) -> Float[T
     """
     stored(hopfield)
     _need_mass(hopfield)
+    hopfield._check_shape(hopfield._given(state))
     return align(promoted(hopfield.scale), state.ndim) * (hopfield.step(state) - promoted(state))
 
 
@@ -97,6 +100,8 @@ def sample(
     Raises:
         TypeError, ValueError: as `log_pattern_weights`.
     """
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"shape must be a sequence of whole numbers, got {told(shape)}")
     with torch.no_grad():
         memory, weights = stored(hopfield), log_pattern_weights(hopfield).exp()
         count, batch = torch.Size(shape).numel(), memory.batch_shape

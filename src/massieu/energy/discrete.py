@@ -10,6 +10,7 @@ from torch import Tensor
 from massieu.energy.base import Energy, promoted, static_field
 from massieu.energy.contraction.base import align
 from massieu.measures.value import values_are_readable
+from massieu.solve.arguments import floating
 
 Values = Literal["spins", "bits"]
 """Units of ±1, or of 0 and 1."""
@@ -240,8 +241,7 @@ def _check_patterns(patterns: Tensor) -> None:
 
 def _check_floating(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+        floating(name, tensor)
         if values_are_readable(tensor) and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} must be finite")
 

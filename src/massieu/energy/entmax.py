@@ -18,6 +18,7 @@ from massieu.energy.entmax_solver import first_phi, second_phi, solve, solve_dif
 from massieu.measures import stable
 from massieu.measures.value import values_are_readable
 from massieu.ops.shapes import in_nested_forward_mode
+from massieu.solve.arguments import floating, is_floating, told
 
 Alpha = float | int | Tensor
 
@@ -105,9 +106,8 @@ _FAR = 1e15
 
 def checked(scores: Tensor, alpha: Alpha, dim: int) -> tuple[Tensor, float | Tensor, int]:
     """The tensor in at least float32, α as a float or a tensor of its dtype, `dim` as a positive number; or an error."""
-    if not isinstance(scores, Tensor) or not scores.is_floating_point():
-        kind = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
-        raise TypeError(f"entmax needs a floating-point tensor, got {kind}")
+    if not is_floating(scores):
+        raise TypeError(f"entmax needs a floating-point tensor, got {told(scores)}")
     shape = tuple(scores.shape)
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"dim must be a dimension of a tensor of shape {shape}, got {dim}")
@@ -121,8 +121,7 @@ def checked(scores: Tensor, alpha: Alpha, dim: int) -> tuple[Tensor, float | Ten
         if not 1 <= alpha < math.inf:
             raise ValueError(f"alpha must be finite and at least 1, got {alpha}")
         return scores, float(alpha), dim
-    if not alpha.is_floating_point():
-        raise TypeError(f"alpha must be a floating-point tensor, got {alpha.dtype}")
+    floating("alpha", alpha)
     wanted = (*shape[:dim], 1, *shape[dim + 1 :])
     padded = (1,) * (len(shape) - alpha.ndim) + tuple(alpha.shape)
     if alpha.ndim > len(shape) or any(a not in (1, b) for a, b in zip(padded, wanted, strict=True)):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from massieu.energy.base import promoted
 from massieu.measures.value import values_are_readable
+from massieu.solve.arguments import is_floating, told
 
 
 def least_entropy(score_norm: Float[Tensor, "..."] | float, keys: Int[Tensor, "..."] | int) -> Float[Tensor, "..."]:
@@ -48,9 +49,8 @@ def least_entropy(score_norm: Float[Tensor, "..."] | float, keys: Int[Tensor, ".
 def _norm(score_norm: Tensor | float) -> Tensor:
     if isinstance(score_norm, int | float) and not isinstance(score_norm, bool):
         score_norm = torch.tensor(float(score_norm))
-    if not isinstance(score_norm, Tensor) or not score_norm.is_floating_point():
-        kind = f"a tensor of {score_norm.dtype}" if isinstance(score_norm, Tensor) else type(score_norm).__name__
-        raise TypeError(f"score_norm must be a number or a floating-point tensor, got {kind}")
+    if not isinstance(score_norm, Tensor) or not is_floating(score_norm):
+        raise TypeError(f"score_norm must be a number or a floating-point tensor, got {told(score_norm)}")
     if values_are_readable(score_norm) and not bool(((score_norm >= 0) & (score_norm < torch.inf)).all()):
         raise ValueError(f"score_norm must be finite and at least 0, got {score_norm.detach().flatten()[:6].tolist()}")
     return promoted(score_norm)

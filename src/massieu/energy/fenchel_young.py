@@ -14,6 +14,7 @@ from massieu.energy.entmax import Alpha, checked, entmax, entmax_conjugate, tsal
 from massieu.energy.patterns import PatternPotential
 from massieu.measures import Atoms
 from massieu.measures.value import static_field
+from massieu.solve.arguments import floating, need_device, told
 
 
 class SparseAtoms(PatternPotential):
@@ -50,7 +51,9 @@ class SparseAtoms(PatternPotential):
             ValueError: shapes that do not fit, no point, a NaN, an infinite point or weight, α < 1.
             TypeError: `points` or `alpha` are not floating-point.
         """
-        atoms = Atoms.create(points, log_weight)
+        if log_weight is not None and not (isinstance(log_weight, Tensor) and log_weight.layout == torch.strided):
+            raise TypeError(f"log_weight must be a tensor of numbers or booleans, got {told(log_weight)}")
+        atoms = Atoms.create(floating("points", points), log_weight)
         batch = tuple(atoms.batch_shape)
         if isinstance(alpha, Tensor):
             own = tuple(alpha.shape)
@@ -143,10 +146,10 @@ def fenchel_young_loss(
         ValueError: shapes differ, or α < 1.
         TypeError: something is not floating-point.
     """
+    floating("scores", scores)
+    need_device("scores", "target", floating("target", target), scores)
     if target.shape != scores.shape:
         raise ValueError(f"target must have the scores' shape {tuple(scores.shape)}, got {tuple(target.shape)}")
-    if not target.is_floating_point():
-        raise TypeError(f"target must be a floating-point tensor of weights, got {target.dtype}")
     dtype = torch.promote_types(torch.promote_types(scores.dtype, target.dtype), torch.float32)
     scores, target = scores.to(dtype), target.to(dtype)
     reached = torch.where(target == 0, 0.0, target * scores).sum(-1)

@@ -1,17 +1,19 @@
 """How foreign a state is to a memory: out-of-distribution scores that are free energies (N14)."""
 
+import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.energy.base import promoted
 from massieu.energy.contraction.base import align, positive
 from massieu.energy.hopfield import Hopfield
+from massieu.energy.rise import rise
 from massieu.measures import Atoms, Measure
 from massieu.measures.value import values_are_readable
+from massieu.solve.arguments import floating, need_device, told
 
 _NEEDS = {"energy": ((), ()), "she": (("memory",), ("label",)), "hopfield_boosting": (("memory", "outliers"), ())}
 """What each kind needs of memory, outliers and label, and what it can use."""
@@ -46,6 +48,7 @@ def ood_score(
         ValueError: no such kind; what it needs is missing, or something it does not use is given; shapes that do not fit.
         TypeError: the memory is no measure; beside a label, no set of patterns.
     """
+    floating("state", state)
     if kind not in _NEEDS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, _NEEDS))}, got {kind!r}")
     given = {"memory": memory, "outliers": outliers, "label": label}
@@ -57,12 +60,21 @@ def ood_score(
             raise ValueError(f"ood_score of kind {kind!r} does not use {name}")
     if memory is None:
         logits = promoted(state)
-        rate = align(positive("scale", scale).to(logits), logits.ndim - 1)
+        rate = positive("scale", scale)
+        if logits.ndim == 0 or rate.shape != logits.shape[: rate.ndim] or rate.ndim >= logits.ndim:
+            raise ValueError(
+                f"scale must be one number or have the batch's shape, the first dimensions of the state's "
+                f"{tuple(logits.shape)} but for the last, got {tuple(rate.shape)}"
+            )
+        need_device("scale", "the state", logits, rate)
+        rate = align(rate.to(logits), logits.ndim - 1)
         return -torch.logsumexp(logits * rate.unsqueeze(-1), -1) / rate
     if label is not None:
         return -_familiarity(state, memory, label)
-    familiar = _free(state, memory, scale)
-    return -familiar if outliers is None else _free(state, outliers, scale) - familiar
+    if outliers is not None:
+        return _excess(state, outliers, memory, scale)
+    above, ground = _free(state, memory, scale)
+    return -(above + ground)
 
 
 def boosting_energy(
@@ -81,18 +93,35 @@ def boosting_energy(
         ValueError, TypeError: as `ood_score`.
     """
     energy = Hopfield.create(memory, scale=scale)
-    gap = _free(state, energy.memory, energy.scale) - _free(state, outliers, energy.scale)
+    floating("state", state)
+    gap = _excess(state, energy.memory, outliers, energy.scale)
     rate = align(promoted(energy.scale), gap.ndim)
-    gap = rate * gap
-    return (F.logsigmoid(gap) + F.logsigmoid(-gap)) / rate
+    return -2 * (_log_cosh(0.5 * rate * gap) + math.log(2)) / rate
 
 
-def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> Tensor:
-    """A(scale·x)/scale."""
+def _log_cosh(y: Tensor) -> Tensor:
+    """log cosh y, with a slope that keeps its digits near 0: it would be a difference of halves."""
+    near = y.abs() < 1
+    inner, outer = torch.where(near, y, 0.0), torch.where(near, 1.0, y).abs()
+    return torch.where(
+        near, 0.5 * torch.log1p(inner.sinh().square()), outer + torch.log1p((-2 * outer).exp()) - math.log(2)
+    )
+
+
+def _excess(state: Tensor, first: Measure | Tensor, second: Measure | Tensor, scale: Tensor | float) -> Tensor:
+    """(A_first(scale·x) − A_second(scale·x))/scale: what both have at 0 goes first, so that a small rest keeps its digits."""
+    (own, ground), (other, level) = (_free(state, memory, scale) for memory in (first, second))
+    return (own - other) + (ground - level)
+
+
+def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The parts of A(scale·x)/scale: what it is above that at 0, and that."""
     energy = Hopfield.create(memory, scale=scale)
-    rate = promoted(energy.scale)
-    log_partition = energy.memory.log_partition(promoted(state) * align(rate, state.ndim))
-    return log_partition / align(rate, log_partition.ndim)
+    energy._check_shape(energy._given(state))
+    rate, state = promoted(energy.scale), promoted(state)
+    above = rise(energy.memory, state, rate)
+    origin = state.new_zeros((*state.shape[: rate.ndim], state.shape[-1]))
+    return above, align(energy.memory.log_partition(origin) / rate, above.ndim)
 
 
 def _familiarity(state: Tensor, memory: Measure | Tensor, label: Tensor) -> Tensor:
@@ -101,7 +130,15 @@ def _familiarity(state: Tensor, memory: Measure | Tensor, label: Tensor) -> Tens
     if not isinstance(memory, Atoms):
         raise TypeError(f"a label needs class means as patterns, got {type(memory).__name__}")
     lead = tuple(state.shape[:-1])
-    if tuple(label.shape) != lead or label.is_floating_point():
+    if not isinstance(label, Tensor):
+        raise TypeError(f"label must be a tensor of whole numbers, got {told(label)}")
+    if tuple(label.shape) != lead or label.dtype not in (
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    ):
         raise ValueError(f"label must hold whole numbers of shape {lead}, got {label.dtype} of {tuple(label.shape)}")
     batch, points = memory.batch_shape, promoted(memory.points)
     count = points.shape[-2]

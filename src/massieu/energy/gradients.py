@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.solve.arguments import floating
+
 Map = Callable[[Float[Tensor, "*lead d"]], Float[Tensor, "*lead d"]]
 
 
@@ -52,10 +54,7 @@ def is_conservative(
 
 
 def _jacobian(function: Map, state: Tensor) -> Float[Tensor, "*lead d d"]:
-    if not isinstance(state, Tensor) or not state.is_floating_point():
-        kind = state.dtype if isinstance(state, Tensor) else type(state).__name__
-        raise TypeError(f"state must be a floating-point tensor, got {kind}")
-    if state.ndim == 0:
+    if floating("state", state).ndim == 0:
         raise ValueError("state must have at least one dimension, got a scalar")
     state = state.to(torch.promote_types(state.dtype, torch.float32))
     value, pull = torch.func.vjp(function, state)[:2]

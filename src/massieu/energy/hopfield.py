@@ -11,7 +11,9 @@ from massieu import duality
 from massieu.energy.base import Energy, Potential, promoted
 from massieu.energy.contraction import Contraction, Identity
 from massieu.energy.contraction.base import align, positive
+from massieu.energy.rise import log_partition, rise
 from massieu.measures import Atoms, Gaussian, Measure
+from massieu.solve.arguments import floating
 
 
 class Hopfield(Energy):
@@ -24,6 +26,8 @@ class Hopfield(Energy):
     T is the convex–concave procedure: −A lies below its tangents, and T minimises R* − x·∇A. So E falls by at least the
     Bregman divergence of R* from T(x) to x; ½‖x − T(x)‖² for the identity. For stored patterns E is never negative; for a
     memory without points the last constant, whose purpose that is, is left out.
+
+    The difference of the log-partitions keeps its digits at every scale (`massieu.energy.rise`), and so do its derivatives.
 
     Masks, padding and multiplicities are log-weights of the memory, heads its batch dimensions. A memory that is masked
     altogether remembers nothing: E = R*(x), T(x) = ∇R(0). Use `create`, which checks.
@@ -59,7 +63,7 @@ class Hopfield(Energy):
             TypeError: the memory or the reference is no potential.
         """
         if isinstance(memory, Tensor):
-            memory = Atoms.create(memory)
+            memory = Atoms.create(floating("memory", memory))
         if not (hasattr(memory, "log_partition") and hasattr(memory, "mean")):
             raise TypeError(f"memory must be a tensor of patterns or a potential, got {type(memory).__name__}")
         if reference is None:
@@ -94,31 +98,47 @@ class Hopfield(Energy):
         return self.reference.mean(self.memory.mean(self._eta(state)))
 
     def _energy(self, state: Tensor) -> Tensor:
-        log_partition = _or_zero(self.memory.log_partition(self._eta(state)))
-        constant = align(self.constant, log_partition.ndim)
-        return conjugate(self.reference, state) - log_partition / align(self.scale, log_partition.ndim) + constant
+        self._check_shape(state)
+        # The reference is told the state's own dtype, of which roundings may lie outside its range.
+        own = conjugate(self.reference, state)
+        own = own - rise(self.memory, promoted(state), promoted(self.scale), self._event_dims)
+        return own + align(self._ceiling, own.ndim)
+
+    def _force(self, state: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda point: conjugate(self.reference, point).sum())(state)
+        return self.memory.mean(self._eta(state)).to(slope.dtype) - slope
 
     def _eta(self, state: Tensor) -> Tensor:
         """The memory's natural parameter."""
-        batch, shape = tuple(self.batch_shape), tuple(state.shape)
-        if len(shape) < len(batch) + self._event_dims or shape[: len(batch)] != batch:
-            event = tuple(getattr(self.memory, "event_shape", ("d",)))
-            raise ValueError(f"Hopfield needs a state of shape {batch} + queries + {event}, got {shape}")
+        self._check_shape(state)
         return promoted(state) * align(self.scale, state.ndim)
+
+    def _check_shape(self, state: Tensor) -> None:
+        batch, shape = tuple(self.batch_shape), tuple(state.shape)
+        event = tuple(getattr(self.memory, "event_shape", ("d",)))
+        known = hasattr(self.memory, "event_shape")
+        fits = len(shape) >= len(batch) + len(event) and shape[: len(batch)] == batch
+        if not fits or (known and shape[len(shape) - len(event) :] != event):
+            raise ValueError(f"Hopfield needs a state of shape {batch} + queries + {event}, got {shape}")
 
     @property
     def constant(self) -> Float[Tensor, "*batch"]:
         """A(0)/scale + max_n R(x_n): what the energy has beside R* − A/scale."""
         event: torch.Size | None = getattr(self.memory, "event_shape", None)
         if event is None:
-            return torch.zeros_like(promoted(self.scale))
-        constant = _or_zero(self.memory.log_partition(self.scale.new_zeros((*self.scale.shape, *event)))) / self.scale
+            return self._ceiling
+        origin = self.scale.new_zeros((*self.scale.shape, *event))
+        return log_partition(self.memory, origin) / self.scale + self._ceiling
+
+    @property
+    def _ceiling(self) -> Float[Tensor, "*batch"]:
+        """max_n R(x_n) over the patterns that no mask leaves out; 0 without any."""
         points: Tensor | None = getattr(self.memory, "points", None)
         if points is None:
-            return constant
+            return torch.zeros_like(promoted(self.scale))
         kept = self.memory.log_weight > -torch.inf
         ceiling = self.reference.log_partition(points).masked_fill(~kept, -torch.inf).amax(-1)
-        return constant + torch.where(kept.any(-1), ceiling, 0.0)
+        return torch.where(kept.any(-1), ceiling, 0.0)
 
 
 def conjugate(
@@ -130,11 +150,6 @@ def conjugate(
         ValueError: the state has another shape, or is not finite.
     """
     return duality.conjugate(reference, state) if isinstance(reference, Measure) else reference.conjugate(state)
-
-
-def _or_zero(log_partition: Tensor) -> Tensor:
-    """The log-partition, and 0 for a memory of mass zero."""
-    return torch.where(log_partition == -torch.inf, 0.0, log_partition)
 
 
 def _like(memory: Any, scale: Tensor | float) -> Tensor | float:

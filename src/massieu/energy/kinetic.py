@@ -24,8 +24,11 @@ from massieu.measures.base import values_are_readable
 from massieu.measures.value import register, static_field
 from massieu.ops.bessel import sphere_slopes
 from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve.arguments import as_tensor, floating, need_device
+from massieu.solve.telling import tell
 
 Order = Literal["first", "second"]
+Lost = Literal["nan", "zero"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,16 +69,33 @@ class Kinetic(ABC):
         their cube to second.
 
         Raises:
-            ValueError: another order.
-            ConvergenceError: the equation of a spin was not solved, and `throw`.
+            ValueError: another order, or a state of another shape than the drive's.
+            ConvergenceError: the equation of a spin was not solved, and `throw`; otherwise a warning says so, and
+                `second_order_step` tells which.
         """
-        field = self.field(state)
         if _check_order(order) == "first":
-            return field
-        arguments = (self, state, field)
-        return fixed_point(
-            _same_time, field, arguments, item_dims=self._spin_dims, max_steps=max_steps, throw=throw
-        ).value
+            return self.field(self._checked(state))
+        found = self.second_order_step(state, max_steps=max_steps, throw=throw)
+        if not throw:
+            tell(found.status, found.residual, f"{type(self).__name__}.step")
+        return found.value
+
+    def second_order_step(
+        self, state: Tensor, *, max_steps: int = 200, throw: bool = True, lost_derivative: Lost = "nan"
+    ) -> FixedPoint:
+        """The step to second order, with status, residual and steps of each spin's equation.
+
+        Args:
+            state: θ.
+            max_steps, throw, lost_derivative: As for `massieu.solve.fixed_point`.
+
+        Raises:
+            ValueError: a state of another shape than the drive's.
+            ConvergenceError: as `step`.
+        """
+        field = self.field(self._checked(state))
+        options = {"max_steps": max_steps, "throw": throw, "lost_derivative": lost_derivative}
+        return fixed_point(_same_time, field, (self, state, field), item_dims=self._spin_dims, **options)
 
     def stationary(
         self,
@@ -85,25 +105,33 @@ class Kinetic(ABC):
         method: Method | Any = "auto",
         max_steps: int = 200,
         throw: bool = True,
+        lost_derivative: Lost = "nan",
     ) -> FixedPoint:
         """θ = step(θ), with its derivatives by the implicit function theorem, and status, residual and steps (B12).
 
         Args:
             order: Of the equations.
             start: By default the drive.
-            method, max_steps, throw: As for `massieu.solve.fixed_point`.
+            method, max_steps, throw, lost_derivative: As for `massieu.solve.fixed_point`.
 
         Raises:
             ValueError: another order, or a start of another shape than the drive's.
             ConvergenceError: no fixed point was found, and `throw`.
         """
         _check_order(order)
-        start = self.drive if start is None else start
-        if start.shape != self.drive.shape:
-            raise ValueError(f"start must have the drive's shape {tuple(self.drive.shape)}, got {tuple(start.shape)}")
+        start = self._checked(self.drive if start is None else start, "start")
         equations = _first_order if order == "first" else _second_order
-        options = {"item_dims": self._spin_dims + 1, "method": method, "max_steps": max_steps, "throw": throw}
-        return fixed_point(equations, start.detach(), (self,), **options)
+        options = {"method": method, "max_steps": max_steps, "throw": throw, "lost_derivative": lost_derivative}
+        return fixed_point(equations, start.detach(), (self,), item_dims=self._spin_dims + 1, **options)
+
+    def _checked(self, state: Tensor, name: str = "state") -> Tensor:
+        """The state in at least the dtype of the drive, whose shape it has."""
+        if floating(name, state).shape != self.drive.shape:
+            raise ValueError(f"{name} must have the drive's shape {tuple(self.drive.shape)}, got {tuple(state.shape)}")
+        need_device(type(self).__name__, f"the {name}", state, self.drive)
+        if state.dtype != self.drive.dtype:
+            raise TypeError(f"{name} must be of the drive's dtype {self.drive.dtype}, got {state.dtype}")
+        return state
 
 
 def _first_order(state: Tensor, model: Kinetic) -> Tensor:
@@ -143,7 +171,7 @@ class KineticIsing(Kinetic):
         return self.coupling.abs().sum(-1).amax(-1)
 
     def mean(self, state: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch N"]:
-        return torch.tanh(state)
+        return torch.tanh(floating("state", state))
 
     def _echo(self, state: Tensor, before: Tensor, field: Tensor) -> Tensor:
         variance = 1 - torch.tanh(before).square()
@@ -197,7 +225,7 @@ class KineticSpins(Kinetic):
         """
         _check(drive, coupling, 1)
         dtype = torch.promote_types(torch.promote_types(drive.dtype, coupling.dtype), torch.float32)
-        scale = torch.as_tensor(scale, dtype=dtype, device=drive.device)
+        scale = as_tensor("scale", scale, drive, dtype)
         lead = drive.shape[:-2]
         if scale.ndim > len(lead) or any(
             size not in (1, wanted) for size, wanted in zip(scale.shape[::-1], lead[::-1], strict=False)
@@ -221,7 +249,7 @@ class KineticSpins(Kinetic):
         return self.scale / 2 * self.coupling.abs().sum(-1).amax(-1)
 
     def mean(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
-        return self._radial(state).value * state
+        return self._radial(self._vectors("state", state)).value * state
 
     def state(self, mean: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """θ of given means, ‖m‖ < R: 2R²m/(β(R² − ‖m‖²)), or the inverse of the Bessel functions' ratio.
@@ -229,6 +257,7 @@ class KineticSpins(Kinetic):
         Raises:
             ValueError: a mean is as long as R, or longer.
         """
+        self._vectors("mean", mean)
         room = self.radius**2 - mean.square().sum(-1, keepdim=True)
         if values_are_readable(room) and not bool((room > 0).all()):
             longest = mean.detach().norm(dim=-1).amax().item()
@@ -240,7 +269,7 @@ class KineticSpins(Kinetic):
 
     def covariance(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D D"]:
         """Cov_i of each spin in its local field; ∂m_i/∂θ_i = β Cov_i, of eigenvalues at most β/2."""
-        radial = self._radial(state)
+        radial = self._radial(self._vectors("state", state))
         identity = torch.eye(state.shape[-1], dtype=state.dtype, device=state.device)
         across = (radial.value / self._beta).unsqueeze(-1) * identity
         along = (2 * radial.slope / self._beta).unsqueeze(-1)
@@ -251,12 +280,20 @@ class KineticSpins(Kinetic):
 
         0 if and only if the couplings are symmetric. A proxy: to second order in the couplings, not a bound.
         """
-        value, slope, _ = self._radial(state)
+        value, slope, _ = self._radial(self._checked(state))
         size = state.square().sum(-1, keepdim=True)
         across = state.shape[-1] * value + 2 * slope * size
         trace = across * value.mT + 2 * value * (slope * size).mT
         trace = trace + 4 * slope * slope.mT * (state @ state.mT).square()
         return 0.5 * ((self.coupling - self.coupling.mT).square() * trace).sum((-2, -1))
+
+    def _vectors(self, name: str, vectors: Tensor) -> Tensor:
+        """Any number of vectors of the spins' size."""
+        size = self.drive.shape[-1]
+        if floating(name, vectors).ndim == 0 or vectors.shape[-1] != size:
+            raise ValueError(f"{name} must have {size} numbers in its last dimension, got shape {tuple(vectors.shape)}")
+        need_device(type(self).__name__, f"the {name}", vectors, self.drive)
+        return vectors
 
     @property
     def _beta(self) -> Tensor:
@@ -318,10 +355,8 @@ def _check_order(order: str) -> str:
 
 def _check(drive: Tensor, coupling: Tensor, spin_dims: int) -> None:
     for name, tensor in (("drive", drive), ("coupling", coupling)):
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(
-                f"{name} must be a floating-point tensor, got {getattr(tensor, 'dtype', type(tensor).__name__)}"
-            )
+        floating(name, tensor)
+    need_device("drive", "coupling", coupling, drive)
     lead = drive.shape[: drive.ndim - spin_dims]
     if not lead or coupling.shape != (*lead, lead[-1]) or (spin_dims and drive.shape[-1] < 3):
         wanted = "(*batch, N, D), D at least 3," if spin_dims else "(*batch, N)"

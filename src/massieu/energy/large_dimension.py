@@ -19,6 +19,7 @@ from torch import Tensor
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register
 from massieu.solve import FixedPoint, fixed_point
+from massieu.solve.arguments import as_tensor, floating, need_device
 
 
 class SaddlePoint(NamedTuple):
@@ -71,16 +72,13 @@ class SphericalSpins:
                 scale that is not positive and finite.
         """
         for name, tensor in (("field", field), ("coupling", coupling)):
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                raise TypeError(
-                    f"{name} must be a floating-point tensor, got {getattr(tensor, 'dtype', type(tensor).__name__)}"
-                )
+            floating(name, tensor)
         if field.ndim < 2 or field.shape[-1] < 2 or coupling.shape != (*field.shape[:-1], field.shape[-2]):
             raise ValueError(
                 f"field must have shape (*batch, N, D), D at least 2, and coupling (*batch, N, N), got "
                 f"{tuple(field.shape)} and {tuple(coupling.shape)}"
             )
-        scale = torch.as_tensor(scale, dtype=field.dtype, device=field.device)
+        scale = as_tensor("scale", scale, field)
         if scale.ndim and scale.shape != field.shape[:-2]:
             raise ValueError(
                 f"scale must be one number or have the batch's shape {tuple(field.shape[:-2])}, got {tuple(scale.shape)}"
@@ -94,8 +92,18 @@ class SphericalSpins:
         return cls(field, coupling, scale)
 
     def energy(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:
-        """−Σ_ij J_ij σ_i·σ_j − Σ_i h_i·σ_i."""
-        return -((self.coupling @ state + self.field) * state).sum((-2, -1))
+        """−Σ_ij J_ij σ_i·σ_j − Σ_i h_i·σ_i.
+
+        Raises:
+            TypeError: a state that is not floating-point.
+            ValueError: one that does not end in the field's shape.
+        """
+        wanted, shape = tuple(self.field.shape), tuple(floating("state", state).shape)
+        if shape[len(shape) - len(wanted) :] != wanted:
+            raise ValueError(f"state must have shape (*items, *{wanted}), got {shape}")
+        need_device("the field", "state", state, self.field)
+        state = state.to(torch.promote_types(state.dtype, self.field.dtype))
+        return -((self.coupling.to(state) @ state + self.field) * state).sum((-2, -1))
 
     def saddle_point(self, *, max_steps: int = 200, throw: bool = True) -> SaddlePoint:
         """Means, correlations and log Z where φ is least, by Newton's method (B15).

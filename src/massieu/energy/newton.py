@@ -22,6 +22,8 @@ def newton_step(energy: Energy, state: Float[Tensor, "*batch_query d"]) -> Float
         ValueError, TypeError: as `Energy.step`.
     """
     plain, state = energy.step(state), promoted(state)
+    if energy._event_dims != 1:
+        raise ValueError(f"newton_step needs an energy whose states are vectors, got {type(energy).__name__}")
     root, failed = torch.linalg.cholesky_ex(energy.hessian(state))
     convex = (failed == 0).unsqueeze(-1)
     root = torch.where(convex.unsqueeze(-1), root, torch.eye(state.shape[-1], dtype=root.dtype, device=root.device))

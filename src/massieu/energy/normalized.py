@@ -14,6 +14,7 @@ from massieu.energy.contraction.base import positive
 from massieu.energy.patterns import PatternPotential
 from massieu.measures import Atoms, stable
 from massieu.measures.value import static_field, values_are_readable
+from massieu.solve.arguments import floating, real
 
 
 class ScoreDeviation(PatternPotential):
@@ -59,14 +60,16 @@ class ScoreDeviation(PatternPotential):
             ValueError: shapes that do not fit, no point, something that is not finite, a gain that is not positive.
             TypeError: something is not floating-point.
         """
-        atoms = Atoms.create(points, log_weight)
+        atoms = Atoms.create(floating("points", points), log_weight)
         batch, like = atoms.batch_shape, atoms.points
-        if not 0 <= eps < torch.inf:
+        if not 0 <= real("eps", eps) < torch.inf:
             raise ValueError(f"eps must be finite and at least 0, got {eps}")
         dtype = torch.promote_types(like.dtype, torch.float32)
         named = {"gain": gain, "bias": bias}
         tensors = {
-            name: value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=dtype, device=like.device)
+            name: floating(name, value)
+            if isinstance(value, Tensor)
+            else torch.tensor(float(real(name, value)), dtype=dtype, device=like.device)
             for name, value in named.items()
         }
         positive("gain", tensors["gain"])

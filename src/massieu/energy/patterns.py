@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from massieu.measures import Atoms
 from massieu.measures.value import register, static_field
+from massieu.solve.arguments import floating, need_device
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field,))
@@ -115,6 +116,7 @@ class PatternPotential(ABC):
 
     def _admit(self, eta: Tensor) -> tuple[Self, Tensor]:
         """Check the shape; promote the potential and eta to one dtype of at least float32."""
+        need_device(type(self).__name__, "eta", floating("eta", eta), self.points)
         _, eta = self.atoms._fit(eta=eta)
         dtype = eta.dtype
         for leaf in pytree.tree_leaves(self):

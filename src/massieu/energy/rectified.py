@@ -9,6 +9,7 @@ from torch import Tensor
 from massieu.energy.base import Energy
 from massieu.energy.contraction.base import positive
 from massieu.measures import Atoms
+from massieu.solve.arguments import as_tensor, floating, need_device
 
 
 class LogSumReLU(Energy):
@@ -47,10 +48,9 @@ class LogSumReLU(Energy):
             ValueError: shapes that do not fit, no pattern, a NaN, a scale that is not positive.
             TypeError: something is not floating-point.
         """
-        atoms = Atoms.create(points, log_weight)
+        atoms = Atoms.create(floating("points", points), log_weight)
         if not isinstance(scale, Tensor):
-            dtype = torch.promote_types(points.dtype, torch.float32)
-            scale = torch.tensor(float(scale), dtype=dtype, device=points.device)
+            scale = as_tensor("scale", scale, points, torch.promote_types(points.dtype, torch.float32))
         positive("scale", scale)
         batch, own = tuple(atoms.batch_shape), tuple(scale.shape)
         padded = (1,) * (len(batch) - len(own)) + own
@@ -99,6 +99,7 @@ class LogSumReLU(Energy):
 
     def _rises(self, state: Tensor) -> tuple[Atoms, Tensor, Tensor]:
         """The atoms in the common dtype, scale (*batch, 1…, 1) and w_n relu(1 − scale·‖x − x_n‖²/2)."""
+        need_device("LogSumReLU", "the state", floating("state", state), self.atoms.points)
         atoms, state = self.atoms._fit(eta=state)
         scale = atoms._align(self.scale.to(state.dtype).unsqueeze(-1), state)
         # Differences, not expanded squares: at a memory the distance is 0.

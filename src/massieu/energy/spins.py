@@ -21,6 +21,7 @@ from massieu.measures import Gaussian, Measure, Spin
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register
 from massieu.solve import FixedPoint, fixed_point
+from massieu.solve.arguments import floating, need_device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,10 +50,7 @@ class SpinModel:
         """
         if not isinstance(site, Measure):
             raise TypeError(f"site must be a measure, got {type(site).__name__}")
-        if not isinstance(coupling, Tensor) or not coupling.is_floating_point():
-            raise TypeError(
-                f"coupling must be a floating-point tensor, got {getattr(coupling, 'dtype', type(coupling))}"
-            )
+        floating("coupling", coupling)
         if isinstance(site, Spin) and site.batch_shape == ():
             site = Spin(site.field.unsqueeze(-1))
         if len(site.batch_shape) != 1 or len(site.event_shape) != 1:
@@ -86,8 +84,18 @@ class SpinModel:
         return 0.5 * (self.field(state) * state).sum((-2, -1))
 
     def field(self, state: Float[Tensor, "*items N d"]) -> Float[Tensor, "*items N d"]:
-        """Σ_j J_ij S_j: what tilts the measure of site i, given the others."""
-        return torch.einsum("ijab,...jb->...ia", self.coupling, state)
+        """Σ_j J_ij S_j: what tilts the measure of site i, given the others.
+
+        Raises:
+            TypeError: a state that is not floating-point.
+            ValueError: one that is not of shape (*items, N, d).
+        """
+        wanted = tuple(self.coupling.shape[1::2])
+        if tuple(floating("state", state).shape[-2:]) != wanted:
+            raise ValueError(f"state must have shape (*items, {wanted[0]}, {wanted[1]}), got {tuple(state.shape)}")
+        need_device("the model", "the state", state, self.coupling)
+        dtype = torch.promote_types(state.dtype, self.coupling.dtype)
+        return torch.einsum("ijab,...jb->...ia", self.coupling.to(dtype), state.to(dtype))
 
     # Exact results.
 
@@ -148,7 +156,7 @@ class SpinModel:
         """
         found = self._solve(_mean_field, damping, rtol, max_steps, throw)
         mean, covariance = self.site.mean(found.value), self.site.fisher(found.value)
-        level = self._free(found.value, mean) + self.interaction(mean)
+        level = self._free(found.value) + self.interaction(mean)
         block = block_diagonal(covariance)
         response = matrices.solve(identity_like(block) - block @ as_matrix(self.coupling), block)
         return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), level, found)
@@ -169,7 +177,7 @@ class SpinModel:
         eta = found.value
         mean, covariance = self.site.mean(eta), self.site.fisher(eta)
         echo = 0.25 * torch.einsum("ijab,jbc,ijdc,ida->", self.coupling, covariance, self.coupling, covariance)
-        level = self._free(eta, mean) + self.interaction(mean) + echo
+        level = self._free(eta) + self.interaction(mean) + echo
         # A field adds to eta as the map does: ∂mean/∂field = C (I − ∂map/∂eta)⁻¹.
         jacobian = torch.func.jacrev(lambda eta: eta - _tap(eta, self))(eta).reshape(eta.numel(), -1)
         response = block_diagonal(covariance) @ torch.linalg.inv(jacobian)
@@ -199,10 +207,12 @@ class SpinModel:
             self.site, self.coupling, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw
         )
 
-    def _free(self, eta: Tensor, mean: Tensor) -> Tensor:
-        """Σ_i A_i(eta_i) − A_i(0) − eta_i·mean_i: minus the divergence of the sites' laws from their measures."""
-        rise = self.site.log_partition(eta) - self.site.log_partition(torch.zeros_like(eta))
-        return (rise - (eta * mean).sum(-1)).sum()
+    def _free(self, eta: Tensor) -> Tensor:
+        """Σ_i A_i(eta_i) − A_i(0) − eta_i·mean_i: minus the divergence of the sites' laws from their measures.
+
+        The divergence has forms that keep the digits of a small one, as under weak couplings; this difference has not.
+        """
+        return -self.site.kl(eta, torch.zeros_like(eta)).sum()
 
     def _solve(
         self,

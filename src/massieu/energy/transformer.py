@@ -11,6 +11,7 @@ from massieu.energy.base import Descent, Energy, check_steps, promoted
 from massieu.energy.contraction import LayerNorm
 from massieu.energy.contraction.base import align, positive
 from massieu.energy.mutual import mutual_attention, mutual_log_partition
+from massieu.solve.arguments import floating, need_device
 
 _LEAST = 1e-6
 """A smaller curvature is taken for this: what lies above a bound is a bound."""
@@ -256,9 +257,7 @@ class EnergyTransformer(Energy):
 
     def _check(self, state: Tensor) -> tuple[int, ...]:
         """The dimensions before the tokens'."""
-        if not isinstance(state, Tensor) or not state.is_floating_point():
-            kind = f"a tensor of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
-            raise TypeError(f"tokens must be a floating-point tensor, got {kind}")
+        need_device("EnergyTransformer", "the tokens", floating("tokens", state), self.key)
         batch, padded = tuple(self.keep.shape[:-1]), self.keep.ndim > 0
         count = self.keep.shape[-1] if padded else "n"
         shape, width = tuple(state.shape), self.key.shape[-1]
@@ -287,9 +286,7 @@ def _step_size(step_size: Tensor | float, force: Tensor) -> Tensor:
 
 def _check_weights(key: Tensor, query: Tensor, memories: Tensor) -> None:
     for name, weight in (("key", key), ("query", query), ("memories", memories)):
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            kind = f"a tensor of {weight.dtype}" if isinstance(weight, Tensor) else type(weight).__name__
-            raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
+        floating(name, weight)
     if key.ndim != 3 or 0 in key.shape or query.shape != key.shape:
         raise ValueError(
             f"key and query must have one shape (H, Z, d) without zeros, got {tuple(key.shape)} and {tuple(query.shape)}"

@@ -13,6 +13,8 @@ from torch import Tensor
 from massieu.energy.base import Descent, Energy, Potential, promoted, static_field
 from massieu.energy.contraction import Contraction, Identity
 from massieu.measures import Atoms
+from massieu.measures.value import values_are_readable
+from massieu.solve.arguments import floating, real
 
 Method = Literal["split", "runge_kutta"]
 
@@ -60,15 +62,12 @@ class TwoLayer(Energy):
             ValueError: the coupling is no matrix or not finite, or a time is not positive.
             TypeError: the coupling is not floating-point, or a Lagrangian is no potential.
         """
-        if not isinstance(coupling, Tensor) or not coupling.is_floating_point():
-            kind = coupling.dtype if isinstance(coupling, Tensor) else type(coupling).__name__
-            raise TypeError(f"coupling must be a floating-point tensor, got {kind}")
-        if coupling.ndim < 2 or 0 in coupling.shape[-2:]:
+        if floating("coupling", coupling).ndim < 2 or 0 in coupling.shape[-2:]:
             raise ValueError(f"coupling must have shape (*batch, n_v, n_h), got {tuple(coupling.shape)}")
-        if not bool(coupling.isfinite().all()):
+        if values_are_readable(coupling) and not bool(coupling.isfinite().all()):
             raise ValueError("coupling must be finite")
         for name, time in {"visible_time": visible_time, "hidden_time": hidden_time}.items():
-            if not 0 < time < math.inf:
+            if not 0 < real(name, time) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {time}")
         for name, lagrangian in {"visible": visible, "hidden": hidden}.items():
             if lagrangian is not None and not (hasattr(lagrangian, "log_partition") and hasattr(lagrangian, "mean")):
@@ -87,6 +86,12 @@ class TwoLayer(Energy):
         self, visible: Float[Tensor, "*batch_query n_v"], hidden: Float[Tensor, "*batch_query n_h"] | None = None
     ) -> Float[Tensor, "*batch_query n"]:
         """The state (v, h); with h = Wᵀg_v, its limit, where it is not given."""
+        batch, sizes = self.coupling.shape[:-2], self.coupling.shape[-2:]
+        for name, layer, size in (("visible", visible, sizes[0]), ("hidden", hidden, sizes[1])):
+            if layer is not None and (floating(name, layer).ndim <= len(batch) or layer.shape[-1] != size):
+                raise ValueError(
+                    f"{name} must have shape {tuple(batch)} + queries + ({size},), got {tuple(layer.shape)}"
+                )
         if hidden is None:
             hidden = self._drive(self.visible.mean(visible), upwards=True)
         return torch.cat([visible, hidden], -1)
@@ -100,7 +105,7 @@ class TwoLayer(Energy):
             ValueError: the state has not the shape ``(*batch, *query, n_v + n_h)``.
         """
         batch, sizes = tuple(self.coupling.shape[:-2]), self.coupling.shape[-2:]
-        shape = tuple(state.shape)
+        shape = tuple(self._given(state).shape)
         if len(shape) <= len(batch) or shape[: len(batch)] != batch or shape[-1] != sum(sizes):
             raise ValueError(f"state must have shape {batch} + queries + ({sum(sizes)},), got {shape}")
         visible, hidden = promoted(state).split(tuple(sizes), -1)
@@ -122,7 +127,7 @@ class TwoLayer(Energy):
         Raises:
             ValueError: the duration is negative or not finite, `steps` is not at least 1, or there is no such method.
         """
-        if not 0 <= duration < math.inf:
+        if not 0 <= real("duration", duration) < math.inf:
             raise ValueError(f"duration must be finite and at least 0, got {duration}")
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be a whole number, at least 1, got {steps!r}")

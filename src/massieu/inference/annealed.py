@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from massieu.inference.arguments import floating
 from massieu.inference.resampling import Resampling, check_method, effective_sample_size, resample
 
 Path = Callable[[Tensor, float], Tensor]
@@ -71,7 +72,7 @@ def anneal_init(position: Float[Tensor, "particles *event"], groups: int | None 
     Raises:
         ValueError: fewer than two groups, of which no error can be told, or groups that do not divide the particles.
     """
-    particles = position.shape[0] if position.ndim else 0
+    particles = position.shape[0] if floating("position", position).ndim else 0
     groups = particles if groups is None else groups
     if groups < 2 or particles % groups:
         raise ValueError(f"there must be at least two groups that divide the particles, got {groups} and {particles}")
@@ -107,7 +108,11 @@ def anneal_step(
     if not state.t < t <= 1:
         raise ValueError(f"t must be above {state.t} and at most 1, got {t}")
     check_method(resampling)
-    ratio = path(state.position, t) - path(state.position, state.t)
+    before, after = (floating("path(position, t)", path(state.position, at)) for at in (state.t, t))
+    if not before.shape == after.shape == state.position.shape[:1]:
+        wanted = tuple(state.position.shape[:1])
+        raise ValueError(f"path must return a number a particle, {wanted}, got shape {tuple(after.shape)}")
+    ratio = after - before
     log_weight = state.log_weight + ratio.to(state.log_weight.dtype).reshape(state.log_weight.shape)
     log_weight = torch.where(
         state.log_weight == -torch.inf, -torch.inf, log_weight
@@ -171,6 +176,10 @@ def anneal(
     Raises:
         ValueError: a schedule that does not rise to 1, a threshold outside [0, 1], and as `anneal_init` and `anneal_step`.
     """
+    if isinstance(schedule, Tensor):
+        raise TypeError("schedule must be a whole number or a sequence of numbers, got a tensor: pass .tolist()")
+    if isinstance(schedule, bool) or not isinstance(schedule, int | Sequence):
+        raise TypeError(f"schedule must be a whole number or a sequence of numbers, got {type(schedule).__name__}")
     steps = [(index + 1) / schedule for index in range(schedule)] if isinstance(schedule, int) else list(schedule)
     if not steps or steps[-1] != 1 or any(b <= a for a, b in zip([0.0, *steps], steps, strict=False)):
         raise ValueError(f"schedule must rise from above 0 to 1, got {schedule!r}")

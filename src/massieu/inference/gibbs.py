@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.inference.arguments import floating
+
 Conditional = Callable[[Tensor, torch.Generator | None], Tensor]
 
 
@@ -65,6 +67,9 @@ def contrastive_divergence(
     Raises:
         ValueError: there is no item or no sample, or they are not vectors of one length.
     """
+    for name, units in (("data", data), ("sample", sample)):
+        if floating(name, units).ndim == 0:
+            raise ValueError(f"{name} must be visible units of shape (*items, V), got a number")
     if data.shape[-1:] != sample.shape[-1:] or 0 in (data.numel(), sample.numel()):
         raise ValueError(
             f"data and sample must be visible units of one number, of one item or more, got shapes {tuple(data.shape)} "

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.inference.arguments import floating
+
 LogDensity = Callable[[Float[Tensor, "chains *event"]], Float[Tensor, " chains"]]
 
 
@@ -47,9 +49,7 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
         TypeError: `position` is not a floating-point tensor.
         ValueError: it has no chain, `log_density` does not return a number a chain, or that is not finite.
     """
-    if not isinstance(position, Tensor) or not position.is_floating_point():
-        raise TypeError(f"position must be a floating-point tensor, got {getattr(position, 'dtype', type(position))}")
-    if position.ndim == 0 or position.shape[0] == 0:
+    if floating("position", position).ndim == 0 or position.shape[0] == 0:
         raise ValueError(
             f"position must have shape (chains, *event) with at least one chain, got {tuple(position.shape)}"
         )
@@ -95,7 +95,7 @@ def _evaluate(position: Tensor, log_density: LogDensity) -> LangevinState:
     position = position.detach()
 
     def summed(points: Tensor) -> tuple[Tensor, Tensor]:
-        found = log_density(points)
+        found = floating("log_density(position)", log_density(points))
         if found.shape != position.shape[:1]:
             raise ValueError(
                 f"log_density must return a number a chain, {tuple(position.shape[:1])}, got {tuple(found.shape)}"

@@ -6,12 +6,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from massieu.inference.arguments import floating
+
 Resampling = Literal["multinomial", "systematic"]
 METHODS: tuple[Resampling, ...] = ("multinomial", "systematic")
 
 
 def effective_sample_size(log_weight: Float[Tensor, "*groups size"]) -> Float[Tensor, "*groups"]:
     """(Σ w)²/Σ w²: between 1 and the number of particles, and 0 where no weight is left."""
+    _check_weights(log_weight)
     total = torch.logsumexp(log_weight, -1)
     return torch.where(total == -torch.inf, 0.0, (2 * total - torch.logsumexp(2 * log_weight, -1)).exp())
 
@@ -34,6 +37,7 @@ def resample(
         ValueError: an unknown method; weights that are NaN or +inf, or all 0 in a group.
     """
     check_method(method)
+    _check_weights(log_weight)
     if not bool(torch.logsumexp(log_weight, -1).isfinite().all()):
         raise ValueError("each group must have particles of finite log-weights: one is NaN or +inf, or all are −inf")
     share = torch.softmax(log_weight.double(), -1)
@@ -46,6 +50,14 @@ def resample(
     place = ((torch.arange(size, device=share.device) + shift) / size).clamp(max=1 - 2**-53)
     total = share.cumsum(-1)
     return torch.searchsorted(total / total[..., -1:], place, right=True)
+
+
+def _check_weights(log_weight: Tensor) -> None:
+    """Raises TypeError or ValueError unless these are log-weights of particles."""
+    if floating("log_weight", log_weight).ndim == 0 or log_weight.shape[-1] == 0:
+        raise ValueError(
+            f"log_weight must have shape (*groups, size) with a particle or more, got {tuple(log_weight.shape)}"
+        )
 
 
 def check_method(method: str) -> None:

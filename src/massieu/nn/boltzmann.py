@@ -18,6 +18,7 @@ from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
 from massieu.measures.base import values_are_readable
 from massieu.nn.stored import StoredMeasure
+from massieu.solve.arguments import need_device, told
 
 _MEMORY = 0.01
 """Of the running mean of hidden activities: the weight of the newest batch."""
@@ -216,6 +217,9 @@ class RestrictedBoltzmannMachine(nn.Module):
         """Visible units, checked, in the dtype of the parameters."""
         if not isinstance(data, Tensor):
             raise TypeError(f"data must be a tensor, got {type(data).__name__}")
+        if data.is_nested or data.layout != torch.strided or data.is_complex():
+            raise TypeError(f"data must be a dense tensor of real numbers, got {told(data)}")
+        need_device("the machine", "data", data, self.weight)
         if data.ndim == 0 or data.shape[-1] != len(self.visible_bias):
             raise ValueError(f"data must have shape (*items, {len(self.visible_bias)}), got {tuple(data.shape)}")
         if data.is_floating_point() and values_are_readable(data) and bool(data.isnan().any()):

@@ -9,9 +9,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from massieu import energy
+from massieu.nn.arguments import check_device
 from massieu.nn.contraction import LayerNorm
 from massieu.nn.heads import Number, register_number
 from massieu.ops.shapes import without_autocast
+from massieu.solve.arguments import floating
 
 Tokens = Float[Tensor, "*lead n embed_dim"]
 
@@ -123,9 +125,7 @@ class EnergyTransformer(nn.Module):
         Raises:
             ValueError, TypeError: shapes or dtypes that do not fit.
         """
-        if not isinstance(tokens, Tensor) or not tokens.is_floating_point():
-            kind = f"a tensor of {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise TypeError(f"tokens must be a floating-point tensor, got {kind}")
+        check_device("tokens", floating("tokens", tokens), self.key)
         with without_autocast(tokens.device):
             function = self.energy(key_padding_mask)
             if need_energies:

@@ -11,16 +11,22 @@ from torch import Tensor, nn
 from massieu import energy, ops
 from massieu.measures import Atoms
 from massieu.nn import hflayers
+from massieu.nn.arguments import check_input
 from massieu.nn.contraction import Contraction
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import Mask, Number, log_weight_of, merge_heads, register_number, split_heads
 from massieu.nn.retrieval import descend, settle
 from massieu.nn.weights import attention_weights
 from massieu.ops.shapes import without_autocast
+from massieu.solve.arguments import floating
+
+START = 0.02
+"""The standard deviation of weights and patterns at the start, hopfield-layers' own."""
 
 Patterns = Float[Tensor, "B L d"]
 
 
-class Hopfield(nn.Module):
+class Hopfield(Converging, nn.Module):
     """Heads that retrieve stored patterns and return what belongs to them (Ramsauer et al., arXiv 2008.02217).
 
     Of stored patterns Y, states R and projections V (all three may be one tensor), each head makes keys, a query and
@@ -58,7 +64,7 @@ class Hopfield(nn.Module):
         dropout: float = 0.0,
         batch_first: bool = True,
         max_steps: int = 1000,
-        throw: bool = True,
+        throw: bool = False,
     ) -> None:
         """Sizes, or modules in place of what the sizes make.
 
@@ -66,7 +72,7 @@ class Hopfield(nn.Module):
             input_size: Of states, and by default of all else. Not needed where no module has to be made.
             hidden_size: Of a head; input_size/num_heads by default.
             state, stored, projection: Modules from patterns to heads side by side; by default a LayerNorm and a linear
-                map. `nn.Identity()` takes patterns as they are.
+                map, which starts from normal weights of deviation 0.02. `nn.Identity()` takes patterns as they are.
             space: What queries and keys go through by head, such as a LayerNorm of hidden_size. None by default.
             output: From the heads side by side to the output; by default a linear map.
             steps: Passes over the patterns; None: until retrieval has converged.
@@ -74,8 +80,9 @@ class Hopfield(nn.Module):
             sink: Log-weight of a null pattern, 0 with value 0, of the same kinds.
             contraction: What follows every pass but the last: the energy's reference, ½‖x‖² by default.
             dropout: Of the weights of the last pass, in training; takes memory L×N.
-            max_steps: For `steps=None`, when to give up; then
-            throw: raise, or go on with the last state.
+            max_steps: For `steps=None`, when to give up: the last state is used, `convergence` has status and residual of each
+                state, and a warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError, TypeError: a size is missing, or a number out of its range.
@@ -104,7 +111,7 @@ class Hopfield(nn.Module):
         if output is None:
             if size is None or input_size is None:
                 raise ValueError("input_size is needed to make the module `output`; or give that module")
-            output = nn.Linear(num_heads * size, output_size or input_size)
+            output = _linear(num_heads * size, output_size or input_size)
         self.output = output
         self.contraction = contraction
         register_number(self, "scale", scale, num_heads)
@@ -142,7 +149,7 @@ class Hopfield(nn.Module):
 
         Raises:
             ValueError, TypeError: shapes that do not fit.
-            ConvergenceError: `steps=None`, `throw=True`, and a descent has not ended after `max_steps`.
+            ConvergenceError: with `throw`, `steps=None`: a descent has not ended after `max_steps`.
         """
         found = self._associate(*self._heads(input), stored_pattern_padding_mask, association_mask)
         return found if self.batch_first else found.transpose(0, 1)
@@ -161,7 +168,7 @@ class Hopfield(nn.Module):
 
     def memory(self, stored: Patterns, stored_pattern_padding_mask: Mask | None = None) -> energy.Hopfield:
         """The energy of the keys of `stored`, one for each item and head, at the current parameters."""
-        keys = self._keys(self._batch_first(stored))
+        keys = self._keys(self._batch_first(stored, "stored", self.stored))
         padding = log_weight_of(stored_pattern_padding_mask, None, (*keys.shape[:2], 1, keys.shape[2]))
         log_weight = attention_log_weight(padding, keys)
         if self.sink is not None:
@@ -174,7 +181,7 @@ class Hopfield(nn.Module):
 
     def query(self, state: Patterns) -> Float[Tensor, "B H L D"]:
         """Where the descent of each state begins, by head."""
-        return self.space(split_heads(self.state(self._batch_first(state)), self.num_heads))
+        return self.space(split_heads(self.state(self._batch_first(state, "states", self.state)), self.num_heads))
 
     def _keys(self, stored: Tensor) -> Tensor:
         return self.space(split_heads(self.stored(stored), self.num_heads))
@@ -182,19 +189,25 @@ class Hopfield(nn.Module):
     def _values(self, projection: Tensor) -> Tensor:
         return split_heads(self.projection(projection), self.num_heads)
 
-    def _batch_first(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, Tensor) or tensor.ndim != 3:
-            kind = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+    def _batch_first(self, tensor: Tensor, name: str, projection: nn.Module) -> Tensor:
+        if floating(name, tensor).ndim != 3:
             order = "(batch, length, size)" if self.batch_first else "(length, batch, size)"
-            raise ValueError(f"patterns must have shape {order}, got {kind}")
+            raise ValueError(f"{name} must have shape {order}, got shape {tuple(tensor.shape)}")
+        check_input(name, tensor, projection)
         return tensor if self.batch_first else tensor.transpose(0, 1)
 
     def _heads(self, input: Patterns | tuple[Patterns, Patterns, Patterns]) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = (input,) * 3 if isinstance(input, Tensor) else tuple(input)
-        if len(inputs) != 3:
-            raise ValueError(f"input must be one tensor or (stored, state, projection), got {len(inputs)}")
-        stored, state, projection = inputs
-        return self.query(state), self._keys(self._batch_first(stored)), self._values(self._batch_first(projection))
+        stored, state, projection = several("input", input, "stored, states, projections")
+        keys = self._keys(self._batch_first(stored, "stored", self.stored))
+        values = self._values(self._batch_first(projection, "projections", self.projection))
+        query = self.query(state)
+        if not len(query) == len(keys) == len(values) or keys.shape[2] != values.shape[2]:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (stored, state, projection))
+            raise ValueError(
+                "stored, states and projections must have one batch size, and stored and projections one length, got "
+                f"shapes {shapes}"
+            )
+        return query, keys, values
 
     def _associate(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Mask | None, association: Mask | None
@@ -217,6 +230,7 @@ class Hopfield(nn.Module):
             options = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
             return descend(query, key, self.steps - 1, contraction, **options)
         found = settle(query, key, contraction, log_weight, self.scale, self.sink, self.max_steps, self.throw)
+        self._keep(found.status, found.residual)
         return found.value.to(query.dtype)
 
 
@@ -231,7 +245,7 @@ class HopfieldPooling(nn.Module):
         """
         super().__init__()
         self.hopfield = Hopfield(input_size, num_heads, **options)
-        self.states = nn.Parameter(0.02 * torch.randn(1, quantity, input_size))
+        self.states = nn.Parameter(START * torch.randn(1, quantity, input_size))
 
     @classmethod
     def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
@@ -254,8 +268,12 @@ class HopfieldPooling(nn.Module):
             ValueError, TypeError, ConvergenceError: as `Hopfield`.
         """
         layer = self.hopfield
-        stored, projection = (input, input) if isinstance(input, Tensor) else input
-        keys, values = layer._keys(layer._batch_first(stored)), layer._values(layer._batch_first(projection))
+        stored, projection = several("input", input, "stored, projections")
+        keys = layer._keys(layer._batch_first(stored, "stored", layer.stored))
+        values = layer._values(layer._batch_first(projection, "projections", layer.projection))
+        if keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
+            shapes = f"{tuple(stored.shape)} and {tuple(projection.shape)}"
+            raise ValueError(f"stored and projections must have one batch size and length, got shapes {shapes}")
         states = self.states if layer.batch_first else self.states.transpose(0, 1)
         query = layer.query(states).expand(len(keys), -1, -1, -1)
         return layer._associate(query, keys, values, stored_pattern_padding_mask, association_mask).flatten(1)
@@ -292,8 +310,8 @@ class HopfieldLayer(nn.Module):
         self.hopfield = Hopfield(
             input_size, num_heads, stored_pattern_size=stored, pattern_projection_size=target, **options
         )
-        self.patterns = nn.Parameter(0.02 * torch.randn(1, quantity, stored))
-        self.targets = nn.Parameter(0.02 * torch.randn(1, quantity, target)) if separate_targets else None
+        self.patterns = nn.Parameter(START * torch.randn(1, quantity, stored))
+        self.targets = nn.Parameter(START * torch.randn(1, quantity, target)) if separate_targets else None
 
     @classmethod
     def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
@@ -314,6 +332,17 @@ class HopfieldLayer(nn.Module):
         return found if layer.batch_first else found.transpose(0, 1)
 
 
+def several(name: str, given: Any, parts: str) -> tuple[Tensor, ...]:
+    """The tensors of a tuple, or one tensor in each one's place."""
+    count = parts.count(",") + 1
+    if isinstance(given, Tensor):
+        return (given,) * count
+    if not isinstance(given, tuple | list) or len(given) != count:
+        kind = f"{len(given)} of them" if isinstance(given, tuple | list) else type(given).__name__
+        raise TypeError(f"{name} must be a floating-point tensor or ({parts}), got {kind}")
+    return tuple(given)
+
+
 def attention_log_weight(padding: Mask | None, keys: Tensor) -> Float[Tensor, "B H N"]:
     """Log-weights of keys as numbers, from a padding mask (B, 1, 1, N)."""
     weight = keys.new_zeros(keys.shape[0], 1, keys.shape[2])
@@ -327,4 +356,12 @@ def _projection(name: str, size: int | None, hidden: int | None, heads: int) -> 
     """A LayerNorm and a linear map to the heads."""
     if size is None or hidden is None:
         raise ValueError(f"input_size or {name} and hidden_size are needed to make a projection; or give its module")
-    return nn.Sequential(nn.LayerNorm(size), nn.Linear(size, heads * hidden))
+    return nn.Sequential(nn.LayerNorm(size), _linear(size, heads * hidden))
+
+
+def _linear(size: int, output: int) -> nn.Linear:
+    """Weights that start small and normal: all patterns begin with nearly one weight, and training parts them."""
+    made = nn.Linear(size, output)
+    nn.init.normal_(made.weight, std=START)
+    nn.init.zeros_(made.bias)
+    return made

@@ -7,6 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import ops
+from massieu.nn.arguments import check_input
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Alpha,
     Mask,
@@ -18,9 +20,10 @@ from massieu.nn.heads import (
 )
 from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve.arguments import floating
 
 
-class ImplicitAttention(nn.Module):
+class ImplicitAttention(Converging, nn.Module):
     """The fixed point of z = (1 − α)·query + α·Σ p_n key_n, p = softmax(scale·z·key_n), for each head (B12).
 
     It is a critical point of (1 − α)‖z − query‖²/2 + α·E(z), E the Hopfield energy of the keys: a query pulled to
@@ -45,7 +48,7 @@ class ImplicitAttention(nn.Module):
         batch_first: bool = True,
         method: Method | Any = "auto",
         max_steps: int = 200,
-        throw: bool = True,
+        throw: bool = False,
     ) -> None:
         """Projections of queries and keys to heads, and of the heads to the output.
 
@@ -58,7 +61,9 @@ class ImplicitAttention(nn.Module):
                 one fixed point then, with a derivative, and the distance to it falls by this factor a step or faster. By
                 default keys are as they come, and training may lead to queries for which iteration is slow or has several
                 ends.
-            method, max_steps, throw: As for `massieu.solve.fixed_point`.
+            method, max_steps: As for `massieu.solve.fixed_point`. Where a query's fixed point is not found the last state is
+                used, `convergence` has status and residual of each query, and a warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError, TypeError: numbers out of their range.
@@ -100,6 +105,7 @@ class ImplicitAttention(nn.Module):
             ConvergenceError: with `throw`, a query has no fixed point, with its residual and what to try.
         """
         found = self.solve(query, key, key_padding_mask, attn_mask, is_causal)
+        self._keep(found.status, found.residual)
         output = self.out_proj(merge_heads(found.value).to(query.dtype))
         return output if self.batch_first else output.transpose(0, 1)
 
@@ -114,9 +120,14 @@ class ImplicitAttention(nn.Module):
         """The fixed points themselves, (B, H, L, D), with status, steps and residual of each. Arguments as for a call."""
         key = query if key is None else key
         for name, tensor in (("query", query), ("key", key)):
-            if not isinstance(tensor, Tensor) or tensor.ndim != 3:
-                kind = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ValueError(f"{name} must have three dimensions, batch, length and size, got {kind}")
+            if floating(name, tensor).ndim != 3:
+                raise ValueError(
+                    f"{name} must have three dimensions, batch, length and size, got {tuple(tensor.shape)}"
+                )
+            check_input(name, tensor, self.query_proj if name == "query" else self.key_proj)
+        batch = 0 if self.batch_first else 1
+        if query.shape[batch] != key.shape[batch]:
+            raise ValueError(f"query and key must have one batch size, got {tuple(query.shape)} and {tuple(key.shape)}")
         if not self.batch_first:
             query, key = query.transpose(0, 1), key.transpose(0, 1)
         queries, keys = (
@@ -149,4 +160,5 @@ class ImplicitAttention(nn.Module):
                 # α·scale times a covariance is symmetric.
                 linear_solver="cg",
                 throw=self.throw,
+                lost_derivative="nan" if self.throw else "zero",
             )

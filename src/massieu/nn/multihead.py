@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from massieu.nn.arguments import check_input
 from massieu.nn.heads import (
     Mask,
     log_weight_of,
@@ -18,6 +19,8 @@ from massieu.nn.heads import (
     split_heads,
     with_more_keys,
 )
+from massieu.nn.nested import like, padded
+from massieu.solve.arguments import floating
 
 
 class Attended(NamedTuple):
@@ -101,7 +104,8 @@ class MultiHead(nn.Module, ABC):
         """`torch.nn.MultiheadAttention`'s call, with the log-partition on request.
 
         Args:
-            query, key, value: (L, B, ·) and (N, B, ·); batch first with `batch_first=True`; or (L, ·) and (N, ·).
+            query, key, value: (L, B, ·) and (N, B, ·); batch first with `batch_first=True`; or (L, ·) and (N, ·). Nested
+                tensors are taken too, as `torch.nn.TransformerEncoder` makes them in evaluation where there is padding.
             key_padding_mask: (B, N), or (N,). Booleans of which True hides a key, or log-weights of the keys.
             need_weights: Return the weights too, in memory L×N. Without them memory is linear in L and N where the
                 module says so.
@@ -117,6 +121,10 @@ class MultiHead(nn.Module, ABC):
         Raises:
             TypeError, ValueError: shapes or masks that do not fit; both shapes are named.
         """
+        if isinstance(query, Tensor) and query.is_nested:
+            options = {"need_weights": need_weights, "attn_mask": attn_mask, "is_causal": is_causal}
+            options |= {"average_attn_weights": average_attn_weights, "need_log_partition": need_log_partition}
+            return self._of_nested(query, key, value, key_padding_mask, **options)
         batched = self._check(query, key, value)
         query, key, value = (self._batch_first(tensor, batched) for tensor in (query, key, value))
         if not batched and isinstance(key_padding_mask, Tensor):
@@ -150,6 +158,26 @@ class MultiHead(nn.Module, ABC):
         elif not self.batch_first:
             output = output.transpose(0, 1)
         return (output, weights, log_partition) if need_log_partition else (output, weights)
+
+    def _of_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Mask | None, **options: Any
+    ) -> tuple[Tensor | None, ...]:
+        """The call on sequences of several lengths: the output is nested as the query is, all else padded."""
+        if (
+            not self.batch_first
+            or key_padding_mask is not None
+            or not all(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (key, value))
+        ):
+            raise ValueError(
+                "nested tensors need batch_first=True, keys and values that are nested too, and no key_padding_mask, "
+                "which their lengths are"
+            )
+        dense, hidden = padded(query)
+        (keys, hidden_keys), (values, _) = padded(key), padded(value)
+        # By name, so that a class may leave arguments out.
+        output, *rest = MultiHead.forward(self, dense, keys, values, hidden_keys, **options)
+        assert output is not None
+        return like(output, hidden, query), *rest
 
     @abstractmethod
     def _attend(
@@ -208,14 +236,12 @@ class MultiHead(nn.Module, ABC):
         sizes = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         shapes = {}
         for (name, size), tensor in zip(sizes.items(), (query, key, value), strict=True):
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
-            shapes[name] = tuple(tensor.shape)
+            shapes[name] = tuple(floating(name, tensor).shape)
             if tensor.ndim != query.ndim or tensor.ndim not in (2, 3) or tensor.shape[-1] != size:
                 order = "(batch, length, {})" if self.batch_first else "(length, batch, {})"
                 wanted = order.format(size) if query.ndim == 3 else f"(length, {size}), or with a batch dimension,"
                 raise ValueError(f"{name} must have shape {wanted}, got {shapes[name]} for query {shapes['query']}")
+            check_input(name, tensor, self, size)
         if key.shape[:-1] != value.shape[:-1]:
             raise ValueError(f"key and value must have one length and batch, got {shapes['key']} and {shapes['value']}")
         batch = 0 if self.batch_first else 1

@@ -59,6 +59,7 @@ def settle(
             # β times a covariance is symmetric; a contraction after it is not.
             linear_solver="auto" if maps else "cg",
             throw=throw,
+            lost_derivative="nan" if throw else "zero",
         )
 
 

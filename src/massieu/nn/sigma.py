@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from massieu.solve.arguments import floating
+
 
 class SigmaReparametrization(nn.Module):
     """W ↦ (gain/‖W‖₂)·W, for `torch.nn.utils.parametrize.register_parametrization(layer, "weight", …)`.
@@ -34,15 +36,15 @@ class SigmaReparametrization(nn.Module):
             ValueError: W is no matrix, nor a stack of them.
             TypeError: it is not floating-point.
         """
-        if not weight.is_floating_point():
-            raise TypeError(f"weight must be a floating-point tensor, got {weight.dtype}")
-        if weight.ndim < 2 or 0 in weight.shape[-2:]:
+        if floating("weight", weight).ndim < 2 or 0 in weight.shape[-2:]:
             raise ValueError(f"weight must have shape (*batch, m, n), got {tuple(weight.shape)}")
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         # Squares must neither overflow nor vanish.
         size = wide.detach().abs().amax((-2, -1), keepdim=True)
         unit = wide / torch.where(size > 0, size, 1.0)
-        gram = unit @ unit.mT if weight.shape[-2] <= weight.shape[-1] else unit.mT @ unit
+        # What is not finite stays so in the result; eigenvalues of it there are none.
+        finite = torch.where(unit.isfinite(), unit, 0.0)
+        gram = finite @ finite.mT if weight.shape[-2] <= weight.shape[-1] else finite.mT @ finite
         largest = torch.linalg.eigvalsh(gram)[..., -1, None, None]
         largest = torch.where(size > 0, largest, 1.0)
         return (self.gain.to(wide) * unit / largest.sqrt()).to(weight.dtype)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
+from massieu.nn.arguments import check_input
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Mask,
     Number,
@@ -22,9 +24,10 @@ from massieu.nn.heads import (
 from massieu.nn.weights import attention_weights
 from massieu.ops.shapes import without_autocast
 from massieu.solve import Method
+from massieu.solve.arguments import floating
 
 
-class SpinAttention(nn.Module):
+class SpinAttention(Converging, nn.Module):
     """Kinetic mean-field spins: θ_i = x_i + Σ_j J_ij φ(θ_j) (+ echo_i), the output their means φ(θ) (B16).
 
     Each head is a system of its own, of one spin in R^D for each token, D the head's size. The drive x and the couplings
@@ -55,7 +58,7 @@ class SpinAttention(nn.Module):
         batch_first: bool = True,
         method: Method | Any = "auto",
         max_steps: int = 200,
-        throw: bool = True,
+        throw: bool = False,
     ) -> None:
         """Projections of tokens to drives, queries and keys, and of spins to the output: 4·embed_dim² weights.
 
@@ -66,7 +69,10 @@ class SpinAttention(nn.Module):
             scale: β > 0; a number, a tensor or a Parameter, one or one a head.
             coupling_scale: Inverse temperature of the softmax, of the same kinds; by default D to the −½.
             method: As for `massieu.solve.fixed_point`, to the fixed point.
-            max_steps, throw: As there; of each step's own equation too, to second order.
+            max_steps: As there; of each step's own equation too, to second order. What is not found by then goes on with its
+                last state; `convergence` has status and residual of each head, or of each spin's equation, the worst of all
+                steps, and a warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError, TypeError: numbers out of their range; heads of fewer than three dimensions.
@@ -128,12 +134,10 @@ class SpinAttention(nn.Module):
         is_causal: bool = False,
     ) -> KineticSpins:
         """The spins before they move, of batch shape (B, H). Arguments and errors as for a call."""
-        if not isinstance(tokens, Tensor) or not tokens.is_floating_point():
-            kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise TypeError(f"tokens must be a floating-point tensor, got {kind}")
-        if tokens.ndim != 3 or tokens.shape[-1] != self.embed_dim:
+        if floating("tokens", tokens).ndim != 3 or tokens.shape[-1] != self.embed_dim:
             order = "(batch, length, {})" if self.batch_first else "(length, batch, {})"
             raise ValueError(f"tokens must have shape {order.format(self.embed_dim)}, got {tuple(tokens.shape)}")
+        check_input("tokens", tokens, self.drive_proj)
         if not self.batch_first:
             tokens = tokens.transpose(0, 1)
         drive, query, key = (
@@ -155,10 +159,20 @@ class SpinAttention(nn.Module):
         Raises:
             ConvergenceError: as a call.
         """
-        options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw}
+        lost = "nan" if self.throw else "zero"
+        options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw, "lost_derivative": lost}
         if self.steps is None:
-            return model.stationary(self.order, method=self.method, **options).value
-        state = model.drive
+            found = model.stationary(self.order, method=self.method, **options)
+            self._keep(found.status, found.residual)
+            return found.value
+        state, steps = model.drive, []
         for _ in range(self.steps):
-            state = model.step(state, self.order, **options)
+            if self.order == "first":
+                state = model.step(state)
+            else:
+                steps.append(model.second_order_step(state, **options))
+                state = steps[-1].value
+        if steps:
+            status, residual = (torch.stack([getattr(step, name) for step in steps]) for name in ("status", "residual"))
+            self._keep(status.amax(0), residual.amax(0))
         return state

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from massieu.nn.arguments import check_input
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
     Mask,
     Number,
@@ -20,12 +22,13 @@ from massieu.nn.heads import (
 from massieu.nn.weights import attention_weights
 from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve.arguments import floating
 
 Order = Literal["mean_field", "tap"]
 Site = Literal["spin", "gaussian"]
 
 
-class TAPAttention(nn.Module):
+class TAPAttention(Converging, nn.Module):
     """Mean spins of tokens that couple by attention, to first or second order in the couplings (B13, B14).
 
     In each head token i puts the field x_i on D spins and couples them to those of token j by J_ij = strength·p_ij, p the
@@ -63,7 +66,7 @@ class TAPAttention(nn.Module):
         method: Method | Any = "auto",
         damping: float = 0.5,
         max_steps: int = 200,
-        throw: bool = True,
+        throw: bool = False,
     ) -> None:
         """Projections of tokens to fields, queries and keys of heads, and of mean spins to the output.
 
@@ -72,7 +75,9 @@ class TAPAttention(nn.Module):
             site: "spin" for components of ±1, "gaussian" for normal ones of variance 1.
             strength: What a token's couplings add up to; a number, a tensor or a Parameter, one or one a head.
             scale: Inverse temperature of the softmax, of the same kinds; by default the head's size to the −½.
-            method, damping, max_steps, throw: As for `massieu.solve.fixed_point`.
+            method, damping, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
+                state is used, `convergence` has status and residual of each head, and a warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError, TypeError: numbers out of their range.
@@ -117,6 +122,7 @@ class TAPAttention(nn.Module):
             ConvergenceError: with `throw`, a head found no fixed point, with its residual and what to try.
         """
         found = self.solve(tokens, key_padding_mask, attn_mask, is_causal, coupling=coupling)
+        self._keep(found.status, found.residual)
         output = self.out_proj(merge_heads(found.value).to(tokens.dtype))
         return output if self.batch_first else output.transpose(0, 1)
 
@@ -131,9 +137,10 @@ class TAPAttention(nn.Module):
     ) -> FixedPoint:
         """The mean spins of the heads, (B, H, L, D), with status, steps and residual of each head. Arguments as for a call."""
         size = self.field_proj.in_features
-        if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.shape[-1] != size:
-            kind = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise ValueError(f"tokens must have three dimensions, batch, length and size {size}, got {kind}")
+        if floating("tokens", tokens).ndim != 3 or tokens.shape[-1] != size:
+            shape = tuple(tokens.shape)
+            raise ValueError(f"tokens must have three dimensions, batch, length and size {size}, got {shape}")
+        check_input("tokens", tokens, self.field_proj)
         if not self.batch_first:
             tokens = tokens.transpose(0, 1)
         field, query, key = (
@@ -155,13 +162,15 @@ class TAPAttention(nn.Module):
             couplings = (share * per_head(self.strength)).to(field.dtype).expand(layout)
             return fixed_point(
                 _EQUATIONS[self.site, self.order],
-                torch.zeros_like(field),
+                # 0, but NaN where a field is: what is not finite is not to be returned as if it were.
+                0 * field.detach(),
                 (field, couplings),
                 item_dims=2,
                 method=self.method,
                 damping=self.damping,
                 max_steps=self.max_steps,
                 throw=self.throw,
+                lost_derivative="nan" if self.throw else "zero",
             )
 
 

@@ -24,7 +24,7 @@ def attention_weights(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = added(log_weight, scores)
-    log_partition = stable.logsumexp(scores)
+    log_partition = stable.logsumexp(scores) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
     if sink is not None:
         level = torch.as_tensor(sink, dtype=dtype, device=query.device)
         log_partition = torch.logaddexp(log_partition, level.unsqueeze(-1) if level.ndim else level)

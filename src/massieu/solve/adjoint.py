@@ -4,6 +4,7 @@ dz* = (I − J)⁻¹ ∂_θf dθ with J = ∂_z f at z*. Solving with I − J, o
 that solve again, so that derivatives of all orders are right and no iterate is kept.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,12 @@ class Implicit:
     problem: Problem
     solver: LinearSolver
     throw: bool
+    lost: float = math.nan
+    """The derivative of an item that has none: NaN, or 0 where such an item must not end the training of the others."""
 
 
 def implicit(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
-    """`value` with the derivatives of the fixed point in the leaves; NaN for refused items."""
+    """`value` with the derivatives of the fixed point in the leaves; NaN for refused items, or what the system says."""
     # Compiled inside a transform, a custom function's backward would be ignored.
     if in_functorch() if torch.compiler.is_compiling() else in_nested_forward_mode():
         return _chord(system, value, refused, leaves)
@@ -64,6 +67,7 @@ class _Implicit(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         value, refused, *leaves = ctx.saved_tensors
         solved = _solve(ctx.system, True, cotangents[0], value, refused, leaves)
+        value = _harmless(ctx.system, value, refused)
         wanted = [
             needed and leaf.is_floating_point() for needed, leaf in zip(ctx.needs_input_grad[3:], leaves, strict=True)
         ]
@@ -77,6 +81,7 @@ class _ImplicitForwardMode(_Implicit):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         value, refused, *leaves = ctx.saved_tensors
+        value = _harmless(ctx.system, value, refused)
         moved = _push(lambda *leaves: ctx.system.problem(value, *leaves), leaves, tangents[3:], value)
         return _solve(ctx.system, False, moved, value, refused, leaves)
 
@@ -101,6 +106,7 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         solution, value, refused, *leaves = ctx.saved_tensors
+        value = _harmless(ctx.system, value, refused)
         other = _solve(ctx.system, not ctx.transposed, cotangents[0], value, refused, leaves)
         # The derivatives of ⟨left, J right⟩ in z and the leaves.
         left, right = (solution, other) if ctx.transposed else (other, solution)
@@ -114,6 +120,7 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         solution, value, refused, *leaves = ctx.saved_tensors
+        value = _harmless(ctx.system, value, refused)
         product = _product(ctx.system.problem, solution, ctx.transposed)
         right = _push(product, [value, *leaves], (tangents[3], *tangents[5:]), value)
         if tangents[2] is not None:
@@ -131,7 +138,7 @@ def _solve(
 
 
 def _solution(system: Implicit, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, leaves: Any) -> Tensor:
-    used = (right != 0).any(-1)
+    used, value = (right != 0).any(-1), _harmless(system, value, refused)
 
     def product(vector: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
         return vector - _product(system.problem, vector, transposed)(value, *leaves)
@@ -142,7 +149,12 @@ def _solution(system: Implicit, transposed: bool, right: Tensor, value: Tensor, 
         failed = found.status != CONVERGED
         if system.throw and readable() and some(failed):
             raise ConvergenceError(_reason(found))
-        return torch.where(((failed | refused) & used).unsqueeze(-1), torch.nan, found.value)
+        return torch.where(((failed | refused) & used).unsqueeze(-1), system.lost, found.value)
+
+
+def _harmless(system: Implicit, value: Tensor, refused: Tensor) -> Tensor:
+    """The state, 0 for refused items whose derivative is to be 0: at what is not finite, 0 times a slope would be NaN."""
+    return value if math.isnan(system.lost) else torch.where(refused.unsqueeze(-1), 0.0, value)
 
 
 def _reason(found: LinearSolution) -> str:
@@ -211,13 +223,15 @@ def _chord(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Tenso
     Each makes one more order of derivatives right; what rounding left of the equation stays.
     """
     with torch.no_grad():
-        value = value.detach()
+        end = value.detach()
+        value = _harmless(system, end, refused)
         constants = [leaf.detach() for leaf in leaves]
         matrix = dense(lambda vector: vector - _product(system.problem, vector, False)(value, *constants), value)
         inverse = torch.linalg.inv_ex(matrix).inverse
-        inverse = torch.where(refused[..., None, None], torch.nan, inverse).detach()
+        lost = refused | ~inverse.isfinite().all((-2, -1))
+        inverse = torch.where(lost[..., None, None], system.lost, inverse).detach()
         left = (system.problem(value, *constants) - value).detach()
     for _ in range(_ORDERS):
         missing = system.problem(value, *leaves) - value - left
         value = value + (inverse @ missing.unsqueeze(-1)).squeeze(-1)
-    return value
+    return value if math.isnan(system.lost) else value + (end - value).detach()

@@ -62,6 +62,10 @@ def spectral_radius(
 
 def spectrum(evaluate: Map, point: Tensor, image: Tensor, products: int, damping: float = 1.0) -> Spectrum:
     """Of z + damping·(f(z) − z), by `products` evaluations, or as many as an item has numbers."""
+    if point.shape[-1] == 0:
+        # Of an item without numbers the Jacobian has no eigenvalue.
+        nothing = point.new_zeros(point.shape[:-1])
+        return Spectrum(nothing, nothing)
     products = min(products, point.shape[-1])
     places = torch.arange(1, point.shape[-1] + 1, dtype=point.dtype, device=point.device)
     # As good as random, and the same everywhere: k² radians modulo 2π are equidistributed (Weyl 1916).

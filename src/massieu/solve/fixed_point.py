@@ -10,6 +10,7 @@ from torch import Tensor
 
 from massieu.errors import ConvergenceError
 from massieu.solve.adjoint import Implicit, implicit, one_step
+from massieu.solve.arguments import real
 from massieu.solve.attraction import PRODUCTS, spectrum
 from massieu.solve.iteration import State, Tolerance, begin, contraction, judge
 from massieu.solve.linear import GMRES, ConjugateGradients, Dense, LinearSolver
@@ -26,6 +27,7 @@ _LINEAR: dict[str, LinearSolver] = {
     "cg": ConjugateGradients(),
     "dense": Dense(),
 }
+_LOST = {"nan": math.nan, "zero": 0.0}
 _ADJOINTS = ("implicit", "one_step", "unrolled")
 
 
@@ -43,6 +45,7 @@ def fixed_point(
     damping: float = 1.0,
     linear_solver: LinearSolver | Literal["auto", "gmres", "cg", "dense"] = "auto",
     throw: bool = True,
+    lost_derivative: Literal["nan", "zero"] = "nan",
     check_attraction: bool | None = None,
 ) -> FixedPoint:
     """Find z with ``function(z, *parameters) = z``, for each item by itself (B12).
@@ -75,7 +78,9 @@ def fixed_point(
         damping: γ in (0, 2): a plain move is z + γ(f(z) − z). No fixed point depends on it.
         linear_solver: For the implicit derivative; "auto" is GMRES, "cg" declares ∂f/∂z symmetric.
         throw: Raise where an item has no fixed point or the derivative does not exist. If not: the status tells, the
-            value is the last iterate, and its implicit derivative is NaN unless the item converged or ran out of steps.
+            value is the last iterate, and its implicit derivative is lost unless the item converged or ran out of steps.
+        lost_derivative: "nan", which cannot be overlooked; or, with `throw=False`, "zero": as if the item were not there,
+            so that a query without a fixed point does not end the training of the others.
         check_attraction: Whether fixed points at which ∂f/∂z has an eigenvalue of modulus ≥ 1 are refused, at up to
             12 evaluations. None: where an implicit derivative may be wanted, and after Newton's method.
 
@@ -89,6 +94,8 @@ def fixed_point(
     way = _chosen(method, METHODS, Method, "method")
     solver = _chosen(linear_solver, _LINEAR, LinearSolver, "linear_solver")
     _check(adjoint, way, max_steps, damping, rtol=rtol, atol=atol)
+    if lost_derivative not in _LOST or (throw and lost_derivative == "zero"):
+        raise ValueError(f"lost_derivative must be 'nan', or 'zero' with throw=False, got {lost_derivative!r}")
     problem, flat, leaves = pose(function, start, parameters, item_dims)
     tolerance = _tolerance(rtol, atol, flat.dtype)
     point, constants = flat.detach(), tuple(leaf.detach() for leaf in leaves)
@@ -114,7 +121,8 @@ def fixed_point(
         value = one_step(problem, problem.flat(found.value), leaves)
     else:
         refused = (found.status != CONVERGED) & (found.status != MAX_STEPS)
-        value = implicit(Implicit(problem, solver, throw), problem.flat(found.value), refused, leaves)
+        system = Implicit(problem, solver, throw, _LOST[lost_derivative])
+        value = implicit(system, problem.flat(found.value), refused, leaves)
     return found._replace(value=problem.shaped(value))
 
 
@@ -217,8 +225,8 @@ def _check(adjoint: str, method: Method, max_steps: int, damping: float, **toler
         raise ValueError(f"adjoint='unrolled' differentiates plain moves: it needs method='picard', got {method!r}")
     if not isinstance(max_steps, int) or isinstance(max_steps, bool) or max_steps < 0:
         raise ValueError(f"max_steps must be an int, at least 0, got {max_steps!r}")
-    if not 0 < damping < 2:
+    if not 0 < real("damping", damping) < 2:
         raise ValueError(f"damping must lie in (0, 2), got {damping!r}")
     for name, value in tolerances.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
+        if value is not None and not (math.isfinite(real(name, value)) and value >= 0):
             raise ValueError(f"{name} must be a number, at least 0, got {value!r}")

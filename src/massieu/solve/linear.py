@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from massieu.solve.arguments import floating, is_dense, told
 from massieu.solve.loops import readable, repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -61,7 +62,7 @@ class ConjugateGradients(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolution:
         """Solve A x = right; status SINGULAR at a direction of no or negative curvature, with the x before it."""
-        target = default_rtol(self.rtol, right.dtype) * right.norm(dim=-1)
+        target = default_rtol(self.rtol, _checked(right).dtype) * right.norm(dim=-1)
         limit = max(2 * right.shape[-1], 50) if self.max_steps is None else self.max_steps
         square = right.square().sum(-1)
         count = torch.zeros_like(square, dtype=torch.int64)
@@ -70,7 +71,7 @@ class ConjugateGradients(LinearSolver):
         )
 
         def step(state: _Conjugate, *constants: Tensor) -> _Conjugate:
-            image = product(state.direction, *constants)
+            image = _image(product, state.direction, constants)
             curvature = (state.direction * image).sum(-1)
             running = state.status == RUNNING
             length = state.direction.square().sum(-1)
@@ -113,7 +114,7 @@ class GMRES(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolution:
         """Solve A x = right; status SINGULAR where the Krylov space ends before the residual does."""
-        size = right.norm(dim=-1)
+        size = _checked(right).norm(dim=-1)
         target = default_rtol(self.rtol, right.dtype) * size
         steps = torch.zeros_like(size, dtype=torch.int64)
         solution = LinearSolution(torch.zeros_like(right), _begin(size, target), steps, size)
@@ -152,13 +153,42 @@ class Dense(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolution:
         """Solve A x = right; status SINGULAR where LU meets a pivot of 0."""
-        matrix = dense(lambda vector: product(vector, *constants), right)
+        matrix = dense(lambda vector: product(vector, *constants), _checked(right))
         factors = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
         value = factors.result.squeeze(-1)
         status = torch.where(factors.info == 0, CONVERGED, SINGULAR)
         status = torch.where(value.isfinite().all(-1) | (factors.info != 0), status, NOT_FINITE)
         residual = (right - (matrix @ value.unsqueeze(-1)).squeeze(-1)).norm(dim=-1)
         return LinearSolution(value, status, torch.full_like(status, right.shape[-1]), residual)
+
+
+def _checked(right: Tensor) -> Tensor:
+    """A right side that can be solved for.
+
+    Raises:
+        TypeError: it is not floating-point, or in half precision, in which no system is solved.
+        ValueError: it has no dimension.
+    """
+    if floating("right", right).dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"right must be of float32 or float64, got {right.dtype}")
+    if right.ndim == 0:
+        raise ValueError("right must have shape (*items, n), got a number")
+    return right
+
+
+def _image(product: Product, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
+    """A vector's image, which must be like it."""
+    image = product(vector, *constants)
+    if not readable():
+        return image
+    if not isinstance(image, Tensor) or not is_dense(image) or image.is_meta != vector.is_meta:
+        raise TypeError(f"product must return a vector like the one it is given, got {told(image)}")
+    if image.shape != vector.shape or image.dtype != vector.dtype:
+        raise ValueError(
+            f"product must return the vector's shape and dtype, {tuple(vector.shape)} and {vector.dtype}, got "
+            f"{tuple(image.shape)} and {image.dtype}"
+        )
+    return image
 
 
 def dense(product: Product, like: Float[Tensor, "*items n"]) -> Float[Tensor, "*items n n"]:
@@ -242,7 +272,7 @@ def _arnoldi(product: Product) -> Callable[..., _Cycle]:
         state = _grown(state) if readable() else state
         places = torch.arange(state.basis.shape[-2], device=state.basis.device)
         here, after = (places == state.turn).to(state.basis.dtype), (places == state.turn + 1).to(state.basis.dtype)
-        image = product(here @ state.basis, *constants)
+        image = _image(product, here @ state.basis, constants)
         vector, column, length = orthogonalise(state.basis, image)
         column = (state.rotation @ (column + length.unsqueeze(-1) * after).unsqueeze(-1)).squeeze(-1)
 

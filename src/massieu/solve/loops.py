@@ -56,8 +56,9 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def some(mask: Tensor) -> bool:
-    """Whether any is true, in the whole batch."""
-    return bool(unwrapped(mask).any())
+    """Whether any is true, in the whole batch; of shapes without values, on the meta device, nothing is."""
+    numbers = unwrapped(mask)
+    return not numbers.is_meta and bool(numbers.any())
 
 
 def repeat(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from massieu.solve.arguments import floating, is_dense, told
 from massieu.solve.loops import layers
 
 _Function = Callable[..., Tensor]
@@ -57,13 +58,17 @@ class Problem:
         remaining = iter(leaves)
         merged = [next(remaining) if other is TENSOR else other for other in self.others]
         image = self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
-        if not isinstance(image, Tensor):
-            raise TypeError(f"the function must return a tensor of z's shape {self.shape}, got {type(image).__name__}")
+        if not isinstance(image, Tensor) or not is_dense(image):
+            raise TypeError(f"the function must return a tensor of z's shape {self.shape}, got {told(image)}")
         if tuple(image.shape) != self.shape:
             raise ValueError(f"the function must return z's shape {self.shape}, got {tuple(image.shape)}")
         if image.dtype != flat.dtype:
             raise ValueError(
                 f"the function must return z's dtype {flat.dtype}, got {image.dtype}; start from that dtype"
+            )
+        if not torch.compiler.is_compiling() and image.is_meta != flat.is_meta:
+            raise ValueError(
+                f"the function must return a tensor on z's device {flat.device}, got one on {image.device}"
             )
         return self.flat(image)
 
@@ -88,13 +93,15 @@ def pose(
         TypeError: `start` is no floating-point tensor, or `parameters` no tuple.
         ValueError: `item_dims` is not among the start's dimensions.
     """
-    if not isinstance(start, Tensor) or not start.is_floating_point():
-        kind = f"a tensor of {start.dtype}" if isinstance(start, Tensor) else type(start).__name__
-        raise TypeError(f"start must be a floating-point tensor, got {kind}")
+    floating("start", start)
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {type(function).__name__}")
     if not isinstance(parameters, tuple):
         raise TypeError(
             f"parameters must be a tuple, one entry for each argument after z, got {type(parameters).__name__}"
         )
+    if isinstance(item_dims, bool) or not isinstance(item_dims, int):
+        raise TypeError(f"item_dims must be an int, got {told(item_dims)}")
     if not 0 <= item_dims <= start.ndim:
         raise ValueError(f"item_dims must be between 0 and the start's {start.ndim} dimensions, got {item_dims}")
     leaves, structure = pytree.tree_flatten(parameters)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.measures.value import register, static_field, values_are_readable
+from massieu.solve.arguments import floating, is_floating, told
 
 _ROUNDINGS = 16
 """How many roundings of its dtype a point may lie outside the range of a map and still count as inside."""
@@ -76,10 +77,14 @@ class Contraction(ABC):
 
     def _admit(self, x: Tensor) -> tuple[Self, Tensor, float]:
         """The map and x in one dtype of at least float32, and how far roundings may have moved a point of size one."""
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"{type(self).__name__} needs a floating-point tensor, got {_kind(x)}")
+        x = floating(f"x of {type(self).__name__}", x)
         if x.ndim == 0:
             raise ValueError(f"{type(self).__name__} needs x of shape (*batch, *query, d), got a scalar")
+        for leaf in pytree.tree_leaves(self):
+            if leaf.device.type != x.device.type and (leaf.numel() > 1 or leaf.is_meta):
+                raise ValueError(
+                    f"{type(self).__name__} is on {leaf.device.type}, x on {x.device.type}: move one with .to"
+                )
         self._check(tuple(x.shape))
         dtype = torch.promote_types(torch.float32, x.dtype)
         for leaf in pytree.tree_leaves(self):
@@ -106,8 +111,8 @@ def positive(name: str, value: Tensor | float) -> Tensor:
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = torch.tensor(float(value), dtype=torch.float64)
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"{name} must be a number or a floating-point tensor, got {_kind(value)}")
+    if not isinstance(value, Tensor) or not is_floating(value):
+        raise TypeError(f"{name} must be a number or a floating-point tensor, got {told(value)}")
     if values_are_readable(value) and not bool((value.isfinite() & (value > 0)).all()):
         raise ValueError(f"{name} must be positive and finite, got {value.detach().flatten()[:6].tolist()}")
     return value
@@ -128,7 +133,3 @@ def need_batch(contraction: Contraction, batch: torch.Size, shape: tuple[int, ..
 def need_width(contraction: Contraction, width: int, shape: tuple[int, ...]) -> None:
     if shape[-1] != width:
         raise ValueError(f"{type(contraction).__name__} needs x of shape (…, {width}), got {shape}")
-
-
-def _kind(value: object) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from massieu.energy import matrices
 from massieu.energy.contraction.base import Contraction, align, need_batch, need_width, positive
+from massieu.solve.arguments import floating
 
 
 class Identity(Contraction):
@@ -85,6 +86,8 @@ class Whitening(Contraction):
         Raises:
             ValueError: shapes that do not fit, or a covariance that is not positive definite.
         """
+        for name, tensor in (("location", location), ("covariance", covariance)):
+            floating(name, tensor)
         if covariance.shape != (*location.shape, *location.shape[-1:]):
             raise ValueError(
                 f"covariance must have shape {(*location.shape, *location.shape[-1:])} for a location of shape "
@@ -101,6 +104,8 @@ class Whitening(Contraction):
         Raises:
             ValueError: the covariance is singular, as always for N ≤ d without an `eps`.
         """
+        if floating("points", points).ndim < 2 or 0 in points.shape[-2:]:
+            raise ValueError(f"points must have shape (*batch, N, d) with N, d ≥ 1, got {tuple(points.shape)}")
         points = points.to(torch.promote_types(torch.float32, points.dtype))
         location = points.mean(-2)
         centred = points - location.unsqueeze(-2)

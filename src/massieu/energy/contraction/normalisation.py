@@ -14,6 +14,7 @@ from torch import Tensor
 
 from massieu.energy.contraction.base import Contraction, align, need_batch, need_width, positive
 from massieu.measures.value import values_are_readable
+from massieu.solve.arguments import floating
 
 
 class _Normalisation(Contraction):
@@ -168,7 +169,9 @@ class LayerNorm(_Normalisation):
                 finite. A gain for every coordinate makes the map no gradient (its Jacobian is not symmetric).
         """
         gain = positive("gain", gain)
-        if bias is None:
+        if bias is not None:
+            floating("bias", bias)
+        else:
             bias = gain.new_zeros((*gain.shape, 1))
         if bias.ndim != gain.ndim + 1 or bias.shape[:-1] != gain.shape:
             raise ValueError(

@@ -1,0 +1,151 @@
+"""What modules are given wrongly: one sentence of ours, never a message from a kernel far below."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.rows import every_row
+from tests.sentences import works_or_says
+from torch import Tensor, nn
+
+from massieu import measures
+from massieu import nn as modules
+
+SIZE = 8
+
+
+def build() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    bits, signs = measures.Bernoulli.create(torch.full((SIZE,), 0.5)), measures.Spin.create(torch.zeros(3))
+    return {
+        "Attention": modules.Attention(SIZE, 2, batch_first=True),
+        "SparseAttention": modules.SparseAttention(SIZE, 2, batch_first=True),
+        "NormalizedAttention": modules.NormalizedAttention(SIZE, 2, batch_first=True),
+        "ConditionalMeanAttention": modules.ConditionalMeanAttention(SIZE, 2, batch_first=True),
+        "Hopfield": modules.Hopfield(SIZE, 2),
+        "Hopfield, 3 steps": modules.Hopfield(SIZE, 2, steps=3),
+        "Hopfield, to its end": modules.Hopfield(SIZE, 2, steps=None),
+        "HopfieldPooling": modules.HopfieldPooling(SIZE, 2),
+        "HopfieldLayer": modules.HopfieldLayer(SIZE, 2, quantity=3),
+        "ImplicitAttention": modules.ImplicitAttention(SIZE, 2),
+        "TAPAttention": modules.TAPAttention(SIZE, 2),
+        "SpinAttention": modules.SpinAttention(SIZE, 2),
+        "SpinAttention, solved": modules.SpinAttention(SIZE, 2, steps=None, order="second"),
+        "EnergyTransformer": modules.EnergyTransformer(SIZE, 2, steps=2),
+        "EnergyTransformerStack": modules.EnergyTransformerStack([modules.EnergyTransformer(SIZE, 2, steps=2)]),
+        "LayerNorm": modules.LayerNorm(SIZE),
+        "RMSNorm": modules.RMSNorm(),
+        "SphereProjection": modules.SphereProjection(),
+        "SoftSphere": modules.SoftSphere(),
+        "Spin": modules.Spin(),
+        "Scalar": modules.Scalar(),
+        "Whitening": modules.Whitening(SIZE),
+        "SigmaReparametrization": modules.SigmaReparametrization(),
+        "RestrictedBoltzmannMachine": modules.RestrictedBoltzmannMachine(bits, signs),
+    }
+
+
+NAMES = list(build())
+ATTENTION = NAMES[:4]
+PROJECTING = NAMES[:13]
+"""Those that have weights of the input's size, and so a dtype of their own."""
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape or (2, 5, SIZE), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+GIVEN: dict[str, Callable[[], object]] = {
+    "float64": lambda: tokens(dtype=torch.float64),
+    "bfloat16": lambda: tokens(dtype=torch.bfloat16),
+    "float8": lambda: tokens().to(torch.float8_e4m3fn),
+    "integers": lambda: tokens().long(),
+    "booleans": lambda: tokens() > 0,
+    "complex": lambda: tokens().to(torch.complex64),
+    "NumPy": lambda: tokens().numpy(),
+    "a list": lambda: [[1.0]],
+    "nothing": lambda: None,
+    "width": lambda: tokens(2, 5, SIZE + 1),
+    "no width": lambda: tokens(2, 5, 0),
+    "two dimensions": lambda: tokens(5, SIZE),
+    "one dimension": lambda: tokens(SIZE),
+    "a number": lambda: torch.tensor(1.0),
+    "four dimensions": lambda: tokens(2, 3, 5, SIZE),
+    "no item": lambda: tokens(0, 5, SIZE),
+    "no token": lambda: tokens(2, 0, SIZE),
+    "NaN": lambda: tokens() * torch.nan,
+    "infinity": lambda: tokens() * torch.inf,
+    "huge": lambda: tokens() * 1e30,
+    "meta": lambda: tokens().to("meta"),
+    "sparse": lambda: tokens().to_sparse(),
+}
+
+
+def call(name: str, module: nn.Module, given: object) -> object:
+    return module(given, given, given) if name in ATTENTION else module(given)
+
+
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore")
+@every_row("given", GIVEN)
+@every_row("name", NAMES)
+def test_any_input_works_or_is_one_sentence(name: str, given: str):
+    works_or_says(call, name, build()[name], GIVEN[given]())
+
+
+@every_row("name", PROJECTING)
+def test_another_dtype_is_named_with_the_modules_own(name: str):
+    for own, given in ((torch.float32, torch.float64), (torch.float64, torch.float32), (torch.float32, torch.bfloat16)):
+        said = works_or_says(call, name, build()[name].to(own), tokens(dtype=given))
+        names = [str(dtype).removeprefix("torch.") for dtype in (given, own)]
+        assert f"is {names[0]}, the module's parameters {names[1]}: convert one, as by .to(torch.{names[1]})" in said
+
+
+@pytest.mark.medium
+@every_row("name", PROJECTING)
+def test_under_autocast_half_precision_and_float32_are_one(name: str):
+    module = build()[name]
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert works_or_says(call, name, module, tokens(dtype=dtype)) == "works"
+        assert "float64" in works_or_says(call, name, module, tokens(dtype=torch.float64))
+
+
+@every_row("name", PROJECTING)
+def test_another_device_is_named_with_the_modules_own(name: str):
+    said = works_or_says(call, name, build()[name], tokens().to("meta"))
+    assert "on meta, the module's parameters on cpu" in said
+
+
+@every_row("name", [name for name in NAMES if name != "ConditionalMeanAttention"])
+def test_shapes_without_values(name: str):
+    """On the meta device a module computes the shape of its output, loops and solvers included."""
+    module, given = build()[name], tokens()
+    wanted = call(name, module, given > 0 if name == "RestrictedBoltzmannMachine" else given)
+    found = call(name, module.to("meta"), given.to("meta"))
+    for one, other in zip(torch.utils._pytree.tree_leaves(wanted), torch.utils._pytree.tree_leaves(found), strict=True):
+        assert other.is_meta
+        assert other.shape == one.shape
+        assert other.dtype == one.dtype
+
+
+def test_parts_that_do_not_fit_each_other():
+    layer, pooling = modules.Hopfield(SIZE, 2), modules.HopfieldPooling(SIZE, 2)
+    for attempt, message in (
+        (lambda: layer((tokens(2, 5, 8), tokens(3, 4, 8), tokens(2, 5, 8))), r"one batch size.*\(3, 4, 8\)"),
+        (
+            lambda: layer((tokens(2, 5, 8), tokens(2, 4, 8), tokens(2, 6, 8))),
+            r"stored and projections one length.*\(2, 6, 8\)",
+        ),
+        (
+            lambda: layer((tokens(), tokens())),
+            r"input must be .* or \(stored, states, projections\), got 2",
+        ),
+        (lambda: pooling((tokens(2, 5, 8), tokens(2, 6, 8))), r"one batch size and length.*\(2, 6, 8\)"),
+        (
+            lambda: modules.ImplicitAttention(SIZE, 2)(tokens(2, 5, 8), tokens(3, 5, 8)),
+            r"one batch size, got \(2, 5, 8\)",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            attempt()

@@ -1,0 +1,60 @@
+"""What fixed points and linear solvers are given wrongly: it works, or it is one sentence of ours."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.rows import every_row
+from tests.sentences import works_or_says, wrongs
+
+from massieu.solve import GMRES, ConjugateGradients, Dense, fixed_point, spectral_radius
+
+START = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def twice(x: Any) -> Any:
+    return 2 * x
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "start": lambda x: fixed_point(torch.cos, x),
+    "function": lambda x: fixed_point(x, START),
+    "its value": lambda x: fixed_point(lambda z: x, START),
+    "parameters": lambda x: fixed_point(torch.cos, START, x),
+    "rtol": lambda x: fixed_point(torch.cos, START, rtol=x, max_steps=3, throw=False),
+    "damping": lambda x: fixed_point(torch.cos, START, damping=x),
+    "item_dims": lambda x: fixed_point(torch.cos, START, item_dims=x),
+    "method": lambda x: fixed_point(torch.cos, START, method=x),
+    "adjoint": lambda x: fixed_point(torch.cos, START, adjoint=x),
+    "lost_derivative": lambda x: fixed_point(torch.cos, START, lost_derivative=x),
+    "spectral_radius": lambda x: spectral_radius(torch.cos, x),
+    "GMRES": lambda x: GMRES().solve(twice, x),
+    "ConjugateGradients": lambda x: ConjugateGradients().solve(twice, x),
+    "Dense": lambda x: Dense().solve(twice, x),
+    "a product": lambda x: GMRES().solve(lambda vector: x, START),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@every_row("name", CALLS)
+def test_any_argument_works_or_is_one_sentence(name: str):
+    for label, given in wrongs(START).items():
+        if name == "function" and not callable(given):
+            assert "function must be callable" in works_or_says(CALLS[name], given)
+            continue
+        try:
+            works_or_says(CALLS[name], given)
+        except Exception as error:
+            error.add_note(label)
+            raise
+
+
+def test_items_without_numbers_and_shapes_without_values():
+    empty = fixed_point(torch.cos, torch.zeros(3, 0), check_attraction=True)
+    assert empty.converged.all()
+    assert empty.value.shape == (3, 0)
+    found = fixed_point(torch.cos, START.to("meta"))
+    assert found.value.is_meta
+    assert found.value.shape == START.shape
+    assert found.status.shape == (6,)
