@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.capture import AttentionCall
-from massieu.probing.wiring import SiteInfo
+from massieu.probing.sites import SiteInfo
 
 STRONGEST = 5
 _NUMBERS = 600_000  # numbers recorded in all examples together, so that the page stays small
