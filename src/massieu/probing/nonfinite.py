@@ -28,6 +28,7 @@ class Trouble:
 
 def kind_of(tensor: Tensor) -> str | None:
     """ "NaN" or "infinity" where a tensor holds one, NaN first; None where all its numbers are finite."""
+    tensor = tensor.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or bool(tensor.isfinite().all()):
         return None
     return "NaN" if bool(tensor.isnan().any()) else "infinity"
