@@ -183,6 +183,25 @@ def test_a_module_that_attends_twice_is_one_layer_and_one_called_twice_is_two():
 
 
 @pytest.mark.medium
+def test_self_and_cross_attention_of_one_name_are_one_layer():
+    """BERT as a decoder calls both of a block's attention modules ``self``: its blocks are still layers, not two each."""
+    settings = {key: value for key, value in zoo.model("bert").config.to_dict().items() if key != "architectures"}
+    settings |= {"is_decoder": True, "add_cross_attention": True}
+    pair = hf.EncoderDecoderModel(
+        encoder=zoo.fresh("bert"), decoder=hf.BertLMHeadModel(hf.BertConfig(**settings))
+    ).eval()
+    pair.config.decoder_start_token_id, pair.config.pad_token_id = 1, 0
+    run = massieu.probe(pair, [batch()], max_length=20, statistics=["entropy"]).run
+    assert run["model"]["layers"] == 3 + 3
+    decoder = [(s["layer"], s["kind"], s["query_tokens"], s["key_tokens"]) for s in run["sites"][3:]]
+    assert decoder == [
+        (layer, *kind)
+        for layer in range(3)
+        for kind in (("causal", "decoder", "decoder"), ("cross", "decoder", "text"))
+    ]
+
+
+@pytest.mark.medium
 @every_row("name, tokens", [("vit", 2 * 3 * 17), ("swin", 2 * 3 * 256)])
 def test_an_image_model_has_read_its_patches(name, tokens):
     """32 × 32 pixels: 4 × 4 patches and a class token, or 16 × 16 patches."""

@@ -100,8 +100,9 @@ def in_call(call: AttentionCall, queries: Bool[Tensor, "B L"], keys: Bool[Tensor
 
 def at_real(tensor: Tensor, real: Tensor | None) -> Tensor:
     """A tensor's entries at real tokens, where its first two dimensions are items and tokens; else all of it."""
-    fits = real is not None and tensor.dim() >= 2 and tensor.shape[:2] == real.shape
-    return tensor[real.to(tensor.device)] if fits else tensor
+    if real is None or tensor.dim() < 2 or tensor.shape[:2] != real.shape:
+        return tensor
+    return tensor[real.to(tensor.device)]
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

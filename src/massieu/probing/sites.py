@@ -133,12 +133,16 @@ def inside(name: str, parent: str) -> bool:
 
 
 def _block_of(module_name: str, items: Sequence[str], attention_names: Sequence[str]) -> str:
-    """The outermost list item around an attention module in which no two attention modules have the same last name."""
-    for item in (i for i in items if inside(module_name, i)):
+    """The outermost list item around an attention module in which no two attention modules have the same last name.
+
+    Where there is none, as with self-attention and cross-attention of one name in one block, it is the innermost item.
+    """
+    around = [item for item in items if inside(module_name, item)]
+    for item in around:
         last = [n.rsplit(".", 1)[-1] for n in attention_names if inside(n, item)]
         if len(last) == len(set(last)):
             return item
-    return module_name.rsplit(".", 1)[0] if "." in module_name else module_name
+    return around[-1] if around else module_name.rpartition(".")[0] or module_name
 
 
 def _stack_of(block: str) -> str:

@@ -82,9 +82,12 @@ class BatchTokens:
         """Real tokens of the text; None where the batch is no text."""
         ids, mask = self.ids(decoder=False), self.mask(decoder=False)
         embedded = self.inputs.get("inputs_embeds")
-        if ids is None and not isinstance(embedded, Tensor):
+        if ids is not None:
+            shape = ids.shape
+        elif isinstance(embedded, Tensor):
+            shape = embedded.shape[:2]
+        else:
             return None
-        shape = ids.shape if ids is not None else embedded.shape[:2]
         return int(mask.bool().sum()) if mask is not None and mask.shape == shape else shape.numel()
 
     def positions(
@@ -95,12 +98,13 @@ class BatchTokens:
         None are given where the item has padding and it is not known which positions of the stream that is.
         """
         ids, mask = self.ids(decoder=decoder), self.mask(decoder=decoder)
-        known = ids is not None and ids.shape[1] == length
+        if ids is not None and ids.shape[1] != length:
+            ids = None
         device = next(v.device for v in self.inputs.values() if isinstance(v, Tensor))
         if mask is not None and mask.shape[1] == length:
             real = mask[row].bool()
-        elif mask is not None and not known and not bool(mask[row].all()):
+        elif mask is not None and ids is None and not bool(mask[row].all()):
             return torch.empty(0, dtype=torch.long, device=device)
         else:
             real = torch.ones(length, dtype=torch.bool, device=device)
-        return distinct_positions(ids[row] if known and distinct else None, real, most, generator)
+        return distinct_positions(ids[row] if ids is not None and distinct else None, real, most, generator)
