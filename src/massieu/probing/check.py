@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.capture import AttentionCall, capturing, stock_implementations
 from massieu.probing.model import READABLE, model_inputs
+from massieu.probing.nonfinite import at_real
 from massieu.probing.replay import tolerance
 from massieu.probing.sites import SiteInfo, find_sites, noticing
 from massieu.probing.tokens import decoder_given, real_tokens
@@ -112,9 +113,8 @@ def _self_check(
         errors.append((error, call.site.name))
     decoder = decoder_given(inputs)
     mask = inputs.get("decoder_attention_mask" if decoder else "attention_mask")
-    fits = isinstance(mask, Tensor) and tuple(mask.shape) == tuple(stock.shape[:2])
-    known = mask.bool() if fits else torch.ones(stock.shape[:2], dtype=torch.bool, device=stock.device)
-    errors.append((relative_difference(probed[known], stock[known]), "the model's output"))
+    real = mask.bool() if isinstance(mask, Tensor) else None
+    errors.append((relative_difference(at_real(probed, real), at_real(stock, real)), "the model's output"))
     compared = [(error, where) for error, where in errors if error == error]
     error, where = max(compared) if compared else (float("nan"), errors[0][1])
     return SelfCheck(error, tolerance(stock.dtype), where, len(compared) == len(errors))
