@@ -71,6 +71,7 @@ def text(tmp_path) -> Path:
 class _Result:
     def __init__(self, complete: bool = True, broken: BaseException | None = None) -> None:
         self.complete, self.broken = complete, broken
+        self.trouble: str | None = None
         self.saved: list[tuple[Path, str]] = []
         self.findings = [
             {"title": "Attention on the first token", "sentence": "3 of 72 heads look at [CLS]."},
@@ -220,6 +221,15 @@ def test_an_interrupted_run_is_saved_and_says_so(probed, tmp_path):
     assert probed.result.saved == [(tmp_path, "parquet")]
     assert "page:" in ran.stdout
     assert "incomplete" in ran.stderr.splitlines()[-1]
+
+
+def test_numbers_that_are_not_finite_are_said_first_and_end_with_3(probed, tmp_path):
+    probed.result.trouble = "the model is broken: NaN in the weight a.b"
+    ran = _run("probe", "--out", tmp_path)
+    assert ran.exit_code == 3
+    assert probed.result.saved == [(tmp_path, "parquet")], "the result is written all the same"
+    said = [line for line in ran.stderr.splitlines() if "warning" in line or "broken" in line]
+    assert said[0] == "massieu: the model is broken: NaN in the weight a.b"
 
 
 def test_an_interrupt_elsewhere_ends_with_the_same_code(probed, tmp_path):

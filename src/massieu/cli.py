@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 BAD_INPUT = 2
+NOT_FINITE = 3
 INTERRUPTED = 130
 RESULTS = Path("massieu-results")
 PAGE = "report.html"
@@ -183,6 +184,8 @@ def probe(
     if not result.complete:
         _say("interrupted: the result holds what was measured until then and is marked incomplete")
         raise typer.Exit(INTERRUPTED)
+    if result.trouble:
+        raise typer.Exit(NOT_FINITE)
 
 
 @app.command(epilog="\b\nExamples:\n  massieu describe gpt2\n  massieu describe ./checkpoint")
@@ -292,6 +295,8 @@ def _say(message: str) -> None:
 
 
 def _summarise(result: "ProbeResult", folder: Path) -> None:
+    if result.trouble:
+        _say(result.trouble)
     text = result.run["text"]
     model, unknown = result.run["model"], text.get("unknown_share")
     strange = "" if unknown is None else f", {100 * unknown:.3g} % of them unknown to the tokenizer"

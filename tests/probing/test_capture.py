@@ -9,7 +9,8 @@ from tests.probing import zoo
 from tests.rows import every_row
 
 from massieu.errors import InputError
-from massieu.probing.capture import capturing, self_check_error, stock_implementations
+from massieu.probing.capture import capturing, stock_implementations
+from massieu.probing.check import self_check_error
 from massieu.probing.model import model_inputs
 
 

@@ -7,7 +7,8 @@ from scipy.spatial.distance import pdist
 from tests.probing import zoo
 from tests.rows import every_row
 
-from massieu.probing.reading import Options, Reading, first_look
+from massieu.probing.check import first_look
+from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS
 from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS
 from massieu.probing.units import Units
@@ -20,7 +21,7 @@ def read(name: str) -> tuple[Reading, torch.nn.Module, dict]:
     """One sequence, all of its positions sampled, in float64."""
     model = zoo.fresh(name).double()
     batch = zoo.inputs(name, rows=1)
-    sites, *_ = first_look(model, batch)
+    sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
     return reading, model, batch
@@ -195,7 +196,7 @@ def test_ascent_along_the_heads_own_gradient_always_climbs():
         own.value.weight.copy_(own.key.weight)
         block.output.dense.weight.copy_(own.query.weight.T)
     batch = zoo.inputs("bert", rows=1)
-    sites, *_ = first_look(model, batch)
+    sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
     results = reading.results[LAYER]
@@ -250,7 +251,7 @@ def test_clouds_along_the_depth():
     """Distances by SciPy and spectra by an SVD of the centred tokens, for one window of distinct tokens."""
     model = zoo.fresh("bert").double()
     batch = {"input_ids": torch.arange(3, 23)[None], "attention_mask": torch.ones(1, 20, dtype=torch.long)}
-    sites, *_ = first_look(model, batch)
+    sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
     with torch.no_grad():
@@ -272,7 +273,7 @@ def test_repeated_tokens_are_counted_once():
     model = zoo.fresh("llama")
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14] * 2])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    sites, *_ = first_look(model, batch)
+    sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
     rows = {statistic: value for statistic, value, *_ in reading.expansion.results(0)}
@@ -289,7 +290,7 @@ def test_repeated_tokens_are_counted_once():
 def test_other_architectures_give_numbers_or_a_reason(name):
     model = zoo.model(name)
     batch = zoo.inputs(name, padded=True)
-    sites, *_ = first_look(model, batch)
+    sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=8))
     reading.forward(batch, None, sampled=[0, 2], windows=range(3))
     for results in reading.results:

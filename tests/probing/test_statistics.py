@@ -9,7 +9,8 @@ from tests.probing import oracle, zoo
 from tests.rows import every_row
 
 from massieu.probing.capture import AttentionCall, Site
-from massieu.probing.reading import Options, Reading, first_look
+from massieu.probing.check import first_look
+from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics.attention import PER_QUERY, AttentionStatistics, Tokens, query_statistics
 from massieu.probing.statistics.registry import ATTENTION, STATISTICS, VALUES, select
 from massieu.probing.units import Units
@@ -19,7 +20,7 @@ GROUPS = frozenset({ATTENTION, VALUES})
 
 def read(name, batches, special, **options) -> Reading:
     model = zoo.fresh(name)
-    sites, *_ = first_look(model, batches[0])
+    sites = first_look(model, batches[0]).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, **options))
     for batch, marks in zip(batches, special, strict=True):
         reading.forward(batch, marks, sampled=(), windows=range(len(batch["input_ids"])))

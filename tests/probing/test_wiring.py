@@ -7,7 +7,9 @@ from tests.rows import every_row
 
 from massieu.probing.capture import capturing
 from massieu.probing.model import model_inputs
-from massieu.probing.wiring import StreamTracer, find_sites, noticing_cross_attention
+from massieu.probing.sites import find_sites, noticing
+from massieu.probing.tokens import decoder_given
+from massieu.probing.wiring import StreamTracer
 
 A, F, N, X, B = "attention", "feed_forward", "norm", "cross_attention", "attention_and_feed_forward"
 PRE, POST = [N, A, N, F] * 3 + [N], [A, N, F, N] * 3
@@ -32,11 +34,11 @@ WIRING = {
 def trace(name, batch=None):
     model = zoo.model(name)
     prepared = model_inputs(model, zoo.inputs(name) if batch is None else batch)
-    calls, steps = [], []
+    steps = []
     with torch.no_grad():
-        with noticing_cross_attention(model) as cross, capturing(model, calls.append):
+        with noticing(model) as seen, capturing(model, seen.attention):
             model(**prepared)
-        sites = find_sites(model, calls, cross)
+        sites = find_sites(model, seen, decoder_tokens=decoder_given(prepared))
         tracer = StreamTracer(model, sites, steps.append)
         with capturing(model, tracer.attention), tracer.watching():
             final = model(**prepared)[0]

@@ -7,14 +7,16 @@ to the observer. Nothing is kept after the observer returns.
 
 Two traps this file exists for: an attention function registered without a mask function makes transformers pass no
 mask at all, and a model outside the interface ignores the request with no more than a log line. So both functions are
-registered, calls are counted, and every site is checked against the model's own output (`self_check_error`).
+registered, calls are counted, and every site is checked against the model's own output (`check.self_check_error`).
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ class AttentionCall:
         softcap: scores are ``softcap · tanh(score / softcap)`` before the log-weight; None where there is no cap.
         sink: one extra logit per head without a value (gpt-oss); None elsewhere.
         output: the model's own result, before the output projection.
+        repeated: the same queries and keys as in the call before, of the same module: its weights applied to other values.
     """
 
     site: Site
@@ -95,6 +98,7 @@ class AttentionCall:
     softcap: float | None
     sink: Float[Tensor, " H"] | None
     output: Float[Tensor, "B L H Dv"]
+    repeated: bool = False
 
     def visible(self) -> Bool[Tensor, "B_or_1 H_or_1 L N"]:
         """Which keys each query can see."""
@@ -142,6 +146,8 @@ class Capture:
         observer: called with each `AttentionCall`, in order.
         fired: how often each module was called in the current forward pass.
         unexplained: keyword arguments that reached an attention function and that this file does not know.
+        thread: the thread whose calls are read.
+        disturbed: another thread called the model, or changed its attention implementation, in the meantime.
     """
 
     names: dict[nn.Module, str]
@@ -149,18 +155,39 @@ class Capture:
     fired: dict[str, int] = field(default_factory=dict)
     unexplained: set[str] = field(default_factory=set)
     projections: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    disturbed: bool = False
+    _latest: tuple[nn.Module, Tensor, Tensor, Site] | None = None
 
     def start_forward(self) -> None:
         """Forget the call counts; to be called before each forward pass of the model."""
         self.fired.clear()
+        self._latest = None
 
-    def next_site(self, module: nn.Module) -> Site:
+    def place(self, module: nn.Module, query: Tensor, key: Tensor) -> tuple[Site, bool]:
+        """The site of the next call, and whether it repeats the one before with the same queries and keys."""
         name = self.names.get(module)
         if name is None:
             raise InputError(f"an attention module of class {type(module).__name__} is not part of the probed model")
+        latest = self._latest
+        # The latest queries and keys are held, so that their memory cannot have been given to others.
+        if latest is not None and latest[0] is module and _same(latest[1], query) and _same(latest[2], key):
+            return latest[3], True
         ordinal = self.fired.get(name, 0)
         self.fired[name] = ordinal + 1
-        return Site(name, ordinal)
+        site = Site(name, ordinal)
+        self._latest = (module, query, key, site)
+        return site, False
+
+    def check_undisturbed(self) -> None:
+        """Raises:
+        InputError: another thread used the model while it was read.
+        """
+        if self.disturbed:
+            raise InputError(
+                "another thread used the model while it was probed, so what was read is not one thing; "
+                "let the other thread wait, or give each a copy of the model"
+            )
 
     @contextmanager
     def replaying(self) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
@@ -173,6 +200,37 @@ class Capture:
 
 
 _ACTIVE: ContextVar[Capture | None] = ContextVar("massieu_capture", default=None)
+_CAPTURES: list[Capture] = []  # of all threads
+_LOCK = threading.Lock()
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    """One tensor in memory."""
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
+
+
+def of_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
+    """A module's hook that looks away when another thread calls the module."""
+    thread = threading.get_ident()
+
+    @wraps(hook)
+    def look(*arguments: Any, **keywords: Any) -> None:
+        if threading.get_ident() == thread:
+            hook(*arguments, **keywords)
+
+    return look
+
+
+def _own_capture(module: nn.Module) -> Capture | None:
+    """The capture that this call belongs to; a call from another thread belongs to none, and disturbs."""
+    capture = _ACTIVE.get()
+    if capture is not None and capture.thread == threading.get_ident():
+        return capture
+    with _LOCK:
+        for other in _CAPTURES:
+            if module in other.names:
+                other.disturbed = True
+    return None
 
 
 def _own_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -210,6 +268,7 @@ def _call_from(
     mask: Tensor | None, keywords: dict[str, Any], output: Tensor,
 ) -> AttentionCall:  # fmt: skip
     capture.unexplained.update(k for k, v in keywords.items() if v is not None and k not in _UNDERSTOOD)
+    given = query, key
     length, keys = query.shape[2], key.shape[2]
     causal = False
     if implementation == FUSED and mask is None and length > 1:
@@ -227,8 +286,9 @@ def _call_from(
     # sdpa knows neither caps nor sinks: a model that runs on it goes without them, and so do its statistics
     softcap = keywords.get("softcap") if implementation == EAGER else None
     sink = keywords.get("s_aux") if implementation == EAGER else None
+    site, repeated = capture.place(module, given[0], given[1])
     return AttentionCall(
-        site=capture.next_site(module),
+        site=site,
         module=module,
         query=query,
         key=key,
@@ -239,6 +299,7 @@ def _call_from(
         softcap=None if softcap is None else float(softcap),
         sink=None if sink is None else sink.detach().float().reshape(-1),
         output=output,
+        repeated=repeated,
     )
 
 
@@ -246,12 +307,13 @@ def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
     ) -> tuple[Tensor, Any]:
-        capture = _ACTIVE.get()
+        capture = _own_capture(module)
         if capture is not None and capture.projections is not None:
             capture.projections.append((query, key, value))
             raise StopAfterQuery
         output, weights = _own_function(module, implementation)(module, query, key, value, attention_mask, **keywords)
         if capture is not None:
+            capture.check_undisturbed()
             call = _call_from(capture, implementation, module, query, key, value, attention_mask, keywords, output)
             capture.observer(call)
         return output, weights
@@ -296,60 +358,42 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], None]) -> It
     The model's attention implementation is restored afterwards, whatever happens.
 
     Raises:
-        InputError: the model runs attention through an implementation other than ``sdpa`` or ``eager``.
+        InputError: the model runs attention through an implementation other than ``sdpa`` or ``eager``, is being probed
+            already, or was used by another thread in the meantime.
     """
-    _register()
-    saved = [(config, config._attn_implementation_internal) for config in _configurations(model)]
-    unreadable = sorted({str(name) for _, name in saved if name not in (None, "sdpa", "eager")})
+    capture = Capture({module: name for name, module in model.named_modules()}, observer)
+    with _LOCK:
+        _register()
+        saved = _implementations(model)
+        ours = [(config, FUSED if name == "sdpa" else EAGER) for config, name in saved]
+        _CAPTURES.append(capture)
+        for config, name in ours:
+            config._attn_implementation_internal = name
+    token = _ACTIVE.set(capture)
+    try:
+        yield capture
+    finally:
+        with _LOCK:
+            capture.disturbed |= any(config._attn_implementation_internal != name for config, name in ours)
+            for config, name in saved:
+                config._attn_implementation_internal = name
+            _CAPTURES.remove(capture)
+        _ACTIVE.reset(token)
+        capture.start_forward()
+    capture.check_undisturbed()
+
+
+def _implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """The attention implementation of each configuration in the model, all of which can be delegated to."""
+    found = [(config, config._attn_implementation_internal) for config in _configurations(model)]
+    names = {name for _, name in found}
+    if names & {FUSED, EAGER}:
+        raise InputError(
+            "the model, or one that shares its configuration, is being probed already; give each its own copy"
+        )
+    unreadable = sorted(str(name) for name in names if name not in (None, "sdpa", "eager"))
     if unreadable:
         raise InputError(
             f"the model was loaded with attn_implementation={unreadable[0]!r}; load it with 'sdpa' or 'eager' to probe it"
         )
-    capture = Capture({module: name for name, module in model.named_modules()}, observer)
-    token = _ACTIVE.set(capture)
-    try:
-        for config, name in saved:
-            config._attn_implementation_internal = FUSED if name == "sdpa" else EAGER
-        yield capture
-    finally:
-        for config, name in saved:
-            config._attn_implementation_internal = name
-        _ACTIVE.reset(token)
-
-
-def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: int = 64) -> float:
-    """Largest difference between the model's attention output and ours, relative to the largest output.
-
-    Ours is the textbook formula in float64 on up to two items and ``queries`` evenly spaced queries; padding is left
-    out. It catches a wrong scale, mask, bias, cap or sink, and score modifications that this package does not know.
-    """
-    call = call.rows(slice(0, 2))
-    picked = torch.linspace(0, call.query.shape[2] - 1, min(queries, call.query.shape[2])).long()
-    groups = call.query.shape[1] // call.key.shape[1]
-    query = call.query[:, :, picked].double()
-    key, value = (t.double().repeat_interleave(groups, dim=1) for t in (call.key, call.value))
-    scores = call.scale * query @ key.mT
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
-        scores = scores + call.log_weight.expand(-1, -1, call.query.shape[2], -1)[:, :, picked].double()
-    visible = call.visible()[:, :, picked]
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if call.sink is not None:
-        sink = call.sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
-        value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=2)
-        scores = torch.cat([scores, sink], dim=-1)
-    expected = (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
-    known = real[:2][:, picked] & visible.any(-1).all(1).expand(expected.shape[0], -1)
-    return relative_difference(call.output[:, picked].double()[known], expected[known])
-
-
-def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
-    """Largest difference over the largest expected size. NaN and infinities must be in the same places, else infinite."""
-    finite = expected.isfinite()
-    if bool((finite != found.isfinite()).any()):
-        return float("inf")
-    if not bool(finite.any()):
-        return 0.0
-    size = expected[finite].abs().max().clamp_min(1e-30)
-    return float((found - expected)[finite].abs().max() / size)
+    return found

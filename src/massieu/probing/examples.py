@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.capture import AttentionCall
-from massieu.probing.wiring import SiteInfo
+from massieu.probing.sites import SiteInfo
 
 STRONGEST = 5
 _NUMBERS = 600_000  # numbers recorded in all examples together, so that the page stays small
@@ -50,14 +50,15 @@ class ExampleWindow:
         call = call.at(positions)
         scores, weight = explicit_attention(call)
         logits = torch.where(weight > -torch.inf, scores + weight, -torch.inf)
-        attention = torch.softmax(logits, -1).nan_to_num(0.0)
-        prior = torch.softmax(weight, -1).nan_to_num(0.0)
+        attention, prior = torch.softmax(logits, -1), torch.softmax(weight, -1)
         log_z = torch.logsumexp(logits, -1)
         mean = torch.where(prior > 0, prior * scores, 0.0).sum(-1)
         selective = log_z - torch.logsumexp(weight, -1) - mean
         strongest = attention.topk(min(STRONGEST, attention.shape[-1]), dim=-1)
         self.sites[str(info.index)] = {
-            "selective_log_partition": selective[0].nan_to_num(0.0).tolist(),
+            "selective_log_partition": selective[
+                0
+            ].tolist(),  # NaN where there is none, as for a query that sees no key
             "entropy": torch.special.entr(attention).sum(-1)[0].tolist(),
             "top_keys": strongest.indices[0].tolist(),
             "top_weights": strongest.values[0].tolist(),

@@ -43,8 +43,8 @@ class _Lookup:
         self.layers: dict[str, int | None] = {}
         self.order: dict[tuple[str, int | None], None] = {}
         for site, layer, head, statistic, value, error, count in frame.iter_rows():
-            cell = tuple(float("nan") if x is None else x for x in (value, error))
-            self.cells[site, head, statistic] = (cell[0], cell[1], count)
+            if value is not None:  # a place without a number is neither counted nor compared
+                self.cells[site, head, statistic] = (value, float("nan") if error is None else error, count)
             self.layers[site] = layer
             self.order[site, head] = None
 
@@ -52,6 +52,12 @@ class _Lookup:
         """All places that have this statistic, and its values there."""
         places = [p for p in self.order if (*p, statistic) in self.cells]
         return places, np.array([self.cells[(*p, statistic)][0] for p in places])
+
+    def without(self, statistic: str) -> str:
+        """Says how many heads have no number of this statistic, where some have none."""
+        heads = [place for place in self.order if place[1] is not None]
+        missing = len(heads) - len(self.column(statistic)[0])
+        return f" ({_plural(missing, 'head')} without a number)" if missing else ""
 
     def get(self, place: tuple[str, int | None], statistic: str) -> Cell:
         return self.cells.get((*place, statistic), _MISSING)
@@ -121,7 +127,8 @@ def _sink(heads: _Lookup) -> Finding:
     strongest, cell = best[0]
     norm = heads.get(strongest, "first_value_norm_ratio")
     sentence = (
-        f"{len(mostly)} of {_plural(len(places), 'head')} put more than half of their attention on the first token. "
+        f"{len(mostly)} of {_plural(len(places), 'head')}{heads.without('weight_first')} put more than half of their "
+        "attention on the first token. "
         f"The strongest, {heads.name(strongest)}, puts {number(cell)} there"
     )
     if norm[2]:
@@ -183,7 +190,7 @@ def _climb(heads: _Lookup) -> Finding:
     what = "own write" if control == "mismatched" else "whole attention update"
     sentence = (
         f"Beside {beside}, the {what} sharpens the attention of {_plural(len(sharpening), 'head')} and flattens that of "
-        f"{len(flattening)}, of {len(places)} (false discovery rate 5 %). Most: {heads.name(highest[0])}, "
+        f"{len(flattening)}, of {len(places)}{heads.without(name)} (false discovery rate 5 %). Most: {heads.name(highest[0])}, "
         f"{number(highest[1])} nats of selective log Z per step; least: {heads.name(lowest[0])}, {number(lowest[1])}."
     )
     middle = _mean(list(expected.values()))
@@ -229,7 +236,7 @@ def _collapse(layers: _Lookup) -> Finding:
 
 
 def _absent(identity: str, title: str, statistic: str) -> Finding:
-    return Finding(identity, title, "Not measured in this run.", caveat=f"Needs the statistic {statistic}.")
+    return Finding(identity, title, "No number in this run.", caveat=f"Needs the statistic {statistic}.")
 
 
 def findings(heads: Any, layers: Any) -> list[dict[str, Any]]:

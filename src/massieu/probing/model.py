@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
 from massieu.probing.checkpoint import Checkpoint, default_model, file_hash, find_checkpoint, quiet, sentence, some
+from massieu.probing.seeding import OwnGenerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 READABLE = (
@@ -193,7 +194,7 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     transformers = require_extra("transformers", "probe")
     if not isinstance(module, transformers.PreTrainedModel):
         raise InputError(f"{type(module).__name__} is not a model of transformers (a PreTrainedModel is needed)")
-    trunk: Any = module.base_model
+    trunk: Any = _trunk(module)
     packed = [name for name, entry in trunk.state_dict().items() if not isinstance(entry, Tensor) or entry.is_quantized]
     if packed:
         raise InputError(
@@ -209,11 +210,21 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     return LoadedModel(trunk, name, weights_hash(trunk), getattr(module.config, "_commit_hash", None), tokenizer)
 
 
+def _trunk(module: Any) -> nn.Module:
+    """A model without its head; the model itself where what its class calls the base cannot be given the model's input."""
+    trunk = module.base_model
+    parameters = inspect.signature(trunk.forward).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    return trunk if needed <= {str(module.main_input_name)} else module
+
+
 def reinitialised(module: nn.Module, seed: int) -> nn.Module:
-    """A copy of the model with freshly drawn weights: same configuration, same architecture, nothing learned."""
+    """A copy of the model with freshly drawn weights: same configuration, same architecture, nothing learned.
+
+    What other threads draw in the meantime does not change it, and the global generator is left as it is.
+    """
     first = next(module.parameters())
-    with torch.random.fork_rng(), quiet():
-        torch.manual_seed(seed)
+    with torch.device("cpu"), OwnGenerator(seed), quiet():
         fresh = type(module)(copy.deepcopy(module.config))  # type: ignore[call-arg]
     return fresh.to(device=first.device, dtype=first.dtype).eval()
 

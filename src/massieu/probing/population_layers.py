@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from massieu.energy.contraction import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
-from massieu.probing.capture import capturing, relative_difference
+from massieu.probing.capture import capturing
+from massieu.probing.check import relative_difference
 from massieu.probing.model import as_loaded, dummy_inputs, model_inputs
 from massieu.probing.replay import AffineQuery, affine_projections, output_maps
-from massieu.probing.wiring import SiteInfo, Step, StreamTracer, find_sites, noticing_cross_attention
+from massieu.probing.sites import SiteInfo, find_sites, noticing
+from massieu.probing.tokens import decoder_given
+from massieu.probing.wiring import Step, StreamTracer
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest difference that rounding explains, relative to the largest entry; half precisions: 3e-2."""
@@ -96,18 +99,17 @@ class _Watched:
 
 def _watched(model: nn.Module, inputs: Mapping[str, Tensor] | None) -> _Watched:
     prepared = model_inputs(model, dummy_inputs(model) if inputs is None else dict(inputs))
-    calls: list[Any] = []
     steps: list[Step] = []
     with torch.no_grad():
-        with noticing_cross_attention(model) as cross, capturing(model, calls.append):
+        with noticing(model) as seen, capturing(model, seen.attention):
             model(**prepared)
-        if not calls:
+        if not seen.calls:
             raise InputError(f"{type(model).__name__} computes no attention that can be read")
-        sites = find_sites(model, calls, cross)
+        sites = find_sites(model, seen, decoder_tokens=decoder_given(prepared))
         tracer = StreamTracer(model, sites, steps.append)
         with capturing(model, tracer.attention), tracer.watching(), _recording(model) as made:
             model(**prepared)
-        with capturing(model, calls.append) as capture:
+        with capturing(model, seen.attention) as capture:
             projections = {
                 index: affine_projections(capture, step.read)
                 for index, step in enumerate(steps)

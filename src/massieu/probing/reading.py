@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,25 +13,23 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.ops.threads import one_thread
 from massieu.probing.accumulate import Ratio
-from massieu.probing.capture import (
-    AttentionCall,
-    Capture,
-    Site,
-    capturing,
-    relative_difference,
-    self_check_error,
-    stock_implementations,
-)
+from massieu.probing.capture import AttentionCall, Capture, Site, capturing
 from massieu.probing.examples import ExampleWindow
-from massieu.probing.model import READABLE, model_inputs
-from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, tolerance
+from massieu.probing.model import model_inputs
+from massieu.probing.nonfinite import Trouble, at_real, in_batch, in_call, kind_of
+from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps
+from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.attention import AttentionStatistics, Tokens, query_statistics
 from massieu.probing.statistics.climb import Climb, ClimbStatistics
-from massieu.probing.statistics.expansion import ExpansionStatistics, distinct_positions
+from massieu.probing.statistics.expansion import ExpansionStatistics
 from massieu.probing.statistics.maps import MapStatistics, map_statistics
-from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, VALUES
+from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
+from massieu.probing.tokens import BatchTokens, decoder_given
 from massieu.probing.units import Units
-from massieu.probing.wiring import SiteInfo, Step, StreamTracer, find_sites, noticing_cross_attention
+from massieu.probing.wiring import AttentionRead, Step, StreamTracer
+
+_EXAMPLES = "example windows"
+_WRITE_NORM = "write_norm_ratio"  # of the values' group, measured where the climb is
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,6 @@ class Options:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class SelfCheck:
-    """How far the probe's attention and outputs are from the model's own, relative, on the first batch."""
-
-    error: float
-    tolerance: float
-    site: str
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.tolerance
-
-
 @dataclass(eq=False)
 class SiteResults:
     """Running results of one attention site."""
@@ -75,87 +61,18 @@ class SiteResults:
     maps: MapStatistics | None = None
     unavailable: dict[str, str] = field(default_factory=dict)
     climb_checked: bool = False
+    replay_whole: bool = False
     query_map: AffineQuery | None = None
 
 
-def check_readable(model: nn.Module) -> None:
-    """What can be said before any text is read.
-
-    Raises:
-        InputError: the model has no attention, or does not dispatch it through transformers' attention interface.
-    """
-    dispatches = getattr(model, "_can_set_attn_implementation", lambda: True)
-    if not _silent_attention(model, set()) or not dispatches():
-        raise InputError(_why_nothing_fired(model))
-
-
-def first_look(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[SiteInfo], SelfCheck, list[str], list[str]]:
-    """Find the attention sites by one forward pass and compare everything with the stock model.
-
-    Returns:
-        sites, the self-check, unexplained keyword arguments, and modules that look like attention but did not fire.
-
-    Raises:
-        InputError: no attention was seen, or the self-check failed.
-    """
-    prepared = model_inputs(model, {k: v[:2] if isinstance(v, Tensor) else v for k, v in inputs.items()})
-    calls: list[AttentionCall] = []
-    with torch.no_grad():
-        stock = model(**prepared)[0]
-        with noticing_cross_attention(model) as cross, capturing(model, calls.append) as capture:
-            capture.start_forward()
-            probed = model(**prepared)[0]
-    if not calls:
-        raise InputError(_why_nothing_fired(model))
-    sites = find_sites(model, calls, cross)
-    error, where = _worst_error(calls, prepared, stock, probed)
-    check = SelfCheck(error, tolerance(stock.dtype), where)
-    if not check.passed:
-        raise InputError(
-            f"self-check failed at {where}: attention recomputed from what was captured differs from the model's own by "
-            f"{error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong"
-        )
-    fired = {call.site.module_name for call in calls}
-    return sites, check, sorted(capture.unexplained), _silent_attention(model, fired)
-
-
-def _worst_error(
-    calls: list[AttentionCall], inputs: dict[str, Any], stock: Tensor, probed: Tensor
-) -> tuple[float, str]:
-    errors = []
-    for call in calls:
-        real = _real_tokens(call.query.shape[0], call.query.shape[2], inputs.get("attention_mask"))
-        errors.append((self_check_error(call, real), call.site.name))
-    known = _real_tokens(stock.shape[0], stock.shape[1], inputs.get("attention_mask"))
-    errors.append((relative_difference(probed[known], stock[known]), "the model's output"))
-    return max(errors)
-
-
-def _why_nothing_fired(model: nn.Module) -> str:
-    name = type(model).__name__
-    if not _silent_attention(model, set()):
-        return f"{name} has no attention to read; massieu reads transformers such as {READABLE}"
-    return (
-        f"{name} is not supported: its attention does not go through transformers' attention interface "
-        f"(implementation {', '.join(stock_implementations(model)) or 'unknown'}); supported are {READABLE}"
-    )
-
-
-def _silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
-    """Innermost modules that are called attention and were not seen attending."""
-    names = [n for n, m in model.named_modules() if type(m).__name__.endswith("Attention")]
-    inner = [n for n in names if not any(o != n and o.startswith(n + ".") for o in names)]
-    return [n for n in inner if not any(f == n or f.startswith(n + ".") or n.startswith(f + ".") for f in fired)]
-
-
-def _real_tokens(batch: int, length: int, mask: Any) -> Tensor:
-    if isinstance(mask, Tensor) and tuple(mask.shape) == (batch, length):
-        return mask.bool()
-    return torch.ones(batch, length, dtype=torch.bool, device=mask.device if isinstance(mask, Tensor) else None)
-
-
 class Reading:
-    """Running results of one model over many batches."""
+    """Running results of one model over many batches.
+
+    Attributes:
+        failed: groups and statistics that could not be computed, with the reason.
+        trouble: the first batch in which the model's numbers were not finite, and where in the model.
+        read_queries: tokens that the first attention site has asked about.
+    """
 
     def __init__(self, model: nn.Module, sites: list[SiteInfo], options: Options) -> None:
         self.model = model
@@ -170,20 +87,27 @@ class Reading:
         self.unexplained: set[str] = set()
         self.examples: list[ExampleWindow] = []
         self._capture: Capture | None = None
-        self._inputs: dict[str, Any] = {}
-        self._special: Tensor | None = None
+        self.failed: dict[str, str] = {}
+        self.trouble: Trouble | None = None
+        self.broken = False  # the current batch has numbers that are not finite
+        self.read_queries = 0
+        self._tokens = BatchTokens({}, None, False)
         self._rows = 0
         self._windows: Sequence[int] = ()
-        self._sampled_rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sampled_rows: list[int] = []
+        self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
         self._example: ExampleWindow | None = None
 
     def _new_results(self, info: SiteInfo) -> SiteResults:
         units = self.options.units
-        return SiteResults(
+        results = SiteResults(
             AttentionStatistics(info.heads, units, self.options.max_length),
             ClimbStatistics(info.heads, units),
             Ratio((1, info.heads), units),
         )
+        if info.value_sets > 1:
+            results.unavailable[VALUES] = f"the same attention weights are applied to {info.value_sets} sets of values"
+        return results
 
     def forward(
         self,
@@ -203,12 +127,14 @@ class Reading:
             example: a row to record token by token, and where to.
         """
         self._windows = windows
-        self._inputs = model_inputs(self.model, inputs)
-        self._special = special
-        main = self._inputs.get(str(self.model.main_input_name))
-        first = main if isinstance(main, Tensor) else next(v for v in self._inputs.values() if isinstance(v, Tensor))
+        prepared = model_inputs(self.model, inputs)
+        self._tokens = BatchTokens(prepared, special, decoder_given(prepared) and not decoder_given(inputs))
+        main = prepared.get(str(self.model.main_input_name))
+        first = main if isinstance(main, Tensor) else next(v for v in prepared.values() if isinstance(v, Tensor))
         self._rows = first.shape[0]
-        self._sampled_rows = {row: self._sample_positions(row) for row in sampled}
+        self._sampled_rows = list(sampled)
+        self._chosen.clear()
+        self.broken = False
         self._example = None if example is None else example[1]
         self._example_row = 0 if example is None else example[0]
         started, before = time.perf_counter(), sum(self.seconds.values())
@@ -217,10 +143,11 @@ class Reading:
             capture.start_forward()
             if self._sampled_rows or not self.tracer.sublayers:
                 with self.tracer.watching():
-                    self.model(**self._inputs)
+                    output = self.model(**prepared)[0]
             else:
-                self.model(**self._inputs)
+                output = self.model(**prepared)[0]
             self.unexplained |= capture.unexplained
+        self._look_for_trouble(output)
         self._finish_expansion()
         self.sampled["windows"] += len(self._sampled_rows)
         if example is not None:
@@ -228,53 +155,67 @@ class Reading:
         elapsed = time.perf_counter() - started
         self.seconds["forward"] += elapsed - (sum(self.seconds.values()) - before)
 
+    def _look_for_trouble(self, output: Tensor) -> None:
+        """Where the batch has numbers that are not finite, find out where they begin; once."""
+        if self.trouble is not None:
+            return
+        inputs = self._tokens.inputs
+        real = self._tokens.mask(decoder=decoder_given(inputs))
+        real = None if real is None else real.bool()
+        if self.broken or kind_of(at_real(output, real)) is not None:
+            first = self._windows[0]
+            windows = f"window {first}" if self._rows == 1 else f"windows {first} to {first + self._rows - 1}"
+            self.trouble = in_batch(self.model, inputs, real, windows) or Trouble(
+                f"the model's numbers break down in {windows}", "NaN", "attention"
+            )
+
     def _finish_expansion(self) -> None:
         started = time.perf_counter()
-        with one_thread():
-            self.expansion.finish()
+        if self._wants(EXPANSION):
+            with self._computing(EXPANSION), one_thread():
+                self.expansion.finish()
         self.seconds["expansion"] += time.perf_counter() - started
 
     # Tokens ----------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, batch: int, length: int, decoder: bool) -> Tokens:
-        mask = self._inputs.get("decoder_attention_mask" if decoder else "attention_mask")
-        real = _real_tokens(batch, length, mask).to(self._device())
-        special = self._special
-        fits = special is not None and not decoder and tuple(special.shape) == (batch, length)
-        return Tokens(real, special.to(real.device) if special is not None and fits else torch.zeros_like(real))
-
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def tokens_of(self, info: SiteInfo, call: AttentionCall) -> tuple[Tokens, Tokens]:
-        """Tokens asked about and tokens attended to at a site."""
-        decoder = in_decoder(info)
-        queries = self._tokens(call.query.shape[0], call.query.shape[2], decoder)
-        keys = self._tokens(call.key.shape[0], call.key.shape[2], decoder and info.kind != "cross")
-        return queries, keys
-
-    def _sample_positions(self, row: int) -> tuple[Tensor, Tensor]:
-        """Positions of a row for replays (real tokens) and for clouds (real tokens, no two the same)."""
-        ids = self._inputs.get("input_ids")
-        mask = self._inputs.get("attention_mask")
-        if ids is None:
-            return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
-        real = mask[row].bool() if isinstance(mask, Tensor) else torch.ones_like(ids[row], dtype=torch.bool)
-        clouds = distinct_positions(ids[row], real, self.options.climb_queries, self._random(row, 0))
-        replays = distinct_positions(None, real, self.options.climb_queries, self._random(row, 1))
-        return replays, clouds
-
-    def _positions(self, row: int, length: int, cloud: bool) -> Tensor:
-        """The sampled positions, or fresh ones where the stream is not the input's tokens (images, audio)."""
-        chosen = self._sampled_rows[row][1 if cloud else 0]
-        if len(chosen) and self._inputs["input_ids"].shape[1] == length:
-            return chosen
-        everything = torch.ones(length, dtype=torch.bool, device=self._device())
-        return distinct_positions(None, everything, self.options.climb_queries, self._random(row, int(cloud)))
+    def _positions(self, row: int, step: Step, *, cloud: bool) -> Tensor:
+        """Sampled positions of a row in a step's stream: real tokens for replays, no two the same for clouds."""
+        length = step.before.shape[1]
+        place = (row, length, step.in_decoder, cloud)
+        if place not in self._chosen:
+            self._chosen[place] = self._tokens.positions(
+                row, length, self.options.climb_queries, decoder=step.in_decoder, distinct=cloud,
+                generator=self._random(row, 0 if cloud else 1),
+            )  # fmt: skip
+        return self._chosen[place]
 
     def _random(self, row: int, purpose: int) -> torch.Generator:
         """Random numbers that belong to one window and one purpose."""
         return torch.Generator().manual_seed(hash((self.options.seed, self._windows[row], purpose)) % 2**63)
+
+    # What could not be computed ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _computing(self, *parts: str) -> Iterator[None]:
+        """What fails inside makes these groups or statistics unavailable, with the reason; the reading goes on.
+
+        Whatever is wrong with the input or the capture itself still ends it.
+        """
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())[:200]
+            for part in parts:
+                self.failed[part] = f"{type(error).__name__}{': ' if said else ''}{said}"
+
+    def _wants(self, group: str) -> bool:
+        return group in self.options.groups and group not in self.failed
+
+    def left_out(self) -> frozenset[str]:
+        """Names of the statistics that could not be computed."""
+        return frozenset(n for n, s in STATISTICS.items() if n in self.failed or s.group in self.failed)
 
     # Observers ---------------------------------------------------------------------------------------------------------
 
@@ -287,23 +228,37 @@ class Reading:
         info = self.by_site.get(call.site)
         if info is None:
             raise InputError(f"{call.site.name} computed attention in this batch but not in the first one")
+        if call.repeated:  # the same weights on other values: everything about the weights is known
+            self.broken = self.broken or kind_of(call.value) is not None
+            return
         self.tracer.attention(call)
-        groups, results = self.options.groups, self.results[info.index]
-        queries, keys = self.tokens_of(info, call)
-        length = call.query.shape[2]
-        if ATTENTION in groups:
-            sample = self.options.query_sample
-            if sample is None or sample >= length:
-                positions = torch.arange(length, device=call.query.device)
-                found = query_statistics(call, queries, keys, positions, itself=info.kind != "cross")
-                results.attention.update(found, positions, self._rows)
-            else:
-                self._sampled_queries(info, call, queries, keys, sample)
-        if VALUES in groups:
-            self._first_value(results, call, keys)
-        if self._example is not None:
-            self._example.add(info, call.rows(slice(self._example_row, self._example_row + 1)))
+        results = self.results[info.index]
+        queries = self._tokens.of(call, decoder=info.in_decoder)
+        keys = self._tokens.of(call, decoder=info.in_decoder and info.kind != "cross", keys=True)
+        self.broken = self.broken or in_call(call, queries.real, keys.real)
+        if info.index == 0:
+            self.read_queries += int(queries.real.sum())
+        if self._wants(ATTENTION):
+            with self._computing(ATTENTION):
+                self._query_statistics(info, call, queries, keys)
+        if self._wants(VALUES) and VALUES not in results.unavailable:
+            with self._computing(VALUES):
+                self._first_value(results, call, keys)
+        if self._example is not None and _EXAMPLES not in self.failed:
+            with self._computing(_EXAMPLES):
+                self._example.add(info, call.rows(slice(self._example_row, self._example_row + 1)))
         self.seconds["attention statistics"] += time.perf_counter() - started
+
+    def _query_statistics(self, info: SiteInfo, call: AttentionCall, queries: Tokens, keys: Tokens) -> None:
+        length, sample = call.query.shape[2], self.options.query_sample
+        if queries.special is None or keys.special is None:
+            self.results[info.index].unavailable["weight_special"] = "the batches do not say which tokens are special"
+        if sample is None or sample >= length:
+            positions = torch.arange(length, device=call.query.device)
+            found = query_statistics(call, queries, keys, positions, itself=info.kind != "cross")
+            self.results[info.index].attention.update(found, positions, self._rows)
+        else:
+            self._sampled_queries(info, call, queries, keys, sample)
 
     def _sampled_queries(self, info: SiteInfo, call: AttentionCall, queries: Tokens, keys: Tokens, sample: int) -> None:
         """Per-query statistics on some queries of each window, drawn window by window."""
@@ -311,8 +266,9 @@ class Reading:
         for row in range(self._rows):
             positions = torch.randperm(length, generator=self._random(row, 2))[:sample].sort().values
             positions, item = positions.to(call.query.device), slice(row * parts, (row + 1) * parts)
-            asked = Tokens(queries.real[item, positions], queries.special[item, positions])
-            attended = Tokens(keys.real[item], keys.special[item])
+            special = None if queries.special is None else queries.special[item, positions]
+            asked = Tokens(queries.real[item, positions], special)
+            attended = Tokens(keys.real[item], None if keys.special is None else keys.special[item])
             part = call.rows(item).at(positions)
             found = query_statistics(part, asked, attended, positions, itself=info.kind != "cross")
             self.results[info.index].attention.update(found, positions, 1)
@@ -333,49 +289,50 @@ class Reading:
     def _on_step(self, step: Step) -> None:
         if step.before.dim() != 3 or step.before.shape[0] != self._rows:
             return
-        groups = self.options.groups
-        if EXPANSION in groups:
+        if self._wants(EXPANSION):
             started = time.perf_counter()
-            for row in self._sampled_rows:
-                self.expansion.collect(step, row, self._positions(row, step.before.shape[1], cloud=True))
+            with self._computing(EXPANSION):
+                for row in self._sampled_rows:
+                    self.expansion.collect(step, row, self._positions(row, step, cloud=True))
             self.seconds["expansion"] += time.perf_counter() - started
-        if step.read is not None and groups & {CLIMB, MAPS, VALUES}:
+        if step.read is not None:
             started = time.perf_counter()
-            self._read_site(step)
+            if self._wants(MAPS):
+                with self._computing(MAPS):
+                    self._read_maps(step.read)
+            if self._wants(CLIMB) or (self._wants(VALUES) and _WRITE_NORM not in self.failed):
+                with self._computing(*self.options.groups & {CLIMB}, _WRITE_NORM):
+                    self._read_climb(step)
             self.seconds["climb"] += time.perf_counter() - started
 
-    def _read_site(self, step: Step) -> None:
-        read = step.read
-        assert read is not None and self._capture is not None
+    def _read_maps(self, read: AttentionRead) -> None:
+        assert self._capture is not None
         info = self.by_site[read.call.site]
         results = self.results[info.index]
-        if MAPS in self.options.groups and results.maps is None and MAPS not in results.unavailable:
-            maps = "the query and the key side read different streams"
-            if info.kind != "cross":
-                maps = head_maps(self._capture, read)
-            if isinstance(maps, HeadMaps):
-                results.maps = map_statistics(maps)
-            else:
-                results.unavailable[MAPS] = maps
-        if not self.options.groups & {CLIMB, VALUES}:
+        if results.maps is not None or MAPS in results.unavailable:
             return
+        maps = "the query and the key side read different streams"
+        if info.kind != "cross":
+            maps = head_maps(self._capture, read)
+        if isinstance(maps, HeadMaps):
+            results.maps = map_statistics(maps)
+        else:
+            results.unavailable[MAPS] = maps
+
+    def _read_climb(self, step: Step) -> None:
+        assert step.read is not None and self._capture is not None
+        info = self.by_site[step.read.call.site]
+        results = self.results[info.index]
         for row in self._sampled_rows:
-            positions = self._positions(row, read.state.shape[1], cloud=False)
+            positions = self._positions(row, step, cloud=False)
             item = step.item(row)
             assert item.read is not None
-            replay = Replay(self._capture, item.read, results.query_map)
+            if not len(positions) or CLIMB in results.unavailable:
+                continue
+            replay = Replay(self._capture, item.read, results.query_map, results.replay_whole)
             if not results.climb_checked:
-                reason = replay.why_not(positions)
-                if reason is not None:
-                    results.unavailable[CLIMB] = reason
-                else:
-                    results.query_map = replay.query_map(positions)
-                if item.read.projection is None or not item.read.writes_linearly:
-                    results.unavailable["own_write"] = (
-                        "what the heads write is normalised, scaled or gated before it enters the stream"
-                    )
-                results.climb_checked = True
-            if CLIMB in results.unavailable or not len(positions):
+                replay = self._checked(replay, positions, results)
+            if replay is None:
                 continue
             valid = torch.ones(1, len(positions), dtype=torch.bool, device=positions.device)
             generator = self._random(row, 3 + info.index)
@@ -383,7 +340,20 @@ class Reading:
             if info.index == 0:
                 self.sampled["queries"] += len(positions)
 
-
-def in_decoder(info: SiteInfo) -> bool:
-    """Whether a site belongs to the decoder of an encoder-decoder model."""
-    return "decoder" in info.site.module_name.split(".")
+    @staticmethod
+    def _checked(replay: Replay, positions: Tensor, results: SiteResults) -> Replay | None:
+        """A replay that reproduces the module's queries, on part of the sequence or, more slowly, on all of it."""
+        results.climb_checked = True
+        read = replay.read
+        if read.projection is None or not read.writes_linearly:
+            results.unavailable["own_write"] = (
+                "what the heads write is normalised, scaled or gated before it enters the stream"
+            )
+        reason = replay.why_not(positions)
+        if reason is not None and replace(replay, whole=True).why_not(positions) is None:
+            reason, replay = None, replace(replay, whole=True)
+        if reason is not None:
+            results.unavailable[CLIMB] = reason
+            return None
+        results.replay_whole, results.query_map = replay.whole, replay.query_map(positions)
+        return replace(replay, affine=results.query_map)

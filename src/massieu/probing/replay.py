@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from massieu.probing.capture import Capture, StopAfterQuery
-from massieu.probing.wiring import AttentionRead
+from massieu.probing.wiring import AttentionRead, along_batch
 
 # Masks matter only behind the query; a cache must not see the same tokens twice.
 _LEFT_OUT = frozenset(
@@ -36,20 +36,37 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, 3e-2)
 
 
-def _at_positions(value: Any, positions: Tensor, length: int, copies: int) -> Any:
-    """Position information (rotary tables, position indices) for some positions, repeated along the batch."""
+def _at_positions(value: Any, positions: Tensor, length: int, batch: int, copies: int) -> Any:
+    """Position information (rotary tables, position indices) for some positions, repeated along the batch.
+
+    A table of fewer rows than there are tokens is taken to be about the last of them, as where the first tokens (class
+    and registers of an image model) have no position.
+    """
     if isinstance(value, tuple | list):
-        return type(value)(_at_positions(v, positions, length, copies) for v in value)
+        return type(value)(_at_positions(v, positions, length, batch, copies) for v in value)
     if not isinstance(value, Tensor):
         return value
-    if value.dim() >= 2 and value.shape[-2] == length and value.is_floating_point():
-        value = value.index_select(-2, positions)
-    elif value.dim() <= 2 and value.shape[-1] == length and not value.is_floating_point():
+    by_item = along_batch(value, batch)
+    if value.dim() >= 2 and (value.is_floating_point() or value.is_complex()):
+        rows = value.shape[-2]
+        if rows == length:
+            value = value.index_select(-2, positions)
+        elif 1 < rows < length:
+            value = value.index_select(-2, positions[positions >= length - rows] - (length - rows))
+    elif value.dim() <= 2 and value.shape[-1:] == (length,):
         value = value.index_select(-1, positions)
-    else:
-        return value
-    repeats = copies if value.dim() > 1 and value.shape[0] > 1 else 1
-    return value.repeat(repeats, *([1] * (value.dim() - 1)))
+    return _repeated(value, copies) if by_item else value
+
+
+def _repeated(value: Tensor, copies: int) -> Tensor:
+    return value.repeat(copies, *([1] * (value.dim() - 1)))
+
+
+def _for_copies(value: Any, batch: int, copies: int) -> Any:
+    """An argument as it was, repeated along the batch."""
+    if isinstance(value, tuple | list):
+        return type(value)(_for_copies(v, batch, copies) for v in value)
+    return _repeated(value, copies) if isinstance(value, Tensor) and along_batch(value, batch) else value
 
 
 def _call(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -59,6 +76,11 @@ def _call(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywo
         except StopAfterQuery:
             return recorded[0]
     raise RuntimeError(f"{type(module).__name__} did not compute attention when it was replayed")
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    """One tensor in memory."""
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape
 
 
 AffineQuery = tuple[Float[Tensor, "H Dh D"], Float[Tensor, "H Dh"]]
@@ -71,11 +93,14 @@ class Replay:
     Attributes:
         affine: the result of `query_map`, which then takes the place of the module: the same numbers at a third of the
             cost, since keys and values are not computed again.
+        whole: the module is called on the whole sequence, with the moved states in their places: slower, and possible where
+            it cannot be called on some of the positions.
     """
 
     capture: Capture
     read: AttentionRead
     affine: AffineQuery | None = None
+    whole: bool = False
 
     def projections(
         self, states: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]
@@ -83,22 +108,25 @@ class Replay:
         """Query, key and value of the module's input ``states`` (behind the norm) at ``positions``; R = copies × batch.
 
         Raises:
-            RuntimeError, ValueError, TypeError, IndexError: the module cannot be called on part of a sequence.
+            Exception: of any class, from the module, which cannot be called on part of a sequence.
         """
-        batch, length = self.read.state.shape[:2]
+        state = self.read.state
+        batch, length = state.shape[:2]
         copies = max(states.shape[0] // batch, 1)
-        keywords = {}
-        for name, value in self.read.keywords.items():
-            keywords[name] = None if name in _LEFT_OUT else _at_positions(value, positions, length, copies)
-        arguments = [
-            None if isinstance(a, Tensor) and a.dim() == 4 else _at_positions(a, positions, length, copies)
-            for a in self.read.arguments
-        ]
-        if arguments:
-            arguments[0] = states
-        else:
-            keywords["hidden_states"] = states
-        return _call(self.capture, self.read.call.module, tuple(arguments), keywords)
+        if self.whole:
+            states = _repeated(state, copies).index_copy(1, positions, states)
+
+        def given(value: Any) -> Any:
+            if isinstance(value, Tensor) and _same(value, state):  # as query, key and value, in some models
+                return states
+            if self.whole:
+                return _for_copies(value, batch, copies)
+            return _at_positions(value, positions, length, batch, copies)
+
+        keywords = {n: None if n in _LEFT_OUT else given(value) for n, value in self.read.keywords.items()}
+        arguments = [None if isinstance(a, Tensor) and a.dim() == 4 else given(a) for a in self.read.arguments]
+        query, key, value = _call(self.capture, self.read.call.module, tuple(arguments), keywords)
+        return query[:, :, positions] if self.whole else query, key, value
 
     def queries(self, residual: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "R H S Dh"]:
         """Queries at points of the residual stream, through the norm in front of the module if there is one."""
@@ -139,7 +167,7 @@ class Replay:
         basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
         try:
             found = one.projections(basis, torch.zeros(1, dtype=torch.long, device=like.device))[0][:, :, 0]
-        except (RuntimeError, ValueError, TypeError, IndexError):
+        except Exception:  # of whatever class the module raises: then there is no such map, and it is replayed itself
             return None
         affine = ((found[1:] - found[0]).permute(1, 2, 0).contiguous(), found[0].contiguous())
         trial = replace(self, affine=affine)
@@ -186,8 +214,8 @@ class Replay:
         expected = self.read.call.query[:, :, positions]
         try:
             found = self.queries(self.read.residual[:, positions], positions)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            return f"the module cannot be replayed on part of a sequence ({type(error).__name__})"
+        except Exception as error:  # of whatever class the module raises
+            return f"the module cannot be replayed at other states ({type(error).__name__})"
         if found.shape != expected.shape:
             return "the replayed queries have another shape"
         error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
@@ -238,7 +266,7 @@ def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuer
     one = Replay(capture, replace(read.item(0), norm=None))
     try:
         projections = one.projections(basis, first)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except Exception as error:  # of whatever class the module raises
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     maps = []
     heads = projections[0].shape[1]
@@ -249,7 +277,7 @@ def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuer
         linear = values[1:-1] - values[0]
         expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
         error = float((expected - values[-1]).abs().max() / values[-1].abs().max().clamp_min(1e-30))
-        if error > tolerance(like.dtype):
+        if not error <= tolerance(like.dtype):
             return "queries, keys or values are not linear in the stream (normalised queries and keys)"
         maps.append((linear.permute(1, 2, 0).cpu(), values[0].cpu()))
     return maps

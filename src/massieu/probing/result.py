@@ -154,6 +154,12 @@ class ProbeResult:
         """False when the run was interrupted: the numbers are those of the text seen until then."""
         return self.run["complete"]
 
+    @property
+    def trouble(self) -> str | None:
+        """Why numbers are missing or cannot be trusted, in one sentence, where the model's own numbers are not finite."""
+        trouble = self.run.get("trouble")
+        return trouble and trouble["sentence"]
+
     # --- storing ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str], format: Literal["parquet", "csv"] = "parquet") -> Path:
@@ -273,6 +279,8 @@ class ProbeResult:
 
     def __repr__(self) -> str:
         lines = ["ProbeResult" + ("" if self.complete else " (interrupted: incomplete)")]
+        if self.trouble:
+            lines.append(f"  {self.trouble}")
         if model := self.run["model"]:
             lines.append(f"  model: {model['name']}, {model['layers']} layers, {model['heads']} heads in all")
         if text := self.run["text"]:
@@ -280,7 +288,8 @@ class ProbeResult:
         if unit := self.run["error_unit"]:
             lines.append(f"  error unit: {unit['unit']}, {unit['count']} of them")
         if check := self.run["self_check"]:
-            lines.append(f"  self-check: error {check['error']:.1e}, tolerance {check['tolerance']:.0e}")
+            error = "no number" if check["error"] is None else f"{check['error']:.1e}"
+            lines.append(f"  self-check: error {error}, tolerance {check['tolerance']:.0e}")
         lines += [f"  {finding['title']}: {finding['sentence']}" for finding in self.findings]
         return "\n".join(lines)
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.capture import stock_implementations
+from massieu.probing.check import check_readable
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
-from massieu.probing.reading import Options, check_readable
+from massieu.probing.reading import Options
 from massieu.probing.result import ProbeResult
 from massieu.probing.session import Input, ProbeProgress, Session
 from massieu.probing.statistics.registry import CLIMB, MAPS, select
@@ -31,6 +32,7 @@ from massieu.probing.tokenizers import check_tokenizer
 from massieu.probing.units import Units
 
 
+@torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands
 def probe(
     model: str | Path | nn.Module | None = None,
     tokenizer_or_batches: Any = None,
@@ -95,8 +97,7 @@ def probe(
         groups, Units(mode="window" if given.packing else "document"), given.max_length, query_sample, seed=seed
     )
     session = Session(loaded, given, options, tell, max_tokens)
-    with torch.random.fork_rng(devices=[]), _interruptible() as interrupted:
-        torch.manual_seed(seed)
+    with _interruptible() as interrupted:
         complete = session.read_all(interrupted)
     tell(ProbeProgress("writing", session.tokens, max_tokens, session.windows))
     settings = {
@@ -213,6 +214,7 @@ class Description:
         return vars(self)
 
 
+@torch.inference_mode(False)
 def describe(
     model: str | Path | nn.Module | None = None,
     inputs: Mapping[str, Tensor] | None = None,
@@ -232,13 +234,14 @@ def describe(
     options = Options(frozenset({CLIMB, MAPS}), Units(), 256, climb_queries=4)
     given = Input(itertools.repeat(ready, 1), "made-up input", True, 256, None, None)
     session = Session(loaded, given, options, lambda _: None, None)
-    with torch.random.fork_rng(devices=[]):
-        session.begin(dict(ready))
-        session.control = None
-        session.read_all(threading.Event())
+    session.begin(dict(ready))
+    session.control = None
+    session.read_all(threading.Event())
     assert session.reading is not None
     route = f"transformers attention interface, {' and '.join(stock_implementations(loaded.module))}"
     sites = [session.site_record(info) for info in session.reading.sites]
     reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site["unavailable"].items()})
     sublayers = [vars(s) for s in session.reading.tracer.sublayers]
-    return Description(session.model_record(), route, sites, sublayers, reasons, session.warnings)
+    trouble = session.trouble()
+    warnings = [*([] if trouble is None else [trouble.sentence]), *session.all_warnings()]
+    return Description(session.model_record(), route, sites, sublayers, reasons, warnings)

@@ -14,17 +14,20 @@ from torch import Tensor
 import massieu
 from massieu.errors import InputError, require_extra
 from massieu.probing.capture import stock_implementations
+from massieu.probing.check import SelfCheck, first_look
 from massieu.probing.examples import ExampleWindow, example_length
 from massieu.probing.findings import findings
-from massieu.probing.model import LoadedModel, reinitialised
-from massieu.probing.reading import Options, Reading, SelfCheck, first_look, in_decoder
+from massieu.probing.model import LoadedModel, model_inputs, reinitialised
+from massieu.probing.nonfinite import Trouble, in_weights
+from massieu.probing.reading import Options, Reading
 from massieu.probing.result import SCHEMA_VERSION, ProbeResult
+from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
 from massieu.probing.tables import head_table, layer_table
 from massieu.probing.text import Batch, TextBatches, token_strings
 from massieu.probing.tokenizers import check_ids
+from massieu.probing.tokens import BatchTokens
 from massieu.probing.weights import check_weights
-from massieu.probing.wiring import SiteInfo
 
 SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
 SAMPLE_LEAST = 4  # windows at the beginning that are always sampled, so that short texts have error bars
@@ -66,6 +69,7 @@ class Session:
         self.reading: Reading | None = None
         self.control: Reading | None = None
         self.check: SelfCheck | None = None
+        self.broken_weights: Trouble | None = None
         self.unexplained: set[str] = set()
         self.warnings: list[str] = []
 
@@ -110,11 +114,11 @@ class Session:
                 self.control.forward(part, marks, range(len(chosen)), [numbers[row] for row in chosen])
         self.sampled += len(sampled)
         self.windows += rows
-        mask = inputs.get("attention_mask")
-        ids = inputs.get("input_ids")
-        counted = mask if isinstance(mask, Tensor) and mask.dim() == 2 else ids
-        if isinstance(counted, Tensor):
-            self.tokens += int(mask.sum()) if counted is mask and isinstance(mask, Tensor) else counted.numel()
+        counted = BatchTokens(inputs, None, False).counted()
+        if counted is None:  # no text: what the first attention layer asks about, such as patches
+            self.tokens = self.reading.read_queries
+        else:
+            self.tokens += counted
 
     @staticmethod
     def _is_sampled(window: int) -> bool:
@@ -128,20 +132,21 @@ class Session:
             raise InputError(
                 "the model is in training mode, so dropout would change its numbers; call model.eval() first"
             )
-        sites, self.check, unexplained, silent = first_look(module, inputs)
-        self.warnings += check_weights(self.loaded, sites, inputs)
-        self.unexplained.update(unexplained)
-        if silent:
+        self.broken_weights = in_weights(module)
+        look = first_look(module, inputs)
+        self.check = look.check
+        self.warnings += check_weights(self.loaded, look.sites, inputs)
+        self.unexplained.update(look.unexplained)
+        if look.silent:
             self.warnings.append(
-                f"{len(silent)} modules look like attention but were not seen attending, so they are not in the result: "
-                + ", ".join(silent[:5])
-                + (" …" if len(silent) > 5 else "")
+                f"{len(look.silent)} modules look like attention but were not seen attending, so they are not in the "
+                f"result: {', '.join(look.silent[:5])}{' …' if len(look.silent) > 5 else ''}"
             )
-        self.reading = Reading(module, sites, self.options)
+        self.reading = Reading(module, look.sites, self.options)
         if self.options.groups & {ATTENTION, VALUES, CLIMB, EXPANSION}:
             groups = self.options.groups - {MAPS}
             fresh = reinitialised(module, self.options.seed)
-            self.control = Reading(fresh, sites, Options(**{**vars(self.options), "groups": groups}))
+            self.control = Reading(fresh, look.sites, Options(**{**vars(self.options), "groups": groups}))
 
     def _example(self, batch: Any, inputs: dict[str, Any], row: int, window: int) -> ExampleWindow:
         assert self.reading is not None
@@ -151,8 +156,11 @@ class Session:
         if isinstance(ids, Tensor) and self.given.tokenizer is not None:
             kept = ids[row][mask[row].bool()] if isinstance(mask, Tensor) else ids[row]
             names["text"] = token_strings(self.given.tokenizer, kept.tolist())
-            if any(in_decoder(s) for s in self.reading.sites):
-                names["decoder"] = ["<start>", *names["text"][:-1]]
+            read = BatchTokens(model_inputs(self.loaded.module, inputs), None, False)
+            started, kept = read.ids(decoder=True), read.mask(decoder=True)
+            if started is not None:
+                started = started[row] if kept is None else started[row][kept[row].bool()]
+                names["decoder"] = token_strings(self.given.tokenizer, started.tolist())
         title = f"window {window}"
         if isinstance(batch, Batch) and batch.names[row]:
             title += f" · {batch.names[row]}"
@@ -166,9 +174,10 @@ class Session:
     def result(self, wanted: frozenset[str], settings: dict[str, Any], complete: bool) -> ProbeResult:
         reading = self.reading
         assert reading is not None and self.check is not None
+        wanted = wanted - reading.left_out()
         heads = head_table(reading, self.control, wanted).frame()
         layers = layer_table(reading, self.control, wanted).frame()
-        nonfinite = self._nonfinite()
+        trouble = self.trouble()
         run = {
             "schema_version": SCHEMA_VERSION,
             "massieu_version": massieu.__version__,
@@ -195,8 +204,10 @@ class Session:
                 {**vars(s), "cost": s.cost} for s in STATISTICS.values() if s.name in wanted
             ],
             "findings": findings(heads, layers),
-            "warnings": self._all_warnings(nonfinite),
-            "nonfinite": nonfinite,
+            "warnings": self.all_warnings(),
+            "unavailable": self._unavailable(),
+            "nonfinite": self._nonfinite(),
+            "trouble": None if trouble is None else vars(trouble),
         }  # fmt: skip
         return ProbeResult(run=run, details=self._details(), heads=heads, layers=layers)
 
@@ -230,7 +241,7 @@ class Session:
 
     def site_record(self, info: SiteInfo) -> dict[str, Any]:
         assert self.reading is not None
-        decoder = in_decoder(info)
+        decoder = info.in_decoder
         return {
             "index": info.index, "name": info.site.name, "layer": info.layer, "kind": info.kind, "heads": info.heads,
             "key_heads": info.key_heads, "head_size": info.head_size,
@@ -259,10 +270,30 @@ class Session:
             for head in np.nonzero(results.attention.broken)[0]
         ]
 
-    def _all_warnings(self, nonfinite: list[dict[str, Any]]) -> list[str]:
+    def trouble(self) -> Trouble | None:
+        """What breaks the model's numbers, if anything does: first its weights, then what arises on the way."""
+        return self.broken_weights or (None if self.reading is None else self.reading.trouble)
+
+    def _unavailable(self) -> list[dict[str, str]]:
+        """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
+        readings = (("model", self.reading), ("re-initialised control", self.control))
+        return [
+            {"of": name, "statistic": part, "reason": reason}
+            for name, reading in readings if reading is not None
+            for part, reason in reading.failed.items()
+        ]  # fmt: skip
+
+    def all_warnings(self) -> list[str]:
+        """Sentences for the terminal and the page."""
         found = list(self.warnings)
         if self.given.text is not None and (many := self.given.text.report.many_unknown()):
             found.append(many)
+        nonfinite = self._nonfinite()
+        for entry in self._unavailable():
+            of = "" if entry["of"] == "model" else f" of the {entry['of']}"
+            found.append(f"{entry['statistic']}{of} could not be computed and is left out ({entry['reason']})")
+        if self.control is not None and self.control.trouble is not None:
+            found.append(f"in the re-initialised control, {self.control.trouble.sentence}")
         if self.unexplained:
             found.append(f"unexplained attention keywords: {', '.join(sorted(self.unexplained))}")
         if nonfinite:

@@ -9,11 +9,11 @@ from massieu.probing.accumulate import Ratio
 from massieu.probing.inference import benjamini_hochberg, difference_p, other_heads, two_sided_p
 from massieu.probing.reading import Reading, SiteResults
 from massieu.probing.result import TableBuilder
+from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.attention import PER_QUERY
 from massieu.probing.statistics.climb import MOVERS, PARTS, ClimbStatistics, paired
 from massieu.probing.statistics.registry import STATISTICS
 from massieu.probing.units import Estimate
-from massieu.probing.wiring import SiteInfo
 
 
 class HeadTable:
@@ -55,7 +55,7 @@ def head_table(reading: Reading, control: Reading | None, wanted: frozenset[str]
             table.add(info, name, found.estimate)
             for half, estimate in (("first_half", found.first), ("second_half", found.second)):
                 table.add(info, f"{name}/{half}", estimate)
-            if twin is not None:
+            if twin is not None and control is not None and name not in control.left_out():
                 _against_reinitialised(table, info, name, found.estimate, pick(twin).estimate)
         _add_shapes(table, info, results)
         _add_climb_controls(table, info, results.climb)
@@ -146,7 +146,7 @@ def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str
             if sublayer.index not in source.expansion.sublayers:
                 continue
             for name, value, error, count in source.expansion.results(sublayer.index):
-                if name.partition("/")[0] in wanted and count > 0:
+                if name.partition("/")[0] in wanted - source.left_out() and count > 0:
                     builder.add(
                         sublayer.name, sublayer.layer, None, name + suffix, float(value), float(error), int(count)
                     )

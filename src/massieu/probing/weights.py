@@ -13,7 +13,7 @@ from massieu.errors import InputError
 from massieu.probing.capture import AttentionCall, capturing
 from massieu.probing.checkpoint import some
 from massieu.probing.model import LoadedModel, model_inputs
-from massieu.probing.wiring import SiteInfo
+from massieu.probing.sites import SiteInfo
 
 _LAYER = re.compile(r"(.*\.)?\d+(?=\.|$)")
 _CONSTANTS = re.compile(r"(masked_bias|inv_freq|position_ids|num_batches_tracked)$")

@@ -17,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from massieu.probing.capture import AttentionCall, Site
+from massieu.probing.capture import AttentionCall, of_this_thread
+from massieu.probing.sites import SiteInfo, inside
 
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
@@ -39,21 +40,6 @@ class Sublayer:
     name: str
     kind: str
     layer: int | None
-
-
-@dataclass(frozen=True)
-class SiteInfo:
-    """An attention site and where it sits: its block, the index of that block in its stack, and its sizes."""
-
-    index: int
-    site: Site
-    block: str
-    layer: int
-    kind: str  # "self", "causal" or "cross"
-    heads: int
-    key_heads: int
-    head_size: int
-    value_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +77,7 @@ class AttentionRead:
         def pick(value: Any) -> Any:
             if isinstance(value, tuple | list):
                 return type(value)(pick(v) for v in value)
-            batched = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == batch
-            return value[part] if batched else value
+            return value[part] if isinstance(value, Tensor) and along_batch(value, batch) else value
 
         return replace(
             self,
@@ -113,84 +98,19 @@ class Step:
     before: Float[Tensor, "B L D"]
     after: Float[Tensor, "B L D"]
     read: AttentionRead | None
+    in_decoder: bool = False
 
     def item(self, row: int) -> "Step":
         """The same step for one item of the batch."""
         part = slice(row, row + 1)
         read = None if self.read is None else self.read.item(row)
-        return Step(self.sublayer, self.before[part], self.after[part], read)
+        return Step(self.sublayer, self.before[part], self.after[part], read, self.in_decoder)
 
 
-def _list_items(model: nn.Module) -> list[str]:
-    """Names of all modules that are items of a ``ModuleList``, outermost first."""
-    return [
-        f"{name}.{child}" if name else child
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        for child, _ in module.named_children()
-    ]
-
-
-def _inside(name: str, parent: str) -> bool:
-    return name == parent or name.startswith(parent + ".")
-
-
-def _block_of(module_name: str, items: Sequence[str], attention_names: Sequence[str]) -> str:
-    """The outermost list item around an attention module in which no two attention modules have the same last name."""
-    for item in (i for i in items if _inside(module_name, i)):
-        last = [n.rsplit(".", 1)[-1] for n in attention_names if _inside(n, item)]
-        if len(last) == len(set(last)):
-            return item
-    return module_name.rsplit(".", 1)[0] if "." in module_name else module_name
-
-
-def _stack_of(block: str) -> str:
-    parts = block.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0]]) if numbers else block
-
-
-@contextmanager
-def noticing_cross_attention(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Collects the modules that are called with another stream's states as keys."""
-    found: set[nn.Module] = set()
-
-    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if any(keywords.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")):
-            found.add(module)
-
-    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules()]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def find_sites(model: nn.Module, calls: Sequence[AttentionCall], cross: set[nn.Module]) -> list[SiteInfo]:
-    """Place every attention call of one forward pass: block, layer within its stack, kind and sizes."""
-    items = _list_items(model)
-    names = list(dict.fromkeys(call.site.module_name for call in calls))
-    layers: dict[str, dict[tuple[str, int], int]] = {}
-    found = []
-    for index, call in enumerate(calls):
-        block = _block_of(call.site.module_name, items, names)
-        known = layers.setdefault(_stack_of(block), {})
-        layer = known.setdefault((block, call.site.ordinal), len(known))
-        if call.module in cross:
-            kind = "cross"
-        else:
-            kind = "causal" if _is_causal(call) else "self"
-        sizes = (call.query.shape[1], call.key.shape[1], call.query.shape[3], call.value.shape[3])
-        found.append(SiteInfo(index, call.site, block, layer, kind, *sizes))
-    return found
-
-
-def _is_causal(call: AttentionCall) -> bool:
-    visible = call.visible()
-    if visible.shape[-1] != visible.shape[-2] or visible.shape[-1] < 2:
-        return call.is_causal
-    return not bool(visible.triu(1).any())
+def along_batch(value: Tensor, batch: int) -> bool:
+    """Whether a tensor has a row for each item of the batch; a table of numbers by position has two dimensions too."""
+    rows = value.dim() > 2 or (value.dim() == 2 and not (value.is_floating_point() or value.is_complex()))
+    return rows and value.shape[0] == batch
 
 
 class StreamTracer(TorchFunctionMode):
@@ -229,11 +149,13 @@ class StreamTracer(TorchFunctionMode):
         handles = []
         for module, name in self._names.items():
             if module in attention_modules:
-                handles.append(module.register_forward_pre_hook(self._before_attention, with_kwargs=True))
+                before, after = of_this_thread(self._before_attention), of_this_thread(self._after_attention)
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
             if name in self._blocks:
-                handles.append(module.register_forward_pre_hook(self._before_block, with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(of_this_thread(self._before_block), with_kwargs=True))
             if "Norm" in type(module).__name__:
-                handles.append(module.register_forward_hook(self._after_norm))
+                handles.append(module.register_forward_hook(of_this_thread(self._after_norm)))
         try:
             with self:
                 yield self
@@ -253,6 +175,10 @@ class StreamTracer(TorchFunctionMode):
         if not self._paused:
             self._called[module] = (arguments, keywords)
 
+    def _after_attention(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if not self._paused:
+            self._called.pop(module, None)
+
     def _after_norm(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if self._paused or not arguments or not isinstance(output, Tensor):
             return
@@ -261,15 +187,21 @@ class StreamTracer(TorchFunctionMode):
             return
         _remember(self._normed, output, (module, source, output))
         # Whether the stream continues behind this norm (post-norm wiring) is known when something is added to it.
-        self._report("norm", self._names[module], self._layer_of(module), source, output, None)
+        name = self._names[module]
+        self._report("norm", name, self._layer_of(module), source, output, None, self._in_decoder(name))
 
     def _layer_of(self, module: nn.Module) -> int | None:
         """Layer of the block around a module; for a block that is called several times, the current call's."""
         name = self._names[module]
-        if self._block is not None and _inside(name, self._block.block):
+        if self._block is not None and inside(name, self._block.block):
             return self._block.layer
-        around = [info.layer for info in self.sites.values() if _inside(name, info.block)]
+        around = [info.layer for info in self.sites.values() if inside(name, info.block)]
         return around[0] if around else None
+
+    def _in_decoder(self, name: str) -> bool:
+        """Whether the stream at a module is the decoder's; outside every block it is that of the latest attention."""
+        around = [info for info in self.sites.values() if inside(name, info.block)] or [self._block]
+        return any(info is not None and info.in_decoder for info in around)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -284,7 +216,7 @@ class StreamTracer(TorchFunctionMode):
     def attention(self, call: AttentionCall) -> None:
         """Tell the tracer that an attention site has just computed."""
         self._block = self.sites[call.site]
-        arguments, keywords = self._called.pop(call.module, ((), {}))
+        arguments, keywords = self._called.get(call.module, ((), {}))
         state = _hidden_state(arguments, keywords)
         if state is None:
             self._pending = None
@@ -352,7 +284,8 @@ class StreamTracer(TorchFunctionMode):
         layer = block.layer if block is not None else None
         if read is None or block is None:
             name = block.block if block is not None else "stream"
-            self._report("feed_forward", f"{name} feed-forward", layer, before, after, None)
+            in_decoder = block is not None and block.in_decoder
+            self._report("feed_forward", f"{name} feed-forward", layer, before, after, None, in_decoder)
             return
         if _key(before) == _key(read.state):  # post-norm wiring: what the module read is the stream itself
             read = replace(read, residual=before, norm=None)
@@ -361,11 +294,12 @@ class StreamTracer(TorchFunctionMode):
             kind, label = "attention_and_feed_forward", "attention and feed-forward"
         read = replace(read, writes_linearly=carried in self._carriers)
         ordinal = f" (call {block.site.ordinal + 1})" if block.site.ordinal else ""
-        self._report(kind, f"{block.block}{ordinal} {label}", layer, before, after, read)
+        self._report(kind, f"{block.block}{ordinal} {label}", layer, before, after, read, block.in_decoder)
 
     def _report(
-        self, kind: str, name: str, layer: int | None, before: Tensor, after: Tensor, read: AttentionRead | None
-    ) -> None:
+        self, kind: str, name: str, layer: int | None, before: Tensor, after: Tensor, read: AttentionRead | None,
+        in_decoder: bool,
+    ) -> None:  # fmt: skip
         if self._position == len(self.sublayers):
             taken = sum(s.name == name or s.name.startswith(f"{name} (call ") for s in self.sublayers)
             unique = name if not taken else f"{name} (call {taken + 1})"
@@ -373,7 +307,7 @@ class StreamTracer(TorchFunctionMode):
         sublayer = self.sublayers[self._position]
         self._position += 1
         with self.unobserved():
-            self.observer(Step(sublayer, before, after, read))
+            self.observer(Step(sublayer, before, after, read, in_decoder))
 
 
 def _hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:

@@ -32,7 +32,7 @@ FACTS = {
     "model": ("name", "architecture", "hash", "parameters"),
     "text": ("source", "tokens", "windows", "max_length", "dropped"),
     "error_unit": ("unit", "count"),
-    "self_check": ("error", "tolerance", "passed"),
+    "self_check": ("error", "tolerance", "passed", "finite"),
     "capture": ("route", "attention_sites", "unexplained_keywords"),
     "sample": ("windows", "queries"),
 }

@@ -35,11 +35,11 @@ class Tokens:
 
     Attributes:
         real: False at padding.
-        special: the tokenizer's special tokens.
+        special: the tokenizer's special tokens; None where they are not known.
     """
 
     real: Bool[Tensor, "B L"]
-    special: Bool[Tensor, "B L"]
+    special: Bool[Tensor, "B L"] | None
 
     def first(self) -> Int[Tensor, " B"]:
         """Position of the first real token of each sequence."""
@@ -165,8 +165,9 @@ def query_statistics(
         "score_variance": moments.prior_score_variance,
         "score_variance_attended": moments.score_variance,
         "weight_first": torch.exp(first - log_z),
-        "weight_special": _special_weight(call, key, log_z, keys.special),
     }
+    if keys.special is not None:
+        values["weight_special"] = _special_weight(call, key, log_z, keys.special)
     valid = real & ~broken
     defined = {"entropy_fraction": valid & (visible >= 2)}
     if itself:

@@ -211,16 +211,10 @@ class Climb:
     def _pairs(self, into: ClimbStatistics, slope: Tensor, steps: Tensor, valid: Tensor) -> None:
         """Entry (g, h) of each item: head g's write, head h's selective log Z; slopes everywhere, steps on few queries."""
         change = steps[:, :, _STEPS.index("step_selective")]
-        many, few = valid[:, None, None], valid[:, self.control][:, None, None]
-        totals = torch.stack(
-            [
-                ((slope > 0) * many).sum(-1),
-                (slope * many).sum(-1),
-                ((change > 0) * few).sum(-1),
-                (change * few).sum(-1),
-            ],
-            dim=1,
-        )
+        many = valid[:, None, None] & slope.isfinite()
+        few = valid[:, self.control][:, None, None] & change.isfinite()
+        slope, change = torch.where(many, slope, 0.0), torch.where(few, change, 0.0)
+        totals = torch.stack([(slope > 0).sum(-1), slope.sum(-1), (change > 0).sum(-1), change.sum(-1)], dim=1)
         counts = [many.sum(-1), many.sum(-1), few.sum(-1), few.sum(-1)]
         into.pairs.update(totals, torch.stack(counts, dim=1))
 
@@ -248,7 +242,12 @@ def _along(gradient: Float[Tensor, "H B S D"], step: Float[Tensor, "*H B S D"]) 
 
 def _slope_parts(selective: Float[Tensor, "H B S"], common: Float[Tensor, "H B S"]) -> Float[Tensor, "B 3 H S"]:
     selective, common = selective.transpose(0, 1), common.transpose(0, 1)
-    return torch.stack([(selective > 0).to(selective), selective, common], dim=1)
+    return torch.stack([_positive(selective), selective, common], dim=1)
+
+
+def _positive(change: Tensor) -> Tensor:
+    """1 where a change is positive, 0 where it is not, NaN where it is none."""
+    return torch.where(change.isnan(), change, (change > 0).to(change))
 
 
 def _step_parts(
@@ -256,7 +255,7 @@ def _step_parts(
 ) -> tuple[Float[Tensor, "B 4 H S"], ...]:
     """For each of several copies of the queries, the parts of the change."""
     selective, common, raw = (a.unflatten(2, (copies, -1)) - b[:, :, None] for a, b in zip(after, before, strict=True))
-    parts = torch.stack([(selective > 0).to(selective), selective, common, raw], dim=1)
+    parts = torch.stack([_positive(selective), selective, common, raw], dim=1)
     return parts.unbind(3)
 
 

@@ -1,0 +1,187 @@
+"""The first look at a model: can it be read, where does it attend, and is what was captured its own attention?
+
+The self-check recomputes attention in float64 from what was captured. It compares numbers, so it says nothing where there are
+none: a NaN or an infinity is not within any tolerance, and is told apart from a wrong reading.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from massieu.errors import InputError
+from massieu.probing.capture import AttentionCall, capturing, stock_implementations
+from massieu.probing.model import READABLE, model_inputs
+from massieu.probing.nonfinite import at_real
+from massieu.probing.replay import tolerance
+from massieu.probing.sites import SiteInfo, find_sites, noticing
+from massieu.probing.tokens import decoder_given, real_tokens
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """How far the probe's attention and outputs are from the model's own, relative, on the first batch.
+
+    Attributes:
+        error: the largest, of all sites with finite numbers; NaN where no site has them.
+        finite: the model's own numbers were finite; else it cannot pass.
+    """
+
+    error: float
+    tolerance: float
+    site: str
+    finite: bool = True
+
+    @property
+    def passed(self) -> bool:
+        return self.finite and self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """What the first batch showed.
+
+    Attributes:
+        unexplained: keyword arguments of attention that are not known.
+        silent: modules that look like attention but were not seen attending.
+    """
+
+    sites: list[SiteInfo]
+    check: SelfCheck
+    unexplained: list[str]
+    silent: list[str]
+
+
+def check_readable(model: nn.Module) -> None:
+    """What can be said before any text is read.
+
+    Raises:
+        InputError: the model has no attention, or does not dispatch it through transformers' attention interface.
+    """
+    dispatches = getattr(model, "_can_set_attn_implementation", lambda: True)
+    files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    known = any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files) or _silent_attention(model, set())
+    if not known or not dispatches():
+        raise InputError(_why_nothing_fired(model))
+
+
+def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
+    """Find the attention sites by one forward pass and compare everything with the stock model.
+
+    Raises:
+        InputError: no attention was seen, the self-check failed, or the model's output is random.
+    """
+    prepared = model_inputs(model, {k: v[:2] if isinstance(v, Tensor) else v for k, v in inputs.items()})
+    with torch.no_grad():
+        stock = model(**prepared)[0]
+        with noticing(model) as seen, capturing(model, seen.attention) as capture:
+            capture.start_forward()
+            probed = model(**prepared)[0]
+    if not seen.calls:
+        raise InputError(_why_nothing_fired(model))
+    sites = find_sites(model, seen, decoder_tokens=decoder_given(prepared))
+    check = _self_check(seen.calls, sites, prepared, stock, probed)
+    if check.finite and not check.passed:
+        with torch.no_grad():
+            again = _relative_error(model(**prepared)[0], stock)
+        if not again <= check.tolerance:
+            raise InputError(
+                f"the output of {type(model).__name__} is random: two passes over the same batch differ by {again:.1e} "
+                "(relative); turn off what draws at random, such as dropout or sampling, to probe it"
+            )
+        raise InputError(
+            f"self-check failed at {check.site}: attention recomputed from what was captured differs from the model's own "
+            f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong"
+        )
+    fired = {call.site.module_name for call in seen.calls}
+    return FirstLook(sites, check, sorted(capture.unexplained), _silent_attention(model, fired))
+
+
+def _self_check(
+    calls: list[AttentionCall], sites: list[SiteInfo], inputs: dict[str, Any], stock: Tensor, probed: Tensor
+) -> SelfCheck:
+    in_decoder = {info.site: info.in_decoder for info in sites}
+    errors: list[tuple[float, str]] = []
+    for call in calls:
+        real = real_tokens(call, inputs, decoder=in_decoder[call.site])
+        error = self_check_error(call, real)
+        if error != error and _finite(call, real):
+            error = float("inf")  # the model's numbers are finite and ours are not: misread, not broken
+        errors.append((error, call.site.name))
+    decoder = decoder_given(inputs)
+    mask = inputs.get("decoder_attention_mask" if decoder else "attention_mask")
+    real = mask.bool() if isinstance(mask, Tensor) else None
+    errors.append((relative_difference(at_real(probed, real), at_real(stock, real)), "the model's output"))
+    compared = [(error, where) for error, where in errors if error == error]
+    error, where = max(compared) if compared else (float("nan"), errors[0][1])
+    return SelfCheck(error, tolerance(stock.dtype), where, len(compared) == len(errors))
+
+
+def _finite(call: AttentionCall, real: Tensor) -> bool:
+    """Whether the model's own numbers of a call are finite, at real tokens."""
+    output = call.output[real] if call.output.shape[:2] == real.shape else call.output
+    return all(bool(tensor.isfinite().all()) for tensor in (call.query, call.key, call.value, output))
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """`relative_difference` of the entries that are finite in both; infinite where they are finite in different places."""
+    finite = expected.isfinite()
+    if not bool((finite == found.isfinite()).all()):
+        return float("inf")
+    return relative_difference(found[finite], expected[finite])
+
+
+def _why_nothing_fired(model: nn.Module) -> str:
+    name = type(model).__name__
+    if not _silent_attention(model, set()):
+        return f"{name} has no attention to read; massieu reads transformers such as {READABLE}"
+    return (
+        f"{name} is not supported: its attention does not go through transformers' attention interface "
+        f"(implementation {', '.join(stock_implementations(model)) or 'unknown'}); supported are {READABLE}"
+    )
+
+
+def _silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
+    """Innermost modules that are called attention and were not seen attending."""
+    names = [n for n, m in model.named_modules() if type(m).__name__.endswith("Attention")]
+    inner = [n for n in names if not any(o != n and o.startswith(n + ".") for o in names)]
+    return [n for n in inner if not any(f == n or f.startswith(n + ".") or n.startswith(f + ".") for f in fired)]
+
+
+def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: int = 64) -> float:
+    """Largest difference between the model's attention output and ours, relative to the largest output.
+
+    Ours is the textbook formula in float64 on up to two items and ``queries`` evenly spaced queries; padding is left
+    out. It catches a wrong scale, mask, bias, cap or sink, and score modifications that this package does not know.
+    """
+    call = call.rows(slice(0, 2))
+    picked = torch.linspace(0, call.query.shape[2] - 1, min(queries, call.query.shape[2])).long()
+    groups = call.query.shape[1] // call.key.shape[1]
+    query = call.query[:, :, picked].double()
+    key, value = (t.double().repeat_interleave(groups, dim=1) for t in (call.key, call.value))
+    scores = call.scale * query @ key.mT
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
+        scores = scores + call.log_weight.expand(-1, -1, call.query.shape[2], -1)[:, :, picked].double()
+    visible = call.visible()[:, :, picked]
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if call.sink is not None:
+        sink = call.sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=2)
+        scores = torch.cat([scores, sink], dim=-1)
+    expected = (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
+    known = real[:2][:, picked] & visible.any(-1).all(1).expand(expected.shape[0], -1)
+    return relative_difference(call.output[:, picked].double()[known], expected[known])
+
+
+def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
+    """Largest difference over the largest expected size; NaN where a number of either is not finite, 0 where there is none."""
+    if not expected.numel():
+        return 0.0
+    if not bool(expected.isfinite().all() & found.isfinite().all()):
+        return float("nan")
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))

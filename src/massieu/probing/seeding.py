@@ -1,0 +1,50 @@
+"""Random numbers of one's own for code that draws from the global generator, as the initialisation of a model's weights.
+
+The global generator belongs to the whole process: seeding it disturbs what other threads draw, and what they draw in
+between changes the result. Here every operation that draws is given a generator instead, in the calling thread alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class OwnGenerator(TorchDispatchMode):
+    """While it is active in a thread, what PyTorch draws there comes from a generator of its own.
+
+    The numbers are those that the same code draws after ``torch.manual_seed(seed)`` in a process with one thread.
+
+    Raises:
+        RuntimeError: an operation draws, and cannot be given a generator.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None:
+            func, keywords["generator"] = _with_generator(func), self._generator(args, keywords)
+        return func(*args, **keywords)
+
+    def _generator(self, arguments: Any, keywords: dict[str, Any]) -> torch.Generator:
+        given = next((a.device for a in arguments if isinstance(a, Tensor)), None)
+        device = torch.device(given or keywords.get("device") or "cpu")
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators[device]
+
+
+def _with_generator(func: Any) -> Any:
+    """The same operation in the form that takes a generator."""
+    own = [argument.name for argument in func._schema.arguments]
+    for name in (func._overloadname, *func.overloadpacket.overloads()):
+        overload = getattr(func.overloadpacket, name)
+        names = [argument.name for argument in overload._schema.arguments]
+        if "generator" in names and [n for n in names if n != "generator"] == [n for n in own if n != "generator"]:
+            return overload
+    raise RuntimeError(f"{func} draws random numbers from the global generator, and takes no other")

@@ -1,0 +1,151 @@
+"""Where a model computes attention: each site's block, layer, kind and sizes, found by watching one forward pass.
+
+Nothing is decided by what a module or a class is called. Layers come from the nesting of module lists and from how often a
+block was called; the decoder of an encoder–decoder is the stack that attends to another sequence.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from massieu.probing.capture import AttentionCall, Site, of_this_thread
+
+
+@dataclass(frozen=True)
+class SiteInfo:
+    """An attention site and where it sits: its block, the index of that block in its stack, and its sizes.
+
+    Attributes:
+        in_decoder: the queries are tokens of the decoder of a model that was given decoder tokens too.
+        value_sets: how many sets of values the same attention weights are applied to; differential attention has two.
+    """
+
+    index: int
+    site: Site
+    block: str
+    layer: int
+    kind: str  # "self", "causal" or "cross"
+    heads: int
+    key_heads: int
+    head_size: int
+    value_size: int
+    in_decoder: bool = False
+    value_sets: int = 1
+
+
+@dataclass(eq=False)
+class FirstPass:
+    """What one forward pass showed: its attention calls in order, and which modules attend to another sequence.
+
+    Attributes:
+        visits: for each call, how often its module's forward had been entered by then.
+    """
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    visits: list[int] = field(default_factory=list)
+    cross: set[nn.Module] = field(default_factory=set)
+    entered: Counter[nn.Module] = field(default_factory=Counter)
+
+    def attention(self, call: AttentionCall) -> None:
+        """To be called with every `AttentionCall` of the pass."""
+        self.calls.append(call)
+        self.visits.append(self.entered[call.module])
+
+
+@contextmanager
+def noticing(model: nn.Module) -> Iterator[FirstPass]:
+    """Notices during a forward pass how often modules are entered, and which are given another stream's states as keys."""
+    found = FirstPass()
+
+    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found.entered[module] += 1
+        if any(keywords.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")):
+            found.cross.add(module)
+
+    look = of_this_thread(look)
+    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find_sites(model: nn.Module, seen: FirstPass, *, decoder_tokens: bool = False) -> list[SiteInfo]:
+    """Place every attention site of one forward pass.
+
+    Args:
+        decoder_tokens: the model was given tokens for a decoder beside those for the encoder.
+    """
+    items = _list_items(model)
+    names = list(dict.fromkeys(call.site.module_name for call in seen.calls))
+    layers: dict[str, dict[tuple[str, int], int]] = {}
+    sets = Counter(call.site for call in seen.calls)
+    blocks = {name: _block_of(name, items, names) for name in names}
+    kinds = {call.site: _kind(call, seen.cross) for call in reversed(seen.calls)}
+    decoders = {_stack_of(blocks[site.module_name]) for site, kind in kinds.items() if kind == "cross"}
+    found: list[SiteInfo] = []
+    for call, visit in zip(seen.calls, seen.visits, strict=True):
+        block = blocks[call.site.module_name]
+        stack = _stack_of(block)
+        known = layers.setdefault(stack, {})
+        layer = known.setdefault((block, visit), len(known))
+        if call.repeated:
+            continue
+        sizes = (call.query.shape[1], call.key.shape[1], call.query.shape[3], call.value.shape[3])
+        in_decoder = decoder_tokens and stack in decoders
+        found.append(
+            SiteInfo(len(found), call.site, block, layer, kinds[call.site], *sizes, in_decoder, sets[call.site])
+        )
+    return found
+
+
+def _kind(call: AttentionCall, cross: set[nn.Module]) -> str:
+    if call.module in cross or call.key.shape[2] != call.query.shape[2]:
+        return "cross"
+    return "causal" if _is_causal(call) else "self"
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    visible = call.visible()
+    if visible.shape[-1] < 2:
+        return call.is_causal
+    return not bool(visible.triu(1).any())
+
+
+def _list_items(model: nn.Module) -> list[str]:
+    """Names of all modules that are items of a ``ModuleList``, outermost first."""
+    return [
+        f"{name}.{child}" if name else child
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for child, _ in module.named_children()
+    ]
+
+
+def inside(name: str, parent: str) -> bool:
+    """Whether a module's name is another's, or that of a module within it."""
+    return name == parent or name.startswith(parent + ".")
+
+
+def _block_of(module_name: str, items: Sequence[str], attention_names: Sequence[str]) -> str:
+    """The outermost list item around an attention module in which no two attention modules have the same last name.
+
+    Where there is none, as with self-attention and cross-attention of one name in one block, it is the innermost item.
+    """
+    around = [item for item in items if inside(module_name, item)]
+    for item in around:
+        last = [n.rsplit(".", 1)[-1] for n in attention_names if inside(n, item)]
+        if len(last) == len(set(last)):
+            return item
+    return around[-1] if around else module_name.rpartition(".")[0] or module_name
+
+
+def _stack_of(block: str) -> str:
+    parts = block.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0]]) if numbers else block

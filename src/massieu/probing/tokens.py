@@ -1,0 +1,110 @@
+"""Which tokens a batch has: real or padding, special or not, in the text and in what a decoder reads.
+
+Attention is told which tokens there are by the batch's masks. Where a model attends to something else than what the masks
+are about (frames of audio, patches), padding is what no query sees.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from massieu.probing.capture import AttentionCall
+from massieu.probing.statistics.attention import Tokens
+from massieu.probing.statistics.expansion import distinct_positions
+
+
+def decoder_given(inputs: dict[str, Any]) -> bool:
+    """Whether a model is given tokens for a decoder beside those for its encoder."""
+    return any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+
+
+def real_tokens(
+    call: AttentionCall, inputs: dict[str, Any], *, decoder: bool, keys: bool = False
+) -> Bool[Tensor, "B L"]:
+    """Which of a call's queries, or of its keys, are no padding.
+
+    Args:
+        decoder: they are tokens of the decoder.
+    """
+    batch, length = call.query.shape[0], call.key.shape[2] if keys else call.query.shape[2]
+    mask = inputs.get("decoder_attention_mask" if decoder else "attention_mask")
+    if isinstance(mask, Tensor) and tuple(mask.shape) == (batch, length):
+        return mask.bool().to(call.query.device)
+    if isinstance(mask, Tensor) and call.key.shape[2] == length:
+        return call.visible().any(dim=2).any(dim=1).expand(batch, -1)
+    return torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchTokens:
+    """The tokens of one batch, as the model was given them.
+
+    Attributes:
+        inputs: what the model's forward is called with.
+        special: special tokens of ``input_ids``; None where that is not known.
+        follows: the decoder reads the same text behind a start token.
+    """
+
+    inputs: dict[str, Any]
+    special: Bool[Tensor, "B L"] | None
+    follows: bool
+
+    def of(self, call: AttentionCall, *, decoder: bool, keys: bool = False) -> Tokens:
+        """Tokens asked about, or attended to, in one attention call."""
+        real = real_tokens(call, self.inputs, decoder=decoder, keys=keys)
+        special = self._special(decoder)
+        fits = special is not None and special.shape == real.shape
+        return Tokens(real, special.to(real.device) if special is not None and fits else None)
+
+    def _special(self, decoder: bool) -> Tensor | None:
+        if self.special is None or not decoder:
+            return self.special
+        if not self.follows:
+            return None
+        moved = self.special.roll(1, dims=1)
+        moved[:, 0] = True  # the start token
+        return moved
+
+    def ids(self, *, decoder: bool) -> Tensor | None:
+        """The tokens' numbers, where the model was given them."""
+        ids = self.inputs.get("decoder_input_ids" if decoder else "input_ids")
+        return ids if isinstance(ids, Tensor) else None
+
+    def mask(self, *, decoder: bool) -> Tensor | None:
+        """The mask of the same tokens, where there is one."""
+        mask = self.inputs.get("decoder_attention_mask" if decoder else "attention_mask")
+        return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def counted(self) -> int | None:
+        """Real tokens of the text; None where the batch is no text."""
+        ids, mask = self.ids(decoder=False), self.mask(decoder=False)
+        embedded = self.inputs.get("inputs_embeds")
+        if ids is not None:
+            shape = ids.shape
+        elif isinstance(embedded, Tensor):
+            shape = embedded.shape[:2]
+        else:
+            return None
+        return int(mask.bool().sum()) if mask is not None and mask.shape == shape else shape.numel()
+
+    def positions(
+        self, row: int, length: int, most: int, *, decoder: bool, distinct: bool, generator: torch.Generator
+    ) -> Int[Tensor, " S"]:
+        """Some real positions of one item, in a stream of so many tokens; with ``distinct`` no two of the same token.
+
+        None are given where the item has padding and it is not known which positions of the stream that is.
+        """
+        ids, mask = self.ids(decoder=decoder), self.mask(decoder=decoder)
+        if ids is not None and ids.shape[1] != length:
+            ids = None
+        device = next(v.device for v in self.inputs.values() if isinstance(v, Tensor))
+        if mask is not None and mask.shape[1] == length:
+            real = mask[row].bool()
+        elif mask is not None and ids is None and not bool(mask[row].all()):
+            return torch.empty(0, dtype=torch.long, device=device)
+        else:
+            real = torch.ones(length, dtype=torch.bool, device=device)
+        return distinct_positions(ids[row] if ids is not None and distinct else None, real, most, generator)
