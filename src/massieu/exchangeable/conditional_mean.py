@@ -149,7 +149,19 @@ def conditional_mean_attention(
         return None if number is None else problem.restore(number.unflatten(2, layout))
 
     output = problem.restore(output.unflatten(2, layout)).to(problem.query.dtype)
-    return ConditionalMean(output, restored(variance) if need_variance else None, restored(bound))
+    variance = restored(variance) if need_variance else None
+    _check_result(output=output, variance=variance)
+    return ConditionalMean(output, variance, restored(bound))
+
+
+def _check_result(**results: Tensor | None) -> None:
+    """Arguments are finite: what is not has left the dtype's range."""
+    for name, result in results.items():
+        if result is not None and values_are_readable(result) and not bool(result.isfinite().all()):
+            raise ValueError(
+                f"the {name} is beyond the range of {result.dtype} for {int((~result.isfinite()).sum())} of "
+                f"{result.numel()} numbers: queries, keys or a kernel's scale of a smaller size are needed, or a wider dtype"
+            )
 
 
 def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Ridge:

@@ -63,6 +63,10 @@ def leave_one_out(
         one = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
         inverse = torch.cholesky_solve(one.expand_as(factor), factor)
         misfit, kept = inverse @ tokens.target, inverse.diagonal(dim1=-2, dim2=-1)
+        if tokens.logarithms is not None:
+            # A⁻¹ is exp(−h)·inverse·exp(−h), and the target has exp(c − h) already.
+            relative = tokens.logarithms.relative.exp()
+            misfit = relative.unsqueeze(-1) * misfit
     else:
         misfit, kept = _by_features(features, tokens)
     visible = tokens.root > 0
