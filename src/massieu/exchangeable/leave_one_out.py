@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.exchangeable.arguments import check_number, told
+from massieu.exchangeable.arguments import check_number, check_tensors, check_values, told
 from massieu.exchangeable.exact import features_factor, solve_lower
 from massieu.exchangeable.kernels import Kernel
 from massieu.exchangeable.tokens import Ridge, Tokens, check_tokens, need_positive
@@ -110,6 +110,9 @@ def choose_ridge(
     if not isinstance(ridges, Tensor):
         for ridge in ridges:
             check_number("every ridge", ridge)
+    if isinstance(ridges, Tensor):
+        check_tensors(ridges=ridges)
+        check_values(ridges=ridges)
     grid = torch.as_tensor(ridges, dtype=torch.float64)
     if grid.ndim != 1 or len(grid) == 0:
         raise ValueError(f"ridges must be a list of at least one number, got shape {tuple(grid.shape)}")

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.exchangeable.arguments import check_device
 from massieu.exchangeable.kernels import Kernel, LogKernel
 from massieu.exchangeable.logarithms import Logarithms
 from massieu.measures.value import values_are_readable
@@ -188,6 +189,7 @@ def _layout_ridge(
         )
     if values_are_readable(number) and not bool(((number >= 0) & number.isfinite()).all()):
         raise ValueError(f"{name} must be finite and not negative, got {number.tolist()}")
+    check_device(key=torch.empty((1,), device=device), **{name: number})
     return number.to(device, dtype).expand(batch, heads)
 
 

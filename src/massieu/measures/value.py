@@ -16,10 +16,10 @@ def static_field(**keywords: Any) -> Any:
 
 
 def values_are_readable(*tensors: Tensor) -> bool:
-    """Whether an `if` may look at the values: not while compiling, and not inside a `torch.func` transform."""
+    """Whether an `if` may look at the values: not while compiling, inside a `torch.func` transform, or on `meta`."""
     if torch.compiler.is_compiling():
         return False
-    return not any(is_functorch_wrapped_tensor(tensor) for tensor in tensors)
+    return not any(is_functorch_wrapped_tensor(tensor) or tensor.is_meta for tensor in tensors)
 
 
 def register(cls: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.population.arguments import need_finite, need_integers, need_tensors
+from massieu.population.arguments import need_finite, need_integers, need_tensors, need_values
 
 
 class Alignment(NamedTuple):
@@ -103,6 +103,7 @@ def _power(covariance: Tensor, power: float) -> Tensor:
 
 def _check(score: Tensor, covariance: Tensor, power: float, draws: int) -> None:
     need_tensors(score=score, covariance=covariance)
+    need_values(score=score, covariance=covariance)
     need_integers(draws=draws)
     width = score.shape[-1] if score.ndim else 0
     if tuple(score.shape) != (width, width) or score.shape != covariance.shape:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.sharded.collectives import Group
-from massieu.population.arguments import need_integers, need_numbers
+from massieu.population.arguments import need_integers, need_numbers, need_values
 from massieu.population.reading import Processes, check_cloud, greatest, joined, summed
 
 _SHARE_OF_LENGTH = 0.1
@@ -47,6 +47,7 @@ def cluster_count(
         TypeError: no floating-point tensor, a radius that is no number, a limit that is no integer.
     """
     check_cloud(points)
+    need_values(points=points)
     need_integers(limit=limit)
     need_numbers(radius=0.0 if radius is None else radius)
     if limit < 1:

@@ -16,7 +16,7 @@ from massieu.population.cloud_shape import (
 )
 from massieu.population.clusters import cluster_count
 from massieu.population.observables import covariance_spectrum, effective_rank, log_determinant
-from massieu.population.reading import Processes, Reading, counts, joined, summed
+from massieu.population.reading import Processes, Reading, check_single_cloud, counts, joined, summed
 from massieu.population.self_attention import self_attention_levels
 
 _CHANCE = 0.05
@@ -32,6 +32,7 @@ class CloudMoments:
     """
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
+        check_single_cloud(points)
         processes = joined(group)
         sums = torch.cat([points.double().square().sum().reshape(1), points.double().sum(0)])
         means = summed(sums, processes) / sum(counts(points, processes))
@@ -67,6 +68,7 @@ class CloudShape:
     seed: int = 0
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
+        check_single_cloud(points)
         count = sum(counts(points, joined(group)))
         if count < _LEAST_FOR_CUMULANTS:
             raise ValueError(f"CloudShape needs a cloud of at least {_LEAST_FOR_CUMULANTS} tokens, got {count}")
