@@ -67,9 +67,8 @@ def precision_alignment(
     target = _power(covariance, power)
     rank = int(kept.sum())
     normal = torch.randn(draws, len(target), rank, dtype=target.dtype, generator=generator).to(target.device)
-    frames, triangle = torch.linalg.qr(normal)
-    # With these signs the frames are uniform.
-    frames = frames * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    # Uniform up to the signs of the vectors, which no cosine sees.
+    frames, _ = torch.linalg.qr(normal)
     cosine = _cosine(levels, basis, target)
     null = _cosine(levels, frames, target)
     share = (1 + int((null >= cosine).sum())) / (1 + draws)
