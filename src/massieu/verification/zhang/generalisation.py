@@ -110,7 +110,7 @@ def _gap(normal: Normal, repetitions: int) -> Iterator[Check]:
 
 def _trained(normal: Normal, repetitions: int, size: int) -> Iterator[Check]:
     """Heads that have learnt their sequences: the gap of what was chosen by them is larger, and still below the bound."""
-    population = _sequences(normal, 5000, 8)[None]
+    population = _sequences(normal, 2000, 8)[None]
     best = _descended(torch.zeros(1, 2, dtype=torch.float64), population)
     drawn = _sequences(normal, repetitions * size, 8).unflatten(0, (repetitions, size))
     heads = _descended(best.expand(repetitions, 2), drawn)
@@ -132,10 +132,10 @@ def _trained(normal: Normal, repetitions: int, size: int) -> Iterator[Check]:
 def _descended(start: Float[Tensor, "R 2"], tokens: Float[Tensor, "R n L+1"]) -> Float[Tensor, "R 2"]:
     """Gradient descent on the mean loss of each head, within [−1, 1]², by steps below what its slope may change."""
     heads = start.clone()
-    for _ in range(300):
+    for _ in range(120):
         heads.requires_grad_()
         (slope,) = torch.autograd.grad(_attention_loss(heads, tokens).mean(-1).sum(), heads)
-        heads = (heads - 0.5 * slope).detach().clamp(-1, 1)
+        heads = (heads - 2.0 * slope).detach().clamp(-1, 1)
     return heads
 
 
