@@ -165,8 +165,8 @@ class Features(Kernel):
 
 
 def _per_head(number: Tensor, like: Tensor) -> Tensor:
-    """To meet (B, H, L, N), in the dtype of the points."""
-    return number.to(like.dtype).reshape(-1, 1, 1)
+    """To meet (B, H, L, N), in the dtype and on the device of the points."""
+    return number.to(like.device, like.dtype).reshape(-1, 1, 1)
 
 
 def _positive(name: str, value: Number) -> Tensor:
