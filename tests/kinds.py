@@ -28,7 +28,9 @@ def raw_errors(function: Callable[..., object], arguments: Mapping[str, Any]) ->
     function(**arguments)
     found = []
     try:
-        function(**{name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()})
+        function(
+            **{name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        )
     except Exception as error:
         found += _raw("everything on meta", error)
     for name, value in arguments.items():

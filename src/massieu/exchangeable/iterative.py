@@ -74,9 +74,10 @@ def iterative(
     half = None if logs is None else logs.half_at(query)
     prior = tokens.kernel.diagonal(query)
     with torch.no_grad():
-        residual = (tokens.target - _product(tokens, solution)).flatten(2).norm(dim=-1, keepdim=True)
-        # ‖A⁻¹κ‖ ≤ √κ(q, q)/(2√λ), as in `low_rank`; with several λ it holds for the least.
-        bound = residual * (prior / _least(tokens).unsqueeze(-1)).sqrt() / 2
+        # |κᵀA⁻¹r| ≤ ½√κ(q, q)·‖Λ^-½r‖ for A = W^½GW^½ + Λ, as in `low_rank`.
+        least = tokens.diagonal.clamp(min=torch.finfo(prior.dtype).tiny).sqrt().unsqueeze(-1)
+        residual = ((tokens.target - _product(tokens, solution)) / least).flatten(2).norm(dim=-1, keepdim=True)
+        bound = residual * prior.sqrt() / 2
         bound = bound if logs is None or half is None else lifted(bound, half - logs.centre)
     if not need_variance:
         return IterativeFound(output, None, bound)
@@ -95,11 +96,6 @@ def _predicted(tokens: Tokens, query: Tensor, coefficients: Float[Tensor, "B H N
         logs.as_kernel(), with_last(query, largest), logs.keys(tokens.key), logs.coefficients(coefficients)
     )
     return lifted(image, largest.unsqueeze(-1))
-
-
-def _least(tokens: Tokens) -> Float[Tensor, "B H"]:
-    """The least number that the system has beyond the Gram matrix of visible keys."""
-    return torch.where(tokens.root > 0, tokens.diagonal, torch.inf).amin(-1)
 
 
 def _variance(system: "_System", tokens: Tokens, query: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:
