@@ -69,6 +69,7 @@ def _head(normal: Normal, length: int) -> Iterator[Check]:
     moved = (_outputs(opposite, small, identity) - _outputs(opposite, 0 * small, identity)).norm(dim=-1).max()
     largest = attention_lipschitz(_RADIUS, 1.0, _SCALE).score * 1e-6
     # All tokens equal: the output is Wx, whatever the score is.
+    score, value = normal(3, 3), normal(3, 3)
     equal, step = (
         axis.expand(length, 3),
         0.3 * torch.outer(torch.nn.functional.normalize(normal(3), dim=0), axis / _RADIUS),
