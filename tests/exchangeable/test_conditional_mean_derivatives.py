@@ -110,7 +110,7 @@ def test_hidden_keys_have_no_gradient_and_leave_finite_ones():
             assert (slope[:, :, [2, 4] if not is_causal else [2]] != 0).any()
 
 
-@pytest.mark.parametrize("name", ["linear", "gaussian"])
+@pytest.mark.parametrize("name", ["linear", "gaussian", "exponential"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_vmap_of_second_derivatives_is_a_loop(name, is_causal):
     query, key, value = (leaf(3, *tensor.shape, seed=seed).detach() for seed, tensor in enumerate(inputs()[:3]))
@@ -132,7 +132,8 @@ def test_vmap_of_second_derivatives_is_a_loop(name, is_causal):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("name", "is_causal"), [pytest.param("linear", True, marks=pytest.mark.slow), ("gaussian", False)]
+    ("name", "is_causal"),
+    [pytest.param("linear", True, marks=pytest.mark.slow), ("gaussian", False), ("exponential", False)],
 )
 def test_compiled(name, is_causal):
     query, key, value, weight = inputs()

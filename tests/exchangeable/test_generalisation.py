@@ -47,6 +47,18 @@ def test_the_bounds_parts_are_nearly_attained():
     assert moved.item() == pytest.approx(attention_lipschitz(radius, 2.0, scale).score * 1e-6, rel=1e-9)
 
 
+@every_row("length", [1, 4, 9])
+def test_equal_tokens_attain_the_value_constant(length):
+    """All tokens at x of norm R: out = Wx, which moves by R a unit of ‖W − W'‖ along x; the score has no say."""
+    radius = 1.5
+    tokens = torch.tensor([0.0, radius, 0.0], dtype=torch.float64).expand(length, 3)
+    value, score = normal(2, 3), normal(3, 3, seed=1)
+    step = 0.3 * torch.outer(torch.tensor([0.6, 0.8], dtype=torch.float64), tokens[0] / radius)
+    moved = (head(tokens, score, value + step, 0.8) - head(tokens, score, value, 0.8)).norm(dim=-1).max()
+    bound = attention_lipschitz(radius, torch.linalg.matrix_norm(value, 2).item(), 0.8)
+    assert moved.item() == pytest.approx(bound.value * 0.3, rel=1e-12)
+
+
 def test_a_cover_of_the_interval_is_as_large_as_needed_and_no_larger_than_said():
     for accuracy in (0.5, 0.1, 0.003):
         needed = math.ceil(2.0 * 3.0 / (2 * accuracy))  # intervals of length 2ε/Lip over [−B, B]

@@ -190,6 +190,24 @@ def test_what_finitely_many_keys_add_is_what_simulations_add():
         assert 5 * error / found + remainder < 0.5
 
 
+@every_row("scale", [0.3, 1.5, 4.0])
+@every_row("noise", [0.0, 0.3])
+def test_the_error_of_finitely_many_keys_on_the_circle_to_its_last_digit(scale, noise):
+    """L·sampling = E_q[E w²(v − m)² − 2(m − f)·E w²(v − m)] by sums over a grid, which are exact for these functions:
+    variance, and the product of the bias of infinitely many keys with that of finitely many."""
+    angle, _ = circle(512)
+    f = 0.7 * angle.cos() - 0.4 * (2 * angle + 0.3).cos() + 0.5 * (5 * angle - 1.0).cos() + 0.2
+    weight = (scale * (angle[:, None] - angle).cos()).exp()
+    weight = weight / weight.mean(-1, keepdim=True)
+    m = (weight * f).mean(-1)
+    variance = (weight.square() * ((f - m[:, None]).square() + noise)).mean(-1)
+    bias = -(weight.square() * (f - m[:, None])).mean(-1)
+    power = double(0.2**2, 0.7**2 / 2, 0.4**2 / 2, 0, 0, 0.5**2 / 2)
+    found = smoothing_error(50, power, noise, 2, scale)
+    assert float(found.sampling) * 50 == pytest.approx((variance + 2 * (m - f) * bias).mean().item(), rel=1e-11)
+    assert float(found.smoothing) == pytest.approx((m - f).square().mean().item(), rel=1e-11)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(("dimension", "noise"), [(2, 0.25), (3, 0.1), (8, 1.0)])
 def test_the_optimal_scale_is_the_minimum(dimension, noise):

@@ -51,10 +51,12 @@ def test_batches_limits_and_broken_tokens():
     found = cluster_count(points, radius=0.0, limit=20)
     assert found.clusters.tolist() == [20, 1]
     torch.testing.assert_close(found.covered, torch.tensor([20 / 30, 1.0], dtype=torch.float64))
-    points[1, 4, 0] = math.nan
-    found = cluster_count(points)
-    assert found.clusters[1] == 1
-    assert found.covered[1].item() == pytest.approx(29 / 30)
+    alone = cluster_count(points[:1])
+    for broken in (math.nan, math.inf):
+        points[1, 4, 0] = broken
+        for each, own in zip(cluster_count(points), alone, strict=True):
+            assert each[0] == own[0]
+            assert each[1].isnan()
     assert cluster_count(torch.ones(4, 2, dtype=torch.bfloat16)).clusters == 1
 
 

@@ -174,7 +174,7 @@ def test_a_checkpoint_of_another_flow_is_refused(tmp_path):
         Flow(resampled(), depth=2).resume(tmp_path / "nowhere")
     (path,) = folder.iterdir()
     path.write_bytes(b"nothing")
-    with pytest.raises(InputError, match="is no checkpoint of a flow"):
+    with pytest.raises(InputError, match="is damaged or no checkpoint of a flow"):
         Flow(resampled(), depth=2).resume(folder)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write the checkpoint"):

@@ -14,10 +14,39 @@ def told(value: object) -> str:
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raise a TypeError unless each is a tensor of real numbers."""
+    """Raise a TypeError unless each is a tensor of real numbers, and a ValueError unless all are on one device."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor) or value.is_complex():
             raise TypeError(f"{name} must be a tensor of real numbers, got {told(value)}")
+    check_device(**tensors)
+
+
+def check_device(**given: object) -> None:
+    """Raise a ValueError unless all tensors are on one device; what is no tensor, or a number, is on all."""
+    placed = {name: value.device for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
+    placed |= {name: value.device for name, value in given.items() if isinstance(value, Tensor) and value.is_meta}
+    if len(set(placed.values())) > 1:
+        where = " and ".join(f"{name} on {device}" for name, device in placed.items())
+        raise ValueError(f"all tensors must be on one device, got {where}")
+
+
+def check_fit(**given: object) -> None:
+    """Raise a ValueError unless the tensors' shapes can be broadcast to one, on one device; numbers fit everywhere."""
+    shapes = {name: tuple(value.shape) for name, value in given.items() if isinstance(value, Tensor)}
+    longest = max((len(shape) for shape in shapes.values()), default=0)
+    for place in range(longest):
+        sizes = {shape[-1 - place] for shape in shapes.values() if len(shape) > place}
+        if len(sizes - {1}) > 1:
+            told_shapes = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise ValueError(f"shapes must fit each other, got {told_shapes}")
+    check_device(**given)
+
+
+def check_values(**tensors: object) -> None:
+    """Raise a ValueError at tensors of the meta device, where values are needed."""
+    for name, value in tensors.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(f"{name} must have values, got a tensor on the meta device")
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -36,7 +65,8 @@ def check_log_probabilities(**tensors: Tensor) -> None:
 
 def check_number(name: str, value: float, least: float | None = 0.0) -> None:
     """Raise unless it is one finite number, at least `least`, or (None) positive."""
-    if isinstance(value, bool) or not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
+    one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    if isinstance(value, bool) or not (isinstance(value, Real) or one):
         raise TypeError(f"{name} must be a number, got {told(value)}")
     if isinstance(value, Tensor) and not values_are_readable(value):
         return

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.exchangeable.arguments import check_device, check_fit
 from massieu.exchangeable.exact import exact
 from massieu.exchangeable.iterative import ConjugateGradient, iterative
 from massieu.exchangeable.kernels import Kernel
@@ -60,6 +61,8 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
     for name, number, positive in (("noise_variance", noise_variance, False), ("prior_variance", prior_variance, True)):
         if isinstance(number, bool) or not isinstance(number, float | int | Tensor):
             raise TypeError(f"{name} must be a number or a tensor, got {type(number).__name__}")
+        if isinstance(number, Tensor) and number.is_complex():
+            raise TypeError(f"{name} must be a number or a tensor of real numbers, got {number.dtype}")
         wanted = f"{name} must be {'positive' if positive else 'not negative'} and finite, got "
         if isinstance(number, Tensor):
             above = (number > 0) if positive else (number >= 0)
@@ -67,6 +70,7 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
                 raise ValueError(wanted + str(number.tolist()))
         elif not (0 < number < math.inf or (number == 0 and not positive)):
             raise ValueError(wanted + str(number))
+    check_fit(noise_variance=noise_variance, prior_variance=prior_variance)
     return noise_variance / prior_variance
 
 
@@ -149,16 +153,29 @@ def conditional_mean_attention(
         return None if number is None else problem.restore(number.unflatten(2, layout))
 
     output = problem.restore(output.unflatten(2, layout)).to(problem.query.dtype)
-    return ConditionalMean(output, restored(variance) if need_variance else None, restored(bound))
+    variance = restored(variance) if need_variance else None
+    _check_result(output=output, variance=variance)
+    return ConditionalMean(output, variance, restored(bound))
+
+
+def _check_result(**results: Tensor | None) -> None:
+    """Arguments are finite: what is not has left the dtype's range."""
+    for name, result in results.items():
+        if result is not None and values_are_readable(result) and not bool(result.isfinite().all()):
+            raise ValueError(
+                f"the {name} is beyond the range of {result.dtype} for {int((~result.isfinite()).sum())} of "
+                f"{result.numel()} numbers: queries, keys or a kernel's scale of a smaller size are needed, or a wider dtype"
+            )
 
 
 def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Ridge:
     """Numbers of key heads, to meet (B, H, L) or (B, Hk, G, L)."""
+    check_device(variance=variance, **{name: number})
     if not isinstance(number, Tensor) or number.ndim == 0:
         return number
     batch, heads = variance.shape[:2]
     count = number.shape[-1]
-    fits = heads % count == 0 if variance.ndim == 3 else count in (1, heads)
+    fits = count > 0 and heads % count == 0 if variance.ndim == 3 else count in (1, heads)
     if number.ndim > 2 or not fits or number.shape[:-1] not in ((), (batch,)):
         raise ValueError(
             f"{name} must be one number or one a key head, got shape {tuple(number.shape)} for a variance of shape "

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.exchangeable.arguments import check_log_probabilities, check_tensors, check_whole
+from massieu.exchangeable.arguments import check_log_probabilities, check_tensors, check_values, check_whole
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_COUNTS = 2048
@@ -110,6 +110,7 @@ def sufficiency(
     """
     check_whole("length", length)
     check_tensors(log_prior=log_prior, log_likelihood=log_likelihood)
+    check_values(log_prior=log_prior, log_likelihood=log_likelihood, label=label)
     if log_prior.ndim != 1 or log_likelihood.ndim != 2 or len(log_prior) != len(log_likelihood):
         raise ValueError(
             f"log_prior and log_likelihood must have shapes (K,) and (K, V), got {tuple(log_prior.shape)} and "

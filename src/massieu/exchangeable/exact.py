@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.exchangeable.logarithms import lifted
 from massieu.exchangeable.tokens import Tokens, cholesky
 
 
@@ -49,19 +50,39 @@ def _mean_by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"]) -> Float[Tens
     """κᵀ(A⁻¹v): a system for each coordinate of the values, and none for each query."""
     factor = tokens.gram_factor()
     solved = torch.linalg.solve_triangular(factor.mT, solve_lower(factor, tokens.target), upper=True)
-    return tokens.kernel(query, tokens.key) @ (tokens.root.unsqueeze(-1) * solved)
+    solved, logs = tokens.root.unsqueeze(-1) * solved, tokens.logarithms
+    if logs is None:
+        return tokens.kernel(query, tokens.key) @ solved
+    pairs, largest = logs.pairs(query, tokens.key)
+    return lifted(pairs @ logs.coefficients(solved), largest.unsqueeze(-1))
 
 
 def by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"], seen: Bool[Tensor, "N Q"] | None) -> Found:
     """κᵀA⁻¹v = (C⁻¹κ)·(C⁻¹v) for A = CCᵀ. The first i rows of C are the factor of the first i keys, so that forward
     substitution has solved the systems of all prefixes on its way, and a causal mask is one on its result.
     """
-    factor = tokens.gram_factor()
-    cross = solve_lower(factor, tokens.root.unsqueeze(-1) * tokens.kernel(tokens.key, query))
-    if seen is not None:
-        cross = torch.where(seen, cross, 0.0)
-    output = cross.mT @ solve_lower(factor, tokens.target)
-    return Found(output, (tokens.kernel.diagonal(query) - cross.square().sum(-2)).clamp(min=0.0))
+    factor, logs = tokens.gram_factor(), tokens.logarithms
+    solved = solve_lower(factor, tokens.target)
+    if logs is None:
+        cross = _substituted(factor, tokens, tokens.kernel(tokens.key, query), seen)
+        return Found(cross.mT @ solved, (tokens.kernel.diagonal(query) - cross.square().sum(-2)).clamp(min=0.0))
+    pairs, largest = logs.pairs(query, tokens.key, None if seen is None else seen.mT)
+    # κ(q, k)·exp(−h(k)), which the target is multiplied by, in units of exp(largest + c).
+    cross = _substituted(factor, tokens, (pairs * logs.relative.exp().unsqueeze(-2)).mT, seen)
+    output = lifted(cross.mT @ solved, largest.unsqueeze(-1))
+    half = logs.half_at(query)
+    # The same in units of exp(h(q)).
+    unit = (logs.centre + largest - half).exp().unsqueeze(-2)
+    share = (1 - (cross * unit).square().sum(-2)).clamp(min=0.0)
+    return Found(output, lifted(share, 2 * half))
+
+
+def _substituted(
+    factor: Tensor, tokens: Tokens, pairs: Float[Tensor, "B H N Q"], seen: Bool[Tensor, "N Q"] | None
+) -> Float[Tensor, "B H N Q"]:
+    """C⁻¹W^½κ, of which a query gets the rows that it sees."""
+    cross = solve_lower(factor, tokens.root.unsqueeze(-1) * pairs)
+    return cross if seen is None else torch.where(seen, cross, 0.0)
 
 
 def by_features(

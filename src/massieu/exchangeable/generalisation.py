@@ -9,7 +9,7 @@ and empirical loss is bounded over all of them. The shape is that of Zhang et al
 import math
 from typing import NamedTuple
 
-from massieu.exchangeable.arguments import check_number
+from massieu.exchangeable.arguments import check_number, check_values
 
 
 class AttentionLipschitz(NamedTuple):
@@ -35,6 +35,7 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
     Raises:
         ValueError: an argument outside its range.
     """
+    check_values(radius=radius, scale=scale, value_norm=value_norm)
     _check_positive(radius=radius, scale=scale)
     check_number("value_norm", value_norm)
     return AttentionLipschitz(radius, scale * radius**3 * value_norm)
@@ -54,6 +55,7 @@ def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: f
     Raises:
         ValueError: an argument outside its range.
     """
+    check_values(parameters=parameters, radius=radius, lipschitz=lipschitz, accuracy=accuracy)
     _check_positive(parameters=parameters, radius=radius, lipschitz=lipschitz, accuracy=accuracy)
     return parameters * math.log1p(2 * radius * lipschitz / accuracy)
 

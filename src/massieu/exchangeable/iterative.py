@@ -1,5 +1,7 @@
 """Conditional mean attention without the Gram matrix: conjugate gradients on products with its rows, a block at a time."""
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,11 +14,17 @@ from massieu import solve
 from massieu.errors import ConvergenceError
 from massieu.exchangeable.arguments import check_number, check_whole
 from massieu.exchangeable.kernels import Features, Kernel
+from massieu.exchangeable.logarithms import lifted, with_last
 from massieu.exchangeable.low_rank import pivoted_cholesky
 from massieu.exchangeable.tokens import Tokens, need_positive
 
+Product = Callable[[Tensor], Tensor]
+
 BLOCK_PAIRS = 1 << 18
 """Kernel values that are held at once."""
+
+_ROUNDINGS = 32
+"""Of an equation's size: below so many a residual is rounding."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,34 @@ def iterative(
             "method 'conjugate_gradient' is for kernels without a map of features; 'cholesky' uses the map"
         )
     system = _System(settings, _preconditioner(tokens, settings.rank))
-    solution = _solve(system, tokens, tokens.target)
-    output = kernel_product(tokens.kernel, query, tokens.key, tokens.root.unsqueeze(-1) * solution)
+    solution = _solve(system, tokens, tokens.target, tokens.logarithms is not None)
+    output = _predicted(tokens, query, tokens.root.unsqueeze(-1) * solution)
+    logs = tokens.logarithms
+    half = None if logs is None else logs.half_at(query)
     prior = tokens.kernel.diagonal(query)
     with torch.no_grad():
-        residual = (tokens.target - _product(tokens, solution)).flatten(2).norm(dim=-1)
-        # ‖A⁻¹κ‖ ≤ √κ(q, q)/(2√λ), as in `low_rank`.
-        bound = residual.unsqueeze(-1) * (prior / tokens.ridge.unsqueeze(-1)).sqrt() / 2
-    return IterativeFound(output, _variance(system, tokens, query, prior) if need_variance else None, bound)
+        # |κᵀA⁻¹r| ≤ ½√κ(q, q)·‖Λ^-½r‖ for A = W^½GW^½ + Λ, as in `low_rank`.
+        least = tokens.diagonal.clamp(min=torch.finfo(prior.dtype).tiny).sqrt().unsqueeze(-1)
+        residual = ((tokens.target - _product(tokens, solution)) / least).flatten(2).norm(dim=-1, keepdim=True)
+        bound = residual * prior.sqrt() / 2
+        bound = bound if logs is None or half is None else lifted(bound, half - logs.centre)
+    if not need_variance:
+        return IterativeFound(output, None, bound)
+    variance = _variance(system, tokens, query, prior)
+    return IterativeFound(output, variance if half is None else lifted(variance, 2 * half), bound)
+
+
+def _predicted(tokens: Tokens, query: Tensor, coefficients: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H Q E"]:
+    """κ(q, K) coefficients."""
+    logs = tokens.logarithms
+    if logs is None:
+        return kernel_product(tokens.kernel, query, tokens.key, coefficients)
+    with torch.no_grad():
+        largest = torch.cat([logs.pairs(rows, tokens.key)[1] for rows in query.split(_rows(tokens.key), 2)], 2)
+    image = kernel_product(
+        logs.as_kernel(), with_last(query, largest), logs.keys(tokens.key), logs.coefficients(coefficients)
+    )
+    return lifted(image, largest.unsqueeze(-1))
 
 
 def _variance(system: "_System", tokens: Tokens, query: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:
@@ -135,9 +163,12 @@ class _KernelProduct(torch.autograd.Function):
 
 def _product(tokens: Tokens, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
     """A vectors."""
-    root = tokens.root.unsqueeze(-1)
-    image = kernel_product(tokens.kernel, tokens.key, tokens.key, root * vectors)
-    return root * image + tokens.diagonal.unsqueeze(-1) * vectors
+    return _system_product(tokens.kernel, vectors, tokens.key, tokens.root, tokens.diagonal)
+
+
+def _system_product(kernel: Kernel, vectors: Tensor, key: Tensor, root: Tensor, diagonal: Tensor) -> Tensor:
+    root = root.unsqueeze(-1)
+    return root * kernel_product(kernel, key, key, root * vectors) + diagonal.unsqueeze(-1) * vectors
 
 
 # --- the system ------------------------------------------------------------------------------------------------------
@@ -149,8 +180,32 @@ class _System(NamedTuple):
     settings: ConjugateGradient
     preconditioner: "_Preconditioner | None"
 
-    def run(self, tokens: Tokens, right: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
-        """Raises ConvergenceError where a column's residual stays above its tolerance."""
+    def run(self, product: Product, right: Float[Tensor, "B H N C"], graded: bool) -> Float[Tensor, "B H N C"]:
+        """To a residual of each column's norm; if graded, to one of each equation's own size.
+
+        Raises ConvergenceError where a column's residual stays above its tolerance.
+        """
+        solution = self._column(product, right)
+        if not graded or not right.numel():
+            return solution
+        # A residual small beside the largest equations says nothing of those that are smaller by tens of powers of ten:
+        # what is left is solved for anew until it is small in each equation (Oettli & Prager 1964). No entry of A is negative.
+        rtol = self.settings.rtol or (1e-10 if right.dtype == torch.float64 else 1e-6)
+        last = (math.inf, math.inf)
+        while True:
+            left = right - product(solution)
+            size = right.abs() + product(solution.abs()) + torch.finfo(right.dtype).tiny
+            error, norm = (left.abs() / size).amax().item(), left.norm().item()
+            if error <= max(rtol, _ROUNDINGS * torch.finfo(right.dtype).eps):
+                return solution
+            if not (error < last[0] / 2 or norm < last[1] / 2):
+                raise ConvergenceError(
+                    f"conjugate gradients left a residual of {error:.1e} of one equation's size, beside others that are "
+                    "larger by powers of ten; a larger rtol, float64, or method 'cholesky' may help"
+                )
+            last, solution = (error, norm), solution + self._column(product, left)
+
+    def _column(self, product: Product, right: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
         half = (lambda x: x) if self.preconditioner is None else self.preconditioner
         method = solve.ConjugateGradients(rtol=self.settings.rtol, max_steps=self.settings.max_steps)
         start = half(right)
@@ -158,7 +213,7 @@ class _System(NamedTuple):
         unit = start.abs().amax(-2, keepdim=True)
         unit = torch.where(unit > 0, unit, 1.0)
         start = start / unit
-        found = method.solve(lambda x: half(_product(tokens, half(x.mT))).mT, start.mT.contiguous())
+        found = method.solve(lambda x: half(product(half(x.mT))).mT, start.mT.contiguous())
         failed = found.status != solve.Status.CONVERGED
         if bool(failed.any()):
             relative = (found.residual / start.norm(dim=-2)).max().item()
@@ -186,31 +241,41 @@ def _preconditioner(tokens: Tokens, rank: int) -> _Preconditioner | None:
         return None
     *_, factor = pivoted_cholesky(tokens, rank)
     squares, basis = torch.linalg.eigh(factor.mT @ factor)
-    squares, ridge = squares.clamp(min=0.0), tokens.ridge.unsqueeze(-1)
+    squares, ridge = squares.clamp(min=0.0), _typical(tokens).unsqueeze(-1)
     shrunk = (ridge / (squares + ridge)).sqrt()
     # (shrunk − 1)/squares, without the division by what may be 0.
     core = -1 / ((squares + ridge) * (1 + shrunk))
     return _Preconditioner(factor, (basis * core.unsqueeze(-2)) @ basis.mT)
 
 
-def _solve(system: _System, tokens: Tokens, right: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
+def _typical(tokens: Tokens) -> Float[Tensor, "B H"]:
+    """λ, or the geometric mean over visible keys where each has its own."""
+    visible = tokens.root > 0
+    mean = torch.where(visible, tokens.diagonal.log(), 0.0).sum(-1) / visible.sum(-1).clamp(min=1)
+    # A ridge that the dtype does not hold beside the Gram matrix is rounding there.
+    return mean.exp().clamp(min=torch.finfo(mean.dtype).eps) if tokens.logarithms is not None else tokens.ridge
+
+
+def _solve(
+    system: _System, tokens: Tokens, right: Float[Tensor, "B H N C"], graded: bool = False
+) -> Float[Tensor, "B H N C"]:
     """A⁻¹ right, with derivatives by one more solve each."""
     leaves, structure = pytree.tree_flatten(tokens.kernel)
-    return _Solve.apply(system, structure, right, tokens.key, tokens.root, tokens.ridge, *leaves)
+    return _Solve.apply(system, structure, graded, right, tokens.key, tokens.root, tokens.diagonal, *leaves)
 
 
-def _tokens(structure: Any, target: Tensor, parameters: list[Tensor]) -> Tokens:
-    key, root, ridge, *leaves = parameters
-    return Tokens(pytree.tree_unflatten(leaves, structure), key, target, root, ridge, True)
+def _image(structure: Any, vectors: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    key, root, diagonal, *leaves = parameters
+    return _system_product(pytree.tree_unflatten(leaves, structure), vectors, key, root, diagonal)
 
 
 class _Solve(torch.autograd.Function):
     """d(A⁻¹b) = A⁻¹(db − dA x): the cotangent of b is A⁻¹ of x's, and that of A's parameters that of −A x."""
 
     @staticmethod
-    def forward(ctx: Any, system: _System, structure: Any, right: Tensor, *parameters: Tensor) -> Tensor:
-        solution = system.run(_tokens(structure, right, list(parameters)), right)
-        ctx.system, ctx.structure = system, structure
+    def forward(ctx: Any, system: _System, structure: Any, graded: bool, right: Tensor, *parameters: Tensor) -> Tensor:
+        solution = system.run(lambda vectors: _image(structure, vectors, parameters), right, graded)
+        ctx.system, ctx.structure, ctx.graded = system, structure, graded
         ctx.save_for_backward(solution, *parameters)
         return solution
 
@@ -218,13 +283,13 @@ class _Solve(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         solution, *parameters = ctx.saved_tensors
         again = torch.is_grad_enabled()
-        pulled = _Solve.apply(ctx.system, ctx.structure, cotangents[0], *parameters)
-        needed = ctx.needs_input_grad[3:]
+        pulled = _Solve.apply(ctx.system, ctx.structure, ctx.graded, cotangents[0], *parameters)
+        needed = ctx.needs_input_grad[4:]
         if not any(needed):
-            return None, None, pulled, *[None] * len(parameters)
+            return None, None, None, pulled, *[None] * len(parameters)
         with torch.enable_grad():
             aliases = [tensor.view_as(tensor) for tensor in parameters]
-            image = _product(_tokens(ctx.structure, solution, aliases), solution)
+            image = _image(ctx.structure, solution, aliases)
             wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need]
             slopes = iter(torch.autograd.grad(image, wanted, -pulled, create_graph=again, allow_unused=True))
-        return None, None, pulled, *[next(slopes) if need else None for need in needed]
+        return None, None, None, pulled, *[next(slopes) if need else None for need in needed]

@@ -38,6 +38,33 @@ class Kernel(ABC):
         return None
 
 
+class LogKernel(Kernel):
+    """A positive kernel whose values may leave the floating range: methods then work with its logarithm.
+
+    κ(a, b) = exp(h(a) + h(b))·κ'(a, b), where h is half the logarithm of κ(x, x), and κ' lies between 0 and 1.
+    """
+
+    @abstractmethod
+    def log(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
+        """log κ(left_i, right_n) for all pairs."""
+
+    @abstractmethod
+    def log_diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
+        """log κ(x, x) of each point."""
+
+    @abstractmethod
+    def normalized(self) -> Kernel:
+        """κ'."""
+
+    def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
+        """exp of `log`."""
+        return self.log(left, right).exp()
+
+    def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
+        """exp of `log_diagonal`."""
+        return self.log_diagonal(points).exp()
+
+
 class Linear(Kernel):
     """κ(a, b) = a·b, with features φ(a) = a: conditional mean attention is then ridge regression of values on keys."""
 
@@ -54,11 +81,14 @@ class Linear(Kernel):
         return points
 
 
-class Exponential(Kernel):
+class Exponential(LogKernel):
     """κ(a, b) = exp(scale·a·b), softmax attention's; on a sphere it is Gaussian up to a constant (Z7).
 
+    Conditional means are found with logarithms of it, so that exp(scale·‖x‖²) may be beyond the dtype's range, at keys and
+    at queries. Only what is returned must be within it, and the keys' scale·‖key‖² within 177 of each other in float32.
+
     Attributes:
-        scale: Inverse temperature, shape () or (H,), one a key head. exp(scale·‖key‖²) must not overflow.
+        scale: Inverse temperature, shape () or (H,), one a key head.
     """
 
     scale: Float[Tensor, "*head"]
@@ -68,13 +98,17 @@ class Exponential(Kernel):
         """Raises ValueError unless `scale` is positive, finite, and one number or one a head."""
         return cls(_positive("scale", scale))
 
-    def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
-        """exp(scale·left_i·right_n)."""
-        return (_per_head(self.scale, left) * left @ right.mT).exp()
+    def log(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
+        """scale·left_i·right_n."""
+        return _per_head(self.scale, left) * left @ right.mT
 
-    def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
-        """exp(scale·‖x‖²)."""
-        return (_per_head(self.scale, points).squeeze(-1) * points.square().sum(-1)).exp()
+    def log_diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
+        """scale·‖x‖²."""
+        return _per_head(self.scale, points).squeeze(-1) * points.square().sum(-1)
+
+    def normalized(self) -> "Gaussian":
+        """The Gaussian kernel of variance 1/scale: −½scale·‖a − b‖² = scale·(a·b − ½‖a‖² − ½‖b‖²)."""
+        return Gaussian(self.scale.rsqrt())
 
 
 class Gaussian(Kernel):
@@ -131,8 +165,8 @@ class Features(Kernel):
 
 
 def _per_head(number: Tensor, like: Tensor) -> Tensor:
-    """To meet (B, H, L, N), in the dtype of the points."""
-    return number.to(like.dtype).reshape(-1, 1, 1)
+    """To meet (B, H, L, N), in the dtype and on the device of the points."""
+    return number.to(like.device, like.dtype).reshape(-1, 1, 1)
 
 
 def _positive(name: str, value: Number) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.exchangeable.arguments import check_number, told
+from massieu.exchangeable.arguments import check_number, check_tensors, check_values, told
 from massieu.exchangeable.exact import features_factor, solve_lower
 from massieu.exchangeable.kernels import Kernel
 from massieu.exchangeable.tokens import Ridge, Tokens, check_tokens, need_positive
@@ -63,6 +63,10 @@ def leave_one_out(
         one = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
         inverse = torch.cholesky_solve(one.expand_as(factor), factor)
         misfit, kept = inverse @ tokens.target, inverse.diagonal(dim1=-2, dim2=-1)
+        if tokens.logarithms is not None:
+            # A⁻¹ is exp(−h)·inverse·exp(−h), and the target has exp(c − h) already.
+            relative = tokens.logarithms.relative.exp()
+            misfit = relative.unsqueeze(-1) * misfit
     else:
         misfit, kept = _by_features(features, tokens)
     visible = tokens.root > 0
@@ -106,6 +110,9 @@ def choose_ridge(
     if not isinstance(ridges, Tensor):
         for ridge in ridges:
             check_number("every ridge", ridge)
+    if isinstance(ridges, Tensor):
+        check_tensors(ridges=ridges)
+        check_values(ridges=ridges)
     grid = torch.as_tensor(ridges, dtype=torch.float64)
     if grid.ndim != 1 or len(grid) == 0:
         raise ValueError(f"ridges must be a list of at least one number, got shape {tuple(grid.shape)}")

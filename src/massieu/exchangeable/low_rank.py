@@ -11,7 +11,9 @@ from torch import Tensor
 from massieu.exchangeable.arguments import check_whole
 from massieu.exchangeable.exact import by_features, features_factor, solve_lower
 from massieu.exchangeable.kernels import Kernel
+from massieu.exchangeable.logarithms import Logarithms, lifted
 from massieu.exchangeable.tokens import Tokens, cholesky, need_positive
+from massieu.measures.value import values_are_readable
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def pivoted_cholesky(tokens: Tokens, rank: int) -> tuple[Tensor, Tensor, Tensor]
 def low_rank(tokens: Tokens, query: Float[Tensor, "B H Q D"], rank: int) -> LowRankFound:
     """The features' regression (subset of regressors), with the variance that the centres leave of κ(q, q)."""
     need_positive(tokens.ridge, "method 'low_rank'")
+    logs = tokens.logarithms
+    tokens = tokens if logs is None else _with_one_ridge(tokens, logs)
     chosen = centres(tokens, rank)
     plain = chosen.features(tokens.kernel, tokens.key)
     features, asked = tokens.root.unsqueeze(-1) * plain, chosen.features(tokens.kernel, query)
@@ -100,7 +104,31 @@ def low_rank(tokens: Tokens, query: Float[Tensor, "B H Q D"], rank: int) -> LowR
         residual = (tokens.kernel.diagonal(tokens.key) - plain.square().sum(-1)).clamp(min=0.0)
         trace = (tokens.root.square() * residual).sum(-1)
         bound = _bound(tokens, features, trace, missed, prior)
-    return LowRankFound(output, variance + missed, bound)
+    if logs is None:
+        return LowRankFound(output, variance + missed, bound)
+    half, own = logs.half_at(query), Logarithms.of(logs.kernel, chosen.points)
+    # What a distant query has in common with the centres underflows in units of exp(h(q)): they are the largest's.
+    pairs, largest = own.pairs(query, chosen.points)
+    pairs = torch.where(chosen.used.unsqueeze(-2), pairs * own.relative.exp().unsqueeze(-2), 0.0)
+    output, _ = by_features(features, tokens.target, tokens.ridge, solve_lower(chosen.factor, pairs.mT).mT)
+    output = lifted(output, (largest + own.centre - logs.centre).unsqueeze(-1))
+    return LowRankFound(output, lifted(variance + missed, 2 * half), lifted(bound, half - logs.centre))
+
+
+def _with_one_ridge(tokens: Tokens, logs: Logarithms) -> Tokens:
+    """The same with κ(key, key) in the weights, in units of exp(2c): features have one ridge for all keys."""
+    relative = logs.relative.exp()
+    ridge = tokens.ridge * (-2 * logs.centre.squeeze(-1)).exp()
+    numbers = torch.finfo(ridge.dtype)
+    if values_are_readable(ridge):
+        widest = max(relative.max().item() ** 2 if relative.numel() else 1.0, 1 / max(ridge.min().item(), numbers.tiny))
+        if widest > math.sqrt(numbers.max):
+            raise ValueError(
+                f"method 'low_rank' has kernel values κ(key, key) up to exp({2 * logs.half.max().item():.4g}) beside a ridge "
+                f"of {tokens.ridge.min().item():.3g}, farther apart than {ridge.dtype} holds: use method 'cholesky', or float64"
+            )
+    target = relative.unsqueeze(-1) * tokens.target
+    return Tokens(tokens.kernel, tokens.key, target, tokens.root * relative, ridge)
 
 
 def _bound(tokens: Tokens, features: Tensor, trace: Tensor, missed: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu import ops
-from massieu.exchangeable.arguments import check_finite, told
+from massieu.exchangeable.arguments import check_device, check_finite, told
 from massieu.measures import static_field
 from massieu.measures.value import register, values_are_readable
 
@@ -105,6 +105,10 @@ class Posterior(ABC):
         check_finite(token=token)
         return law._spread(lead), token
 
+    def _check_device(self, name: str, tokens: Tensor) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)]
+        check_device(**{"the law": max(leaves, key=lambda leaf: leaf.ndim), name: tokens})
+
     def _fit(self, tokens: Tensor, event: tuple[int, ...], name: str, *count: str) -> tuple[Self, Tensor, torch.Size]:
         if not isinstance(tokens, Tensor) or not tokens.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {told(tokens)}")
@@ -112,6 +116,7 @@ class Posterior(ABC):
         if tokens.ndim < ends or (event and tuple(tokens.shape[-len(event) :]) != event):
             needed = ("*batch", *count, *event)
             raise ValueError(f"{type(self).__name__} needs {name} of shape {needed}, got {tuple(tokens.shape)}")
+        self._check_device(name, tokens)
         dtype = torch.promote_types(torch.promote_types(tokens.dtype, self.log_evidence.dtype), torch.float32)
         return self._in(dtype), tokens.to(dtype), tokens.shape[: tokens.ndim - ends]
 
@@ -153,6 +158,7 @@ def check_mask(mask: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Boo
         raise TypeError(f"mask must be a boolean tensor, got {told(mask)}")
     if tuple(mask.shape) != shape:
         raise ValueError(f"mask must have shape {shape} (one entry a token), got {tuple(mask.shape)}")
+    check_device(tokens=like, mask=mask)
     return mask
 
 
@@ -162,6 +168,7 @@ def check_numbers(
     """The tensors in one dtype of at least float32, once each is a floating-point tensor of its shape, finite and (those
     named) positive."""
     dtype = torch.float32
+    check_device(**tensors)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {told(tensor)}")

@@ -6,8 +6,9 @@ from typing import Self
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from massieu.exchangeable.arguments import told
+from massieu.exchangeable.arguments import check_device, told
 from massieu.exchangeable.posterior import AttentionForm, Posterior, check_numbers, with_prior_token
 from massieu.measures import ConjugatePrior, Measure
 from massieu.measures.value import values_are_readable
@@ -165,6 +166,8 @@ class ExponentialFamily(Posterior):
             chi=chi,
             strength=strength,
         )
+        held = next((leaf for leaf in pytree.tree_leaves(likelihood) if isinstance(leaf, Tensor)), chi)
+        check_device(likelihood=held, chi=chi, strength=strength)
         law = cls(likelihood, chi, strength, torch.zeros_like(strength))
         ConjugatePrior.create(likelihood, law._per_coordinate()).log_partition(chi)
         return law

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from massieu.exchangeable.arguments import check_log_probabilities, told
+from massieu.exchangeable.arguments import check_device, check_log_probabilities, told
 from massieu.exchangeable.posterior import AttentionForm, Posterior, check_mask, check_numbers, with_prior_token
 from massieu.measures import stable
 from massieu.measures.value import values_are_readable
@@ -167,6 +167,7 @@ class DirichletMultinomial(Posterior):
 
     def log_predictive(self, token: Int[Tensor, "*batch_query"]) -> Float[Tensor, "*batch_query"]:
         index = check_categories(token, self.concentration.shape[-1])
+        self._check_device("token", index)
         law = self._spread(index.shape)
         chosen = law.concentration.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         return chosen.log() - law.concentration.sum(-1).log()
@@ -186,6 +187,8 @@ class DirichletMultinomial(Posterior):
 
     def _read(self, tokens: Tensor, mask: Tensor | None) -> tuple["DirichletMultinomial", Tensor, Tensor]:
         """The law, spread, the tokens, 0 where they are masked, and which are seen."""
+        if isinstance(tokens, Tensor):
+            self._check_device("tokens", tokens)
         seen = check_mask(mask, tuple(tokens.shape) if isinstance(tokens, Tensor) else (), self.concentration)
         size = self.concentration.shape[-1]
         index = check_categories(tokens, size, seen)
@@ -196,7 +199,8 @@ class DirichletMultinomial(Posterior):
 
 def check_categories(tokens: object, size: int, seen: Tensor | None = None) -> Int[Tensor, "..."]:
     """The tokens as indices into `size` categories, 0 where they are not seen."""
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+    kinds = isinstance(tokens, Tensor) and not (tokens.is_floating_point() or tokens.is_complex())
+    if not isinstance(tokens, Tensor) or not kinds or tokens.dtype == torch.bool:
         raise TypeError(f"tokens must be a tensor of whole numbers, got {told(tokens)}")
     index = tokens.long() if seen is None else torch.where(seen, tokens.long(), 0)
     if values_are_readable(index) and not bool(((index >= 0) & (index < size)).all()):
@@ -240,6 +244,8 @@ def log_likelihoods(
     count = log_weight.shape[-1]
     if isinstance(source, Tensor):
         seen = None if mask is None else check_mask(mask, tuple(tokens.shape), tokens)
+        if isinstance(tokens, Tensor):
+            check_device(log_likelihood=source, tokens=tokens)
         index = check_categories(tokens, source.shape[-1], seen)
         batch = source.shape[:-2]
         if index.shape[: len(batch)] != batch:

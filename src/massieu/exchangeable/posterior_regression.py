@@ -204,10 +204,10 @@ def _regress(mean: Tensor, precision: Tensor, tokens: Tensor) -> _Step:
 def _predict(mean: Tensor, precision: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Features·mean (*batch, *query, e) and features·precision⁻¹·features (*batch, *query)."""
     query = features.shape[precision.ndim - 2 : -1]
-    flat = features.reshape(*precision.shape[:-2], -1, features.shape[-1])
+    flat = features.reshape(*precision.shape[:-2], query.numel(), features.shape[-1])
     white = torch.linalg.solve_triangular(_factor(precision), flat.mT, upper=False)
     lead = (*precision.shape[:-2], *query)
-    return (flat @ mean).reshape(*lead, -1), white.square().sum(-2).reshape(lead)
+    return (flat @ mean).reshape(*lead, mean.shape[-1]), white.square().sum(-2).reshape(lead)
 
 
 def _factor(precision: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.exchangeable.arguments import check_finite, check_number, check_tensors
+from massieu.exchangeable.arguments import check_device, check_finite, check_number, check_tensors
 from massieu.measures.base import values_are_readable
 from massieu.measures.coordinates import check_floating
 from massieu.measures.definite import is_singular
@@ -73,6 +73,7 @@ class GaussianTokens:
             dtype = torch.promote_types(dtype, given.dtype)
             if tuple(given.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape} for means of {d} and {e}, got {tuple(given.shape)}")
+        check_device(**{name: given for name, given, _ in needed})
         tokens = cls(*(given.to(dtype) for _, given, _ in needed))
         for name, given, _ in needed:
             check_finite(**{name: given})
@@ -110,7 +111,7 @@ class GaussianTokens:
         The centring is a query bias −Mμ_k; without it, x in place of x − μ_k, the output is off by Σ_vk Mμ_k.
         """
         self._check_score(score)
-        return self.value_mean + self._centred(query) @ (self.cross_covariance @ score).mT
+        return self.value_mean + self._centred(query) @ (self.cross_covariance @ score.to(self.key_mean.dtype)).mT
 
     def mismatch(self, score: Float[Tensor, "d d"]) -> Float[Tensor, ""]:
         """‖Σ_vk(M − Σ_kk⁻¹)‖₂: attention's largest distance from the conditional mean a unit of ‖x − μ_k‖ (X1).
@@ -118,7 +119,7 @@ class GaussianTokens:
         0 if and only if the two are equal for every x; M = Σ_kk⁻¹ is the only such score where Σ_vk has full column rank.
         """
         self._check_score(score)
-        return torch.linalg.matrix_norm(self.cross_covariance @ score - self.regression, 2)
+        return torch.linalg.matrix_norm(self.cross_covariance @ score.to(self.key_mean.dtype) - self.regression, 2)
 
     def squared_distance(self, query: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
         """‖z‖² = (x − μ_k)ᵀΣ_kk⁻¹(x − μ_k): the logits' variance over keys, at the score sΣ_kk⁻¹ times s²."""
@@ -184,12 +185,14 @@ class GaussianTokens:
     def _centred(self, query: Tensor) -> Tensor:
         """x − μ_k."""
         check_tensors(query=query)
+        check_device(key_mean=self.key_mean, query=query)
         if query.shape[-1:] != self.key_mean.shape:
             raise ValueError(f"query must have shape (*lead, {len(self.key_mean)}), got {tuple(query.shape)}")
         return query.to(self.key_mean.dtype) - self.key_mean
 
     def _check_score(self, score: Tensor) -> None:
-        check_tensors(score=score)
+        check_floating("score", score)
+        check_device(key_covariance=self.key_covariance, score=score)
         if score.shape != self.key_covariance.shape:
             raise ValueError(f"score must have shape {tuple(self.key_covariance.shape)}, got {tuple(score.shape)}")
 
@@ -222,6 +225,7 @@ def denoising_score(
     """
     check_number("noise_variance", noise_variance)
     covariance = _checked(covariance)
+    check_device(covariance=covariance, noise_variance=noise_variance)
     noise = noise_variance * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     inverse = precision_matching_score(covariance + noise)
     return inverse if clean_context else inverse - noise_variance * inverse @ inverse

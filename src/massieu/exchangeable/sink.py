@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable.arguments import check_finite, told
+from massieu.exchangeable.arguments import check_device, check_finite, told
 from massieu.measures.value import values_are_readable
 
 
@@ -55,6 +55,9 @@ def attention_with_prior(
     for name, tensor in (("value", value), ("prior_value", prior_value), ("log_strength", log_strength)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {told(tensor)}")
+    if value.ndim != 4:
+        raise ValueError(f"value must have shape (B, Hk, N, E), got {tuple(value.shape)}")
+    check_device(query=query, value=value, prior_value=prior_value, log_strength=log_strength)
     heads, width = query.shape[1], value.shape[-1]
     if prior_value.shape not in (torch.Size((width,)), torch.Size((heads, width))):
         raise ValueError(f"prior_value must have shape {(width,)} or {(heads, width)}, got {tuple(prior_value.shape)}")

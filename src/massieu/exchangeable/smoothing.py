@@ -14,7 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.exchangeable.arguments import check_number, check_tensors, check_whole, told
+from massieu.exchangeable.arguments import (
+    check_device,
+    check_fit,
+    check_number,
+    check_tensors,
+    check_values,
+    check_whole,
+    told,
+)
 from massieu.measures.base import values_are_readable
 from massieu.ops.bessel import bessel_ratios, log_sphere_partition
 
@@ -151,7 +159,10 @@ def softmax_limit(
     check_tensors(parts=parts)
     if not parts.ndim or not parts.shape[-1]:
         raise ValueError(f"parts must have shape (*lead, degrees), got {tuple(parts.shape)}")
-    return (sphere_multipliers(parts.shape[-1] - 1, dimension, scale) * parts.double()).sum(-1)
+    multipliers = sphere_multipliers(parts.shape[-1] - 1, dimension, scale)
+    check_device(parts=parts, scale=multipliers)
+    check_fit(parts=parts[..., 0], scale=multipliers[..., 0])
+    return (multipliers * parts.double()).sum(-1)
 
 
 class SmoothingFloor(NamedTuple):
@@ -178,6 +189,8 @@ def smoothing_floor(
         ValueError: an argument outside its range.
     """
     multipliers, power = sphere_multipliers(_degree(power), dimension, scale), power.double()
+    check_device(power=power, scale=multipliers)
+    check_fit(power=power[..., 0], scale=multipliers[..., 0])
     # In units of the largest ρ_n in use, so that no square underflows.
     used = torch.where(power > 0, multipliers, 0.0)
     unit = used.amax(-1)
@@ -228,6 +241,7 @@ def smoothing_error(
     keys = _keys(keys)
     degree, power = _degree(power), power.double()
     scale = _scale(scale, dimension, degree)
+    check_fit(keys=keys, power=power[..., 0], scale=scale)
     one, two = (sphere_multipliers(degree, dimension, factor * scale) for factor in (1, 2))
     spread = ((1 - 2 * one * two + one.square() + 2 * (1 - one) * (two - one)) * power).sum(-1)
     sampling = _log_mean_square(scale, dimension).exp() * (noise_variance + spread) / keys
@@ -248,6 +262,7 @@ def optimal_scale(
     """
     check_number("noise_variance", noise_variance, None)
     _degree(power)
+    check_values(keys=keys, power=power)
     keys = _keys(keys).to(power.device)
     low, high = (torch.full_like(keys, math.log(end)) for end in _SCALES)
     share = torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=power.device)
@@ -273,6 +288,7 @@ def asymptotic_scale(
         ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
     check_number("noise_variance", noise_variance, None)
+    check_values(keys=keys, power=power)
     n = torch.arange(_degree(power) + 1, dtype=torch.float64, device=power.device)
     roughness = ((n * (n + dimension - 2)).square() * power.double()).sum()
     log_c = math.log(2) + 0.5 * math.log(math.pi) - (dimension - 1) * math.log(2) - math.lgamma(dimension / 2)

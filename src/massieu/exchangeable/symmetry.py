@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from massieu.exchangeable.arguments import check_whole, told
+from massieu.exchangeable.arguments import check_values, check_whole, told
 
 
 class PermutationGap(NamedTuple):
@@ -190,6 +190,7 @@ def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws:
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2:
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else told(tokens)
         raise ValueError(f"tokens must have shape (B, L, …) with L ≥ 2, got {shape}")
+    check_values(tokens=tokens)
     for name, given in (("positions", positions), ("mask", mask)):
         if given is not None and not isinstance(given, Tensor):
             raise TypeError(f"{name} must be a tensor, got {told(given)}")

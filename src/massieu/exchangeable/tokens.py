@@ -7,7 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.exchangeable.kernels import Kernel
+from massieu.exchangeable.arguments import check_device
+from massieu.exchangeable.kernels import Kernel, LogKernel
+from massieu.exchangeable.logarithms import Logarithms
 from massieu.measures.value import values_are_readable
 from massieu.ops.shapes import Problem, check_problem, in_autocast_dtype, told
 
@@ -18,37 +20,35 @@ Ridge = float | int | Tensor
 class Tokens:
     """Checked keys and values with weights w and ridge λ, in float32 or float64.
 
-    The system of equations is A = W^½GW^½ + λI, in which a key of weight 0 has an equation of its own: 1·x = 0.
+    The system of equations is A = W^½GW^½ + λI, in which a key of weight 0 has an equation of its own: 1·x = 0. Where the
+    kernel is given by its logarithm, G = DG'D with D = diag(exp h), and the system is D⁻¹AD⁻¹ = W^½G'W^½ + λD⁻²: the same
+    one in units in which no number leaves the floating range.
     """
 
     kernel: Kernel
+    """κ, or κ' of the keys' own size: see `logarithms`."""
     key: Float[Tensor, "B H N D"]
     """Where the weight is 0, a visible key of the same head: every kernel is defined there."""
     target: Float[Tensor, "B H N E"]
-    """√w·value."""
+    """√w·value, and with `logarithms` times exp(c − h)."""
     root: Float[Tensor, "B H N"]
     """√w."""
     ridge: Float[Tensor, "B H"]
-    is_weighted: bool
-    """Whether any weight may differ from one."""
+    logarithms: Logarithms | None = None
+    """What `kernel`, `target` and `diagonal` leave out of κ; None where they leave out nothing."""
 
     @property
     def diagonal(self) -> Float[Tensor, "B H N"]:
-        """What A has beyond the Gram matrix."""
-        return torch.where(self.root > 0, self.ridge.unsqueeze(-1), 1.0)
+        """What the system has beyond the Gram matrix."""
+        ridge = self.ridge.unsqueeze(-1)
+        if self.logarithms is not None:
+            ridge = ridge * (-2 * self.logarithms.half).exp()
+        return torch.where(self.root > 0, ridge, 1.0)
 
     def gram_factor(self) -> Float[Tensor, "B H N N"]:
-        """The Cholesky factor of A."""
-        gram = self.kernel(self.key, self.key)
-        if not self.is_weighted:
-            return cholesky(gram + torch.diag_embed(self.diagonal), "Gram matrix")
-        gram = self.root.unsqueeze(-1) * gram * self.root.unsqueeze(-2)
-        # The equations of hidden keys at the size of the others': beside them neither is rounding.
-        visible, ridge = self.root > 0, self.ridge.unsqueeze(-1)
-        own = torch.where(visible, gram.diagonal(dim1=-2, dim2=-1) + ridge, 0.0).detach()
-        size = own.amax(-1, keepdim=True) if own.shape[-1] else own
-        hidden = torch.where(size > 0, size, 1.0)
-        return cholesky(gram + torch.diag_embed(torch.where(visible, ridge, hidden)), "Gram matrix")
+        """The Cholesky factor of the system."""
+        gram = self.root.unsqueeze(-1) * self.kernel(self.key, self.key) * self.root.unsqueeze(-2)
+        return cholesky(gram + torch.diag_embed(self.diagonal), "Gram matrix")
 
     def features(self) -> Float[Tensor, "B H N F"] | None:
         """√w·φ(key), where the kernel has fewer features than there are keys; else None."""
@@ -70,9 +70,10 @@ def cholesky(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*l
     size = matrix.shape[-1]
     if size == 0:
         return factor
-    # Rounding of a pivot grows like that of a sum of as many terms.
-    least = 4 * math.sqrt(size) * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
-    singular = (status != 0) | ~(pivots.amin(-1) > least)
+    # Rounding of a pivot grows like that of a sum of as many terms, and is relative to its own row: factors of a matrix
+    # whose rows have different units are as exact as those of the matrix with a diagonal of ones.
+    least = 4 * math.sqrt(size) * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+    singular = (status != 0) | ~(pivots > least).all(-1)
     if not values_are_readable(matrix):
         return torch.where(singular[..., None, None], torch.nan, factor)
     if bool(singular.any()):
@@ -128,7 +129,12 @@ def check_tokens(
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if values_are_readable(tensor) and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
-    return problem, Tokens(kernel, key, root.unsqueeze(-1) * value, root, matrix_ridge, log_weight is not None)
+    target = root.unsqueeze(-1) * value
+    if not isinstance(kernel, LogKernel):
+        return problem, Tokens(kernel, key, target, root, matrix_ridge)
+    logarithms = Logarithms.of(kernel, key)
+    target = target * (-logarithms.relative).exp().unsqueeze(-1)
+    return problem, Tokens(kernel.normalized(), key, target, root, matrix_ridge, logarithms)
 
 
 def _stand_in(key: Tensor, root: Tensor) -> Float[Tensor, "B H 1 D"]:
@@ -183,6 +189,7 @@ def _layout_ridge(
         )
     if values_are_readable(number) and not bool(((number >= 0) & number.isfinite()).all()):
         raise ValueError(f"{name} must be finite and not negative, got {number.tolist()}")
+    check_device(key=torch.empty((1,), device=device), **{name: number})
     return number.to(device, dtype).expand(batch, heads)
 
 

@@ -16,7 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.exchangeable.arguments import check_finite, check_log_probabilities, check_number, check_tensors, told
+from massieu.exchangeable.arguments import (
+    check_device,
+    check_finite,
+    check_log_probabilities,
+    check_number,
+    check_tensors,
+    check_values,
+    told,
+)
 from massieu.measures.base import values_are_readable
 
 
@@ -72,6 +80,7 @@ def masked_gaussian_mean(
         given = f"{tuple(observed.shape)} and {tuple(prior_mean.shape)}"
         raise ValueError(f"observed and prior_mean must have shapes (*lead, L, d) and (d,), got {given}")
     check_number("prior_weight", prior_weight, None)
+    check_device(observed=observed, prior_weight=prior_weight)
     check_finite(observed=observed, prior_mean=prior_mean)
     return (prior_weight * prior_mean + observed.sum(-2)) / (prior_weight + observed.shape[-2])
 
@@ -214,6 +223,7 @@ def excess_risk_bound(condition_number: float, self_supervised_excess: float, de
 
 def _checked(name: str, matrix: Tensor) -> Tensor:
     check_tensors(**{name: matrix})
+    check_values(**{name: matrix})
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(f"{name} must have shape (rows, latents) with at least one of each, got {tuple(matrix.shape)}")
     matrix = matrix.detach().double()

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.population.arguments import need_finite, need_integers, need_tensors
+from massieu.population.arguments import need_finite, need_integers, need_tensors, need_values
 
 
 class Alignment(NamedTuple):
@@ -67,9 +67,8 @@ def precision_alignment(
     target = _power(covariance, power)
     rank = int(kept.sum())
     normal = torch.randn(draws, len(target), rank, dtype=target.dtype, generator=generator).to(target.device)
-    frames, triangle = torch.linalg.qr(normal)
-    # With these signs the frames are uniform.
-    frames = frames * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    # Uniform up to the signs of the vectors, which no cosine sees.
+    frames, _ = torch.linalg.qr(normal)
     cosine = _cosine(levels, basis, target)
     null = _cosine(levels, frames, target)
     share = (1 + int((null >= cosine).sum())) / (1 + draws)
@@ -103,6 +102,7 @@ def _power(covariance: Tensor, power: float) -> Tensor:
 
 def _check(score: Tensor, covariance: Tensor, power: float, draws: int) -> None:
     need_tensors(score=score, covariance=covariance)
+    need_values(score=score, covariance=covariance)
     need_integers(draws=draws)
     width = score.shape[-1] if score.ndim else 0
     if tuple(score.shape) != (width, width) or score.shape != covariance.shape:

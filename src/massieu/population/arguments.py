@@ -21,6 +21,28 @@ def need_tensors(**given: object) -> None:
             raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
 
 
+def need_one_device(**given: Tensor) -> None:
+    """Raise unless all tensors are on one device.
+
+    Raises:
+        ValueError: they are not; the message has their names and devices.
+    """
+    if len({value.device for value in given.values()}) > 1:
+        where = " and ".join(f"{name} on {value.device}" for name, value in given.items())
+        raise ValueError(f"all tensors must be on one device, got {where}")
+
+
+def need_values(**given: Tensor) -> None:
+    """Raise at tensors of the meta device, where values are needed.
+
+    Raises:
+        ValueError: one has no values; the message has its name.
+    """
+    for name, value in given.items():
+        if value.is_meta:
+            raise ValueError(f"{name} must have values, got a tensor on the meta device")
+
+
 def need_numbers(**given: object) -> None:
     """Raise unless each is a finite number.
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures import Gaussian
-from massieu.population.arguments import need_finite, need_tensors
+from massieu.population.arguments import need_finite, need_one_device, need_tensors
 from massieu.population.equilibrium import entropy_gain, key_law, whitened_map
 from massieu.population.growth import cumulant_growth
 
@@ -93,6 +93,7 @@ def _size_per_root(matrix: Tensor) -> Tensor:
 
 def _check(particles: Tensor, matrix: Tensor, step: float) -> None:
     need_tensors(particles=particles, matrix=matrix)
+    need_one_device(particles=particles, matrix=matrix)
     if particles.ndim < 2 or particles.shape[-2] <= particles.shape[-1]:
         raise ValueError(
             f"particles must have shape (*batch, n, d) with n > d, got {tuple(particles.shape)}; fewer tokens have a singular "

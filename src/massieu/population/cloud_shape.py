@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.sharded.collectives import Group
-from massieu.population.arguments import need_integers, need_tensors
+from massieu.population.arguments import need_integers, need_tensors, need_values
 from massieu.population.reading import Processes, centred, check_cloud, collected, greatest, shared, summed
 
 _BLOCK = 32
@@ -186,6 +186,8 @@ def _distance(along: Tensor) -> Tensor:
 def _check_directions(points: Tensor, directions: Tensor) -> None:
     check_cloud(points)
     need_tensors(directions=directions)
+    if not points.is_meta:
+        need_values(directions=directions)
     if directions.ndim != 2 or directions.shape[1] != points.shape[-1] or directions.shape[0] == 0:
         raise ValueError(
             f"directions must have shape (m, {points.shape[-1]}) for points {tuple(points.shape)}, "

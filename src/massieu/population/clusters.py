@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.sharded.collectives import Group
-from massieu.population.arguments import need_integers, need_numbers
+from massieu.population.arguments import need_integers, need_numbers, need_values
 from massieu.population.reading import Processes, check_cloud, greatest, shared, summed
 
 _SHARE_OF_LENGTH = 0.1
@@ -16,8 +16,8 @@ _SHARE_OF_LENGTH = 0.1
 class ClusterCount(NamedTuple):
     """What `cluster_count` found."""
 
-    clusters: Int[Tensor, "*batch"]
-    """How many leaders were needed; `limit` where that many did not suffice."""
+    clusters: Float[Tensor, "*batch"]
+    """How many leaders were needed, a whole number in float64; `limit` where that many did not suffice."""
     covered: Float[Tensor, "*batch"]
     """The share of the tokens near a leader: 1 unless the limit was met."""
     largest: Float[Tensor, "*batch"]
@@ -33,10 +33,11 @@ def cluster_count(
     Where the tokens lie in groups of diameter at most `radius` that are farther than it apart, these are found exactly. For
     other clouds the leaders are a largest set of tokens farther than `radius` apart (none can be added): their number is
     between the numbers of balls of radius `radius` and of `radius`/2 that the cloud needs. It may depend on the order of
-    the tokens. Memory is linear in n·d, time in n·d·clusters.
+    the tokens. Memory is linear in n·d, time in n·d·clusters. A cloud that holds a NaN or an infinity gives NaN, as with the
+    other observables, and leaves the other clouds of its batch untouched.
 
     Args:
-        points: The tokens; one that is not finite is near none, and no leader.
+        points: The tokens.
         radius: How near; None: a tenth of the root of the mean squared length of the tokens, on the unit sphere about 6°.
         limit: Of leaders.
         group: Processes that share the tokens.
@@ -48,6 +49,7 @@ def cluster_count(
 
     def check() -> None:
         check_cloud(points)
+        need_values(points=points)
         need_integers(limit=limit)
         need_numbers(radius=0.0 if radius is None else radius)
         if limit < 1:
@@ -59,10 +61,13 @@ def cluster_count(
     batch, (tokens, width) = points.shape[:-2], points.shape[-2:]
     cloud = points.reshape(-1, tokens, width)
     cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))
-    free = cloud.isfinite().all(-1)
+    finite = cloud.isfinite().all(-1).all(-1)
+    broken = greatest((~finite).double(), processes) > 0
+    cloud = torch.where(broken[:, None, None], 0.0, cloud)
+    free = torch.ones_like(cloud[..., 0], dtype=torch.bool)
     size = summed(torch.full((len(cloud),), tokens, device=cloud.device), processes)
-    cloud, unit = _in_units(torch.where(free.unsqueeze(-1), cloud, 0.0), processes)
-    near = _radius(cloud, free, None if radius is None else radius / unit, processes)
+    cloud, unit = _in_units(cloud, processes)
+    near = _radius(cloud, None if radius is None else radius / unit, processes)
     count, largest, covered = (torch.zeros_like(near) for _ in range(3))
     item, rank = torch.arange(len(cloud), device=cloud.device), 0 if processes is None else processes.rank
     for _ in range(limit):
@@ -78,7 +83,7 @@ def cluster_count(
         free = free & ~taken
         share = summed(taken.sum(-1).double(), processes) / size
         count, covered, largest = count + (share > 0), covered + share, torch.maximum(largest, share)
-    return ClusterCount(*(each.reshape(batch) for each in (count.long(), covered, largest)))
+    return ClusterCount(*(torch.where(broken, torch.nan, each).reshape(batch) for each in (count, covered, largest)))
 
 
 def _in_units(cloud: Tensor, processes: Group | None) -> tuple[Tensor, Tensor]:
@@ -90,9 +95,9 @@ def _in_units(cloud: Tensor, processes: Group | None) -> tuple[Tensor, Tensor]:
     )
 
 
-def _radius(cloud: Tensor, finite: Tensor, radius: Tensor | None, processes: Group | None) -> Tensor:
+def _radius(cloud: Tensor, radius: Tensor | None, processes: Group | None) -> Tensor:
     if radius is not None:
         return radius
     squares = cloud.square().sum(-1).double().sum(-1)
-    sums = summed(torch.stack([squares, finite.sum(-1).double()]), processes)
-    return _SHARE_OF_LENGTH * (sums[0] / sums[1].clamp_min(1)).sqrt()
+    sums = summed(torch.stack([squares, torch.full_like(squares, cloud.shape[1])]), processes)
+    return _SHARE_OF_LENGTH * (sums[0] / sums[1]).sqrt()

@@ -12,7 +12,14 @@ from massieu import ops, solve
 from massieu.energy import matrices
 from massieu.measures import Gaussian
 from massieu.measures.value import values_are_readable
-from massieu.population.arguments import need_integers, need_numbers, need_tensors
+from massieu.population.arguments import (
+    need_finite,
+    need_integers,
+    need_numbers,
+    need_one_device,
+    need_tensors,
+    need_values,
+)
 from massieu.population.head import Head
 from massieu.population.operator import Affine
 
@@ -115,6 +122,8 @@ def doubly_stochastic_attention(
     For queries = keys = values the output is half the gradient, in all tokens at once, of −(Σf + Σg)/scale: unlike attention's,
     a joint gradient flow (S3, trap 13). Hidden tokens have the output that they would have as queries.
     """
+    need_tensors(query=query, key=key, value=value)
+    need_one_device(query=query, value=value)
     potentials = sinkhorn(query, key, log_weight=log_weight, scale=scale, tolerance=tolerance, max_steps=max_steps)
     promoted, keys, weight = _admitted(query, key, log_weight, scale)
     shared = (weight + potentials.key).unsqueeze(-2)
@@ -200,8 +209,13 @@ def _admitted(query: Tensor, key: Tensor, log_weight: Tensor | None, scale: floa
         raise ValueError(f"query and key must have at least one token and one dimension, got {tuple(query.shape)}")
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
+    need_values(query=query, key=key)
+    need_finite(query=query, key=key)
     dtype = torch.promote_types(query.dtype, torch.float32)
     shape = query.shape[:-1]
+    if log_weight is not None:
+        need_tensors(log_weight=log_weight)
+        need_values(log_weight=log_weight)
     if log_weight is None:
         weight = torch.zeros(shape, dtype=dtype, device=query.device)
     elif log_weight.ndim > 3 or any(own not in (1, need) for own, need in zip(log_weight.shape[::-1], shape[::-1])):  # noqa: B905

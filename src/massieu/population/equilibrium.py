@@ -13,7 +13,7 @@ from torch import Tensor
 
 from massieu.energy import matrices
 from massieu.measures import Gaussian
-from massieu.population.arguments import need_finite, need_gaussians, need_tensors
+from massieu.population.arguments import need_finite, need_gaussians, need_one_device, need_tensors
 from massieu.population.renormalisation import Renormalisation
 
 
@@ -111,6 +111,8 @@ def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: in
         TypeError: keys that are not Gaussian.
     """
     need_gaussians(keys=keys)
+    need_tensors(eta=eta)
+    need_one_device(keys=keys.location, eta=eta)
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     pull = keys.fisher_vp(eta, eta)

@@ -5,10 +5,11 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from massieu.energy import matrices
 from massieu.measures import Measure
-from massieu.population.arguments import need_finite, need_tensors
+from massieu.population.arguments import need_finite, need_one_device, need_tensors
 
 
 class Expansion(NamedTuple):
@@ -47,6 +48,8 @@ def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float
     if not isinstance(measure, Measure):
         raise TypeError(f"measure must be a massieu.measures.Measure, got {type(measure).__name__}")
     need_tensors(points=points)
+    held = next((leaf for leaf in pytree.tree_leaves(measure) if isinstance(leaf, Tensor)), points)
+    need_one_device(measure=held, points=points)
     need_finite(step=step)
     if step < 0:
         raise ValueError(f"step must be finite and at least 0, got {step}")

@@ -115,7 +115,7 @@ class Flow:
                 raise ValueError(f"a flow takes particles of shape (n, d), got {tuple(particles.shape)}")
             if folder is not None and flow_checkpoint.exists(folder, group):
                 raise InputError(f"{folder} has a checkpoint already: resume it, or name another folder")
-            return self._settings(particles)
+            return self._settings() | _of_the_cloud(particles)
 
         settings = self._agreed(group, check, checkpoint is not None)
         with torch.no_grad():
@@ -130,21 +130,12 @@ class Flow:
         The flow must have been built in the same way. Random layers' generators are set to where they were.
 
         Raises:
-            InputError: there is no checkpoint, or it is one of another flow.
+            InputError: there is no checkpoint, it is damaged, of another version's format or of another flow, or the device
+                that the particles were on is missing.
         """
         folder, group = Path(checkpoint), joined(self.group)
-        state, settings, generators = flow_checkpoint.read(folder, group)
-
-        def check() -> dict[str, Any]:
-            own = self._settings(state.particles)
-            differing = [name for name in own if name not in _OF_THE_CLOUD and own[name] != settings.get(name)]
-            if differing:
-                raise InputError(
-                    f"{folder} has a checkpoint of another flow: {' and '.join(differing)} differ from this one's"
-                )
-            return own
-
-        self._agreed(group, check, True)
+        state, settings, generators = flow_checkpoint.read(folder, group, self._settings())
+        self._agreed(group, lambda: self._settings() | _of_the_cloud(state.particles), True)
         for generator, stored in zip(self.generators, generators, strict=True):
             generator.set_state(stored)
         return self._go_on(state, settings, folder, progress)
@@ -221,24 +212,27 @@ class Flow:
             named |= found
         return [row for name, reading in named.items() for row in _rows(layer, name, reading)]
 
-    def _settings(self, particles: Tensor) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
+        """What a layer cannot change."""
         group = joined(self.group)
         known = {id(layer): fingerprint(layer) for layer in {id(layer): layer for layer in self.layers}.values()}
         return {
             "depth": len(self.layers),
             "layers": [known[id(layer)] for layer in self.layers],
             "observables": [fingerprint(each) for each in self.observables],
-            "generators": len(self.generators),
+            "generators": [each.device.type for each in self.generators],
             "processes": 1 if group is None else group.size,
-            "tokens": len(particles),
-            "width": particles.shape[1],
-            "dtype": str(particles.dtype).removeprefix("torch."),
-            "device": str(particles.device),
         }
 
 
-_OF_THE_CLOUD = ("tokens", "width", "dtype", "device")
-"""Settings of the start: a layer may change them."""
+def _of_the_cloud(particles: Tensor) -> dict[str, Any]:
+    """Settings of the start: a layer may change them."""
+    return {
+        "tokens": len(particles),
+        "width": particles.shape[1],
+        "dtype": str(particles.dtype).removeprefix("torch."),
+        "device": str(particles.device),
+    }
 
 
 def genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, Reading]:

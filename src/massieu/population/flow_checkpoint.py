@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.ops.sharded.collectives import Group, largest
 from massieu.population.flow_result import Row
 
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"process-(\d+)-layer-(\d+)\.safetensors")
+_ENTRY = "massieu flow"
 
 
 class State(NamedTuple):
@@ -41,36 +41,55 @@ def write(
     """Write a state; the ones before are removed once every process has written this one.
 
     Raises:
-        InputError: it cannot be written there.
+        InputError: it cannot be written there, or by another process.
     """
     tensors = {f"generator.{index}": each.get_state() for index, each in enumerate(generators)}
     tensors["particles"] = state.particles.detach().contiguous()
     if state.lineage is not None:
         tensors["lineage"] = state.lineage
     record = {"format": _FORMAT, "settings": settings, "done": state.done, "rows": [astuple(row) for row in state.rows]}
-    path = folder / _name(group, state.done)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps(record)
+    entries = {_ENTRY: text, "sha256": _checksum(text, tensors)}
+    path, failure = folder / _name(group, state.done), None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file(tensors, aside, {"massieu flow": json.dumps(record)})
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_aside(path, save(tensors, entries))
     except OSError as error:
-        raise InputError(f"cannot write the checkpoint {path}: {error.strerror}") from error
-    if group is not None:
-        dist.barrier(group.handle)
+        failure = f"cannot write the checkpoint {path}: {error.strerror}"
+    _all_or_none(failure, group)
     for done, earlier in _present(folder, group).items():
         if done < state.done:
-            earlier.unlink()
+            earlier.unlink(missing_ok=True)
 
 
-def read(folder: Path, group: Group | None) -> tuple[State, dict[str, Any], list[Tensor]]:
-    """The latest state that every process has, the flow's settings, and the states of its generators.
+def write_aside(path: Path, content: bytes) -> None:
+    """Write beside the place and move there, so that at any moment the file is whole or the one before.
+
+    What processes that were killed had left beside it is removed.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    for left in path.parent.glob(f".{path.name.partition('-layer-')[0]}-*"):
+        left.unlink(missing_ok=True)
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            # Or a machine that stops may have the name and not the content.
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read(folder: Path, group: Group | None, settings: dict[str, Any]) -> tuple[State, dict[str, Any], list[Tensor]]:
+    """The latest state that every process has, the settings of the start, and the states of the generators.
+
+    Args:
+        settings: Of the flow that is to go on: what a layer cannot change.
 
     Raises:
-        InputError: there is none, or it cannot be read.
+        InputError: there is none, it cannot be read, it is damaged, or it is one of another flow; or so it is for another
+            process.
     """
     present = _present(folder, group)
     last = max(present, default=-1)
@@ -78,19 +97,78 @@ def read(folder: Path, group: Group | None) -> tuple[State, dict[str, Any], list
         last = -int(largest(torch.tensor(-last, device=group.device), group))
     if last not in present:
         raise InputError(f"{folder} has no checkpoint of a flow; run the flow with checkpoint= first")
-    path = present[last]
+    path, failure, found = present[last], None, None
+    try:
+        found = _loaded(path, last, settings)
+    except InputError as error:
+        failure = str(error)
+    _all_or_none(failure, group)
+    assert found is not None
+    return found
+
+
+def _all_or_none(failure: str | None, group: Group | None) -> None:
+    """Raise on every process where one has failed: none waits for another that has stopped."""
+    failed = failure is not None
+    if group is not None:
+        failed = bool(largest(torch.tensor(float(failed), device=group.device), group))
+    if failed:
+        raise InputError(failure or "another process cannot write or read its checkpoint, and its own error says why")
+
+
+def _loaded(path: Path, done: int, own: dict[str, Any]) -> tuple[State, dict[str, Any], list[Tensor]]:
+    """One file, checked: whole, of this version, of the flow that is to go on, and of its own kind."""
     try:
         with safe_open(path, framework="pt") as file:
-            record = json.loads((file.metadata() or {})["massieu flow"])
+            entries = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        rows = tuple(Row(*row) for row in record["rows"])
-        settings = record["settings"]
-        on_device = {name: tensors[name].to(settings["device"]) for name in ("particles", "lineage") if name in tensors}
-        state = State(record["done"], on_device["particles"], rows, on_device.get("lineage"))
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} is no checkpoint of a flow: {error}") from error
-    states = [tensors[f"generator.{index}"] for index in range(sum(name.startswith("generator.") for name in tensors))]
-    return state, settings, states
+        record = json.loads(entries[_ENTRY])
+        version = record["format"]
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged or no checkpoint of a flow: {error}") from error
+    if version != _FORMAT:
+        raise InputError(
+            f"{path} is a checkpoint of format {version}, and this version of massieu reads format {_FORMAT}: run the flow anew"
+        )
+    if entries.get("sha256") != _checksum(entries[_ENTRY], tensors):
+        raise InputError(f"{path} is damaged: its content is not what was written, by its checksum; run the flow anew")
+    stored = record["settings"]
+    if differing := [name for name in own if own[name] != stored.get(name)]:
+        raise InputError(
+            f"{path.parent} has a checkpoint of another flow: {' and '.join(differing)} differ from this one's"
+        )
+    if (record["done"], len(tensors["particles"])) != (done, stored["tokens"]):
+        raise InputError(
+            f"{path} has {len(tensors['particles'])} tokens after {record['done']} layers; by its name and its start they "
+            f"are {stored['tokens']} after {done}"
+        )
+    particles, lineage = (_on(path, stored["device"], tensors.get(name)) for name in ("particles", "lineage"))
+    assert particles is not None
+    rows = tuple(Row(*row) for row in record["rows"])
+    states = [tensors[f"generator.{index}"] for index in range(len(stored["generators"]))]
+    return State(done, particles, rows, lineage), stored, states
+
+
+def _on(path: Path, device: str, tensor: Tensor | None) -> Tensor | None:
+    try:
+        return None if tensor is None else tensor.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"{path} is of a flow on the device {device}, which cannot be used here") from error
+
+
+def _checksum(record: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the record and of every tensor with its name, dtype and shape."""
+    digest = hashlib.sha256(record.encode())
+    for name in sorted(tensors):
+        digest.update(f"\n{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    # A copy: what is contiguous may still have strides that cannot be viewed as bytes.
+    raw = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return raw.numpy().tobytes()
 
 
 def exists(folder: Path, group: Group | None) -> bool:
@@ -129,9 +207,7 @@ def _feed(digest: Any, thing: object, seen: set[int]) -> None:
     if isinstance(thing, torch.Generator) or id(thing) in seen:
         return
     if isinstance(thing, Tensor):
-        # A copy: what is contiguous may still have strides that cannot be viewed as bytes.
-        raw = thing.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        digest.update(f"{thing.dtype}{tuple(thing.shape)}".encode() + raw.numpy().tobytes())
+        digest.update(f"{thing.dtype}{tuple(thing.shape)}".encode() + _bytes(thing))
         return
     parts = _parts(thing)
     seen = seen | {id(thing)}

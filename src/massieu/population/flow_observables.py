@@ -17,7 +17,7 @@ from massieu.population.cloud_shape import (
 )
 from massieu.population.clusters import cluster_count
 from massieu.population.observables import covariance_spectrum, effective_rank, log_determinant
-from massieu.population.reading import Processes, Reading, check_cloud, counts, shared, summed
+from massieu.population.reading import Processes, Reading, check_single_cloud, counts, shared, summed
 from massieu.population.self_attention import self_attention_levels
 
 _CHANCE = 0.05
@@ -33,7 +33,7 @@ class CloudMoments:
     """
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
-        processes = shared("CloudMoments", points, group, partial(check_cloud, points))
+        processes = shared("CloudMoments", points, group, partial(check_single_cloud, points))
         sums = torch.cat([points.double().square().sum().reshape(1), points.double().sum(0)])
         means = summed(sums, processes) / sum(counts(points, processes))
         spectrum = covariance_spectrum(points, group=group)
@@ -69,7 +69,12 @@ class CloudShape:
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
         processes = shared(
-            "CloudShape", points, group, partial(check_cloud, points), projections=self.projections, seed=self.seed
+            "CloudShape",
+            points,
+            group,
+            partial(check_single_cloud, points),
+            projections=self.projections,
+            seed=self.seed,
         )
         count = sum(counts(points, processes))
         if count < _LEAST_FOR_CUMULANTS:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.errors import ConvergenceError
 from massieu.measures import Gaussian
-from massieu.population.arguments import need_finite, need_integers, need_numbers, need_tensors
+from massieu.population.arguments import need_finite, need_integers, need_numbers, need_tensors, need_values
 from massieu.population.operator import moments
 
 # Dormand and Prince, J. Comp. Appl. Math. 6 (1980), order 5 with an embedded estimate of order 4.
@@ -169,6 +169,7 @@ def _check(
     if not isinstance(law, Gaussian):
         raise TypeError(f"gaussian_flow needs a massieu.measures.Gaussian, got {type(law).__name__}")
     need_tensors(value=value, score=score)
+    need_values(law=law.location, value=value, score=score)
     size = law.event_shape[0]
     if value.shape != score.shape or value.ndim not in (2, 3) or value.shape[-2:] != (size, size) or not len(value):
         raise ValueError(

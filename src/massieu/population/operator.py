@@ -185,6 +185,11 @@ def admit(owner: object, particles: Tensor, width: int | None, weights: torch.dt
     if particles.ndim < 2 or (width is not None and particles.shape[-1] != width):
         size = "d" if width is None else width
         raise ValueError(f"{name} needs particles of shape (*batch, n, {size}), got {tuple(particles.shape)}")
+    own = next((each for each in pytree.tree_leaves(owner) if isinstance(each, Tensor) and each.ndim), particles)
+    if own.device != particles.device:
+        raise ValueError(
+            f"{name} is on {own.device} and its particles on {particles.device}: they must be on one device"
+        )
     return particles.to(torch.promote_types(torch.promote_types(torch.float32, particles.dtype), weights))
 
 

@@ -118,6 +118,13 @@ def check_cloud(points: Tensor) -> None:
         raise ValueError(f"points must have shape (*batch, n, d) with n, d ≥ 1, got {tuple(points.shape)}")
 
 
+def check_single_cloud(points: Tensor) -> None:
+    """Raise unless `points` are one cloud (n, d); raises as `check_cloud`."""
+    check_cloud(points)
+    if points.ndim != 2:
+        raise ValueError(f"points must be one cloud of shape (n, d), got {tuple(points.shape)}")
+
+
 def centred(points: Tensor, group: Group | None = None) -> tuple[Tensor, int]:
     """The cloud in float64 with mean zero, exactly zero where all tokens are equal; and how many tokens it has in all."""
     check_cloud(points)

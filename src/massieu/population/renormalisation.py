@@ -17,6 +17,7 @@ from massieu.measures import Gaussian, static_field
 from massieu.measures.value import values_are_readable
 from massieu.ops.sharded.collectives import Group, replicate, total
 from massieu.ops.sharded.keys import Processes
+from massieu.population.arguments import need_tensors, need_values
 from massieu.population.operator import Affine, Moments, Value, admit, admit_share, need_law, pushed
 
 
@@ -47,6 +48,8 @@ class Renormalisation(Value):
                 negative or not finite.
             TypeError: the mean is not floating-point.
         """
+        need_tensors(mean=mean, covariance=covariance)
+        need_values(mean=mean, covariance=covariance)
         if covariance.ndim != mean.ndim + 1:
             raise ValueError(
                 f"covariance must have shape {(*mean.shape, *mean.shape[-1:])} for a mean of shape {tuple(mean.shape)}, "

@@ -11,6 +11,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.measures import Gaussian, MissingFormError
 from massieu.ops.resampling import Method
+from massieu.population.arguments import need_finite, need_tensors, need_values
 from massieu.population.head import Head
 from massieu.population.operator import Affine
 from massieu.population.reading import Reading
@@ -60,7 +61,14 @@ class ResampledLayer(Head):
         return self.observed(particles).particles
 
     def observed(self, particles: Float[Tensor, "*batch n d"]) -> ResampledTokens:
-        """The tokens after the layer, and what was drawn."""
+        """The tokens after the layer, and what was drawn.
+
+        Raises:
+            ValueError: particles with a NaN or an infinity, which have no law to draw from; or as the call.
+        """
+        need_tensors(particles=particles)
+        need_values(particles=particles)
+        need_finite(particles=particles)
         query, key, value = self.heads(particles)
         drawn = ops.resample_attention(
             query, key, value, generator=self.generator, draws=self.draws, method=self.method, scale=self.scale

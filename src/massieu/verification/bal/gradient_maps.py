@@ -11,6 +11,7 @@ from massieu.energy import Hopfield
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.energy.rectified import LogSumReLU
+from massieu.measures import Atoms
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import need, normal_draws
 from massieu.verification.oracles import differences
@@ -49,8 +50,10 @@ def gradient_maps(atoms: int = 12, dimensions: int = 4, draws: int = 20, seed: i
 
 
 def _gradients(keys: Tensor, query: Tensor, circle: tuple[Tensor, Tensor]) -> Iterator[Check]:
+    cold = Atoms.create(-0.5 * keys, torch.full((len(keys),), 0.3, dtype=keys.dtype))
     maps: dict[str, Scalar] = {
         "softmax": lambda q: torch.softmax(q @ keys.T, -1) @ keys,
+        "exp(0.3 − z/2)": lambda q: cold.mean(q) / -0.5,
         "3/2-entmax": SparseAtoms.create(keys, 1.5).mean,
         "sparsemax": SparseAtoms.create(keys, 2).mean,
         "elementwise softplus": lambda q: F.softplus(q @ keys.T) @ keys,
@@ -60,9 +63,22 @@ def _gradients(keys: Tensor, query: Tensor, circle: tuple[Tensor, Tensor]) -> It
         yield at_most(f"{name}: ‖J − Jᵀ‖/‖J‖", jacobian_asymmetry(function, query), _ROUNDING)
         refuted = (~is_conservative(function, query)).sum()
         yield at_most(f"{name}: queries where the test of symmetry fails", refuted.double(), 0.0)
+    weights = _sparsemax(query @ keys.T)
+    yield close("sparsemax: the library's output and Kᵀρ(Kq) by sorting", maps["sparsemax"](query), weights @ keys)
+    potential = torch.func.grad(lambda q: F.softplus(q @ keys.T).sum())(query)
+    yield close("elementwise sigmoid: ∇ Σ F(zₙ) and Σ F′(zₙ) kₙ", potential, torch.sigmoid(query @ keys.T) @ keys)
     for name in ("softmax", "elementwise softplus"):
         work, size = _work(maps[name], circle)
         yield at_most(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / size, _ROUNDING)
+
+
+def _sparsemax(scores: Tensor) -> Tensor:
+    """The point of the simplex that is nearest to the scores."""
+    ordered = scores.sort(-1, descending=True).values
+    count = torch.arange(1, scores.shape[-1] + 1, dtype=scores.dtype)
+    excess = ordered.cumsum(-1) - 1
+    kept = (count * ordered > excess).sum(-1, keepdim=True)
+    return (scores - excess.gather(-1, kept - 1) / kept).clamp_min(0)
 
 
 def _ratio(name: str, g: Scalar, keys: Tensor, query: Tensor, circle: tuple[Tensor, Tensor]) -> Iterator[Check]:
@@ -74,6 +90,13 @@ def _ratio(name: str, g: Scalar, keys: Tensor, query: Tensor, circle: tuple[Tens
     slope = differences(attend, query)
     expected = torch.linalg.matrix_norm(slope - slope.mT) / torch.linalg.matrix_norm(slope)
     yield close(f"{name}: ‖J − Jᵀ‖/‖J‖ and by differences", asymmetry, expected, GRADIENT_BY_DIFFERENCES)
+    # J − Jᵀ = Kᵀ(Dρ − Dρᵀ)K, and (Dρ − Dρᵀ)ₙₘ = ρₙρₘ(ℓ′(zₙ) − ℓ′(zₘ)), ℓ = log g: zero for all z only if ℓ′ is constant.
+    scores = query @ keys.T
+    weights = g(scores) / g(scores).sum(-1, keepdim=True)
+    growth = torch.func.grad(lambda z: g(z).log().sum())(scores)
+    apart = weights.unsqueeze(-1) * weights.unsqueeze(-2) * (growth.unsqueeze(-1) - growth.unsqueeze(-2))
+    odd = torch.linalg.matrix_norm(keys.T @ apart @ keys) / torch.linalg.matrix_norm(slope)
+    yield close(f"{name}: ‖J − Jᵀ‖/‖J‖ and its closed form", asymmetry, odd, GRADIENT_BY_DIFFERENCES)
     detail = f"{asymmetry.median().item():.3f} for the median query"
     yield at_least(f"{name}: ‖J − Jᵀ‖/‖J‖", asymmetry.max(), _CLEARLY_ASYMMETRIC, detail)
     work, size = _work(attend, circle)
@@ -104,7 +127,14 @@ def _descent(keys: Tensor, query: Tensor) -> Iterator[Check]:
 
 
 def _shadow(keys: Tensor, query: Tensor) -> Iterator[Check]:
-    """The flat kernel's mean shift is along ∇ log Σ of its shadow, Epanechnikov's."""
+    """Mean shift is along ∇ log Σ of the kernel's shadow: the Gaussian's own, Epanechnikov's for the flat kernel."""
+    gaussian = Atoms.create(keys, -0.5 * keys.square().sum(-1)).mean(query) - query
+
+    def log_density(q: Tensor) -> Tensor:
+        return torch.logsumexp(-0.5 * (q.unsqueeze(-2) - keys).square().sum(-1), -1)
+
+    own = differences(log_density, query)
+    yield close("Gaussian kernel: f(q) − q and ∇ log Σ of the same kernel", gaussian, own, GRADIENT_BY_DIFFERENCES)
     squares = (query.unsqueeze(-2) - keys).square().sum(-1)
     # Half of the keys are inside the ball of every query.
     radius = squares.median(-1).values * (1 + 1e-6)

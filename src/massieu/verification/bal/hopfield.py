@@ -145,8 +145,11 @@ def _retrieval(energy: Hopfield, state: Tensor, norm: Tensor) -> Iterator[Check]
     radius = 0.1
     unit = Hopfield.create(torch.nn.functional.normalize(memory.points, dim=-1), scale=60.0)
     found = bounds.basin(unit, radius)
-    offset = torch.nn.functional.normalize(memory.points.flip(0), dim=-1)
-    start = unit.memory.points + radius * offset
+    # Towards the nearest other pattern, where the lead falls fastest of all to a rival.
+    points = unit.memory.points
+    alike = (points @ points.mT).masked_fill(torch.eye(points.shape[-2], dtype=torch.bool), -torch.inf)
+    nearest = points.gather(-2, alike.argmax(-1).unsqueeze(-1).expand_as(points))
+    start = points + radius * torch.nn.functional.normalize(nearest - points, dim=-1)
     after, end = unit.step(start), unit.retrieve(start, steps=6).state
     middle = unit.retrieve(unit.memory.points, steps=6).state
     kept, alone = found.exists, found.unique
@@ -160,6 +163,23 @@ def _retrieval(energy: Hopfield, state: Tensor, norm: Tensor) -> Iterator[Check]
         _EDGE,
     )
     yield at_most("distance of two ends in one ball", (end - middle).norm(dim=-1)[alone], CLOSED_FORM)
+    yield from _pairs(unit.memory.points[:, 0])
+
+
+def _pairs(pattern: Tensor) -> Iterator[Check]:
+    """x and −x: a step of the radius towards the other takes off the lead 2M·radius, the most that anything can."""
+    scale = torch.linspace(0.3, 9.0, len(pattern), dtype=torch.float64)
+    energy = Hopfield.create(torch.stack([pattern, -pattern], -2), scale=scale)
+    for radius in (0.1, 0.3, 0.5):
+        found = bounds.basin(energy, radius)
+        apart = (energy.step((1 - radius) * pattern) - pattern).norm(dim=-1)
+        kept = found.exists[:, 0]
+        yield at_least(f"pairs ±x: balls of radius {radius} that are promised", kept.double().sum(), 1.0)
+        yield at_most(f"pairs ±x: ‖f(ξ) − x‖/r at the edge of such balls, r = {radius}", apart[kept] / radius, 1.0)
+        missed = torch.exp(-scale * (2 - 2 * radius))
+        yield close(
+            f"pairs ±x: the bound and ‖f(ξ) − x‖(1 + e^(−βΔ)), r = {radius}", found.distance[:, 0], apart * (1 + missed)
+        )
 
 
 def _pitchfork(normal: Normal, dimensions: int) -> Iterator[Check]:

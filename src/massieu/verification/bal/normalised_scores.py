@@ -55,6 +55,15 @@ def normalised_scores(
     least = torch.linalg.eigvalsh(curvature).amin(-1)
     yield at_least("least eigenvalue of ∇²(gNσ + bN z̄): convex", least, -_ROUNDING * unit)
     yield close("sum of the weights and bN", weights.sum(-1), b * atoms)
+    centred_keys = keys - keys.mean(0)
+    product = query @ (centred_keys.T @ centred_keys / atoms)
+    update = ScoreDeviation.create(keys, gain=1.0).mean(query)
+    root = (query * product).sum(-1, keepdim=True).sqrt()
+    yield close("gN = 1, b = 0: output and Σ̂q/√(qᵀΣ̂q)", update, product / root)
+    # zₙ − z̄ ≤ σ√(N − 1) (Samuelson), so weights that sum to one put the output outside the hull for gN > √(N − 1).
+    affine = (ScoreDeviation.create(keys, gain=float(atoms), bias=1.0).mean(query) * query).sum(-1)
+    beyond = (affine - scores.amax(-1)) / scores.std(-1, correction=0)
+    yield at_least("g = 1, b = 1/N: (output·q − max zₙ)/σ", beyond, atoms - math.sqrt(atoms - 1) - _ROUNDING * atoms)
     yield from _principal_axes(normal, atoms, query)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import SphericalSpins
+from massieu.energy import SphericalSpins, SpinModel
+from massieu.measures import Spin
 from massieu.verification.claim import (
     CLOSED_FORM,
     GRADIENT_BY_DIFFERENCES,
@@ -203,6 +204,8 @@ def driven_response(spins: int = 3, components: int = 4, scale: float = 0.8, see
     yield close("many components: by differences", numerical, total, components * GRADIENT_BY_DIFFERENCES)
     yield at_least("share of the collective term", collective.norm() / total.norm(), CLOSED_FORM)
 
+    # An Ising spin of field βh and couplings 2βJ: E counts every pair twice.
+    ising = SpinModel.create(Spin.create(scale * field[:, 0]), 2 * scale * coupling(field)).exact()
     states = spin_states(spins)
 
     def log_weights(field: Tensor) -> Tensor:
@@ -210,10 +213,10 @@ def driven_response(spins: int = 3, components: int = 4, scale: float = 0.8, see
         interaction = ((states @ coupling(field)) * states).sum(-1)
         return scale * (interaction + states @ field[:, 0])
 
-    p = torch.softmax(log_weights(field), 0)
-    pairs = states.T @ (p[:, None] * states)
+    average = ising.mean[:, 0]
+    pairs = ising.covariance[:, 0, :, 0] + average[:, None] * average
     drive = torch.zeros_like(field)
-    drive[:, 0] = p @ states
+    drive[:, 0] = average
     wanted = drive + torch.einsum("mn,mnia->ia", pairs, slopes)
 
     def exact(flat: Tensor) -> Tensor:

@@ -169,8 +169,8 @@ def _harmonics(points: Tensor) -> Tensor:
     "Z6",
     title="Error of conditional mean attention",
     statement="On a finite-rank target the error of conditional mean attention falls like L^{−1/4} with λ = L^{3/4}, all of "
-    "it bias, and like L^{−1/2} with λ = σ²/λ₀, and is smaller there at every length: λ = L^{3/4} serves the bound, and no "
-    "use.",
+    "it bias, and like L^{−1/2} with λ = σ²/λ₀, and is smaller there at every length that is "
+    "tried.",
     source=f"{FOLLOW_UP}, §4.1 and appendices; the better rate: Grünewälder et al. 2012, Li et al. (arXiv 2208.01711)",
     status="reconstructed",
 )

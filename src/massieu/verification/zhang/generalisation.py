@@ -69,6 +69,15 @@ def _head(normal: Normal, length: int) -> Iterator[Check]:
     identity, small = torch.eye(3, dtype=torch.float64), 1e-6 * torch.eye(3, dtype=torch.float64)
     moved = (_outputs(opposite, small, identity) - _outputs(opposite, 0 * small, identity)).norm(dim=-1).max()
     largest = attention_lipschitz(_RADIUS, 1.0, _SCALE).score * 1e-6
+    # All tokens equal: the output is Wx, whatever the score is.
+    score, value = normal(3, 3), normal(3, 3)
+    equal, step = (
+        axis.expand(length, 3),
+        0.3 * torch.outer(torch.nn.functional.normalize(normal(3), dim=0), axis / _RADIUS),
+    )
+    moved_values = (_outputs(equal, score, value + step) - _outputs(equal, score, value)).norm(dim=-1).max()
+    whole = attention_lipschitz(_RADIUS, _norm(value), _SCALE).value * _norm(step)
+    yield close(f"L = {length}: equal tokens, and the whole of the value's bound", moved_values / whole, 1.0, 1e-9)
     yield close(f"L = {length}: opposite tokens, and the whole of the score's bound", moved / largest, 1.0, 1e-9)
 
 
@@ -94,15 +103,62 @@ def _gap(normal: Normal, repetitions: int) -> Iterator[Check]:
     shares = [each / math.sqrt(2 * math.log(n) / n) for each, n in zip(bounds, many, strict=True)]
     yield at_most("10³ to 10¹² sequences: the bound over √(P log n/n)", torch.tensor(shares), math.sqrt(2))
     yield at_least("10³ to 10¹² sequences: the bound over √(P log n/n)", torch.tensor(shares), math.sqrt(0.5))
+    yield from _trained(normal, repetitions, 32)
     for length in (8, 128):
         mean = _losses(normal, heads, 5000, length).mean(-1)
         gap = (_losses(normal, heads, sizes[-1], length).mean(-1) - mean).abs().max()
         yield at_most(f"L = {length}: largest gap over {sizes[-1]} sequences and its bound", gap, bound)
 
 
+def _trained(normal: Normal, repetitions: int, size: int) -> Iterator[Check]:
+    """Heads that have learnt their sequences: the gap of what was chosen by them is larger, and still below the bound."""
+    population = _sequences(normal, 2000, 8)[None]
+    best = _descended(torch.zeros(1, 2, dtype=torch.float64), population)
+    drawn = _sequences(normal, repetitions * size, 8).unflatten(0, (repetitions, size))
+    heads = _descended(best.expand(repetitions, 2), drawn)
+    gaps = [
+        _attention_loss(each, population).mean(-1) - _attention_loss(each.expand(repetitions, 2), drawn).mean(-1)
+        for each in (best, heads)
+    ]
+    lipschitz = sum(attention_lipschitz(1.0, 1.0, _SCALE))
+    bound = generalisation_bound(2, math.sqrt(2), size, lipschitz=lipschitz, loss_range=2.0, loss_lipschitz=2.0)
+    yield at_most(f"{repetitions} heads trained on {size} sequences: largest gap and its bound", gaps[1].abs(), bound)
+    # Training lowers the empirical loss from that of the best head, and cannot lower the mean loss beyond that head's.
+    yield at_least(
+        "trained heads: their gap less that of the best head on the same sequences", gaps[1] - gaps[0], -1e-6
+    )
+    learnt = (gaps[1] - gaps[0]).mean()
+    yield at_least("the same, its mean over the heads", learnt, 1e-4, f"{learnt.item():.4f}")
+
+
+def _descended(start: Float[Tensor, "R 2"], tokens: Float[Tensor, "R n L+1"]) -> Float[Tensor, "R 2"]:
+    """Gradient descent on the mean loss of each head, within [−1, 1]², by steps below what its slope may change."""
+    heads = start.clone()
+    for _ in range(120):
+        heads.requires_grad_()
+        (slope,) = torch.autograd.grad(_attention_loss(heads, tokens).mean(-1).sum(), heads)
+        heads = (heads - 2.0 * slope).detach().clamp(-1, 1)
+    return heads
+
+
+def _attention_loss(parameters: Float[Tensor, "R 2"], tokens: Float[Tensor, "R n L+1"]) -> Float[Tensor, "R n"]:
+    """The loss of `_losses`, by the library's attention: sequences are its heads."""
+    observed, target = tokens[..., :-1, None].expand(len(parameters), -1, -1, -1), tokens[..., -1]
+    score, value = (each[:, None] for each in parameters.unbind(-1))
+    output = ops.attention(score[..., None, None] * observed[:, :, :1], observed, observed, scale=_SCALE).output[
+        ..., 0, 0
+    ]
+    return 0.5 * (value * output - target).square()
+
+
+def _sequences(normal: Normal, sequences: int, length: int) -> Float[Tensor, "sequences L+1"]:
+    """Tokens in [−1, 1] about a latent of the sequence."""
+    return (0.5 * normal(sequences, 1) + 0.5 * normal(sequences, length + 1)).clamp(-1, 1)
+
+
 def _losses(normal: Normal, parameters: Tensor, sequences: int, length: int) -> Float[Tensor, "heads sequences"]:
-    """(w·attention(first token) − next token)²/2 in [0, 2], tokens in [−1, 1] about a latent of the sequence."""
-    tokens = (0.5 * normal(sequences, 1) + 0.5 * normal(sequences, length + 1)).clamp(-1, 1)
+    """(w·attention(first token) − next token)²/2 in [0, 2], of each head on each sequence."""
+    tokens = _sequences(normal, sequences, length)
     observed, target = tokens[:, :-1], tokens[:, -1]
     score, value = parameters.unbind(-1)
     logits = _SCALE * score[:, None, None] * observed[:, :1] * observed
