@@ -15,6 +15,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 TITLES = {
     "ops": "Attention, log Z, moments",
+    "half_precision": "Half precision",
     "lengths": "Growth with the length of a sequence",
     "losses": "Losses without the score matrix",
     "measures": "Measures of atoms",
@@ -29,6 +30,7 @@ TITLES = {
 }
 """Sections in their order; a result of another name comes after them under its own name."""
 SECTIONS = {
+    "half_precision": sections.half_precision,
     "lengths": sections.lengths,
     "probe": sections.probe,
     "fixed_points": sections.fixed_points,
@@ -44,9 +46,9 @@ INTRODUCTION = """\
 Written by `python benchmarks/page.py` from the files in [`benchmarks/results/`](../benchmarks/results); do not edit. Each
 section names the command that measures its numbers again; `make bench` runs all and writes this page.
 
-* **Time** is CPU time of one thread, float32. Two sides take turns in one run; ratios are ours divided by the
-  reference's, of medians, with the 95 % interval of resampled rounds: three of works of many seconds, up to 41 of works
-  of milliseconds.
+* **Time** is CPU time of one thread, in float32 where nothing else is said. Two sides take turns in one run; ratios are
+  ours divided by the reference's, of medians, with the 95 % interval of resampled rounds: three of works of many
+  seconds, up to 41 of works of milliseconds.
 * **Memory** is what the resident set of a fresh process grows by while the work is done once, beyond its inputs.
 * **A bar is met** when the upper ends of the intervals are at or under it, in time and in memory; the median alone
   does not count.

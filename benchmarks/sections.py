@@ -38,6 +38,23 @@ def lengths(content: Json) -> str:
     )
 
 
+def half_precision(content: Json) -> str:
+    def shown(row: Json, place: int) -> str:
+        return f"{row['mean'][place]:.3f} ± {row['standard_error'][place]:.3f}"
+
+    shares = content["shares"]
+    cells = [[row["dtype"], f"{row['scale']:g}", shown(row, 0), shown(row, 1)] for row in shares]
+    return "\n".join(
+        [
+            comparisons.section(content),
+            "The share of log Z's gradient that arrives beside the output's, causal, "
+            f"L = {shares[0]['length']:,}: the output's cotangent is standard normal, log Z's c times that. Projections on the "
+            f"gradient in float64, mean of {shares[0]['draws']} draws and its standard error.\n",
+            table(["precision", "c", "for the query", "for the key"], cells),
+        ]
+    )
+
+
 def probe(content: Json) -> str:
     peaks = [[f"{row['tokens']:,}", memory(row["peak_mib"])] for row in content["memory"]]
     return "\n".join(

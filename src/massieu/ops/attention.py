@@ -42,7 +42,8 @@ def attention(
     Args:
         query: (B, H, L, D) with H a multiple of the key's Hk heads, query head h on key head h // (H / Hk); or, the same
             spelt out, (B, Hk, G, L, D). Results have its shape without D.
-        key, value: (B, Hk, N, D) and (B, Hk, N, E), of the query's dtype and device. Hidden keys must be finite too.
+        key, value: (B, Hk, N, D) and (B, Hk, N, E), of the query's dtype and device. Hidden keys must
+            be finite too, and so must their scores.
         log_weight: log-weights below +inf, or booleans of which True keeps a key; broadcasts to (B, H, L, N). For a
             five-dimensional query to (B, Hk, G, L, N), given with all five dimensions, or with two or fewer. Of float
             dtype it has a gradient; one a query and key (not one a key for all queries) is then the reference's.
@@ -65,8 +66,10 @@ def attention(
     computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate
     twice through an already compiled function: inside one, take derivatives with `torch.func`. Under `torch.autocast`
     query, key and value are cast to its dtype, as for PyTorch's own attention (float64 is not); log Z is float32 there.
-    A query that sees no key has output 0, log Z = −inf (the sink's, with one) and gradient 0. Log Z is float64 for
-    float64, else float32; relative errors are a few units of the input's rounding.
+    A query that sees no key has output 0, log Z = −inf (the sink's, with one) and gradient 0, whatever it holds. NaN in a
+    query, in a key or log-weight that it sees, or a score of +inf, makes its results NaN; scores of −inf alone are no
+    keys. Log Z is float64 for float64, else float32; relative errors are a few units of the input's rounding, and a small
+    cotangent of log Z is not lost beside a large one of the output.
 
     Raises:
         TypeError: not a tensor, not of 16-, 32- or 64-bit floating point, dtypes that differ, an option of another type.

@@ -283,7 +283,10 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     if grad_log_z is None:
         return grad_output, output
     dtype = torch.promote_types(output.dtype, torch.float32)
-    total = (grad_output.to(dtype) * output).sum(-1, keepdim=True, dtype=torch.float64) - grad_log_z.unsqueeze(-1)
+    product = grad_output.to(dtype, copy=True).mul_(output)
+    # g is subtracted from what is not rounded yet: from a number of single precision it would be lost as from the output.
+    total = product[..., 1:].sum(-1, keepdim=True) + (product[..., :1].double() - grad_log_z.unsqueeze(-1))
+    del product
     magnitude = grad_output.abs()
     one, rest = magnitude[..., :1].to(dtype), magnitude[..., 1:].sum(-1, keepdim=True, dtype=dtype)
     least = (share * total.abs()).clamp_min(tiny).to(output.dtype)
