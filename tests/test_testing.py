@@ -306,6 +306,18 @@ def cumulants_times(factors):
     return _cumulants
 
 
+def not_on_meta(self, eta):
+    if eta.is_meta:
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+    return Counts._log_partition(self, eta)
+
+
+def infinite_at_zero(self, mu):
+    rate = self._align(self.rate, mu)
+    value = (mu * (mu / rate).log() - mu + rate).sum(-1)
+    return torch.where((mu < 0).any(-1), torch.inf, value.nan_to_num(nan=torch.inf))
+
+
 RIGHT_NATURAL = {"_natural": lambda self, mu: (mu / self._align(self.rate, mu)).log()}
 
 SUBTLY_WRONG = {
@@ -325,6 +337,27 @@ SUBTLY_WRONG = {
     "impossible draws": (
         {"_log_density": lambda self, x: Counts._log_density(self, x).masked_fill(x[..., 0] > 3, -torch.inf)},
         "what is drawn is possible",
+    ),
+    "impossible draws in float32": (
+        {
+            "_log_density": lambda self, x: Counts._log_density(self, x).masked_fill(
+                (x[..., 0] == 1) & (x.dtype == torch.float32), -torch.inf
+            )
+        },
+        "possible, rounded to float32",
+    ),
+    "a score of 0": (
+        {"_log_prob": lambda self, eta, x: Coordinates._log_prob(self, eta.detach(), x)},
+        "gradient of log_prob in eta",
+    ),
+    "no value for no query": (
+        {"_log_partition": lambda self, eta: Counts._log_partition(self, eta) + 0 * eta.amax()},
+        "no query: log_partition raised",
+    ),
+    "values read on meta": ({"_log_partition": not_on_meta}, "meta device: log_partition raised"),
+    "infinite on a boundary of mass": (
+        {**RIGHT_NATURAL, "_conjugate": infinite_at_zero},
+        r"conjugate\(x\) ≤ −log h\(\{x\}\) at a drawn x",
     ),
     "natural without the rate": ({"_natural": lambda self, mu: mu.log()}, "mean\\(natural\\(mu\\)\\) = mu"),
     "natural of no mean": (

@@ -169,6 +169,8 @@ class Measure(Hooks):
         if known and (eta.is_meta or size.numel() * eta.numel() == 0):
             # There is nothing to draw.
             return eta.new_empty((*size, *eta.shape))
+        if values_are_readable(eta) and bool(eta.isnan().any()):
+            raise ValueError(f"{type(self).__name__}: no law to sample from, eta is NaN")
         with torch.no_grad():
             return measure._sample(eta, tuple(size), generator)
 
@@ -197,7 +199,10 @@ class Measure(Hooks):
         points = point.reshape(shape.numel(), *eta.shape).movedim(0, queries_end)
         points = _on_support(measure, points.to(eta.dtype), point.dtype)
         value = measure._log_prob(eta.unsqueeze(queries_end), points)
-        value = value.masked_fill(points.isnan().flatten(points.ndim - event).any(-1), torch.nan)
+        unknown = (points.isnan() | eta.unsqueeze(queries_end).isnan()).flatten(points.ndim - event).any(-1)
+        # No law has anything at infinity, whatever a form makes of it.
+        value = value.masked_fill(points.isinf().flatten(points.ndim - event).any(-1), -torch.inf)
+        value = value.masked_fill(unknown, torch.nan)
         return value.movedim(queries_end, 0).reshape((*shape, *eta.shape[:queries_end]))
 
     @final

@@ -7,7 +7,7 @@ from torch import Tensor
 from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure, MissingFormError, longest_batch, values_are_readable
 from massieu.measures.hooks import Reference
-from massieu.measures.listed import ROUNDINGS, Listed, in_batch, log_prob, rounding
+from massieu.measures.listed import ROUNDINGS, Listed, in_batch, is_close, log_prob
 from massieu.measures.value import real_tensor
 
 
@@ -238,8 +238,8 @@ class Affine(Measure):
         image = self._push(source)
         if discrete:
             size = self._align(self.weight.abs(), point, 2) @ source.abs().unsqueeze(-1)
-            off = rounding(point, self._align(self.bias, point), (1 + self.weight.shape[-1]) * size.squeeze(-1))
-            missed = ((image - centred).abs() > off).any(-1)
+            sizes = (point, self._align(self.bias, point), (1 + self.weight.shape[-1]) * size.squeeze(-1))
+            missed = ~is_close(centred, image, *sizes).all(-1)
         else:
             missed = (image - centred).norm(dim=-1) > self._forgiven(centred)
         density = self.measure._log_prob(self._pull(eta), source)

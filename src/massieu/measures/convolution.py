@@ -10,7 +10,7 @@ from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure, MissingFormError
 from massieu.measures.gaussian import Gaussian
 from massieu.measures.hooks import Reference
-from massieu.measures.listed import MOST_LISTED, Listed, in_batch, rounding
+from massieu.measures.listed import MOST_LISTED, Listed, in_batch, is_close
 from massieu.measures.mixture import Mixture
 from massieu.measures.sums import check_parts, sum_of_known, total
 
@@ -185,7 +185,7 @@ def _shifted(parts: list[Listed], rest: Measure, eta: Tensor, point: Tensor, siz
             f"convolve: {type(rest).__name__} does not say which of its points is nearest (`_nearest`), which the "
             "density of a sum needs, since x + s − s is not x"
         )
-    hit = ((nearest - point).abs() <= rounding(size, nearest)).all(-1, keepdim=True)
+    hit = is_close(point, nearest, size, nearest).all(-1, keepdim=True)
     return rest._log_prob(eta, torch.where(hit, nearest, point))
 
 

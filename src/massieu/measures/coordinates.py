@@ -67,7 +67,7 @@ class Coordinates(Measure):
     def _holds(self, point: Tensor) -> Tensor:
         """Which coordinates of `point` lie in the support."""
         low, high = (self._align(bound, point) for bound in self._range())
-        return (low <= point) & (point <= high)
+        return (low <= point) & (point <= high) & point.isfinite()
 
     def _natural_each(self, mu: Tensor) -> Tensor | None:
         """The inverse of the mean, for means inside the range."""

@@ -61,7 +61,7 @@ def log_poisson(count: Tensor, mean: Tensor, log_mean: Tensor) -> Tensor:
     saddle = -deviance(far, torch.where(large, mean, _LARGE), torch.where(large, log_mean, math.log(_LARGE)))
     saddle = saddle - stirling_error(far) - 0.5 * far.log() - 0.5 * math.log(2 * math.pi)
     near = torch.where(large, 0.0, count)
-    power = near * torch.where(near == 0, 0.0, log_mean)
+    power = near * torch.where((near == 0) & log_mean.isinf(), 0.0, log_mean)
     return torch.where(large, saddle, power - torch.where(large, 0.0, mean) - torch.lgamma(near + 1))
 
 

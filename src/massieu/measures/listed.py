@@ -101,17 +101,18 @@ def log_prob(part: Listed, eta: Tensor, point: Tensor) -> Tensor:
     """The log-probability of `point` under the listed measure tilted by `eta`."""
     atoms = part.atoms
     aligned, size = atoms._align(atoms.points, point, 2), atoms._align(part.size, point, 2)
-    hit = ((point.unsqueeze(-2) - aligned).abs() <= rounding(size, point.unsqueeze(-2))).all(-1)
+    hit = is_close(point.unsqueeze(-2), aligned, size, point.unsqueeze(-2)).all(-1)
     return stable.logsumexp(torch.where(hit, atoms._log_probability(eta), -torch.inf))
 
 
-def rounding(*sizes: Tensor) -> Tensor:
-    """How far a point may be off that was added up from numbers of these sizes."""
+def is_close(point: Tensor, other: Tensor, *sizes: Tensor) -> Tensor:
+    """Which entries of `point` are those of `other` within rounding, being added up from numbers of these sizes."""
     first, *others = [size.abs() for size in sizes]
     total = first
     for size in others:
         total = total + size
-    return ROUNDINGS * torch.finfo(total.dtype).eps * total
+    rounding = ROUNDINGS * torch.finfo(total.dtype).eps * total
+    return ((point - other).abs() <= rounding) & point.isfinite()
 
 
 def in_batch(tensor: Tensor, batch: torch.Size, rest: int) -> Tensor:

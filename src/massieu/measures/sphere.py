@@ -135,7 +135,9 @@ class Sphere(Measure):
         # A point is on the sphere within rounding; its length is that of the sphere.
         gap = 0.5 * (torch.nn.functional.normalize(unit_point, dim=-1) - axis).square().sum(-1)
         far = bessel.sphere_slack(square, self.dim, scaled.unit) - gap * scaled.unit * square.sqrt()
-        return self._log_density(point) + torch.where(concentrated, far, near).to(point.dtype)
+        density = self._log_density(point)
+        off = density == -torch.inf
+        return torch.where(off, density, density + torch.where(concentrated, far, near).to(point.dtype))
 
     def _nearest(self, point: Tensor) -> Tensor:
         exact = torch.nn.functional.normalize(point.double(), dim=-1)
