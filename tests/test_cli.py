@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import massieu
 from massieu import cli
-from massieu.cli import app
+from massieu.cli.commands import app
 from massieu.errors import InputError, MissingExtraError, require_extra
 from massieu.probing import result as result_module
 from massieu.probing import run as run_module
@@ -309,11 +309,6 @@ def test_an_output_folder_that_cannot_be(probed, tmp_path):
     assert probed.options == {}  # nothing was loaded
 
 
-def test_a_folder_that_is_not_writable(probed, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # whoever runs the tests may be allowed everything
-    _is_bad(_run("probe", "--out", tmp_path / "a" / "b"), "cannot be written to")
-
-
 def test_a_device_that_is_not_there(tmp_path, checkpoint, text):
     for device in ("cuda:99", "abacus"):
         ran = _run("probe", checkpoint, "--text", text, "--out", tmp_path / "out", "--device", device)
@@ -345,19 +340,37 @@ def test_wrong_usage_ends_with_two(arguments):
 # --- the other commands ----------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_all_listed_with_their_formulas():
+def test_statistics_are_a_line_each_with_group_and_meaning():
     ran = _run("statistics")
     assert ran.exit_code == 0
-    for statistic in STATISTICS.values():
-        for fact in (
-            statistic.name,
-            statistic.title,
-            statistic.formula,
-            statistic.claim,
-            statistic.paper,
-            statistic.cost,
-        ):
-            assert fact in ran.stdout
+    lines = ran.stdout.splitlines()
+    for statistic, line in zip(STATISTICS.values(), lines, strict=False):
+        assert line.split() == [statistic.name, statistic.group, *statistic.question.split()]
+    assert lines[len(STATISTICS) :] == [
+        "", f"{len(STATISTICS)} statistics; in full: massieu statistics NAME, or a group for all of its own"
+    ]  # fmt: skip
+
+
+def test_a_statistic_is_told_in_full_by_its_name_or_its_group():
+    for names in (list(STATISTICS), ["attention", "values", "climb", "maps", "expansion"]):
+        ran = _run("statistics", *names)
+        assert ran.exit_code == 0
+        for each in STATISTICS.values():
+            for fact in (
+                each.name,
+                each.title,
+                each.formula,
+                each.claim,
+                each.paper,
+                each.caveat,
+                each.question,
+                each.cost,
+            ):
+                assert fact in ran.stdout
+    one = _run("statistics", "entropy").stdout
+    assert STATISTICS["entropy"].formula in one
+    assert STATISTICS["log_partition"].formula not in one
+    _is_bad(_run("statistics", "entropy", "temper"), "unknown statistic 'temper'; known are .*entropy")
 
 
 def test_the_version():
@@ -388,7 +401,7 @@ def test_describe_draws_tables(monkeypatch):
 def test_help_is_plain_and_short(command):
     ran = _run(*command, "--help")
     assert ran.exit_code == 0
-    whole = re.sub(r"PATH \.\.\.|NAME,\.\.\.|\[ARGS\]\.\.\.|\[ID\]\.\.\.", "", ran.stdout)
+    whole = re.sub(r"PATH \.\.\.|NAME,\.\.\.|\[ARGS\]\.\.\.|\[(ID|NAME)\]\.\.\.", "", ran.stdout)
     assert "..." not in whole
     assert "\x1b" not in ran.stdout
 
@@ -403,7 +416,7 @@ def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(given, set_to
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "app", lambda: None)
+    monkeypatch.setattr(cli, "_run", lambda: None)
     cli.main()
     assert os.environ.get("GOMP_SPINCOUNT") == set_to
 

@@ -1,0 +1,34 @@
+"""The command line. `main` readies the process and runs `commands`; how it ends is said here."""
+
+import os
+import sys
+
+from massieu.cli import streams
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line."""
+    # Threads that wait for each other soon sleep: where other processes have the cores, one that looped would keep the one
+    # that it waits for from running. GNU's OpenMP reads this when torch is loaded, which is later.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    streams.ready()
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except streams.OutputLost as lost:
+        streams.say(str(lost))
+        sys.exit(lost.status)
+    except KeyboardInterrupt:  # while the commands themselves were imported
+        streams.say("interrupted")
+        sys.exit(INTERRUPTED)
+
+
+def _run() -> None:
+    from massieu.cli.commands import app
+
+    app()
