@@ -267,6 +267,77 @@ def test_bad_folders_to_load_are_one_sentence(tmp_path):
     assert_same(ProbeResult.load(folder), made_up())
 
 
+# --- Together ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize("format", ["parquet", "csv"])
+@pytest.mark.parametrize("read_before", [1, 2])
+def test_a_save_in_the_midst_of_a_load_mixes_nothing(tmp_path, monkeypatch, read_before, format, hashed):
+    """Another result arrives once so many of the former one's records were read."""
+    made_up(1.0).save(tmp_path)
+    if not hashed:
+        forget_hashes(tmp_path)
+    read, newer, loads = [], made_up(2.0), json.loads
+
+    def loads_then_arrives(text: Any, **named: Any) -> Any:
+        read.append(loads(text, **named))
+        if len(read) == read_before:
+            newer.save(tmp_path, format)
+        return read[-1]
+
+    monkeypatch.setattr(json, "loads", loads_then_arrives)
+    assert_same(ProbeResult.load(tmp_path), made_up(2.0))
+
+
+@pytest.mark.parametrize("name", ["heads", "layers"])
+def test_the_table_of_another_run_is_noticed(tmp_path, name):
+    mine, other = made_up(1.0).save(tmp_path / "mine"), made_up(2.0).save(tmp_path / "other")
+    (mine / f"{name}.parquet").write_bytes((other / f"{name}.parquet").read_bytes())
+    with pytest.raises(InputError, match=rf"{name}\.parquet is not the file that run\.json was stored with"):
+        ProbeResult.load(mine)
+
+
+def test_the_page_of_another_run_is_warned_of_until_it_is_drawn_again(tmp_path, monkeypatch):
+    folder = made_up(1.0).save(tmp_path / "mine")
+    (folder / "report.html").write_text("another")
+    with pytest.warns(UserWarning, match="mine/report.html is not the page of the numbers beside it; draw it again"):
+        ProbeResult.load(folder)
+    monkeypatch.setattr(page, "render", lambda *given: "<p>another version's drawing</p>")
+    assert ProbeResult.redraw(folder).read_text() == "<p>another version's drawing</p>"
+    assert_same(ProbeResult.load(folder), made_up(1.0))  # any warning would be an error of this test
+    (folder / "report.html").unlink()
+    assert_same(ProbeResult.load(folder), made_up(1.0))
+    assert names(folder) == [name for name in FILES if name != "report.html"]
+
+
+def test_a_result_stored_without_hashes_is_read_and_drawn_as_it_is(tmp_path):
+    folder = made_up().save(tmp_path)
+    forget_hashes(folder)
+    record = (folder / "run.json").read_bytes()
+    assert_same(ProbeResult.load(folder), made_up())
+    (folder / "report.html").unlink()
+    ProbeResult.redraw(folder)
+    assert (folder / "run.json").read_bytes() == record
+    assert names(folder) == FILES
+
+
+def test_a_page_that_cannot_be_drawn_costs_no_table(tmp_path, monkeypatch):
+    made_up(1.0).save(tmp_path)
+    newer = made_up(2.0)
+
+    def fail(*given: Any) -> str:
+        raise ZeroDivisionError("ours to mend")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "render", fail)
+        with pytest.raises(ZeroDivisionError) as raised:
+            newer.save(tmp_path)
+    assert raised.value.__notes__ == [f"(all but the page was saved in {tmp_path})"]
+    assert_same(ProbeResult.load(tmp_path), made_up(2.0))
+    assert "report.html" not in names(tmp_path)
+
+
 # --- Looking -----------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,8 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except streams.OutputLost as lost:
-        streams.say(str(lost))
+        if not lost.piped:
+            streams.say(str(lost))
         sys.exit(lost.status)
     except KeyboardInterrupt:  # while the commands themselves were imported
         streams.say("interrupted")

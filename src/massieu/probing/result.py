@@ -140,7 +140,7 @@ class ProbeResult:
         loaded, page_fits = folders.read_together(folder, RECORD, lambda: cls._read(folder))
         if not page_fits:
             again = "draw it again with: massieu report"
-            warnings.warn(f"{folder / PAGE} was not drawn from the numbers beside it; {again} {folder}", stacklevel=2)
+            warnings.warn(f"{folder / PAGE} is not the page of the numbers beside it; {again} {folder}", stacklevel=2)
         return loaded
 
     @classmethod
@@ -316,6 +316,8 @@ def _page_fits(folder: Path, hashes: dict[str, str] | None) -> bool:
         return folders.digest(folders.read(folder, PAGE)[1]) == hashes[PAGE]
     except folders.MismatchError:  # who needs no page may remove it
         return True
+    except InputError:
+        return False
 
 
 def _span(numbers: list[int]) -> str:

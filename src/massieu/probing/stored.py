@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 DEEPEST = 24
 """Levels of lists and objects in a file: several times more than there are in one that was not edited."""
 LARGEST = 2**53
-"""Whole numbers up to here are exact in every program that reads JSON."""
+"""Counts up to here are exact in every program that reads JSON."""
+_LARGEST_SEED = 2**64
 MOST_HEADS = 4096
 """Heads of one attention site: far more than any model has, and few enough to draw."""
+MOST_KEYS = 2**31
+"""Keys that one query may see: no text is as long."""
 
 Check = Callable[[Any, str], None]
 
@@ -59,7 +62,7 @@ def _check_plain(value: Any, where: str) -> None:
                 if not math.isfinite(item):
                     raise InputError(f"{where} cannot be read: it holds a number that is too large")
             elif kind is int:
-                if abs(item) > LARGEST:
+                if abs(item) > _LARGEST_SEED:
                     raise InputError(f"{where} cannot be read: it holds a whole number that is too large")
             elif kind is dict or kind is list:
                 waiting.append((item, depth + 1))
@@ -68,19 +71,24 @@ def _check_plain(value: Any, where: str) -> None:
 # --- a small language of checks --------------------------------------------------------------------------------------
 
 
-def _kind(said: str, *types: type, least: float = -math.inf) -> Check:
+def _kind(said: str, *types: type) -> Check:
     def check(value: Any, where: str) -> None:
         # Not isinstance: true and false are no numbers.
-        if type(value) not in types or (least > -math.inf and value < least):
+        if type(value) not in types:
             raise InputError(f"{where} must be {said}, not {_short(value)}")
 
     return check
 
 
+def _whole(value: Any, where: str) -> None:
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise InputError(f"{where} must be a whole number, at least 0, not {_short(value)}")
+
+
 _TEXT = _kind("a text", str)
 _FLAG = _kind("true or false", bool)
 _NUMBER = _kind("a number", int, float)
-_WHOLE = _kind("a whole number, at least 0", int, least=0)
+_WHOLE: Check = _whole
 
 
 def _maybe(check: Check) -> Check:
@@ -244,7 +252,7 @@ def _histogram(value: Any, where: str) -> None:
     bins = len(value["edges"]) - 1
     for site, counts in value["counts"].items():
         for row in counts:
-            if len(row) != bins or bins < 1 or any(count is None or count < 0 for count in row):
+            if len(row) != bins or bins < 1 or any(count is None or not 0 <= count < LARGEST for count in row):
                 raise InputError(f"{where}.counts.{_short(site)} must have {max(bins, 1)} counts for each head")
 
 
@@ -271,8 +279,12 @@ def _shown(value: Any, where: str) -> None:
         raise InputError(f"{where}: {', '.join((*_SHADES, *_STRONGEST))} must be of the same heads and queries")
     for head, its_weights in zip(keys or (), weights or (), strict=True):
         for row, shares in zip(head, its_weights, strict=True):
-            if len(row) != len(shares) or any(type(key) not in (int, type(None)) for key in row):
-                raise InputError(f"{where}.top_keys must hold a whole number for each of its top_weights")
+            if len(row) != len(shares) or any(key is not None and not _is_key(key) for key in row):
+                raise InputError(f"{where}.top_keys must hold a key's place for each of its top_weights")
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) is int and key < MOST_KEYS
 
 
 _DETAILS = _record(

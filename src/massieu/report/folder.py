@@ -173,7 +173,7 @@ def _make(folder: Path) -> list[Path]:
 def _check_free(folder: Path, files: tuple[str, ...]) -> None:
     for name in files:
         if os.path.isdir(folder / name):
-            raise InputError(f"{folder / name} is a folder, where a file of the result has to be; name another folder")
+            raise InputError(f"{folder / name} is a folder, where a file of the result has to be")
 
 
 def _remove_left(folder: Path) -> None:

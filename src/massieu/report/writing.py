@@ -71,11 +71,9 @@ def try_to_write(folder: Path, room: int, name: str | None = None) -> None:
         InputError: they cannot be written.
     """
     trial = folder / (name or f"{LEFT}{secrets.token_hex(8)}")
-    what = f"cannot write {room / 1e6:.0f} MB, which may be needed, to the folder {folder}"
-    if not room:
-        what = f"cannot write {trial}"
-    with telling(what):
+    with telling(f"cannot write to the folder {folder}" if name is None else f"cannot write {trial}"):
         file = open(trial, "xb")  # noqa: SIM115 - closed below, and only then removed
+    with telling(f"cannot write {room / 1e6:.0f} MB, which may be needed, to the folder {folder}"):
         try:
             with file:
                 for _ in range(0, room, _BLOCK):
