@@ -4,10 +4,8 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -477,27 +475,3 @@ def test_from_text_to_page(tmp_path, checkpoint, text):
     assert (again.exit_code, again.stdout) == (0, f"page: {out / 'report.html'}\n")
     assert (out / "report.html").stat().st_size > 10_000
     assert result_module.ProbeResult.load(out).complete
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="there, Ctrl-C cannot be sent to one process")
-def test_control_c_writes_what_was_measured(tmp_path, checkpoint):
-    text, out = tmp_path / "long.txt", tmp_path / "out"
-    text.write_text("The cat sat on the mat, and the dog did not. " * 200_000)
-    command = [*COMMAND, "probe", str(checkpoint), "--text", str(text), "--out", str(out), "--batch-size", "2"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    ) as process:
-        assert process.stderr is not None
-        assert process.stdout is not None
-        while "reading" not in process.stderr.readline():
-            assert process.poll() is None
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        assert "incomplete" in process.stderr.read().splitlines()[-1]
-        assert "page:" in process.stdout.read()
-    assert {path.name for path in out.iterdir()} == FILES
-    stored = json.loads((out / "run.json").read_text())
-    assert not stored["complete"]
-    assert stored["text"]["windows"] >= 2
