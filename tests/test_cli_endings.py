@@ -58,6 +58,19 @@ def test_with_something_to_keep_the_first_signal_waits():
             asked.receive(signal.SIGINT)  # who presses Ctrl-C again means it
 
 
+def test_while_libraries_are_loaded_a_signal_waits_for_them():
+    asked, loaded = Interruption(), []
+
+    def load() -> None:
+        with asked.loading():
+            asked.receive(signal.SIGTERM)
+            loaded.append("torch")
+
+    with pytest.raises(KeyboardInterrupt):
+        load()
+    assert loaded == ["torch"]
+
+
 @posix
 def test_handlers_are_set_for_a_while_and_ignored_signals_stay_ignored():
     before = {number: signal.getsignal(number) for number in ENDINGS}

@@ -27,6 +27,7 @@ class Interruption:
         self.asked = threading.Event()
         self.number: int | None = None
         self.held = False
+        self._loading = False
 
     @property
     def status(self) -> int:
@@ -37,6 +38,21 @@ class Interruption:
         """From here on there is something to keep: what asks for the end waits for it."""
         self.held = True
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While libraries are imported: an exception in the midst of some of them, torch among them, aborts the process.
+
+        Raises:
+            KeyboardInterrupt: at the end, where a signal has come.
+        """
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+        if self.asked.is_set():
+            raise KeyboardInterrupt
+
     def receive(self, number: int, frame: Any = None) -> None:
         """What to do with a signal."""
         again = self.number is not None
@@ -45,7 +61,7 @@ class Interruption:
             self.asked.set()
         if again and number != signal.SIGINT:
             return
-        if again or not self.held:
+        if again or not (self.held or self._loading):
             raise KeyboardInterrupt
 
 

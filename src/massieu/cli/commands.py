@@ -175,7 +175,8 @@ def probe(
         raise InputError(f"{text[-1]} is a model; MODEL goes before --text")
     folder = RESULTS / _short_name(model) if out is None else out
     with result_folder(folder):
-        from massieu.probing.run import probe as run_probe
+        with context.obj.loading():
+            from massieu.probing.run import probe as run_probe
 
         with terminal.progress_shown() as show:
             result = run_probe(
@@ -215,6 +216,7 @@ def _end_probe(result: "ProbeResult", interruption: Interruption) -> None:
 
 @app.command(epilog="\b\nExamples:\n  massieu describe gpt2\n  massieu describe ./checkpoint")
 def describe(
+    context: typer.Context,
     model: Model = None,
     device: Annotated[str | None, typer.Option(metavar="D", help="Such as cpu or cuda:0.")] = None,
     dtype: Annotated[str | None, typer.Option(metavar="T", help="float32, bfloat16, float16 or float64.")] = None,
@@ -222,7 +224,8 @@ def describe(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show a model's attention sites, heads and wiring."""
-    from massieu.probing.run import describe as run_describe
+    with context.obj.loading():
+        from massieu.probing.run import describe as run_describe
 
     found = run_describe(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     terminal.show_description(found.to_dict())
@@ -283,9 +286,10 @@ def verify(
     """Check the papers' claims with numbers; ends with 1 if one fails."""
     if html is not None:
         check_page(html)
-    from massieu.verification import terminal as claims
-    from massieu.verification.registry import read_settings
-    from massieu.verification.run import verify as run_verify
+    with context.obj.loading():
+        from massieu.verification import terminal as claims
+        from massieu.verification.registry import read_settings
+        from massieu.verification.run import verify as run_verify
 
     result = run_verify(ids or None, seed=seed, settings=read_settings(set or ()), progress=claims.say_progress)
     if html is not None:

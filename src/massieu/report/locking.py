@@ -38,16 +38,11 @@ def locked(folder: Path, wait: float = 0.0) -> Iterator[bool]:
     if key in _held:
         yield True
         return
-    descriptor = _acquire(folder, time.monotonic() + wait)
-    if descriptor is None:
-        yield False
-        return
-    _held[key] = descriptor
     try:
-        yield True
+        yield _acquire(folder, key, time.monotonic() + wait)
     finally:
         # After a fork the child has closed its copy; the lock is the parent's.
-        if _held.pop(key, None) is not None:
+        if (descriptor := _held.pop(key, None)) is not None:
             _release(folder / LOCK, descriptor)
 
 
@@ -68,7 +63,8 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def _acquire(folder: Path, until: float) -> int | None:
+def _acquire(folder: Path, key: tuple[str, int], until: float) -> bool:
+    """Enter the lock among those held; False where there are no locks."""
     path = folder / LOCK
     while True:
         with telling(f"cannot write to the folder {folder}"):
@@ -79,12 +75,13 @@ def _acquire(folder: Path, until: float) -> int | None:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(descriptor)
+            _held[key] = descriptor  # at once: an interruption may come at any moment
         except OSError as error:
             who = _read(descriptor)
             os.close(descriptor)
             if error.errno in _UNKNOWN:
                 warnings.warn(f"{folder} is on a file system without locks: let no other run write there", stacklevel=5)
-                return None
+                return False
             if error.errno not in _TAKEN:
                 raise InputError(f"cannot lock the folder {folder}: {error.strerror}") from error
             if time.monotonic() >= until:
@@ -94,8 +91,8 @@ def _acquire(folder: Path, until: float) -> int | None:
         if _still_there(path, descriptor):
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f" (process {os.getpid()} on {socket.gethostname()})".encode())
-            return descriptor
-        os.close(descriptor)  # who had it removed the file meanwhile
+            return True
+        os.close(_held.pop(key))  # who had it removed the file meanwhile
 
 
 def _still_there(path: Path, descriptor: int) -> bool:
