@@ -19,6 +19,9 @@ def main() -> None:
         try:
             _run()
         finally:
+            # Python remembers that KeyboardInterrupt left an `exec`, of which imports have many, and would in the end take
+            # SIGINT for what ended the process, caught or not and whatever the exit status. Another `exec` clears that.
+            exec("")
             sys.stdout.flush()
     except streams.OutputLost as lost:
         if not lost.piped:
