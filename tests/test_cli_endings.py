@@ -155,15 +155,16 @@ def test_an_error_that_an_interruption_caused_is_the_interruption(probed, tmp_pa
 @pytest.mark.medium
 @posix
 @pytest.mark.parametrize("number", ENDINGS)
-def test_the_exit_status_is_the_signals_wherever_it_came(number):
-    """Inside `exec`, too, after which Python itself would say SIGINT."""
-    code = (
-        "import signal; from massieu.cli import commands, main\n"
+def test_the_exit_status_is_the_signals_wherever_it_came(tmp_path, number):
+    """Inside `exec`, too, after which `python -m` itself would say SIGINT."""
+    (tmp_path / "ending.py").write_text(
+        "from massieu.cli import commands, main\n"
         f"inside = 'import signal; signal.raise_signal({int(number)})'\n"
         "commands.terminal.list_statistics = lambda _: exec(inside)\n"
-        "main()"
+        "main()\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code, "statistics"], capture_output=True, env=ENVIRONMENT, check=False)
+    command = [sys.executable, "-m", "ending", "statistics"]
+    ran = subprocess.run(command, capture_output=True, env=ENVIRONMENT, cwd=tmp_path, check=False)
     assert ran.returncode == 128 + number
 
 
