@@ -10,11 +10,13 @@ from tests.rows import every_row
 
 SOURCE = Path(__file__).parent.parent / "src" / "massieu"
 
-# A room may import itself and what is listed here. `errors` is a leaf that any room may import.
+# A room may import itself and what is listed here. `errors` is a leaf that any room may import;
+# `interruption` is one for what runs long.
 THEORY = {"duality", "measures", "ops", "solve", "errors"}
 WORKSHOP = {"energy", "inference"} | THEORY
 ALLOWED = {
     "errors": set(),
+    "interruption": set(),
     "ops": {"errors"},
     "solve": {"errors"},
     "inference": {"errors"},
@@ -24,11 +26,12 @@ ALLOWED = {
     "population": {"report"} | WORKSHOP,
     "exchangeable": WORKSHOP,
     "nn": {"population", "exchangeable"} | WORKSHOP,
-    "probing": {"population", "energy", "measures", "ops", "report", "errors", "__init__"},
+    "probing": {"population", "energy", "measures", "ops", "report", "errors", "interruption", "__init__"},
     "report": {"errors"},
     "testing": {"duality", "measures", "ops", "errors"},
     "verification": {"nn", "population", "exchangeable", "report", "__init__"} | WORKSHOP,
-    "cli": {"probing", "verification", "report", "errors", "__init__"},
+    "cli": {"probing", "verification", "report", "errors", "interruption", "__init__"},
+    "__main__": {"cli"},
     "__init__": {"nn", "population", "exchangeable", "testing", "probing", "verification"} | WORKSHOP,
 }
 # Result objects draw themselves; nothing else of probing and population knows the report.

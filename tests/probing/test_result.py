@@ -13,8 +13,9 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from massieu.errors import InputError, MissingExtraError
-from massieu.probing import result as module
-from massieu.probing.result import ProbeResult, TableBuilder
+from massieu.probing import long_table
+from massieu.probing.long_table import TableBuilder
+from massieu.probing.result import ProbeResult
 from massieu.report import page
 
 FILES = ["details.json", "heads.parquet", "layers.parquet", "report.html", "run.json"]
@@ -44,7 +45,9 @@ def made_up(scale: float = 1.0) -> ProbeResult:
     }  # fmt: skip
     details = {
         "histograms": {"entropy": {"edges": np.linspace(0, 1, 4), "counts": {0: np.array([[1, 2, 3]])}}},
-        "examples": [{"tokens": {"text": ["[CLS]", "\ud800", "é"]}, "entropy": [scale * 0.123456789]}],
+        "examples": [
+            {"tokens": {"text": ["[CLS]", "\ud800", "é"]}, "sites": {"7": {"entropy": [[scale * 0.123456789]]}}}
+        ],
     }
     return ProbeResult(run, details, heads.frame(), layers.frame())
 
@@ -67,6 +70,13 @@ def assert_same(first: ProbeResult, second: ProbeResult) -> None:
     assert first.details == second.details
     assert_frame_equal(first.heads, second.heads, check_exact=True)
     assert_frame_equal(first.layers, second.layers, check_exact=True)
+
+
+def forget_hashes(folder: Path) -> None:
+    """As results were stored before the record had the other files' hashes."""
+    run = json.loads((folder / "run.json").read_text())
+    del run["files"]
+    (folder / "run.json").write_text(json.dumps(run))
 
 
 def names(folder: Path) -> list[str]:
@@ -111,7 +121,7 @@ def test_without_polars_the_pip_command_is_said(monkeypatch):
     def missing(name: str, extra: str) -> Any:
         raise MissingExtraError(f'{name}: pip install "massieu[{extra}]"')
 
-    monkeypatch.setattr(module, "require_extra", missing)
+    monkeypatch.setattr(long_table, "require_extra", missing)
     with pytest.raises(MissingExtraError, match=r"massieu\[probe\]"):
         TableBuilder().frame()
 
@@ -141,7 +151,7 @@ def test_records_are_strict_json_with_undefined_numbers_as_null(tmp_path):
     assert run["findings"][0]["standard_error"] is None
     assert run["text"]["tokens"] == 100
     assert details["histograms"]["entropy"] == {"edges": [0.0, 0.3333, 0.6667, 1.0], "counts": {"0": [[1, 2, 3]]}}
-    assert details["examples"][0]["entropy"] == [0.1235]
+    assert details["examples"][0]["sites"]["7"]["entropy"] == [[0.1235]]
     assert details["examples"][0]["tokens"]["text"] == ["[CLS]", "\ud800", "é"]
 
 
@@ -176,7 +186,7 @@ def test_a_crash_while_files_are_moved_leaves_the_new_result(tmp_path, monkeypat
         os.rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "os", SimpleNamespace(replace=replace, getpid=os.getpid))
+        patch.setattr(os, "replace", replace)
         with pytest.raises(Crash):
             made_up(2.0).save(tmp_path, format)
     assert_same(ProbeResult.load(tmp_path), made_up(2.0))
@@ -211,7 +221,7 @@ def test_bad_places_to_save_are_one_sentence(tmp_path):
     taken.write_text("")
     with pytest.raises(InputError, match="taken is a file"):
         made_up().save(taken)
-    with pytest.raises(InputError, match="cannot write"):
+    with pytest.raises(InputError, match=r"below cannot be made: .*taken is a file"):
         made_up().save(taken / "below")
     with pytest.raises(InputError, match="parquet and csv"):
         made_up().save(tmp_path, "feather")  # pyright: ignore[reportArgumentType]
@@ -242,11 +252,90 @@ def test_bad_folders_to_load_are_one_sentence(tmp_path):
     broken("run.json", b'{"schema_version": 2}', "schema_version 2")
     broken("run.json", b"{}", "schema_version None")
     broken("details.json", None, r"has no details\.json")
+    broken("heads.parquet", None, r"has no heads\.parquet;")
+    broken("layers.parquet", b"PAR1", r"layers\.parquet is not the file that run\.json was stored with")
+    broken("details.json", b"{}", r"details\.json is not the file that run\.json was stored with")
+    assert_same(ProbeResult.load(folder), made_up())
+    forget_hashes(folder)
     broken("heads.parquet", None, r"has no heads\.parquet or heads\.csv")
     broken("layers.parquet", b"PAR1", r"layers\.parquet is not a table")
+    broken("layers.parquet", (folder / "layers.parquet").read_bytes()[:-30], r"layers\.parquet is not a table")
     made_up().heads.drop("value").write_parquet(folder / "lacking")
     broken("heads.parquet", (folder / "lacking").read_bytes(), r"heads\.parquet is not a table")
+    made_up().heads.with_columns(site=None).write_parquet(folder / "lacking")
+    broken("heads.parquet", (folder / "lacking").read_bytes(), r"names no site")
     assert_same(ProbeResult.load(folder), made_up())
+
+
+# --- Together ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize("format", ["parquet", "csv"])
+@pytest.mark.parametrize("read_before", [1, 2])
+def test_a_save_in_the_midst_of_a_load_mixes_nothing(tmp_path, monkeypatch, read_before, format, hashed):
+    """Another result arrives once so many of the former one's records were read."""
+    made_up(1.0).save(tmp_path)
+    if not hashed:
+        forget_hashes(tmp_path)
+    read, newer, loads = [], made_up(2.0), json.loads
+
+    def loads_then_arrives(text: Any, **named: Any) -> Any:
+        read.append(loads(text, **named))
+        if len(read) == read_before:
+            newer.save(tmp_path, format)
+        return read[-1]
+
+    monkeypatch.setattr(json, "loads", loads_then_arrives)
+    assert_same(ProbeResult.load(tmp_path), made_up(2.0))
+
+
+@pytest.mark.parametrize("name", ["heads", "layers"])
+def test_the_table_of_another_run_is_noticed(tmp_path, name):
+    mine, other = made_up(1.0).save(tmp_path / "mine"), made_up(2.0).save(tmp_path / "other")
+    (mine / f"{name}.parquet").write_bytes((other / f"{name}.parquet").read_bytes())
+    with pytest.raises(InputError, match=rf"{name}\.parquet is not the file that run\.json was stored with"):
+        ProbeResult.load(mine)
+
+
+def test_the_page_of_another_run_is_warned_of_until_it_is_drawn_again(tmp_path, monkeypatch):
+    folder = made_up(1.0).save(tmp_path / "mine")
+    (folder / "report.html").write_text("another")
+    with pytest.warns(UserWarning, match="mine/report.html is not the page of the numbers beside it; draw it again"):
+        ProbeResult.load(folder)
+    monkeypatch.setattr(page, "render", lambda *given: "<p>another version's drawing</p>")
+    assert ProbeResult.redraw(folder).read_text() == "<p>another version's drawing</p>"
+    assert_same(ProbeResult.load(folder), made_up(1.0))  # any warning would be an error of this test
+    (folder / "report.html").unlink()
+    assert_same(ProbeResult.load(folder), made_up(1.0))
+    assert names(folder) == [name for name in FILES if name != "report.html"]
+
+
+def test_a_result_stored_without_hashes_is_read_and_drawn_as_it_is(tmp_path):
+    folder = made_up().save(tmp_path)
+    forget_hashes(folder)
+    record = (folder / "run.json").read_bytes()
+    assert_same(ProbeResult.load(folder), made_up())
+    (folder / "report.html").unlink()
+    ProbeResult.redraw(folder)
+    assert (folder / "run.json").read_bytes() == record
+    assert names(folder) == FILES
+
+
+def test_a_page_that_cannot_be_drawn_costs_no_table(tmp_path, monkeypatch):
+    made_up(1.0).save(tmp_path)
+    newer = made_up(2.0)
+
+    def fail(*given: Any) -> str:
+        raise ZeroDivisionError("ours to mend")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "render", fail)
+        with pytest.raises(ZeroDivisionError) as raised:
+            newer.save(tmp_path)
+    assert raised.value.__notes__ == [f"(all but the page was saved in {tmp_path})"]
+    assert_same(ProbeResult.load(tmp_path), made_up(2.0))
+    assert "report.html" not in names(tmp_path)
 
 
 # --- Looking -----------------------------------------------------------------------------------------------------
@@ -263,8 +352,9 @@ def test_the_page_is_written_aside_or_returned(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="is a folder"):
         result.report(tmp_path)
     with pytest.raises(InputError, match="cannot write the page"):
-        result.report(tmp_path / "none" / "page.html")
+        result.report(tmp_path / "page.html" / "below.html")
     assert names(tmp_path) == ["page.html"]
+    assert result.report(tmp_path / "new" / "page.html").is_file()
 
 
 def test_one_head_is_shown_or_said_not_to_exist():

@@ -99,7 +99,7 @@ def test_names_are_escaped_and_nothing_runs(tmp_path: Path):
     assert not {"script", "b", "img", "link"} & set(page.tags)
     assert drawing._repr_html_() == drawing.html
     assert "default-src 'none'" in path.read_text()
-    with pytest.raises(InputError, match="cannot write the drawing"):
+    with pytest.raises(InputError, match="is a folder; the drawing needs"):
         drawing.save(tmp_path / "new")
     with pytest.raises(InputError, match="nothing to draw"):
         draw([], "title")

@@ -53,7 +53,12 @@ WRONG = {
         lambda self, covariance: torch.eye(len(covariance), dtype=covariance.dtype),
     ),
     "S13: a trace not held": ("S13", TraceRenormalisation, "_size", lambda self, own: 1.1 * _SIZE(self, own)),
-    "S13: LayerNorm that keeps the mean": ("S13", equilibrium.contraction, "LayerNorm", equilibrium.contraction.RMSNorm),
+    "S13: LayerNorm that keeps the mean": (
+        "S13",
+        equilibrium.contraction,
+        "LayerNorm",
+        equilibrium.contraction.RMSNorm,
+    ),
     "S13: harmonics of the next degree": (
         "S13",
         equilibrium,

@@ -14,7 +14,7 @@ from tests.rows import every_row
 from tests.verification.samples import as_printed, false, noise, register
 from typer.testing import CliRunner
 
-from massieu.cli import app
+from massieu.cli.commands import app
 from massieu.errors import InputError
 from massieu.report.numbers import bound
 from massieu.verification import registry

@@ -49,7 +49,7 @@ def read_documents(
     """
     for source in sources:
         if str(source) == STANDARD_INPUT:
-            yield from _whole("standard input", _standard_input(sys.stdin if stdin is None else stdin))
+            yield from _whole("standard input", _standard_input(_opened() if stdin is None else stdin))
         else:
             for path in _files(source):
                 yield from _read(path, column)
@@ -60,13 +60,15 @@ def check_sources(sources: Sequence[str | Path], *, column: str | None = None) -
 
     Raises:
         InputError: no such file or folder; unknown kind of file; folder without text; no text inside; not UTF-8 (with
-            the offset of the byte); a line that is not JSON; no such column, or one that does not hold text.
+            the offset of the byte); a line that is not JSON; no such column, or one that does not hold text; standard
+            input is closed.
     """
     if not sources:
         raise InputError("no text was given; name a file, a folder, or - for standard input")
     tables = False
     for source in sources:
         if str(source) == STANDARD_INPUT:
+            _opened()
             continue
         files = _files(source)
         tables = tables or any(_suffix(path) in _TABLES for path in files)
@@ -214,9 +216,21 @@ def _not_utf8(name: str, offset: int) -> InputError:
     return InputError(f"{name} is not UTF-8 text: the byte at offset {offset} cannot be decoded")
 
 
+def _opened() -> TextIO:
+    """Standard input; Python has none where the descriptor was closed."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise InputError(
+            "standard input is closed, so there is no text to read in it; pipe the text to it, or name a file"
+        )
+    return sys.stdin
+
+
 def _standard_input(stdin: TextIO) -> Iterator[str]:
     binary: BinaryIO | None = getattr(stdin, "buffer", None)
-    return iter(lambda: stdin.read(_BLOCK), "") if binary is None else _decoded(binary, "standard input")
+    try:
+        yield from iter(lambda: stdin.read(_BLOCK), "") if binary is None else _decoded(binary, "standard input")
+    except OSError as error:
+        raise InputError(f"cannot read standard input: {error.strerror or error}") from error
 
 
 def _decoded(stream: BinaryIO, name: str) -> Iterator[str]:

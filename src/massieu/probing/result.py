@@ -1,18 +1,22 @@
 """What a probe found: two long tables, a record of the run, and the page drawn from them."""
 
+import io
 import json
 import math
 import os
-import shutil
-import tempfile
+import warnings
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from jaxtyping import Real
 
 from massieu.errors import InputError, require_extra
+from massieu.probing import stored
+from massieu.probing.long_table import COLUMNS, read_table
+from massieu.report import folder as folders
+from massieu.report.locking import locked
+from massieu.report.writing import check_name, write_whole
 
 if TYPE_CHECKING:
     import polars
@@ -21,86 +25,14 @@ SCHEMA_VERSION = 1
 DIGITS = 4
 """Significant digits of the numbers in ``details.json``."""
 
-_COLUMNS = ("site", "layer", "head", "statistic", "value", "standard_error", "count")
 _FORMATS = ("parquet", "csv")
 _TABLES = ("heads", "layers")
-# Holds a complete new set of files while they are moved to their places one by one; see `ProbeResult.save`.
-_ARRIVED = ".massieu-arrived"
-
-
-class TableBuilder:
-    """Collects rows of a result's table.
-
-    The table has a row for each statistic of each head (or of each sublayer, with head null): site, layer, head,
-    statistic, value, standard error, count. Undefined numbers (NaN) become null.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[dict[str, Any]] = []
-
-    def add(
-        self,
-        site: str,
-        layer: int | None,
-        head: int | None,
-        statistic: str,
-        value: float,
-        standard_error: float | None,
-        count: float,
-    ) -> None:
-        """Add one row; ``head`` is None in the table of the layers, ``standard_error`` where there is none."""
-        error = np.nan if standard_error is None else standard_error
-        self._add(site, layer, [head], statistic, np.array([value]), np.array([error]), np.array([count]))
-
-    def add_heads(
-        self,
-        site: str,
-        layer: int,
-        statistic: str,
-        values: Real[np.ndarray, "heads"],
-        standard_errors: Real[np.ndarray, "heads"] | float | None,
-        counts: Real[np.ndarray, "heads"] | float,
-    ) -> None:
-        """Add a row for each head of a site; one error or count stands for all heads.
-
-        Raises:
-            ValueError: the lengths differ.
-        """
-        values = np.asarray(values, dtype=np.float64)
-        if values.ndim != 1:
-            raise ValueError(f"values must have shape (heads,), got {values.shape}")
-        errors = np.broadcast_to(np.nan if standard_errors is None else standard_errors, values.shape)
-        self._add(
-            site, layer, list(range(len(values))), statistic, values, errors, np.broadcast_to(counts, values.shape)
-        )
-
-    def frame(self) -> "polars.DataFrame":
-        """The table, rows in the order in which they were added.
-
-        Raises:
-            MissingExtraError: polars is not installed.
-        """
-        columns = {name: [entry for block in self._blocks for entry in block[name]] for name in _COLUMNS}
-        polars = require_extra("polars", "probe")
-        return polars.DataFrame(columns, schema=_schema()).with_columns(
-            polars.col("value", "standard_error").fill_nan(None)
-        )
-
-    def _add(
-        self, site: str, layer: int | None, heads: list[Any], statistic: str, values: Any, errors: Any, counts: Any
-    ) -> None:
-        size = len(heads)
-        self._blocks.append(
-            {
-                "site": [site] * size,
-                "layer": [layer] * size,
-                "head": heads,
-                "statistic": [statistic] * size,
-                "value": np.asarray(values, dtype=np.float64).tolist(),
-                "standard_error": np.asarray(errors, dtype=np.float64).tolist(),
-                "count": np.rint(counts).astype(np.int64).tolist(),
-            }
-        )
+PAGE = "report.html"
+RECORD, DETAILS = "run.json", "details.json"
+FILES = (RECORD, DETAILS, PAGE, *(f"{name}.{ending}" for name in _TABLES for ending in _FORMATS))
+"""Every name that a file of a result may have."""
+ROOM = 16_000_000
+"""Bytes to have free for a result: the largest page, and as much again for the tables and the details."""
 
 
 class Fragment:
@@ -140,7 +72,7 @@ class ProbeResult:
         """Both tables, with a first column ``scope``: "head" or "layer"."""
         polars = require_extra("polars", "probe")
         return polars.concat(
-            frame.select(polars.lit(scope).alias("scope"), *_COLUMNS)
+            frame.select(polars.lit(scope).alias("scope"), *COLUMNS)
             for scope, frame in (("head", self.heads), ("layer", self.layers))
         )
 
@@ -166,70 +98,126 @@ class ProbeResult:
         """Write ``heads``, ``layers``, ``run.json``, ``details.json`` and ``report.html`` into a folder.
 
         The folder is made if need be; an earlier result in it is replaced, other files are left alone. All files are
-        written aside first and appear together: interrupted at any moment, the folder holds the former result or the
-        new one for `load`, and no half-written file.
+        written aside first and appear together: killed at any moment, the folder holds the former result or the
+        new one for `load`, and no half-written file. Where another process saves there, this one waits for it.
+        Where the page cannot be drawn, everything else is saved before the error is raised.
 
         Returns:
             The folder.
 
         Raises:
-            InputError: the folder is a file or cannot be written to, or the format is unknown.
+            InputError: the folder is a file or cannot be written to, another run writes there for more than
+                20 seconds, or the format is unknown.
             MissingExtraError: what draws the page is not installed.
         """
         if format not in _FORMATS:
             raise InputError(f"unknown table format {format!r}; known are {' and '.join(_FORMATS)}")
-        folder = Path(folder)
-        if folder.exists() and not folder.is_dir():
+        folder = check_name(folder)
+        if os.path.lexists(folder) and not os.path.isdir(folder):
             raise InputError(f"{folder} is a file; the result needs a folder")
+        files = self._tables(format)
+        files[DETAILS] = json.dumps(self.details, separators=(",", ":"), allow_nan=False).encode("ascii")
+        stale = tuple(f"{name}.{ending}" for name in _TABLES for ending in _FORMATS if ending != format)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            aside = Path(tempfile.mkdtemp(prefix=".massieu-", dir=folder))
-        except OSError as error:
-            raise InputError(f"cannot write to the folder {folder}: {error.strerror}") from error
-        try:
-            self._write(aside, format)
-            _settle(folder)  # an earlier save may have been interrupted
-            aside.rename(folder / _ARRIVED)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-        _settle(folder)
+            files[PAGE] = self._page().encode("utf-8", "replace")
+        except Exception as error:
+            # The measurement took long; the page can be drawn again.
+            folders.replace(folder, self._with_record(files), (*stale, PAGE))
+            error.add_note(f"(all but the page was saved in {folder})")
+            raise
+        folders.replace(folder, self._with_record(files), stale)
         return folder
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "ProbeResult":
         """Read what `save` wrote.
 
+        The tables and details are checked against the hashes in ``run.json``; while another process replaces them, it is
+        read again. A result that was stored without hashes is read as it is. A page of another result is warned of.
+
         Raises:
-            InputError: there is no such folder, a file of it is missing or cannot be read, or it was written
-                in the form of another version of massieu.
+            InputError: there is no such folder, a file of it is missing, cannot be read or is not of this result, or it
+                was written in the form of another version of massieu.
             MissingExtraError: polars is not installed.
         """
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise InputError(f"{folder} is {'a file' if folder.exists() else 'missing'}; a result is a folder")
-        run = _read_json(_stored(folder, "run.json"))
+        folder = check_name(folder)
+        if not os.path.isdir(folder):
+            raise InputError(f"{folder} is {'a file' if os.path.lexists(folder) else 'missing'}; a result is a folder")
+        loaded, page_fits = folders.read_together(folder, RECORD, lambda: cls._read(folder))
+        if not page_fits:
+            again = "draw it again with: massieu report"
+            warnings.warn(f"{folder / PAGE} is not the page of the numbers beside it; {again} {folder}", stacklevel=2)
+        return loaded
+
+    @classmethod
+    def redraw(cls, folder: str | os.PathLike[str]) -> Path:
+        """Draw the page of a stored result again, beside its tables.
+
+        Returns:
+            The page.
+
+        Raises:
+            InputError: as for `load` and `save`.
+            MissingExtraError: what draws the page is not installed.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a page that does not fit is replaced
+            cls.load(folder)
+            with locked(folder := Path(folder), wait=folders.PATIENCE):
+                result = cls.load(folder)
+                page = {PAGE: result._page().encode("utf-8", "replace")}
+                record = stored.parse(folders.read(folder, RECORD)[1], str(folder / RECORD))
+                if hashes := record.get("files"):
+                    page[RECORD] = _record(result.run, hashes | {PAGE: folders.digest(page[PAGE])})
+                folders.replace(folder, page)
+        return folder / PAGE
+
+    @classmethod
+    def _read(cls, folder: Path) -> tuple["ProbeResult", bool]:
+        """What is stored, and whether the page that is there belongs to it."""
+        content = folders.read(folder, RECORD)[1]
+        run = stored.parse(content, str(folder / RECORD))
         version = run.get("schema_version")
         if version != SCHEMA_VERSION:
             raise InputError(
-                f"{folder / 'run.json'} has schema_version {version}; this version of massieu reads {SCHEMA_VERSION}"
+                f"{folder / RECORD} has schema_version {version}; this version of massieu reads {SCHEMA_VERSION}"
             )
-        details = _read_json(_stored(folder, "details.json"))
-        heads, layers = (_read_table(_stored(folder, *(f"{name}.{ending}" for ending in _FORMATS))) for name in _TABLES)
-        return cls(run, details, heads, layers)
+        stored.check_run(run, str(folder / RECORD))
+        hashes = run.pop("files", None)
 
-    def _write(self, folder: Path, format: str) -> None:
+        def file(*names: str) -> tuple[str, bytes]:
+            name, found = folders.read(
+                folder, *([each for each in names if each in hashes] or names if hashes else names)
+            )
+            if hashes is not None and hashes.get(name) != folders.digest(found):
+                raise folders.MismatchError(
+                    f"{folder / name} is not the file that {RECORD} was stored with: it was changed, or it is of another run"
+                )
+            return name, found
+
+        details = stored.parse(file(DETAILS)[1], str(folder / DETAILS))
+        stored.check_details(details, str(folder / DETAILS))
+        heads, layers = (read_table(*file(*(f"{name}.{ending}" for ending in _FORMATS)), folder) for name in _TABLES)
+        page_fits = _page_fits(folder, hashes)
+        if (hashes is None or not page_fits) and folders.read(folder, RECORD)[1] != content:
+            raise folders.MismatchError(f"{folder} was written to while it was read")
+        stored.check_together(run, details, heads, str(folder))
+        return cls(run, details, heads, layers), page_fits
+
+    def _tables(self, format: str) -> dict[str, bytes]:
+        # Into memory first: polars cannot open every name that a file may have.
+        files = {}
         for name, frame in zip(_TABLES, (self.heads, self.layers), strict=True):
-            path = folder / f"{name}.{format}"
+            content = io.BytesIO()
             if format == "parquet":
-                frame.write_parquet(path)
+                frame.write_parquet(content)
             else:
-                frame.write_csv(path)
-        # In escapes, not characters: a token need not be valid Unicode.
-        (folder / "run.json").write_text(json.dumps(self.run, indent=1, allow_nan=False), encoding="utf-8")
-        (folder / "details.json").write_text(
-            json.dumps(self.details, separators=(",", ":"), allow_nan=False), encoding="utf-8"
-        )
-        _write_page(folder / "report.html", self._page())
+                frame.write_csv(content)
+            files[f"{name}.{format}"] = content.getvalue()
+        return files
+
+    def _with_record(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        return files | {RECORD: _record(self.run, {name: folders.digest(each) for name, each in files.items()})}
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +225,7 @@ class ProbeResult:
         """Draw the page: one HTML file that works offline.
 
         Args:
-            path: Where to write it; without it, the page is returned for a notebook to show.
+            path: Where to write it, folders are made; without it, the page is returned for a notebook to show.
 
         Raises:
             InputError: the path is a folder or cannot be written to.
@@ -247,17 +235,7 @@ class ProbeResult:
         if path is None:
             frame = f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 800px; border: 0"></iframe>'
             return Fragment(frame)
-        path = Path(path)
-        if path.is_dir():
-            raise InputError(f"{path} is a folder; the page needs the name of a file")
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            _write_page(aside, page)
-            os.replace(aside, path)
-        except OSError as error:
-            raise InputError(f"cannot write the page {path}: {error.strerror}") from error
-        finally:
-            aside.unlink(missing_ok=True)
+        write_whole(path := Path(path), page, "the page")
         return path
 
     def show(self, layer: int, head: int) -> Fragment:
@@ -288,8 +266,10 @@ class ProbeResult:
         if unit := self.run["error_unit"]:
             lines.append(f"  error unit: {unit['unit']}, {unit['count']} of them")
         if check := self.run["self_check"]:
-            error = "no number" if check["error"] is None else f"{check['error']:.1e}"
-            lines.append(f"  self-check: error {error}, tolerance {check['tolerance']:.0e}")
+            error, tolerance = (
+                "no number" if check[name] is None else f"{check[name]:.1e}" for name in ("error", "tolerance")
+            )
+            lines.append(f"  self-check: error {error}, tolerance {tolerance}")
         lines += [f"  {finding['title']}: {finding['sentence']}" for finding in self.findings]
         return "\n".join(lines)
 
@@ -307,17 +287,6 @@ class ProbeResult:
         from massieu.report import page
 
         return page.render(self.run, self.details, self.heads, self.layers)
-
-
-def _write_page(path: Path, page: str) -> None:
-    # A token need not be valid Unicode; on the page, what is not becomes a question mark.
-    path.write_text(page, encoding="utf-8", errors="replace")
-
-
-def _schema() -> dict[str, Any]:
-    polars = require_extra("polars", "probe")
-    kinds = (polars.String, polars.Int32, polars.Int32, polars.String, polars.Float64, polars.Float64, polars.Int64)
-    return dict(zip(_COLUMNS, kinds, strict=True))
 
 
 def _plain(value: Any, digits: int | None = None) -> Any:
@@ -345,53 +314,20 @@ def _plain(value: Any, digits: int | None = None) -> Any:
     return value
 
 
-def _settle(folder: Path) -> None:
-    """Move a complete new set of files to its place, and delete the tables of the other format.
-
-    Interrupted, it can be run again: a file is either still among the arrived ones or already in its place.
-    """
-    arrived = folder / _ARRIVED
-    if not arrived.is_dir():
-        return
-    for path in sorted(arrived.iterdir()):
-        if path.stem in _TABLES:
-            for ending in _FORMATS:
-                (folder / f"{path.stem}.{ending}").unlink(missing_ok=True)
-        os.replace(path, folder / path.name)
-    arrived.rmdir()
+def _record(run: dict[str, Any], hashes: dict[str, str]) -> bytes:
+    # In escapes, not characters: a token need not be valid Unicode.
+    return json.dumps(run | {"files": hashes}, indent=1, allow_nan=False).encode("ascii")
 
 
-def _stored(folder: Path, *names: str) -> Path:
-    """Where the first of the files that exists is."""
-    # What has arrived but was not moved to its place yet is newer than what is there.
-    for place in (folder / _ARRIVED, folder):
-        for name in names:
-            if (place / name).is_file():
-                return place / name
-    raise InputError(f"{folder} has no {' or '.join(names)}; a folder written by 'massieu probe' is needed")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def _page_fits(folder: Path, hashes: dict[str, str] | None) -> bool:
+    if hashes is None or PAGE not in hashes:
+        return True
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path} holds no record of a run")
-    return content
-
-
-def _read_table(path: Path) -> "polars.DataFrame":
-    polars = require_extra("polars", "probe")
-    schema = _schema()
-    try:
-        if path.suffix == ".csv":
-            frame = polars.read_csv(path, schema_overrides=schema)
-        else:
-            frame = polars.read_parquet(path)
-        return frame.select(_COLUMNS).cast(schema)
-    except (polars.exceptions.PolarsError, OSError) as error:
-        raise InputError(f"{path} is not a table of a result: {str(error).splitlines()[0]}") from error
+        return folders.digest(folders.read(folder, PAGE)[1]) == hashes[PAGE]
+    except folders.MismatchError:  # who needs no page may remove it
+        return True
+    except InputError:
+        return False
 
 
 def _span(numbers: list[int]) -> str:

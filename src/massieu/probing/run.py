@@ -1,10 +1,8 @@
 """`probe`: a model and text in, a result out; and `describe`: what would be read, without any text."""
 
 import itertools
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.interruption import Interruption, interruptible
 from massieu.probing.capture import stock_implementations
 from massieu.probing.check import check_readable
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
@@ -96,17 +95,28 @@ def probe(
     options = Options(
         groups, Units(mode="window" if given.packing else "document"), given.max_length, query_sample, seed=seed
     )
-    session = Session(loaded, given, options, tell, max_tokens)
-    with _interruptible() as interrupted:
-        complete = session.read_all(interrupted)
-    tell(ProbeProgress("writing", session.tokens, max_tokens, session.windows))
     settings = {
         "statistics": None if statistics is None else list(statistics), "max_length": max_length,
         "max_tokens": max_tokens, "batch_size": batch_size, "packing": packing, "query_sample": query_sample,
         "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
         "column": column,
     }  # fmt: skip
-    return session.result(wanted, settings, complete)
+    with interruptible() as interruption:
+        session = Session(loaded, given, options, _holding(tell, interruption), max_tokens)
+        complete = session.read_all(interruption.asked)
+        tell(ProbeProgress("writing", session.tokens, max_tokens, session.windows))
+        return session.result(wanted, settings, complete)
+
+
+def _holding(tell: Callable[[ProbeProgress], None], interruption: Interruption) -> Callable[[ProbeProgress], None]:
+    """Once a batch was measured, an interruption waits for what can be kept of it."""
+
+    def told(state: ProbeProgress) -> None:
+        if state.windows:
+            interruption.hold()
+        tell(state)
+
+    return told
 
 
 def _check_numbers(max_length: int, max_tokens: int | None, batch_size: int, query_sample: int | None) -> None:
@@ -177,26 +187,6 @@ def _longest(module: nn.Module) -> int | None:
             offset = 2 if config.model_type in ("roberta", "xlm-roberta", "camembert") else 0
             return positions - offset
     return None
-
-
-@contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """The first Ctrl-C lets the current batch finish and sets the event; a second one interrupts at once."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def ask(number: int, frame: Any) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True, eq=False)

@@ -139,8 +139,9 @@ def pack_example(example: dict[str, Any], place: int, queries: int | None = None
             keys, weights = (_padded(entry[name])[:, :queries] for name in ("top_keys", "top_weights"))
             packed["queries"], packed["strongest"] = keys.shape[1], keys.shape[2]
             # A missing key (fewer keys than asked for) is stored as the largest code.
-            kind, missing = ("u1", 2**8 - 1) if keys.size == 0 or np.nanmax(keys) < 2**8 - 1 else ("u2", 2**16 - 1)
             known = np.isfinite(keys) & (keys >= 0)
+            last = np.max(keys, where=known, initial=0)
+            kind, missing = next((f"u{size}", 256**size - 1) for size in (1, 2, 4) if last < 256**size - 1)
             packed["top_keys"] = block.add(np.where(known, keys, missing), kind)
             packed["missing_key"] = missing
             # The square root in 8 bits: an error below 0.4 percentage points, and below 7 % of a weight of 0.001.

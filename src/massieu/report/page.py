@@ -147,7 +147,7 @@ def _date(text: str | None) -> str:
         return "unknown"
     try:
         date = datetime.fromisoformat(text).astimezone(UTC)
-    except ValueError:
+    except (ValueError, OverflowError):  # a year that no calendar has
         return text
     return f"{date.day} {date:%B %Y, %H:%M} UTC"
 

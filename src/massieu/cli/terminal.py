@@ -1,0 +1,132 @@
+"""What the commands print: a result's summary, a model's description, the list of statistics, progress."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from massieu.cli.streams import say
+
+if TYPE_CHECKING:
+    from massieu.probing.result import ProbeResult
+    from massieu.probing.run import ProbeProgress
+    from massieu.probing.statistics.registry import Statistic
+
+
+def summarise(result: "ProbeResult", folder: Path) -> None:
+    if result.trouble:
+        say(result.trouble)
+    text = result.run["text"]
+    model, unknown = result.run["model"], text.get("unknown_share")
+    strange = "" if unknown is None else f", {100 * unknown:.3g} % of them unknown to the tokenizer"
+    typer.echo(
+        f"{model['name']}: {text['tokens']:,} tokens in {text['windows']:,} windows of {text['source']}{strange}"
+    )
+    for note in (text["dropped"], model.get("missing_weights"), model.get("unexpected_weights")):
+        if note not in (None, "none"):
+            typer.echo(f"note: {note}")
+    for finding in result.findings:
+        typer.echo(f"\n{typer.style(finding['title'], bold=True)}\n  {finding['sentence']}")
+    typer.echo()
+    for warning in result.run["warnings"]:
+        say(f"warning: {warning}")
+    typer.echo(f"page: {folder / 'report.html'}")
+
+
+def list_statistics(statistics: "Iterable[Statistic]") -> None:
+    """A line for each: its name, group and meaning."""
+    rows = [(each.name, each.group, each.question) for each in statistics]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, group, question in rows:
+        typer.echo(f"{typer.style(name.ljust(widths[0]), bold=True)}  {group.ljust(widths[1])}  {question}")
+    typer.echo(f"\n{len(rows)} statistics; in full: massieu statistics NAME, or a group for all of its own")
+
+
+def show_statistic(statistic: "Statistic") -> None:
+    """All that is known of one."""
+    facts = [statistic.group, f"per {statistic.scope}", statistic.unit, "headline" if statistic.headline else ""]
+    if statistic.gauge_dependent:
+        facts.append("depends on the key origin")
+    typer.echo(f"{typer.style(statistic.name, bold=True)}  {statistic.title} ({', '.join(filter(None, facts))})")
+    typer.echo(f"  {statistic.formula}")
+    typer.echo(f"  {statistic.question}")
+    typer.echo(f"  {statistic.caveat}")
+    typer.echo(f"  claim {statistic.claim}; {statistic.paper}; control: {statistic.control or 'none'}")
+    typer.echo(f"  cost: {statistic.cost}\n")
+
+
+def show_description(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+    def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        drawn = Table(*columns, title=title, title_justify="left", show_header=any(columns))
+        for row in rows:
+            drawn.add_row(*("–" if cell is None else escape(str(cell)) for cell in row))
+        console.print(drawn)
+
+    table("Model", ("", ""), [(name.replace("_", " "), value) for name, value in found["model"].items()])
+    console.print(f"capture route: {found['route']}\n", markup=False)
+    columns = ("layer", "name", "kind", "heads", "key_heads", "head_size")
+    rows = [[site[name] for name in columns] for site in found["sites"]]
+    table("Attention sites", [name.replace("_", " ") for name in columns], rows)
+    table("Residual steps", ("layer", "name", "kind"), [(s["layer"], s["name"], s["kind"]) for s in found["sublayers"]])
+    for reason in found["unavailable"]:
+        console.print(f"not available: {reason}", markup=False)
+    for warning in found.get("warnings", ()):
+        say(f"warning: {warning}")
+
+
+@contextmanager
+def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
+    """A progress bar with tokens per second; where standard error is no terminal, one line for each stage."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    rate = _Rate()
+    if not console.is_terminal:
+        yield _Stages(rate)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None, count="")
+
+        def show(state: "ProbeProgress") -> None:
+            count = f"{state.tokens:,} tokens{rate.after(state.tokens)}" if state.tokens else ""
+            bar.update(task, description=state.stage, total=state.total_tokens, completed=state.tokens, count=count)
+
+        yield show
+
+
+class _Stages:
+    def __init__(self, rate: "_Rate") -> None:
+        self._stage, self._rate = "", rate
+
+    def __call__(self, state: "ProbeProgress") -> None:
+        counted = self._rate.after(state.tokens)
+        if state.stage != self._stage:
+            self._stage = state.stage
+            say(f"{state.stage}{f' ({state.tokens:,} tokens{counted})' if state.tokens else ''}")
+
+
+class _Rate:
+    """Tokens per second since the first batch, whose time goes into looking at the model."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def after(self, tokens: int) -> str:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (tokens, now) if tokens else None
+            return ""
+        new, seconds = tokens - self._first[0], now - self._first[1]
+        return f", {new / seconds:,.0f} per second" if new and seconds else ""

@@ -1,0 +1,147 @@
+"""A folder that one process at a time may write to. The lock dies with its process."""
+
+import errno
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from massieu.errors import InputError
+from massieu.report.writing import LEFT, telling
+
+LOCK = f"{LEFT}lock"
+_AGAIN = 0.05
+_TAKEN = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
+_UNKNOWN = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+_held: dict[tuple[str, int], int] = {}
+"""The open lock files of this process, by folder and thread."""
+
+
+@contextmanager
+def locked(folder: Path, wait: float = 0.0) -> Iterator[bool]:
+    """Keep others from writing to a folder that exists; yields False where the file system knows no locks.
+
+    A thread that has the lock may take it again.
+
+    Args:
+        wait: So many seconds for another to finish.
+
+    Raises:
+        InputError: another process, or another thread, writes there; or no file can be made there.
+    """
+    key = (os.path.realpath(folder), threading.get_ident())
+    if key in _held:
+        yield True
+        return
+    try:
+        yield _acquire(folder, key, time.monotonic() + wait)
+    finally:
+        # After a fork the child has closed its copy; the lock is the parent's.
+        if (descriptor := _held.pop(key, None)) is not None:
+            _release(folder / LOCK, descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether another thread or process writes to the folder."""
+    if (os.path.realpath(folder), threading.get_ident()) in _held:
+        return False
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        _lock(descriptor, shared=True)
+    except OSError as error:
+        return error.errno in _TAKEN
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _acquire(folder: Path, key: tuple[str, int], until: float) -> bool:
+    """Enter the lock among those held; False where there are no locks."""
+    path = folder / LOCK
+    while True:
+        with telling(f"cannot write to the folder {folder}"):
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:  # who found the folder empty has just removed it
+                folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor)
+            _held[key] = descriptor  # at once: an interruption may come at any moment
+        except OSError as error:
+            who = _read(descriptor)
+            os.close(descriptor)
+            if error.errno in _UNKNOWN:
+                warnings.warn(f"{folder} is on a file system without locks: let no other run write there", stacklevel=5)
+                return False
+            if error.errno not in _TAKEN:
+                raise InputError(f"cannot lock the folder {folder}: {error.strerror}") from error
+            if time.monotonic() >= until:
+                raise InputError(f"another run{who} is writing to the folder {folder}; name another folder") from None
+            time.sleep(_AGAIN)
+            continue
+        if _still_there(path, descriptor):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f" (process {os.getpid()} on {socket.gethostname()})".encode())
+            return True
+        os.close(_held.pop(key))  # who had it removed the file meanwhile
+
+
+def _still_there(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _read(descriptor: int) -> str:
+    with suppress(OSError):  # only a remark
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return os.read(descriptor, 300).decode(errors="replace")
+    return ""
+
+
+if os.name == "nt":
+    import msvcrt
+
+    _FAR = 1 << 30  # a byte behind all content, which others may read
+
+    def _lock(descriptor: int, shared: bool = False) -> None:
+        os.lseek(descriptor, _FAR, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+
+    def _release(path: Path, descriptor: int) -> None:
+        os.close(descriptor)
+        with suppress(OSError):  # another has opened it already; then it stays
+            path.unlink()
+
+else:
+    import fcntl
+
+    def _lock(descriptor: int, shared: bool = False) -> None:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+
+    def _release(path: Path, descriptor: int) -> None:
+        with suppress(
+            OSError
+        ):  # the folder may be gone, or may not be written to any more; an unlocked file harms nobody
+            if _still_there(path, descriptor):
+                path.unlink()
+        os.close(descriptor)
+
+    def _forget() -> None:
+        """In a forked process: a copy that stays open would keep the lock after its owner's death."""
+        for descriptor in _held.values():
+            os.close(descriptor)
+        _held.clear()
+
+    os.register_at_fork(after_in_child=_forget)
