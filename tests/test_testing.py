@@ -357,7 +357,7 @@ SUBTLY_WRONG = {
     "values read on meta": ({"_log_partition": not_on_meta}, "meta device: log_partition raised"),
     "infinite on a boundary of mass": (
         {**RIGHT_NATURAL, "_conjugate": infinite_at_zero},
-        r"conjugate\(x\) ≤ −log h\(\{x\}\) at a drawn x",
+        r"conjugate of a saturated mean|conjugate\(x\) ≤ −log h\(\{x\}\) at a drawn x",
     ),
     "natural without the rate": ({"_natural": lambda self, mu: mu.log()}, "mean\\(natural\\(mu\\)\\) = mu"),
     "natural of no mean": (

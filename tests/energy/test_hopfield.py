@@ -340,7 +340,7 @@ REFUSED = {
     "scale whole numbers": (lambda: Hopfield.create(PATTERNS, scale=torch.ones(2).long()), TypeError, "int64"),
     "NaN patterns": (lambda: Hopfield.create(PATTERNS * torch.nan), ValueError, "finite"),
     "no patterns": (lambda: Hopfield.create(PATTERNS[:, :0]), ValueError, r"\(2, 0, 4\)"),
-    "whole numbers": (lambda: Hopfield.create(PATTERNS.long()), TypeError, "int64"),
+    "complex numbers": (lambda: Hopfield.create(PATTERNS.to(torch.complex64)), TypeError, "complex64"),
     "no potential": (lambda: Hopfield.create([1.0]), TypeError, "list"),
     "no reference": (lambda: Hopfield.create(PATTERNS, reference=torch.tanh), TypeError, "builtin"),
     "reference on another space": (

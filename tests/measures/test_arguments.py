@@ -59,6 +59,7 @@ KINDS = {
 }
 
 
+@pytest.mark.medium
 @every_row(("name", "kind"), itertools.product(MAKERS, KINDS))
 def test_one_measure_from_every_kind_of_numbers(name, kind):
     make, values = MAKERS[name]

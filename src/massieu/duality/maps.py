@@ -153,9 +153,12 @@ def conjugate(
     solution = solve(exact, wide, given)
     _refuse_failures(throw, exact, wide, solution)
     eta = _attach(exact, wide, solution)
-    # −entropy; what rounding has left of mu − ∇A(eta) has derivatives, but is no part of the value: eta may be large.
-    left = exact._dot(eta, wide - exact._mean(eta))
-    value = left - left.detach() - exact._entropy(eta)
+    missing = wide - exact._mean(eta)
+    left = exact._dot(eta, missing)
+    # Where mu's own rounding has carried it off the hull, eta is large: that part is no part of the value.
+    rounding = 4 * max(torch.finfo(given).eps, torch.finfo(wide.dtype).eps) * exact._dot(wide, wide).sqrt()
+    spurious = exact._dot(missing, missing).detach().sqrt() <= rounding.detach()
+    value = left - torch.where(spurious, left, 0.0).detach() - exact._entropy(eta)
     limit = torch.where(_settles(exact, solution), -exact._entropy(solution.last).detach(), torch.inf)
     other = torch.where(solution.boundary, limit, torch.where(solution.outside, torch.inf, torch.nan))
     value = torch.where(solution.found, value, other).to(target.dtype)

@@ -270,7 +270,8 @@ class Measure(Hooks):
 
 
 def _sample_shape(shape: Sequence[int] | int) -> torch.Size:
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Iterable) else (None,)
+    given: Any = shape
+    sizes: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise ValueError(f"shape must be a number of draws or a tuple of such numbers, none negative, got {shape!r}")
     return torch.Size(sizes)
