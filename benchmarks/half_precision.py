@@ -29,7 +29,8 @@ def _sides(dtype: torch.dtype, is_causal: bool) -> Callable[[float], Sides]:
         grad_output, grad_log_partition = torch.randn(shape).to(dtype), 0.01 * torch.randn(shape[:-1])
 
         def stock() -> object:
-            output = F.scaled_dot_product_attention(*inputs, is_causal=is_causal)
+            query, key, value = inputs
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
             return torch.autograd.grad(output, inputs, grad_output)
 
         def ours() -> object:

@@ -83,6 +83,16 @@ def attention_alike_alone(size, loss):
     return [*result, result.log_partition, *gradients(objective, q, scale, k, v, w)]
 
 
+def attention_of_nan(rank, size):
+    """A query of NaN beside a finite one, on fewer keys than the kernel's vectors hold."""
+    q, (k, v, _) = query(LENGTH)[0].detach().clone(), shards(keys(), KEYS[size], rank, (2, 2, 0))
+    q[:, :, 1, 0] = math.nan
+    q.requires_grad_()
+    found = *sharded.attention(q, k, v), sharded.log_partition(q, k)
+    (gradient,) = torch.autograd.grad(sum(part.sum() for part in found), q)
+    return [*(part.detach().reshape(*q.shape[:3], -1) for part in found), gradient]
+
+
 def attention_own(rank, size):
     q, _ = query(sum(QUERIES[size]))
     (q,), (k, v, w) = shards([q], QUERIES[size], rank, (2,)), shards(keys(), KEYS[size], rank, (2, 2, 0))
@@ -279,7 +289,8 @@ def refusals(rank, size):
 
 def everything(rank, size):
     found = {f"attention, {loss} loss": attention_alike(rank, size, loss) for loss in ("replicated", "sharded")} | {
-        "attention, own queries": attention_own(rank, size)
+        "attention, own queries": attention_own(rank, size),
+        "attention of NaN": attention_of_nan(rank, size),
     }
     for kind in CAUSAL:
         found[f"causal, {kind}"] = causal(rank, size, *kind)

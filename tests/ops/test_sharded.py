@@ -57,6 +57,13 @@ def joined(results, name, dims):
             yield parts[0]
 
 
+def test_a_query_of_nan(found):
+    """It is NaN on every process, and those beside it are finite."""
+    for result in found[1]:
+        for part in result["attention of NaN"]:
+            assert part[:, :, 1].isnan().all() and part[:, :, [0, 2]].isfinite().all()
+
+
 @pytest.mark.parametrize("loss", ["replicated", "sharded"])
 def test_replicated_queries(found, loss):
     """Both results, and first and second derivatives; not multiplied by the number of processes."""

@@ -70,18 +70,18 @@ def _forward_with_all_scores(
     """
     output, log_z = _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     # 0/0 and ∞/∞ are NaN: two quick operations tell that there is no such log Z, which other rows seldom have.
-    if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, mask, scale):
+    if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, scale):
         lost = (log_z == 0) | (log_z == torch.inf)
         right = _reference(scale, is_causal, mask, query, key, value)
         output[lost], log_z[lost] = (result[lost] for result in right)
     return output, log_z
 
 
-def _are_moderate(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> bool:
-    """Whether no score can be NaN or near the largest number, hidden ones aside."""
+def _are_moderate(query: Tensor, key: Tensor, scale: float) -> bool:
+    """Whether no product of a query and a key can be NaN or near the largest number; NaN of a mask the kernel keeps."""
     largest = [tensor.abs().amax().double().clamp_min(1.0) for tensor in (query, key)]
     bound = largest[0] * largest[1] * abs(scale) * query.shape[-1]
-    return bool(bound < torch.finfo(torch.float32).max / 2**16) and (mask is None or not bool(mask.amax().isnan()))
+    return bool(bound < torch.finfo(torch.float32).max / 2**16)
 
 
 @torch.library.custom_op("massieu::fused_attention", mutates_args=())
@@ -261,8 +261,8 @@ def _log_partition_gradients(
     )
     # A mask whose rows are not contiguous would be written out in full by the kernel.
     level = -level.mT.contiguous()
-    tensors = (_rows_contiguous(tensor) for tensor in (key, queries, values))
-    sums, log_total = _forward(*tensors, level, scale, False)
+    key, queries, values = map(_rows_contiguous, (key, queries, values))
+    sums, log_total = _forward(key, queries, values, level, scale, False)
     if mask is not None:
         log_total = log_total + mask.squeeze(2)
     return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
