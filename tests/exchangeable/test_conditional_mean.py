@@ -24,6 +24,7 @@ from massieu.exchangeable import (
     leave_one_out,
     ridge_from,
 )
+from massieu.solve import Status
 
 CLOSED_FORM = {"rtol": 1e-8, "atol": 1e-8}
 
@@ -328,6 +329,21 @@ def test_conjugate_gradients_that_stop_short_say_so():
             ridge=1e-4,
             method=ConjugateGradient(max_steps=3, rank=0),
         )
+
+
+@every_row("name", ["gaussian", "exponential"])
+def test_conjugate_gradients_told_to_go_on_say_how_far_off_they_are(name):
+    query, key, value = tokens(200, 5)
+    arguments = {"kernel": KERNELS[name], "ridge": 1e-2}
+    exact = conditional_mean_attention(query, key, value, **arguments, method="cholesky")
+    short = ConjugateGradient(max_steps=3, rank=0)
+    found = conditional_mean_attention(query, key, value, **arguments, method=short, throw=False)
+    assert exact.convergence is None
+    assert found.convergence is not None
+    assert bool((found.convergence.status == Status.MAX_STEPS).any())
+    assert float(found.convergence.residual.max()) > 1e-6
+    error = (found.output - exact.output).norm(dim=-1)
+    assert (error <= found.error_bound * (1 + 1e-9) + 1e-8).all()
 
 
 @every_row("name", KERNELS)

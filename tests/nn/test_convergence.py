@@ -8,7 +8,8 @@ from tests.rows import every_row
 from torch import Tensor, nn
 
 from massieu.errors import ConvergenceError, ConvergenceWarning
-from massieu.nn import Hopfield, ImplicitAttention, SpinAttention, TAPAttention
+from massieu.exchangeable import ConjugateGradient
+from massieu.nn import ConditionalMeanAttention, Hopfield, ImplicitAttention, SpinAttention, TAPAttention
 from massieu.solve import Status, fixed_point
 
 
@@ -150,3 +151,37 @@ def test_a_transform_keeps_nothing():
     module, tokens = modules()["ImplicitAttention"], draw(3, 5, 8)
     torch.func.vmap(lambda one: module(one.unsqueeze(0)))(tokens)
     assert module.convergence is None
+
+
+def conditional_means(**options) -> ConditionalMeanAttention:
+    torch.manual_seed(0)
+    stopped = ConjugateGradient(max_steps=1, rank=0)
+    return ConditionalMeanAttention(8, 2, batch_first=True, ridge=1e-3, method=stopped, **options)
+
+
+def test_conjugate_gradients_that_stop_short_end_no_training():
+    module, tokens = conditional_means(), draw(3, 9, 8)
+    with pytest.warns(ConvergenceWarning, match="have not converged.*MAX_STEPS") as told:
+        output = module(tokens, tokens, tokens, need_weights=False)[0]
+    assert len(told) == 1
+    found = module.convergence
+    assert found is not None
+    assert found.status.shape == found.residual.shape == (3, 2, 4)  # batch, heads, value columns
+    assert bool((found.status == Status.MAX_STEPS).all())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output.square().sum().backward()
+    assert all(parameter.grad is None or bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
+    with pytest.raises(ConvergenceError, match="relative residual"):
+        conditional_means(throw=True)(tokens, tokens, tokens)
+
+
+def test_systems_that_have_converged_say_so():
+    module, tokens = conditional_means(), draw(3, 9, 8)
+    module.method = ConjugateGradient()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(tokens, tokens, tokens, need_weights=False)
+    assert module.convergence is not None
+    assert bool((module.convergence.status == Status.CONVERGED).all())
+    assert float(module.convergence.residual.max()) <= 1e-6

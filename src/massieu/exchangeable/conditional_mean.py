@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.exchangeable.arguments import check_device, check_fit
 from massieu.exchangeable.exact import exact
-from massieu.exchangeable.iterative import ConjugateGradient, iterative
+from massieu.exchangeable.iterative import ConjugateGradient, SystemsSolved, iterative
 from massieu.exchangeable.kernels import Kernel
 from massieu.exchangeable.low_rank import LowRank, low_rank
 from massieu.exchangeable.tokens import Ridge, Tokens, check_tokens
@@ -31,6 +31,8 @@ class ConditionalMean(NamedTuple):
     error_bound: Float[Tensor, "*query"] | None
     """Of ‖output − exact output‖ in exact arithmetic, from what the method left out; None for "cholesky", or without any
     key, where nothing is. It has no gradient."""
+    convergence: SystemsSolved | None
+    """Of `ConjugateGradient`: what became of the system of each value column; None of the other methods."""
 
     def predictive_variance(self, *, noise_variance: Ridge, prior_variance: Ridge) -> Float[Tensor, "*query"]:
         """Of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4).
@@ -86,6 +88,7 @@ def conditional_mean_attention(
     is_causal: bool = False,
     need_variance: bool = False,
     method: Method = "auto",
+    throw: bool = True,
 ) -> ConditionalMean:
     """Vᵀ(G + λI)⁻¹κ(K, q), G = κ(K, K): what the tokens (key, value) say of E[value | key = q] (Z4, Z5).
 
@@ -116,6 +119,8 @@ def conditional_mean_attention(
             - `LowRank`: the kernel seen from few centres, in memory linear in N and L; not causal.
             - "auto": "cholesky", but without features, beyond 4096 keys and where ConjugateGradient can:
               `ConjugateGradient`.
+        throw: Raise where conjugate gradients have not converged. Without it their last iterate is used, in the derivative
+            too; `convergence` says what became of each system, `error_bound` how far off the output may be.
 
     All but the error bound are differentiable any number of times in query, key, value, weights, ridge and the kernel's
     numbers. "cholesky" is right under `torch.func` transforms and `torch.compile`, where a singular matrix gives NaN and
@@ -126,7 +131,7 @@ def conditional_mean_attention(
         TypeError: not a tensor, a dtype or an option of another type.
         ValueError: shapes or devices that do not fit (both are named), a ridge that is negative or NaN, both or none of
             the ridges, a singular matrix, numbers that are not finite, what a method does not do.
-        ConvergenceError: conjugate gradients stopped above their tolerance.
+        ConvergenceError: conjugate gradients stopped above their tolerance, and `throw`.
     """
     problem, tokens = check_tokens(
         query,
@@ -140,10 +145,10 @@ def conditional_mean_attention(
     )
     how = _method(method, tokens, is_causal)
     asked = problem.query.to(problem.dtype)
-    layout = asked.shape[2:4]
+    layout, solved = asked.shape[2:4], None
     with without_autocast(query.device):
         if isinstance(how, ConjugateGradient):
-            output, variance, bound = iterative(tokens, asked.flatten(2, 3), how, need_variance)
+            output, variance, bound, solved = iterative(tokens, asked.flatten(2, 3), how, need_variance, throw)
         elif isinstance(how, LowRank):
             output, variance, bound = low_rank(tokens, asked.flatten(2, 3), how.rank)
         else:
@@ -155,7 +160,7 @@ def conditional_mean_attention(
     output = problem.restore(output.unflatten(2, layout)).to(problem.query.dtype)
     variance = restored(variance) if need_variance else None
     _check_result(output=output, variance=variance)
-    return ConditionalMean(output, variance, restored(bound))
+    return ConditionalMean(output, variance, restored(bound), solved)
 
 
 def _check_result(**results: Tensor | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -56,18 +56,31 @@ class IterativeFound(NamedTuple):
     output: Float[Tensor, "B H Q E"]
     variance: Float[Tensor, "B H Q"] | None
     error_bound: Float[Tensor, "B H Q"]
+    convergence: "SystemsSolved"
+
+
+class SystemsSolved(NamedTuple):
+    """What became of the systems of equations, one for each value column, without derivatives."""
+
+    status: Int[Tensor, "B H E"]
+    """Values of `massieu.solve.Status`; 0 is converged."""
+    residual: Float[Tensor, "B H E"]
+    """Relative to the right side's norm; where equations differ by powers of ten, of one equation's own size."""
 
 
 def iterative(
-    tokens: Tokens, query: Float[Tensor, "B H Q D"], settings: ConjugateGradient, need_variance: bool
+    tokens: Tokens, query: Float[Tensor, "B H Q D"], settings: ConjugateGradient, need_variance: bool, throw: bool
 ) -> IterativeFound:
-    """All value columns are solved for at once; the variance needs a system for each query."""
+    """All value columns are solved for at once; the variance needs a system for each query.
+
+    Without `throw` a system that has not converged has its last iterate, in the derivative too.
+    """
     need_positive(tokens.ridge, "method 'conjugate_gradient'")
     if isinstance(tokens.kernel, Features):
         raise ValueError(
             "method 'conjugate_gradient' is for kernels without a map of features; 'cholesky' uses the map"
         )
-    system = _System(settings, _preconditioner(tokens, settings.rank))
+    system = _System(settings, _preconditioner(tokens, settings.rank), throw, [])
     solution = _solve(system, tokens, tokens.target, tokens.logarithms is not None)
     output = _predicted(tokens, query, tokens.root.unsqueeze(-1) * solution)
     logs = tokens.logarithms
@@ -79,10 +92,11 @@ def iterative(
         residual = ((tokens.target - _product(tokens, solution)) / least).flatten(2).norm(dim=-1, keepdim=True)
         bound = residual * prior.sqrt() / 2
         bound = bound if logs is None or half is None else lifted(bound, half - logs.centre)
+    solved = system.solved[0]
     if not need_variance:
-        return IterativeFound(output, None, bound)
+        return IterativeFound(output, None, bound, solved)
     variance = _variance(system, tokens, query, prior)
-    return IterativeFound(output, variance if half is None else lifted(variance, 2 * half), bound)
+    return IterativeFound(output, variance if half is None else lifted(variance, 2 * half), bound, solved)
 
 
 def _predicted(tokens: Tokens, query: Tensor, coefficients: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H Q E"]:
@@ -179,15 +193,24 @@ class _System(NamedTuple):
 
     settings: ConjugateGradient
     preconditioner: "_Preconditioner | None"
+    throw: bool
+    solved: list[SystemsSolved]
+    """What became of each right side that was solved for, in the order of the calls."""
 
     def run(self, product: Product, right: Float[Tensor, "B H N C"], graded: bool) -> Float[Tensor, "B H N C"]:
         """To a residual of each column's norm; if graded, to one of each equation's own size.
 
-        Raises ConvergenceError where a column's residual stays above its tolerance.
+        Raises ConvergenceError where a column's residual stays above its tolerance, unless told not to.
         """
-        solution = self._column(product, right)
-        if not graded or not right.numel():
-            return solution
+        solution, solved = self._column(product, right)
+        if graded and right.numel():
+            solution, solved = self._refined(product, right, solution, solved)
+        self.solved.append(solved)
+        return solution
+
+    def _refined(
+        self, product: Product, right: Tensor, solution: Tensor, solved: SystemsSolved
+    ) -> tuple[Tensor, SystemsSolved]:
         # A residual small beside the largest equations says nothing of those that are smaller by tens of powers of ten:
         # what is left is solved for anew until it is small in each equation (Oettli & Prager 1964). No entry of A is negative.
         rtol = self.settings.rtol or (1e-10 if right.dtype == torch.float64 else 1e-6)
@@ -197,15 +220,20 @@ class _System(NamedTuple):
             size = right.abs() + product(solution.abs()) + torch.finfo(right.dtype).tiny
             error, norm = (left.abs() / size).amax().item(), left.norm().item()
             if error <= max(rtol, _ROUNDINGS * torch.finfo(right.dtype).eps):
-                return solution
+                return solution, solved
             if not (error < last[0] / 2 or norm < last[1] / 2):
+                if not self.throw:
+                    worst = (left.abs() / size).amax(-2)
+                    lost = torch.where(worst.isfinite(), int(solve.Status.MAX_STEPS), int(solve.Status.NOT_FINITE))
+                    status = torch.where(worst <= rtol, solved.status, torch.maximum(lost, solved.status))
+                    return solution, SystemsSolved(status, worst)
                 raise ConvergenceError(
                     f"conjugate gradients left a residual of {error:.1e} of one equation's size, beside others that are "
                     "larger by powers of ten; a larger rtol, float64, or method 'cholesky' may help"
                 )
-            last, solution = (error, norm), solution + self._column(product, left)
+            last, solution = (error, norm), solution + self._column(product, left)[0]
 
-    def _column(self, product: Product, right: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
+    def _column(self, product: Product, right: Float[Tensor, "B H N C"]) -> tuple[Tensor, SystemsSolved]:
         half = (lambda x: x) if self.preconditioner is None else self.preconditioner
         method = solve.ConjugateGradients(rtol=self.settings.rtol, max_steps=self.settings.max_steps)
         start = half(right)
@@ -215,14 +243,16 @@ class _System(NamedTuple):
         start = start / unit
         found = method.solve(lambda x: half(product(half(x.mT))).mT, start.mT.contiguous())
         failed = found.status != solve.Status.CONVERGED
-        if bool(failed.any()):
-            relative = (found.residual / start.norm(dim=-2)).max().item()
+        norm = start.norm(dim=-2)
+        residual = found.residual / torch.where(norm > 0, norm, 1.0)
+        if self.throw and bool(failed.any()):
+            relative = residual.max().item()
             raise ConvergenceError(
                 f"conjugate gradients left a relative residual of {relative:.1e} in {int(failed.sum())} of "
                 f"{failed.numel()} systems after {int(found.steps.max())} steps; a larger ridge, a larger rank of the "
                 "preconditioner, more max_steps, or method 'cholesky' may help"
             )
-        return unit * half(found.value.mT)
+        return unit * half(found.value.mT), SystemsSolved(found.status, residual)
 
 
 class _Preconditioner(NamedTuple):

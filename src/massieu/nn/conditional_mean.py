@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from massieu.exchangeable import Exponential, Gaussian, Kernel, Linear, conditional_mean_attention
 from massieu.exchangeable.conditional_mean import Method
+from massieu.nn.convergence import Converging
 from massieu.nn.heads import Mask
 from massieu.nn.multihead import Attended, MultiHead
 
 
-class ConditionalMeanAttention(MultiHead):
+class ConditionalMeanAttention(Converging, MultiHead):
     """In each head Vᵀ(G + λI)⁻¹κ(K, q), kernel ridge regression of values on keys within the sequence (Z4).
 
     Call and state dict are `torch.nn.MultiheadAttention`'s, with one ridge λ a head, and one width, as further parameters,
@@ -40,6 +41,7 @@ class ConditionalMeanAttention(MultiHead):
         width: float | None = None,
         ridge: float = 1.0,
         method: Method = "auto",
+        throw: bool = False,
     ) -> None:
         """The arguments of `torch.nn.MultiheadAttention` that apply, and:
 
@@ -48,7 +50,10 @@ class ConditionalMeanAttention(MultiHead):
                 width: in-context ridge regression.
             width: What each head's starts from; √head_dim by default, of keys of unit variance about a distance.
             ridge: What each head's λ starts from.
-            method: As for `massieu.exchangeable.conditional_mean_attention`.
+            method: As for `massieu.exchangeable.conditional_mean_attention`. Where conjugate gradients stop above their
+                tolerance the last iterate is used, `convergence` has status and residual of each value column, and a
+                warning says so once.
+            throw: Raise instead.
 
         Raises:
             ValueError: an unknown kernel, or a number that is not positive and finite.
@@ -66,6 +71,7 @@ class ConditionalMeanAttention(MultiHead):
                 raise ValueError(f"{name} must be positive and finite, got {number}")
         self.kernel_name = kernel
         self.method: Method = method
+        self.throw = throw
         start = torch.ones(num_heads, device=device, dtype=dtype)
         self.log_ridge = nn.Parameter(math.log(ridge) * start)
         self.log_width = None if kernel == "linear" else nn.Parameter(math.log(width) * start)
@@ -104,7 +110,7 @@ class ConditionalMeanAttention(MultiHead):
 
         Raises:
             TypeError, ValueError: shapes or masks that do not fit, a mask of pairs.
-            ConvergenceError: conjugate gradients stopped above their tolerance.
+            ConvergenceError: with `throw`, conjugate gradients stopped above their tolerance.
         """
         if attn_mask is not None:
             raise ValueError(
@@ -151,6 +157,9 @@ class ConditionalMeanAttention(MultiHead):
             is_causal=is_causal,
             need_variance=need_log_partition,
             method=self.method,
+            throw=self.throw,
         )
+        if found.convergence is not None:
+            self._keep(*found.convergence)
         weights = found.output[..., width:] if need_weights else None
         return Attended(found.output[..., :width], weights, found.variance)
