@@ -24,6 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what it runs in the background deaf to Ctrl-C, which some tests send to themselves and their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # And `nohup` starts it deaf to a lost terminal.
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

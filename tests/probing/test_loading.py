@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import massieu
 from massieu.errors import InputError, MissingExtraError
 from massieu.probing import checkpoint
+from massieu.probing.check import first_look
 from massieu.probing.model import LoadedModel, load_model
-from massieu.probing.reading import first_look
 from massieu.probing.weights import check_weights
 
 SIZES = {
@@ -155,7 +155,7 @@ def test_a_model_that_was_saved_lacks_nothing(name, save):
 def test_what_matters_is_what_the_last_hidden_states_have_a_gradient_in(name):
     """Another route to the same verdict, for each weight alone: differentiation."""
     model, inputs = zoo.fresh(name), zoo.inputs(name)
-    sites = first_look(model, inputs)[0]
+    sites = first_look(model, inputs).sites
     last = model(**inputs).last_hidden_state
     weights = dict(model.named_parameters())
     direction = torch.randn(last.shape, generator=torch.Generator().manual_seed(0))

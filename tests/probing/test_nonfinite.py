@@ -13,7 +13,7 @@ from tests.rows import every_row
 from typer.testing import CliRunner
 
 import massieu
-from massieu.cli import app
+from massieu.cli.commands import app
 from massieu.errors import InputError
 from massieu.probing import capture
 from massieu.probing.accumulate import Ratio, Units

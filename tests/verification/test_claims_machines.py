@@ -34,8 +34,8 @@ WRONG = {
     "B1: half of the Gaussian term": (
         "B1",
         Gaussian,
-        "_log_density",
-        lambda self, point: -0.25 * ((point - self.location).square() / self.covariance).sum(-1),
+        "_log_prob",
+        lambda self, eta, point: -0.25 * ((point - self.location).square() / self.covariance).sum(-1),
     ),
     "B8: half of the field": (
         "B8",

@@ -32,7 +32,12 @@ _SAMPLE, _KL, _MEAN = Gaussian._sample, Spin._kl, Atoms._mean
 WRONG = {
     "S1: no domain": ("S1", Exponential, "_in_domain", lambda self, eta: None),
     "S2: a sampler five percent too wide": ("S2", Gaussian, "_sample", _too_wide),
-    "S2: a density without its constant": ("S2", Poisson, "_log_density_each", lambda self, x: -torch.lgamma(x + 1)),
+    "S2: a density without its constant": (
+        "S2",
+        Poisson,
+        "_log_prob_each",
+        lambda self, eta, x: eta * x - torch.lgamma(x + 1) - self._log_partition_each(eta),
+    ),
     "S3: an output one percent too large": ("S3", Atoms, "_mean", lambda self, eta: 1.01 * _MEAN(self, eta)),
     "S4: a tilt the wrong way": ("S4", Spin, "_tilt", lambda self, eta: Spin(self.field - eta)),
     "S5: half the covariance": ("S5", Gaussian, "_mean", lambda self, eta: self.location + self._covariance_times(eta) / 2),

@@ -135,7 +135,7 @@ def _files(named: str | Path) -> list[Path]:
     return [source]
 
 
-def shortened(text: str, length: int = 80) -> str:
+def shortened(text: str, length: int = 240) -> str:
     """The beginning of a text that may be long."""
     return text if len(text) <= length else text[:length].rstrip() + " …"
 

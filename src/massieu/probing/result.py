@@ -266,10 +266,9 @@ class ProbeResult:
         if unit := self.run["error_unit"]:
             lines.append(f"  error unit: {unit['unit']}, {unit['count']} of them")
         if check := self.run["self_check"]:
-            error, tolerance = (
-                "no number" if check[name] is None else f"{check[name]:.1e}" for name in ("error", "tolerance")
-            )
-            lines.append(f"  self-check: error {error}, tolerance {tolerance}")
+            error = "no number" if check["error"] is None else f"{check['error']:.1e}"
+            tolerance = math.nan if check["tolerance"] is None else check["tolerance"]
+            lines.append(f"  self-check: error {error}, tolerance {tolerance:.0e}")
         lines += [f"  {finding['title']}: {finding['sentence']}" for finding in self.findings]
         return "\n".join(lines)
 
