@@ -28,7 +28,7 @@ def _module(name: str) -> ModuleType:
 
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
 lengths, losses, page = map(_module, ("lengths", "losses", "page"))
-conditional_mean = _module("conditional_mean")
+conditional_mean, scaling = map(_module, ("conditional_mean", "scaling"))
 RESULTS = page.read(FOLDER / "results")
 
 
@@ -261,3 +261,31 @@ def test_the_page_says_what_is_extrapolated():
     assert "**8,192 pairs.** Ours is measured: 1 s, 64 MiB." in text
     assert "extrapolated from 1,024, 2,048, 4,096 pairs" in text
     assert "64 GiB [64, 64] (exponent 2.00 [2.00, 2.00])" in text
+
+
+def test_the_estimate_for_many_keys_is_of_the_measured_numbers():
+    """What `docs/scaling.md` says was measured, and what follows from it, from the file that it names."""
+    results = RESULTS["scaling"]
+    text, rates = (FOLDER.parent / "docs" / "scaling.md").read_text(), results["ceilings"]
+    names = {(1, False): "1 query, forwards", (1, True): "1 query, both ways"}
+    names |= {(64, False): "64 queries, forwards", (64, True): "64 queries, both ways"}
+    over, wanted = [], []
+    for (queries, backward), name in names.items():
+        rows = [row for row in results["rows"] if (row["queries"], row["backward"]) == (queries, backward)]
+        assert [row["keys"] for row in rows] == [400_000, 800_000, 1_600_000, 3_200_000]
+        times = " | ".join(f"{1000 * row['seconds']:,.0f} ms" for row in rows)
+        ratios = [row["seconds"] / row["predicted_seconds"] for row in rows]
+        over += ratios
+        wanted.append(f"| {name} | {times} | {rows[0]['exponent']:.2f} | {min(ratios):.2f}–{max(ratios):.2f} |")
+        count, expected = scaling.predicted(10**9, queries, backward, rates), rows[-1]["seconds"] * 10**9 / 3_200_000
+        wanted.append(f"| {name} | {count:.0f} s | {expected:.0f} s |")
+    memory = [row["mebibytes"] for row in results["rows"] if row["mebibytes"] is not None]
+    wanted.append("both ways | " + " | ".join(f"{each:.0f} MiB" for each in memory))
+    wanted.append(f"is a factor of {min(over):.2f} to {max(over):.2f} that")
+    wanted += [
+        f"read and summed | {rates['memory_bytes'] / 1e9:.1f} GB/s",
+        f"`B` | {rates['mapped_bytes'] / 1e9:.1f} GB/s",
+    ]
+    wanted += [f"`F` | {rates['flops'] / 1e9:.0f} GFlop/s", f"`X` | {rates['exponentials'] / 1e9:.1f}·10⁹/s"]
+    missing = [words for words in wanted if words not in text]
+    assert missing == []

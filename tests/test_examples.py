@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from massieu.probing.statistics.registry import STATISTICS
+
 ROOT = Path(__file__).parent.parent
 PAGES_WITH_CODE = (
     "measures",
@@ -89,6 +91,32 @@ def test_the_readmes_python_runs(tmp_path, monkeypatch):
 
 def test_every_example_is_tested():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES
+
+
+def test_the_table_of_experiments_names_what_there_is():
+    """Each experiment of the page has its row; commands are examples that are tested, statistics are the probe's."""
+    page = (ROOT / "docs/theory/experiments.md").read_text()
+    table = re.findall(r"^\| \[(E\d+b?)\]\(#(e\d+b?)\) \|(.*)\|$", page, flags=re.MULTILINE)
+    rows = [(name, anchor, *(cell.strip() for cell in cells.split("|"))) for name, anchor, cells in table]
+    assert [name for name, *_ in rows] == re.findall(r"^## (E\d+b?)\.", page, flags=re.MULTILINE)
+    known = set(STATISTICS)
+    for name, anchor, runs, command, missing in rows:
+        assert name.lower() == anchor and f'<a id="{anchor}">' in page
+        assert runs in ("yes", "in part", "related", "no")
+        assert bool(command) == (runs != "no") and (missing == "–") == (runs == "yes"), name
+        assert set(re.findall(r"python examples/(\w+\.py)", command)) <= EXAMPLES, name
+        for part in command.split("; "):
+            if part.startswith("`massieu probe MODEL`:"):
+                named = set(re.findall(r"`(\w+)`", part))
+                assert named and named <= known, (name, named - known)
+
+
+def test_numbers_of_benchmarks_are_told_on_their_page_alone():
+    """An interval of a ratio is a measurement: typed again it would stay as it is when the next is made."""
+    interval = re.compile(r"\d\.\d+ \[\d\.\d+, \d\.\d+\]")
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        if path.name != "benchmarks.md":
+            assert interval.search(path.read_text()) is None, path.name
 
 
 @pytest.mark.slow
@@ -271,6 +299,18 @@ def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
     assert float(ratio) > 0.8
     assert float(accuracy) < -0.7
     assert "κ = inf" in found
+    # What the page says of it.
+    ((masks, least, largest, lost),) = numbers(r"κ of (\d+) masks: (\S+) to (\S+); not identifiable: (\d+)", found)
+    ((near, alike),) = numbers(r"among the (\d+) masks of 15 to 17 pixels: (\S+)", found)
+    page = (ROOT / "docs/transfer.md").read_text().replace("−", "-")
+    for words in (
+        f"Over {masks} masks κ goes from {float(least):.0f} to {float(largest):.0f}.",
+        f"at most {float(share):.2f} of its bound; the rank correlation",
+        f"measured ratio of errors is {ratio}, between κ and accuracy {accuracy}, and {alike} among the {near} masks",
+        f"{lost} more masks, and four pixels by themselves, are not enough",
+    ):
+        assert words in page, words
+    assert f"(Z13): rank correlation {ratio}." in (ROOT / "docs/examples.md").read_text()
     assert picture.stat().st_size > 10_000
 
 

@@ -29,7 +29,7 @@ VOCABULARY = {
     "boolean target": ((H, W, Y.bool()), {}, TypeError, "integers, got torch.bool"),
     "target's shape": ((H, W, Y[0]), {}, ValueError, r"\(2, 3\) for hidden \(2, 3, 4\), got \(3,\)"),
     "target's device": ((H, W, Y.to("meta")), {}, ValueError, "cpu, got meta"),
-    "target too large": ((H, W, Y + 7), {}, ValueError, r"target must be in 0 … 6, got 7"),
+    "target too large": ((H, W, Y + 7), {}, ValueError, r"target must be in 0 … 6 or be ignore_index, -100, got 7"),
     "target negative": ((H, W, Y - 1), {}, ValueError, "got -1"),
     "another ignored index": ((H, W, Y - 100), {"ignore_index": -1}, ValueError, "got -100"),
     "ignore_index of None": ((H, W, Y), {"ignore_index": None}, TypeError, "ignore_index .*None"),

@@ -201,7 +201,7 @@ def test_refusals(found):
             "weights of own queries": "log_weight must be one a key for all queries, got (3, 4) for 3 queries and 4 keys",
             "loss of own queries": "loss must be 'sharded'",
             "placement": "queries must be 'replicated' or 'sharded', got 'split'",
-            "target": f"target must be in 0 … {4 * size - 1}, got {4 * size}",
+            "target": f"target must be in 0 … {4 * size - 1} or be ignore_index, -100, got {4 * size}",
             "weights of pairs": f"log_weight must be for the {3 * size} queries of all processes, got 3",
             "positive": f"positive must be in 0 … {4 * size - 1}, got -1",
             "losses of own tokens": "without a reduction loss must be 'sharded'",

@@ -51,7 +51,12 @@ WRONG = {
     "mask's device": ((Q, K, V), {"log_weight": torch.ones(7, device="meta")}, ValueError, "cpu and meta"),
     "scale of a word": ((Q, K, V), {"scale": "8"}, TypeError, "str"),
     "scale of True": ((Q, K, V), {"scale": True}, TypeError, "bool"),
-    "infinite scale": ((Q, K, V), {"scale": float("inf")}, ValueError, "finite, got inf"),
+    "infinite scale": (
+        (Q, K, V),
+        {"scale": float("inf")},
+        ValueError,
+        "finite, got inf",
+    ),
     "integer scale": ((Q, K, V), {"scale": torch.tensor(1)}, TypeError, "int64"),
     "scale's heads": ((Q, K, V), {"scale": torch.ones(2)}, ValueError, r"4 \(one a head\).*\(2,\)"),
     "scale's shape": ((Q, K, V), {"scale": torch.ones(2, 4, 5, 7)}, ValueError, r"\(2, 4, 5, 1\)"),

@@ -175,7 +175,9 @@ def check_count(name: str, one: str, count: object) -> None:
 
 def check_fits(name: str, number: float, dtype: torch.dtype) -> None:
     """Finite in a dtype; a `ValueError`. Comparisons, and not functions of `math`: the compiler knows them."""
-    if not abs(number) <= torch.finfo(dtype).max:
+    if not abs(number) < math.inf:
+        raise ValueError(f"{name} must be finite, got {number}")
+    if abs(number) > torch.finfo(dtype).max:
         raise ValueError(f"{name} must be finite in {dtype}, got {number}")
 
 
