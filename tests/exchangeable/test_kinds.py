@@ -155,3 +155,8 @@ CASES = {
 def test_no_argument_ends_in_an_error_of_pytorchs(name):
     function, arguments = CASES[name]
     assert raw_errors(function, arguments) == []
+
+
+def test_a_kernel_made_without_create_is_told_how():
+    with pytest.raises(TypeError, match=r"a kernel's number must be a tensor, got float: make the kernel by create"):
+        x.conditional_mean_attention(H, H, H, kernel=x.Exponential(0.5), ridge=1.0)  # pyright: ignore

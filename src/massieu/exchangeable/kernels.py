@@ -166,6 +166,11 @@ class Features(Kernel):
 
 def _per_head(number: Tensor, like: Tensor) -> Tensor:
     """To meet (B, H, L, N), in the dtype and on the device of the points."""
+    if not isinstance(number, Tensor):
+        raise TypeError(
+            f"a kernel's number must be a tensor, got {type(number).__name__}: make the kernel by create, as in "
+            "Exponential.create(0.5)"
+        )
     return number.to(like.device, like.dtype).reshape(-1, 1, 1)
 
 
