@@ -288,7 +288,8 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     total = product[..., 1:].sum(-1, keepdim=True) + (product[..., :1].double() - grad_log_z.unsqueeze(-1))
     del product
     magnitude = grad_output.abs()
-    one, rest = magnitude[..., :1].to(dtype), magnitude[..., 1:].sum(-1, keepdim=True, dtype=dtype)
+    one, rest = magnitude[..., :1].to(dtype, copy=True), magnitude[..., 1:].sum(-1, keepdim=True, dtype=dtype)
+    del magnitude  # as large as the output, which `carrier` is too
     least = (share * total.abs()).clamp_min(tiny).to(output.dtype)
     lost = (torch.minimum(one, rest) < least) & (total != 0)
     if torch.compiler.is_compiling() or bool(lost.any()):
