@@ -92,6 +92,28 @@ def test_handlers_are_set_for_a_while_and_ignored_signals_stay_ignored():
         signal.signal(signal.SIGHUP, before[signal.SIGHUP])
 
 
+def test_a_signal_that_meets_a_finaliser_is_noted_without_a_traceback():
+    """Python drops what a finaliser raises and prints its traceback."""
+
+    class Left:
+        def __del__(self) -> None:
+            if not sys.is_finalizing():
+                signal.raise_signal(signal.SIGINT)
+                "".join(map(str, range(3)))  # some steps in which Python may see to it
+
+    told = []
+    before = sys.unraisablehook
+    sys.unraisablehook = told.append
+    try:
+        with interruptible() as asked:
+            Left()
+        assert asked.asked.is_set()
+        assert sys.unraisablehook == told.append
+    finally:
+        sys.unraisablehook = before
+    assert told == []
+
+
 def test_another_thread_gets_no_signals():
     handlers = []
 

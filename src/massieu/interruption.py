@@ -1,6 +1,7 @@
 """Ctrl-C, and the signals of a scheduler or a lost terminal: a run stops early and keeps what it has measured."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,14 +82,17 @@ def interruptible(signals: tuple[int, ...] = CONTROL_C) -> Iterator[Interruption
     if _current is not None:
         yield _current
         return
-    before = {number: signal.getsignal(number) for number in signals}
+    before, told = {number: signal.getsignal(number) for number in signals}, sys.unraisablehook
     mine = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     _current = Interruption()
+    # Raised in a finaliser, it ends nothing and only prints a traceback; that the run is to end is noted all the same.
+    sys.unraisablehook = lambda lost: None if issubclass(lost.exc_type, KeyboardInterrupt) else told(lost)
     try:
         for number in mine:
             signal.signal(number, _current.receive)
         yield _current
     finally:
         _current = None
+        sys.unraisablehook = told
         for number in mine:
             signal.signal(number, before[number])

@@ -153,3 +153,34 @@ def test_nothing_is_a_batch():
     points = Atoms.create(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
     assert natural(points, torch.zeros(0, 3)).shape == (0, 3)
     assert conjugate(convolve(points, Spin.create(3)), torch.zeros(2, 0, 3)).shape == (2, 0)
+
+
+@pytest.mark.medium
+def test_measures_are_made_inside_compiled_code():
+    """They are rebuilt in each forward pass."""
+
+    def every_mean(half: torch.Tensor) -> list[torch.Tensor]:
+        made = [
+            Atoms.create(torch.stack([half, -half])),
+            Gaussian.create(half, half),
+            Spin.create(half),
+            Bernoulli.create(half),
+            Categorical.create(half),
+            Poisson.create(half),
+            Exponential.create(2 + half),
+            Gamma.create(half, half),
+            Laplace.create(half),
+            Uniform.create(half, 2 * half),
+            Constant.create(half),
+            Sphere.create(2, half.sum()),
+            mixture(half, [Spin.create(half), Spin.create(-half)]),
+            convolve(Spin.create(half), Gaussian.create(half, half)),
+            affine(Spin.create(half), torch.eye(2)),
+            power(Spin.create(half), 2),
+        ]
+        return [measure.mean(0.1 * half) for measure in made]
+
+    half = torch.tensor([0.5, 0.5])
+    compiled = torch.compile(every_mean, backend="eager", fullgraph=True)(half)
+    for found, expected in zip(compiled, every_mean(half), strict=True):
+        torch.testing.assert_close(found, expected)

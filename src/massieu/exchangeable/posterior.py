@@ -106,8 +106,11 @@ class Posterior(ABC):
         return law._spread(lead), token
 
     def _check_device(self, name: str, tokens: Tensor) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)]
-        check_device(**{"the law": max(leaves, key=lambda leaf: leaf.ndim), name: tokens})
+        # No `max` with a key: compiled code cannot have it.
+        longest, *others = [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)]
+        for leaf in others:
+            longest = leaf if leaf.ndim > longest.ndim else longest
+        check_device(**{"the law": longest, name: tokens})
 
     def _fit(self, tokens: Tensor, event: tuple[int, ...], name: str, *count: str) -> tuple[Self, Tensor, torch.Size]:
         if not isinstance(tokens, Tensor) or not tokens.is_floating_point():

@@ -173,8 +173,7 @@ def checked_parameters(*, positive: bool = False, **parameters: Any) -> tuple[Te
     """
     (first, *_), like = parameters, next((value for value in parameters.values() if isinstance(value, Tensor)), None)
     tensors = {name: real_tensor(name, value, like) for name, value in parameters.items()}
-    longest = max(tensors.values(), key=lambda tensor: tensor.ndim)
-    shape = longest.shape or torch.Size([1])
+    shape = max([tensor.shape for tensor in tensors.values()], key=len) or torch.Size([1])
     checked = []
     for name, given in tensors.items():
         value = given.expand(shape) if given.ndim == 0 else given
