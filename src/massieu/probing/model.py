@@ -133,6 +133,8 @@ def load_model(
     shown = "sentence-transformers/all-MiniLM-L6-v2 (the default model)" if name is None else str(name)
     with quiet():
         checkpoint = find_checkpoint(default_model() if name is None else name, revision)
+        # Of a folder with a GGUF file the file says which model it is.
+        shown = shown if checkpoint.gguf is None else checkpoint.files[0].name
         options = {**checkpoint.options, "trust_remote_code": trust_remote_code}
         with _one_sentence(shown):
             config = transformers.AutoConfig.from_pretrained(checkpoint.place, **options)
