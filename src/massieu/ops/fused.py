@@ -268,8 +268,37 @@ def _log_partition_gradients(
     return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
 
 
+_PIECE = 1 << 16
+"""Numbers of the output at a time: what is made on the way is as large as a piece, and only the result is whole."""
+
+
 def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor]:
-    """A cotangent of the output and an output whose product is D_i − g_i, to the square of their dtype's rounding.
+    """A cotangent of the output and an output whose product is D_i − g_i, to the square of their dtype's rounding."""
+    if grad_output is None:
+        grad_output = torch.zeros_like(output)
+    grad_output = _rows_contiguous(grad_output.to(output.dtype))
+    if grad_log_z is None:
+        return grad_output, output
+    pieces = min(-(-output.numel() // _PIECE), output.shape[2])
+    if torch.compiler.is_compiling() or pieces < 2:
+        return _merged(grad_output, grad_log_z, output)
+    carrier, given = torch.empty_like(grad_output), grad_output
+    rows = -(-output.shape[2] // pieces)
+    for place in range(0, output.shape[2], rows):
+        own, log_z, whole, part = (
+            tensor.narrow(2, place, min(rows, output.shape[2] - place))
+            for tensor in (given, grad_log_z, output, carrier)
+        )
+        merged, made = _merged(own, log_z, whole)
+        part.copy_(made)
+        if merged is not own:
+            grad_output = grad_output.clone() if grad_output is given else grad_output
+            grad_output.narrow(2, place, own.shape[2]).copy_(merged)
+    return grad_output, carrier
+
+
+def _merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of some rows; the cotangent itself where it can carry all.
 
     Channel 0 carries what rounding leaves of the total that all others carry. They do so by signs and a norm: nothing is
     squared, so nothing underflows. The output itself could not take g up: a change below half its rounding is none.
@@ -277,19 +306,13 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     # The least norm that either part of a cotangent may have, and the least in units of the total. (Not globals: with
     # dynamic shapes the compiler would make inputs of those.)
     tiny, share = 1e-30, 1e-36
-    if grad_output is None:
-        grad_output = torch.zeros_like(output)
-    grad_output = _rows_contiguous(grad_output.to(output.dtype))
-    if grad_log_z is None:
-        return grad_output, output
     dtype = torch.promote_types(output.dtype, torch.float32)
-    product = grad_output.to(dtype, copy=True).mul_(output)
+    # One buffer as large as the output, for one thing after the other.
+    buffer = grad_output.to(dtype, copy=True).mul_(output)
     # g is subtracted from what is not rounded yet: from a number of single precision it would be lost as from the output.
-    total = product[..., 1:].sum(-1, keepdim=True) + (product[..., :1].double() - grad_log_z.unsqueeze(-1))
-    del product
-    magnitude = grad_output.abs()
-    one, rest = magnitude[..., :1].to(dtype, copy=True), magnitude[..., 1:].sum(-1, keepdim=True, dtype=dtype)
-    del magnitude  # as large as the output, which `carrier` is too
+    total = buffer[..., 1:].sum(-1, keepdim=True) + (buffer[..., :1].double() - grad_log_z.unsqueeze(-1))
+    buffer.copy_(grad_output).abs_()
+    one, rest = buffer[..., :1].clone(), buffer[..., 1:].sum(-1, keepdim=True)
     least = (share * total.abs()).clamp_min(tiny).to(output.dtype)
     lost = (torch.minimum(one, rest) < least) & (total != 0)
     if torch.compiler.is_compiling() or bool(lost.any()):
@@ -301,7 +324,7 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
         one, rest = (torch.where(lost, norm.maximum(least), norm) for norm in (one, rest))
     step = (total / rest.clamp_min(tiny)).to(output.dtype)
     remainder = (total - step.double() * rest) / one.clamp_min(tiny)
-    carrier = torch.sign(grad_output)
+    carrier = buffer.to(output.dtype).copy_(grad_output).sign_()
     carrier *= step
     carrier[..., :1] = torch.sign(grad_output[..., :1]) * remainder
     return grad_output, carrier
