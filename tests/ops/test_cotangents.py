@@ -197,3 +197,19 @@ def test_compiled_as_eagerly(dtype):
     found = torch.autograd.grad(compiled(*tensors), tensors, (grad, level))
     for one, other in zip(found, gradients_of(*tensors), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.medium
+def test_rows_without_a_cotangent_of_the_output_among_many():
+    """More numbers than are merged at a time, of which some pieces need replaced cotangents."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(1, 2, 700, 64, generator=generator) for _ in range(4))
+    log_z = torch.randn(1, 2, 700, generator=generator)
+    grad[:, 0, 300:420], grad[:, 1, 5, 0] = 0.0, 0.0
+    found = []
+    for dtype, backend in ((torch.float32, "auto"), (torch.float64, "reference")):
+        given = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
+        results = ops.attention(*given, backend=backend)
+        found.append(torch.autograd.grad(results, given, (grad.to(dtype), log_z.to(dtype))))
+    for near, exact in zip(*found, strict=True):
+        torch.testing.assert_close(near.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
