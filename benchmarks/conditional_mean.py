@@ -17,8 +17,8 @@ from torch import Tensor
 import cases
 import harness
 from cases import Case, Sides
-from massieu.exchangeable import ConjugateGradient, Gaussian, LowRank, conditional_mean_attention
-from massieu.exchangeable.conditional_mean import Method
+from massieu.regression import ConjugateGradient, Gaussian, LowRank, conditional_mean_attention
+from massieu.regression.conditional_mean import Method
 
 SIZE, WIDTH, RIDGE, LENGTH = 8, 4.0, 0.1, 4096
 ITERATIVE, CENTRES = ConjugateGradient(), LowRank()

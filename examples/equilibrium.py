@@ -25,9 +25,8 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.measures import Atoms, Gaussian
-from massieu.population import (
-    Renormalisation,
-    TraceRenormalisation,
+from massieu.population import Renormalisation, TraceRenormalisation
+from massieu.theory import (
     after_layer,
     cumulant_growth,
     equilibrium,

@@ -21,7 +21,7 @@ from sklearn.datasets import load_diabetes
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import Gaussian, Linear, choose_ridge, conditional_mean_attention, leave_one_out
+from massieu.regression import Gaussian, Linear, choose_ridge, conditional_mean_attention, leave_one_out
 
 SIZES, HELD_OUT = (20, 40, 80, 160, 300), 142
 WIDTHS = torch.tensor([2.0, 4.0, 8.0, 16.0, 32.0], dtype=torch.float64)

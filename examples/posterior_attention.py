@@ -26,7 +26,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import (
+from massieu.measures import Bernoulli, Poisson
+from massieu.posteriors import (
     Concepts,
     DirichletMultinomial,
     ExponentialFamily,
@@ -35,7 +36,6 @@ from massieu.exchangeable import (
     attention_with_prior,
     averaging_regret,
 )
-from massieu.measures import Bernoulli, Poisson
 
 SEED, LENGTHS = 0, [2**power for power in range(11)]
 BLUE, ORANGE, GREEN, GREY = "#2a6f97", "#d1691f", "#4f8a3d", "#888888"

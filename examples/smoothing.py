@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import (
+from massieu.theory import (
     GaussianTokens,
     deconvolution,
     optimal_scale,

@@ -12,27 +12,32 @@ SOURCE = Path(__file__).parent.parent / "src" / "massieu"
 
 # A room may import itself and what is listed here. `errors` is a leaf that any room may import;
 # `interruption` is one for what runs long.
-THEORY = {"duality", "measures", "ops", "solve", "errors"}
-WORKSHOP = {"energy", "inference"} | THEORY
+GROUND = {"foundation", "errors"}
+LAWS = {"duality", "measures", "ops", "solve"} | GROUND
+WORKSHOP = {"energy", "inference"} | LAWS
+MODELS = {"population", "posteriors", "regression", "nn"} | WORKSHOP
 ALLOWED = {
     "errors": set(),
     "interruption": set(),
-    "ops": {"errors"},
-    "solve": {"errors"},
-    "inference": {"errors"},
-    "measures": {"ops", "errors"},
-    "duality": {"measures", "solve", "errors"},
-    "energy": {"inference"} | THEORY,
+    "foundation": {"errors"},
+    "ops": GROUND,
+    "solve": GROUND,
+    "inference": GROUND,
+    "measures": {"ops"} | GROUND,
+    "duality": {"measures", "solve"} | GROUND,
+    "energy": {"inference"} | LAWS,
     "population": {"report"} | WORKSHOP,
-    "exchangeable": WORKSHOP,
-    "nn": {"population", "exchangeable"} | WORKSHOP,
-    "probing": {"population", "energy", "measures", "ops", "report", "errors", "interruption", "__init__"},
-    "report": {"errors"},
-    "testing": {"duality", "measures", "ops", "errors"},
-    "verification": {"nn", "population", "exchangeable", "report", "__init__"} | WORKSHOP,
-    "cli": {"probing", "verification", "report", "errors", "interruption", "__init__"},
+    "posteriors": WORKSHOP,
+    "regression": WORKSHOP,
+    "nn": MODELS,
+    "theory": MODELS,
+    "probing": {"report", "interruption", "__init__"} | MODELS - {"posteriors"},
+    "report": GROUND,
+    "testing": MODELS,
+    "verification": {"theory", "report", "__init__"} | MODELS,
+    "cli": {"probing", "verification", "report", "interruption", "__init__"} | GROUND,
     "__main__": {"cli"},
-    "__init__": {"nn", "population", "exchangeable", "testing", "probing", "verification"} | WORKSHOP,
+    "__init__": {"theory", "testing", "probing", "verification"} | MODELS,
 }
 # Result objects draw themselves; nothing else of probing and population knows the report.
 ONLY = {"report": {"probing/result.py", "population/flow_result.py"}}

@@ -13,8 +13,9 @@ Three doors:
 - see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``;
 - build: ``massieu.nn`` (modules), ``massieu.ops`` (attention that also returns log Z), ``massieu.energy`` (memories and
   machines), ``massieu.measures`` (any h, with what follows from it), ``massieu.duality`` (from a mean back to its natural
-  parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.exchangeable`` (latent posteriors and
-  conditional means), ``massieu.solve`` and ``massieu.inference``; ``massieu.testing.check_measure`` tests your own h;
+  parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.posteriors`` (exact laws of a latent given
+  tokens), ``massieu.regression`` (conditional means), ``massieu.solve`` and ``massieu.inference``; ``massieu.testing`` tests
+  your own measures;
 - check: ``massieu.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers.
 
 Importing this module loads neither torch nor transformers; names are loaded when they are first used.
@@ -26,7 +27,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from massieu import duality, energy, exchangeable, inference, measures, nn, ops, population, solve, testing
+    from massieu import (
+        duality,
+        energy,
+        inference,
+        measures,
+        nn,
+        ops,
+        population,
+        posteriors,
+        regression,
+        solve,
+        testing,
+        theory,
+    )
     from massieu.errors import InputError, MissingExtraError
     from massieu.probing.population_layers import population_layers
     from massieu.probing.result import ProbeResult
@@ -38,15 +52,17 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "duality": "massieu.duality",
     "energy": "massieu.energy",
-    "exchangeable": "massieu.exchangeable",
     "inference": "massieu.inference",
     "measures": "massieu.measures",
     "nn": "massieu.nn",
     "ops": "massieu.ops",
     "population": "massieu.population",
     "population_layers": "massieu.probing.population_layers:population_layers",
+    "posteriors": "massieu.posteriors",
+    "regression": "massieu.regression",
     "solve": "massieu.solve",
     "testing": "massieu.testing",
+    "theory": "massieu.theory",
     "probe": "massieu.probing.run:probe",
     "describe": "massieu.probing.run:describe",
     "verify": "massieu.verification.run:verify",
@@ -64,16 +80,18 @@ __all__ = [
     "describe",
     "duality",
     "energy",
-    "exchangeable",
     "inference",
     "measures",
     "nn",
     "ops",
     "population",
     "population_layers",
+    "posteriors",
     "probe",
+    "regression",
     "solve",
     "testing",
+    "theory",
     "verify",
 ]
 

@@ -12,6 +12,7 @@ from tests.rows import every_row
 
 from massieu import measures
 from massieu.energy import Hopfield, bounds, contraction
+from massieu.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
 
 MANY = 2000
 
@@ -32,7 +33,7 @@ def memories(seed: int, count: int = 6, width: int = 4) -> tuple[Hopfield, torch
 
 def test_energies_lie_in_their_range():
     energy, state = memories(0)
-    low, top = bounds.energy_range(energy)
+    low, top = energy_range(energy)
     norm = bounds.largest_norm(energy)
     torch.testing.assert_close(top, 2 * norm.square())
     assert (energy(state) >= low - 1e-10 * top).all()
@@ -46,7 +47,7 @@ def test_a_step_descends_by_half_its_square():
     for _ in range(4):
         after = energy.step(state)
         drop, size = energy(state) - energy(after), energy(state).abs() + 1
-        assert (drop >= bounds.least_descent(state, after) - 1e-11 * size).all()
+        assert (drop >= least_descent(state, after) - 1e-11 * size).all()
         state = after
 
 
@@ -55,15 +56,15 @@ def test_the_smallest_of_many_moves():
     path = energy.descend(state, steps=10)
     moves = (path.states[1:] - path.states[:-1]).norm(dim=-1).amin(0)
     drop = path.energies[0] - path.energies[-1]
-    assert (moves <= bounds.smallest_move(drop, 10) + 1e-6).all()
-    assert (moves <= bounds.smallest_move(path.energies[0], 10) + 1e-6).all()
+    assert (moves <= smallest_move(drop, 10) + 1e-6).all()
+    assert (moves <= smallest_move(path.energies[0], 10) + 1e-6).all()
 
 
 @every_row("damping", [0.05, 0.5, 1.0, 1.5, 1.95])
 def test_damped_steps_descend(damping: float):
     energy, state = memories(3)
     drop = energy(state) - energy(energy.step(state, damping=damping))
-    assert (drop >= bounds.damped_descent(energy.force(state), damping) - 1e-11 * (energy(state).abs() + 1)).all()
+    assert (drop >= damped_descent(energy.force(state), damping) - 1e-11 * (energy(state).abs() + 1)).all()
 
 
 def test_the_contraction_factor_bounds_the_jacobian_and_the_force():
@@ -86,11 +87,11 @@ def test_below_one_the_path_is_as_short_as_the_bound_says():
     assert (factor <= 0.4 + 1e-9).all()
     path = energy.descend(state, steps=28).states
     length = (path[1:] - path[:-1]).norm(dim=-1)
-    limit = bounds.path_length(length[0], factor)
+    limit = path_length(length[0], factor)
     assert (length.sum(0) <= limit * (1 + 1e-9) + 1e-9).all()
     other = energy.retrieve(torch.zeros_like(state), steps=28).state
     torch.testing.assert_close(path[-1], other, rtol=1e-6, atol=1e-6)  # one fixed point
-    assert bounds.path_length(constant(1.0), constant(1.0)) == torch.inf
+    assert path_length(constant(1.0), constant(1.0)) == torch.inf
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -247,7 +248,7 @@ REFUSED = {
         "stored patterns, got Spin",
     ),
     "another reference": (
-        lambda: bounds.energy_range(Hopfield.create(draw(4, 3), reference=contraction.Spin())),
+        lambda: energy_range(Hopfield.create(draw(4, 3), reference=contraction.Spin())),
         TypeError,
         "identity",
     ),
@@ -257,7 +258,7 @@ REFUSED = {
         "Sphere",
     ),
     "method": (lambda: bounds.diameter(Hopfield.create(draw(4, 3)), method="fast"), ValueError, "fast"),
-    "steps": (lambda: bounds.smallest_move(constant(1.0), 0), ValueError, "0"),
+    "steps": (lambda: smallest_move(constant(1.0), 0), ValueError, "0"),
     "radius": (lambda: bounds.basin(Hopfield.create(draw(4, 3)), 0.0), ValueError, "radius"),
     "capacity": (lambda: bounds.capacity(1), ValueError, "dimension"),
     "failure": (lambda: bounds.capacity(5, failure=1.0), ValueError, "failure"),

@@ -8,6 +8,7 @@ from tests.rows import every_row
 
 from massieu import measures
 from massieu.energy import BoltzmannMachine, Hopfield, bounds
+from massieu.theory import damped_descent, least_descent
 
 F64 = torch.float64
 
@@ -83,9 +84,9 @@ def test_damped_descent_is_attained_by_one_pattern(damping):
     drop = energy(state) - energy(energy.step(state, damping=damping))
     exact = 0.5 * (1 - (1 - damping) ** 2) * (state - pattern).square().sum(-1)
     torch.testing.assert_close(drop, exact, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(bounds.damped_descent(energy.force(state), damping), exact, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(damped_descent(energy.force(state), damping), exact, rtol=1e-9, atol=1e-12)
     if damping == 1.0:
-        torch.testing.assert_close(bounds.least_descent(state, energy.step(state)), exact, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(least_descent(state, energy.step(state)), exact, rtol=1e-9, atol=1e-12)
 
 
 def test_hidden_units_whose_measure_has_another_mass_than_one():

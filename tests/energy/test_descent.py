@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.energy.cases import F64, REFERENCES, draw
 from tests.rows import every_row
 
-from massieu.energy import Clustering, Hopfield, newton_step
+from massieu.energy import Hopfield, newton_step
 from massieu.errors import ConvergenceError, ConvergenceWarning
 from massieu.solve import Status
+from massieu.theory import Clustering
 
 # --- retrieval -------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from tests.sentences import works_or_says, wrongs
 
 from massieu import energy, measures
 from massieu.energy import bounds, contraction, density
+from massieu.theory import damped_descent, least_descent, path_length, smallest_move
 
 POINTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 HEADS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
@@ -22,7 +23,7 @@ ENERGIES = {
     "Hopfield of SparseAtoms": lambda: energy.Hopfield.create(energy.SparseAtoms.create(POINTS)),
     "Hopfield of ScoreDeviation": lambda: energy.Hopfield.create(energy.ScoreDeviation.create(POINTS)),
     "LogSumReLU": lambda: energy.LogSumReLU.create(POINTS, scale=0.1),
-    "Clustering": lambda: energy.Clustering.create(2.0),
+    "Clustering": lambda: theory.Clustering.create(2.0),
     "BinaryHopfield": lambda: energy.BinaryHopfield.of_patterns(POINTS.sign()),
     "DenseHopfield": lambda: energy.DenseHopfield.create(POINTS.sign()),
     "TwoLayer": lambda: energy.TwoLayer.create(POINTS.mT.contiguous()),
@@ -85,7 +86,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "ScoreDeviation, gain": lambda x: energy.ScoreDeviation.create(POINTS, gain=x),
     "ScoreDeviation, bias": lambda x: energy.ScoreDeviation.create(POINTS, bias=x),
     "ScoreDeviation, eps": lambda x: energy.ScoreDeviation.create(POINTS, eps=x),
-    "Clustering.create": lambda x: energy.Clustering.create(x),
+    "Clustering.create": lambda x: theory.Clustering.create(x),
     "BinaryHopfield.create": lambda x: energy.BinaryHopfield.create(x),
     "DenseHopfield.create": lambda x: energy.DenseHopfield.create(x),
     "TwoLayer.create": lambda x: energy.TwoLayer.create(x),
@@ -109,9 +110,9 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "jacobian_asymmetry": lambda x: energy.jacobian_asymmetry(torch.tanh, x),
     "SpinModel.create": lambda x: energy.SpinModel.create(SIGNS, x),
     "SpinModel.field": lambda x: energy.SpinModel.create(measures.Spin.create(torch.zeros(6)), NONE).field(x),
-    "SphericalSpins.create": lambda x: energy.SphericalSpins.create(x, NONE),
-    "SphericalSpins, scale": lambda x: energy.SphericalSpins.create(POINTS, NONE, scale=x),
-    "SphericalSpins.energy": lambda x: energy.SphericalSpins.create(POINTS, NONE).energy(x),
+    "SphericalSpins.create": lambda x: theory.SphericalSpins.create(x, NONE),
+    "SphericalSpins, scale": lambda x: theory.SphericalSpins.create(POINTS, NONE, scale=x),
+    "SphericalSpins.energy": lambda x: theory.SphericalSpins.create(POINTS, NONE).energy(x),
     "KineticSpins.create": lambda x: energy.KineticSpins.create(x, NONE),
     "KineticSpins, scale": lambda x: energy.KineticSpins.create(POINTS, NONE, scale=x),
     "KineticSpins.step": lambda x: spins().step(x, "second"),
@@ -130,10 +131,10 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "density.sample": lambda x: density.sample(hopfield(), x),
     "bounds.separation": lambda x: bounds.separation(hopfield(), x),
     "bounds.basin": lambda x: bounds.basin(hopfield(), x),
-    "bounds.least_descent": lambda x: bounds.least_descent(x, x),
-    "bounds.smallest_move": lambda x: bounds.smallest_move(x, 3),
-    "bounds.damped_descent": lambda x: bounds.damped_descent(x, 0.5),
-    "bounds.path_length": lambda x: bounds.path_length(x, x),
+    "least_descent": lambda x: least_descent(x, x),
+    "smallest_move": lambda x: smallest_move(x, 3),
+    "damped_descent": lambda x: damped_descent(x, 0.5),
+    "path_length": lambda x: path_length(x, x),
     "bounds.capacity": lambda x: bounds.capacity(x),
     "bounds.diameter": lambda x: bounds.diameter(x),
 }

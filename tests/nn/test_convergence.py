@@ -8,8 +8,8 @@ from tests.rows import every_row
 from torch import Tensor, nn
 
 from massieu.errors import ConvergenceError, ConvergenceWarning
-from massieu.exchangeable import ConjugateGradient
 from massieu.nn import ConditionalMeanAttention, Hopfield, ImplicitAttention, SpinAttention, TAPAttention
+from massieu.regression import ConjugateGradient
 from massieu.solve import Status, fixed_point
 
 

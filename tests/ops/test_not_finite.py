@@ -9,9 +9,9 @@ from tests.rows import every_row
 
 from massieu import ops
 from massieu.energy import Hopfield
-from massieu.exchangeable import attention_with_prior
 from massieu.measures import Atoms, affine, power
 from massieu.ops import AtomBlock, AtomStore, Partial, fused, streaming
+from massieu.posteriors import attention_with_prior
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LENGTHS = [1, 3, 7, 8, 9, 15, 16, 17, 33]

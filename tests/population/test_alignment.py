@@ -7,7 +7,8 @@ from scipy.stats import kstest
 from tests.rows import every_row
 from torch import Tensor
 
-from massieu.population import equilibrium, key_law, precision_alignment
+from massieu.population import precision_alignment
+from massieu.theory import equilibrium, key_law
 
 F64 = torch.float64
 

@@ -12,7 +12,6 @@ from tests.population import killed_flow
 from tests.rows import every_row
 
 from massieu import ops
-from massieu.energy import Clustering
 from massieu.errors import InputError
 from massieu.population import (
     CloudMoments,
@@ -26,6 +25,7 @@ from massieu.population import (
     covariance_spectrum,
     log_determinant,
 )
+from massieu.theory import Clustering
 
 
 def draws(*shape, seed=0):

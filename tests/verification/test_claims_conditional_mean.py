@@ -7,7 +7,7 @@ from tests.rows import every_row
 
 from massieu import ops
 from massieu.errors import InputError
-from massieu.exchangeable import conditional_mean_attention
+from massieu.regression import conditional_mean_attention
 from massieu.verification.beyond import regression
 from massieu.verification.run import verify
 from massieu.verification.zhang import conditional_mean as claims

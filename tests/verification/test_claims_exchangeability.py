@@ -7,14 +7,7 @@ import torch
 from tests.rows import every_row
 
 from massieu.errors import InputError
-from massieu.exchangeable import (
-    Concepts,
-    DirichletMultinomial,
-    GaussianMean,
-    averaging_regret,
-    posterior,
-    posterior_conjugate,
-)
+from massieu.posteriors import Concepts, DirichletMultinomial, GaussianMean, averaging_regret, base, conjugate
 from massieu.verification.beyond import empirical_bayes
 from massieu.verification.bridges import sinks
 from massieu.verification.run import verify
@@ -24,7 +17,7 @@ from massieu.verification.zhang import posterior as posterior_claims
 _BOUND = exchangeability.finite_extension_bound
 _SUFFICIENCY, _GAP = exchangeability.sufficiency, positions.permutation_gap
 _MERGED = sinks.attention_with_prior
-_DIRICHLET, _CONCEPTS, _PRIOR_TOKEN = DirichletMultinomial.posterior, Concepts.posterior, posterior.with_prior_token
+_DIRICHLET, _CONCEPTS, _PRIOR_TOKEN = DirichletMultinomial.posterior, Concepts.posterior, base.with_prior_token
 
 
 def _no_count(self, tokens, mask=None, *, precision=None):
@@ -57,7 +50,7 @@ WRONG = {
         "sufficiency",
         lambda *inputs, **label: _in_bits(_SUFFICIENCY(*inputs, **label)),
     ),
-    "Z3: no prior token": ("Z3", posterior_conjugate, "with_prior_token", _without_prior),
+    "Z3: no prior token": ("Z3", conjugate, "with_prior_token", _without_prior),
     "Z3: a posterior that forgets the count": ("Z3", GaussianMean, "posterior", _no_count),
     "Z11: a predictor that is no average": (
         "Z11",

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from massieu import ops
-from massieu.energy import Clustering
 from massieu.errors import InputError
 from massieu.population import DoublyStochasticLayer, ResampledLayer, cluster_count, doubly_stochastic_attention
+from massieu.theory import Clustering
 from massieu.verification.beyond import doubly_stochastic, memory
 from massieu.verification.run import verify
 from massieu.verification.shim import resampling

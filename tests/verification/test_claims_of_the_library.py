@@ -8,8 +8,8 @@ from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.gradients import jacobian_asymmetry
 from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.two_layer import TwoLayer
-from massieu.exchangeable import AttentionLipschitz, attention_lipschitz, generalisation_bound
 from massieu.population import FeedForward
+from massieu.theory import AttentionLipschitz, attention_lipschitz, generalisation_bound
 from massieu.verification.bal import gradient_maps, random_features
 from massieu.verification.run import verify
 from massieu.verification.shim import layers

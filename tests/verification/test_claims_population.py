@@ -8,8 +8,9 @@ from tests.rows import every_row
 
 from massieu.errors import InputError
 from massieu.measures import Gaussian
-from massieu.population import AttentionLayer, FeedForward, gaussian_flow
+from massieu.population import AttentionLayer, FeedForward
 from massieu.population.operator import Moments
+from massieu.theory import gaussian_flow
 from massieu.verification.beyond import population as beyond
 from massieu.verification.run import verify
 

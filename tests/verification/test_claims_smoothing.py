@@ -6,7 +6,7 @@ from tests.rows import every_row
 from torch import Tensor
 
 from massieu.errors import InputError
-from massieu.exchangeable import (
+from massieu.theory import (
     GaussianTokens,
     attention_lipschitz,
     denoising_score,

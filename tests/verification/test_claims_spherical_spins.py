@@ -4,8 +4,9 @@ import pytest
 import torch
 from tests.rows import every_row
 
-from massieu.energy import KineticIsing, KineticSpins, SphericalSpins, large_dimension
+from massieu.energy import KineticIsing, KineticSpins
 from massieu.errors import InputError
+from massieu.theory import SphericalSpins, large_dimension
 from massieu.verification.run import verify
 
 _SADDLE, _ECHO, _NEWTON = SphericalSpins.saddle_point, KineticSpins._echo, large_dimension._newton

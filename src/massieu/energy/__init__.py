@@ -14,7 +14,6 @@
 from massieu.energy import bounds, contraction, density
 from massieu.energy.base import Descent, Energy, Potential, Retrieval
 from massieu.energy.boltzmann import BoltzmannMachine
-from massieu.energy.clustering import Clustering
 from massieu.energy.discrete import BinaryHopfield, DenseHopfield
 from massieu.energy.entropy import least_entropy
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
@@ -22,7 +21,6 @@ from massieu.energy.foreign import boosting_energy, ood_score
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.energy.hopfield import Hopfield
 from massieu.energy.kinetic import KineticIsing, KineticSpins
-from massieu.energy.large_dimension import SaddlePoint, SphericalSpins
 from massieu.energy.newton import newton_step
 from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.rectified import LogSumReLU
@@ -33,7 +31,6 @@ from massieu.energy.two_layer import TwoLayer
 __all__ = [
     "BinaryHopfield",
     "BoltzmannMachine",
-    "Clustering",
     "DenseHopfield",
     "Descent",
     "Energy",
@@ -44,10 +41,8 @@ __all__ = [
     "LogSumReLU",
     "Potential",
     "Retrieval",
-    "SaddlePoint",
     "ScoreDeviation",
     "SparseAtoms",
-    "SphericalSpins",
     "SpinModel",
     "TwoLayer",
     "boosting_energy",

@@ -1,9 +1,8 @@
-"""What is known in advance of a Hopfield memory: the eight parts of B5, as numbers.
+"""What is known in advance of a Hopfield memory: parts (6) to (8) of B5, as numbers; `theory.descent` has (2) to (5).
 
-(1) force and Hessian are methods of the energy; (2) `energy_range`; (3) `least_descent`, `smallest_move`;
-(4) `damped_descent`; (5) `path_length`; (6) `contraction_factor`; (7) `separation`, `retrieval_bound`, `basin`;
-(8) `capacity`. Constants of Ramsauer et al. (arXiv 2008.02217), generalised to weights w_n: a pattern's score is
-x_n·ξ + log(w_n)/β, so that what a mask leaves out counts for nothing.
+(6) `contraction_factor`; (7) `separation`, `retrieval_bound`, `basin`; (8) `capacity`. Constants of Ramsauer et al.
+(arXiv 2008.02217), generalised to weights w_n: a pattern's score is x_n·ξ + log(w_n)/β, so that what a mask leaves out
+counts for nothing.
 """
 
 import math
@@ -73,61 +72,6 @@ def stored(hopfield: Hopfield, *, plain: bool = True) -> Atoms:
 def largest_norm(hopfield: Hopfield) -> Float[Tensor, "*batch"]:
     """M = max ‖x_n‖ over the patterns that no mask leaves out; 0 if there are none."""
     return _kept_points(stored(hopfield, plain=False)).norm(dim=-1).amax(-1)
-
-
-def energy_range(hopfield: Hopfield) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """0 and 2M²: between them lies E(ξ) for ‖ξ‖ ≤ M, where all its minima are; nowhere is E below 0 (B5.2).
-
-    Raises:
-        TypeError: as `stored`.
-    """
-    stored(hopfield)
-    top = 2 * largest_norm(hopfield).square()
-    return torch.zeros_like(top), top
-
-
-def least_descent(
-    state: Float[Tensor, "*batch_query d"], after: Float[Tensor, "*batch_query d"]
-) -> Float[Tensor, "*batch_query"]:
-    """½‖state − after‖²: a full step from `state` to `after` lowers E by at least this (B5.3)."""
-    if floating("state", state).shape != floating("after", after).shape or state.ndim == 0:
-        raise ValueError(
-            f"state and after must have one shape (*lead, d), got {tuple(state.shape)} and {tuple(after.shape)}"
-        )
-    return 0.5 * promoted(state - after).square().sum(-1)
-
-
-def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*lead"]:
-    """√(2·drop/steps): of so many full steps, the shortest is at most this long, if E fell by `drop` in all (B5.3).
-
-    With drop = E(start), of which nothing more can be lost, it is a bound before the first step.
-
-    Raises:
-        ValueError: `steps` is less than 1.
-    """
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a whole number, at least 1, got {steps!r}")
-    floating("drop", drop)
-    return (2 * promoted(drop) / steps).sqrt()
-
-
-def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Float[Tensor, "*batch_query"]:
-    """γ(1 − γ/2)‖∇E‖²: a step of damping γ in (0, 2) lowers E by at least this (B5.4)."""
-    if not 0 < real("damping", damping) < 2 or floating("force", force).ndim == 0:
-        shape = tuple(force.shape)
-        raise ValueError(
-            f"damped_descent needs a damping in (0, 2) and a force (*lead, d), got {damping} and shape {shape}"
-        )
-    return damping * (1 - damping / 2) * promoted(force).square().sum(-1)
-
-
-def path_length(first_move: Float[Tensor, "*lead"], contraction: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
-    """‖T(x) − x‖/(1 − L): the whole path from x is at most this long, the end at most this far, for a factor L < 1.
-
-    For L ≥ 1 the path of a Hopfield memory is still of finite length, and has one end (B5.5), but no bound is known: +inf.
-    """
-    first_move, gap = promoted(floating("first_move", first_move)), 1 - promoted(floating("contraction", contraction))
-    return torch.where(gap > 0, first_move / torch.where(gap > 0, gap, 1.0), torch.inf)
 
 
 def diameter(hopfield: Hopfield, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:

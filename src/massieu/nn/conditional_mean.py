@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.exchangeable import Exponential, Gaussian, Kernel, Linear, conditional_mean_attention
-from massieu.exchangeable.conditional_mean import Method
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import Mask
 from massieu.nn.multihead import Attended, MultiHead
+from massieu.regression import Exponential, Gaussian, Kernel, Linear, conditional_mean_attention
+from massieu.regression.conditional_mean import Method
 
 
 class ConditionalMeanAttention(Converging, MultiHead):
@@ -50,7 +50,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
                 width: in-context ridge regression.
             width: What each head's starts from; √head_dim by default, of keys of unit variance about a distance.
             ridge: What each head's λ starts from.
-            method: As for `massieu.exchangeable.conditional_mean_attention`. Where conjugate gradients stop above their
+            method: As for `massieu.regression.conditional_mean_attention`. Where conjugate gradients stop above their
                 tolerance the last iterate is used, `convergence` has status and residual of each value column, and a
                 warning says so once.
             throw: Raise instead.

@@ -1,7 +1,6 @@
 """Tokens as particles: layers as operators on populations and on laws, and what they do to a cloud."""
 
 from massieu.population.alignment import Alignment, precision_alignment
-from massieu.population.assumptions import EquilibriumReport, equilibrium_report
 from massieu.population.attention_layer import AttentionLayer
 from massieu.population.cloud_shape import (
     ProjectedCumulants,
@@ -19,13 +18,9 @@ from massieu.population.doubly_stochastic import (
     doubly_stochastic_attention,
     sinkhorn,
 )
-from massieu.population.equilibrium import after_layer, entropy_gain, equilibrium, key_law, sample_error, whitened_map
-from massieu.population.expansion import Expansion, expansion
 from massieu.population.flow import Flow
 from massieu.population.flow_observables import CloudMoments, CloudShape, Clusters, SelfAttention
 from massieu.population.flow_result import FlowResult
-from massieu.population.gaussian_flow import BlowUpError, gaussian_flow
-from massieu.population.growth import cumulant_growth, harmonic_growth, measured_cumulant_growth
 from massieu.population.layer import Composition, FeedForward, Normalisation
 from massieu.population.observables import (
     covariance_spectrum,
@@ -43,7 +38,6 @@ from massieu.population.self_attention import SelfAttentionLevels, self_attentio
 __all__ = [
     "Alignment",
     "AttentionLayer",
-    "BlowUpError",
     "CloudMoments",
     "CloudShape",
     "ClusterCount",
@@ -51,8 +45,6 @@ __all__ = [
     "Composition",
     "DoublyStochastic",
     "DoublyStochasticLayer",
-    "EquilibriumReport",
-    "Expansion",
     "FeedForward",
     "Flow",
     "FlowResult",
@@ -68,31 +60,19 @@ __all__ = [
     "SelfAttention",
     "SelfAttentionLevels",
     "TraceRenormalisation",
-    "after_layer",
     "cluster_count",
     "covariance_spectrum",
-    "cumulant_growth",
     "doubly_stochastic_attention",
     "effective_rank",
-    "entropy_gain",
-    "equilibrium",
-    "equilibrium_report",
-    "expansion",
     "gaussian_cumulant_spread",
     "gaussian_distance_null",
-    "gaussian_flow",
-    "harmonic_growth",
-    "key_law",
     "log_determinant",
-    "measured_cumulant_growth",
     "pairwise_distance",
     "participation_ratio",
     "precision_alignment",
     "projected_cumulants",
     "random_directions",
-    "sample_error",
     "self_attention_levels",
     "sinkhorn",
     "squared_gaussian_distance",
-    "whitened_map",
 ]

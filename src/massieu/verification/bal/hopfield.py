@@ -8,6 +8,7 @@ from torch import Tensor
 
 from massieu.energy import Hopfield, bounds
 from massieu.measures import Atoms
+from massieu.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
 from massieu.verification.claim import (
     BAL,
     CLOSED_FORM,
@@ -85,7 +86,7 @@ def _derivatives(normal: Normal, atoms: int, dimensions: int) -> Iterator[Check]
 
 def _range(energy: Hopfield, state: Tensor, norm: Tensor) -> Iterator[Check]:
     """(2)."""
-    low, top = bounds.energy_range(energy)
+    low, top = energy_range(energy)
     yield at_least("E/M² anywhere", (energy(3 * state) - low) / norm.square(), -_EDGE)
     inside = state * (norm / state.norm(dim=-1)).clamp(max=1).unsqueeze(-1)
     yield at_most("E/2M² where ‖ξ‖ ≤ M", energy(inside) / top, 1 + _EDGE)
@@ -96,17 +97,17 @@ def _descent(energy: Hopfield, state: Tensor) -> Iterator[Check]:
     path = energy.descend(state, steps=5)
     size = 1 + path.energies[0].abs() + state.square().sum(-1)
     drop = path.energies[:-1] - path.energies[1:]
-    least = bounds.least_descent(path.states[:-1], path.states[1:])
+    least = least_descent(path.states[:-1], path.states[1:])
     yield at_least("E(ξ) − E(ξ⁺) − ½‖ξ − ξ⁺‖², relative", (drop - least) / size, -_EDGE)
     moves = (path.states[1:] - path.states[:-1]).norm(dim=-1)
     total = moves.square().sum(0) - 2 * (path.energies[0] - path.energies[-1])
     yield at_most("Σ‖Δ‖² − 2(E₀ − E), relative", total / size, _EDGE)
-    shortest = moves.amin(0).square() - bounds.smallest_move(path.energies[0], 5).square()
+    shortest = moves.amin(0).square() - smallest_move(path.energies[0], 5).square()
     yield at_most("least ‖Δ‖² of 5 − 2E₀/5, relative", shortest / size, _EDGE)
     force = energy.force(state)
     for damping in (0.1, 0.5, 1.5, 1.9):
         drop = energy(state) - energy(energy.step(state, damping=damping))
-        rest = (drop - bounds.damped_descent(force, damping)) / size
+        rest = (drop - damped_descent(force, damping)) / size
         yield at_least(f"damping {damping}: E falls by γ(1 − γ/2)‖∇E‖², relative", rest, -_EDGE)
 
 
@@ -124,7 +125,7 @@ def _contraction(energy: Hopfield, state: Tensor) -> Iterator[Check]:
     calm = Hopfield.create(energy.memory, scale=energy.scale * (0.4 / factor).clamp(max=1.0))
     path = calm.descend(state, steps=28).states
     moves = (path[1:] - path[:-1]).norm(dim=-1)
-    limit = bounds.path_length(moves[0], bounds.contraction_factor(calm))
+    limit = path_length(moves[0], bounds.contraction_factor(calm))
     yield at_most("length of the path by ‖Δ₀‖/(1 − L), L ≤ 0.4", moves.sum(0) / limit, 1 + 1e-9)
     elsewhere = calm.descend(other, steps=28).states[-1]
     # 0.4²⁸ = 7e-12.

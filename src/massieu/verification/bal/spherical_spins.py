@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import SphericalSpins, SpinModel
+from massieu.energy import SpinModel
 from massieu.measures import Spin
+from massieu.theory import SphericalSpins
 from massieu.verification.claim import (
     CLOSED_FORM,
     GRADIENT_BY_DIFFERENCES,

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.energy import Clustering, Hopfield, boosting_energy, newton_step, ood_score
+from massieu.energy import Hopfield, boosting_energy, newton_step, ood_score
 from massieu.measures import Atoms
 from massieu.population import cluster_count
+from massieu.theory import Clustering
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences

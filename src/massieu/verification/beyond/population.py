@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from massieu.measures import Gaussian
-from massieu.population import AttentionLayer, BlowUpError, Composition, gaussian_flow
+from massieu.population import AttentionLayer, Composition
+from massieu.theory import BlowUpError, gaussian_flow
 from massieu.verification.claim import Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.rates import has_rate, rate

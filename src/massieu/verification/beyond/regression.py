@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import Features, Linear, conditional_mean_attention
+from massieu.regression import Features, Linear, conditional_mean_attention
 from massieu.verification.claim import Check, at_least, at_most, close
 from massieu.verification.inputs import need, normal_draws
 from massieu.verification.registry import claim

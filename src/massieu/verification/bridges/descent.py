@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield, bounds, contraction
+from massieu.energy import Hopfield, contraction
 from massieu.measures import Atoms, Gaussian, Measure, Sphere, mixture
+from massieu.theory import damped_descent
 from massieu.verification.claim import CLOSED_FORM, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, normal_draws
 from massieu.verification.registry import claim
@@ -56,7 +57,7 @@ def _layers(name: str, energy: Hopfield, state: Tensor, rate: float, layers: int
     for _ in range(layers):
         after = (state + rate * energy.memory.mean(scale * state)) / (1 + rate)
         apart.append((after - energy.step(state, damping=damping)).abs().max())
-        least = bounds.damped_descent(energy.force(state), damping)
+        least = damped_descent(energy.force(state), damping)
         before = energy(state)
         margins.append(((before - energy(after) - least) / (1 + before.abs())).min())
         state = after

@@ -7,7 +7,7 @@ from numpy.polynomial.hermite_e import HermiteE, hermegauss
 from torch import Tensor
 
 from massieu.measures import Atoms, Bernoulli, Gaussian, Laplace, Measure, Poisson, Sphere, Spin, mixture
-from massieu.population import cumulant_growth, expansion, measured_cumulant_growth
+from massieu.theory import cumulant_growth, expansion, measured_cumulant_growth
 from massieu.verification.claim import Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.registry import claim

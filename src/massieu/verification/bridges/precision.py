@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import GaussianTokens, denoising_score
+from massieu.theory import GaussianTokens, denoising_score
 from massieu.verification.claim import Check, at_least, at_most, close, near_in_standard_errors
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences

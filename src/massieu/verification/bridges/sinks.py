@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from massieu import ops
-from massieu.exchangeable import GaussianMean, attention_with_prior
+from massieu.posteriors import GaussianMean, attention_with_prior
 from massieu.verification.claim import Check, at_least, close
 from massieu.verification.inputs import need, normal_draws
 from massieu.verification.rates import has_rate, rate

@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import (
-    deconvolution,
-    ridge_multipliers,
-    softmax_limit,
-    sphere_multipliers,
-    spherical_kernel,
-)
 from massieu.ops.bessel import log_sphere_partition
+from massieu.theory import deconvolution, ridge_multipliers, softmax_limit, sphere_multipliers, spherical_kernel
 from massieu.verification.claim import CLOSED_FORM, Check, at_least, at_most, close
 from massieu.verification.registry import claim
 

@@ -9,18 +9,8 @@ from torch import Tensor
 
 from massieu.energy import contraction
 from massieu.measures import Atoms, Gaussian, Sphere
-from massieu.population import (
-    Renormalisation,
-    TraceRenormalisation,
-    after_layer,
-    entropy_gain,
-    equilibrium,
-    harmonic_growth,
-    key_law,
-    pairwise_distance,
-    sample_error,
-    whitened_map,
-)
+from massieu.population import Renormalisation, TraceRenormalisation, pairwise_distance
+from massieu.theory import after_layer, entropy_gain, equilibrium, harmonic_growth, key_law, sample_error, whitened_map
 from massieu.verification.claim import (
     SHIM,
     Check,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.measures import Atoms, Bernoulli, Gaussian, Measure, Sphere, Spin, mixture
-from massieu.population import after_layer, entropy_gain, equilibrium, expansion, key_law
+from massieu.theory import after_layer, entropy_gain, equilibrium, expansion, key_law
 from massieu.verification.claim import (
     CLOSED_FORM,
     GRADIENT_BY_DIFFERENCES,

@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield, bounds, contraction
+from massieu.energy import Hopfield, contraction
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.measures import Atoms
 from massieu.population import FeedForward
+from massieu.theory import damped_descent
 from massieu.verification.claim import SHIM, Check, at_least, at_most, close, near_in_standard_errors
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.registry import claim
@@ -110,7 +111,7 @@ def residual_and_quadratic_term(
         name = f"γ = {rate}: (ξ + γ∇A)/(1 + γ) and ξ − γ′∇E"
         yield close(name, shrunk, state + damping * energy.force(state), _ROUNDING)
         yield close(f"γ = {rate}: and the damped step", shrunk, energy.step(state, damping=damping), _ROUNDING)
-        drop = energy(state) - energy(shrunk) - bounds.damped_descent(energy.force(state), damping)
+        drop = energy(state) - energy(shrunk) - damped_descent(energy.force(state), damping)
         yield at_least(f"γ = {rate}: E falls by γ′(1 − γ′/2)‖∇E‖² or more", drop, -_ROUNDING)
         yield from _on_the_sphere(memory, state, rate)
     yield from _along_the_sphere(memory, state)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from massieu.measures import Gaussian
-from massieu.population import equilibrium, key_law, precision_alignment
+from massieu.population import precision_alignment
+from massieu.theory import equilibrium, key_law
 from massieu.verification.claim import SHIM, Check, as_published, at_most, close, near_in_standard_errors
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.registry import claim

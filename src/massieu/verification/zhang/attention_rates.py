@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import masked_gaussian_mean, optimal_scale
 from massieu.measures import Gaussian
+from massieu.theory import masked_gaussian_mean, optimal_scale
 from massieu.verification.claim import Check, at_least, at_most, near_in_standard_errors
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.rates import has_rate, rate

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import Features, Gaussian, Linear, conditional_mean_attention, ridge_from
+from massieu.regression import Features, Gaussian, Linear, conditional_mean_attention, ridge_from
 from massieu.verification.claim import (
     FOLLOW_UP,
     ZHANG,

@@ -7,14 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.exchangeable import (
-    Concepts,
-    DirichletMultinomial,
-    GaussianMean,
-    finite_extension_bound,
-    sufficiency,
-    urn_total_variation,
-)
+from massieu.posteriors import Concepts, DirichletMultinomial, GaussianMean, sufficiency
+from massieu.theory import finite_extension_bound, urn_total_variation
 from massieu.verification.claim import CLOSED_FORM, ZHANG, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.registry import claim

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import attention_lipschitz, generalisation_bound
+from massieu.theory import attention_lipschitz, generalisation_bound
 from massieu.verification.claim import CLOSED_FORM, ZHANG, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.rates import has_rate, rate

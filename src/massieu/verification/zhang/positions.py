@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu import ops
-from massieu.exchangeable import permutation_gap
+from massieu.posteriors import permutation_gap
 from massieu.verification.claim import ZHANG, Check, at_least, at_most
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.registry import claim

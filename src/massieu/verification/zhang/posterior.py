@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.exchangeable import Concepts, DirichletMultinomial, ExponentialFamily, GaussianMean, averaging_regret
 from massieu.measures import Bernoulli, Exponential, Gaussian, Poisson, Spin
+from massieu.posteriors import Concepts, DirichletMultinomial, ExponentialFamily, GaussianMean, averaging_regret
 from massieu.verification.claim import CLOSED_FORM, FOLLOW_UP, QUADRATURE, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import quadrature

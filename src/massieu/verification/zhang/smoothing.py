@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.exchangeable import (
+from massieu.theory import (
     asymptotic_scale,
     harmonic_count,
     optimal_scale,

@@ -7,13 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.exchangeable import (
-    excess_risk_bound,
-    masked_gaussian_mean,
-    masked_mean,
-    masked_token_probabilities,
-    transfer,
-)
+from massieu.theory import excess_risk_bound, masked_gaussian_mean, masked_mean, masked_token_probabilities, transfer
 from massieu.verification.claim import (
     CLOSED_FORM,
     QUADRATURE,

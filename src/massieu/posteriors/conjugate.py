@@ -1,0 +1,273 @@
+"""Conjugate posteriors, which are attention with a prior token: Gaussian means and any exponential family (Z3.1–3, S16)."""
+
+import math
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from massieu.measures import ConjugatePrior, Measure
+from massieu.measures.value import values_are_readable
+from massieu.posteriors.arguments import check_device, told
+from massieu.posteriors.base import AttentionForm, Posterior, check_numbers, with_prior_token
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+class GaussianMean(Posterior):
+    """z ~ N(mean, (variance/strength)·I), and tokens x ~ N(z, (variance/τ)·I), with a relative precision τ each (Z3.1, Z3.2).
+
+    The posterior mean is attention over the tokens and a prior token of value m₀ and logit log κ₀; the tokens' logits are
+    log τ, 0 by default. log κ, the new strength, is that attention's log-partition.
+
+    Attributes:
+        mean: m, shape (*batch, d).
+        strength: κ, how many tokens of relative precision 1 the mean is worth, shape (*batch).
+        variance: σ² of a token's coordinate given z, shape (*batch).
+        log_evidence: log-density of the tokens seen, shape (*batch).
+    """
+
+    mean: Float[Tensor, "*batch d"]
+    strength: Float[Tensor, "*batch"]
+    variance: Float[Tensor, "*batch"]
+    log_evidence: Float[Tensor, "*batch"]
+
+    @classmethod
+    def create(
+        cls, mean: Float[Tensor, "*batch d"], strength: Float[Tensor, "*batch"], variance: Float[Tensor, "*batch"]
+    ) -> Self:
+        """The prior N(mean, (variance/strength)·I).
+
+        Raises:
+            ValueError: shapes that do not fit, a number that is not finite, a strength or variance that is not positive.
+            TypeError: not floating-point tensors.
+        """
+        batch = _batch(mean, "mean", 1)
+        mean, strength, variance = check_numbers(
+            {"mean": (*batch, mean.shape[-1]), "strength": batch, "variance": batch},
+            positive=("strength", "variance"),
+            mean=mean,
+            strength=strength,
+            variance=variance,
+        )
+        return cls(mean, strength, variance, torch.zeros_like(strength))
+
+    @property
+    def covariance(self) -> Float[Tensor, "*batch d d"]:
+        """The posterior covariance, (variance/strength)·I."""
+        identity = torch.eye(self.mean.shape[-1], dtype=self.mean.dtype, device=self.mean.device)
+        return (self.variance / self.strength)[..., None, None] * identity
+
+    def posterior(
+        self,
+        tokens: Float[Tensor, "*batch n d"],
+        mask: Bool[Tensor, "*batch n"] | None = None,
+        *,
+        precision: Float[Tensor, "*batch n"] | None = None,
+    ) -> "GaussianMean":
+        """The law after these tokens, of relative precisions `precision` (1 by default), finite and positive.
+
+        Raises:
+            ValueError, TypeError: as `Posterior.posterior`, and for such precisions.
+        """
+        law, tokens, seen, log_precision = self._read(tokens, mask, precision)
+        weight = torch.where(seen, log_precision, -torch.inf).exp()
+        total = weight.sum(-1)
+        # About the tokens' own mean, so that tokens far from the origin keep their digits.
+        share = weight / torch.where(total > 0, total, 1.0).unsqueeze(-1)
+        centre = (share.unsqueeze(-1) * tokens).sum(-2)
+        strength = law.strength + total
+        shift = centre - law.mean
+        spread = (weight * (tokens - centre.unsqueeze(-2)).square().sum(-1)).sum(-1)
+        distance = law.strength * total / strength * shift.square().sum(-1)
+        constant = torch.where(seen, (law.variance.log() + _LOG_2PI).unsqueeze(-1) - log_precision, 0.0).sum(-1)
+        constant = constant + (total / law.strength).log1p()
+        gain = -0.5 * (tokens.shape[-1] * constant + (spread + distance) / law.variance)
+        mean = law.mean + (total / strength).unsqueeze(-1) * shift
+        return GaussianMean(mean, strength, law.variance, law.log_evidence + gain)
+
+    def log_predictive(
+        self, token: Float[Tensor, "*batch_query d"], *, precision: Float[Tensor, "*batch_query"] | None = None
+    ) -> Float[Tensor, "*batch_query"]:
+        """log N(token; mean, variance·(1/τ + 1/strength)·I), τ the token's relative precision (1 by default).
+
+        Raises:
+            ValueError, TypeError: as `posterior`.
+        """
+        law, token = self._admit_token(token, self.mean.shape[-1:])
+        noise = torch.exp(-_log_precision(precision, token.shape[:-1], token))
+        variance = law.variance * (noise + 1 / law.strength)
+        square = (token - law.mean).square().sum(-1)
+        return -0.5 * (token.shape[-1] * (variance.log() + _LOG_2PI) + square / variance)
+
+    def as_attention(
+        self,
+        tokens: Float[Tensor, "*batch n d"],
+        mask: Bool[Tensor, "*batch n"] | None = None,
+        *,
+        precision: Float[Tensor, "*batch n"] | None = None,
+    ) -> AttentionForm:
+        """The attention whose output is the posterior's mean and whose log-partition is the log of its strength (Z3.1, Z3.2).
+
+        Raises:
+            ValueError, TypeError: as `posterior`.
+        """
+        law, tokens, seen, log_precision = self._read(tokens, mask, precision)
+        return with_prior_token(law.mean, law.strength, tokens, torch.where(seen, log_precision, -torch.inf))
+
+    def _read(
+        self, tokens: Tensor, mask: Tensor | None, precision: Tensor | None
+    ) -> tuple["GaussianMean", Tensor, Tensor, Tensor]:
+        law, tokens, seen = self._admit(tokens, mask, tuple(self.mean.shape[-1:]))
+        if isinstance(precision, Tensor) and precision.shape == seen.shape:
+            precision = torch.where(seen, precision, 1.0)
+        return law, tokens, seen, _log_precision(precision, seen.shape, tokens)
+
+
+class ExponentialFamily(Posterior):
+    """Tokens from a likelihood e^{η·x − A₀(η)}, and the conjugate prior e^{χ·η − νA₀(η)} on its natural parameter (Z3.3, S16).
+
+    `mean` is E ∇A₀(η) = χ/ν, the mean of the next token: attention over the tokens and a prior token of value χ/ν and logit
+    log ν. The count, log ν, is its log-partition.
+
+    Attributes:
+        likelihood: The law of one token: Bernoulli, Spin, Poisson, Exponential, Gamma, or Gaussian with independent
+            coordinates; batch (*batch), event (d,).
+        chi: χ, the pseudo-sum of tokens, shape (*batch, d).
+        strength: ν, the pseudo-count, shape (*batch).
+        log_evidence: log-probability (or -density) of the tokens seen, shape (*batch).
+    """
+
+    likelihood: Measure
+    chi: Float[Tensor, "*batch d"]
+    strength: Float[Tensor, "*batch"]
+    log_evidence: Float[Tensor, "*batch"]
+
+    @classmethod
+    def create(
+        cls, likelihood: Measure, chi: Float[Tensor, "*batch d"], strength: Float[Tensor, "*batch"]
+    ) -> "ExponentialFamily":
+        """The prior worth `strength` tokens whose sum is `chi`.
+
+        Raises:
+            ValueError: shapes that do not fit, numbers that are not finite, a strength that is not positive, a likelihood
+                that `massieu.measures.ConjugatePrior` refuses.
+            DomainError: χ/ν is outside the range of the likelihood's means.
+            TypeError: another likelihood, or not floating-point tensors.
+        """
+        if not isinstance(likelihood, Measure):
+            raise TypeError(f"likelihood must be a measure, got {told(likelihood)}")
+        batch = tuple(likelihood.batch_shape)
+        chi, strength = check_numbers(
+            {"chi": (*batch, *likelihood.event_shape), "strength": batch},
+            positive=("strength",),
+            chi=chi,
+            strength=strength,
+        )
+        held = next((leaf for leaf in pytree.tree_leaves(likelihood) if isinstance(leaf, Tensor)), chi)
+        check_device(likelihood=held, chi=chi, strength=strength)
+        law = cls(likelihood, chi, strength, torch.zeros_like(strength))
+        ConjugatePrior.create(likelihood, law._per_coordinate()).log_partition(chi)
+        return law
+
+    @property
+    def mean(self) -> Float[Tensor, "*batch d"]:
+        """E ∇A₀(η) = χ/ν (Diaconis and Ylvisaker)."""
+        return self.chi / self.strength.unsqueeze(-1)
+
+    @property
+    def prior(self) -> ConjugatePrior:
+        """The law of η as a measure, whose natural parameter is `chi`."""
+        return ConjugatePrior(self.likelihood, self._per_coordinate())
+
+    @property
+    def natural_mean(self) -> Float[Tensor, "*batch d"]:
+        """E η, the posterior mean of the natural parameter."""
+        return self.prior.mean(self.chi)
+
+    @property
+    def natural_covariance(self) -> Float[Tensor, "*batch d d"]:
+        """The posterior covariance of the natural parameter."""
+        return self.prior.fisher(self.chi)
+
+    def posterior(
+        self, tokens: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None = None
+    ) -> "ExponentialFamily":
+        law, tokens, seen = self._admit(tokens, mask, tuple(self.chi.shape[-1:]))
+        # In float64: a gain of the order of one is the difference of masses of the order of the count.
+        wide = law._in(torch.float64)
+        log_base = wide._log_base(_in_support(tokens, seen).double())
+        strength, chi = wide.strength + seen.sum(-1), wide.chi + tokens.double().sum(-2)
+        after = ExponentialFamily(wide.likelihood, chi, strength, wide.log_evidence)
+        gain = after._log_mass() - wide._log_mass() + torch.where(seen, log_base, 0.0).sum(-1)
+        return ExponentialFamily(wide.likelihood, chi, strength, wide.log_evidence + gain)._in(tokens.dtype)
+
+    def log_predictive(self, token: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
+        law, token = self._admit_token(token, tuple(self.chi.shape[-1:]))
+        wide, exact = law._in(torch.float64), token.double()
+        after = ExponentialFamily(wide.likelihood, wide.chi + exact, wide.strength + 1, wide.log_evidence)
+        gain = after._log_mass() - wide._log_mass() + wide._log_base(exact.unsqueeze(-2)).squeeze(-1)
+        return gain.to(token.dtype)
+
+    def as_attention(
+        self, tokens: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None = None
+    ) -> AttentionForm:
+        """The attention whose output is the posterior's mean and whose log-partition is the log of its strength (Z3.3).
+
+        Raises:
+            ValueError, TypeError: as `posterior`.
+        """
+        law, tokens, seen = self._admit(tokens, mask, tuple(self.chi.shape[-1:]))
+        if values_are_readable(tokens):
+            law._check_support(_in_support(tokens, seen).movedim(-2, 0))
+        logits = torch.where(seen, torch.zeros_like(tokens[..., 0]), -torch.inf)
+        return with_prior_token(law.mean, law.strength, tokens, logits)
+
+    def _per_coordinate(self) -> Tensor:
+        return self.strength.unsqueeze(-1).expand(self.chi.shape)
+
+    def _log_mass(self) -> Tensor:
+        """log ∫ e^{χ·η − νA₀(η)} dη."""
+        return self.prior.log_partition(self.chi)
+
+    def _log_base(self, tokens: Tensor) -> Tensor:
+        """The likelihood's log-density at η = 0 without its normalisation, (*batch, n) of (*batch, n, d)."""
+        points = tokens.movedim(-2, 0)
+        if values_are_readable(points):
+            self._check_support(points)
+        if not len(points):
+            return tokens[..., 0]
+        origin = torch.zeros_like(self.chi)
+        return (self.likelihood.log_prob(origin, points) + self.likelihood.log_partition(origin)).movedim(0, -1)
+
+    def _check_support(self, points: Tensor) -> None:
+        if not len(points):
+            return
+        inside = points.isfinite().all(-1) & (self.likelihood.log_prob(torch.zeros_like(self.chi), points) > -torch.inf)
+        if not bool(inside.all()):
+            wrong = ", ".join(f"{number:g}" for number in points[~inside][0].tolist())
+            raise ValueError(f"tokens must lie in the support of {type(self.likelihood).__name__}, got ({wrong})")
+
+
+def _in_support(tokens: Tensor, seen: Tensor) -> Tensor:
+    """The tokens, with 1 in place of what is masked: it lies in the support of every likelihood."""
+    return torch.where(seen.unsqueeze(-1), tokens, 1.0)
+
+
+def _batch(tensor: object, name: str, events: int) -> tuple[int, ...]:
+    """The batch shape of a tensor with so many event dimensions."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a floating-point tensor, got {told(tensor)}")
+    if tensor.ndim < events:
+        raise ValueError(f"{name} must have at least {events} dimensions, got shape {tuple(tensor.shape)}")
+    return tuple(tensor.shape[: tensor.ndim - events])
+
+
+def _log_precision(precision: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
+    if precision is None:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    shapes = {"precision": tuple(shape)}
+    (precision,) = check_numbers(shapes, positive=("precision",), precision=precision)
+    return precision.to(like.dtype).log()

@@ -1,0 +1,180 @@
+"""De Finetti's theorem with finitely many tokens, what is sufficient, and the regret of averaging models (Z1, Z2, Z11)."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.posteriors.arguments import check_log_probabilities, check_tensors, check_values, check_whole
+
+_MOST_SEQUENCES = 1_000_000
+_MOST_COUNTS = 2048
+_SAME = 1e-9
+"""Two laws whose entries are no further apart are one: computed from different counts they differ by rounding."""
+
+
+# --- what is sufficient (Z2) -------------------------------------------------------------------------------------------
+
+
+class Sufficiency(NamedTuple):
+    """What sequences of tokens say of a concept, and what their posterior says. Informations are in nats."""
+
+    information: float
+    """I(z; X), X the sequence."""
+    posterior_information: float
+    """I(z; S), S = P(z | X): the same, since the posterior is sufficient."""
+    sequences: int
+    posteriors: int
+    """How many different posteriors there are."""
+    least_loss: float
+    """What I(z; ·) loses by the cheapest merger of two different posteriors: positive, since the posterior is minimal."""
+    least_label_loss: float
+    """The same of I(y; ·) for the given label: it may be 0, since the posterior is not minimal for one label (trap 23)."""
+
+
+def sufficiency(
+    log_prior: Float[Tensor, "K"],
+    log_likelihood: Float[Tensor, "K V"],
+    length: int,
+    *,
+    label: Float[Tensor, "K Y"] | None = None,
+) -> Sufficiency:
+    """Enumerate all V^length sequences of tokens independent given one of K concepts (Z2).
+
+    Args:
+        log_prior: log-weights of the concepts, normalised here.
+        log_likelihood: log-weights of the tokens, normalised here; −inf for a token that a concept never emits.
+        length: Of the sequences.
+        label: P(y | z), one row a concept; by default y = z.
+
+    Raises:
+        ValueError: shapes that do not fit, NaN or +inf, a label whose rows are no probabilities, more than a million
+            sequences or 2048 that differ in their tokens' counts, one posterior alone (nothing to merge).
+        TypeError: not tensors, a length that is no whole number.
+    """
+    check_whole("length", length)
+    check_tensors(log_prior=log_prior, log_likelihood=log_likelihood)
+    check_values(log_prior=log_prior, log_likelihood=log_likelihood, label=label)
+    if log_prior.ndim != 1 or log_likelihood.ndim != 2 or len(log_prior) != len(log_likelihood):
+        raise ValueError(
+            f"log_prior and log_likelihood must have shapes (K,) and (K, V), got {tuple(log_prior.shape)} and "
+            f"{tuple(log_likelihood.shape)}"
+        )
+    concepts, tokens = log_likelihood.shape
+    check_log_probabilities(log_prior=log_prior, log_likelihood=log_likelihood)
+    if length < 1 or tokens < 1 or length * math.log(tokens) > math.log(_MOST_SEQUENCES) + 1e-9:
+        raise ValueError(f"{tokens} tokens and length {length}: needed are 1 to {_MOST_SEQUENCES} sequences")
+    if math.comb(tokens + length - 1, length) > _MOST_COUNTS:
+        raise ValueError(
+            f"{tokens} tokens and length {length}: sequences have {math.comb(tokens + length - 1, length)} different counts "
+            f"of tokens, more than the {_MOST_COUNTS} that are compared with each other"
+        )
+    if label is not None:
+        check_tensors(label=label)
+    else:
+        label = torch.eye(concepts, dtype=torch.float64)
+    if label.ndim != 2 or len(label) != concepts:
+        raise ValueError(f"label must have shape ({concepts}, Y), got {tuple(label.shape)}")
+    label = label.double().cpu()
+    if not bool((label >= 0).all()) or not bool(((label.sum(-1) - 1).abs() < 1e-6).all()):
+        raise ValueError("label must have rows of probabilities: entries at least 0, of sum 1")
+    prior = torch.log_softmax(log_prior.double().cpu(), 0)
+    likelihood = torch.log_softmax(log_likelihood.double().cpu(), 1)
+    sequences = torch.cartesian_prod(*[torch.arange(tokens)] * length).reshape(-1, length)
+    joint = prior + likelihood[:, sequences].sum(-1).T
+    joint = joint.exp()
+    reached = joint.sum(-1) > 0
+    joint, sequences = joint[reached], sequences[reached]
+    kind = _posteriors(joint, sequences, tokens)
+    merged = torch.zeros(int(kind.max()) + 1, concepts, dtype=torch.float64).index_add_(0, kind, joint)
+    if len(merged) < 2:
+        raise ValueError("all sequences have one posterior: there is nothing to merge")
+    losses = _merger_losses(merged)
+    label_losses = _merger_losses(merged @ label)
+    return Sufficiency(
+        _information(joint),
+        _information(merged),
+        len(joint),
+        len(merged),
+        float(losses.min()),
+        float(label_losses.min()),
+    )
+
+
+def _posteriors(joint: Tensor, sequences: Int[Tensor, "S L"], tokens: int) -> Int[Tensor, "S"]:
+    """The number of each sequence's posterior. Sequences with equal counts share one, whatever its rounding."""
+    counts = torch.nn.functional.one_hot(sequences, tokens).sum(1)
+    _, kind = torch.unique(counts, dim=0, return_inverse=True)
+    first = torch.full((int(kind.max()) + 1,), len(kind)).scatter_reduce(0, kind, torch.arange(len(kind)), "amin")
+    laws = joint[first] / joint[first].sum(-1, keepdim=True)
+    same = torch.cdist(laws, laws, p=torch.inf) <= _SAME
+    _, number = torch.unique(same.int().argmax(-1), return_inverse=True)
+    return number[kind]
+
+
+def _information(joint: Float[Tensor, "S K"]) -> float:
+    """I of the row and the column, Σ P log(P/PP)."""
+    independent = joint.sum(-1, keepdim=True) * joint.sum(0)
+    return float((torch.special.xlogy(joint, joint) - torch.special.xlogy(joint, independent)).sum())
+
+
+def _merger_losses(joint: Float[Tensor, "S K"]) -> Float[Tensor, "pairs"]:
+    """I(row; column) before less after each merger of two rows: their Jensen–Shannon divergence, by the rows' weights."""
+    left, right = torch.combinations(torch.arange(len(joint))).unbind(-1)
+
+    def concentration(rows: Tensor) -> Tensor:
+        return torch.special.xlogy(rows, rows / rows.sum(-1, keepdim=True)).sum(-1)
+
+    each = concentration(joint)
+    return each[left] + each[right] - concentration(joint[left] + joint[right])
+
+
+# --- regret (Z11) ------------------------------------------------------------------------------------------------------
+
+
+class Regret(NamedTuple):
+    """Cumulative losses after each of t tokens, in nats."""
+
+    loss: Float[Tensor, "*batch t"]
+    """−Σ_{i ≤ t} log p(token i | tokens before), of the predictor."""
+    best: Float[Tensor, "*batch t"]
+    """min_z −Σ log p(token i | z), of the best concept in hindsight."""
+    bound: Float[Tensor, "*batch t"]
+    """min_z [−Σ log p(token i | z) + log 1/π(z)]: an exact average of all concepts never loses more."""
+
+    @property
+    def average(self) -> Float[Tensor, "*batch t"]:
+        """(loss − best)/t; at most log|𝒵|/t for the exact average under a uniform prior."""
+        steps = torch.arange(1, self.loss.shape[-1] + 1, dtype=self.loss.dtype, device=self.loss.device)
+        return (self.loss - self.best) / steps
+
+
+def averaging_regret(
+    log_predictive: Float[Tensor, "*batch t"],
+    log_likelihoods: Float[Tensor, "*batch t K"],
+    log_prior: Float[Tensor, "K"],
+) -> Regret:
+    """A predictor's losses beside the bound that Bayesian model averaging keeps (Z11).
+
+    Args:
+        log_predictive: log p(token i | tokens before) of any predictor, such as a trained model.
+        log_likelihoods: log p(token i | z) for each concept.
+        log_prior: log-weights of the concepts, normalised here.
+
+    Raises:
+        ValueError: shapes that do not fit, NaN, +inf.
+        TypeError: not tensors.
+    """
+    check_tensors(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
+    if log_likelihoods.shape[:-1] != log_predictive.shape or log_prior.shape != log_likelihoods.shape[-1:]:
+        raise ValueError(
+            "log_predictive, log_likelihoods and log_prior must have shapes (*batch, t), (*batch, t, K) and (K,), got "
+            f"{tuple(log_predictive.shape)}, {tuple(log_likelihoods.shape)} and {tuple(log_prior.shape)}"
+        )
+    check_log_probabilities(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
+    dtype = torch.promote_types(torch.promote_types(log_predictive.dtype, log_likelihoods.dtype), torch.float32)
+    loss, each = -log_predictive.to(dtype).cumsum(-1), -log_likelihoods.to(dtype).cumsum(-2)
+    prior = torch.log_softmax(log_prior.to(dtype), -1)
+    return Regret(loss, each.amin(-1), (each - prior).amin(-1))

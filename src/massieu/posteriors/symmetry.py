@@ -1,0 +1,220 @@
+"""Which permutations of its tokens a function or a model cannot tell (Z1, Z14)."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from massieu.posteriors.arguments import check_values, check_whole, told
+
+
+class PermutationGap(NamedTuple):
+    """The largest difference that permuting tokens made, relative to the largest output; None for what was not tried.
+
+    Of a map with an output a token it is ‖f(πX) − πf(X)‖∞/‖f(X)‖∞, of any other ‖f(πX) − f(X)‖∞/‖f(X)‖∞.
+    """
+
+    content: float
+    """Tokens permuted, positions and mask left in place."""
+    with_positions: float | None
+    """Tokens and positions permuted together, the mask left in place."""
+    with_mask: float | None
+    """Tokens, positions and both sides of the mask permuted together."""
+    rounding: float
+    """√ε of the output's dtype: a gap above it is no rounding."""
+
+    def passes(self) -> tuple[str, ...]:
+        """Names of the gaps that are rounding alone."""
+        gaps = {"content": self.content, "with_positions": self.with_positions, "with_mask": self.with_mask}
+        return tuple(name for name, gap in gaps.items() if gap is not None and gap <= self.rounding)
+
+
+def permutation_gap(
+    function: Callable[..., Tensor],
+    tokens: Shaped[Tensor, "B L ..."],
+    *,
+    positions: Shaped[Tensor, "B L ..."] | None = None,
+    mask: Shaped[Tensor, "*any L L"] | None = None,
+    equivariant: bool = True,
+    draws: int = 8,
+    generator: torch.Generator | None = None,
+) -> PermutationGap:
+    """Permute tokens, alone and with what tells of their order, and see how far the output is from permuted too (Z14).
+
+    ``function(tokens)`` is called, with keywords ``positions`` and ``mask`` where those are given. Rounding depends on the
+    order of summation, so an exact symmetry shows as a gap of some ε, not 0.
+
+    Args:
+        function: Deterministic, without dropout: it is called twice with the same tokens to see.
+        tokens: Permuted along the second dimension.
+        positions: What marks the tokens' places, permuted along its second dimension.
+        mask: What of each token every other sees, permuted along both last dimensions.
+        equivariant: The output has the tokens' second dimension and should be permuted with it; else it should not change
+            (log-probabilities of whole sequences, pooled outputs).
+        draws: Of permutations, the same ones for all gaps.
+        generator: Of the permutations; by default one seeded with 0.
+
+    Raises:
+        ValueError: fewer than two tokens, equal tokens, shapes that do not fit, an output without the tokens' dimension or
+            one that is not finite or not the same each time, no draws.
+        TypeError: not tensors, or the function returns no floating-point tensor.
+    """
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {told(function)}")
+    length = _check(tokens, positions, mask, draws)
+    generator = generator or torch.Generator().manual_seed(0)
+    orders = [_order(length, generator).to(tokens.device) for _ in range(draws)]
+    given = {name: value for name, value in (("positions", positions), ("mask", mask)) if value is not None}
+    with torch.no_grad():
+        plain = _read(function(tokens, **given), tokens, equivariant)
+        size, rounding = plain.abs().amax(), float(torch.finfo(plain.dtype).eps ** 0.5)
+        if bool((_read(function(tokens, **given), tokens, equivariant) - plain).abs().amax() > rounding * size):
+            raise ValueError("the function must be deterministic, got two outputs for the same tokens: is dropout on?")
+
+        def gap(move_positions: bool, move_mask: bool) -> float:
+            largest = 0.0
+            for order in orders:
+                moved = dict(given)
+                if move_positions and positions is not None:
+                    moved["positions"] = positions[:, order]
+                if move_mask and mask is not None:
+                    moved["mask"] = mask[..., order, :][..., order]
+                found = _read(function(tokens[:, order], **moved), tokens, equivariant)
+                difference = (found - (plain[:, order] if equivariant else plain)).abs().amax()
+                largest = max(largest, float(difference / size) if size > 0 else float(difference > 0))
+            return largest
+
+        return PermutationGap(
+            gap(False, False),
+            None if positions is None else gap(True, False),
+            None if mask is None else gap(True, True),
+            rounding,
+        )
+
+
+def model_permutation_gap(
+    model: nn.Module,
+    input_ids: Int[Tensor, "B L"],
+    *,
+    draws: int = 8,
+    generator: torch.Generator | None = None,
+) -> PermutationGap:
+    """`permutation_gap` of a Hugging Face text model: of its last hidden states, or its logits where it has none (Z14).
+
+    Position indices are passed where the model takes them, 0 … L − 1 (from padding_idx + 1 in RoBERTa's kin), and permuted
+    with the tokens. The mask is that of all tokens to all, or the causal one: whichever reproduces the model's own output;
+    where neither does (windows, for one), or positions cannot be passed (relative biases), that gap is None. Sequences are
+    taken to be without padding. Use float32 or float64: rounding in half precision hides small gaps.
+
+    Args:
+        model: In evaluation mode, taking `input_ids`.
+        input_ids: Of at least two tokens each; a few sequences of a few tens are enough.
+        draws, generator: As of `permutation_gap`.
+
+    Raises:
+        ValueError: a model in training mode, one that takes no `input_ids`, an encoder with a decoder, or as
+            `permutation_gap`.
+        TypeError: `input_ids` that are not whole numbers, a model that returns neither hidden states nor logits.
+    """
+    known = inspect.signature(model.forward).parameters
+    if "input_ids" not in known:
+        raise ValueError(f"{type(model).__name__} takes no input_ids; use permutation_gap with a function of your own")
+    if "decoder_input_ids" in known:
+        raise ValueError(
+            f"{type(model).__name__} has an encoder and a decoder: pass one of them, as model.get_encoder()"
+        )
+    if any(module.training for module in model.modules()):
+        raise ValueError(
+            "the model must be in evaluation mode, or dropout differs from call to call: call model.eval()"
+        )
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.is_complex():
+        raise TypeError(f"input_ids must be a tensor of whole numbers, got {told(input_ids)}")
+    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
+    batch, length = input_ids.shape if input_ids.ndim == 2 else (0, 0)
+    positions = _positions(model, input_ids) if "position_ids" in known else None
+
+    def run(tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        # A mask is always given: without one, positions out of order are read as several sequences packed into one.
+        inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(tokens.shape) if mask is None else mask, **extra}
+        if positions is not None:
+            inputs["position_ids"] = positions
+        found = model(input_ids=tokens, **inputs)
+        for name in ("last_hidden_state", "logits"):
+            if isinstance(getattr(found, name, None), Tensor):
+                return getattr(found, name)
+        raise TypeError(f"the model must return last_hidden_state or logits, got {told(found)}")
+
+    mask = _own_mask(run, model, input_ids, positions, batch, length)
+    return permutation_gap(run, input_ids, positions=positions, mask=mask, draws=draws, generator=generator)
+
+
+def _positions(model: nn.Module, input_ids: Tensor) -> Int[Tensor, "B L"]:
+    """The indices the model itself would give to a sequence without padding."""
+    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
+    table = getattr(embeddings, "position_embeddings", None)
+    padding = table.padding_idx if isinstance(table, nn.Embedding) else None
+    offset = 0 if padding is None else padding + 1
+    return (torch.arange(input_ids.shape[-1], device=input_ids.device) + offset).expand(input_ids.shape)
+
+
+def _own_mask(
+    run: Callable[..., Tensor], model: nn.Module, input_ids: Tensor, positions: Tensor | None, batch: int, length: int
+) -> Float[Tensor, "B 1 L L"] | None:
+    """The explicit mask under which the model says what it says by itself, or None."""
+    if length < 2 or positions is None:
+        return None
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    hidden = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype, device=input_ids.device)
+    with torch.no_grad():
+        plain = run(input_ids, positions)
+        for candidate in (torch.zeros_like(hidden), hidden.triu(1)):
+            mask = candidate.expand(batch, 1, length, length)
+            difference = (run(input_ids, positions, mask) - plain).abs().amax()
+            if float(difference) <= torch.finfo(plain.dtype).eps ** 0.5 * float(plain.abs().amax()):
+                return mask
+    return None
+
+
+def _order(length: int, generator: torch.Generator) -> Int[Tensor, "L"]:
+    """A permutation that is not the identity."""
+    while True:
+        order = torch.randperm(length, generator=generator, device=generator.device)
+        if not torch.equal(order, torch.arange(length, device=order.device)):
+            return order
+
+
+def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws: int) -> int:
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2:
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else told(tokens)
+        raise ValueError(f"tokens must have shape (B, L, …) with L ≥ 2, got {shape}")
+    check_values(tokens=tokens)
+    for name, given in (("positions", positions), ("mask", mask)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {told(given)}")
+    check_whole("draws", draws)
+    length = tokens.shape[1]
+    if not bool((tokens != tokens[:, :1]).any()):
+        raise ValueError("tokens of a sequence must differ, or a permutation changes nothing; got equal ones")
+    if positions is not None and (positions.ndim < 2 or positions.shape[1] != length):
+        raise ValueError(f"positions must have shape (B, {length}, …), got {tuple(positions.shape)}")
+    if mask is not None and tuple(mask.shape[-2:]) != (length, length):
+        raise ValueError(f"mask must have shape (…, {length}, {length}), got {tuple(mask.shape)}")
+    if draws < 1:
+        raise ValueError(f"draws must be at least 1, got {draws}")
+    return length
+
+
+def _read(found: object, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        raise TypeError(f"the function must return a floating-point tensor, got {told(found)}")
+    if not bool(found.isfinite().all()):
+        raise ValueError("the function's output must be finite, got NaN or an infinity: nothing can be compared")
+    if equivariant and (found.ndim < 2 or found.shape[1] != tokens.shape[1]):
+        raise ValueError(
+            f"an equivariant function's output must have shape (B, {tokens.shape[1]}, …), got {tuple(found.shape)}; "
+            "equivariant=False compares outputs without a token dimension"
+        )
+    return found

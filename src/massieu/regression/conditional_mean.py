@@ -1,0 +1,221 @@
+"""Conditional mean attention: the mean of a value given a key, by kernel ridge regression over the tokens."""
+
+import math
+from typing import Literal, NamedTuple
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu.measures.value import values_are_readable
+from massieu.ops.shapes import told, without_autocast
+from massieu.posteriors.arguments import check_device, check_fit
+from massieu.regression.exact import exact
+from massieu.regression.iterative import ConjugateGradient, SystemsSolved, iterative
+from massieu.regression.kernels import Kernel
+from massieu.regression.low_rank import LowRank, low_rank
+from massieu.regression.tokens import Ridge, Tokens, check_tokens
+
+Method = Literal["auto", "cholesky", "conjugate_gradient", "low_rank"] | ConjugateGradient | LowRank
+
+LONGEST_GRAM = 4096
+"""Keys above which "auto" forms no Gram matrix."""
+
+
+class ConditionalMean(NamedTuple):
+    """What `conditional_mean_attention` returns."""
+
+    output: Float[Tensor, "*query E"]
+    """Vᵀ(G + λI)⁻¹κ(K, q), in the query's dtype; 0 where no key is visible."""
+    variance: Float[Tensor, "*query"] | None
+    """κ(q, q) − κ(K, q)ᵀ(G + λI)⁻¹κ(K, q), float32 or float64; κ(q, q) where no key is visible. None if not asked for."""
+    error_bound: Float[Tensor, "*query"] | None
+    """Of ‖output − exact output‖ in exact arithmetic, from what the method left out; None for "cholesky", or without any
+    key, where nothing is. It has no gradient."""
+    convergence: SystemsSolved | None
+    """Of `ConjugateGradient`: what became of the system of each value column; None of the other methods."""
+
+    def predictive_variance(self, *, noise_variance: Ridge, prior_variance: Ridge) -> Float[Tensor, "*query"]:
+        """Of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4).
+
+        Args:
+            noise_variance, prior_variance: As of `ridge_from`; numbers, or as a ridge one a key head, (Hk,) or (B, Hk).
+
+        Raises:
+            ValueError, TypeError: no variance was asked for, a number out of its range, another shape.
+        """
+        if self.variance is None:
+            raise ValueError("there is no variance: ask for it with need_variance=True")
+        ridge_from(noise_variance=noise_variance, prior_variance=prior_variance)
+        noise = _a_query("noise_variance", noise_variance, self.variance)
+        return noise + _a_query("prior_variance", prior_variance, self.variance) * self.variance
+
+
+def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
+    """λ = σ²/λ₀: the matrix's ridge with which the output is the posterior mean (Z4).
+
+    Args:
+        noise_variance: σ² of a value around its mean, not negative.
+        prior_variance: λ₀ of the coefficients, positive. The follow-up of Zhang writes λ for this too (trap 19).
+
+    Raises:
+        ValueError, TypeError: a number out of its range, or no number.
+    """
+    for name, number, positive in (("noise_variance", noise_variance, False), ("prior_variance", prior_variance, True)):
+        if isinstance(number, bool) or not isinstance(number, float | int | Tensor):
+            raise TypeError(f"{name} must be a number or a tensor, got {type(number).__name__}")
+        if isinstance(number, Tensor) and number.is_complex():
+            raise TypeError(f"{name} must be a number or a tensor of real numbers, got {number.dtype}")
+        wanted = f"{name} must be {'positive' if positive else 'not negative'} and finite, got "
+        if isinstance(number, Tensor):
+            above = (number > 0) if positive else (number >= 0)
+            if values_are_readable(number) and not bool((above & number.isfinite()).all()):
+                raise ValueError(wanted + str(number.tolist()))
+        elif not (0 < number < math.inf or (number == 0 and not positive)):
+            raise ValueError(wanted + str(number))
+    check_fit(noise_variance=noise_variance, prior_variance=prior_variance)
+    return noise_variance / prior_variance
+
+
+def conditional_mean_attention(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "B Hk N D"],
+    value: Float[Tensor, "B Hk N E"],
+    *,
+    kernel: Kernel,
+    ridge: Ridge | None = None,
+    operator_ridge: Ridge | None = None,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    need_variance: bool = False,
+    method: Method = "auto",
+    throw: bool = True,
+) -> ConditionalMean:
+    """Vᵀ(G + λI)⁻¹κ(K, q), G = κ(K, K): what the tokens (key, value) say of E[value | key = q] (Z4, Z5).
+
+    It is the posterior mean where value = zφ(key) + noise of variance σ², coefficients z have prior variance λ₀, κ(a, b) =
+    φ(a)·φ(b) and λ = σ²/λ₀ (`ridge_from`): Gaussian process regression, kernel ridge regression. Weights may be negative
+    and do not sum to one. Unlike softmax attention at a fixed temperature it converges to the conditional mean (Z7).
+
+    Args:
+        query: (B, H, L, D) with H a multiple of the key's Hk heads, query head h on key head h // (H / Hk); or the same
+            spelt out, (B, Hk, G, L, D).
+        key, value: (B, Hk, N, D) and (B, Hk, N, E), of the query's dtype and device.
+        kernel: `Linear`, `Exponential`, `Gaussian`, `Features`, or one's own; its numbers are one a key head, or one.
+        ridge: λ, which the Gram matrix's diagonal gets: a number or a tensor of one number, (Hk,) or (B, Hk). Not
+            negative; 0 interpolates, where G allows it.
+        operator_ridge: In its place λ/L, the ridge of the empirical operator (1/L)Σφφᵀ (Z5), L the number of visible
+            keys (the sum of their weights). Not causal. Exactly one of the two is given (trap 19).
+        log_weight: One a key, for all queries and query heads: broadcasting to (B, Hk, 1, N). Booleans of which True
+            keeps a key, or log w < +inf: the precision of value n is wₙ/σ², so that λ becomes λ/wₙ. −inf hides a key,
+            which may then hold anything.
+        is_causal: Query i sees keys 0 … i.
+        need_variance: Return the posterior variance, in units of λ₀, too.
+        method: How, or a name for the same at its defaults.
+
+            - "cholesky": exact. By the features where the kernel has F < N of them (D for `Linear`), in time N·F² and
+              memory N·F, causal or not; else by the Gram matrix, N³ and N·(N + L); the variance and `is_causal` take N²·L.
+            - `ConjugateGradient`: to a residual, in memory linear in N and L, the gradient too; not causal. The
+              variance costs a solve a query.
+            - `LowRank`: the kernel seen from few centres, in memory linear in N and L; not causal.
+            - "auto": "cholesky", but without features, beyond 4096 keys and where ConjugateGradient can:
+              `ConjugateGradient`.
+        throw: Raise where conjugate gradients have not converged. Without it their last iterate is used, in the derivative
+            too; `convergence` says what became of each system, `error_bound` how far off the output may be.
+
+    All but the error bound are differentiable any number of times in query, key, value, weights, ridge and the kernel's
+    numbers. "cholesky" is right under `torch.func` transforms and `torch.compile`, where a singular matrix gives NaN and
+    values are not checked. Half precision is computed in float32. Rounding is amplified by up to (largest eigenvalue of
+    G)/λ; a matrix singular to rounding is refused.
+
+    Raises:
+        TypeError: not a tensor, a dtype or an option of another type.
+        ValueError: shapes or devices that do not fit (both are named), a ridge that is negative or NaN, both or none of
+            the ridges, a singular matrix, numbers that are not finite, what a method does not do.
+        ConvergenceError: conjugate gradients stopped above their tolerance, and `throw`.
+    """
+    problem, tokens = check_tokens(
+        query,
+        key,
+        value,
+        kernel=kernel,
+        ridge=ridge,
+        operator_ridge=operator_ridge,
+        log_weight=log_weight,
+        is_causal=is_causal,
+    )
+    how = _method(method, tokens, is_causal)
+    asked = problem.query.to(problem.dtype)
+    layout, solved = asked.shape[2:4], None
+    with without_autocast(query.device):
+        if isinstance(how, ConjugateGradient):
+            output, variance, bound, solved = iterative(tokens, asked.flatten(2, 3), how, need_variance, throw)
+        elif isinstance(how, LowRank):
+            output, variance, bound = low_rank(tokens, asked.flatten(2, 3), how.rank)
+        else:
+            (output, variance), bound = exact(tokens, asked, is_causal, need_variance), None
+
+    def restored(number: Tensor | None) -> Tensor | None:
+        return None if number is None else problem.restore(number.unflatten(2, layout))
+
+    output = problem.restore(output.unflatten(2, layout)).to(problem.query.dtype)
+    variance = restored(variance) if need_variance else None
+    _check_result(output=output, variance=variance)
+    return ConditionalMean(output, variance, restored(bound), solved)
+
+
+def _check_result(**results: Tensor | None) -> None:
+    """Arguments are finite: what is not has left the dtype's range."""
+    for name, result in results.items():
+        if result is not None and values_are_readable(result) and not bool(result.isfinite().all()):
+            raise ValueError(
+                f"the {name} is beyond the range of {result.dtype} for {int((~result.isfinite()).sum())} of "
+                f"{result.numel()} numbers: queries, keys or a kernel's scale of a smaller size are needed, or a wider dtype"
+            )
+
+
+def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Ridge:
+    """Numbers of key heads, to meet (B, H, L) or (B, Hk, G, L)."""
+    check_device(variance=variance, **{name: number})
+    if not isinstance(number, Tensor) or number.ndim == 0:
+        return number
+    batch, heads = variance.shape[:2]
+    count = number.shape[-1]
+    fits = count > 0 and heads % count == 0 if variance.ndim == 3 else count in (1, heads)
+    if number.ndim > 2 or not fits or number.shape[:-1] not in ((), (batch,)):
+        raise ValueError(
+            f"{name} must be one number or one a key head, got shape {tuple(number.shape)} for a variance of shape "
+            f"{tuple(variance.shape)}"
+        )
+    if variance.ndim == 3:
+        number = number.repeat_interleave(heads // count, -1)
+    return number.reshape(*number.shape, *[1] * (variance.ndim - 2))
+
+
+def _method(method: Method, tokens: Tokens, is_causal: bool) -> ConjugateGradient | LowRank | None:
+    """None for exact factors."""
+    named = {"cholesky": None, "conjugate_gradient": ConjugateGradient(), "low_rank": LowRank()}
+    if isinstance(method, str):
+        if method == "auto":
+            return None if _gram_is_best(tokens, is_causal) else ConjugateGradient()
+        if method not in named:
+            raise ValueError(f"method must be 'auto', {', '.join(map(repr, named))} or a value, got {method!r}")
+        how = named[method]
+    elif isinstance(method, ConjugateGradient | LowRank):
+        how = method
+    else:
+        raise TypeError(f"method must be a name, ConjugateGradient or LowRank, got {told(method)}")
+    if how is None:
+        return None
+    if is_causal:
+        raise ValueError(f"is_causal goes with method 'cholesky' alone, got {told(method)}")
+    if not values_are_readable(tokens.key, tokens.target, tokens.ridge):
+        raise ValueError("inside torch.func transforms and torch.compile, use method 'cholesky'")
+    return how if tokens.key.shape[2] else None
+
+
+def _gram_is_best(tokens: Tokens, is_causal: bool) -> bool:
+    length = tokens.key.shape[2]
+    readable = values_are_readable(tokens.key, tokens.target, tokens.ridge)
+    if length <= LONGEST_GRAM or is_causal or not readable:
+        return True
+    return tokens.features() is not None or not bool((tokens.ridge > 0).all())

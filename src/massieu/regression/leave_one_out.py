@@ -1,0 +1,125 @@
+"""Every token's value predicted from all others, in closed form, and the ridge chosen by it."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from massieu.measures.value import values_are_readable
+from massieu.posteriors.arguments import check_number, check_tensors, check_values, told
+from massieu.regression.exact import features_factor, solve_lower
+from massieu.regression.kernels import Kernel
+from massieu.regression.tokens import Ridge, Tokens, check_tokens, need_positive
+
+
+class LeaveOneOut(NamedTuple):
+    """What each token says of the others' prediction of it."""
+
+    residual: Float[Tensor, "B H N E"]
+    """value − its prediction from all other tokens; 0 for hidden ones."""
+    mean_squared_error: Float[Tensor, "B H"]
+    """The squared residuals' mean over tokens, by their weights, and over the value's coordinates."""
+
+
+class RidgeChoice(NamedTuple):
+    """The ridge of the least leave-one-out error, head by head."""
+
+    ridge: Float[Tensor, "B H"]
+    mean_squared_error: Float[Tensor, "R B H"]
+    """Of every ridge that was tried."""
+
+
+def leave_one_out(
+    key: Float[Tensor, "B H N D"],
+    value: Float[Tensor, "B H N E"],
+    *,
+    kernel: Kernel,
+    ridge: Ridge | None = None,
+    operator_ridge: Ridge | None = None,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+) -> LeaveOneOut:
+    """Residuals (v − Hv)ₙ/(1 − Hₙₙ), H = G(G + λI)⁻¹, without a second fit (Allen 1974, PRESS).
+
+    λ stays what it is with all tokens, that of an operator ridge too. Arguments, derivatives and errors are those of
+    `conditional_mean_attention`, method "cholesky". In features the ridge must be positive, and so large that no key's
+    1 − Hₙₙ is rounding: a residual has the relative rounding ε/(1 − Hₙₙ).
+    """
+    _, tokens = check_tokens(
+        key,
+        key,
+        value,
+        kernel=kernel,
+        ridge=ridge,
+        operator_ridge=operator_ridge,
+        log_weight=log_weight,
+        is_causal=False,
+    )
+    features = tokens.features()
+    if features is None:
+        factor = tokens.gram_factor()
+        one = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+        inverse = torch.cholesky_solve(one.expand_as(factor), factor)
+        misfit, kept = inverse @ tokens.target, inverse.diagonal(dim1=-2, dim2=-1)
+        if tokens.logarithms is not None:
+            # A⁻¹ is exp(−h)·inverse·exp(−h), and the target has exp(c − h) already.
+            relative = tokens.logarithms.relative.exp()
+            misfit = relative.unsqueeze(-1) * misfit
+    else:
+        misfit, kept = _by_features(features, tokens)
+    visible = tokens.root > 0
+    scale = torch.where(visible, tokens.root * kept, 1.0)
+    residual = torch.where(visible.unsqueeze(-1), misfit / scale.unsqueeze(-1), 0.0)
+    weight = tokens.root.square()
+    total = torch.where(visible.any(-1), weight.sum(-1), 1.0)
+    error = (weight * residual.square().mean(-1)).sum(-1) / total
+    return LeaveOneOut(residual.to(value.dtype), error)
+
+
+def _by_features(features: Float[Tensor, "B H N F"], tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """(I − H)v and the diagonal of I − H, both of the weighted problem."""
+    need_positive(tokens.ridge, "leave-one-out in features")
+    factor = features_factor(features, tokens.ridge)
+    half = solve_lower(factor, features.mT)
+    kept = 1 - half.square().sum(-2)
+    least = 4 * math.sqrt(features.shape[-1]) * torch.finfo(kept.dtype).eps
+    if values_are_readable(kept) and not bool((kept > least).all()):
+        raise ValueError(
+            f"a key alone determines its own prediction to rounding in {kept.dtype} (1 − Hₙₙ is {kept.min().item():.1e}): a "
+            "larger ridge is needed, or float64"
+        )
+    return tokens.target - half.mT @ (half @ tokens.target), kept
+
+
+def choose_ridge(
+    key: Float[Tensor, "B H N D"],
+    value: Float[Tensor, "B H N E"],
+    ridges: Sequence[float] | Float[Tensor, "R"],
+    *,
+    kernel: Kernel,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+) -> RidgeChoice:
+    """The matrix's ridge of the least leave-one-out mean squared error among `ridges`, for each head of each item.
+
+    The choice has no gradient. Errors are those of `leave_one_out`, and ValueError for no ridge at all.
+    """
+    if not isinstance(ridges, Tensor | Sequence) or isinstance(ridges, str):
+        raise TypeError(f"ridges must be a list of numbers, got {told(ridges)}")
+    if not isinstance(ridges, Tensor):
+        for ridge in ridges:
+            check_number("every ridge", ridge)
+    if isinstance(ridges, Tensor):
+        check_tensors(ridges=ridges)
+        check_values(ridges=ridges)
+    grid = torch.as_tensor(ridges, dtype=torch.float64)
+    if grid.ndim != 1 or len(grid) == 0:
+        raise ValueError(f"ridges must be a list of at least one number, got shape {tuple(grid.shape)}")
+    with torch.no_grad():
+        tried = [
+            leave_one_out(key, value, kernel=kernel, ridge=ridge, log_weight=log_weight).mean_squared_error
+            for ridge in grid.tolist()
+        ]
+    errors = torch.stack(tried)
+    return RidgeChoice(grid.to(errors)[errors.argmin(0)], errors)

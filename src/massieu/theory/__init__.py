@@ -1,0 +1,97 @@
+"""What is proved of attention in ideal cases: bounds, laws, exactly solved models; nothing that one builds or probes with.
+
+- Bal: how a memory descends (B5); vector spins of many components, `SphericalSpins` (B15, B16); `Clustering` on a sphere;
+- Shim: the equilibrium of a population and what grows about it, Gaussian laws under layers, the expansion (S11 to S20);
+- Zhang et al.: finite exchangeability (Z1), softmax as a smoother of the sphere (Z4 to Z6), Gaussian tokens (Z7), what a
+  masked objective transfers (Z8 to Z12), generalisation (Z13, Z14).
+"""
+
+from massieu.theory.assumptions import EquilibriumReport, equilibrium_report
+from massieu.theory.clustering import Clustering
+from massieu.theory.descent import damped_descent, energy_range, largest_norm, least_descent, path_length, smallest_move
+from massieu.theory.equilibrium import after_layer, entropy_gain, equilibrium, key_law, sample_error, whitened_map
+from massieu.theory.expansion import Expansion, expansion
+from massieu.theory.gaussian_flow import BlowUpError, gaussian_flow
+from massieu.theory.generalisation import AttentionLipschitz, attention_lipschitz, generalisation_bound, log_cover_size
+from massieu.theory.growth import cumulant_growth, harmonic_growth, measured_cumulant_growth
+from massieu.theory.large_dimension import SaddlePoint, SphericalSpins
+from massieu.theory.precision import GaussianTokens, denoising_score, precision_matching_score
+from massieu.theory.smoothing import (
+    SmoothingError,
+    SmoothingFloor,
+    asymptotic_scale,
+    deconvolution,
+    harmonic_count,
+    optimal_scale,
+    ridge_multipliers,
+    smoothing_error,
+    smoothing_floor,
+    softmax_limit,
+    sphere_multipliers,
+    spherical_kernel,
+    zonal_harmonics,
+)
+from massieu.theory.transfer import (
+    Transfer,
+    excess_risk_bound,
+    masked_gaussian_mean,
+    masked_mean,
+    masked_token_probabilities,
+    transfer,
+)
+from massieu.theory.urns import finite_extension_bound, urn_total_variation
+
+__all__ = [
+    "AttentionLipschitz",
+    "BlowUpError",
+    "Clustering",
+    "EquilibriumReport",
+    "Expansion",
+    "GaussianTokens",
+    "SaddlePoint",
+    "SmoothingError",
+    "SmoothingFloor",
+    "SphericalSpins",
+    "Transfer",
+    "after_layer",
+    "asymptotic_scale",
+    "attention_lipschitz",
+    "cumulant_growth",
+    "damped_descent",
+    "deconvolution",
+    "denoising_score",
+    "energy_range",
+    "entropy_gain",
+    "equilibrium",
+    "equilibrium_report",
+    "excess_risk_bound",
+    "expansion",
+    "finite_extension_bound",
+    "gaussian_flow",
+    "generalisation_bound",
+    "harmonic_count",
+    "harmonic_growth",
+    "key_law",
+    "largest_norm",
+    "least_descent",
+    "log_cover_size",
+    "masked_gaussian_mean",
+    "masked_mean",
+    "masked_token_probabilities",
+    "measured_cumulant_growth",
+    "optimal_scale",
+    "path_length",
+    "precision_matching_score",
+    "ridge_multipliers",
+    "sample_error",
+    "smallest_move",
+    "smoothing_error",
+    "smoothing_floor",
+    "softmax_limit",
+    "sphere_multipliers",
+    "spherical_kernel",
+    "transfer",
+    "urn_total_variation",
+    "whitened_map",
+    "zonal_harmonics",
+]

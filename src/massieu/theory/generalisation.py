@@ -1,0 +1,105 @@
+"""A generalisation bound for one attention head that does not know how long its sequences are (Z10).
+
+The chain: softmax is 1-Lipschitz from the largest logit's change to the total change of its weights; so a head's output moves
+with its parameters by no more than a number free of L; so finitely many heads cover all of a norm; so the gap between mean loss
+and empirical loss is bounded over all of them. The shape is that of Zhang et al. (arXiv 2212.14852) and its follow-up (arXiv
+2305.19420), whose constants could not be recovered: those here are this project's own, with proof in the docstrings.
+"""
+
+import math
+from typing import NamedTuple
+
+from massieu.posteriors.arguments import check_number, check_values
+
+
+class AttentionLipschitz(NamedTuple):
+    """How far a head's output moves, at most, a unit of its parameters' spectral norms; the same for every length L."""
+
+    value: float
+    """R: by the value matrix."""
+    score: float
+    """βR³‖W‖: by the score matrix."""
+
+
+def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) -> AttentionLipschitz:
+    """‖out_{M,W} − out_{M',W'}‖ ≤ R‖W − W'‖ + βR³‖W'‖‖M − M'‖ for tokens of norm ≤ R, any number of them (Z10 ii).
+
+    out = W Σ_j p_j x_j, p = softmax(β x_iᵀM x_j), spectral norms. Proof: ‖Σ p_j x_j‖ ≤ R; the logits move by at most
+    βR²‖M − M'‖, softmax's weights by no more than that in the 1-norm (the constant 1 is sharp), and their mean by R times it.
+
+    Args:
+        radius: R > 0.
+        value_norm: A bound of ‖W'‖, at least 0.
+        scale: β > 0.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    check_values(radius=radius, scale=scale, value_norm=value_norm)
+    _check_positive(radius=radius, scale=scale)
+    check_number("value_norm", value_norm)
+    return AttentionLipschitz(radius, scale * radius**3 * value_norm)
+
+
+def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: float) -> float:
+    """P log(1 + 2B·Lip/ε), nats: so many functions come within ε of every one of the class (Z10 iii).
+
+    A ball of radius B in P dimensions, of any norm, has a cover of that many balls of radius ε/Lip.
+
+    Args:
+        parameters: P ≥ 1.
+        radius: B > 0, of the parameters in the norm that `lipschitz` is for.
+        lipschitz: Largest change of the output a unit of the parameters' norm.
+        accuracy: ε > 0.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    check_values(parameters=parameters, radius=radius, lipschitz=lipschitz, accuracy=accuracy)
+    _check_positive(parameters=parameters, radius=radius, lipschitz=lipschitz, accuracy=accuracy)
+    return parameters * math.log1p(2 * radius * lipschitz / accuracy)
+
+
+def generalisation_bound(
+    parameters: int,
+    radius: float,
+    sequences: int,
+    *,
+    lipschitz: float,
+    loss_range: float = 1.0,
+    loss_lipschitz: float = 1.0,
+    failure: float = 0.05,
+) -> float:
+    """With probability 1 − δ, no member's mean loss is further than this from its mean over n sequences (Z10 iii).
+
+    2ℓε + b·√((P log(1 + 2B·Lip/ε) + log(2/δ))/(2n)) with ε = b/(ℓn): Hoeffding's inequality for each member of the cover.
+    √(P log n/n) up to constants. The number of tokens of a sequence does not occur: at a fixed budget of norms, and with
+    tokens of bounded norm. It is n, the number of independent *sequences*, that helps; tokens of one sequence share
+    their latent. It bounds a gap, not what training finds, and for P of a real model it exceeds the loss's range unless
+    n is far above P: it says what does not matter, not how well a model does.
+
+    Args:
+        parameters: P ≥ 1.
+        radius: B > 0.
+        sequences: n ≥ 1.
+        lipschitz: Of the output in the parameters, such as the sum of `attention_lipschitz`.
+        loss_range: b > 0; the loss lies in an interval of this length.
+        loss_lipschitz: ℓ > 0, of the loss in the output.
+        failure: δ in (0, 1).
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    _check_positive(sequences=sequences, loss_range=loss_range, loss_lipschitz=loss_lipschitz)
+    check_number("failure", failure, None)
+    if not failure < 1:
+        raise ValueError(f"failure must be between 0 and 1, got {failure}")
+    accuracy = loss_range / (loss_lipschitz * sequences)
+    log_size = log_cover_size(parameters, radius, lipschitz, accuracy)
+    deviation = loss_range * math.sqrt((log_size + math.log(2 / failure)) / (2 * sequences))
+    return 2 * loss_lipschitz * accuracy + deviation
+
+
+def _check_positive(**arguments: float) -> None:
+    for name, value in arguments.items():
+        check_number(name, value, None)

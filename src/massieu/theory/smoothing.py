@@ -1,0 +1,345 @@
+"""Softmax attention on the sphere as a smoother: what it estimates at a fixed temperature, and at the best one (Z7, X9).
+
+Keys k uniform on the unit sphere of R^d, values of conditional mean f(k) = Σ f_n(k), f_n a spherical harmonic of degree n,
+a query q on the sphere, weights e^{βk·q}. With infinitely many keys the output is Σ ρ_n(β) f_n(q) (Funk–Hecke) and not f(q).
+Functions f enter by the values of their `parts` f_n, or by the `power` E f_n² of each over the sphere; the last axis is
+the degree, from 0. Computed in float64 whatever the input.
+"""
+
+import math
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.measures.base import values_are_readable
+from massieu.ops.bessel import bessel_ratios, log_sphere_partition
+from massieu.posteriors.arguments import (
+    check_device,
+    check_fit,
+    check_number,
+    check_tensors,
+    check_values,
+    check_whole,
+    told,
+)
+
+_SCALES = (1e-3, 1e6)
+_REFINEMENTS, _POINTS = 4, 65
+
+
+def sphere_multipliers(
+    degree: int, dimension: int, scale: Float[Tensor, "*lead"] | float
+) -> Float[Tensor, "*lead degree+1"]:
+    """ρ_n(β) = I_{d/2−1+n}(β)/I_{d/2−1}(β) for n = 0 … degree: what softmax attention leaves of degree n (Z7, X9).
+
+    1 − n(n+d−2)/(2β) for large β, (β/2)ⁿ Γ(d/2)/Γ(d/2+n) for small. Relative error below 1e-14·(n + 1) in float64, every
+    β ≥ 0 and d from 2 to 4096, where ρ_n is no subnormal; differentiable any number of times in β, at 0 too; works under
+    vmap and compile.
+
+    Args:
+        degree: The largest n, at least 0.
+        dimension: d ≥ 2.
+        scale: β ≥ 0.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    scale = _scale(scale, dimension, degree)
+    products = [torch.ones_like(scale)]
+    if degree:
+        for ratio in bessel_ratios(scale, dimension, degree).unbind(-1):
+            products.append(products[-1] * ratio)
+    return torch.stack(products, -1)
+
+
+def ridge_multipliers(
+    degree: int, dimension: int, scale: Float[Tensor, "*lead"] | float, operator_ridge: float
+) -> Float[Tensor, "*lead degree+1"]:
+    """Λρ_n/(Λρ_n + λ), Λ = E e^{βk·q}: what conditional mean attention leaves of degree n (Z4, Z7, X9).
+
+    Its kernel is softmax's own, e^{βk·k'}, and λ > 0 the ridge of the operator (of the Gram matrix: λ times the number of
+    keys). As λ → 0 every degree with ρ_n > 0 comes back: it is the deconvolution that matches softmax.
+
+    Raises:
+        ValueError: as `sphere_multipliers`; `operator_ridge` that is not positive.
+    """
+    check_number("operator_ridge", operator_ridge, None)
+    multipliers = sphere_multipliers(degree, dimension, scale)
+    log_mass = log_sphere_partition(_scale(scale, dimension, degree).square(), dimension).unsqueeze(-1)
+    return multipliers / (multipliers + operator_ridge * (-log_mass).exp())  # Λ itself overflows from β = 700 on
+
+
+def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[Tensor, "*lead n"]:
+    """1/ρ_n up to degree `cut_off` and 0 beyond: what undoes `sphere_multipliers` where noise allows it (X9).
+
+    Noise of degree n is enlarged by 1/ρ_n, for small β as (2/β)ⁿ Γ(d/2+n)/Γ(d/2): a cut-off is not optional.
+
+    Raises:
+        ValueError: `cut_off` is none of the degrees given, or a ρ_n up to it is not positive: nothing is left to enlarge.
+        TypeError: not a tensor, no whole number.
+    """
+    check_tensors(multipliers=multipliers)
+    check_whole("cut_off", cut_off)
+    if not multipliers.ndim:
+        raise ValueError("multipliers must have shape (*lead, degrees), got a single number")
+    if not 0 <= cut_off < multipliers.shape[-1]:
+        raise ValueError(f"cut_off must be a degree from 0 to {multipliers.shape[-1] - 1}, got {cut_off}")
+    known = multipliers[..., : cut_off + 1]
+    if values_are_readable(known) and not bool((known > 0).all()):
+        raise ValueError(f"multipliers must be positive up to degree {cut_off}, got {known.min().item():g}")
+    kept = torch.arange(multipliers.shape[-1], device=multipliers.device) <= cut_off
+    return torch.where(kept, torch.where(kept, multipliers, 1).reciprocal(), 0)
+
+
+def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int) -> Float[Tensor, "*lead degree+1"]:
+    """P_n(t) for n = 0 … degree: the harmonic of degree n that depends on t = q·a alone, with P_n(1) = 1.
+
+    Chebyshev's polynomials for d = 2, Legendre's for d = 3. E P_n(q·a)² = 1/`harmonic_count`(n, d) over the sphere.
+
+    Raises:
+        ValueError: `degree` < 0 or `dimension` < 2.
+    """
+    _check_sphere(degree, dimension)
+    check_tensors(cosine=cosine)
+    cosine = cosine.double()
+    values = [torch.ones_like(cosine), cosine]
+    for n in range(1, degree):
+        values.append(((2 * n + dimension - 2) * cosine * values[n] - n * values[n - 1]) / (n + dimension - 2))
+    return torch.stack(values[: degree + 1], -1)
+
+
+def harmonic_count(degree: int, dimension: int) -> int:
+    """How many linearly independent harmonics of this degree there are on the unit sphere of R^d.
+
+    Raises:
+        ValueError: `degree` < 0 or `dimension` < 2.
+    """
+    _check_sphere(degree, dimension)
+    lower = math.comb(degree + dimension - 3, degree - 2) if degree > 1 else 0
+    return math.comb(degree + dimension - 1, degree) - lower
+
+
+def spherical_kernel(
+    cosine: Float[Tensor, "*lead"], spectrum: Float[Tensor, "n"], dimension: int
+) -> Float[Tensor, "*lead"]:
+    """K(q·k) = Σ N(n, d) spectrum_n P_n(q·k): E_k K(q·k) f(k) = Σ spectrum_n f_n(q) for uniform k (Funk–Hecke).
+
+    With `sphere_multipliers` as spectrum it is e^{βq·k}/E e^{βq·k}, softmax's own weight; with those times
+    `deconvolution`, the weight of deconvolved attention, (1/L) Σ K(q·k_j) v_j.
+
+    Raises:
+        ValueError: `spectrum` is not a vector, `dimension` < 2.
+        OverflowError: more harmonics of one degree than float64 can count.
+    """
+    check_tensors(cosine=cosine, spectrum=spectrum)
+    if spectrum.ndim != 1 or not len(spectrum):
+        raise ValueError(f"spectrum must have shape (degrees,), got {tuple(spectrum.shape)}")
+    degree = len(spectrum) - 1
+    counts = [float(harmonic_count(n, dimension)) for n in range(degree + 1)]
+    weights = torch.tensor(counts, dtype=torch.float64, device=spectrum.device) * spectrum.double()
+    return zonal_harmonics(cosine, degree, dimension) @ weights
+
+
+def softmax_limit(
+    parts: Float[Tensor, "*lead n"], dimension: int, scale: Float[Tensor, "*lead"] | float
+) -> Float[Tensor, "*lead"]:
+    """Σ ρ_n(β) f_n(q): softmax attention over infinitely many keys, uniform on the sphere (Z7).
+
+    Args:
+        parts: f_n(q) for n = 0, 1, …
+        dimension, scale: as `sphere_multipliers`.
+
+    Raises:
+        ValueError: an argument outside its range, or no degree.
+        TypeError: not a tensor.
+    """
+    check_tensors(parts=parts)
+    if not parts.ndim or not parts.shape[-1]:
+        raise ValueError(f"parts must have shape (*lead, degrees), got {tuple(parts.shape)}")
+    multipliers = sphere_multipliers(parts.shape[-1] - 1, dimension, scale)
+    check_device(parts=parts, scale=multipliers)
+    check_fit(parts=parts[..., 0], scale=multipliers[..., 0])
+    return (multipliers * parts.double()).sum(-1)
+
+
+class SmoothingFloor(NamedTuple):
+    """How far softmax attention over infinitely many keys is from the conditional mean: root mean squares over queries."""
+
+    error: Float[Tensor, "*lead"]
+    """Of the output as it is: no number of keys brings it lower."""
+    factor: Float[Tensor, "*lead"]
+    """The C for which C times the output is nearest to f; 0 where the output is 0 for every query."""
+    factor_error: Float[Tensor, "*lead"]
+    """What is left then: 0 if and only if f has one degree, so that no C serves every f."""
+
+
+def smoothing_floor(
+    power: Float[Tensor, "*lead n"], dimension: int, scale: Float[Tensor, "*lead"] | float
+) -> SmoothingFloor:
+    """The floor of softmax attention at a fixed temperature, and what one constant can do about it (Z7).
+
+    Args:
+        power: E f_n² over the sphere, at least 0.
+        dimension, scale: as `sphere_multipliers`.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    multipliers, power = sphere_multipliers(_degree(power), dimension, scale), power.double()
+    check_device(power=power, scale=multipliers)
+    check_fit(power=power[..., 0], scale=multipliers[..., 0])
+    # In units of the largest ρ_n in use, so that no square underflows.
+    used = torch.where(power > 0, multipliers, 0.0)
+    unit = used.amax(-1)
+    seen = unit > 0
+    shares = used / torch.where(seen, unit, 1.0).unsqueeze(-1)
+    squares = torch.where(seen, (shares.square() * power).sum(-1), 1.0)
+    factor = torch.where(seen, (shares * power).sum(-1) / squares / torch.where(seen, unit, 1.0), 0.0)
+    left = ((1 - factor.unsqueeze(-1) * used).square() * power).sum(-1)
+    return SmoothingFloor(((1 - multipliers).square() * power).sum(-1).sqrt(), factor, left.sqrt())
+
+
+class SmoothingError(NamedTuple):
+    """Mean squared error of softmax attention over L keys, over keys, values and queries."""
+
+    smoothing: Float[Tensor, "*lead"]
+    """Of infinitely many keys: the floor's square."""
+    sampling: Float[Tensor, "*lead"]
+    """What finitely many add: variance, and the product of both biases; proportional to 1/L."""
+
+    @property
+    def total(self) -> Float[Tensor, "*lead"]:
+        """Their sum."""
+        return self.smoothing + self.sampling
+
+
+def smoothing_error(
+    keys: Float[Tensor, "*lead"] | float,
+    power: Float[Tensor, "n"],
+    noise_variance: float,
+    dimension: int,
+    scale: Float[Tensor, "*lead"] | float,
+) -> SmoothingError:
+    """Mean squared error of softmax attention over L keys, uniform on the sphere, to order 1/L (S15, Z7).
+
+    With weights w = e^{βk·q}/Λ(β): E w² = Λ(2β)/Λ(β)², the variance is E[w²(v − m)²]/L and the self-normalised bias
+    −E[w²(v − m)]/L; both are closed forms in ρ_n(β) and ρ_n(2β). It holds where E w² is far below L.
+
+    Args:
+        keys: L.
+        power: E f_n², at least 0.
+        noise_variance: Var(v | k) ≥ 0, the same for all keys.
+        dimension, scale: as `sphere_multipliers`.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    check_number("noise_variance", noise_variance)
+    keys = _keys(keys)
+    degree, power = _degree(power), power.double()
+    scale = _scale(scale, dimension, degree)
+    check_fit(keys=keys, power=power[..., 0], scale=scale)
+    one, two = (sphere_multipliers(degree, dimension, factor * scale) for factor in (1, 2))
+    spread = ((1 - 2 * one * two + one.square() + 2 * (1 - one) * (two - one)) * power).sum(-1)
+    sampling = _log_mean_square(scale, dimension).exp() * (noise_variance + spread) / keys
+    return SmoothingError(((1 - one).square() * power).sum(-1), sampling)
+
+
+def optimal_scale(
+    keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
+) -> Float[Tensor, "*lead"]:
+    """The inverse temperature that minimises `smoothing_error` over L keys, where E w² ≤ L, between 1e-3 and 1e6.
+
+    It grows as L^{2/(d+3)}, and the root of the error falls as L^{−2/(d+3)} (Z7). With very little noise it is the β of
+    E w² = L, beyond which less than one key counts and the error's formula does not hold. Not differentiable; right to
+    1e-5 of itself.
+
+    Raises:
+        ValueError: as `smoothing_error`; `noise_variance` that is 0.
+    """
+    check_number("noise_variance", noise_variance, None)
+    _degree(power)
+    check_values(keys=keys, power=power)
+    keys = _keys(keys).to(power.device)
+    low, high = (torch.full_like(keys, math.log(end)) for end in _SCALES)
+    share = torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=power.device)
+    with torch.no_grad():
+        for _ in range(_REFINEMENTS):
+            grid = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * share
+            error = smoothing_error(keys.unsqueeze(-1), power, noise_variance, dimension, grid.exp()).total
+            error = torch.where(_log_mean_square(grid.exp(), dimension) <= keys.log().unsqueeze(-1), error, torch.inf)
+            best = error.argmin(-1, keepdim=True)
+            low, high = (grid.gather(-1, (best + move).clamp(0, _POINTS - 1)).squeeze(-1) for move in (-1, 1))
+    return (0.5 * (low + high)).exp()
+
+
+def asymptotic_scale(
+    keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
+) -> Float[Tensor, "*lead"]:
+    """What `optimal_scale` comes to for many keys: β^{(d+3)/2} = E(Δf)² L/((d−1) c σ²), c = 2√π·4^{−(d−1)/2}/Γ(d/2).
+
+    Δf has the parts −n(n+d−2) f_n. From 1 − ρ_n ≈ n(n+d−2)/(2β) and E w² ≈ c β^{(d−1)/2}. Needs noise; arguments as
+    `smoothing_error`.
+
+    Raises:
+        ValueError: as `smoothing_error`; `noise_variance` that is 0.
+    """
+    check_number("noise_variance", noise_variance, None)
+    check_values(keys=keys, power=power)
+    n = torch.arange(_degree(power) + 1, dtype=torch.float64, device=power.device)
+    roughness = ((n * (n + dimension - 2)).square() * power.double()).sum()
+    log_c = math.log(2) + 0.5 * math.log(math.pi) - (dimension - 1) * math.log(2) - math.lgamma(dimension / 2)
+    ratio = roughness * _keys(keys).to(power.device) / ((dimension - 1) * noise_variance)
+    return ((ratio.log() - log_c) * 2 / (dimension + 3)).exp()
+
+
+def _log_mean_square(scale: Tensor, dimension: int) -> Tensor:
+    """log E w² for w = e^{βk·q}/Λ(β)."""
+    once, twice = (log_sphere_partition((factor * scale).square(), dimension) for factor in (1, 2))
+    return twice - 2 * once
+
+
+def _keys(keys: Tensor | float) -> Tensor:
+    keys = _numbers("keys", keys)
+    if values_are_readable(keys) and not bool(((keys >= 1) & keys.isfinite()).all()):
+        raise ValueError(f"keys must be finite and at least 1, got {keys.min().item():g} to {keys.max().item():g}")
+    return keys
+
+
+def _numbers(name: str, given: Tensor | float) -> Tensor:
+    """In float64."""
+    if isinstance(given, Tensor):
+        check_tensors(**{name: given})
+        return given.double()
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise TypeError(f"{name} must be a number or a tensor, got {told(given)}")
+    return torch.tensor(float(given), dtype=torch.float64)
+
+
+def _check_sphere(degree: int, dimension: int) -> None:
+    check_whole("degree", degree)
+    check_whole("the sphere's dimension", dimension)
+    if degree < 0:
+        raise ValueError(f"degree must be at least 0, got {degree}")
+    if dimension < 2:
+        raise ValueError(f"the sphere's dimension must be at least 2, got {dimension}")
+
+
+def _scale(scale: Tensor | float, dimension: int, degree: int) -> Tensor:
+    _check_sphere(degree, dimension)
+    scale = _numbers("scale", scale)
+    if values_are_readable(scale) and not bool(((scale >= 0) & scale.isfinite()).all()):
+        raise ValueError(f"scale must be finite and at least 0, got {scale.min().item():g} to {scale.max().item():g}")
+    return scale
+
+
+def _degree(power: Tensor) -> int:
+    check_tensors(power=power)
+    if not power.ndim or not power.shape[-1]:
+        raise ValueError(f"power must have shape (*lead, degrees), got {tuple(power.shape)}")
+    if values_are_readable(power) and not bool(((power >= 0) & power.isfinite()).all()):
+        raise ValueError("power must be finite and at least 0 in every degree")
+    return power.shape[-1] - 1

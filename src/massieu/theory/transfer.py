@@ -1,0 +1,232 @@
+"""What predicting masked tokens makes a representation contain, and how well another target is read off it (Z12, Z13).
+
+Given the latent z tokens are independent, so the best prediction of a masked token is Gs: linear in the posterior s of z, with
+one row of G for each coordinate of the masked token. Another target's is Ds. Where D's rows lie in the span of G's (up to
+constants), Ds is a linear probe on Gs, and the condition number says what an error of the first becomes in the second.
+
+For finitely many latents s is their posterior, a point of the simplex. Latents of infinite number enter through finitely many
+features φ(z), G φ(z) being the target's mean given z, and s = E[φ(z) | tokens]: for Dirichlet–multinomial tokens φ(z) = z, on
+the simplex again; for Gaussian ones φ(z) = z, in a space without that constraint.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.measures.base import values_are_readable
+from massieu.posteriors.arguments import (
+    check_device,
+    check_finite,
+    check_log_probabilities,
+    check_number,
+    check_tensors,
+    check_values,
+    told,
+)
+
+
+def masked_mean(
+    targets: Float[Tensor, "p k"], log_likelihood: Float[Tensor, "*lead k"], log_prior: Float[Tensor, "k"]
+) -> Float[Tensor, "*lead p"]:
+    """Gs, s ∝ prior·likelihood: the minimiser of E‖x_m − f(X_obs)‖² for k latents (Z12).
+
+    With the probabilities p(x_m = j | z) as G's rows it minimises the cross-entropy too.
+
+    Args:
+        targets: G, E[x_m | z] in column z.
+        log_likelihood: log p(X_obs | z), nats; −inf for what z excludes, but not for every z.
+        log_prior: log π(z), up to a constant.
+
+    Raises:
+        ValueError: the three do not have the same number k of latents, NaN or +inf, tokens that every latent excludes.
+        TypeError: not tensors.
+    """
+    check_tensors(targets=targets, log_likelihood=log_likelihood, log_prior=log_prior)
+    if targets.ndim != 2 or log_prior.shape != targets.shape[1:] or log_likelihood.shape[-1:] != log_prior.shape:
+        given = f"{tuple(targets.shape)}, {tuple(log_likelihood.shape)} and {tuple(log_prior.shape)}"
+        raise ValueError(
+            f"targets, log_likelihood and log_prior must have shapes (p, k), (*lead, k), (k,), got {given}"
+        )
+    check_finite(targets=targets)
+    check_log_probabilities(log_likelihood=log_likelihood, log_prior=log_prior)
+    joint = log_likelihood + log_prior
+    if values_are_readable(joint) and not bool((joint > -math.inf).any(-1).all()):
+        raise ValueError("every latent excludes the tokens: log_likelihood + log_prior must have an entry above −inf")
+    dtype = torch.promote_types(joint.dtype, targets.dtype)
+    return torch.softmax(joint.to(dtype), -1) @ targets.mT.to(dtype)
+
+
+def masked_gaussian_mean(
+    observed: Float[Tensor, "*lead L d"], prior_mean: Float[Tensor, "d"], prior_weight: float
+) -> Float[Tensor, "*lead d"]:
+    """(κ₀m₀ + Σ x_ℓ)/(κ₀ + L), for tokens N(z, σ²) and z ~ N(m₀, σ²/κ₀): a masked token's best prediction (Z12, Z3).
+
+    As functionals of E[z | X_obs] the targets are G = I.
+
+    Args:
+        observed: The L tokens that are not masked.
+        prior_mean: m₀.
+        prior_weight: κ₀ > 0, in tokens.
+
+    Raises:
+        ValueError: shapes that do not fit, numbers that are not finite, a weight that is not positive.
+        TypeError: not tensors, a weight that is no number.
+    """
+    check_tensors(observed=observed, prior_mean=prior_mean)
+    if observed.ndim < 2 or prior_mean.shape != observed.shape[-1:]:
+        given = f"{tuple(observed.shape)} and {tuple(prior_mean.shape)}"
+        raise ValueError(f"observed and prior_mean must have shapes (*lead, L, d) and (d,), got {given}")
+    check_number("prior_weight", prior_weight, None)
+    check_device(observed=observed, prior_weight=prior_weight)
+    check_finite(observed=observed, prior_mean=prior_mean)
+    return (prior_weight * prior_mean + observed.sum(-2)) / (prior_weight + observed.shape[-2])
+
+
+def masked_token_probabilities(
+    counts: Float[Tensor, "*lead k"], concentration: Float[Tensor, "k"]
+) -> Float[Tensor, "*lead k"]:
+    """(α_j + n_j)/(α₀ + L): probabilities of a masked token, for categorical tokens with z ~ Dirichlet(α) (Z12).
+
+    As functionals of E[z | X_obs] the targets are G = I, on the simplex.
+
+    Args:
+        counts: n_j, how often token j was observed; L is their sum.
+        concentration: α > 0.
+
+    Raises:
+        ValueError: shapes that do not fit, numbers that are not finite, a concentration that is not positive, a negative
+            count.
+        TypeError: not tensors.
+    """
+    check_tensors(counts=counts, concentration=concentration)
+    if concentration.ndim != 1 or counts.shape[-1:] != concentration.shape:
+        given = f"{tuple(counts.shape)} and {tuple(concentration.shape)}"
+        raise ValueError(f"counts and concentration must have shapes (*lead, k) and (k,), got {given}")
+    check_finite(counts=counts, concentration=concentration)
+    if values_are_readable(counts, concentration) and not bool((concentration > 0).all() and (counts >= 0).all()):
+        raise ValueError("concentration must be positive and counts at least 0")
+    posterior = counts + concentration
+    return posterior / posterior.sum(-1, keepdim=True)
+
+
+class Transfer(NamedTuple):
+    """How a downstream target depends on a self-supervised one; with tangent directions t, Σt = 0, on the simplex."""
+
+    condition_number: float
+    """κ = ‖Λ‖₂, the largest ‖Dt‖/‖Gt‖; ∞ where the target is not identifiable."""
+    ratio_bound: float
+    """σ_max(D)/σ_min⁺(G) on the tangent space: κ's bound by singular values; ∞ as κ is."""
+    probe: Float[Tensor, "c p"]
+    """Λ = DΠ(GΠ)⁺."""
+    offset: Float[Tensor, "c"]
+    """Λ·(prediction) + offset is the downstream optimum, where it is identifiable."""
+    rank: int
+    """Of GΠ: directions of the posterior that self-supervision fixes."""
+    lost: Float[Tensor, "k r"]
+    """Orthonormal directions that D sees and G does not; no column where the target is identifiable."""
+
+    @property
+    def identifiable(self) -> bool:
+        """Whether the downstream optimum is a function of the self-supervised one."""
+        return self.lost.shape[-1] == 0
+
+    def predict(self, prediction: Float[Tensor, "*lead p"]) -> Float[Tensor, "*lead c"]:
+        """Λ·prediction + offset. Where the target is not identifiable: its part that is, with the rest at the centre."""
+        return prediction.to(self.probe.dtype) @ self.probe.mT + self.offset
+
+
+def transfer(
+    self_supervised: Float[Tensor, "p k"],
+    downstream: Float[Tensor, "c k"],
+    *,
+    simplex: bool = True,
+    tolerance: float | None = None,
+) -> Transfer:
+    """The condition number of reading Ds off Gs, the linear probe that does it, and what cannot be read (Z13).
+
+    With Π = I − 11ᵀ/k (the identity without `simplex`): if the null space of GΠ lies in that of DΠ, then for any two
+    posteriors D(s − s') = ΛG(s − s'), ‖D(s − s')‖ ≤ κ‖G(s − s')‖, Λ = DΠ(GΠ)⁺. If not, posteriors with one Gs have
+    several Ds: no amount of data of the self-supervised kind determines the target. Leaving Π out on the simplex gives a
+    larger number than needed. The paper names a condition number; its definition was not recovered, this one is derived.
+
+    In float64; not differentiable where a rank changes.
+
+    Args:
+        self_supervised: G, the masked tokens' means, a latent (or feature) a column.
+        downstream: D, the target's means.
+        simplex: Whether s has the sum 1.
+        tolerance: Singular values at most this share of the matrix's largest (of G or D) count as 0; by default machine
+            precision times the larger of the matrix's sides, times 10. Estimated matrices need one of the size of
+            their error.
+
+    Raises:
+        ValueError: shapes that do not fit, values that are not finite, a tolerance outside [0, 1).
+        TypeError: not tensors, a tolerance that is no number.
+    """
+    g, d = _checked("self_supervised", self_supervised), _checked("downstream", downstream)
+    if g.shape[1] != d.shape[1]:
+        raise ValueError(f"both need the same number of latents, got shapes {tuple(g.shape)} and {tuple(d.shape)}")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, float | int)):
+        raise TypeError(f"tolerance must be a number, got {told(tolerance)}")
+    if tolerance is None:
+        tolerance = 10 * max(*g.shape, *d.shape) * torch.finfo(torch.float64).eps
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be in [0, 1), got {tolerance}")
+    g_tangent, d_tangent = (m - m.mean(1, keepdim=True) if simplex else m for m in (g, d))
+    # Rounding of the centring is measured by the matrix it was made from.
+    g_floor, d_floor = (tolerance * torch.linalg.matrix_norm(m, 2) for m in (g, d))
+
+    left, values, right = torch.linalg.svd(g_tangent, full_matrices=False)
+    rank = int((values > g_floor).sum())
+    left, values, right = left[:, :rank], values[:rank], right[:rank]
+    probe = (d_tangent @ right.mT / values) @ left.mT
+    _, lost_values, lost = torch.linalg.svd(d_tangent - d_tangent @ right.mT @ right, full_matrices=False)
+    lost = lost[lost_values > d_floor].mT
+    offset = (d - probe @ g).mean(1) if simplex else torch.zeros_like(d[:, 0])
+
+    largest = torch.linalg.matrix_norm(d_tangent, 2).item()
+    if lost.shape[1]:
+        condition_number = ratio_bound = math.inf
+    elif rank:
+        condition_number, ratio_bound = torch.linalg.matrix_norm(probe, 2).item(), largest / values[-1].item()
+    else:
+        condition_number = ratio_bound = 0.0
+    return Transfer(condition_number, ratio_bound, probe, offset, rank, lost)
+
+
+def excess_risk_bound(condition_number: float, self_supervised_excess: float, density_ratio: float = 1.0) -> float:
+    """κ²·r·(self-supervised excess L2 risk): the downstream excess L2 risk of the probe is no larger (Z13).
+
+    Args:
+        condition_number: κ of `transfer`; ∞ gives ∞.
+        self_supervised_excess: E‖ĝ(X) − Gs(X)‖², above the optimum's own risk.
+        density_ratio: r, the largest ratio of the downstream inputs' density to the self-supervised ones'; at least 1.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    for name, value in (("condition_number", condition_number), ("density_ratio", density_ratio)):
+        if isinstance(value, bool) or not isinstance(value, float | int):
+            raise TypeError(f"{name} must be a number, got {told(value)}")
+    if not condition_number >= 0:
+        raise ValueError(f"condition_number must be at least 0, got {condition_number}")
+    check_number("self_supervised_excess", self_supervised_excess)
+    if not density_ratio >= 1:
+        raise ValueError(f"density_ratio is a largest ratio of two densities, at least 1, got {density_ratio}")
+    if math.inf in (condition_number, density_ratio):
+        return math.inf
+    return condition_number**2 * density_ratio * self_supervised_excess
+
+
+def _checked(name: str, matrix: Tensor) -> Tensor:
+    check_tensors(**{name: matrix})
+    check_values(**{name: matrix})
+    if matrix.ndim != 2 or 0 in matrix.shape:
+        raise ValueError(f"{name} must have shape (rows, latents) with at least one of each, got {tuple(matrix.shape)}")
+    matrix = matrix.detach().double()
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(f"{name} must be finite")
+    return matrix

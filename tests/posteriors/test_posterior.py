@@ -1,0 +1,264 @@
+"""Laws that every posterior keeps: sequential, exchangeable, masked, batched, differentiable, compiled."""
+
+import itertools
+
+import pytest
+import torch
+from tests.posteriors.cases import cases
+from tests.rows import every_row
+from torch.utils import _pytree as pytree
+
+from massieu.measures import Poisson
+from massieu.posteriors import (
+    Concepts,
+    DirichletMultinomial,
+    ExponentialFamily,
+    GaussianMean,
+    HiddenMarkov,
+    LinearRegression,
+)
+
+CASES = cases()
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+ATTENDING = [name for name, case in CASES.items() if hasattr(case.prior, "as_attention")]
+
+
+def same(left, right, **tolerance):
+    for one, other in zip(pytree.tree_leaves(left), pytree.tree_leaves(right), strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, **(tolerance or EXACT))
+
+
+@every_row("name", CASES)
+def test_a_longer_context_updates_the_shorter(name):
+    prior, tokens = CASES[name].prior, CASES[name].tokens
+    same(prior.posterior(tokens[:, :2]).posterior(tokens[:, 2:]), prior.posterior(tokens))
+
+
+@every_row("name", CASES)
+def test_the_evidence_is_the_sum_of_the_predictives(name):
+    law, tokens, total = CASES[name].prior, CASES[name].tokens, 0.0
+    for token in tokens.unbind(1):
+        total = total + law.log_predictive(token)
+        law = law.posterior(token.unsqueeze(1))
+    torch.testing.assert_close(law.log_evidence, total, **EXACT)
+
+
+@every_row("name", CASES)
+def test_order_counts_only_for_the_chain(name):
+    case = CASES[name]
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    moved, plain = case.prior.posterior(case.tokens[:, order]), case.prior.posterior(case.tokens)
+    if case.exchangeable:
+        same(moved, plain)
+    else:
+        assert (moved.log_evidence - plain.log_evidence).abs().max() > 1e-3
+
+
+@every_row("name", CASES)
+def test_a_masked_token_is_not_there_whatever_it_holds(name):
+    case = CASES[name]
+    seen = torch.tensor([[True, True, False, True, False, False], [False, True, True, True, True, True]])
+    junk = torch.nan if case.tokens.is_floating_point() else -7
+    visible = seen if case.tokens.ndim == 2 else seen.unsqueeze(-1)
+    found = case.prior.posterior(torch.where(visible, case.tokens, junk), seen)
+    for row in range(2):
+        one = pytree.tree_map(lambda leaf, row=row: leaf[row] if isinstance(leaf, torch.Tensor) else leaf, case.prior)
+        here = pytree.tree_map(lambda leaf, row=row: leaf[row] if isinstance(leaf, torch.Tensor) else leaf, found)
+        if case.exchangeable:
+            same(here, one.posterior(case.tokens[row][seen[row]]))
+        elif row == 0:  # an unobserved token of a chain: the evidence is that of what is seen, summed over it
+            shown = case.tokens[row].clone()
+            tables = [
+                [value] if keep else range(4) for value, keep in zip(shown.tolist(), seen[row].tolist(), strict=True)
+            ]
+            whole = [one.posterior(torch.tensor(path)).log_evidence for path in itertools.product(*tables)]
+            torch.testing.assert_close(here.log_evidence, torch.stack(whole).logsumexp(0), **EXACT)
+
+
+@every_row("name", CASES)
+def test_nothing_seen_changes_nothing(name):
+    case = CASES[name]
+    same(case.prior.posterior(case.tokens[:, :0]), case.prior)
+    if not case.exchangeable:
+        return  # a chain moves on
+    same(case.prior.posterior(case.tokens, torch.zeros(2, 6, dtype=torch.bool)), case.prior)
+
+
+@every_row("name", CASES)
+def test_one_prior_serves_many_sequences_and_queries(name):
+    case = CASES[name]
+    stack = torch.stack([case.tokens, case.tokens.flip(1)], 1)  # (2, 2, n, …)
+    found = case.prior.posterior(stack)
+    assert found.batch_shape == (2, 2)
+    for column, tokens in enumerate((case.tokens, case.tokens.flip(1))):
+        one = pytree.tree_map(lambda leaf, c=column: leaf[:, c] if isinstance(leaf, torch.Tensor) else leaf, found)
+        same(one, case.prior.posterior(tokens))
+    law = case.prior.posterior(case.tokens)
+    values = law.log_predictive(case.tokens)  # the tokens' dimension is one of queries
+    assert values.shape == (2, 6)
+    torch.testing.assert_close(values[:, 3], law.log_predictive(case.tokens[:, 3]), **EXACT)
+
+
+@every_row("name", ATTENDING)
+def test_the_posterior_mean_is_attention(name):
+    case = CASES[name]
+    mask = torch.tensor([[True, True, False, True, True, True], [True] * 5 + [False]])
+    found, law = case.prior.as_attention(case.tokens, mask).attend(), case.prior.posterior(case.tokens, mask)
+    torch.testing.assert_close(found.output, law.mean, rtol=0, atol=1e-12)
+    if isinstance(law, Concepts):
+        level = law.log_evidence
+    elif isinstance(law, DirichletMultinomial):
+        level = law.concentration.sum(-1).log()
+    else:
+        level = law.strength.log()
+    torch.testing.assert_close(found.log_partition, level, rtol=0, atol=1e-12)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives_of_the_evidence(name):
+    case = CASES[name]
+    parameters = [part.detach().clone().requires_grad_() for part in case.parameters]
+    tokens = case.tokens[:, :3].clone()
+    smooth = tokens.is_floating_point() and name not in ("Bernoulli", "spin", "Poisson")
+
+    def evidence(tokens, *parameters):
+        if name.startswith("regression"):
+            parameters = (parameters[0], 0.5 * (parameters[1] + parameters[1].mT), *parameters[2:])
+        return case.build(*parameters).posterior(tokens).log_evidence
+
+    inputs = (tokens.requires_grad_() if smooth else tokens, *parameters)
+    assert torch.autograd.gradcheck(evidence, inputs)
+    assert torch.autograd.gradgradcheck(evidence, inputs)
+
+
+@every_row("name", CASES)
+def test_masked_junk_has_no_derivative(name):
+    case = CASES[name]
+    if not case.tokens.is_floating_point() or name == "concepts of a function":
+        return  # whole numbers; a user's own function
+    tokens = case.tokens.clone()
+    tokens[:, 4:] = torch.inf
+    tokens.requires_grad_()
+    law = case.prior.posterior(tokens, torch.tensor([True] * 4 + [False] * 2).expand(2, 6))
+    (gradient,) = torch.autograd.grad(law.log_evidence.sum(), tokens)
+    assert gradient[:, 4:].abs().max() == 0
+    assert gradient.isfinite().all()
+
+
+@every_row("name", CASES)
+def test_vmap_is_the_batch(name):
+    case = CASES[name]
+    if name.startswith("concepts of a function"):
+        return  # a function is no tensor to map over
+
+    def both(law, tokens):
+        after = law.posterior(tokens)
+        return after.log_evidence, after.mean, after.log_predictive(tokens[0])
+
+    after = case.prior.posterior(case.tokens)
+    expected = (after.log_evidence, after.mean, after.log_predictive(case.tokens[:, 0]))
+    same(torch.func.vmap(both)(case.prior, case.tokens), expected)
+
+
+SLOW_TO_COMPILE = (
+    "concepts of a function",
+    "regression of unknown noise",
+    "Bernoulli",
+    "spin",
+    "Poisson",
+    "exponential",
+    "gamma",
+    "Gaussian",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TO_COMPILE)) for name in CASES]
+)
+def test_compiled_is_eager(name):
+    case = CASES[name]
+
+    def both(tokens):
+        after = case.prior.posterior(tokens[:, :3])
+        return after.log_evidence, after.mean, after.log_predictive(tokens[:, 3])
+
+    torch.compiler.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    same(compiled(case.tokens), both(case.tokens))
+
+
+@every_row("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every_row("name", CASES)
+def test_lower_precision_is_promoted(name, dtype):
+    case = CASES[name]
+    if name == "gamma" or name.startswith("regression"):
+        dtype = torch.float32  # parameters rounded to bfloat16 need not be symmetric
+    parameters = [part.to(dtype) for part in case.parameters]
+    tokens = case.tokens.to(dtype) if case.tokens.is_floating_point() else case.tokens
+    if name in ("Bernoulli", "spin", "Poisson", "exponential", "gamma", "Gaussian"):
+        return  # the likelihood's parameters are float64
+    if name == "concepts of a function":
+        return  # a user's own function may work in any precision
+    law = case.build(*parameters).posterior(tokens)
+    exact = case.build(*[part.double() for part in parameters]).posterior(
+        tokens.double() if tokens.is_floating_point() else tokens
+    )
+    assert law.log_evidence.dtype == law.mean.dtype == torch.float32
+    torch.testing.assert_close(law.log_evidence, exact.log_evidence.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(law.mean, exact.mean.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_families_in_lower_precision(dtype):
+    tokens = torch.tensor([[3.0], [0.0], [2.0]], dtype=dtype)
+    chi, strength, rate = torch.tensor([2.0]), torch.tensor(1.5), torch.tensor([1.0])
+    found = ExponentialFamily.create(Poisson.create(rate), chi, strength).posterior(tokens)
+    exact = ExponentialFamily.create(Poisson.create(rate.double()), chi.double(), strength.double()).posterior(
+        tokens.double()
+    )
+    assert found.log_evidence.dtype == found.mean.dtype == torch.float32
+    torch.testing.assert_close(found.log_evidence.double(), exact.log_evidence, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused():
+    zeros, ones = torch.zeros(2, 3), torch.ones(2)
+    law = GaussianMean.create(zeros, ones, ones)
+    with pytest.raises(ValueError, match=r"strength must have shape \(2,\), got \(3,\)"):
+        GaussianMean.create(zeros, torch.ones(3), ones)
+    with pytest.raises(ValueError, match="variance must be positive"):
+        GaussianMean.create(zeros, ones, -ones)
+    with pytest.raises(ValueError, match="mean must be finite"):
+        GaussianMean.create(zeros * torch.nan, ones, ones)
+    with pytest.raises(ValueError, match=r"needs tokens of shape \('\*batch', 'n', 3\), got \(2, 5, 4\)"):
+        law.posterior(torch.zeros(2, 5, 4))
+    with pytest.raises(ValueError, match=r"batch shape \(2,\) cannot read tokens of batch shape \(3,\)"):
+        law.posterior(torch.zeros(3, 5, 3))
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\).*got \(5,\)"):
+        law.posterior(torch.zeros(2, 5, 3), torch.ones(5, dtype=torch.bool))
+    with pytest.raises(TypeError, match="mask must be a boolean tensor"):
+        law.posterior(torch.zeros(2, 5, 3), torch.ones(2, 5))
+    with pytest.raises(ValueError, match="precision must be positive"):
+        law.posterior(torch.zeros(2, 5, 3), precision=torch.zeros(2, 5))
+    with pytest.raises(TypeError, match=r"tokens must be a floating-point tensor, got a tensor of torch.int64"):
+        law.posterior(torch.zeros(2, 5, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="tokens must lie between 0 and 3, got 4"):
+        DirichletMultinomial.create(torch.ones(4)).posterior(torch.tensor([1, 4]))
+    with pytest.raises(TypeError, match="whole numbers"):
+        DirichletMultinomial.create(torch.ones(4)).posterior(torch.tensor([1.0]))
+    with pytest.raises(ValueError, match=r"tokens must lie in the support of Bernoulli, got \(0.5, 1\)"):
+        CASES["Bernoulli"].prior.posterior(torch.tensor([[[0.5, 1.0]], [[0.0, 1.0]]]))
+    with pytest.raises(ValueError, match="every concept rules out"):
+        Concepts.create(torch.zeros(2), torch.tensor([[0.0, -torch.inf]]).expand(2, 2)).posterior(torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"log_likelihood must have shape \(2, 'V'\) or"):
+        Concepts.create(torch.zeros(2), torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="sequence of probability zero"):
+        HiddenMarkov.create(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[0.0, -torch.inf]])).posterior(
+            torch.tensor([1])
+        )
+    with pytest.raises(ValueError, match="precision must be positive definite"):
+        LinearRegression.create(torch.zeros(2, 1), -torch.eye(2), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="precision must be symmetric"):
+        LinearRegression.create(torch.zeros(2, 1), torch.tensor([[1.0, 0.5], [0.0, 1.0]]), torch.tensor(1.0))
