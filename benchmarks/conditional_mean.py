@@ -17,7 +17,7 @@ from torch import Tensor
 import cases
 import harness
 from cases import Case, Sides
-from massieu.regression import ConjugateGradient, Gaussian, LowRank, conditional_mean_attention
+from massieu.regression import ConjugateGradient, GaussianKernel, LowRank, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
 
 SIZE, WIDTH, RIDGE, LENGTH = 8, 4.0, 0.1, 4096
@@ -32,13 +32,13 @@ def _inputs(length: float) -> list[Tensor]:
 
 def _forward(method: Method, length: float) -> Callable[[], tuple[Tensor, ...]]:
     query, key, value = _inputs(length)
-    kernel = Gaussian.create(WIDTH)
+    kernel = GaussianKernel.create(WIDTH)
     return lambda: (conditional_mean_attention(query, key, value, kernel=kernel, ridge=RIDGE, method=method).output,)
 
 
 def _both_ways(method: Method, length: float) -> harness.Work:
     inputs = [tensor.requires_grad_() for tensor in _inputs(length)]
-    kernel = Gaussian.create(WIDTH)
+    kernel = GaussianKernel.create(WIDTH)
 
     def work() -> tuple[Tensor, ...]:
         found = conditional_mean_attention(*inputs, kernel=kernel, ridge=RIDGE, method=method)
@@ -71,7 +71,9 @@ def accuracy() -> dict[str, float]:
     found = {}
     (exact,) = _forward("cholesky", LENGTH)()
     for name, method in (("conjugate gradients", ITERATIVE), ("256 centres", CENTRES)):
-        ours = conditional_mean_attention(query, key, value, kernel=Gaussian.create(WIDTH), ridge=RIDGE, method=method)
+        ours = conditional_mean_attention(
+            query, key, value, kernel=GaussianKernel.create(WIDTH), ridge=RIDGE, method=method
+        )
         assert ours.error_bound is not None
         found[name] = (ours.output - exact).norm(dim=-1).max().item()
         found[f"{name}, bound"] = ours.error_bound.max().item()

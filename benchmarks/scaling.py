@@ -84,7 +84,7 @@ def _query(queries: int, backward: bool) -> torch.Tensor:
     return torch.randn(1, 1, queries, SIZE, generator=torch.Generator().manual_seed(1)).requires_grad_(backward)
 
 
-def _finish(result: ops.Attention, backward: bool) -> None:
+def _finish(result: ops.AttentionResult, backward: bool) -> None:
     if backward:
         (result.output.sum() + result.log_partition.sum()).backward()
 

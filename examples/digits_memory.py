@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from massieu.energy import Hopfield, bounds
+from massieu.energy import HopfieldEnergy, bounds
 from massieu.solve import Status
 
 STORED, STEPS, SCALES = 60, 6, (0.5, 5.0, 50.0)
@@ -31,7 +31,7 @@ def stored_and_queries() -> tuple[Tensor, Tensor]:
     return images, queries
 
 
-def report(memory: Hopfield, images: Tensor, queries: Tensor) -> Tensor:
+def report(memory: HopfieldEnergy, images: Tensor, queries: Tensor) -> Tensor:
     """Print what came back; return the energies along the first steps, (steps + 1, 60)."""
     path = memory.descend(queries, steps=STEPS)
     rise = path.energies.diff(dim=0).amax().item()
@@ -56,7 +56,7 @@ def report(memory: Hopfield, images: Tensor, queries: Tensor) -> Tensor:
     return path.energies
 
 
-def draw(memories: list[Hopfield], images: Tensor, queries: Tensor, energies: list[Tensor], path: Path) -> None:
+def draw(memories: list[HopfieldEnergy], images: Tensor, queries: Tensor, energies: list[Tensor], path: Path) -> None:
     """Queries and what the memories return; below, the energies of all queries, step by step."""
     shown = range(10)
     figure = plt.figure(figsize=(10, 8), layout="constrained")
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("massieu-results/digits_memory.png"), metavar="FILE")
     path = parser.parse_args().picture
     images, queries = stored_and_queries()
-    memories = [Hopfield.create(images, scale=scale) for scale in SCALES]
+    memories = [HopfieldEnergy.create(images, scale=scale) for scale in SCALES]
     energies = [report(memory, images, queries) for memory in memories]
     draw(memories, images, queries, energies, path)
 

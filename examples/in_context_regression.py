@@ -21,7 +21,7 @@ from sklearn.datasets import load_diabetes
 from torch import Tensor
 
 from massieu import ops
-from massieu.regression import Gaussian, Linear, choose_ridge, conditional_mean_attention, leave_one_out
+from massieu.regression import GaussianKernel, LinearKernel, choose_ridge, conditional_mean_attention, leave_one_out
 
 SIZES, HELD_OUT = (20, 40, 80, 160, 300), 142
 WIDTHS = torch.tensor([2.0, 4.0, 8.0, 16.0, 32.0], dtype=torch.float64)
@@ -58,9 +58,9 @@ def context(data: Tensor, target: Tensor, order: Tensor, size: int) -> Context:
 def conditional_mean(given: Context) -> tuple[Tensor, Tensor]:
     """Predictions and their standard deviations. Each lengthscale is a head, and the best head answers."""
     key, value = (tensor.expand(-1, len(WIDTHS), -1, -1) for tensor in (given.key, given.value))
-    choice = choose_ridge(key, value, RIDGES, kernel=Gaussian.create(WIDTHS))
+    choice = choose_ridge(key, value, RIDGES, kernel=GaussianKernel.create(WIDTHS))
     head = int(choice.mean_squared_error.amin(0).argmin())
-    kernel, ridge = Gaussian.create(WIDTHS[head]), choice.ridge[0, head]
+    kernel, ridge = GaussianKernel.create(WIDTHS[head]), choice.ridge[0, head]
     found = conditional_mean_attention(
         given.query, given.key, given.value, kernel=kernel, ridge=ridge, need_variance=True
     )
@@ -73,9 +73,9 @@ def conditional_mean(given: Context) -> tuple[Tensor, Tensor]:
 
 def linear(given: Context) -> Tensor:
     """Ridge regression."""
-    ridge = choose_ridge(given.key, given.value, [1e3 * each for each in RIDGES], kernel=Linear()).ridge
+    ridge = choose_ridge(given.key, given.value, [1e3 * each for each in RIDGES], kernel=LinearKernel()).ridge
     return conditional_mean_attention(
-        given.query, given.key, given.value, kernel=Linear(), ridge=ridge
+        given.query, given.key, given.value, kernel=LinearKernel(), ridge=ridge
     ).output.flatten()
 
 
@@ -135,7 +135,7 @@ def draw(errors: dict[str, Tensor], path: Path) -> None:
     data, target = (torch.tensor(part) for part in load_diabetes(return_X_y=True, scaled=False))
     given = context(data, target, torch.randperm(len(data), generator=torch.Generator().manual_seed(0)), 300)
     for width, colour in zip(WIDTHS[1:4], ("#a9d6e5", "#468faf", "#01497c"), strict=True):
-        kernel = Gaussian.create(width)
+        kernel = GaussianKernel.create(width)
         alone = [
             leave_one_out(given.key, given.value, kernel=kernel, ridge=ridge).mean_squared_error for ridge in RIDGES
         ]

@@ -26,7 +26,7 @@ import massieu
 from massieu.energy.contraction import Identity
 from massieu.measures import Gaussian
 from massieu.population import (
-    Alignment,
+    AlignmentResult,
     AttentionLayer,
     CloudMoments,
     CloudShape,
@@ -101,7 +101,7 @@ def closure(attention: AttentionLayer, tokens: Tensor) -> tuple[float, float, fl
     return correlation.item(), (other.norm() / one.norm()).item(), scores.var(-1, correction=0).median().item()
 
 
-def alignment(attention: AttentionLayer, texts: list[Tensor]) -> Alignment:
+def alignment(attention: AttentionLayer, texts: list[Tensor]) -> AlignmentResult:
     """Of all heads' scores with the precision of the tokens that they read, within texts."""
     covariance = torch.stack([tokens.T.cov().double() for tokens in texts]).mean(0)
     covariance = covariance + SOFTENING * covariance.diagonal().mean() * torch.eye(len(covariance))
@@ -126,7 +126,7 @@ def draw_flows(grid: list[Axes], found: list[FlowResult]) -> None:
         axes.set_xlabel("blocks")
 
 
-def draw_attention(gaussian: Axes, aligned: Axes, shares: Tensor, fits: list[Alignment]) -> None:
+def draw_attention(gaussian: Axes, aligned: Axes, shares: Tensor, fits: list[AlignmentResult]) -> None:
     """How near closures are by block and text, and cosines by block."""
     places = torch.arange(1, len(shares) + 1)
     gaussian.axhline(0, color=GREY, lw=0.8)

@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from massieu import ops
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.measures import Bernoulli, Categorical, affine
 
 SCALE = 5.0
@@ -55,7 +55,7 @@ def readings(patterns: Tensor, query: Tensor) -> dict[str, tuple[Tensor, Tensor,
     weights = ops.attention(queries, keys, torch.eye(10, dtype=keys.dtype)[None, None], scale=SCALE).output
     found["attention"] = weights.flatten(), output.flatten(), log_z.squeeze()
 
-    memory = Hopfield.create(patterns, scale=SCALE)
+    memory = HopfieldEnergy.create(patterns, scale=SCALE)
     constants = math.log(10) / SCALE + 0.5 * patterns.square().sum(-1).max()
     step = memory.step(query)
     # The step says nothing of weights; they are what makes it of the patterns, with sum 1.

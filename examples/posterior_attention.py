@@ -28,8 +28,8 @@ from torch import Tensor
 from massieu import ops
 from massieu.measures import Bernoulli, Poisson
 from massieu.posteriors import (
-    Concepts,
     DirichletMultinomial,
+    DiscreteLatent,
     ExponentialFamily,
     GaussianMean,
     HiddenMarkov,
@@ -123,7 +123,7 @@ def regret(axes: Axes, generator: torch.Generator) -> None:
     table = (0.7 * torch.randn(8, 6, dtype=torch.float64, generator=generator)).log_softmax(-1)
     prior = torch.zeros(8, dtype=torch.float64)
     tokens = torch.stack([torch.multinomial(table[k].exp(), 200, True, generator=generator) for k in range(8)])
-    law, predictives = Concepts.create(prior.expand(8, -1), table), []
+    law, predictives = DiscreteLatent.create(prior.expand(8, -1), table), []
     for token in tokens.unbind(1):
         predictives.append(law.log_predictive(token))
         law = law.posterior(token.unsqueeze(-1))
@@ -177,7 +177,7 @@ def pieces(size: int = 300, known: int = 600) -> tuple[Tensor, Tensor, int]:
     return cut(fitted), cut([words for place, words in enumerate(documents) if place % 4 == 0]), known + 1
 
 
-def topic_mixture(counts: Tensor, base: Tensor, smoothing: float) -> Concepts:
+def topic_mixture(counts: Tensor, base: Tensor, smoothing: float) -> DiscreteLatent:
     """Expectation maximisation of a mixture of 32 multinomials, each smoothed by so many words of the base law."""
     generator = torch.Generator().manual_seed(SEED)
     share = torch.rand(len(counts), 32, dtype=torch.float64, generator=generator).pow(8)
@@ -187,7 +187,7 @@ def topic_mixture(counts: Tensor, base: Tensor, smoothing: float) -> Concepts:
         table = (table / table.sum(-1, keepdim=True)).log()
         weight = (share.sum(0) + 1e-3).log()
         share = (weight + counts @ table.T).softmax(-1)
-    return Concepts.create(weight, table)
+    return DiscreteLatent.create(weight, table)
 
 
 def attended(seen: Tensor, size: int) -> Tensor:

@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from massieu.theory import Transfer, excess_risk_bound, transfer
+from massieu.theory import TransferResult, excess_risk_bound, transfer
 
 KINDS, STEPS, TASKS, SEEN = 12, 60, 40, 400
 COLUMN = torch.arange(64) % 8
@@ -46,7 +46,7 @@ class Task(NamedTuple):
     """One choice of masked pixels, and what came of it."""
 
     pixels: Tensor
-    transfer: Transfer
+    transfer: TransferResult
     own_excess: float
     downstream_excess: float
     accuracy: float

@@ -11,13 +11,13 @@ from tests.energy.cases import F64, constant, draw
 from tests.rows import every_row
 
 from massieu import measures
-from massieu.energy import Hopfield, bounds, contraction
+from massieu.energy import HopfieldEnergy, bounds, contraction
 from massieu.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
 
 MANY = 2000
 
 
-def memories(seed: int, count: int = 6, width: int = 4) -> tuple[Hopfield, torch.Tensor]:
+def memories(seed: int, count: int = 6, width: int = 4) -> tuple[HopfieldEnergy, torch.Tensor]:
     """2000 memories of every size and temperature, and a state for each."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -27,7 +27,7 @@ def memories(seed: int, count: int = 6, width: int = 4) -> tuple[Hopfield, torch
     patterns = normal(MANY, count, width) * normal(MANY, 1, 1).exp()
     log_weight = torch.where(torch.rand(MANY, count, generator=generator) < 0.3, -torch.inf, normal(MANY, count))
     log_weight[:, 0] = 0.0
-    energy = Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=normal(MANY).exp())
+    energy = HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), scale=normal(MANY).exp())
     return energy, normal(MANY, width) * patterns.norm(dim=-1).amax(-1, keepdim=True)
 
 
@@ -82,7 +82,9 @@ def test_the_contraction_factor_bounds_the_jacobian_and_the_force():
 
 def test_below_one_the_path_is_as_short_as_the_bound_says():
     energy, state = memories(5)
-    energy = Hopfield.create(energy.memory, scale=energy.scale * (0.4 / bounds.contraction_factor(energy)).clamp(max=1))
+    energy = HopfieldEnergy.create(
+        energy.memory, scale=energy.scale * (0.4 / bounds.contraction_factor(energy)).clamp(max=1)
+    )
     factor = bounds.contraction_factor(energy)
     assert (factor <= 0.4 + 1e-9).all()
     path = energy.descend(state, steps=28).states
@@ -98,7 +100,7 @@ def test_below_one_the_path_is_as_short_as_the_bound_says():
 def test_retrieval_bounds_hold(weights: bool):
     energy, state = memories(6)
     if not weights:
-        energy = Hopfield.create(energy.memory.points, scale=energy.scale)
+        energy = HopfieldEnergy.create(energy.memory.points, scale=energy.scale)
     bound = bounds.retrieval_bound(energy, state)
     memory = energy.memory
     scores = energy.scale[:, None] * (memory.points @ state.unsqueeze(-1)).squeeze(-1) + memory.log_weight
@@ -113,7 +115,7 @@ def test_retrieval_bounds_hold(weights: bool):
 def test_separation_by_its_definition():
     patterns, state = draw(5, 3), draw(7, 3, seed=1)
     log_weight = torch.tensor([0.0, -1.0, -torch.inf, 0.5, 0.0], dtype=F64)
-    energy = Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=2.0)
+    energy = HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), scale=2.0)
     found, own = bounds.separation(energy, state), bounds.separation(energy)
     for n in range(5):
         others = [m for m in (0, 1, 3, 4) if m != n]
@@ -124,7 +126,7 @@ def test_separation_by_its_definition():
         expected = [-math.inf] * 7 if n == 2 else [lead(x) for x in state]
         np.testing.assert_allclose(found[:, n], expected, rtol=1e-12)
         np.testing.assert_allclose(own[n], -math.inf if n == 2 else lead(patterns[n]), rtol=1e-12)
-    alone = Hopfield.create(patterns[:1])
+    alone = HopfieldEnergy.create(patterns[:1])
     assert bounds.separation(alone, state).isposinf().all()
     assert (bounds.retrieval_bound(alone, state).distance == 0).all()
 
@@ -132,7 +134,7 @@ def test_separation_by_its_definition():
 def test_what_a_basin_promises():
     generator = torch.Generator().manual_seed(7)
     patterns = torch.nn.functional.normalize(torch.randn(200, 5, 8, generator=generator, dtype=F64), dim=-1)
-    energy, radius = Hopfield.create(patterns, scale=40.0), 0.05
+    energy, radius = HopfieldEnergy.create(patterns, scale=40.0), 0.05
     found = bounds.basin(energy, radius)
     assert found.unique.float().mean() > 0.5
     assert not (found.unique & ~found.exists).any()
@@ -151,7 +153,7 @@ def test_what_a_basin_promises():
 @pytest.mark.parametrize(("squared", "splits"), [(0.95, False), (1.0, False), (1.05, True)])
 def test_the_pitchfork_is_at_one(squared: float, splits: bool):
     a = torch.tensor([0.6, 0.8], dtype=F64)
-    energy = Hopfield.create(torch.stack([a, -a]), scale=squared)
+    energy = HopfieldEnergy.create(torch.stack([a, -a]), scale=squared)
     torch.testing.assert_close(bounds.contraction_factor(energy), constant(squared))
     end = energy.retrieve(0.5 * a, steps=1000).state.norm()
     # x = tanh(squared·x) on the line through ±a.
@@ -170,7 +172,7 @@ def test_diameter_leaves_out_what_a_mask_does():
     keep = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < 0.5
     keep[2] = False
     patterns[~keep] *= 100
-    energy = Hopfield.create(measures.Atoms.create(patterns, keep))
+    energy = HopfieldEnergy.create(measures.Atoms.create(patterns, keep))
     exact, rough = bounds.diameter(energy), bounds.diameter(energy, method="radius")
     for item in range(2):
         np.testing.assert_allclose(exact[item], pdist(patterns[item][keep[item]].numpy()).max(), rtol=1e-12)
@@ -181,8 +183,10 @@ def test_diameter_leaves_out_what_a_mask_does():
 
 def test_diameter_in_blocks():
     patterns = draw(2500, 3)
-    np.testing.assert_allclose(bounds.diameter(Hopfield.create(patterns)), pdist(patterns.numpy()).max(), rtol=1e-12)
-    own = bounds.separation(Hopfield.create(patterns))
+    np.testing.assert_allclose(
+        bounds.diameter(HopfieldEnergy.create(patterns)), pdist(patterns.numpy()).max(), rtol=1e-12
+    )
+    own = bounds.separation(HopfieldEnergy.create(patterns))
     scores = patterns @ patterns.T
     scores.fill_diagonal_(-torch.inf)
     torch.testing.assert_close(own, patterns.square().sum(-1) - scores.amax(-1))
@@ -198,11 +202,11 @@ def test_diameter_in_blocks():
 )
 def test_the_references_constant_is_a_factor(reference, constant_: float):
     patterns = draw(6, 4)
-    plain = bounds.contraction_factor(Hopfield.create(patterns, scale=2.0))
-    found = bounds.contraction_factor(Hopfield.create(patterns, reference=reference, scale=2.0))
+    plain = bounds.contraction_factor(HopfieldEnergy.create(patterns, scale=2.0))
+    found = bounds.contraction_factor(HopfieldEnergy.create(patterns, reference=reference, scale=2.0))
     torch.testing.assert_close(found, constant_ * plain)
     gaussian = measures.Gaussian.create(torch.zeros(4, dtype=F64), torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=F64))
-    found = bounds.contraction_factor(Hopfield.create(patterns, reference=gaussian, scale=2.0))
+    found = bounds.contraction_factor(HopfieldEnergy.create(patterns, reference=gaussian, scale=2.0))
     torch.testing.assert_close(found, 3 * plain)
 
 
@@ -243,26 +247,26 @@ def test_capacity_constants_of_the_literature():
 
 REFUSED = {
     "not patterns": (
-        lambda: bounds.separation(Hopfield.create(measures.Spin.create(3))),
+        lambda: bounds.separation(HopfieldEnergy.create(measures.Spin.create(3))),
         TypeError,
         "stored patterns, got Spin",
     ),
     "another reference": (
-        lambda: energy_range(Hopfield.create(draw(4, 3), reference=contraction.Spin())),
+        lambda: energy_range(HopfieldEnergy.create(draw(4, 3), reference=contraction.Spin())),
         TypeError,
         "identity",
     ),
     "a reference without a constant": (
-        lambda: bounds.contraction_factor(Hopfield.create(draw(4, 3), reference=measures.Sphere.create(3))),
+        lambda: bounds.contraction_factor(HopfieldEnergy.create(draw(4, 3), reference=measures.Sphere.create(3))),
         TypeError,
         "Sphere",
     ),
-    "method": (lambda: bounds.diameter(Hopfield.create(draw(4, 3)), method="fast"), ValueError, "fast"),
+    "method": (lambda: bounds.diameter(HopfieldEnergy.create(draw(4, 3)), method="fast"), ValueError, "fast"),
     "steps": (lambda: smallest_move(constant(1.0), 0), ValueError, "0"),
-    "radius": (lambda: bounds.basin(Hopfield.create(draw(4, 3)), 0.0), ValueError, "radius"),
+    "radius": (lambda: bounds.basin(HopfieldEnergy.create(draw(4, 3)), 0.0), ValueError, "radius"),
     "capacity": (lambda: bounds.capacity(1), ValueError, "dimension"),
     "failure": (lambda: bounds.capacity(5, failure=1.0), ValueError, "failure"),
-    "state": (lambda: bounds.separation(Hopfield.create(draw(4, 3)), draw(2, 2)), ValueError, r"\(2, 2\)"),
+    "state": (lambda: bounds.separation(HopfieldEnergy.create(draw(4, 3)), draw(2, 2)), ValueError, r"\(2, 2\)"),
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.rows import every_row
 
 from massieu import measures
-from massieu.energy import BoltzmannMachine, Hopfield, bounds
+from massieu.energy import BoltzmannMachine, HopfieldEnergy, bounds
 from massieu.theory import damped_descent, least_descent
 
 F64 = torch.float64
@@ -30,7 +30,7 @@ def test_a_basin_keeps_its_promise_towards_the_other_patterns(count, radius):
     patterns = torch.nn.functional.normalize(normal(400, count, 6), dim=-1)
     if count == 2:
         patterns[:, 1] = -patterns[:, 0]
-    energy = Hopfield.create(patterns, scale=torch.linspace(0.3, 60.0, 400, dtype=F64))
+    energy = HopfieldEnergy.create(patterns, scale=torch.linspace(0.3, 60.0, 400, dtype=F64))
     found = bounds.basin(energy, radius)
     assert found.unique.any()
     assert not found.exists.all()
@@ -51,7 +51,7 @@ def test_a_basins_distance_is_attained_by_a_pair(radius):
     """x and −x of norm M: after one step from the ball's edge the weight missed is e/(1 + e), e = exp(−β(2M² − 2M·radius))."""
     for norm in (0.7, 1.0, 2.0):
         pattern = norm * torch.eye(3, dtype=F64)[:1]
-        energy = Hopfield.create(torch.cat([pattern, -pattern]), scale=9.0 / norm**2)
+        energy = HopfieldEnergy.create(torch.cat([pattern, -pattern]), scale=9.0 / norm**2)
         found = bounds.basin(energy, radius * norm)
         missed = math.exp(-9.0 * (2 - 2 * radius))
         start = pattern * (1 - radius)
@@ -65,13 +65,13 @@ def test_retrieval_bounds_are_attained(count):
     """Where all other patterns are as far behind, 1 − p is (N − 1)e^(−βΔ) but for a factor 1/(1 + (N − 1)e^(−βΔ))."""
     lead = 8.0
     patterns = torch.eye(count, dtype=F64)
-    energy = Hopfield.create(patterns, scale=lead)
+    energy = HopfieldEnergy.create(patterns, scale=lead)
     bound = bounds.retrieval_bound(energy, patterns[0])
     share = torch.softmax(lead * patterns @ patterns[0], -1)
     others = (count - 1) * math.exp(-lead)
     assert bound.weight[0].item() == pytest.approx((1 - share[0]).item() * (1 + others), rel=1e-9)
     pair = torch.stack([patterns[0], -patterns[0]])
-    energy = Hopfield.create(pair, scale=lead)
+    energy = HopfieldEnergy.create(pair, scale=lead)
     bound, apart = bounds.retrieval_bound(energy, pair[0]), (energy.step(pair[0]) - pair[0]).norm()
     assert bound.distance[0].item() == pytest.approx(apart.item() * (1 + math.exp(-2 * lead)), rel=1e-9)
 
@@ -80,7 +80,7 @@ def test_retrieval_bounds_are_attained(count):
 def test_damped_descent_is_attained_by_one_pattern(damping):
     """Its log-partition is linear, so that E is ½‖ξ − x‖² and a constant."""
     pattern, state = normal(1, 5), normal(40, 5, seed=1)
-    energy = Hopfield.create(pattern, scale=1.7)
+    energy = HopfieldEnergy.create(pattern, scale=1.7)
     drop = energy(state) - energy(energy.step(state, damping=damping))
     exact = 0.5 * (1 - (1 - damping) ** 2) * (state - pattern).square().sum(-1)
     torch.testing.assert_close(drop, exact, rtol=1e-9, atol=1e-12)

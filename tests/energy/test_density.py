@@ -9,15 +9,15 @@ from tests.energy.cases import F64, draw, hopfield_energy
 from torch import Tensor
 
 from massieu import measures
-from massieu.energy import Hopfield, contraction, density
+from massieu.energy import HopfieldEnergy, contraction, density
 
 SCALE = 1.7
 
 
-def memory(*batch: int, count: int = 5, width: int = 3) -> tuple[Hopfield, Tensor, Tensor]:
+def memory(*batch: int, count: int = 5, width: int = 3) -> tuple[HopfieldEnergy, Tensor, Tensor]:
     patterns, log_weight = draw(*batch, count, width), draw(*batch, count, seed=2)
     log_weight[..., 1] = -torch.inf
-    return Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=SCALE), patterns, log_weight
+    return HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), scale=SCALE), patterns, log_weight
 
 
 @pytest.mark.medium
@@ -103,7 +103,7 @@ def test_samples_have_the_mixtures_moments():
 def test_the_likelihoods_gradient_in_the_patterns():
     """∇_X L = −β·mean[softmax(βXξ) ξᵀ] + β·diag(softmax(½β‖x_n‖²))·X, rows as patterns (B7)."""
     patterns, data = draw(5, 3).requires_grad_(), draw(40, 3, seed=4)
-    loss = density.negative_log_likelihood(Hopfield.create(patterns, scale=SCALE), data).mean()
+    loss = density.negative_log_likelihood(HopfieldEnergy.create(patterns, scale=SCALE), data).mean()
     (slope,) = torch.autograd.grad(loss, patterns)
     x, xi = patterns.detach().numpy(), data.numpy()
     scores = SCALE * xi @ x.T
@@ -117,7 +117,7 @@ def test_the_likelihoods_gradient_in_the_patterns():
 def test_likelihood_in_patterns_weights_and_scale():
     def loss(patterns: Tensor, log_weight: Tensor, scale: Tensor, data: Tensor) -> Tensor:
         return density.negative_log_likelihood(
-            Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=scale), data
+            HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), scale=scale), data
         )
 
     inputs = (draw(3, 2), draw(3, seed=1), torch.tensor(1.3, dtype=F64), draw(2, 2, seed=2))
@@ -127,19 +127,19 @@ def test_likelihood_in_patterns_weights_and_scale():
 
 def test_maximum_likelihood_finds_the_patterns():
     """Data from two memories: the learned density is as good as the true one, to what 2000 samples tell."""
-    truth = Hopfield.create(torch.tensor([[2.0, 0.0], [-1.0, 1.5], [0.0, -2.0]], dtype=F64), scale=4.0)
+    truth = HopfieldEnergy.create(torch.tensor([[2.0, 0.0], [-1.0, 1.5], [0.0, -2.0]], dtype=F64), scale=4.0)
     data = density.sample(truth, (2000,), generator=torch.Generator().manual_seed(0))
     patterns = (0.5 * draw(3, 2, seed=1)).requires_grad_()
     optimiser = torch.optim.LBFGS([patterns], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimiser.zero_grad()
-        loss = density.negative_log_likelihood(Hopfield.create(patterns, scale=4.0), data).mean()
+        loss = density.negative_log_likelihood(HopfieldEnergy.create(patterns, scale=4.0), data).mean()
         loss.backward()
         return loss
 
     optimiser.step(closure)
-    learned = density.negative_log_likelihood(Hopfield.create(patterns.detach(), scale=4.0), data)
+    learned = density.negative_log_likelihood(HopfieldEnergy.create(patterns.detach(), scale=4.0), data)
     true = density.negative_log_likelihood(truth, data)
     assert learned.mean() < true.mean() + 1e-9
     # 6 parameters: twice the likelihood ratio is about χ² of 6 degrees of freedom; beyond 40 with probability 5e-7.
@@ -150,7 +150,7 @@ def test_batches_are_separate():
     energy, patterns, log_weight = memory(2)
     points = draw(2, 7, 3, seed=3)
     for item in range(2):
-        alone = Hopfield.create(measures.Atoms.create(patterns[item], log_weight[item]), scale=SCALE)
+        alone = HopfieldEnergy.create(measures.Atoms.create(patterns[item], log_weight[item]), scale=SCALE)
         for function in (density.negative_log_likelihood, density.responsibilities, density.score):
             torch.testing.assert_close(function(energy, points)[item], function(alone, points[item]))
         torch.testing.assert_close(density.log_normaliser(energy)[item], density.log_normaliser(alone))
@@ -159,10 +159,10 @@ def test_batches_are_separate():
 def test_what_has_no_density_is_refused():
     masked = measures.Atoms.create(draw(2, 3, 4), torch.tensor([[True] * 3, [False] * 3]))
     with pytest.raises(ValueError, match="masked altogether"):
-        density.log_normaliser(Hopfield.create(masked))
+        density.log_normaliser(HopfieldEnergy.create(masked))
     with pytest.raises(ValueError, match="masked altogether"):
-        density.score(Hopfield.create(masked), draw(2, 4))
+        density.score(HopfieldEnergy.create(masked), draw(2, 4))
     with pytest.raises(TypeError, match="identity"):
-        density.density(Hopfield.create(draw(3, 4), reference=contraction.Spin()))
+        density.density(HopfieldEnergy.create(draw(3, 4), reference=contraction.Spin()))
     with pytest.raises(TypeError, match="Spin"):
-        density.sample(Hopfield.create(measures.Spin.create(3)))
+        density.sample(HopfieldEnergy.create(measures.Spin.create(3)))

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from tests.energy.cases import F64, REFERENCES, draw
 from tests.rows import every_row
 
-from massieu.energy import Hopfield, newton_step
+from massieu.energy import HopfieldEnergy, newton_step
 from massieu.errors import ConvergenceError, ConvergenceWarning
 from massieu.solve import Status
-from massieu.theory import Clustering
+from massieu.theory import ClusteringEnergy
 
 # --- retrieval -------------------------------------------------------------------------------------------------------
 
 
 @every_row("name", ["identity", "spin", "LayerNorm", "Gaussian"])
 def test_retrieval_ends_where_a_step_stays(name: str):
-    energy = Hopfield.create(draw(3, 5, 4), reference=REFERENCES[name](4), scale=3.0)
+    energy = HopfieldEnergy.create(draw(3, 5, 4), reference=REFERENCES[name](4), scale=3.0)
     start = energy.step(draw(3, 6, 4, seed=1))
     found = energy.retrieve(start, tol=1e-11)
     apart = (energy.step(found.state) - found.state).norm(dim=-1)
@@ -35,13 +35,13 @@ def test_retrieval_ends_where_a_step_stays(name: str):
 
 @every_row("scale", [4.0, 16.0, 32.0])
 def test_cold_memories_converge(scale: float):
-    energy = Hopfield.create(draw(4, 16, 8).float(), scale=scale)
+    energy = HopfieldEnergy.create(draw(4, 16, 8).float(), scale=scale)
     found = energy.retrieve(draw(4, 20, 8, seed=1).float())
     assert (found.status == Status.CONVERGED).all()
 
 
 def test_a_number_of_steps_is_that_many():
-    energy, state = Hopfield.create(draw(5, 4), scale=2.0), draw(6, 4, seed=1)
+    energy, state = HopfieldEnergy.create(draw(5, 4), scale=2.0), draw(6, 4, seed=1)
     found = energy.retrieve(state, steps=3)
     torch.testing.assert_close(found.state, energy.step(energy.step(energy.step(state))))
     apart = (energy.step(found.state) - found.state).norm(dim=-1)
@@ -53,7 +53,7 @@ def test_a_number_of_steps_is_that_many():
 
 
 def test_not_converged_is_said():
-    energy = Hopfield.create(torch.stack([draw(4), -draw(4)]), scale=1 / float(draw(4).square().sum()))
+    energy = HopfieldEnergy.create(torch.stack([draw(4), -draw(4)]), scale=1 / float(draw(4).square().sum()))
     state = draw(3, 4, seed=1)
     with pytest.raises(ConvergenceError, match=r"3 of 3 items.*residual"):
         energy.retrieve(state, max_steps=5, tol=1e-12)  # at the pitchfork convergence is not geometric
@@ -62,7 +62,7 @@ def test_not_converged_is_said():
     assert (found.residual > 1e-12).all()
 
 
-@every_row("make", [lambda: Hopfield.create(draw(20, 4)), lambda: Clustering.create(2.0)])
+@every_row("make", [lambda: HopfieldEnergy.create(draw(20, 4)), lambda: ClusteringEnergy.create(2.0)])
 def test_a_state_that_is_not_finite_is_said(make):
     """It has a status of its own, is raised or warned of, and its batch mates are what they are alone."""
     energy = make()
@@ -83,7 +83,7 @@ def test_a_state_that_is_not_finite_is_said(make):
 def test_gradients_at_the_end_are_those_of_many_steps():
     patterns, scale = draw(5, 4).requires_grad_(), torch.tensor(3.0, dtype=F64, requires_grad=True)
     state = draw(6, 4, seed=1).requires_grad_()
-    energy = Hopfield.create(patterns, scale=scale)
+    energy = HopfieldEnergy.create(patterns, scale=scale)
     weights = draw(6, 4, seed=2)
     slopes = []
     for found in (energy.retrieve(state, tol=1e-13), energy.retrieve(state, steps=300)):
@@ -98,15 +98,15 @@ def test_gradients_at_the_end_are_those_of_many_steps():
 
 def test_an_item_does_not_wait_for_its_batch_mates():
     patterns, state = draw(3, 5, 4), draw(3, 6, 4, seed=1)
-    whole = Hopfield.create(patterns, scale=2.0).retrieve(state)
+    whole = HopfieldEnergy.create(patterns, scale=2.0).retrieve(state)
     for item in range(3):
-        alone = Hopfield.create(patterns[item], scale=2.0).retrieve(state[item])
+        alone = HopfieldEnergy.create(patterns[item], scale=2.0).retrieve(state[item])
         torch.testing.assert_close(whole.state[item], alone.state, rtol=1e-13, atol=1e-14)
         assert (whole.steps[item] == alone.steps).all()
 
 
 def test_low_precision_starts():
-    energy = Hopfield.create(draw(5, 4), scale=4.0)
+    energy = HopfieldEnergy.create(draw(5, 4), scale=4.0)
     found = energy.retrieve(draw(6, 4, seed=1).bfloat16())
     assert found.state.dtype == F64
     assert (found.status == Status.CONVERGED).all()
@@ -124,14 +124,14 @@ REFUSED = {
 def test_bad_input_is_one_clear_error(name: str):
     arguments, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        Hopfield.create(draw(5, 4)).retrieve(draw(2, 4), **arguments)
+        HopfieldEnergy.create(draw(5, 4)).retrieve(draw(2, 4), **arguments)
 
 
 # --- Newton ----------------------------------------------------------------------------------------------------------
 
 
 def test_newtons_steps_converge_quadratically():
-    energy = Hopfield.create(draw(6, 4), scale=2.0)
+    energy = HopfieldEnergy.create(draw(6, 4), scale=2.0)
     state = energy.retrieve(draw(3, 4, seed=1), steps=5).state
     errors = []
     for _ in range(6):
@@ -147,7 +147,7 @@ def test_newtons_steps_converge_quadratically():
 
 def test_a_newton_step_is_its_formula():
     patterns, scale = draw(6, 4), 1.5
-    energy = Hopfield.create(patterns, scale=scale)
+    energy = HopfieldEnergy.create(patterns, scale=scale)
     state = energy.retrieve(draw(4, seed=1), steps=30).state + 1e-3 * draw(4, seed=2)
     x = patterns.numpy()
     scores = scale * x @ state.numpy()
@@ -167,7 +167,7 @@ def test_a_newton_step_is_its_formula():
 )
 @settings(max_examples=5, deadline=None)
 def test_newtons_energy_never_rises(seed: int, scale: float, name: str):
-    energy = Hopfield.create(draw(2, 4, 3, seed=seed), reference=REFERENCES[name](3), scale=scale)
+    energy = HopfieldEnergy.create(draw(2, 4, 3, seed=seed), reference=REFERENCES[name](3), scale=scale)
     state = energy.step(2 * draw(2, 5, 3, seed=seed + 1))
     for _ in range(3):
         after = newton_step(energy, state)
@@ -180,7 +180,7 @@ def test_newtons_energy_never_rises(seed: int, scale: float, name: str):
 
 def test_clustering_energy_and_step_by_their_formulas():
     tokens, scale = F.normalize(draw(2, 5, 3), dim=-1), 1.7
-    energy = Clustering.create(scale)
+    energy = ClusteringEnergy.create(scale)
     for item in range(2):
         x = tokens[item].numpy()
         weights = np.exp(scale * x @ x.T)
@@ -199,7 +199,7 @@ def test_clustering_energy_and_step_by_their_formulas():
 )
 @settings(max_examples=20, deadline=None)
 def test_clustering_never_raises_its_energy(seed, count, width, scale, damping):
-    energy = Clustering.create(scale)
+    energy = ClusteringEnergy.create(scale)
     tokens = F.normalize(draw(3, count, width, seed=seed), dim=-1)
     path = energy.descend(tokens, steps=6, damping=damping)
     size = path.energies.abs().amax() + 1
@@ -207,7 +207,7 @@ def test_clustering_never_raises_its_energy(seed, count, width, scale, damping):
 
 
 def test_a_generic_cloud_ends_in_one_cluster():
-    energy = Clustering.create(torch.tensor(1.0, dtype=F64))
+    energy = ClusteringEnergy.create(torch.tensor(1.0, dtype=F64))
     path = energy.descend(F.normalize(draw(10, 4), dim=-1), steps=200)
     torch.testing.assert_close(path.states[-1] @ path.states[-1].T, torch.ones(10, 10, dtype=F64))
     torch.testing.assert_close(path.energies[-1], torch.tensor(-math.e / 2, dtype=F64))
@@ -217,21 +217,21 @@ def test_clustering_force_counts_both_parts_of_a_token():
     """Each pair counts twice in the sum, once in the gradient for each of its tokens: ∇_i E = −Σ_j W_ij x_j/n²."""
     tokens, scale = 0.9 * F.normalize(draw(5, 3), dim=-1), 1.3
     weights = (scale * tokens @ tokens.T).exp()
-    torch.testing.assert_close(Clustering.create(scale).force(tokens), weights @ tokens / 25)
+    torch.testing.assert_close(ClusteringEnergy.create(scale).force(tokens), weights @ tokens / 25)
 
 
 def test_clustering_batches_precision_and_input():
     scale = torch.tensor([0.5, 2.0], dtype=F64)
     tokens = F.normalize(draw(2, 3, 5, 4), dim=-1)
-    whole = Clustering.create(scale)
+    whole = ClusteringEnergy.create(scale)
     for item in range(2):
-        alone = Clustering.create(scale[item])
+        alone = ClusteringEnergy.create(scale[item])
         torch.testing.assert_close(whole(tokens)[item], alone(tokens[item]))
         torch.testing.assert_close(whole.step(tokens)[item], alone.step(tokens[item]))
     low = tokens[0].bfloat16()
-    assert Clustering.create()(low).isfinite().all()
-    assert Clustering.create()(1.1 * tokens[0]).isposinf().all()
+    assert ClusteringEnergy.create()(low).isfinite().all()
+    assert ClusteringEnergy.create()(1.1 * tokens[0]).isposinf().all()
     with pytest.raises(ValueError, match="positive"):
-        Clustering.create(-1.0)
+        ClusteringEnergy.create(-1.0)
     with pytest.raises(ValueError, match=r"\(3, 5, 4\)"):
         whole(draw(3, 5, 4))

@@ -12,7 +12,7 @@ from tests.energy.cases import F64, draw
 from tests.rows import every_row
 from torch import Tensor
 
-from massieu.energy import BinaryHopfield, DenseHopfield, Energy
+from massieu.energy import BinaryHopfieldEnergy, DenseHopfieldEnergy, Energy
 
 WIDTH = 6
 PAIRS = {"spins": (-1.0, 1.0), "bits": (0.0, 1.0)}
@@ -38,11 +38,11 @@ def networks(values: str) -> list[tuple[Energy, callable]]:
     symmetric = symmetric + symmetric.T
     x, a, j = patterns.numpy(), bias.numpy(), symmetric.numpy()
     built = [
-        (BinaryHopfield.create(symmetric, bias, values=values), lambda v: binary_energy(v, j, a)),
-        (BinaryHopfield.of_patterns(patterns, bias, values=values), lambda v: binary_energy(v, x.T @ x, a)),
+        (BinaryHopfieldEnergy.create(symmetric, bias, values=values), lambda v: binary_energy(v, j, a)),
+        (BinaryHopfieldEnergy.of_patterns(patterns, bias, values=values), lambda v: binary_energy(v, x.T @ x, a)),
     ]
     for degree in (2, 3, 4, None):
-        energy = DenseHopfield.create(patterns, bias, degree=degree, values=values)
+        energy = DenseHopfieldEnergy.create(patterns, bias, degree=degree, values=values)
         built.append((energy, lambda v, n=degree: dense_energy(v, x, a, n)))
     return built
 
@@ -83,9 +83,9 @@ def test_energy_never_rises_and_the_end_is_a_local_minimum(seed, values, kind, b
     patterns = size * torch.randn(*batch, 5, WIDTH, generator=generator, dtype=F64)
     bias = size * torch.randn(*batch, WIDTH, generator=generator, dtype=F64)
     if kind == "couplings":
-        energy = BinaryHopfield.create(patterns.mT @ patterns, bias, values=values)
+        energy = BinaryHopfieldEnergy.create(patterns.mT @ patterns, bias, values=values)
     else:
-        energy = DenseHopfield.create(patterns, bias, degree=kind, values=values)
+        energy = DenseHopfieldEnergy.create(patterns, bias, degree=kind, values=values)
     low, high = PAIRS[values]
     state = torch.where(torch.rand(*batch, 7, WIDTH, generator=generator) < 0.5, low, high).double()
     path = energy.descend(state, steps=12)
@@ -101,7 +101,7 @@ def test_energy_never_rises_and_the_end_is_a_local_minimum(seed, values, kind, b
 
 def test_on_a_tie_a_unit_stays():
     states = every_state("spins")
-    energy = BinaryHopfield.create(torch.zeros(WIDTH, WIDTH, dtype=F64))
+    energy = BinaryHopfieldEnergy.create(torch.zeros(WIDTH, WIDTH, dtype=F64))
     torch.testing.assert_close(energy.step(states), states)
 
 
@@ -110,18 +110,18 @@ def test_the_diagonal_is_a_constant_for_spins_and_a_bias_for_bits():
     couplings = patterns.T @ patterns
     hollow = couplings - torch.diag(couplings.diagonal())
     spins, bits = every_state("spins"), every_state("bits")
-    apart = BinaryHopfield.create(couplings)(spins) - BinaryHopfield.create(hollow)(spins)
+    apart = BinaryHopfieldEnergy.create(couplings)(spins) - BinaryHopfieldEnergy.create(hollow)(spins)
     torch.testing.assert_close(apart, (-0.5 * couplings.trace()).expand(len(spins)))
     torch.testing.assert_close(
-        BinaryHopfield.create(couplings, values="bits")(bits),
-        BinaryHopfield.create(hollow, 0.5 * couplings.diagonal(), values="bits")(bits),
+        BinaryHopfieldEnergy.create(couplings, values="bits")(bits),
+        BinaryHopfieldEnergy.create(hollow, 0.5 * couplings.diagonal(), values="bits")(bits),
     )
 
 
 def test_exponential_rule_of_the_literature():
     """For patterns of ±1, v_i ← sgn Σ x_i exp(Σ_{j≠i} x_j v_j)."""
     patterns = draw(5, WIDTH).sign()
-    energy = DenseHopfield.create(patterns)
+    energy = DenseHopfieldEnergy.create(patterns)
     expected = every_state("spins").numpy().copy()
     x = patterns.numpy()
     for v in expected:
@@ -140,7 +140,7 @@ def test_poisson_hidden_units_leave_the_exponential_energy(values: str):
     t = (states @ patterns.T).numpy()
     summed = -logsumexp(-1 - gammaln(h + 1) + t[..., None] * h, axis=-1).sum(-1)
     np.testing.assert_allclose(
-        DenseHopfield.create(patterns, values=values)(states) + 3, summed, rtol=1e-11, atol=1e-11
+        DenseHopfieldEnergy.create(patterns, values=values)(states) + 3, summed, rtol=1e-11, atol=1e-11
     )
 
 
@@ -150,13 +150,13 @@ def test_gaussian_hidden_units_leave_the_classical_energy():
     nodes, weights = np.polynomial.hermite_e.hermegauss(80)
     t = 0.5 * (states @ patterns.T).numpy()
     integral = -logsumexp(np.log(weights / weights.sum()) + t[..., None] * nodes, axis=-1).sum(-1)
-    np.testing.assert_allclose(BinaryHopfield.of_patterns(0.5 * patterns)(states), integral, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(BinaryHopfieldEnergy.of_patterns(0.5 * patterns)(states), integral, rtol=1e-8, atol=1e-8)
 
 
 def test_large_overlaps_step_rightly_though_the_energy_overflows():
     generator = torch.Generator().manual_seed(0)
     patterns = torch.where(torch.rand(20, 200, generator=generator) < 0.5, -1.0, 1.0)
-    energy = DenseHopfield.create(patterns)
+    energy = DenseHopfieldEnergy.create(patterns)
     assert energy(patterns).isneginf().all()
     spoiled = patterns.clone()
     spoiled[:, :40] *= -1
@@ -169,9 +169,9 @@ def test_capacity_grows_with_the_degree():
     patterns = torch.where(torch.rand(60, 40, generator=generator) < 0.5, -1.0, 1.0).double()
     kept = {}
     for name, energy in {
-        "classical": BinaryHopfield.of_patterns(patterns),
-        "degree 4": DenseHopfield.create(patterns, degree=4),
-        "exp": DenseHopfield.create(patterns),
+        "classical": BinaryHopfieldEnergy.of_patterns(patterns),
+        "degree 4": DenseHopfieldEnergy.create(patterns, degree=4),
+        "exp": DenseHopfieldEnergy.create(patterns),
     }.items():
         kept[name] = float((energy.step(patterns) == patterns).all(-1).double().mean())
     assert kept["classical"] < 0.1
@@ -181,7 +181,7 @@ def test_capacity_grows_with_the_degree():
 
 def test_retrieval_ends_at_a_fixed_point():
     patterns = draw(3, 16).sign()
-    energy = DenseHopfield.create(patterns)
+    energy = DenseHopfieldEnergy.create(patterns)
     spoiled = patterns.clone()
     spoiled[:, :3] *= -1
     found = energy.retrieve(spoiled)
@@ -191,25 +191,25 @@ def test_retrieval_ends_at_a_fixed_point():
 
 def test_low_precision_and_vmap():
     patterns = draw(3, 5, WIDTH).sign()
-    energy, states = DenseHopfield.create(patterns, degree=3), every_state("spins").expand(3, -1, -1)
+    energy, states = DenseHopfieldEnergy.create(patterns, degree=3), every_state("spins").expand(3, -1, -1)
     assert energy(states.bfloat16()).dtype == F64
-    assert DenseHopfield.create(patterns.bfloat16())(states.bfloat16()).dtype == torch.float32
-    found = torch.func.vmap(lambda x, v: DenseHopfield.create(x, degree=3).step(v))(patterns, states)
+    assert DenseHopfieldEnergy.create(patterns.bfloat16())(states.bfloat16()).dtype == torch.float32
+    found = torch.func.vmap(lambda x, v: DenseHopfieldEnergy.create(x, degree=3).step(v))(patterns, states)
     torch.testing.assert_close(found, energy.step(states))
 
 
 REFUSED = {
-    "asymmetric": (lambda: BinaryHopfield.create(draw(4, 4)), ValueError, "symmetric"),
-    "not square": (lambda: BinaryHopfield.create(draw(4, 3)), ValueError, r"\(4, 3\)"),
-    "bias": (lambda: BinaryHopfield.create(torch.eye(4), torch.zeros(3)), ValueError, r"\(4,\).*\(3,\)"),
-    "values": (lambda: DenseHopfield.create(draw(2, 4), values="trits"), ValueError, "trits"),
-    "degree": (lambda: DenseHopfield.create(draw(2, 4), degree=1), ValueError, "1"),
-    "no patterns": (lambda: DenseHopfield.create(draw(0, 4)), ValueError, r"\(0, 4\)"),
-    "NaN": (lambda: DenseHopfield.create(draw(2, 4) * torch.nan), ValueError, "finite"),
-    "state": (lambda: DenseHopfield.create(draw(2, 4))(torch.zeros(4, dtype=F64)), ValueError, "-1 and 1"),
-    "width": (lambda: DenseHopfield.create(draw(2, 4)).step(torch.ones(5, dtype=F64)), ValueError, r"\(5,\)"),
+    "asymmetric": (lambda: BinaryHopfieldEnergy.create(draw(4, 4)), ValueError, "symmetric"),
+    "not square": (lambda: BinaryHopfieldEnergy.create(draw(4, 3)), ValueError, r"\(4, 3\)"),
+    "bias": (lambda: BinaryHopfieldEnergy.create(torch.eye(4), torch.zeros(3)), ValueError, r"\(4,\).*\(3,\)"),
+    "values": (lambda: DenseHopfieldEnergy.create(draw(2, 4), values="trits"), ValueError, "trits"),
+    "degree": (lambda: DenseHopfieldEnergy.create(draw(2, 4), degree=1), ValueError, "1"),
+    "no patterns": (lambda: DenseHopfieldEnergy.create(draw(0, 4)), ValueError, r"\(0, 4\)"),
+    "NaN": (lambda: DenseHopfieldEnergy.create(draw(2, 4) * torch.nan), ValueError, "finite"),
+    "state": (lambda: DenseHopfieldEnergy.create(draw(2, 4))(torch.zeros(4, dtype=F64)), ValueError, "-1 and 1"),
+    "width": (lambda: DenseHopfieldEnergy.create(draw(2, 4)).step(torch.ones(5, dtype=F64)), ValueError, r"\(5,\)"),
     "damping": (
-        lambda: DenseHopfield.create(draw(2, 4)).step(torch.ones(4, dtype=F64), damping=0.5),
+        lambda: DenseHopfieldEnergy.create(draw(2, 4)).step(torch.ones(4, dtype=F64), damping=0.5),
         ValueError,
         "damping",
     ),

@@ -9,7 +9,7 @@ from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.energy.contraction import RMSNorm
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.measures import Atoms
@@ -84,7 +84,7 @@ def test_one_step_retrieves_exactly_from_the_margin_on(alpha, dtype):
     assert memory.lead(at).item() == pytest.approx(margin)
     assert memory.retrieves_exactly(at) and torch.equal(memory.mean(at), points[0])
     assert not memory.retrieves_exactly(below) and not torch.equal(memory.mean(below), points[0])
-    hopfield = Hopfield.create(memory, scale=2.0)
+    hopfield = HopfieldEnergy.create(memory, scale=2.0)
     assert torch.equal(hopfield.step(at / 2), points[0])
     learned = SparseAtoms.create(points, torch.tensor(alpha, dtype=dtype))
     assert learned.retrieves_exactly(torch.stack([at * (1 + 1e-6), below])).tolist() == [True, False]
@@ -105,7 +105,7 @@ def test_the_hopfield_energy_falls_by_half_the_square_of_the_step(seed, alpha, s
     points, state = draw(2, 5, 3, seed=seed), draw(2, 4, 3, seed=seed + 1, scale=2.0)
     keep = torch.ones(2, 5, dtype=torch.bool)
     keep[0, :masked] = False
-    hopfield = Hopfield.create(SparseAtoms.create(points, alpha, keep), scale=scale)
+    hopfield = HopfieldEnergy.create(SparseAtoms.create(points, alpha, keep), scale=scale)
     energy, later = hopfield(state), hopfield.step(state)
     rounding = 1e-13 * (1 + energy.abs())
     assert (energy - hopfield(later) >= 0.5 * (later - state).square().sum(-1) - rounding).all()
@@ -117,7 +117,7 @@ def test_the_hopfield_energy_falls_by_half_the_square_of_the_step(seed, alpha, s
 
 def test_descent_under_a_normalisation():
     points, state = draw(8, 4, seed=9), draw(6, 4, seed=10)
-    hopfield = Hopfield.create(SparseAtoms.create(points, 1.5), reference=RMSNorm.create(), scale=3.0)
+    hopfield = HopfieldEnergy.create(SparseAtoms.create(points, 1.5), reference=RMSNorm.create(), scale=3.0)
     path = hopfield.descend(hopfield.step(state), steps=8)
     assert (path.energies.diff(dim=0) <= 1e-12).all()
 

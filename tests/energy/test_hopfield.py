@@ -11,7 +11,7 @@ from tests.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu import measures
-from massieu.energy import Energy, Hopfield, contraction
+from massieu.energy import Energy, HopfieldEnergy, contraction
 
 EPS = torch.finfo(F64).eps
 
@@ -26,7 +26,7 @@ def test_energy_and_step_of_heads_masks_and_weights(scale, masked: bool):
     log_weight = draw(2, 3, 6, seed=2)
     if masked:
         log_weight[:, 1, 2:5] = -torch.inf
-    energy = Hopfield.create(measures.Atoms.create(patterns, log_weight), scale=scale)
+    energy = HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), scale=scale)
     rate = torch.as_tensor(scale, dtype=F64).expand(2, 3)
     found, moved = energy(state), energy.step(state)
     assert found.shape == (2, 3, 5)
@@ -43,7 +43,7 @@ def test_energy_and_step_of_heads_masks_and_weights(scale, masked: bool):
 
 def test_one_query_of_one_memory_and_many():
     patterns, state = draw(6, 4), draw(4, seed=1)
-    energy = Hopfield.create(patterns, scale=2.0)
+    energy = HopfieldEnergy.create(patterns, scale=2.0)
     expected = hopfield_energy(patterns.numpy(), state.numpy(), 2.0)
     assert energy(state).shape == ()
     np.testing.assert_allclose(energy(state), expected, rtol=1e-13)
@@ -54,8 +54,8 @@ def test_what_a_mask_leaves_out_counts_for_nothing():
     patterns, state = draw(6, 4), draw(5, 4, seed=1)
     kept = torch.tensor([True, True, False, True, False, False])
     patterns[~kept] = 1e6
-    masked = Hopfield.create(measures.Atoms.create(patterns, kept), scale=1.5)
-    without = Hopfield.create(patterns[kept], scale=1.5)
+    masked = HopfieldEnergy.create(measures.Atoms.create(patterns, kept), scale=1.5)
+    without = HopfieldEnergy.create(patterns[kept], scale=1.5)
     torch.testing.assert_close(masked(state), without(state), rtol=1e-13, atol=0)
     torch.testing.assert_close(masked.step(state), without.step(state), rtol=1e-13, atol=1e-15)
     torch.testing.assert_close(masked.force(state), without.force(state), rtol=1e-12, atol=1e-14)
@@ -67,7 +67,7 @@ def test_a_memory_that_is_masked_altogether_remembers_nothing(name: str):
     reference = REFERENCES[name](4)
     keep = torch.ones(2, 6, dtype=torch.bool)
     keep[1] = False
-    energy = Hopfield.create(measures.Atoms.create(draw(2, 6, 4), keep), reference=reference, scale=2.0)
+    energy = HopfieldEnergy.create(measures.Atoms.create(draw(2, 6, 4), keep), reference=reference, scale=2.0)
     start = energy.step(draw(2, 3, 4, seed=1))
     state = start.clone().requires_grad_()
     value = energy(state)
@@ -80,7 +80,7 @@ def test_a_memory_that_is_masked_altogether_remembers_nothing(name: str):
 
 def test_force_and_hessian_by_their_formulas():
     patterns, state, scale = draw(6, 4), draw(5, 4, seed=1), 1.7
-    energy = Hopfield.create(patterns, scale=scale)
+    energy = HopfieldEnergy.create(patterns, scale=scale)
     for query in range(5):
         x = state[query].numpy()
         scores = scale * patterns.numpy() @ x
@@ -99,13 +99,15 @@ def test_without_the_factor_of_one_over_scale_the_gradient_is_not_attention():
     (slope,) = torch.autograd.grad(published, state)
     attention = torch.as_tensor(attend(patterns.numpy(), state.detach().numpy(), scale))
     torch.testing.assert_close(state.detach() - slope, scale * attention)  # half of attention
-    torch.testing.assert_close(Hopfield.create(patterns, scale=scale).force(state.detach()), attention - state.detach())
+    torch.testing.assert_close(
+        HopfieldEnergy.create(patterns, scale=scale).force(state.detach()), attention - state.detach()
+    )
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_force_is_minus_the_gradient(name: str):
-    energy = Hopfield.create(draw(5, 3), reference=REFERENCES[name](3), scale=1.3)
+    energy = HopfieldEnergy.create(draw(5, 3), reference=REFERENCES[name](3), scale=1.3)
     inside = energy.step(draw(4, 3, seed=1))
     inside = inside + 0.3 * (energy.step(inside.flip(0)) - inside)  # between two points of the range: inside it
     along = energy.step(draw(4, 3, seed=2)) - inside
@@ -119,7 +121,7 @@ def test_the_force_is_minus_the_gradient(name: str):
 
 def _rounding(energy: Energy, state: Tensor, *values: Tensor) -> Tensor:
     """How far E's terms may be off: each is a sum of numbers up to the size of the largest."""
-    assert isinstance(energy, Hopfield)
+    assert isinstance(energy, HopfieldEnergy)
     scale = energy.scale.reshape(*energy.scale.shape, *[1] * (state.ndim - energy.scale.ndim))
     size = energy.memory.log_partition(state * scale).abs() / scale.squeeze(-1)
     size = torch.where(size.isfinite(), size, 0.0) + 0.5 * state.square().sum(-1) + 10 / scale.squeeze(-1)
@@ -128,7 +130,7 @@ def _rounding(energy: Energy, state: Tensor, *values: Tensor) -> Tensor:
     return 100 * EPS * size
 
 
-def _descends(energy: Hopfield, state: Tensor, damping: float) -> None:
+def _descends(energy: HopfieldEnergy, state: Tensor, damping: float) -> None:
     """Along two steps, no rise beyond rounding; +inf may fall to a number, never the other way."""
     before = energy(state)
     for _ in range(2):
@@ -154,13 +156,13 @@ scenes = st.fixed_dictionaries(
 )
 
 
-def _scene(scene: dict, reference) -> tuple[Hopfield, Tensor]:
+def _scene(scene: dict, reference) -> tuple[HopfieldEnergy, Tensor]:
     generator = torch.Generator().manual_seed(scene["seed"])
     batch, width = scene["batch"], 3
     patterns = scene["size"] * torch.randn(*batch, scene["count"], width, generator=generator, dtype=F64)
     keep = torch.rand(*batch, scene["count"], generator=generator) < (0.5 if scene["masked"] else 1.1)
     memory = measures.Atoms.create(patterns, keep)
-    energy = Hopfield.create(memory, reference=reference, scale=scene["scale"])
+    energy = HopfieldEnergy.create(memory, reference=reference, scale=scene["scale"])
     state = scene["start"] * torch.randn(*batch, 4, width, generator=generator, dtype=F64)
     return energy, energy.step(state) if scene["inside"] else state
 
@@ -211,7 +213,7 @@ def test_quadratic_references_allow_a_damping_of_up_to_two(name: str, scene: dic
 @pytest.mark.parametrize("name", MEMORIES)
 def test_energy_never_rises_for_other_memories(name: str, reference: str, batch: tuple[int, ...]):
     for scale in (0.5, 2.0):
-        energy = Hopfield.create(MEMORIES[name](batch, 3), reference=REFERENCES[reference](3), scale=scale)
+        energy = HopfieldEnergy.create(MEMORIES[name](batch, 3), reference=REFERENCES[reference](3), scale=scale)
         for damping in (1.0, 0.4):
             _descends(energy, 2 * draw(*batch, 6, 3, seed=20), damping)
 
@@ -220,16 +222,16 @@ def test_energy_never_rises_for_other_memories(name: str, reference: str, batch:
 @pytest.mark.parametrize("name", REFERENCES)
 def test_energy_over_stored_patterns_is_never_negative(name: str):
     for scale in (0.1, 4.0):
-        energy = Hopfield.create(draw(3, 5, 4), reference=REFERENCES[name](4), scale=scale)
+        energy = HopfieldEnergy.create(draw(3, 5, 4), reference=REFERENCES[name](4), scale=scale)
         states = energy.descend(2 * draw(3, 10, 4, seed=1), steps=2).states[1:]
         assert (energy(states.movedim(0, 1)) >= -1e-9).all()
-    single = Hopfield.create(draw(1, 4), reference=REFERENCES[name](4))
+    single = HopfieldEnergy.create(draw(1, 4), reference=REFERENCES[name](4))
     # At the one pattern's own image E is R* + R − x·∇R = 0.
     torch.testing.assert_close(single(single.step(draw(4))), torch.zeros((), dtype=F64), atol=1e-9, rtol=0)
 
 
 def test_descend_returns_the_path():
-    energy = Hopfield.create(draw(5, 3), scale=2.0)
+    energy = HopfieldEnergy.create(draw(5, 3), scale=2.0)
     state = draw(4, 3, seed=1)
     path = energy.descend(state, steps=3, damping=0.5)
     assert path.states.shape == (4, 4, 3)
@@ -249,7 +251,7 @@ def test_gradients_of_first_and_second_order(name: str):
     points = (draw(3, 3), torch.tensor(1.3, dtype=F64), draw(3, seed=5), draw(1, 3, seed=1))
 
     def energy(patterns: Tensor, scale: Tensor, log_weight: Tensor, state: Tensor) -> Tensor:
-        built = Hopfield.create(measures.Atoms.create(patterns, log_weight), reference=reference, scale=scale)
+        built = HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), reference=reference, scale=scale)
         inside = reference.mean(state)
         return built(inside) + built.step(inside).sum(-1)
 
@@ -263,11 +265,11 @@ def test_gradients_of_first_and_second_order(name: str):
 def test_vmap_is_the_batch(name: str):
     patterns, state = draw(3, 5, 4), draw(3, 6, 4, seed=1)
     reference = REFERENCES[name](4)
-    whole = Hopfield.create(patterns, reference=reference, scale=2.0)
+    whole = HopfieldEnergy.create(patterns, reference=reference, scale=2.0)
     inside = whole.step(state)
 
     def one(memory: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        energy = Hopfield.create(memory, reference=reference, scale=2.0)
+        energy = HopfieldEnergy.create(memory, reference=reference, scale=2.0)
         return energy(point), energy.step(point), energy.force(point)
 
     found = torch.func.vmap(one)(patterns, inside)
@@ -276,7 +278,7 @@ def test_vmap_is_the_batch(name: str):
 
 
 def test_an_energy_is_a_pytree():
-    energy = Hopfield.create(draw(3, 5, 4), reference=REFERENCES["LayerNorm"](4), scale=2.0)
+    energy = HopfieldEnergy.create(draw(3, 5, 4), reference=REFERENCES["LayerNorm"](4), scale=2.0)
     state = energy.step(draw(3, 6, 4, seed=1))
     in_dims = (torch.utils._pytree.tree_map(lambda leaf: 0 if leaf.ndim and leaf.shape[0] == 3 else None, energy), 0)
     torch.testing.assert_close(torch.func.vmap(lambda e, s: e(s), in_dims)(energy, state), energy(state))
@@ -290,7 +292,7 @@ def test_compiled_is_eager():
     def run(patterns: Tensor, scale: Tensor, state: Tensor) -> list[Tensor]:
         found = []
         for reference in references:
-            energy = Hopfield.create(patterns, reference=reference, scale=scale)
+            energy = HopfieldEnergy.create(patterns, reference=reference, scale=scale)
             inside = energy.step(state)
             found += [inside, energy(inside), energy.force(inside)]
         return found
@@ -306,8 +308,8 @@ def test_compiled_is_eager():
 def test_low_precision_is_promoted(name: str, dtype: torch.dtype):
     reference = REFERENCES[name](8)
     patterns, state = draw(5, 8).to(dtype), draw(6, 8, seed=1).to(dtype)
-    low = Hopfield.create(patterns, reference=reference, scale=2.0)
-    exact = Hopfield.create(patterns.double(), reference=reference, scale=2.0)
+    low = HopfieldEnergy.create(patterns, reference=reference, scale=2.0)
+    exact = HopfieldEnergy.create(patterns.double(), reference=reference, scale=2.0)
     moved = low.step(state)
     assert torch.finfo(moved.dtype).bits >= 32
     torch.testing.assert_close(moved.double(), exact.step(state.double()), rtol=1e-4, atol=1e-4)
@@ -319,7 +321,7 @@ def test_low_precision_is_promoted(name: str, dtype: torch.dtype):
 
 @every_row("name", REFERENCES)
 def test_large_scores_stay_finite(name: str):
-    energy = Hopfield.create(100 * draw(5, 4), reference=REFERENCES[name](4), scale=32.0)
+    energy = HopfieldEnergy.create(100 * draw(5, 4), reference=REFERENCES[name](4), scale=32.0)
     state = energy.step(1e4 * draw(6, 4, seed=1)).requires_grad_()
     assert state.isfinite().all()
     value = energy.step(state).sum()
@@ -331,41 +333,53 @@ def test_large_scores_stay_finite(name: str):
 
 PATTERNS = draw(2, 5, 4)
 REFUSED = {
-    "scale 0": (lambda: Hopfield.create(PATTERNS, scale=0.0), ValueError, "positive"),
-    "negative scale": (lambda: Hopfield.create(PATTERNS, scale=-1), ValueError, "positive"),
-    "NaN scale": (lambda: Hopfield.create(PATTERNS, scale=float("nan")), ValueError, "positive"),
-    "scale of another batch": (lambda: Hopfield.create(PATTERNS, scale=torch.ones(3)), ValueError, r"\(3,\).*\(2,\)"),
-    "scale of more dimensions": (lambda: Hopfield.create(PATTERNS[0], scale=torch.ones(2)), ValueError, "broadcast"),
-    "scale a bool": (lambda: Hopfield.create(PATTERNS, scale=True), TypeError, "bool"),
-    "scale whole numbers": (lambda: Hopfield.create(PATTERNS, scale=torch.ones(2).long()), TypeError, "int64"),
-    "NaN patterns": (lambda: Hopfield.create(PATTERNS * torch.nan), ValueError, "finite"),
-    "no patterns": (lambda: Hopfield.create(PATTERNS[:, :0]), ValueError, r"\(2, 0, 4\)"),
-    "complex numbers": (lambda: Hopfield.create(PATTERNS.to(torch.complex64)), TypeError, "complex64"),
-    "no potential": (lambda: Hopfield.create([1.0]), TypeError, "list"),
-    "no reference": (lambda: Hopfield.create(PATTERNS, reference=torch.tanh), TypeError, "builtin"),
+    "scale 0": (lambda: HopfieldEnergy.create(PATTERNS, scale=0.0), ValueError, "positive"),
+    "negative scale": (lambda: HopfieldEnergy.create(PATTERNS, scale=-1), ValueError, "positive"),
+    "NaN scale": (lambda: HopfieldEnergy.create(PATTERNS, scale=float("nan")), ValueError, "positive"),
+    "scale of another batch": (
+        lambda: HopfieldEnergy.create(PATTERNS, scale=torch.ones(3)),
+        ValueError,
+        r"\(3,\).*\(2,\)",
+    ),
+    "scale of more dimensions": (
+        lambda: HopfieldEnergy.create(PATTERNS[0], scale=torch.ones(2)),
+        ValueError,
+        "broadcast",
+    ),
+    "scale a bool": (lambda: HopfieldEnergy.create(PATTERNS, scale=True), TypeError, "bool"),
+    "scale whole numbers": (lambda: HopfieldEnergy.create(PATTERNS, scale=torch.ones(2).long()), TypeError, "int64"),
+    "NaN patterns": (lambda: HopfieldEnergy.create(PATTERNS * torch.nan), ValueError, "finite"),
+    "no patterns": (lambda: HopfieldEnergy.create(PATTERNS[:, :0]), ValueError, r"\(2, 0, 4\)"),
+    "complex numbers": (lambda: HopfieldEnergy.create(PATTERNS.to(torch.complex64)), TypeError, "complex64"),
+    "no potential": (lambda: HopfieldEnergy.create([1.0]), TypeError, "list"),
+    "no reference": (lambda: HopfieldEnergy.create(PATTERNS, reference=torch.tanh), TypeError, "builtin"),
     "reference on another space": (
-        lambda: Hopfield.create(PATTERNS, reference=measures.Spin.create(3)),
+        lambda: HopfieldEnergy.create(PATTERNS, reference=measures.Spin.create(3)),
         ValueError,
         r"\(3,\).*\(4,\)",
     ),
     "reference of another batch": (
-        lambda: Hopfield.create(PATTERNS, reference=measures.Spin.create(torch.zeros(3, 4))),
+        lambda: HopfieldEnergy.create(PATTERNS, reference=measures.Spin.create(torch.zeros(3, 4))),
         ValueError,
         r"\(3,\).*\(2,\)",
     ),
-    "state of another width": (lambda: Hopfield.create(PATTERNS)(draw(2, 3)), ValueError, r"\(2, 3\)"),
-    "state of another batch": (lambda: Hopfield.create(PATTERNS).step(draw(3, 4)), ValueError, r"\(3, 4\)"),
-    "state whole numbers": (lambda: Hopfield.create(PATTERNS)(torch.ones(2, 4).long()), TypeError, "int64"),
-    "damping 0": (lambda: Hopfield.create(PATTERNS).step(draw(2, 4), damping=0.0), ValueError, r"\(0, 2\)"),
-    "damping 2": (lambda: Hopfield.create(PATTERNS).step(draw(2, 4), damping=2.0), ValueError, r"\(0, 2\)"),
+    "state of another width": (lambda: HopfieldEnergy.create(PATTERNS)(draw(2, 3)), ValueError, r"\(2, 3\)"),
+    "state of another batch": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(3, 4)), ValueError, r"\(3, 4\)"),
+    "state whole numbers": (lambda: HopfieldEnergy.create(PATTERNS)(torch.ones(2, 4).long()), TypeError, "int64"),
+    "damping 0": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=0.0), ValueError, r"\(0, 2\)"),
+    "damping 2": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=2.0), ValueError, r"\(0, 2\)"),
     "damping beyond 1": (
-        lambda: Hopfield.create(PATTERNS, reference=contraction.Spin()).step(draw(2, 4), damping=1.1),
+        lambda: HopfieldEnergy.create(PATTERNS, reference=contraction.Spin()).step(draw(2, 4), damping=1.1),
         ValueError,
         r"\(0, 1\]",
     ),
-    "damping NaN": (lambda: Hopfield.create(PATTERNS).step(draw(2, 4), damping=float("nan")), ValueError, "damping"),
-    "steps": (lambda: Hopfield.create(PATTERNS).descend(draw(2, 4), steps=-1), ValueError, "-1"),
-    "unknown keyword": (lambda: Hopfield.create(PATTERNS, beta=2.0), TypeError, "beta"),  # pyright: ignore
+    "damping NaN": (
+        lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=float("nan")),
+        ValueError,
+        "damping",
+    ),
+    "steps": (lambda: HopfieldEnergy.create(PATTERNS).descend(draw(2, 4), steps=-1), ValueError, "-1"),
+    "unknown keyword": (lambda: HopfieldEnergy.create(PATTERNS, beta=2.0), TypeError, "beta"),  # pyright: ignore
 }
 
 
@@ -379,7 +393,7 @@ def test_bad_input_is_one_clear_error(name: str):
 def test_an_energy_is_final():
     with pytest.raises(TypeError, match="final"):
 
-        class Other(Hopfield):
+        class Other(HopfieldEnergy):
             pass
 
 
@@ -387,19 +401,19 @@ def test_an_energy_is_final():
 def test_scale_of_every_kind_and_it_trains(kind: str):
     parameter = torch.nn.Parameter(torch.tensor(2.0, dtype=F64))
     scale = {"int": 2, "float": 2.0, "tensor": torch.tensor(2.0, dtype=F64), "parameter": parameter}[kind]
-    energy = Hopfield.create(PATTERNS, scale=scale)
-    torch.testing.assert_close(energy(draw(2, 4)), Hopfield.create(PATTERNS, scale=2.0)(draw(2, 4)))
+    energy = HopfieldEnergy.create(PATTERNS, scale=scale)
+    torch.testing.assert_close(energy(draw(2, 4)), HopfieldEnergy.create(PATTERNS, scale=2.0)(draw(2, 4)))
     if kind == "parameter":
         (slope,) = torch.autograd.grad(energy(draw(2, 4)).sum(), parameter)
         size = 1e-6
-        above, below = (Hopfield.create(PATTERNS, scale=2.0 + shift)(draw(2, 4)).sum() for shift in (size, -size))
+        above, below = (HopfieldEnergy.create(PATTERNS, scale=2.0 + shift)(draw(2, 4)).sum() for shift in (size, -size))
         torch.testing.assert_close(slope, (above - below) / (2 * size), rtol=1e-7, atol=1e-9)
 
 
 def test_an_items_result_does_not_depend_on_its_batch_mates():
     patterns, state = draw(3, 5, 4), draw(3, 6, 4, seed=1)
-    whole = Hopfield.create(patterns, scale=2.0)
+    whole = HopfieldEnergy.create(patterns, scale=2.0)
     for item in range(3):
-        alone = Hopfield.create(patterns[item], scale=2.0)
+        alone = HopfieldEnergy.create(patterns[item], scale=2.0)
         torch.testing.assert_close(whole(state)[item], alone(state[item]), rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(whole.step(state)[item], alone.step(state[item]), rtol=1e-13, atol=1e-14)

@@ -17,17 +17,17 @@ HEADS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
 NONE, SIGNS = torch.zeros(6, 6), measures.Spin.create(torch.zeros(4))
 
 ENERGIES = {
-    "Hopfield": lambda: energy.Hopfield.create(POINTS),
-    "Hopfield with a contraction": lambda: energy.Hopfield.create(POINTS, reference=contraction.Spin()),
-    "Hopfield of measures": lambda: energy.Hopfield.create(SIGNS, reference=SIGNS),
-    "Hopfield of SparseAtoms": lambda: energy.Hopfield.create(energy.SparseAtoms.create(POINTS)),
-    "Hopfield of ScoreDeviation": lambda: energy.Hopfield.create(energy.ScoreDeviation.create(POINTS)),
+    "Hopfield": lambda: energy.HopfieldEnergy.create(POINTS),
+    "Hopfield with a contraction": lambda: energy.HopfieldEnergy.create(POINTS, reference=contraction.Spin()),
+    "Hopfield of measures": lambda: energy.HopfieldEnergy.create(SIGNS, reference=SIGNS),
+    "Hopfield of SparseAtoms": lambda: energy.HopfieldEnergy.create(energy.SparseAtoms.create(POINTS)),
+    "Hopfield of ScoreDeviation": lambda: energy.HopfieldEnergy.create(energy.ScoreDeviation.create(POINTS)),
     "LogSumReLU": lambda: energy.LogSumReLU.create(POINTS, scale=0.1),
     "Clustering": lambda: theory.Clustering.create(2.0),
-    "BinaryHopfield": lambda: energy.BinaryHopfield.of_patterns(POINTS.sign()),
-    "DenseHopfield": lambda: energy.DenseHopfield.create(POINTS.sign()),
+    "BinaryHopfield": lambda: energy.BinaryHopfieldEnergy.of_patterns(POINTS.sign()),
+    "DenseHopfield": lambda: energy.DenseHopfieldEnergy.create(POINTS.sign()),
     "TwoLayer": lambda: energy.TwoLayer.create(POINTS.mT.contiguous()),
-    "EnergyTransformer": lambda: energy.EnergyTransformer.create(HEADS, HEADS, POINTS),
+    "EnergyTransformer": lambda: energy.TransformerEnergy.create(HEADS, HEADS, POINTS),
 }
 METHODS: dict[str, Callable[[Any, Any], object]] = {
     "call": lambda made, state: made(state),
@@ -56,8 +56,8 @@ def test_any_state_works_or_is_one_sentence(name: str, method: str):
             raise
 
 
-def hopfield() -> energy.Hopfield:
-    return energy.Hopfield.create(POINTS)
+def hopfield() -> energy.HopfieldEnergy:
+    return energy.HopfieldEnergy.create(POINTS)
 
 
 def spins() -> energy.KineticSpins:
@@ -72,9 +72,9 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "LayerNorm.conjugate": lambda x: contraction.LayerNorm.create().conjugate(x),
     "LayerNorm, bias": lambda x: contraction.LayerNorm.create(1.0, x),
     "Whitening.of": lambda x: contraction.Whitening.of(x),
-    "Hopfield.create": lambda x: energy.Hopfield.create(x),
-    "Hopfield, scale": lambda x: energy.Hopfield.create(POINTS, scale=x),
-    "Hopfield, reference": lambda x: energy.Hopfield.create(POINTS, reference=x),
+    "Hopfield.create": lambda x: energy.HopfieldEnergy.create(x),
+    "Hopfield, scale": lambda x: energy.HopfieldEnergy.create(POINTS, scale=x),
+    "Hopfield, reference": lambda x: energy.HopfieldEnergy.create(POINTS, reference=x),
     "Hopfield, damping": lambda x: hopfield().step(POINTS, damping=x),
     "Hopfield, tol": lambda x: hopfield().retrieve(POINTS, tol=x, max_steps=3, throw=False),
     "LogSumReLU.create": lambda x: energy.LogSumReLU.create(x),
@@ -87,17 +87,17 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "ScoreDeviation, bias": lambda x: energy.ScoreDeviation.create(POINTS, bias=x),
     "ScoreDeviation, eps": lambda x: energy.ScoreDeviation.create(POINTS, eps=x),
     "Clustering.create": lambda x: theory.Clustering.create(x),
-    "BinaryHopfield.create": lambda x: energy.BinaryHopfield.create(x),
-    "DenseHopfield.create": lambda x: energy.DenseHopfield.create(x),
+    "BinaryHopfield.create": lambda x: energy.BinaryHopfieldEnergy.create(x),
+    "DenseHopfield.create": lambda x: energy.DenseHopfieldEnergy.create(x),
     "TwoLayer.create": lambda x: energy.TwoLayer.create(x),
     "TwoLayer, time": lambda x: energy.TwoLayer.create(POINTS, visible_time=x),
     "TwoLayer.join": lambda x: energy.TwoLayer.create(POINTS).join(x),
     "TwoLayer.flow, duration": lambda x: energy.TwoLayer.create(POINTS).flow(torch.zeros(10), x, steps=2),
-    "EnergyTransformer.create": lambda x: energy.EnergyTransformer.create(x, x, x),
-    "EnergyTransformer, scale": lambda x: energy.EnergyTransformer.create(HEADS, HEADS, POINTS, scale=x),
-    "EnergyTransformer, keep": lambda x: energy.EnergyTransformer.create(HEADS, HEADS, POINTS, keep=x),
-    "EnergyTransformer.flow": lambda x: energy.EnergyTransformer.create(HEADS, HEADS, POINTS).flow(x, steps=2),
-    "EnergyTransformer.curvature": lambda x: energy.EnergyTransformer.create(HEADS, HEADS, POINTS).curvature(x),
+    "EnergyTransformer.create": lambda x: energy.TransformerEnergy.create(x, x, x),
+    "EnergyTransformer, scale": lambda x: energy.TransformerEnergy.create(HEADS, HEADS, POINTS, scale=x),
+    "EnergyTransformer, keep": lambda x: energy.TransformerEnergy.create(HEADS, HEADS, POINTS, keep=x),
+    "EnergyTransformer.flow": lambda x: energy.TransformerEnergy.create(HEADS, HEADS, POINTS).flow(x, steps=2),
+    "EnergyTransformer.curvature": lambda x: energy.TransformerEnergy.create(HEADS, HEADS, POINTS).curvature(x),
     "ood_score": lambda x: energy.ood_score(x),
     "ood_score, she": lambda x: energy.ood_score(x, kind="she", memory=POINTS),
     "ood_score, memory": lambda x: energy.ood_score(POINTS, kind="she", memory=x),

@@ -7,7 +7,7 @@ from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.energy.normalized import ScoreDeviation
 
 
@@ -84,7 +84,7 @@ def test_a_hopfield_network_of_it_is_power_iteration():
     assert found.numpy() == pytest.approx(values[::-1], rel=1e-12)
     assert axes.norm(dim=-1).numpy() == pytest.approx(1.5 * np.sqrt(values[::-1]), rel=1e-12)
     assert torch.allclose(memory.mean(axes), axes, atol=1e-12)
-    hopfield = Hopfield.create(memory)
+    hopfield = HopfieldEnergy.create(memory)
     path = hopfield.descend(state, steps=60)
     assert (path.energies.diff(dim=0) <= 1e-13).all()
     assert torch.allclose(path.states[-1].abs(), axes[:1].abs().expand(6, 4), atol=1e-8)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu import measures
-from massieu.energy import Hopfield, ScoreDeviation, SparseAtoms, SpinModel, boosting_energy, bounds, ood_score
+from massieu.energy import HopfieldEnergy, ScoreDeviation, SparseAtoms, SpinModel, boosting_energy, bounds, ood_score
 from massieu.theory import least_descent
 
 SCALES = [1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0, 3.0, 1e2, 1e8]
@@ -103,7 +103,7 @@ def rises(potential: Potential, state: Tensor, scale: float) -> Tensor:
 def test_the_energy_of_any_memory_at_any_scale(name: str, scale: float, dtype: torch.dtype):
     make, potential = MEMORIES[name]
     memory = make()
-    energy = Hopfield.create(memory, scale=torch.tensor(scale, dtype=F64))
+    energy = HopfieldEnergy.create(memory, scale=torch.tensor(scale, dtype=F64))
     narrow = pytree.tree_map(lambda leaf: leaf.to(dtype), energy)
     state = STATE.to(dtype)
     expected = 0.5 * state.double().square().sum(-1) - rises(potential, state, scale)
@@ -147,7 +147,7 @@ def rise_moved(scale: float, weight: int | None = None, coordinate: int | None =
 def test_derivatives_in_all_that_the_energy_depends_on(scale: float):
     rate = torch.tensor(scale, dtype=F64, requires_grad=True)
     weight, points = LOG_WEIGHT.clone().requires_grad_(), POINTS.clone().requires_grad_()
-    energy = Hopfield.create(measures.Atoms.create(points, weight), scale=rate)
+    energy = HopfieldEnergy.create(measures.Atoms.create(points, weight), scale=rate)
     value = -energy(STATE[0]) + 0.5 * points.square().sum(-1).amax()  # the rise, but for a constant
     slope, of_weights, of_points = torch.autograd.grad(value, [rate, weight, points], create_graph=True)
     (bend,) = torch.autograd.grad(slope, rate)
@@ -172,7 +172,7 @@ def test_derivatives_in_all_that_the_energy_depends_on(scale: float):
 @every_row("scale", [1e-8, 1e-4, 0.3, 1e4])
 @every_row("dtype", [torch.float32, F64])
 def test_force_and_hessian_at_any_scale(scale: float, dtype: torch.dtype):
-    energy = Hopfield.create(measures.Atoms.create(POINTS, LOG_WEIGHT), scale=scale)
+    energy = HopfieldEnergy.create(measures.Atoms.create(POINTS, LOG_WEIGHT), scale=scale)
     narrow = pytree.tree_map(lambda leaf: leaf.to(dtype), energy)
     share = torch.softmax(scale * STATE @ POINTS.mT + LOG_WEIGHT, -1)
     mean = share @ POINTS
@@ -193,7 +193,7 @@ def test_force_and_hessian_at_any_scale(scale: float, dtype: torch.dtype):
 @every_row("scale", [1e-8, 1e-4, 1e-3, 1e-2])
 def test_a_step_lowers_the_energy_by_what_it_must(scale: float, dtype: torch.dtype):
     """½‖x − T(x)‖² (B5.3): near the end of a descent some twenty roundings of the energy, which a difference would drown."""
-    energy = Hopfield.create(draw(32, 16, seed=25).to(dtype), scale=scale)
+    energy = HopfieldEnergy.create(draw(32, 16, seed=25).to(dtype), scale=scale)
     eps = torch.finfo(dtype).eps
     end = energy.retrieve(torch.zeros(16, dtype=dtype), steps=60).state
     direction = torch.nn.functional.normalize(draw(4000, 16, seed=26), dim=-1).to(dtype)
@@ -211,11 +211,11 @@ def test_heads_masks_and_what_needs_no_integral_side_by_side():
     weight = draw(2, 3, 6, seed=29)
     weight[0, :, 3:], weight[1, 2] = -torch.inf, -torch.inf
     scale = torch.tensor([1e-7, 0.4, 50.0], dtype=F64)
-    found = Hopfield.create(measures.Atoms.create(points, weight), scale=scale)(state)
+    found = HopfieldEnergy.create(measures.Atoms.create(points, weight), scale=scale)(state)
     for batch in range(2):
         for head in range(3):
             memory = measures.Atoms.create(points[batch, head], weight[batch, head])
-            alone = Hopfield.create(memory, scale=scale[head])(state[batch, head])
+            alone = HopfieldEnergy.create(memory, scale=scale[head])(state[batch, head])
             torch.testing.assert_close(found[batch, head], alone, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(found[1, 2], 0.5 * state[1, 2].square().sum(-1))
 
@@ -224,14 +224,14 @@ def test_what_is_not_finite_is_not_hidden():
     state = torch.zeros(3, 4, dtype=F64)
     state[1, 2], state[2, 0] = torch.nan, torch.inf
     for scale in (1e-6, 1.0):
-        found = Hopfield.create(measures.Spin.create(torch.zeros(4, dtype=F64)), scale=scale)(state)
+        found = HopfieldEnergy.create(measures.Spin.create(torch.zeros(4, dtype=F64)), scale=scale)(state)
         assert found.isfinite().tolist()[0]
         assert not found.isfinite()[1:].any()
 
 
 @pytest.mark.medium
 def test_within_transforms_and_compiled():
-    energy = Hopfield.create(POINTS, scale=torch.tensor([1e-6], dtype=F64)[0])
+    energy = HopfieldEnergy.create(POINTS, scale=torch.tensor([1e-6], dtype=F64)[0])
     expected, slope = energy(STATE), -energy.force(STATE)
     torch.testing.assert_close(torch.func.vmap(energy)(STATE), expected, rtol=1e-14, atol=0)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(energy))(STATE), slope, rtol=1e-12, atol=1e-14)
@@ -263,8 +263,8 @@ def test_two_memories_of_one_mass_compared_at_small_scales(scale: float):
 
 def test_how_far_a_pattern_leads_whatever_all_weights_have_in_common():
     points, scale = draw(8, 4, seed=31).float(), 1e-8
-    plain = Hopfield.create(points, scale=scale)
-    weighted = Hopfield.create(measures.Atoms.create(points, torch.full((8,), -2.3)), scale=scale)
+    plain = HopfieldEnergy.create(points, scale=scale)
+    weighted = HopfieldEnergy.create(measures.Atoms.create(points, torch.full((8,), -2.3)), scale=scale)
     assert torch.equal(bounds.separation(weighted), bounds.separation(plain))
     assert torch.equal(bounds.separation(weighted, points), bounds.separation(plain, points))
 

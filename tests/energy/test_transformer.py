@@ -10,7 +10,7 @@ from tests.rows import every_row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from massieu.energy import EnergyTransformer, mutual
+from massieu.energy import TransformerEnergy, mutual
 from massieu.energy.contraction import LayerNorm
 
 
@@ -114,7 +114,7 @@ def test_scores_of_ten_thousand_are_finite_with_their_derivatives():
     (expected,) = torch.autograd.grad(explicit_energy(energy, state), state)
     torch.testing.assert_close(slope, expected, rtol=1e-10, atol=1e-10)
     assert energy.hessian(state.detach()).isfinite().all()
-    float32 = EnergyTransformer.create(*(each.float() for each in weights()), scale=1e4)
+    float32 = TransformerEnergy.create(*(each.float() for each in weights()), scale=1e4)
     assert float32.force(draw(5, 6).float()).isfinite().all()
 
 
@@ -142,7 +142,7 @@ def test_both_ways_agree(padded, monkeypatch):
 
 
 def test_a_large_common_part_of_a_token_leaves_it_in_the_range():
-    energy, tokens = EnergyTransformer.create(*(each.float() for each in weights())), draw(5, 6, seed=9).float()
+    energy, tokens = TransformerEnergy.create(*(each.float() for each in weights())), draw(5, 6, seed=9).float()
     state = energy.normalise(tokens + 3e3)
     torch.testing.assert_close(energy(state), energy(energy.normalise(tokens)), rtol=1e-2, atol=0)
 
@@ -189,7 +189,7 @@ def test_derivatives_of_both_orders_in_everything():
 
     def network_of(key, query, memories, gain, bias, scale, tokens):
         normalisation = LayerNorm.create(gain, bias, eps=0.1)
-        return EnergyTransformer.create(
+        return TransformerEnergy.create(
             key, query, memories, normalisation=normalisation, scale=scale, keep=keep
         ), tokens
 
@@ -212,8 +212,8 @@ def test_derivatives_of_both_orders_in_everything():
 
 
 def test_half_precision_is_computed_in_single():
-    energy = EnergyTransformer.create(*(each.bfloat16() for each in weights()))
-    wide = EnergyTransformer.create(*(each.bfloat16().double() for each in weights()), scale=energy.scale.double())
+    energy = TransformerEnergy.create(*(each.bfloat16() for each in weights()))
+    wide = TransformerEnergy.create(*(each.bfloat16().double() for each in weights()), scale=energy.scale.double())
     tokens = draw(2, 5, 6, seed=9).bfloat16()
     state = energy.normalise(tokens)
     assert state.dtype == energy(state).dtype == energy.move(tokens, 0.1).dtype == torch.float32
@@ -234,7 +234,7 @@ def test_under_transforms():
     key, query, memories = weights()
 
     def of_scale(scale):
-        own = EnergyTransformer.create(key, query, memories, normalisation=energy.normalisation, scale=scale)
+        own = TransformerEnergy.create(key, query, memories, normalisation=energy.normalisation, scale=scale)
         return own(state)
 
     scales = torch.tensor([0.5, 2.0], dtype=F64)
@@ -265,10 +265,10 @@ KEY, QUERY, MEMORIES = weights()
 @every_row(
     ("call", "error", "message"),
     [
-        (lambda: EnergyTransformer.create(KEY, QUERY[:2], MEMORIES), ValueError, r"\(3, 4, 6\) and \(2, 4, 6\)"),
-        (lambda: EnergyTransformer.create(KEY, QUERY, MEMORIES[:, :5]), ValueError, r"\(M, 6\), got \(10, 5\)"),
+        (lambda: TransformerEnergy.create(KEY, QUERY[:2], MEMORIES), ValueError, r"\(3, 4, 6\) and \(2, 4, 6\)"),
+        (lambda: TransformerEnergy.create(KEY, QUERY, MEMORIES[:, :5]), ValueError, r"\(M, 6\), got \(10, 5\)"),
         (
-            lambda: EnergyTransformer.create(KEY.long(), QUERY, MEMORIES),
+            lambda: TransformerEnergy.create(KEY.long(), QUERY, MEMORIES),
             TypeError,
             "key must be a floating-point tensor",
         ),
@@ -277,12 +277,12 @@ KEY, QUERY, MEMORIES = weights()
         (lambda: network(keep=torch.ones(2, 5)), TypeError, "keep must be a boolean tensor"),
         (lambda: network(keep=torch.tensor(True)), ValueError, r"keep must have shape \(\*batch, n\)"),
         (
-            lambda: EnergyTransformer.create(KEY, QUERY, MEMORIES, normalisation=LayerNorm.create(torch.ones(2))),
+            lambda: TransformerEnergy.create(KEY, QUERY, MEMORIES, normalisation=LayerNorm.create(torch.ones(2))),
             ValueError,
             r"one gain and a bias of 6 numbers, got shapes \(2,\)",
         ),
         (
-            lambda: EnergyTransformer.create(KEY, QUERY, MEMORIES, normalisation=3),
+            lambda: TransformerEnergy.create(KEY, QUERY, MEMORIES, normalisation=3),
             TypeError,
             "must be a LayerNorm, got int",
         ),
@@ -290,7 +290,7 @@ KEY, QUERY, MEMORIES = weights()
         (lambda: network(keep=padding())(draw(2, 5, 6)), ValueError, r"\(3,\) \+ \(\*queries, 5, 6\), got \(2, 5, 6\)"),
         (lambda: network()(torch.ones(5, 6, dtype=torch.long)), TypeError, "got a tensor of torch.int64"),
         (lambda: network().normalise(torch.ones(5, 6, dtype=torch.long)), TypeError, "got a tensor of torch.int64"),
-        (lambda: network().step(draw(5, 6), damping=1.5), ValueError, r"\(0, 1\] for this EnergyTransformer, got 1.5"),
+        (lambda: network().step(draw(5, 6), damping=1.5), ValueError, r"\(0, 1\] for this TransformerEnergy, got 1.5"),
         (lambda: network().move(draw(5, 6), -0.1), ValueError, "at least 0, got -0.1"),
         (lambda: network().move(draw(5, 6), "0.1"), TypeError, "got str"),
         (lambda: network().move(draw(5, 6), draw(4)), ValueError, r"one for each token, \(5,\), got \(4,\)"),

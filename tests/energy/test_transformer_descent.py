@@ -9,7 +9,7 @@ from tests.energy.transformer_cases import explicit_energy, network, weights
 from tests.rows import every_row
 from torch import Tensor
 
-from massieu.energy import EnergyTransformer
+from massieu.energy import TransformerEnergy
 from massieu.solve import Status
 
 random_networks = given(
@@ -71,7 +71,7 @@ def test_any_step_of_the_flow_obeys_the_inequality(size):
 def test_long_steps_are_not_promised():
     """Warm tokens that repel each other, all moved at once: they overshoot together, and E rises."""
     unit = torch.eye(6, dtype=F64).unsqueeze(0)
-    energy = EnergyTransformer.create(unit, -unit, torch.zeros(0, 6, dtype=F64), scale=0.01)
+    energy = TransformerEnergy.create(unit, -unit, torch.zeros(0, 6, dtype=F64), scale=0.01)
     tokens = draw(20, 3, 6, seed=9)
     assert (energy.flow(tokens, steps=6, step_size=50.0).energies.diff(dim=0) > 1.0).any()
     assert (energy.flow(tokens, steps=20).energies.diff(dim=0) <= 1e-12).all()
@@ -91,7 +91,7 @@ def test_the_curvature_bounds_every_hessian(count):
 def test_the_curvature_is_of_the_right_order_where_all_attend_to_one():
     """One token that all others attend to: the Hessian's largest eigenvalue grows like √(n − 1), half the bound."""
     matrix = torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=F64)).unsqueeze(0)
-    energy = EnergyTransformer.create(matrix, matrix, torch.zeros(0, 3, dtype=F64), scale=400.0)
+    energy = TransformerEnergy.create(matrix, matrix, torch.zeros(0, 3, dtype=F64), scale=400.0)
     for count in (5, 17):
         state = torch.zeros(count, 3, dtype=F64)
         state[0, 0], state[1:, 0] = 2.0, 1.0
@@ -135,7 +135,7 @@ def test_retrieval_ends_where_the_force_is_normal_to_the_range():
 @pytest.mark.medium
 def test_gradients_at_the_end_are_those_of_many_steps():
     key, query, memories = (each.requires_grad_() for each in weights(heads=1, size=3, width=4, quantity=5))
-    energy = EnergyTransformer.create(key, query, memories)
+    energy = TransformerEnergy.create(key, query, memories)
     start = energy.normalise(draw(1, 3, 4, seed=9)).detach()
     slopes = [
         torch.autograd.grad((draw(1, 3, 4, seed=8) * found.state).sum(), (key, query, memories))

@@ -8,7 +8,7 @@ from scipy.integrate import solve_ivp
 from scipy.special import logsumexp, softmax
 from tests.rows import every_row
 
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.energy.contraction import LayerNorm, Spin
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.two_layer import TwoLayer
@@ -96,7 +96,7 @@ def test_the_energy_falls_at_the_rate_of_the_theorem(name):
 
 def test_at_the_hidden_limit_it_is_the_hopfield_network():
     layers, query = network("Hopfield"), draw(6, 3, seed=6)
-    hopfield = Hopfield.create(layers.coupling.T.contiguous())
+    hopfield = HopfieldEnergy.create(layers.coupling.T.contiguous())
     state = layers.join(query)
     assert torch.allclose(layers(state), hopfield(query) - hopfield.constant, atol=1e-14)
     assert torch.allclose(layers.step(state)[..., :3], hopfield.step(query), atol=1e-14)

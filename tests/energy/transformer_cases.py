@@ -4,7 +4,7 @@ import torch
 from tests.energy.cases import F64, constant, draw
 from torch import Tensor
 
-from massieu.energy import EnergyTransformer
+from massieu.energy import TransformerEnergy
 from massieu.energy.contraction import LayerNorm
 
 
@@ -20,7 +20,7 @@ def network(seed=0, gain=0.8, keep=None, scale=None, **sizes):
     key, query, memories = weights(seed=seed, **sizes)
     normalisation = LayerNorm.create(constant(gain), draw(key.shape[-1], seed=seed + 3), eps=1e-2)
     scale = torch.linspace(0.5, 2.0, len(key), dtype=F64) if scale is None else scale
-    return EnergyTransformer.create(key, query, memories, normalisation=normalisation, scale=scale, keep=keep)
+    return TransformerEnergy.create(key, query, memories, normalisation=normalisation, scale=scale, keep=keep)
 
 
 def padding(batch=3, count=5) -> Tensor:
@@ -28,7 +28,7 @@ def padding(batch=3, count=5) -> Tensor:
     return torch.arange(count) < torch.linspace(count, 1, batch).ceil().unsqueeze(-1)
 
 
-def explicit_energy(energy: EnergyTransformer, g: Tensor) -> Tensor:
+def explicit_energy(energy: TransformerEnergy, g: Tensor) -> Tensor:
     """Of one item of tokens that are all there, by explicit matrices."""
     total = -0.5 * torch.relu(g @ energy.memories.T).square().sum()
     for key, query, scale in zip(energy.key, energy.query, energy.scale, strict=True):

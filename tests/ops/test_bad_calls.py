@@ -14,7 +14,7 @@ from tests.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
-from massieu.ops import AtomBlock, AtomStore, Attention, FalseNegatives, Partial, streaming
+from massieu.ops import AtomBlock, AtomStore, AttentionResult, FalseNegatives, Partial, streaming
 
 Q, K, V = torch.ones(2, 4, 5, 8), torch.ones(2, 2, 7, 8), torch.ones(2, 2, 7, 3)
 Q5 = Q.unflatten(1, (2, 2))
@@ -276,9 +276,9 @@ OTHERS = {
     "Partial.of(tuple)": (lambda: Partial.of((Q, K)), TypeError, ("Attention", "tuple")),
     "Partial.of(None)": (lambda: Partial.of(None), TypeError, ("Attention", "NoneType")),
     "Partial.of(half log Z)": (
-        lambda: Partial.of(Attention(torch.ones(2, 3), torch.ones(2).half())), TypeError, ("log_partition", "float16")
+        lambda: Partial.of(AttentionResult(torch.ones(2, 3), torch.ones(2).half())), TypeError, ("log_partition", "float16")
     ),
-    "Partial.of(swapped)": (lambda: Partial.of(Attention(torch.ones(2), torch.ones(2, 3))), ValueError, ("(2, 3)",)),
+    "Partial.of(swapped)": (lambda: Partial.of(AttentionResult(torch.ones(2), torch.ones(2, 3))), ValueError, ("(2, 3)",)),
     "Partial.empty(-1)": (lambda: Partial.empty((2, -1), 3), ValueError, ("shape", "(2, -1)")),
     "Partial.empty(number)": (lambda: Partial.empty(3, 2), TypeError, ("shape", "3")),
     "Partial.empty(size)": (lambda: Partial.empty((3,), -2), ValueError, ("size", "-2")),
@@ -286,7 +286,7 @@ OTHERS = {
     "Partial.empty(half)": (lambda: Partial.empty((3,), 2, dtype=torch.float16), TypeError, ("torch.float16",)),
     "Partial.empty(integers)": (lambda: Partial.empty((3,), 2, dtype=torch.int64), TypeError, ("torch.int64",)),
     "merge with None": (lambda: PART.merge(None), TypeError, ("Partial", "NoneType")),
-    "merge with Attention": (lambda: PART.merge(Attention(Q, K)), TypeError, ("Partial", "Attention")),
+    "merge with Attention": (lambda: PART.merge(AttentionResult(Q, K)), TypeError, ("Partial", "Attention")),
     "merge of shapes": (lambda: PART.merge(Partial.empty((2, 2), 4)), ValueError, ("(2, 3, 4)", "(2, 2, 4)")),
     "merge of dtypes": (lambda: PART.merge(Partial.empty((2, 3), 4, dtype=torch.float64)), TypeError, ("float64",)),
     "merge of devices": (lambda: PART.merge(Partial.empty((2, 3), 4, device="meta")), ValueError, ("cpu", "meta")),

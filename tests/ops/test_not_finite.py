@@ -8,7 +8,7 @@ from tests.ops.explicit import draw
 from tests.rows import every_row
 
 from massieu import ops
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.measures import Atoms, affine, power
 from massieu.ops import AtomBlock, AtomStore, Partial, fused, streaming
 from massieu.posteriors import attention_with_prior
@@ -138,7 +138,7 @@ def numbers_of(name, keys):
         sums = power(atoms, 2.0)
         return sums.log_partition(query), sums.mean(query)
     if name == "Hopfield.step":
-        return (Hopfield.create(points).step(query),)
+        return (HopfieldEnergy.create(points).step(query),)
     if name == "attention_with_prior":
         return attention_with_prior(*heads, prior_value=torch.zeros(3), log_strength=torch.tensor(0.0))
     if name == "merged parts":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.rows import every_row, some_slow
 
 from massieu import ops
-from massieu.ops import AtomBlock, AtomStore, Attention, FalseNegatives, Partial, sharded, streaming
+from massieu.ops import AtomBlock, AtomStore, AttentionResult, FalseNegatives, Partial, sharded, streaming
 
 INSIDE = re.compile(
     r"Expected all|expected|mat1|mat2|out of range in self|out of bounds|_scaled_dot|aten::|NYI|data-dependent|item\(\)|"
@@ -70,7 +70,7 @@ def calls(folder):
         "streaming.log_partition": (streaming.log_partition, on_disk),
         "Partial": (lambda **given: Partial(**given).merge(PART), PART._asdict()),
         "Partial.of": (
-            lambda **given: Partial.of(Attention(**given)), {"output": PART.mean, "log_partition": PART.log_partition}
+            lambda **given: Partial.of(AttentionResult(**given)), {"output": PART.mean, "log_partition": PART.log_partition}
         ),
         "Partial.empty": (Partial.empty, {"shape": (2, 3), "size": 4, "dtype": torch.float32, "device": None}),
         "Partial.reduce": (PART.reduce, {"dim": 0}),

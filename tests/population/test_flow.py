@@ -19,13 +19,13 @@ from massieu.population import (
     Clusters,
     DoublyStochasticLayer,
     Flow,
-    Reading,
+    ObservableReading,
     ResampledLayer,
     SelfAttention,
     covariance_spectrum,
     log_determinant,
 )
-from massieu.theory import Clustering
+from massieu.theory import ClusteringEnergy
 
 
 def draws(*shape, seed=0):
@@ -59,7 +59,7 @@ def assert_same(one, other):
 def test_what_is_recorded():
     points = draws(20, 3)
     readings = [
-        lambda x: {"spread": x.std(), "first": Reading(x[0], torch.ones(3), torch.tensor(7.0))},
+        lambda x: {"spread": x.std(), "first": ObservableReading(x[0], torch.ones(3), torch.tensor(7.0))},
         lambda x: {"tokens": len(x)},
     ]
     result = Flow(halve, depth=2, observables=readings).run(points)
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_flow_is_refused(tmp_path):
     ("one", "other"),
     [
         (lambda x: x * 2, lambda x: x * 3),
-        (Clustering.create(1.0).step, Clustering.create(2.0).step),
+        (ClusteringEnergy.create(1.0).step, ClusteringEnergy.create(2.0).step),
         (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)),
         (noisy(torch.Generator()), resampled()),
     ],
@@ -238,7 +238,7 @@ def test_trap_17_ascent_lowers_the_entropy_of_attention_and_raises_that_of_the_p
 def test_tokens_on_a_sphere_end_in_one_cluster_unless_the_mean_is_kept():
     points = torch.nn.functional.normalize(draws(60, 4), dim=-1)
     observables = [Clusters(), SelfAttention(2.0)]
-    result = Flow(Clustering.create(2.0).step, depth=60, observables=observables).run(points)
+    result = Flow(ClusteringEnergy.create(2.0).step, depth=60, observables=observables).run(points)
     assert result.values("clusters")[0] > 20
     assert result.values("clusters")[-1] == 1
     assert (result.values("log_interaction_energy").diff() >= -1e-12).all()

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from massieu.measures import Bernoulli, Exponential, Gamma, Gaussian, Poisson, Spin
 from massieu.posteriors import (
-    Concepts,
+    BayesianLinearRegression,
     DirichletMultinomial,
+    DiscreteLatent,
     ExponentialFamily,
     GaussianMean,
     HiddenMarkov,
-    LinearRegression,
     NoisyLinearRegression,
     Posterior,
 )
@@ -67,12 +67,14 @@ def cases(length: int = 6) -> dict[str, Case]:
         "exponential": _family(Exponential.create, share, positive(2, length, 2), half),
         "gamma": _family(Gamma.create, share, positive(2, length, 2), half + 1, half),
         "Gaussian": _family(Gaussian.create, share, normal(2, length, 2), half, half),
-        "concepts": Case(Concepts.create, (normal(2, 3), normal(2, 3, 4).log_softmax(-1)), index(2, length)),
+        "concepts": Case(DiscreteLatent.create, (normal(2, 3), normal(2, 3, 4).log_softmax(-1)), index(2, length)),
         "concepts of a function": Case(
-            lambda log_weight: Concepts.create(log_weight, _function), (normal(2, 3),), normal(2, length, 1)
+            lambda log_weight: DiscreteLatent.create(log_weight, _function), (normal(2, 3),), normal(2, length, 1)
         ),
         "Dirichlet": Case(DirichletMultinomial.create, (positive(2, 4),), index(2, length)),
-        "regression": Case(LinearRegression.create, (normal(2, 3, 2), precision, positive(2)), normal(2, length, 5)),
+        "regression": Case(
+            BayesianLinearRegression.create, (normal(2, 3, 2), precision, positive(2)), normal(2, length, 5)
+        ),
         "regression of unknown noise": Case(
             NoisyLinearRegression.create,
             (normal(2, 3, 2), precision, positive(2) + 1, positive(2)),

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from tests.rows import every_row
 
-from massieu.posteriors import Concepts, averaging_regret, sufficiency
+from massieu.posteriors import DiscreteLatent, averaging_regret, sufficiency
 from massieu.theory import finite_extension_bound, urn_total_variation
 
 
@@ -118,7 +118,7 @@ def test_averaging_loses_no_more_than_its_bound(seed):
     prior = torch.randn(5, dtype=torch.float64, generator=generator)
     tokens = torch.randint(6, (40, 30), generator=generator)
     each = table[:, tokens].movedim(0, -1)
-    law, predictives = Concepts.create(prior, table), []
+    law, predictives = DiscreteLatent.create(prior, table), []
     for token in tokens.unbind(1):
         predictives.append(law.log_predictive(token))
         law = law.posterior(token.unsqueeze(1))
@@ -137,7 +137,7 @@ def test_averaging_loses_no_more_than_its_bound(seed):
 
 
 def test_one_token_that_tells_all_meets_the_bound():
-    law = Concepts.create(torch.zeros(10).double(), torch.eye(10).double().log())
+    law = DiscreteLatent.create(torch.zeros(10).double(), torch.eye(10).double().log())
     found = averaging_regret(
         law.log_predictive(torch.tensor([4])), law.log_likelihood[:, 4].unsqueeze(0), law.log_weight
     )

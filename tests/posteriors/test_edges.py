@@ -9,21 +9,21 @@ from tests.rows import every_row
 
 from massieu.measures import Bernoulli
 from massieu.posteriors import (
-    Concepts,
+    BayesianLinearRegression,
     DirichletMultinomial,
+    DiscreteLatent,
     ExponentialFamily,
     GaussianMean,
     HiddenMarkov,
-    LinearRegression,
     NoisyLinearRegression,
     sufficiency,
 )
 from massieu.regression import (
     ConjugateGradient,
-    Exponential,
-    Features,
-    Gaussian,
-    Linear,
+    ExponentialKernel,
+    FeatureKernel,
+    GaussianKernel,
+    LinearKernel,
     LowRank,
     choose_ridge,
     conditional_mean_attention,
@@ -88,7 +88,7 @@ SURE = torch.tensor([[0.0, -INF], [0.0, -INF]])
 
 
 def test_tokens_that_no_concept_emits():
-    law = Concepts.create(torch.zeros(2), SURE)
+    law = DiscreteLatent.create(torch.zeros(2), SURE)
     for read in (law.posterior, law.as_attention):
         with pytest.raises(ValueError, match="every concept rules out"):
             read(torch.tensor([0, 1]))
@@ -98,7 +98,9 @@ def test_tokens_that_no_concept_emits():
 
 def test_values_of_concepts_keep_their_precision():
     values = draws(2, 3)
-    found = Concepts.create(torch.zeros(2), torch.zeros(2, 2)).as_attention(torch.tensor([0]), values=values).attend()
+    found = (
+        DiscreteLatent.create(torch.zeros(2), torch.zeros(2, 2)).as_attention(torch.tensor([0]), values=values).attend()
+    )
     assert found.output.dtype == torch.float64
     torch.testing.assert_close(found.output, values.mean(0), rtol=0, atol=1e-15)
 
@@ -108,7 +110,7 @@ def _nothing(tokens: torch.Tensor) -> torch.Tensor:
 
 
 MEAN = GaussianMean.create(torch.zeros(2), torch.tensor(1.0), torch.tensor(1.0))
-LINE = LinearRegression.create(torch.zeros(2, 1), torch.eye(2), torch.tensor(1.0))
+LINE = BayesianLinearRegression.create(torch.zeros(2, 1), torch.eye(2), torch.tensor(1.0))
 COIN = ExponentialFamily.create(Bernoulli.create(torch.tensor([0.5])), torch.tensor([0.5]), torch.tensor(1.0))
 
 
@@ -126,25 +128,33 @@ COIN = ExponentialFamily.create(Bernoulli.create(torch.tensor([0.5])), torch.ten
         (lambda: LINE.posterior(torch.full((2, 3), NAN)), ValueError, "tokens must be finite, got nan"),
         (
             # Two equal features of 1e4 beside a prior precision of 1e-6: rounding in float32.
-            lambda: LinearRegression.create(torch.zeros(2, 1), 1e-6 * torch.eye(2), torch.tensor(1.0)).posterior(
-                1e4 * torch.linspace(1.1, 1.9, 7).unsqueeze(-1).expand(7, 3)
-            ),
+            lambda: BayesianLinearRegression.create(
+                torch.zeros(2, 1), 1e-6 * torch.eye(2), torch.tensor(1.0)
+            ).posterior(1e4 * torch.linspace(1.1, 1.9, 7).unsqueeze(-1).expand(7, 3)),
             ValueError,
             "the precision is singular to rounding in torch.float32",
         ),
         (lambda: LINE.predict(torch.full((2,), NAN)), ValueError, "features must be finite, got nan"),
         (lambda: LINE.log_predictive(torch.tensor([0.0, 0.0, NAN])), ValueError, "token must be finite, got nan"),
         (lambda: COIN.as_attention(torch.tensor([[7.0]])), ValueError, r"support of Bernoulli, got \(7\)"),
-        (lambda: Concepts.create(torch.zeros(2), _nothing).posterior(torch.zeros(3)), ValueError, "NaN or .inf"),
-        (lambda: Concepts.create(torch.zeros(2), _nothing).log_predictive(torch.zeros(3)), ValueError, "NaN or .inf"),
-        (lambda: Concepts.create(torch.zeros(2), _nothing).posterior([1.0]), TypeError, "tokens must be a tensor"),
+        (lambda: DiscreteLatent.create(torch.zeros(2), _nothing).posterior(torch.zeros(3)), ValueError, "NaN or .inf"),
+        (
+            lambda: DiscreteLatent.create(torch.zeros(2), _nothing).log_predictive(torch.zeros(3)),
+            ValueError,
+            "NaN or .inf",
+        ),
+        (
+            lambda: DiscreteLatent.create(torch.zeros(2), _nothing).posterior([1.0]),
+            TypeError,
+            "tokens must be a tensor",
+        ),
         (
             lambda: HiddenMarkov.create(torch.zeros(2), torch.zeros(2, 2), _nothing).path(torch.zeros(3)),
             ValueError,
             "log_likelihood must be finite or −inf, got NaN",
         ),
         (
-            lambda: Concepts.create(torch.zeros(2), SURE).as_attention(torch.tensor([0]), values=[[1.0], [2.0]]),
+            lambda: DiscreteLatent.create(torch.zeros(2), SURE).as_attention(torch.tensor([0]), values=[[1.0], [2.0]]),
             TypeError,
             "values must be a floating-point tensor, got list",
         ),
@@ -163,17 +173,17 @@ def test_a_mask_is_no_singular_matrix_at_any_size_of_the_keys(size):
     """In float32 the hidden keys' own equations, were they of size 1, are rounding beside large keys, or large ones."""
     key, value = (size * draws(1, 2, 24, 40)).float(), draws(1, 2, 24, 2, seed=1).float()
     seen = torch.arange(24) < 20
-    arguments = {"kernel": Linear(), "ridge": 0.1 * size**2}
+    arguments = {"kernel": LinearKernel(), "ridge": 0.1 * size**2}
     found = conditional_mean_attention(key[:, :, :3], key, value, log_weight=seen, **arguments)
     alone = conditional_mean_attention(key[:, :, :3], key[:, :, :20], value[:, :, :20], **arguments)
     torch.testing.assert_close(found.output, alone.output, rtol=1e-4, atol=1e-4)
 
 
-@every_row("kernel", [Features(lambda x: x / x.norm(dim=-1, keepdim=True)), Gaussian.create(1.0)])
+@every_row("kernel", [FeatureKernel(lambda x: x / x.norm(dim=-1, keepdim=True)), GaussianKernel.create(1.0)])
 @every_row("method", ["cholesky", "low_rank"])
 def test_hidden_keys_stand_where_the_kernel_is_defined(kernel, method):
     """At the origin a normalising map is not; and keys far from it lose their digits beside it."""
-    far = 0.0 if isinstance(kernel, Features) else 1e4
+    far = 0.0 if isinstance(kernel, FeatureKernel) else 1e4
     key, query, value = draws(1, 1, 12, 4), draws(1, 1, 3, 4, seed=1), draws(1, 1, 12, 2, seed=2)
     hidden, seen = key.clone(), torch.arange(12) >= 4
     hidden[:, :, :4] = NAN
@@ -191,21 +201,21 @@ def test_hidden_keys_stand_where_the_kernel_is_defined(kernel, method):
 def test_an_operator_ridge_sees_ratios_of_weights_alone():
     key, query, value = draws(1, 1, 8, 3).float(), draws(1, 1, 2, 3, seed=1).float(), draws(1, 1, 8, 1, seed=2).float()
     weight = draws(8, seed=3).float()
-    arguments = {"kernel": Gaussian.create(1.0), "operator_ridge": 0.1}
+    arguments = {"kernel": GaussianKernel.create(1.0), "operator_ridge": 0.1}
     plain = conditional_mean_attention(query, key, value, log_weight=weight, **arguments).output
     for shift in (-300.0, 300.0):  # beyond the range of float32
         moved = conditional_mean_attention(query, key, value, log_weight=weight + shift, **arguments).output
         torch.testing.assert_close(moved, plain, rtol=1e-3, atol=1e-4)
     with pytest.raises(ValueError, match=r"finite weights in torch.float32, got 30"):
         conditional_mean_attention(
-            query, key, value, log_weight=weight * 0 + 300, kernel=Gaussian.create(1.0), ridge=1.0
+            query, key, value, log_weight=weight * 0 + 300, kernel=GaussianKernel.create(1.0), ridge=1.0
         )
 
 
 def test_no_query_under_a_causal_mask():
     key, value = draws(1, 1, 6, 2), draws(1, 1, 6, 3, seed=1)
     found = conditional_mean_attention(
-        key[:, :, :0], key, value, kernel=Linear(), ridge=1.0, is_causal=True, need_variance=True
+        key[:, :, :0], key, value, kernel=LinearKernel(), ridge=1.0, is_causal=True, need_variance=True
     )
     assert found.output.shape == (1, 1, 0, 3) and found.variance.shape == (1, 1, 0)
 
@@ -218,7 +228,7 @@ def test_predictive_variance_with_numbers_of_each_head(spelt_out):
     query = query.unflatten(1, (2, 2)) if spelt_out else query
     noise, prior = torch.tensor([0.3, 0.7]).double(), torch.tensor([1.5, 0.2]).double()
     found = conditional_mean_attention(
-        query, key, value, kernel=Gaussian.create(1.0), ridge=noise / prior, need_variance=True
+        query, key, value, kernel=GaussianKernel.create(1.0), ridge=noise / prior, need_variance=True
     )
     both = found.predictive_variance(noise_variance=noise, prior_variance=prior.expand(2, 2))
     assert both.shape == query.shape[:-1]
@@ -237,7 +247,7 @@ def test_conjugate_gradients_for_distant_queries(dtype):
     key, value = draws(1, 1, 18, 3).to(dtype), draws(1, 1, 18, 1, seed=1).to(dtype)
     middle = 10.0 if dtype == torch.float32 else 27.0
     query = key.mean(2, keepdim=True) + torch.linspace(middle - 2, middle + 2, 40, dtype=dtype).unsqueeze(-1) / 3**0.5
-    arguments = {"kernel": Gaussian.create(1.0), "ridge": 0.1, "need_variance": True}
+    arguments = {"kernel": GaussianKernel.create(1.0), "ridge": 0.1, "need_variance": True}
     found = conditional_mean_attention(query, key, value, method=ConjugateGradient(rank=5), **arguments)
     exact = conditional_mean_attention(query, key, value, method="cholesky", **arguments)
     torch.testing.assert_close(found.variance, exact.variance, rtol=1e-4, atol=1e-5)
@@ -251,7 +261,9 @@ def test_bounds_are_bounds():
         count = int(uniform(1, 20))
         key, query = (10 ** uniform(-1, 0.5) * draws(1, 1, n, 3, seed=turn + n) for n in (count, 4))
         value = draws(1, 1, count, 2, seed=turn + 99)
-        kernel = (Gaussian.create(10 ** uniform(-0.5, 0.7)), Exponential.create(10 ** uniform(-2, -1)))[turn % 2]
+        kernel = (GaussianKernel.create(10 ** uniform(-0.5, 0.7)), ExponentialKernel.create(10 ** uniform(-2, -1)))[
+            turn % 2
+        ]
         arguments = {"kernel": kernel, "ridge": 10 ** uniform(-3, 1), "log_weight": draws(count, seed=turn)}
         exact = conditional_mean_attention(query, key, value, method="cholesky", **arguments).output
         for method in (LowRank(1 + turn % count), ConjugateGradient(rtol=10 ** uniform(-8, -1), rank=turn % 3)):
@@ -265,13 +277,13 @@ def test_a_key_of_its_own_direction_is_refused_where_rounding_is_all():
     key[..., :4, 0], key[..., 4, 1] = draws(4), 1.0
     value = draws(1, 1, 5, 1, seed=1)
     # Nothing is known of it from the others: the residual is the value.
-    found = leave_one_out(key, value, kernel=Linear(), ridge=1e-6)
+    found = leave_one_out(key, value, kernel=LinearKernel(), ridge=1e-6)
     torch.testing.assert_close(found.residual[..., 4, :], value[..., 4, :], rtol=1e-9, atol=0)
     with pytest.raises(ValueError, match="a key alone determines its own prediction"):
-        leave_one_out(key, value, kernel=Linear(), ridge=1e-20)
+        leave_one_out(key, value, kernel=LinearKernel(), ridge=1e-20)
     for ridges, error in ((None, TypeError), (["a"], TypeError), ([1.0, -1.0], ValueError), ([], ValueError)):
         with pytest.raises(error, match="ridge"):
-            choose_ridge(key, value, ridges, kernel=Linear())
+            choose_ridge(key, value, ridges, kernel=LinearKernel())
 
 
 # --- smoothing, transfer, urns ---------------------------------------------------------------------------------------

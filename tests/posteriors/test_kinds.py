@@ -20,52 +20,52 @@ one = torch.tensor(1.0, dtype=torch.float64)
 T = torch.log(torch.tensor([[0.2, 0.8], [0.5, 0.5]], dtype=torch.float64))
 TOKENS = torch.tensor([0, 1])
 GT = theory.GaussianTokens.create(n(3), n(3), I3, 0.1 * I3, I3)
-LR = posteriors.LinearRegression.create(n(3, 2), I3, one)
+LR = posteriors.BayesianLinearRegression.create(n(3, 2), I3, one)
 
 CASES = {
     "cma": (
-        lambda **k: regression.conditional_mean_attention(kernel=regression.Gaussian.create(1.0), **k),
+        lambda **k: regression.conditional_mean_attention(kernel=regression.GaussianKernel.create(1.0), **k),
         {"query": H, "key": H, "value": H, "ridge": torch.tensor(0.3), "log_weight": torch.zeros(6)},
     ),
     "cma exp var": (
         lambda **k: regression.conditional_mean_attention(
-            kernel=regression.Exponential.create(1.0), ridge=0.3, need_variance=True, **k
+            kernel=regression.ExponentialKernel.create(1.0), ridge=0.3, need_variance=True, **k
         ),
         {"query": H, "key": H, "value": H},
     ),
     "cma cg": (
         lambda **k: regression.conditional_mean_attention(
-            kernel=regression.Exponential.create(1.0), ridge=0.3, method="conjugate_gradient", **k
+            kernel=regression.ExponentialKernel.create(1.0), ridge=0.3, method="conjugate_gradient", **k
         ),
         {"query": H, "key": H, "value": H},
     ),
     "cma lr": (
         lambda **k: regression.conditional_mean_attention(
-            kernel=regression.Gaussian.create(1.0), ridge=0.3, method="low_rank", **k
+            kernel=regression.GaussianKernel.create(1.0), ridge=0.3, method="low_rank", **k
         ),
         {"query": H, "key": H, "value": H},
     ),
     "cma linear": (
-        lambda **k: regression.conditional_mean_attention(kernel=regression.Linear(), ridge=0.3, **k),
+        lambda **k: regression.conditional_mean_attention(kernel=regression.LinearKernel(), ridge=0.3, **k),
         {"query": H, "key": H, "value": H},
     ),
-    "kernel scale": (regression.Exponential.create, {"scale": torch.tensor(1.0)}),
+    "kernel scale": (regression.ExponentialKernel.create, {"scale": torch.tensor(1.0)}),
     "loo": (
-        lambda **k: regression.leave_one_out(kernel=regression.Gaussian.create(1.0), ridge=0.3, **k),
+        lambda **k: regression.leave_one_out(kernel=regression.GaussianKernel.create(1.0), ridge=0.3, **k),
         {"key": H, "value": H},
     ),
     "choose_ridge": (
-        lambda **k: regression.choose_ridge(kernel=regression.Gaussian.create(1.0), **k),
+        lambda **k: regression.choose_ridge(kernel=regression.GaussianKernel.create(1.0), **k),
         {"key": H, "value": H, "ridges": two},
     ),
     "ridge_from": (regression.ridge_from, {"noise_variance": two, "prior_variance": two}),
-    "Concepts.create": (posteriors.Concepts.create, {"log_weight": two.log(), "log_likelihood": T}),
+    "Concepts.create": (posteriors.DiscreteLatent.create, {"log_weight": two.log(), "log_likelihood": T}),
     "Concepts.posterior": (
-        lambda tokens: posteriors.Concepts.create(two.log(), T).posterior(tokens),
+        lambda tokens: posteriors.DiscreteLatent.create(two.log(), T).posterior(tokens),
         {"tokens": TOKENS},
     ),
     "Concepts.pred": (
-        lambda tokens: posteriors.Concepts.create(two.log(), T).log_predictive(tokens),
+        lambda tokens: posteriors.DiscreteLatent.create(two.log(), T).log_predictive(tokens),
         {"tokens": torch.tensor(0)},
     ),
     "DM.create": (posteriors.DirichletMultinomial.create, {"concentration": two}),
@@ -81,7 +81,7 @@ CASES = {
         lambda **k: posteriors.ExponentialFamily.create(Bernoulli.create(torch.tensor([0.5]).double()), **k),
         {"chi": torch.tensor([0.5]).double(), "strength": one},
     ),
-    "LR.create": (posteriors.LinearRegression.create, {"mean": n(3, 2), "precision": I3, "noise": one}),
+    "LR.create": (posteriors.BayesianLinearRegression.create, {"mean": n(3, 2), "precision": I3, "noise": one}),
     "LR.posterior": (lambda tokens: LR.posterior(tokens), {"tokens": n(4, 5)}),
     "LR.predict": (lambda features: LR.predict(features), {"features": n(4, 3)}),
     "NLR.create": (
@@ -162,7 +162,7 @@ CASES = {
     "excess_risk_bound": (lambda **k: theory.excess_risk_bound(2.0, **k), {"self_supervised_excess": one}),
     "predictive_variance": (
         lambda **k: regression.conditional_mean_attention(
-            H, H, H, kernel=regression.Linear(), ridge=1.0, need_variance=True
+            H, H, H, kernel=regression.LinearKernel(), ridge=1.0, need_variance=True
         ).predictive_variance(**k),
         {"noise_variance": one, "prior_variance": one},
     ),
@@ -178,4 +178,4 @@ def test_no_argument_ends_in_an_error_of_pytorchs(name):
 
 def test_a_kernel_made_without_create_is_told_how():
     with pytest.raises(TypeError, match=r"a kernel's number must be a tensor, got float: make the kernel by create"):
-        regression.conditional_mean_attention(H, H, H, kernel=regression.Exponential(0.5), ridge=1.0)  # pyright: ignore
+        regression.conditional_mean_attention(H, H, H, kernel=regression.ExponentialKernel(0.5), ridge=1.0)  # pyright: ignore

@@ -10,12 +10,12 @@ from torch.utils import _pytree as pytree
 
 from massieu.measures import Poisson
 from massieu.posteriors import (
-    Concepts,
+    BayesianLinearRegression,
     DirichletMultinomial,
+    DiscreteLatent,
     ExponentialFamily,
     GaussianMean,
     HiddenMarkov,
-    LinearRegression,
 )
 
 CASES = cases()
@@ -106,7 +106,7 @@ def test_the_posterior_mean_is_attention(name):
     mask = torch.tensor([[True, True, False, True, True, True], [True] * 5 + [False]])
     found, law = case.prior.as_attention(case.tokens, mask).attend(), case.prior.posterior(case.tokens, mask)
     torch.testing.assert_close(found.output, law.mean, rtol=0, atol=1e-12)
-    if isinstance(law, Concepts):
+    if isinstance(law, DiscreteLatent):
         level = law.log_evidence
     elif isinstance(law, DirichletMultinomial):
         level = law.concentration.sum(-1).log()
@@ -251,14 +251,16 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"tokens must lie in the support of Bernoulli, got \(0.5, 1\)"):
         CASES["Bernoulli"].prior.posterior(torch.tensor([[[0.5, 1.0]], [[0.0, 1.0]]]))
     with pytest.raises(ValueError, match="every concept rules out"):
-        Concepts.create(torch.zeros(2), torch.tensor([[0.0, -torch.inf]]).expand(2, 2)).posterior(torch.tensor([1]))
+        DiscreteLatent.create(torch.zeros(2), torch.tensor([[0.0, -torch.inf]]).expand(2, 2)).posterior(
+            torch.tensor([1])
+        )
     with pytest.raises(ValueError, match=r"log_likelihood must have shape \(2, 'V'\) or"):
-        Concepts.create(torch.zeros(2), torch.zeros(3, 4))
+        DiscreteLatent.create(torch.zeros(2), torch.zeros(3, 4))
     with pytest.raises(ValueError, match="sequence of probability zero"):
         HiddenMarkov.create(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[0.0, -torch.inf]])).posterior(
             torch.tensor([1])
         )
     with pytest.raises(ValueError, match="precision must be positive definite"):
-        LinearRegression.create(torch.zeros(2, 1), -torch.eye(2), torch.tensor(1.0))
+        BayesianLinearRegression.create(torch.zeros(2, 1), -torch.eye(2), torch.tensor(1.0))
     with pytest.raises(ValueError, match="precision must be symmetric"):
-        LinearRegression.create(torch.zeros(2, 1), torch.tensor([[1.0, 0.5], [0.0, 1.0]]), torch.tensor(1.0))
+        BayesianLinearRegression.create(torch.zeros(2, 1), torch.tensor([[1.0, 0.5], [0.0, 1.0]]), torch.tensor(1.0))

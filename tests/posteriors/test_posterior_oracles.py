@@ -10,12 +10,12 @@ from tests.posteriors.cases import cases
 
 from massieu.measures import Bernoulli, Exponential, Gamma, Poisson, Spin
 from massieu.posteriors import (
-    Concepts,
+    BayesianLinearRegression,
     DirichletMultinomial,
+    DiscreteLatent,
     ExponentialFamily,
     GaussianMean,
     HiddenMarkov,
-    LinearRegression,
     NoisyLinearRegression,
 )
 
@@ -173,7 +173,7 @@ def test_concepts_by_enumeration():
 
 def test_concepts_that_rule_tokens_out():
     table = tensor([[0.5, 0.5, 0.0], [0.0, 0.2, 0.8]]).log()
-    law = Concepts.create(tensor([0.0, 0.0]), table)
+    law = DiscreteLatent.create(tensor([0.0, 0.0]), table)
     found = law.posterior(torch.tensor([1, 0]))
     torch.testing.assert_close(found.mean, tensor([1.0, 0.0]), **EXACT)
     values = tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -233,7 +233,7 @@ def test_kernel_ridge_is_the_predictive_mean():
     features, targets = tokens.split([3, 2], -1)
     noise, prior = 0.3, 1.7
     identity = torch.eye(3, dtype=torch.float64)
-    law = LinearRegression.create(torch.zeros(3, 2, dtype=torch.float64), identity / prior, tensor(noise))
+    law = BayesianLinearRegression.create(torch.zeros(3, 2, dtype=torch.float64), identity / prior, tensor(noise))
     query = torch.randn(4, 3, dtype=torch.float64, generator=generator)
     gram = features @ features.T + noise / prior * torch.eye(9, dtype=torch.float64)
     expected = query @ features.T @ torch.linalg.solve(gram, targets)
@@ -275,7 +275,7 @@ def test_a_chain_without_memory_is_a_mixture_at_each_token():
     prior = tensor([0.1, 0.5, -0.4])
     chain = HiddenMarkov.create(prior, prior.expand(3, 3), table)
     tokens = torch.tensor([0, 3, 1, 1])
-    alone = sum(Concepts.create(prior, table).posterior(token.reshape(1)).log_evidence for token in tokens)
+    alone = sum(DiscreteLatent.create(prior, table).posterior(token.reshape(1)).log_evidence for token in tokens)
     torch.testing.assert_close(chain.posterior(tokens).log_evidence, alone, **EXACT)
 
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from massieu.errors import ConvergenceError
 from massieu.regression import (
     ConjugateGradient,
-    Exponential,
-    Features,
-    Gaussian,
+    ExponentialKernel,
+    FeatureKernel,
+    GaussianKernel,
     Kernel,
-    Linear,
+    LinearKernel,
     LowRank,
     choose_ridge,
     conditional_mean_attention,
@@ -49,10 +49,10 @@ def many_features(points):
 
 
 KERNELS = {
-    "linear": Linear(),
-    "exponential": Exponential.create(0.4),
-    "gaussian": Gaussian.create(1.3),
-    "features": Features(many_features),
+    "linear": LinearKernel(),
+    "exponential": ExponentialKernel.create(0.4),
+    "gaussian": GaussianKernel.create(1.3),
+    "features": FeatureKernel(many_features),
 }
 
 
@@ -88,16 +88,18 @@ def test_the_definition(name, keys):
 def test_scikit_learns_kernel_ridge_and_gaussian_process():
     query, key, value = tokens(40, batch=1, heads=1)
     q, k, v = (tensor[0, 0].numpy() for tensor in (query, key, value))
-    found = conditional_mean_attention(query, key, value, kernel=Gaussian.create(1.3), ridge=0.3)
+    found = conditional_mean_attention(query, key, value, kernel=GaussianKernel.create(1.3), ridge=0.3)
     theirs = KernelRidge(alpha=0.3, kernel="rbf", gamma=1 / (2 * 1.3**2)).fit(k, v).predict(q)
     np.testing.assert_allclose(found.output[0, 0], theirs, **CLOSED_FORM)
-    found = conditional_mean_attention(query, key, value, kernel=Linear(), ridge=0.3)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.3)
     np.testing.assert_allclose(
         found.output[0, 0], Ridge(alpha=0.3, fit_intercept=False).fit(k, v).predict(q), **CLOSED_FORM
     )
     noise, prior = 0.5, 2.0
     ridge = ridge_from(noise_variance=noise, prior_variance=prior)
-    found = conditional_mean_attention(query, key, value, kernel=Gaussian.create(1.3), ridge=ridge, need_variance=True)
+    found = conditional_mean_attention(
+        query, key, value, kernel=GaussianKernel.create(1.3), ridge=ridge, need_variance=True
+    )
     model = GaussianProcessRegressor(
         ConstantKernel(prior, "fixed") * RBF(1.3, "fixed"), alpha=noise, optimizer=None
     ).fit(k, v)
@@ -125,9 +127,9 @@ def test_trap_19_the_operators_ridge_and_the_matrixs():
     ours = conditional_mean_attention(query, key, value, kernel=KERNELS["features"], operator_ridge=0.1)
     torch.testing.assert_close(ours.output, expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="exactly one of ridge and operator_ridge"):
-        conditional_mean_attention(query, key, value, kernel=Linear(), ridge=0.1, operator_ridge=0.1)
+        conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.1, operator_ridge=0.1)
     with pytest.raises(ValueError, match="operator_ridge must be given, got none"):
-        conditional_mean_attention(query, key, value, kernel=Linear())
+        conditional_mean_attention(query, key, value, kernel=LinearKernel())
 
 
 @every_row("name", KERNELS)
@@ -205,7 +207,7 @@ def test_grouped_heads_and_numbers_a_head(name, is_causal):
     key, value = normal(2, 2, 20, 3), normal(2, 2, 20, 4, seed=1)
     query = normal(2, 6, 20, 3, seed=2)
     ridge = torch.tensor([0.2, 3.0], dtype=torch.float64)
-    kernel = {"exponential": Exponential.create(ridge / 10), "gaussian": Gaussian.create(ridge)}.get(
+    kernel = {"exponential": ExponentialKernel.create(ridge / 10), "gaussian": GaussianKernel.create(ridge)}.get(
         name, KERNELS[name]
     )
     found = conditional_mean_attention(
@@ -244,7 +246,7 @@ def test_ridge_zero_interpolates_and_in_features_is_least_squares():
     torch.testing.assert_close(found.output, value, rtol=1e-9, atol=1e-9)
     assert found.variance.max() < 1e-9
     query, key, value = tokens(40)
-    found = conditional_mean_attention(query, key, value, kernel=Linear(), ridge=0.0)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.0)
     model = LinearRegression(fit_intercept=False).fit(key[0, 0], value[0, 0])
     np.testing.assert_allclose(found.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
 
@@ -309,12 +311,12 @@ def test_no_gram_matrix_is_ever_formed(monkeypatch):
     with LargestTensor() as largest:
         for method in (ConjugateGradient(rank=20), LowRank(20)):
             found = conditional_mean_attention(
-                query, key, value, kernel=Gaussian(ridge / 2), ridge=ridge, method=method
+                query, key, value, kernel=GaussianKernel(ridge / 2), ridge=ridge, method=method
             )
             found.output.square().sum().backward()
     assert largest.size <= 9000
     with LargestTensor() as largest:
-        conditional_mean_attention(query, key, value, kernel=Gaussian(ridge / 2), ridge=ridge)
+        conditional_mean_attention(query, key, value, kernel=GaussianKernel(ridge / 2), ridge=ridge)
     assert largest.size == 300**2
 
 
@@ -391,7 +393,7 @@ def test_auto_forms_no_large_gram_matrix(monkeypatch):
     query, key, value = tokens(40)
     assert conditional_mean_attention(query, key, value, kernel=KERNELS["gaussian"], ridge=0.1).error_bound is not None
     for kernel, ridge, causal in (
-        (Linear(), 0.1, False),
+        (LinearKernel(), 0.1, False),
         (KERNELS["gaussian"], 0.1, True),
         (KERNELS["gaussian"], 0.0, False),
     ):
@@ -470,4 +472,4 @@ def test_the_chosen_ridge_has_the_least_error():
     torch.testing.assert_close(best, found.mean_squared_error.amin(0))
     assert ((found.ridge > 1e-6) & (found.ridge < 1e3)).all()
     with pytest.raises(ValueError, match="at least one number"):
-        choose_ridge(key, value, [], kernel=Linear())
+        choose_ridge(key, value, [], kernel=LinearKernel())

@@ -7,10 +7,10 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.regression import (
     ConjugateGradient,
-    Exponential,
-    Features,
-    Gaussian,
-    Linear,
+    ExponentialKernel,
+    FeatureKernel,
+    GaussianKernel,
+    LinearKernel,
     LowRank,
     conditional_mean_attention,
     leave_one_out,
@@ -28,10 +28,10 @@ def number(value):
 
 
 KERNELS = {
-    "linear": lambda n: Linear(),
-    "exponential": Exponential,
-    "gaussian": Gaussian,
-    "features": lambda n: Features(lambda x: n * torch.cat([x, x.square()], -1)),
+    "linear": lambda n: LinearKernel(),
+    "exponential": ExponentialKernel,
+    "gaussian": GaussianKernel,
+    "features": lambda n: FeatureKernel(lambda x: n * torch.cat([x, x.square()], -1)),
 }
 
 
@@ -87,7 +87,7 @@ def test_the_solves_gradient_is_the_exact_ones():
     slopes = []
     for method in ("cholesky", "conjugate_gradient"):
         found = conditional_mean_attention(
-            query, key, value, kernel=Gaussian(width), ridge=ridge, log_weight=weight, method=method
+            query, key, value, kernel=GaussianKernel(width), ridge=ridge, log_weight=weight, method=method
         )
         slopes.append(torch.autograd.grad(found.output.square().sum(), (query, key, value, weight, ridge, width)))
     for exact, ours in zip(*slopes, strict=True):
@@ -101,7 +101,7 @@ def test_hidden_keys_have_no_gradient_and_leave_finite_ones():
     hidden.requires_grad_()
     for is_causal in (False, True):
         found = conditional_mean_attention(
-            query, key, value, kernel=Gaussian.create(1.0), ridge=0.4, log_weight=hidden, is_causal=is_causal
+            query, key, value, kernel=GaussianKernel.create(1.0), ridge=0.4, log_weight=hidden, is_causal=is_causal
         )
         slopes = torch.autograd.grad(found.output.sum(), (query, key, value, hidden))
         assert all(slope.isfinite().all() for slope in slopes)
@@ -156,7 +156,7 @@ def test_leave_one_out_is_differentiable():
     _, key, value, weight = inputs()
 
     def function(k, v, w, ridge, width):
-        return tuple(leave_one_out(k, v, kernel=Gaussian(width), ridge=ridge, log_weight=w))
+        return tuple(leave_one_out(k, v, kernel=GaussianKernel(width), ridge=ridge, log_weight=w))
 
     assert gradcheck(function, (key, value, weight, number(0.4), number(0.9)), fast_mode=True)
     assert gradgradcheck(function, (key, value, weight, number(0.4), number(0.9)), fast_mode=True)
@@ -165,7 +165,7 @@ def test_leave_one_out_is_differentiable():
 # --- bad calls -------------------------------------------------------------------------------------------------------
 
 Q, K, V = torch.ones(1, 1, 3, 2), torch.eye(2).reshape(1, 1, 2, 2), torch.ones(1, 1, 2, 4)
-G = Gaussian.create(1.0)
+G = GaussianKernel.create(1.0)
 TWICE = torch.ones(1, 1, 2, 2)
 
 
@@ -200,7 +200,7 @@ TWICE = torch.ones(1, 1, 2, 2)
         ({"method": "low_rank", "is_causal": True}, ValueError, "is_causal goes with method 'cholesky' alone"),
         ({"method": "low_rank", "ridge": 0.0}, ValueError, "method 'low_rank' needs a positive ridge, got 0.0"),
         ({"method": "conjugate_gradient", "ridge": 0.0}, ValueError, "needs a positive ridge, got 0.0"),
-        ({"method": "conjugate_gradient", "kernel": Features(lambda x: x)}, ValueError, "'cholesky' uses the map"),
+        ({"method": "conjugate_gradient", "kernel": FeatureKernel(lambda x: x)}, ValueError, "'cholesky' uses the map"),
         ({"log_weight": torch.zeros(3, 2)}, ValueError, r"one a key, for all queries .*\(1, 1, 1, 2\)"),
         ({"log_weight": torch.full((2,), torch.nan)}, ValueError, r"log_weight must be below \+inf and not NaN"),
     ],
@@ -212,7 +212,7 @@ def test_bad_calls_are_named(changes, error, named):
 
 
 def test_bad_numbers_are_named():
-    for create, name in ((Gaussian.create, "lengthscale"), (Exponential.create, "scale")):
+    for create, name in ((GaussianKernel.create, "lengthscale"), (ExponentialKernel.create, "scale")):
         with pytest.raises(ValueError, match=f"{name} must be positive and finite, got 0.0"):
             create(0.0)
         with pytest.raises(ValueError, match=rf"{name} must be one number or one a head, got shape \(2, 2\)"):
@@ -237,7 +237,7 @@ def test_bad_numbers_are_named():
             noise_variance=1.0, prior_variance=1.0
         )
     with pytest.raises(ValueError, match="leave-one-out in features needs a positive ridge"):
-        leave_one_out(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 1), kernel=Linear(), ridge=0.0)
+        leave_one_out(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 1), kernel=LinearKernel(), ridge=0.0)
 
 
 def test_iterations_are_refused_inside_transforms():

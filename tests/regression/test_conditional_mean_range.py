@@ -6,7 +6,7 @@ import torch
 from tests.rows import every_row
 
 from massieu.nn import ConditionalMeanAttention
-from massieu.regression import ConjugateGradient, Exponential, LowRank, conditional_mean_attention, leave_one_out
+from massieu.regression import ConjugateGradient, ExponentialKernel, LowRank, conditional_mean_attention, leave_one_out
 
 
 def normal(*shape, seed=0, scale=1.0, dtype=torch.float32):
@@ -63,7 +63,9 @@ def test_distant_queries(method, dtype, far, near):
     """Queries of scale 10 beside keys of scale 1 in 8 dimensions: exp(½‖q‖²) is near exp(400) in float32."""
     query, key = normal(1, 1, 5, 8, scale=far, dtype=dtype), normal(1, 1, 9, 8, seed=1, scale=near, dtype=dtype)
     value = normal(1, 1, 9, 2, seed=2, dtype=dtype)
-    found = conditional_mean_attention(query, key, value, kernel=Exponential.create(0.5), ridge=1.0, method=method)
+    found = conditional_mean_attention(
+        query, key, value, kernel=ExponentialKernel.create(0.5), ridge=1.0, method=method
+    )
     exact, _, _ = explicit(query[0, 0], key[0, 0], value[0, 0], 0.5, 1.0)
     bound = within(dtype, query, key, 0.5) + (1e-9 if isinstance(method, ConjugateGradient) else 0)
     assert error_by_row(found.output[0, 0], exact) < bound
@@ -78,7 +80,7 @@ def test_keys_beyond_the_range(method):
     key, value = LONG, normal(6, 2, seed=3)
     query = 0.7 * key + normal(6, 2, seed=4, scale=0.1)
     weight = torch.tensor([0.5, -2.0, 0.0, 1.0, 0.2, -0.3]) if method == "weights" else None
-    arguments = {"kernel": Exponential.create(1.0), "ridge": 2.0, "log_weight": weight}
+    arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 2.0, "log_weight": weight}
     how = "cholesky" if method == "weights" else method
     found = conditional_mean_attention(
         query[None, None], key[None, None], value[None, None], **arguments, need_variance=True, method=how
@@ -94,7 +96,7 @@ def test_keys_beyond_the_range(method):
 def test_causal_is_a_loop_over_prefixes_though_a_later_key_is_tens_of_powers_larger():
     key = torch.cat([normal(4, 2, scale=0.3), LONG[:3]])[None, None]
     query, value = 8 * key / key.norm(dim=-1, keepdim=True), normal(1, 1, 7, 2, seed=2)
-    arguments = {"kernel": Exponential.create(1.0), "ridge": 0.5, "need_variance": True}
+    arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 0.5, "need_variance": True}
     found = conditional_mean_attention(query, key, value, **arguments, is_causal=True)
     for last in range(1, 8):
         output, variance, _ = explicit(query[0, 0, last - 1 : last], key[0, 0, :last], value[0, 0, :last], 1.0, 0.5)
@@ -117,7 +119,12 @@ def test_gradients_of_distant_queries(method):
 
     def ours(query, key, value, ridge, scale):
         found = conditional_mean_attention(
-            query[None, None], key[None, None], value[None, None], kernel=Exponential(scale), ridge=ridge, method=method
+            query[None, None],
+            key[None, None],
+            value[None, None],
+            kernel=ExponentialKernel(scale),
+            ridge=ridge,
+            method=method,
         )
         output = found.output[0, 0]
         return (output / output.detach().norm(dim=-1, keepdim=True) * cotangent).sum()
@@ -133,7 +140,7 @@ def test_gradients_of_distant_queries(method):
 @every_row("method", METHODS)
 def test_what_has_no_finite_form_is_said(method):
     query, key, value = normal(1, 1, 5, 8, scale=30.0), normal(1, 1, 9, 8, seed=1), normal(1, 1, 9, 2, seed=2)
-    arguments = {"kernel": Exponential.create(1.0), "ridge": 1.0, "method": method}
+    arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 1.0, "method": method}
     with pytest.raises(ValueError, match=r"the output is beyond the range of torch.float32 for \d+ of 10 numbers"):
         conditional_mean_attention(query, key, value, **arguments)
     with pytest.raises(ValueError, match=r"the variance is beyond the range of torch.float32"):
@@ -164,4 +171,4 @@ def test_the_range_of_few_centres_is_said():
     with pytest.raises(
         ValueError, match=r"method 'low_rank' has kernel values κ\(key, key\) up to exp\(101.6\) beside a ridge"
     ):
-        conditional_mean_attention(key, key, value, kernel=Exponential.create(1.0), ridge=1.0, method="low_rank")
+        conditional_mean_attention(key, key, value, kernel=ExponentialKernel.create(1.0), ridge=1.0, method="low_rank")

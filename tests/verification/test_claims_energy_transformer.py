@@ -7,14 +7,14 @@ import torch
 from tests.rows import every_row
 from torch import Tensor
 
-from massieu.energy import EnergyTransformer, least_entropy, transformer
+from massieu.energy import TransformerEnergy, least_entropy, transformer
 from massieu.energy.mutual import mutual_attention
 from massieu.errors import InputError
 from massieu.nn import SigmaReparametrization
 from massieu.verification.beyond import entropy_collapse
 from massieu.verification.run import verify
 
-_FORCE, _CURVATURE = EnergyTransformer._force, EnergyTransformer.curvature
+_FORCE, _CURVATURE = TransformerEnergy._force, TransformerEnergy.curvature
 
 
 def _with_itself(query: Tensor, key: Tensor, scale: Tensor, keep: Tensor | None) -> Tensor:
@@ -39,14 +39,14 @@ WRONG = {
     "N1: parallel self-attention for the gradient": ("N1", transformer, "mutual_attention", _as_queries_only),
     "N1: energy and force differ by the number of tokens": (
         "N1",
-        EnergyTransformer,
+        TransformerEnergy,
         "_force",
         lambda self, state: _FORCE(self, state) / (state.shape[0] * state.shape[-2]),
     ),
-    "N1: padding leaks": ("N1", EnergyTransformer, "_kept", lambda self, state: None),
+    "N1: padding leaks": ("N1", TransformerEnergy, "_kept", lambda self, state: None),
     "N1: a bound ten times too small": (
         "N1",
-        EnergyTransformer,
+        TransformerEnergy,
         "curvature",
         lambda self, state: _CURVATURE(self, state) / 10,
     ),

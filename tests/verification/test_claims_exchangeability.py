@@ -7,7 +7,7 @@ import torch
 from tests.rows import every_row
 
 from massieu.errors import InputError
-from massieu.posteriors import Concepts, DirichletMultinomial, GaussianMean, averaging_regret, base, conjugate
+from massieu.posteriors import DirichletMultinomial, DiscreteLatent, GaussianMean, averaging_regret, base, conjugate
 from massieu.verification.beyond import empirical_bayes
 from massieu.verification.bridges import sinks
 from massieu.verification.run import verify
@@ -17,7 +17,7 @@ from massieu.verification.zhang import posterior as posterior_claims
 _BOUND = exchangeability.finite_extension_bound
 _SUFFICIENCY, _GAP = exchangeability.sufficiency, positions.permutation_gap
 _MERGED = sinks.attention_with_prior
-_DIRICHLET, _CONCEPTS, _PRIOR_TOKEN = DirichletMultinomial.posterior, Concepts.posterior, base.with_prior_token
+_DIRICHLET, _CONCEPTS, _PRIOR_TOKEN = DirichletMultinomial.posterior, DiscreteLatent.posterior, base.with_prior_token
 
 
 def _no_count(self, tokens, mask=None, *, precision=None):
@@ -54,9 +54,9 @@ WRONG = {
     "Z3: a posterior that forgets the count": ("Z3", GaussianMean, "posterior", _no_count),
     "Z11: a predictor that is no average": (
         "Z11",
-        Concepts,
+        DiscreteLatent,
         "posterior",
-        lambda self, tokens: Concepts(
+        lambda self, tokens: DiscreteLatent(
             _CONCEPTS(self, tokens).log_weight.roll(1, -1), self.log_likelihood, self.log_evidence
         ),
     ),

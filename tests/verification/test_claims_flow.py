@@ -6,12 +6,12 @@ import torch
 from massieu import ops
 from massieu.errors import InputError
 from massieu.population import DoublyStochasticLayer, ResampledLayer, cluster_count, doubly_stochastic_attention
-from massieu.theory import Clustering
+from massieu.theory import ClusteringEnergy
 from massieu.verification.beyond import doubly_stochastic, memory
 from massieu.verification.run import verify
 from massieu.verification.shim import resampling
 
-_STEP, _OBSERVED = Clustering._step, ResampledLayer.observed
+_STEP, _OBSERVED = ClusteringEnergy._step, ResampledLayer.observed
 
 
 def _softmax_layer(self, particles):
@@ -37,7 +37,7 @@ WRONG = {
     "N8: a layer of softmax attention": ("N8", DoublyStochasticLayer, "__call__", _softmax_layer),
     "N8: softmax attention": ("N8", doubly_stochastic, "doubly_stochastic_attention", _softmax),
     "N8: tokens of equal weight": ("N8", doubly_stochastic, "doubly_stochastic_attention", _weights_forgotten),
-    "N5: a step twice as long": ("N5", Clustering, "_step", lambda self, state: _STEP(self, _STEP(self, state))),
+    "N5: a step twice as long": ("N5", ClusteringEnergy, "_step", lambda self, state: _STEP(self, _STEP(self, state))),
     "N5: clusters of no width": ("N5", memory, "cluster_count", lambda points: cluster_count(points, radius=0.0)),
     "S19: lineages that never meet": ("S19", ResampledLayer, "observed", _each_its_own_ancestor),
     "S19: softmax for doubly stochastic weights": ("S19", resampling, "doubly_stochastic_attention", _softmax),

@@ -3,29 +3,29 @@
 import pytest
 import torch
 
-from massieu.energy import BinaryHopfield, Hopfield, KineticSpins, SpinModel, bounds
+from massieu.energy import BinaryHopfieldEnergy, HopfieldEnergy, KineticSpins, SpinModel, bounds
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.gradients import jacobian_asymmetry
 from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.two_layer import TwoLayer
 from massieu.population import FeedForward
-from massieu.theory import AttentionLipschitz, attention_lipschitz, generalisation_bound
+from massieu.theory import AttentionLipschitzResult, attention_lipschitz, generalisation_bound
 from massieu.verification.bal import gradient_maps, random_features
 from massieu.verification.run import verify
 from massieu.verification.shim import layers
 from massieu.verification.zhang import generalisation
 
-_STEP, _BASIN, _EXACT, _ENERGY = FeedForward._step, bounds.basin, SpinModel.exact, BinaryHopfield._energy
+_STEP, _BASIN, _EXACT, _ENERGY = FeedForward._step, bounds.basin, SpinModel.exact, BinaryHopfieldEnergy._energy
 _PRODUCTION, _WEIGHTS, _LEVEL = KineticSpins.entropy_production, ScoreDeviation._weights_of_scores, TwoLayer._energy
 _SPARSE, _FEATURES = SparseAtoms._weights_of_scores, random_features.random_feature_log_partition
 
 
-def _half_the_radius(hopfield: Hopfield, radius: float) -> bounds.Basin:
+def _half_the_radius(hopfield: HopfieldEnergy, radius: float) -> bounds.BasinResult:
     """What is certain of half the ball, promised of the whole."""
     return replace_exists(_BASIN(hopfield, radius / 2), radius)
 
 
-def replace_exists(found: bounds.Basin, radius: float) -> bounds.Basin:
+def replace_exists(found: bounds.BasinResult, radius: float) -> bounds.BasinResult:
     return found._replace(exists=found.distance <= radius)
 
 
@@ -47,7 +47,12 @@ WRONG = {
         lambda self, x, z: x + 0.5 * (_STEP(self, x, z) - x),
     ),
     "S21: half the asymmetry": ("S21", layers, "jacobian_asymmetry", lambda f, x: 0.5 * jacobian_asymmetry(f, x)),
-    "B4: half of the energy of couplings": ("B4", BinaryHopfield, "_energy", lambda self, v: 0.5 * _ENERGY(self, v)),
+    "B4: half of the energy of couplings": (
+        "B4",
+        BinaryHopfieldEnergy,
+        "_energy",
+        lambda self, v: 0.5 * _ENERGY(self, v),
+    ),
     "B5: balls of twice the radius": ("B5", bounds, "basin", _half_the_radius),
     "B16: one and a half of the entropy production": (
         "B16",
@@ -70,7 +75,9 @@ WRONG = {
         "Z10",
         generalisation,
         "attention_lipschitz",
-        lambda *given: AttentionLipschitz(2 * attention_lipschitz(*given).value, attention_lipschitz(*given).score),
+        lambda *given: AttentionLipschitzResult(
+            2 * attention_lipschitz(*given).value, attention_lipschitz(*given).score
+        ),
     ),
     "Z10: a hundredth of the bound": (
         "Z10",

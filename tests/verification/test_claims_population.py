@@ -9,7 +9,7 @@ from tests.rows import every_row
 from massieu.errors import InputError
 from massieu.measures import Gaussian
 from massieu.population import AttentionLayer, FeedForward
-from massieu.population.operator import Moments
+from massieu.population.operator import ParticleMoments
 from massieu.theory import gaussian_flow
 from massieu.verification.beyond import population as beyond
 from massieu.verification.run import verify
@@ -23,7 +23,7 @@ def _transposed(self, law):
 
 
 def _without_spread(self, law):
-    return _ATTENTION(self, Moments(law.mean, 0.9 * law.covariance))
+    return _ATTENTION(self, ParticleMoments(law.mean, 0.9 * law.covariance))
 
 
 def _blurred(self, law):

@@ -1,49 +1,49 @@
 """Energies: functions of a state, with a map that never raises them. Attention is the map of one.
 
-- `Hopfield`: the energy of any memory under any reference; `contraction`: the references that are normalisations;
+- `HopfieldEnergy`: the energy of any memory under any reference; `contraction`: the references that are normalisations;
 - `bounds`: what is known of a memory in advance; `density`: the memory as a mixture of Gaussians, its samples, its denoiser;
 - `ood_score`, `boosting_energy`: how foreign a state is to a memory; `newton_step`: faster descent near a minimum;
-- `BinaryHopfield`, `DenseHopfield`: networks of two-valued units; `Clustering`: tokens that attend to each other on a sphere;
+- `BinaryHopfieldEnergy`, `DenseHopfieldEnergy`: networks of two-valued units;
 - `SparseAtoms`, `ScoreDeviation`, `fenchel_young_loss`, `LogSumReLU`: memories other than by softmax; `TwoLayer`: two layers
   with Lagrangians of their own; `jacobian_asymmetry`, `is_conservative`: whether a map is a gradient at all;
-- `EnergyTransformer`: tokens that attend to each other, and memories; `least_entropy`: of attention whose scores are bounded;
+- `TransformerEnergy`: tokens that attend to each other, and memories; `least_entropy`: of attention whose scores are bounded;
 - `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants;
 - `SphericalSpins`, `KineticSpins`, `KineticIsing`: vector spins of many components in equilibrium; synchronous dynamics.
 """
 
 from massieu.energy import bounds, contraction, density
-from massieu.energy.base import Descent, Energy, Potential, Retrieval
+from massieu.energy.base import DescentResult, Energy, Potential, RetrievalResult
 from massieu.energy.boltzmann import BoltzmannMachine
-from massieu.energy.discrete import BinaryHopfield, DenseHopfield
+from massieu.energy.discrete import BinaryHopfieldEnergy, DenseHopfieldEnergy
 from massieu.energy.entropy import least_entropy
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.energy.foreign import boosting_energy, ood_score
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
-from massieu.energy.hopfield import Hopfield
+from massieu.energy.hopfield import HopfieldEnergy
 from massieu.energy.kinetic import KineticIsing, KineticSpins
 from massieu.energy.newton import newton_step
 from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.rectified import LogSumReLU
 from massieu.energy.spins import SpinModel
-from massieu.energy.transformer import EnergyTransformer
+from massieu.energy.transformer import TransformerEnergy
 from massieu.energy.two_layer import TwoLayer
 
 __all__ = [
-    "BinaryHopfield",
+    "BinaryHopfieldEnergy",
     "BoltzmannMachine",
-    "DenseHopfield",
-    "Descent",
+    "DenseHopfieldEnergy",
+    "DescentResult",
     "Energy",
-    "EnergyTransformer",
-    "Hopfield",
+    "HopfieldEnergy",
     "KineticIsing",
     "KineticSpins",
     "LogSumReLU",
     "Potential",
-    "Retrieval",
+    "RetrievalResult",
     "ScoreDeviation",
     "SparseAtoms",
     "SpinModel",
+    "TransformerEnergy",
     "TwoLayer",
     "boosting_energy",
     "bounds",

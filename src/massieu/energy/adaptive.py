@@ -21,7 +21,7 @@ from massieu.energy.magnetisation import (
 from massieu.errors import ConvergenceError
 from massieu.measures import Measure
 from massieu.measures.base import values_are_readable
-from massieu.solve import FixedPoint, Status, fixed_point
+from massieu.solve import FixedPointResult, Status, fixed_point
 
 
 def adaptive_tap(
@@ -95,7 +95,7 @@ def _system(covariance: Tensor, curvature: Tensor, coupling: Tensor) -> Float[Te
     return identity_like(inner) + inner
 
 
-def _judged(found: FixedPoint, response: Tensor, throw: bool) -> tuple[FixedPoint, Tensor]:
+def _judged(found: FixedPointResult, response: Tensor, throw: bool) -> tuple[FixedPointResult, Tensor]:
     """The solution with the status NOT_ATTRACTING where the response is no covariance; whether it is one."""
     values = response.detach()
     usable = values.isfinite().all()

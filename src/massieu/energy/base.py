@@ -32,7 +32,7 @@ from massieu.solve import Status, fixed_point
 from massieu.solve.arguments import floating, need_device, real
 from massieu.solve.telling import tell
 
-__all__ = ["Descent", "Energy", "Potential", "Retrieval", "promoted", "static_field"]
+__all__ = ["DescentResult", "Energy", "Potential", "RetrievalResult", "promoted", "static_field"]
 
 
 _DAMPINGS: dict[str, Callable[[float], bool]] = {
@@ -50,14 +50,14 @@ class Potential(Protocol):
     def mean(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]: ...
 
 
-class Descent(NamedTuple):
+class DescentResult(NamedTuple):
     """The path of a descent, its start included."""
 
     states: Float[Tensor, "steps+1 *batch_query_event"]
     energies: Float[Tensor, "steps+1 *batch_query"]
 
 
-class Retrieval(NamedTuple):
+class RetrievalResult(NamedTuple):
     """Where a descent ended.
 
     `residual` is ‖T(state) − state‖ of the very `state` returned, T the undamped step; `status` holds values of
@@ -151,7 +151,7 @@ class Energy(ABC):
         return self._hessian(promoted(self._given(state)))
 
     @final
-    def descend(self, state: Float[Tensor, "*batch_query_event"], *, steps: int, damping: float = 1.0) -> Descent:
+    def descend(self, state: Float[Tensor, "*batch_query_event"], *, steps: int, damping: float = 1.0) -> DescentResult:
         """The states and energies along `steps` steps, the start included. Differentiable through all of them.
 
         Raises:
@@ -163,7 +163,7 @@ class Energy(ABC):
         for _ in range(steps):
             states.append(self.step(states[-1], damping=damping))
         path = torch.stack(states)
-        return Descent(path, torch.stack([self._energy(each) for each in states]))
+        return DescentResult(path, torch.stack([self._energy(each) for each in states]))
 
     @final
     def retrieve(
@@ -175,7 +175,7 @@ class Energy(ABC):
         damping: float = 1.0,
         max_steps: int = 1000,
         throw: bool = True,
-    ) -> Retrieval:
+    ) -> RetrievalResult:
         """The state after `steps` steps, or, without a number of steps, where the descent ends.
 
         After a fixed number of steps gradients are those of the steps. At the end of the descent they are those of the fixed
@@ -215,7 +215,7 @@ class Energy(ABC):
                 damping=damping,
                 throw=throw,
             )
-            return Retrieval(found.value, self._energy(found.value), found.residual, found.steps, found.status)
+            return RetrievalResult(found.value, self._energy(found.value), found.residual, found.steps, found.status)
         check_steps(steps)
         end = start
         for _ in range(steps):
@@ -227,7 +227,7 @@ class Energy(ABC):
             status = torch.where(settled, int(Status.CONVERGED), int(Status.MAX_STEPS))
             status = torch.where(finite, status, int(Status.NOT_FINITE))
         tell(status, residual, f"{type(self).__name__}.retrieve", only=Status.NOT_FINITE)
-        return Retrieval(end, self._energy(end), residual, torch.full_like(status, steps), status)
+        return RetrievalResult(end, self._energy(end), residual, torch.full_like(status, steps), status)
 
     # What follows from the energy; a closed form may replace it.
 

@@ -198,7 +198,7 @@ class BoltzmannMachine:
         schedule: int = 1000,
         method: Literal["importance", "sequential"] = "importance",
         generator: torch.Generator | None = None,
-    ) -> inference.Annealed:
+    ) -> inference.AnnealResult:
         """log Σ exp(vᵀWh) a b with its standard error, from chains whose weight W grows from 0.
 
         `Annealed.position` are visible units, `Annealed.history` what each step of the schedule met. "importance":

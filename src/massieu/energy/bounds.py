@@ -16,14 +16,14 @@ from torch import Tensor
 from massieu.energy.base import promoted
 from massieu.energy.contraction import Contraction, Identity
 from massieu.energy.contraction.base import align
-from massieu.energy.hopfield import Hopfield
+from massieu.energy.hopfield import HopfieldEnergy
 from massieu.measures import Atoms, Gaussian, Spin
 from massieu.solve.arguments import floating, need_device, real, told
 
 _BLOCK = 1024
 
 
-class RetrievalBound(NamedTuple):
+class RetrievalBoundResult(NamedTuple):
     """For every pattern, how far one step may leave it."""
 
     weight: Float[Tensor, "*batch_query N"]
@@ -32,7 +32,7 @@ class RetrievalBound(NamedTuple):
     """‖T(ξ) − x_i‖ is at most this."""
 
 
-class Basin(NamedTuple):
+class BasinResult(NamedTuple):
     """For every pattern, what is certain of the ball about it."""
 
     exists: Bool[Tensor, "*batch N"]
@@ -43,7 +43,7 @@ class Basin(NamedTuple):
     """That fixed point is at most this far from the pattern."""
 
 
-class Capacity(NamedTuple):
+class CapacityResult(NamedTuple):
     """How many random patterns can be stored."""
 
     base: float
@@ -54,13 +54,13 @@ class Capacity(NamedTuple):
     """Whether the theorem's condition on c is met."""
 
 
-def stored(hopfield: Hopfield, *, plain: bool = True) -> Atoms:
+def stored(hopfield: HopfieldEnergy, *, plain: bool = True) -> Atoms:
     """The stored patterns, in at least float32.
 
     Raises:
         TypeError: the memory is not a set of patterns, or, if `plain`, the reference is not the identity.
     """
-    if not isinstance(hopfield, Hopfield):
+    if not isinstance(hopfield, HopfieldEnergy):
         raise TypeError(f"this needs a Hopfield energy, got {told(hopfield)}")
     if not isinstance(hopfield.memory, Atoms):
         raise TypeError(f"this needs a memory of stored patterns, got {type(hopfield.memory).__name__}")
@@ -69,12 +69,12 @@ def stored(hopfield: Hopfield, *, plain: bool = True) -> Atoms:
     return Atoms(promoted(hopfield.memory.points), promoted(hopfield.memory.log_weight))
 
 
-def largest_norm(hopfield: Hopfield) -> Float[Tensor, "*batch"]:
+def largest_norm(hopfield: HopfieldEnergy) -> Float[Tensor, "*batch"]:
     """M = max ‖x_n‖ over the patterns that no mask leaves out; 0 if there are none."""
     return _kept_points(stored(hopfield, plain=False)).norm(dim=-1).amax(-1)
 
 
-def diameter(hopfield: Hopfield, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
+def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
     """D = max ‖x_i − x_j‖ over the patterns that no mask leaves out.
 
     Args:
@@ -99,7 +99,9 @@ def diameter(hopfield: Hopfield, *, method: Literal["exact", "radius"] = "exact"
     return torch.stack(rows).amax(0)
 
 
-def contraction_factor(hopfield: Hopfield, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
+def contraction_factor(
+    hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "exact"
+) -> Float[Tensor, "*batch"]:
     """βD²/4, times the reference's Lipschitz constant: one of the descent map (B5.6).
 
     Below 1 the fixed point is unique and reached at this rate; above 1 there may be several. For patterns ±a the change is
@@ -121,7 +123,7 @@ def contraction_factor(hopfield: Hopfield, *, method: Literal["exact", "radius"]
 
 
 def separation(
-    hopfield: Hopfield, state: Float[Tensor, "*batch_query d"] | None = None
+    hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"] | None = None
 ) -> Float[Tensor, "*batch_query N"] | Float[Tensor, "*batch N"]:
     """Δ_i(ξ) = min over j ≠ i of (x_i − x_j)·ξ + log(w_i/w_j)/β: by how much pattern i leads at ξ, or at itself.
 
@@ -147,7 +149,7 @@ def separation(
     return torch.cat(rows, -1)
 
 
-def retrieval_bound(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"]) -> RetrievalBound:
+def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"]) -> RetrievalBoundResult:
     """(N−1)e^(−βΔ_i(ξ)) and 2M times that: the weight that one step gives to others than i, and its distance from x_i.
 
     N counts the patterns that no mask leaves out (B5.7; Ramsauer et al., theorem 4).
@@ -157,10 +159,10 @@ def retrieval_bound(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"]) 
     """
     lead = separation(hopfield, state)
     weight = _missed(hopfield, lead)
-    return RetrievalBound(weight, 2 * align(largest_norm(hopfield), lead.ndim) * weight)
+    return RetrievalBoundResult(weight, 2 * align(largest_norm(hopfield), lead.ndim) * weight)
 
 
-def basin(hopfield: Hopfield, radius: float) -> Basin:
+def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
     """What is certain of the ball of `radius` about every pattern (B5.7).
 
     In it Δ_i is at least Δ_i(x_i) − 2M·radius. A fixed point exists where the bound on the distance is at most the radius;
@@ -177,10 +179,10 @@ def basin(hopfield: Hopfield, radius: float) -> Basin:
     weight = _missed(hopfield, own - 2 * norm * radius)
     distance = 2 * norm * weight
     exists = distance <= radius
-    return Basin(exists, exists & (4 * scale * norm.square() * weight < 1), distance)
+    return BasinResult(exists, exists & (4 * scale * norm.square() * weight < 1), distance)
 
 
-def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure: float = 0.001) -> Capacity:
+def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure: float = 0.001) -> CapacityResult:
     """How many random patterns on the sphere of radius·√(d−1) can be stored and retrieved, all but with `failure`.
 
     N ≥ √p·c^((d−1)/4) with c = b/W₀(exp(a + ln b)), a = (2/(d−1))(1 + ln(2βK²p(d−1))), b = 2K²β/5, W₀ Lambert's function,
@@ -207,7 +209,7 @@ def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure
     a = 2 / freedom * (1 + math.log(2) + log_size + math.log(failure) + math.log(freedom))
     log_base = _lambert(a + math.log(0.4) + log_size) - a
     holds = log_base >= 4 / freedom * (math.log(2) - 0.5 * math.log(failure))
-    return Capacity(_exp(log_base), _exp(0.5 * math.log(failure) + freedom / 4 * log_base), holds)
+    return CapacityResult(_exp(log_base), _exp(0.5 * math.log(failure) + freedom / 4 * log_base), holds)
 
 
 def _exp(logarithm: float) -> float:
@@ -235,7 +237,7 @@ def _kept_points(memory: Atoms) -> Tensor:
     return torch.where(kept.unsqueeze(-1), memory.points, stand_in)
 
 
-def _scores(hopfield: Hopfield, memory: Atoms, state: Tensor) -> Tensor:
+def _scores(hopfield: HopfieldEnergy, memory: Atoms, state: Tensor) -> Tensor:
     """x_n·ξ + log(w_n/max w)/β, shape (*batch, *query, N)."""
     need_device("the memory", "the state", floating("state", state), memory.points)
     memory, state = memory._fit(state=state)
@@ -258,7 +260,7 @@ def _leads(scores: Tensor) -> Tensor:
     return torch.where(scores == -torch.inf, -torch.inf, lead)
 
 
-def _missed(hopfield: Hopfield, lead: Tensor) -> Tensor:
+def _missed(hopfield: HopfieldEnergy, lead: Tensor) -> Tensor:
     """(N − 1)e^(−β·lead): 0 for the only pattern, +inf for one left out."""
     kept = (stored(hopfield).log_weight > -torch.inf).sum(-1)
     others = align((kept - 1).clamp_min(1), lead.ndim)

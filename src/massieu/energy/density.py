@@ -14,13 +14,13 @@ from torch import Tensor
 from massieu.energy.base import promoted
 from massieu.energy.bounds import stored
 from massieu.energy.contraction.base import align
-from massieu.energy.hopfield import Hopfield
+from massieu.energy.hopfield import HopfieldEnergy
 from massieu.measures import Gaussian, Mixture, mixture
 from massieu.measures.value import values_are_readable
 from massieu.solve.arguments import told
 
 
-def log_pattern_weights(hopfield: Hopfield) -> Float[Tensor, "*batch N"]:
+def log_pattern_weights(hopfield: HopfieldEnergy) -> Float[Tensor, "*batch N"]:
     """log π_n, π_n ∝ w_n exp(½β‖x_n‖²): far from uniform where the norms differ by more than 1/β (B6).
 
     Raises:
@@ -30,7 +30,7 @@ def log_pattern_weights(hopfield: Hopfield) -> Float[Tensor, "*batch N"]:
     return torch.log_softmax(_log_terms(hopfield), -1)
 
 
-def density(hopfield: Hopfield) -> Mixture:
+def density(hopfield: HopfieldEnergy) -> Mixture:
     """p ∝ exp(−βE) as a measure: its ``log_prob(0, v)`` is the log-density, its tilts are Hopfield densities too.
 
     Raises:
@@ -41,7 +41,7 @@ def density(hopfield: Hopfield) -> Mixture:
     return mixture(log_pattern_weights(hopfield), Gaussian.create(points, variance))
 
 
-def log_normaliser(hopfield: Hopfield) -> Float[Tensor, "*batch"]:
+def log_normaliser(hopfield: HopfieldEnergy) -> Float[Tensor, "*batch"]:
     """log ∫ exp(−βE(v)) dv = (d/2) log(2π/β) + log Σ w_n exp(½β‖x_n‖²) − β·constant, E with all constants (B6).
 
     Raises:
@@ -52,7 +52,9 @@ def log_normaliser(hopfield: Hopfield) -> Float[Tensor, "*batch"]:
     return 0.5 * width * torch.log(2 * math.pi / scale) + total - scale * hopfield.constant
 
 
-def responsibilities(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query N"]:
+def responsibilities(
+    hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"]
+) -> Float[Tensor, "*batch_query N"]:
     """P(n | v): which pattern v came from. They are the attention weights, softmax(β x_n·v + log w_n) (B6).
 
     Raises:
@@ -67,7 +69,7 @@ def responsibilities(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"])
     return memory.expectation(eta, identity.expand(*memory.points.shape[:-1], -1))
 
 
-def score(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query d"]:
+def score(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query d"]:
     """∇ log p(v) = −β∇E(v) = β(T(v) − v) (B6).
 
     Raises:
@@ -79,7 +81,7 @@ def score(hopfield: Hopfield, state: Float[Tensor, "*batch_query d"]) -> Float[T
     return align(promoted(hopfield.scale), state.ndim) * (hopfield.step(state) - promoted(state))
 
 
-def denoise(hopfield: Hopfield, noisy: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query d"]:
+def denoise(hopfield: HopfieldEnergy, noisy: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query d"]:
     """E[pattern | pattern + noise of variance 1/β = noisy] = noisy + score/β (Tweedie): the attention step itself (B6).
 
     The prior over patterns is π, not the weights w: dot-product attention prefers long patterns.
@@ -93,7 +95,7 @@ def denoise(hopfield: Hopfield, noisy: Float[Tensor, "*batch_query d"]) -> Float
 
 
 def sample(
-    hopfield: Hopfield, shape: Sequence[int] = (), *, generator: torch.Generator | None = None
+    hopfield: HopfieldEnergy, shape: Sequence[int] = (), *, generator: torch.Generator | None = None
 ) -> Float[Tensor, "*shape_batch d"]:
     """Exact independent draws from p ∝ exp(−βE): a pattern by its weight π, and noise of variance 1/β. No gradient.
 
@@ -113,7 +115,9 @@ def sample(
         return drawn + noise / promoted(hopfield.scale).sqrt().unsqueeze(-1)
 
 
-def negative_log_likelihood(hopfield: Hopfield, data: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
+def negative_log_likelihood(
+    hopfield: HopfieldEnergy, data: Float[Tensor, "*batch_query d"]
+) -> Float[Tensor, "*batch_query"]:
     """−log p(data), p ∝ exp(−βE): the loss whose minimum in the patterns is maximum likelihood (B7).
 
     ½β‖v‖² − log Σ w_n exp(βx_n·v) + log Σ w_n exp(½β‖x_n‖²) + (d/2) log(2π/β), without the score matrix. It can be
@@ -128,14 +132,14 @@ def negative_log_likelihood(hopfield: Hopfield, data: Float[Tensor, "*batch_quer
     return align(promoted(hopfield.scale), energy.ndim) * energy + align(log_normaliser(hopfield), energy.ndim)
 
 
-def _log_terms(hopfield: Hopfield) -> Tensor:
+def _log_terms(hopfield: HopfieldEnergy) -> Tensor:
     """log w_n + ½β‖x_n‖²."""
     memory = stored(hopfield)
     _need_mass(hopfield)
     return memory.log_weight + 0.5 * promoted(hopfield.scale).unsqueeze(-1) * memory.points.square().sum(-1)
 
 
-def _need_mass(hopfield: Hopfield) -> None:
+def _need_mass(hopfield: HopfieldEnergy) -> None:
     log_weight = hopfield.memory.log_weight
     if values_are_readable(log_weight) and bool((log_weight == -torch.inf).all(-1).any()):
         raise ValueError("a memory that is masked altogether has no density")

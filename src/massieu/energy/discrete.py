@@ -19,7 +19,7 @@ _ROUNDINGS = 8
 """Differences of energy below so many roundings of their terms are none."""
 
 
-class BinaryHopfield(Energy):
+class BinaryHopfieldEnergy(Energy):
     """E(v) = −bias·v − ½ vᵀ couplings v over v ∈ {±1}^d or {0, 1}^d: the classical network.
 
     One step visits every unit once, in order, and gives it the value of lower energy, the others as they are; on a tie it
@@ -111,11 +111,11 @@ class BinaryHopfield(Energy):
         return torch.stack(units, -1)
 
 
-class DenseHopfield(Energy):
+class DenseHopfieldEnergy(Energy):
     """E(v) = −bias·v − Σ_n F(x_n·v) over v ∈ {±1}^d or {0, 1}^d: dense associative memory.
 
-    F is z^degree, or exp. As in `BinaryHopfield`, a step visits every unit once and never raises E. Degree n stores of the
-    order of d^(n−1) random patterns, exp 2^(d/2) (Demircigil et al., arXiv 1702.01929). With F = exp it is what Poisson(1)
+    F is z^degree, or exp. As in `BinaryHopfieldEnergy`, a step visits every unit once and never raises E. Degree n stores of
+    the order of d^(n−1) random patterns, exp 2^(d/2) (Demircigil et al., arXiv 1702.01929). With F = exp it is what Poisson(1)
     hidden units leave: minus the log-partition of N of them at x_n·v is −Σ exp(x_n·v) + N. No prior leaves a polynomial of
     degree 3 or more (Marcinkiewicz).
 
@@ -214,7 +214,7 @@ def _pair(values: Values) -> tuple[float, float]:
     return (-1.0, 1.0) if values == "spins" else (0.0, 1.0)
 
 
-def _need_state(energy: "BinaryHopfield | DenseHopfield", bias: Tensor, state: Tensor) -> None:
+def _need_state(energy: "BinaryHopfieldEnergy | DenseHopfieldEnergy", bias: Tensor, state: Tensor) -> None:
     batch, width = tuple(bias.shape[:-1]), bias.shape[-1]
     shape = tuple(state.shape)
     if len(shape) <= len(batch) or shape[: len(batch)] != batch or shape[-1] != width:

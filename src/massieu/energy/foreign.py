@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.energy.base import promoted
 from massieu.energy.contraction.base import align, positive
-from massieu.energy.hopfield import Hopfield
+from massieu.energy.hopfield import HopfieldEnergy
 from massieu.energy.rise import rise
 from massieu.measures import Atoms, Measure
 from massieu.measures.value import values_are_readable
@@ -92,7 +92,7 @@ def boosting_energy(
     Raises:
         ValueError, TypeError: as `ood_score`.
     """
-    energy = Hopfield.create(memory, scale=scale)
+    energy = HopfieldEnergy.create(memory, scale=scale)
     floating("state", state)
     gap = _excess(state, energy.memory, outliers, energy.scale)
     rate = align(promoted(energy.scale), gap.ndim)
@@ -116,7 +116,7 @@ def _excess(state: Tensor, first: Measure | Tensor, second: Measure | Tensor, sc
 
 def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """The parts of A(scale·x)/scale: what it is above that at 0, and that."""
-    energy = Hopfield.create(memory, scale=scale)
+    energy = HopfieldEnergy.create(memory, scale=scale)
     energy._check_shape(energy._given(state))
     rate, state = promoted(energy.scale), promoted(state)
     above = rise(energy.memory, state, rate)

@@ -16,7 +16,7 @@ from massieu.measures import Atoms, Gaussian, Measure
 from massieu.solve.arguments import floating
 
 
-class Hopfield(Energy):
+class HopfieldEnergy(Energy):
     """E(x) = R*(x) − (A(scale·x) − A(0))/scale + max_n R(x_n), with descent map T(x) = ∇R(∇A(scale·x)).
 
     A is the log-partition of the memory, R that of the reference, R* its conjugate. Stored patterns and the identity make it

@@ -23,7 +23,7 @@ from massieu.measures import Sphere
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register, static_field
 from massieu.ops.bessel import sphere_slopes
-from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve import FixedPointResult, Method, fixed_point
 from massieu.solve.arguments import as_tensor, floating, need_device
 from massieu.solve.telling import tell
 
@@ -82,7 +82,7 @@ class Kinetic(ABC):
 
     def second_order_step(
         self, state: Tensor, *, max_steps: int = 200, throw: bool = True, lost_derivative: Lost = "nan"
-    ) -> FixedPoint:
+    ) -> FixedPointResult:
         """The step to second order, with status, residual and steps of each spin's equation.
 
         Args:
@@ -106,7 +106,7 @@ class Kinetic(ABC):
         max_steps: int = 200,
         throw: bool = True,
         lost_derivative: Lost = "nan",
-    ) -> FixedPoint:
+    ) -> FixedPointResult:
         """θ = step(θ), with its derivatives by the implicit function theorem, and status, residual and steps (B12).
 
         Args:

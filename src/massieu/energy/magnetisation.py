@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.solve import FixedPoint
+from massieu.solve import FixedPointResult
 
 
 class Magnetisation(NamedTuple):
@@ -18,7 +18,7 @@ class Magnetisation(NamedTuple):
     """⟨S_i S_jᵀ⟩ − ⟨S_i⟩⟨S_j⟩ᵀ: exact, or by linear response, ∂⟨S_i⟩/∂field_j."""
     log_partition: Float[Tensor, ""]
     """log E exp(½ Σ SᵀJS) over the sites' probabilities: 0 without couplings. Nats."""
-    solution: FixedPoint | None
+    solution: FixedPointResult | None
     """Of the equations that were solved: status, residual, steps; None for exact results."""
 
 

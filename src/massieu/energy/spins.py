@@ -20,7 +20,7 @@ from massieu.energy.magnetisation import Magnetisation, as_matrix, block_diagona
 from massieu.measures import Gaussian, Measure, Spin
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register
-from massieu.solve import FixedPoint, fixed_point
+from massieu.solve import FixedPointResult, fixed_point
 from massieu.solve.arguments import floating, need_device
 
 
@@ -221,7 +221,7 @@ class SpinModel:
         rtol: float | None,
         max_steps: int,
         throw: bool,
-    ) -> FixedPoint:
+    ) -> FixedPointResult:
         start = torch.zeros_like(self.coupling[0, :, 0])
         return fixed_point(
             equations, start, (self,), item_dims=2, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw

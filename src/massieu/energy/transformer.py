@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from massieu.energy.base import Descent, Energy, check_steps, promoted
+from massieu.energy.base import DescentResult, Energy, check_steps, promoted
 from massieu.energy.contraction import LayerNorm
 from massieu.energy.contraction.base import align, positive
 from massieu.energy.mutual import mutual_attention, mutual_log_partition
@@ -17,7 +17,7 @@ _LEAST = 1e-6
 """A smaller curvature is taken for this: what lies above a bound is a bound."""
 
 
-class EnergyTransformer(Energy):
+class TransformerEnergy(Energy):
     """E(g) = −β⁻¹ Σ_h Σ_C log Σ_{B≠C} exp(β K_hB·Q_hC) − ½ Σ_B Σ_μ relu(ξ_μ·g_B)², K = W_K g, Q = W_Q g.
 
     A state is what a LayerNorm makes of n tokens, g = ∇L(x): every g_B lies in the ball of radius gain·√d about the bias, where
@@ -140,7 +140,7 @@ class EnergyTransformer(Energy):
         *,
         steps: int,
         step_size: Float[Tensor, "..."] | float | None = None,
-    ) -> Descent:
+    ) -> DescentResult:
         """The tokens x and energies E(∇L(x)) along `steps` steps x ← x − step_size·∂E/∂g, the start included.
 
         Args:
@@ -161,7 +161,7 @@ class EnergyTransformer(Energy):
             states.append(after)
             energies.append(energy)
         energies.append(self._level(self.normalise(states[-1])))
-        return Descent(torch.stack(states), torch.stack(energies))
+        return DescentResult(torch.stack(states), torch.stack(energies))
 
     # What an energy is made of.
 
@@ -257,14 +257,14 @@ class EnergyTransformer(Energy):
 
     def _check(self, state: Tensor) -> tuple[int, ...]:
         """The dimensions before the tokens'."""
-        need_device("EnergyTransformer", "the tokens", floating("tokens", state), self.key)
+        need_device("TransformerEnergy", "the tokens", floating("tokens", state), self.key)
         batch, padded = tuple(self.keep.shape[:-1]), self.keep.ndim > 0
         count = self.keep.shape[-1] if padded else "n"
         shape, width = tuple(state.shape), self.key.shape[-1]
         fits = len(shape) >= len(batch) + 2 and shape[: len(batch)] == batch and shape[-1] == width and shape[-2] > 0
         if not fits or (padded and shape[-2] != count):
             raise ValueError(
-                f"EnergyTransformer needs tokens of shape {batch} + (*queries, {count}, {width}), got {shape}"
+                f"TransformerEnergy needs tokens of shape {batch} + (*queries, {count}, {width}), got {shape}"
             )
         return shape[:-2]
 

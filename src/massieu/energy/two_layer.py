@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy.base import Descent, Energy, Potential, promoted, static_field
+from massieu.energy.base import DescentResult, Energy, Potential, promoted, static_field
 from massieu.energy.contraction import Contraction, Identity
 from massieu.measures import Atoms
 from massieu.measures.value import values_are_readable
@@ -24,7 +24,7 @@ class TwoLayer(Energy):
 
     Along the dynamics dℰ/dt = −τ_v v̇ᵀ∇²L_v v̇ − τ_h ḣᵀ∇²L_h ḣ ≤ 0, since Lagrangians are convex. The descent map is both
     limits in turn, h ← Wᵀg_v, then v ← W g_h: each is the exact minimum of ℰ in its layer. With L_v = ½‖v‖², L_h = log Σ exp
-    and h at its limit ℰ is the energy of `Hopfield` and the map is attention. `flow` follows the dynamics in time.
+    and h at its limit ℰ is the energy of `HopfieldEnergy` and the map is attention. `flow` follows the dynamics in time.
 
     `step` takes no other damping than 1: the segment to the map's value may climb; shorten `flow` instead. Use `create`.
 
@@ -113,7 +113,7 @@ class TwoLayer(Energy):
 
     def flow(
         self, state: Float[Tensor, "*batch_query n"], duration: float, *, steps: int, method: Method = "split"
-    ) -> Descent:
+    ) -> DescentResult:
         """The path of the dynamics over `duration`, in equal steps, the start included.
 
         Args:
@@ -138,7 +138,7 @@ class TwoLayer(Energy):
         states = [promoted(state)]
         for _ in range(steps):
             states.append(advance(states[-1], duration / steps))
-        return Descent(torch.stack(states), torch.stack([self._energy(each) for each in states]))
+        return DescentResult(torch.stack(states), torch.stack([self._energy(each) for each in states]))
 
     @property
     def _dampings(self) -> str:

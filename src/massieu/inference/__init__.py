@@ -8,8 +8,8 @@
 """
 
 from massieu.inference.annealed import (
-    Annealed,
     AnnealHistory,
+    AnnealResult,
     AnnealState,
     anneal,
     anneal_init,
@@ -19,8 +19,8 @@ from massieu.inference.annealed import (
 from massieu.inference.gibbs import GibbsState, contrastive_divergence, gibbs_init, gibbs_step
 from massieu.inference.langevin import (
     LangevinNoise,
+    LangevinResult,
     LangevinState,
-    LangevinStep,
     langevin_init,
     langevin_noise,
     langevin_step,
@@ -29,12 +29,12 @@ from massieu.inference.resampling import effective_sample_size, resample
 
 __all__ = [
     "AnnealHistory",
+    "AnnealResult",
     "AnnealState",
-    "Annealed",
     "GibbsState",
     "LangevinNoise",
+    "LangevinResult",
     "LangevinState",
-    "LangevinStep",
     "anneal",
     "anneal_init",
     "anneal_result",

@@ -48,7 +48,7 @@ class AnnealState(NamedTuple):
     history: AnnealHistory
 
 
-class Annealed(NamedTuple):
+class AnnealResult(NamedTuple):
     """An estimate of log Z(1)/Z(0)."""
 
     log_partition: Float[Tensor, ""]
@@ -128,7 +128,7 @@ def anneal_step(
     return state._replace(position=move(state.position, t, generator), t=t)
 
 
-def anneal_result(state: AnnealState) -> Annealed:
+def anneal_result(state: AnnealState) -> AnnealResult:
     """The estimate, once the path's end is reached.
 
     Raises:
@@ -143,7 +143,7 @@ def anneal_result(state: AnnealState) -> Annealed:
         raise ValueError("no particle has any weight: path(·, 1) is −inf wherever they went")
     relative = (estimate - log_z).exp()
     log_weight = _log_weights(state).log_softmax(0)
-    return Annealed(
+    return AnnealResult(
         log_z,
         relative.std() / math.sqrt(groups),
         state.position,
@@ -164,7 +164,7 @@ def anneal(
     resampling: Resampling = "systematic",
     generator: torch.Generator | None = None,
     progress: Callable[[Sequence[float]], Iterable[Any]] = iter,
-) -> Annealed:
+) -> AnnealResult:
     """log Z(1)/Z(0) by annealed importance sampling or, with `groups`, by sequential Monte Carlo.
 
     Args:

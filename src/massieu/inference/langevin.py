@@ -33,7 +33,7 @@ class LangevinNoise(NamedTuple):
     uniform: Float[Tensor, " chains"]
 
 
-class LangevinStep(NamedTuple):
+class LangevinResult(NamedTuple):
     """What one step did."""
 
     state: LangevinState
@@ -67,7 +67,7 @@ def langevin_noise(state: LangevinState, generator: torch.Generator | None = Non
 
 def langevin_step(
     state: LangevinState, noise: LangevinNoise, log_density: LogDensity, *, step_size: float
-) -> LangevinStep:
+) -> LangevinResult:
     """One proposal along the gradient, accepted or not, so that exp(log_density) stays invariant.
 
     Proposed is x + ½ε²∇log p(x) + ε·normal with ε = `step_size`; a proposal of which density or gradient is not finite is
@@ -88,7 +88,7 @@ def langevin_step(
         torch.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         for new, old in zip(proposal, state, strict=True)
     )
-    return LangevinStep(LangevinState(*chosen), accepted, acceptance)
+    return LangevinResult(LangevinState(*chosen), accepted, acceptance)
 
 
 def _evaluate(position: Tensor, log_density: LogDensity) -> LangevinState:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import Mask
 from massieu.nn.multihead import Attended, MultiHead
-from massieu.regression import Exponential, Gaussian, Kernel, Linear, conditional_mean_attention
+from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, LinearKernel, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
 
 
@@ -85,9 +85,9 @@ class ConditionalMeanAttention(Converging, MultiHead):
     def kernel(self) -> Kernel:
         """The heads' kernel."""
         if self.log_width is None:
-            return Linear()
+            return LinearKernel()
         width = self.log_width.exp()
-        return Gaussian(width) if self.kernel_name == "gaussian" else Exponential(width**-2)
+        return GaussianKernel(width) if self.kernel_name == "gaussian" else ExponentialKernel(width**-2)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -22,7 +22,7 @@ class EnergyTransformer(nn.Module):
     """Steps of x ← x − step_size·∂E/∂g, g = LayerNorm(x), on the energy of tokens that attend to each other and of memories.
 
     A block of the Energy Transformer (Hoover et al., arXiv 2302.07253; N1). Attention and feed-forward layer are gradients of
-    the two terms of one E, `massieu.energy.EnergyTransformer`, which falls along the steps; so queries and keys, but no values
+    the two terms of one E, `massieu.energy.TransformerEnergy`, which falls along the steps; so queries and keys, but no values
     and no output projection, and one weight matrix instead of two. Positions are the caller's to add to tokens or not.
 
     Gradients are those of the steps. Each costs one force, a closed form over fused attention in memory linear in the tokens.
@@ -78,7 +78,7 @@ class EnergyTransformer(nn.Module):
         self.normalisation = LayerNorm(embed_dim, eps=eps)
         self.steps, self.step_size = steps, step_size
 
-    def energy(self, key_padding_mask: Bool[Tensor, "*lead n"] | None = None) -> energy.EnergyTransformer:
+    def energy(self, key_padding_mask: Bool[Tensor, "*lead n"] | None = None) -> energy.TransformerEnergy:
         """The energy at the current parameters: no training needed to call it.
 
         Raises:
@@ -89,7 +89,7 @@ class EnergyTransformer(nn.Module):
         ):
             kind = key_padding_mask.dtype if isinstance(key_padding_mask, Tensor) else type(key_padding_mask).__name__
             raise TypeError(f"key_padding_mask must be boolean (True hides a token), got {kind}")
-        return energy.EnergyTransformer.create(
+        return energy.TransformerEnergy.create(
             self.key,
             self.query,
             self.memories,

@@ -166,7 +166,7 @@ class Hopfield(Converging, nn.Module):
         state = self._descended(query, key, log_weight)
         return attention_weights(state, key, log_weight=log_weight, scale=self.scale, sink=self.sink)[0]
 
-    def memory(self, stored: Patterns, stored_pattern_padding_mask: Mask | None = None) -> energy.Hopfield:
+    def memory(self, stored: Patterns, stored_pattern_padding_mask: Mask | None = None) -> energy.HopfieldEnergy:
         """The energy of the keys of `stored`, one for each item and head, at the current parameters."""
         keys = self._keys(self._batch_first(stored, "stored", self.stored))
         padding = log_weight_of(stored_pattern_padding_mask, None, (*keys.shape[:2], 1, keys.shape[2]))
@@ -177,7 +177,7 @@ class Hopfield(Converging, nn.Module):
             log_weight = torch.cat([log_weight, sink.expand(*log_weight.shape[:2], 1)], -1)
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
         reference = None if self.contraction is None else self.contraction.map()
-        return energy.Hopfield.create(Atoms.create(keys, log_weight), scale=scale, reference=reference)
+        return energy.HopfieldEnergy.create(Atoms.create(keys, log_weight), scale=scale, reference=reference)
 
     def query(self, state: Patterns) -> Float[Tensor, "B H L D"]:
         """Where the descent of each state begins, by head."""

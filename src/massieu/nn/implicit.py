@@ -19,7 +19,7 @@ from massieu.nn.heads import (
     split_heads,
 )
 from massieu.ops.shapes import without_autocast
-from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve import FixedPointResult, Method, fixed_point
 from massieu.solve.arguments import floating
 
 
@@ -116,7 +116,7 @@ class ImplicitAttention(Converging, nn.Module):
         key_padding_mask: Mask | None = None,
         attn_mask: Mask | None = None,
         is_causal: bool = False,
-    ) -> FixedPoint:
+    ) -> FixedPointResult:
         """The fixed points themselves, (B, H, L, D), with status, steps and residual of each. Arguments as for a call."""
         key = query if key is None else key
         for name, tensor in (("query", query), ("key", key)):

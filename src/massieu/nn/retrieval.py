@@ -10,7 +10,7 @@ from massieu import ops
 from massieu.energy.contraction import Contraction
 from massieu.nn.heads import Mask
 from massieu.ops.shapes import without_autocast
-from massieu.solve import FixedPoint, fixed_point
+from massieu.solve import FixedPointResult, fixed_point
 
 
 def descend(
@@ -37,7 +37,7 @@ def settle(
     sink: float | Tensor | None,
     max_steps: int,
     throw: bool,
-) -> FixedPoint:
+) -> FixedPointResult:
     """Where the descent ends, in at least float32; gradients by the implicit function theorem, none for the start (B12).
 
     Plain steps: each lowers the energy, so that the end is in the basin of the start (B5.5).

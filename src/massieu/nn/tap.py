@@ -21,7 +21,7 @@ from massieu.nn.heads import (
 )
 from massieu.nn.weights import attention_weights
 from massieu.ops.shapes import without_autocast
-from massieu.solve import FixedPoint, Method, fixed_point
+from massieu.solve import FixedPointResult, Method, fixed_point
 from massieu.solve.arguments import floating
 
 Order = Literal["mean_field", "tap"]
@@ -134,7 +134,7 @@ class TAPAttention(Converging, nn.Module):
         is_causal: bool = False,
         *,
         coupling: Float[Tensor, "#B #H L L"] | None = None,
-    ) -> FixedPoint:
+    ) -> FixedPointResult:
         """The mean spins of the heads, (B, H, L, D), with status, steps and residual of each head. Arguments as for a call."""
         size = self.field_proj.in_features
         if floating("tokens", tokens).ndim != 3 or tokens.shape[-1] != size:

@@ -10,27 +10,27 @@
 """
 
 from massieu.ops import sharded, streaming
-from massieu.ops.attention import Attention, attention, log_partition
-from massieu.ops.contrastive import Contrast, FalseNegatives, info_nce, n_pairs, nca
+from massieu.ops.attention import AttentionResult, attention, log_partition
+from massieu.ops.contrastive import ContrastResult, FalseNegatives, info_nce, n_pairs, nca
 from massieu.ops.fisher import fisher_vp
-from massieu.ops.moments import Moments, attention_moments, moments_backend
+from massieu.ops.moments import MomentsResult, attention_moments, moments_backend
 from massieu.ops.partial import Partial
-from massieu.ops.random_features import RandomFeatures, random_feature_log_partition
-from massieu.ops.resampling import Resampling, resample_attention
+from massieu.ops.random_features import RandomFeaturesResult, random_feature_log_partition
+from massieu.ops.resampling import ResamplingResult, resample_attention
 from massieu.ops.store import AtomBlock, AtomStore
-from massieu.ops.vocabulary import CrossEntropy, linear_cross_entropy
+from massieu.ops.vocabulary import CrossEntropyResult, linear_cross_entropy
 
 __all__ = [
     "AtomBlock",
     "AtomStore",
-    "Attention",
-    "Contrast",
-    "CrossEntropy",
+    "AttentionResult",
+    "ContrastResult",
+    "CrossEntropyResult",
     "FalseNegatives",
-    "Moments",
+    "MomentsResult",
     "Partial",
-    "RandomFeatures",
-    "Resampling",
+    "RandomFeaturesResult",
+    "ResamplingResult",
     "attention",
     "attention_moments",
     "fisher_vp",

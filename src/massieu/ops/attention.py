@@ -7,12 +7,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.ops import attention_blocks, band, flash, null_slot, reference, tiles
-from massieu.ops.shapes import Problem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
+from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
 
 Backend = Literal["auto", "reference", "flash"]
 
 
-class Attention(NamedTuple):
+class AttentionResult(NamedTuple):
     """What `attention` returns: values averaged under the attention weights, and the logarithm of their normaliser."""
 
     output: Float[Tensor, "*query E"]
@@ -33,7 +33,7 @@ def attention(
     softcap: float | None = None,
     sink: Sink = None,
     backend: Backend = "auto",
-) -> Attention:
+) -> AttentionResult:
     """Softmax attention and its log-partition, differentiable in both, in memory linear in queries and keys.
 
     With scores s_n = scale·query·key_n and weights w_n = exp(log_weight_n): log Z = log Σ w_n exp(s_n), p_n = w_n
@@ -83,7 +83,7 @@ def attention(
     output, log_z = band.apply(_room(problem, backend).attention, problem)
     if problem.sink is not None:
         output, log_z = null_slot.attention(output, log_z, problem.sink)
-    return Attention(problem.restore(output), problem.restore(log_z))
+    return AttentionResult(problem.restore(output), problem.restore(log_z))
 
 
 def log_partition(
@@ -111,7 +111,7 @@ def log_partition(
     return problem.restore(log_z)
 
 
-def _room(problem: Problem, backend: str) -> ModuleType:
+def _room(problem: AttentionProblem, backend: str) -> ModuleType:
     """The file that computes it."""
     check_choice("backend", backend, "auto", "reference", "flash")
     if backend == "reference":

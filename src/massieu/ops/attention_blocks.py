@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from massieu.ops import tiles
-from massieu.ops.shapes import Problem
+from massieu.ops.shapes import AttentionProblem
 from massieu.ops.tiles import Tile
 
 PAIRS_PER_THREAD = 1 << 18
 """Scores of a tile per thread: one float32 buffer of this size, a query's scores and values fill the cache of a core."""
 
 
-def attention(problem: Problem) -> tuple[Tensor, Tensor]:
+def attention(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
     output, log_z = _run(problem)
     assert output is not None
     return output.to(problem.query.dtype), log_z
 
 
-def log_partition(problem: Problem) -> tuple[Tensor]:
+def log_partition(problem: AttentionProblem) -> tuple[Tensor]:
     """log Z alone."""
     return (_run(replace(problem, value=None))[1],)
 
 
 @torch.no_grad()
-def _run(problem: Problem) -> tuple[Tensor | None, Tensor]:
+def _run(problem: AttentionProblem) -> tuple[Tensor | None, Tensor]:
     problem = tiles.prepared(problem)
     query, value = problem.query, problem.value
     assert isinstance(problem.scale, float)

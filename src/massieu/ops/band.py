@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import Problem
+from massieu.ops.shapes import AttentionProblem
 
 LEAST, MOST = 64, 512
 """Queries of a chunk: fewer waste the kernels' blocks of queries, more the scores between a chunk's ends."""
@@ -18,7 +18,7 @@ LEAST, MOST = 64, 512
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-def apply(function: Function, problem: Problem, *others: Tensor) -> tuple[Tensor, ...]:
+def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
     """``function(problem, *others)``, a window's by chunks.
 
     Args:
@@ -51,7 +51,7 @@ def apply(function: Function, problem: Problem, *others: Tensor) -> tuple[Tensor
     return tuple(torch.cat(results, dim=3) for results in zip(*parts, strict=True))
 
 
-def _part(problem: Problem, rows: slice, seen: slice) -> Problem:
+def _part(problem: AttentionProblem, rows: slice, seen: slice) -> AttentionProblem:
     """Some queries and a stretch of keys that has all they may see."""
     assert problem.window is not None
     low, high = problem.window
@@ -72,7 +72,7 @@ def _part(problem: Problem, rows: slice, seen: slice) -> Problem:
     )
 
 
-def _fold(problem: Problem, first: int, last: int, size: int) -> Problem:
+def _fold(problem: AttentionProblem, first: int, last: int, size: int) -> AttentionProblem:
     """Chunks of queries and their bands of keys as items of the batch, ``(B·chunks, ...)``."""
     assert problem.window is not None
     low, high = problem.window

@@ -23,7 +23,7 @@ from massieu.ops.linear_scores import (
 from massieu.ops.shapes import check_flag
 
 
-class Contrast(NamedTuple):
+class ContrastResult(NamedTuple):
     """What the losses of this file return with `return_log_partition=True`."""
 
     loss: Float[Tensor, ""]
@@ -57,7 +57,7 @@ def info_nce(
     temperature: float | Float[Tensor, ""],
     symmetric: bool = False,
     return_log_partition: bool = False,
-) -> Tensor | Contrast:
+) -> Tensor | ContrastResult:
     """InfoNCE: the mean over queries of A(q) − q·k₊/temperature, A(q) = log Σ_j w_j exp(q·k_j/temperature), in nats.
 
     That is the Fenchel–Young loss of A at the positive (S23): its gradient in q·1/temperature is the keys' mean under
@@ -75,7 +75,7 @@ def info_nce(
         temperature: above 0, a number or a tensor of one number, which has its gradient.
         symmetric: the mean of this loss and that of keys over queries, for two views or CLIP; positives are then on the
             diagonal. The negatives and the weights of single keys have no part in the second; pairs' weights have.
-        return_log_partition: return `Contrast(loss, log_partition)`; both have their gradients.
+        return_log_partition: return `ContrastResult(loss, log_partition)`; both have their gradients.
 
     Both directions of a symmetric loss share their tiles of scores, which are computed in the forward and again in the
     backward pass; no memory in queries × keys. Differentiable any number of times, forwards too, under `torch.func` and
@@ -102,7 +102,7 @@ def info_nce(
     if not return_log_partition:
         return loss
     levels = [direction.log_partition for direction in found]
-    return Contrast(loss, torch.stack(levels) if symmetric else levels[0])
+    return ContrastResult(loss, torch.stack(levels) if symmetric else levels[0])
 
 
 def n_pairs(
@@ -132,7 +132,7 @@ def n_pairs(
 
 def nca(
     embedding: Float[Tensor, "N D"], labels: Int[Tensor, "N"], *, return_log_partition: bool = False
-) -> Tensor | Contrast:
+) -> Tensor | ContrastResult:
     """Neighbourhood components analysis: mean of −log Σ_{j of i's label} p_ij, p_ij ∝ exp(−‖x_i − x_j‖²) over j ≠ i.
 
     With x = A·features, whose A is learned (Goldberger et al. 2004, the objective of log-probabilities). The squared
@@ -142,7 +142,7 @@ def nca(
     Args:
         embedding: (N, D), x.
         labels: (N,) integers. A point whose label nobody shares counts in no mean; if there is no other, NaN.
-        return_log_partition: return `Contrast(loss, log_partition)` with log Σ_{j≠i} exp(−‖x_i − x_j‖²), (N,), in nats:
+        return_log_partition: return `ContrastResult(loss, log_partition)` with log Σ_{j≠i} exp(−‖x_i − x_j‖²), (N,), in nats:
             up to a constant the leave-one-out Gaussian log-density; −inf for a single point.
 
     Computed about the mean of the embeddings, as no distance depends on it; memory, precision and derivatives are those
@@ -170,7 +170,7 @@ def nca(
         )
         counted = peers.detach() != -torch.inf
         loss = (everyone - peers.where(counted, 0.0)).where(counted, 0.0).sum() / counted.sum()
-        return Contrast(loss, everyone - norm) if return_log_partition else loss
+        return ContrastResult(loss, everyone - norm) if return_log_partition else loss
 
 
 def _mean_loss(direction: Direction) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.ops import band, flash, idle, null_slot, reference, tiles
 from massieu.ops.shapes import (
-    Problem,
+    AttentionProblem,
     Scale,
     Sink,
     Window,
@@ -91,7 +91,7 @@ def _check_vector(vector: Tensor, query: Tensor) -> None:
         raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")
 
 
-def _choose(problem: Problem, vector: Tensor, backend: str) -> str:
+def _choose(problem: AttentionProblem, vector: Tensor, backend: str) -> str:
     check_choice("backend", backend, "auto", "reference", "blocks")
     if backend == "reference":
         return backend
@@ -103,7 +103,7 @@ def _choose(problem: Problem, vector: Tensor, backend: str) -> str:
     return "reference"
 
 
-def _centred(problem: Problem) -> Problem:
+def _centred(problem: AttentionProblem) -> AttentionProblem:
     """The problem in its working dtype, its scale in the query, its keys about their weighted mean."""
     query, key, weight = problem.scaled_query(), problem.key.to(problem.dtype), problem.log_weight
     low, high = problem.band or (None, key.shape[2])
@@ -129,7 +129,7 @@ def _share(weight: Tensor, seen: slice, dtype: torch.dtype) -> Tensor:
     return share / share.sum(-1, keepdim=True).clamp_min(1)
 
 
-def _with_null_slot(problem: Problem, vector: Tensor, product: Tensor, sink: Tensor) -> Tensor:
+def _with_null_slot(problem: AttentionProblem, vector: Tensor, product: Tensor, sink: Tensor) -> Tensor:
     """The covariance that one more key, at the origin, makes of that of the others: κ·Cov + κ(1 − κ)·mean meanᵀ."""
     key = problem.key.to(problem.dtype)
     whole = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
@@ -139,7 +139,7 @@ def _with_null_slot(problem: Problem, vector: Tensor, product: Tensor, sink: Ten
     return kept * (product + null * mean * (mean * vector).sum(-1, keepdim=True))
 
 
-def _reference(problem: Problem, vector: Tensor) -> Tensor:
+def _reference(problem: AttentionProblem, vector: Tensor) -> Tensor:
     # Vectors are one more group of queries: their products with the keys are the changes of the scores.
     both = torch.cat([idle.zeroed(problem).query, vector], dim=2)
     return reference.in_blocks(replace(problem, query=both, value=problem.key), _product)[0]
@@ -157,7 +157,7 @@ def _product(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> t
     return (reference.weighted_sum(change, key) / total,)
 
 
-def _blocks(problem: Problem, vector: Tensor) -> Tensor:
+def _blocks(problem: AttentionProblem, vector: Tensor) -> Tensor:
     capacity = max(PAIRS_PER_THREAD * torch.get_num_threads(), problem.query.shape[2] * problem.key.shape[2])
     buffers = problem.query.new_empty(2, min(capacity, problem.pairs))
     result = torch.zeros_like(problem.query)

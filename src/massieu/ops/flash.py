@@ -7,7 +7,7 @@ from torch import Tensor
 from massieu.ops import idle
 from massieu.ops.fused import fused
 from massieu.ops.shapes import (
-    Problem,
+    AttentionProblem,
     hidden_by_position,
     in_functorch,
     in_nested_forward_mode,
@@ -15,7 +15,7 @@ from massieu.ops.shapes import (
 )
 
 
-def unusable(problem: Problem) -> str | None:
+def unusable(problem: AttentionProblem) -> str | None:
     """Why the kernel cannot take this problem; None where it is right."""
     weight = problem.log_weight
     if problem.query.device.type != "cpu":
@@ -33,7 +33,7 @@ def unusable(problem: Problem) -> str | None:
     return None
 
 
-def attention(problem: Problem) -> tuple[Tensor, Tensor]:
+def attention(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
     assert problem.value is not None
     query, key, mask, scale = _kernel_arguments(problem)
@@ -51,7 +51,7 @@ def attention(problem: Problem) -> tuple[Tensor, Tensor]:
     return output.unflatten(1, problem.query.shape[1:3]), log_z
 
 
-def log_partition(problem: Problem) -> tuple[Tensor]:
+def log_partition(problem: AttentionProblem) -> tuple[Tensor]:
     """log Z alone: the kernel must have values, and the keys are at hand."""
     query, key, mask, scale = _kernel_arguments(problem)
     return (_run(query, key, key.detach(), mask, scale, problem, value_is_key=True)[1],)
@@ -63,7 +63,7 @@ def _run(
     value: Tensor,
     mask: Tensor | None,
     scale: float,
-    problem: Problem,
+    problem: AttentionProblem,
     value_is_key: bool,
 ) -> tuple[Tensor, Tensor]:
     empty = idle.queries(problem)
@@ -74,7 +74,7 @@ def _run(
     return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
 
 
-def _kernel_arguments(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, float]:
+def _kernel_arguments(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor | None, float]:
     """Query ``(B, H, L, D)``, key ``(B, Hk or H, N, D)``, additive mask and scale as the kernel wants them."""
     query, key, scale, weight = problem.query, problem.key, problem.scale, problem.log_weight
     # The kernel knows of causality itself.
@@ -113,13 +113,15 @@ def _hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)[(None,) * max(0, 4 - hidden.ndim)]
 
 
-def _flatten_heads(weight: Tensor, problem: Problem) -> Tensor:
+def _flatten_heads(weight: Tensor, problem: AttentionProblem) -> Tensor:
     if weight.shape[1] == weight.shape[2] == 1:
         return weight.squeeze(2)
     return weight.expand(-1, *problem.query.shape[1:3], -1, -1).flatten(1, 2)
 
 
-def _with_weight_column(query: Tensor, key: Tensor, weight: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _with_weight_column(
+    query: Tensor, key: Tensor, weight: Tensor, problem: AttentionProblem
+) -> tuple[Tensor, Tensor, Tensor]:
     """Per-key log-weights as one more column of the key, met by ones in the query: their gradient is the key's."""
     weight = _flatten_heads(weight, problem).to(query.dtype)
     heads = key.shape[1]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.ops import reference
-from massieu.ops.shapes import Problem
+from massieu.ops.shapes import AttentionProblem
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -48,7 +48,7 @@ def _reference(scale: float, is_causal: bool, mask: Tensor | None, query: Tensor
         while mask.ndim < 4:
             mask = mask.unsqueeze(0)
         mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, grouped.shape[1:3])
-    problem = Problem(grouped, key, value, mask, scale, is_causal, tuple(query.shape[:-1]))
+    problem = AttentionProblem(grouped, key, value, mask, scale, is_causal, tuple(query.shape[:-1]))
     return tuple(problem.restore(result) for result in reference.attention(problem))
 
 

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.ops.shapes import Problem, hidden_by_position
+from massieu.ops.shapes import AttentionProblem, hidden_by_position
 
 
-def zeroed(problem: Problem) -> Problem:
+def zeroed(problem: AttentionProblem) -> AttentionProblem:
     """The problem with zeros for such queries, so that no NaN of theirs meets a key or a weight of 0."""
     empty = None if problem.pairs == 0 else queries(problem)
     if empty is None:
@@ -17,7 +17,7 @@ def zeroed(problem: Problem) -> Problem:
     return replace(problem, query=problem.query.masked_fill(empty.unsqueeze(-1), 0.0))
 
 
-def queries(problem: Problem) -> Tensor | None:
+def queries(problem: AttentionProblem) -> Tensor | None:
     """Which queries see no key, broadcasting to ``(B, Hk, G, L)``; None where that cannot be."""
     weight, band = problem.log_weight, problem.band
     length, keys = problem.query.shape[3], problem.key.shape[2]

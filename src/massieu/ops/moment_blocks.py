@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from massieu.ops import tiles
-from massieu.ops.shapes import Problem, hidden_by_position
+from massieu.ops.shapes import AttentionProblem, hidden_by_position
 from massieu.ops.tiles import HIDDEN, Slab, Tile
 
 PAIRS_PER_THREAD = 3 << 16
@@ -26,8 +26,8 @@ mean: the largest, `top`; and with e = exp(score − top): Σe, (Σe²)^½, Σe�
 """
 
 
-def moments(problem: Problem, summarise: Summarise, pairs_per_thread: int) -> tuple[Tensor, ...]:
-    """The ten moments in the order of `Moments`, each ``(B, Hk, G, L)``, and the output where there are values.
+def moments(problem: AttentionProblem, summarise: Summarise, pairs_per_thread: int) -> tuple[Tensor, ...]:
+    """The ten moments in the order of `MomentsResult`, each ``(B, Hk, G, L)``, and the output where there are values.
 
     Args:
         summarise: used where the log-weights are boolean or absent.
@@ -113,7 +113,7 @@ def lowest_exponent(dtype: torch.dtype) -> float:
 
 
 def _weighted_slab(
-    problem: Problem, slab: Slab, parts: Iterator[Tile], product: Tensor | None
+    problem: AttentionProblem, slab: Slab, parts: Iterator[Tile], product: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
     """The same with float log-weights."""
     weight = _float_weight(problem, slab)
@@ -135,7 +135,7 @@ def _weighted_slab(
     return found, total.masked_fill_(none, torch.inf)
 
 
-def _float_weight(problem: Problem, slab: Slab) -> Tensor:
+def _float_weight(problem: AttentionProblem, slab: Slab) -> Tensor:
     """Log-weights of a slab's visible keys, shape (#b, #Hk, #G, #rows, keys), causality and window in them."""
     weight = tiles.slab_weight(problem, slab.batch, slab.rows)
     assert weight is not None

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.ops import band, compiled, idle, moment_blocks, null_slot, reference, tiles
-from massieu.ops.shapes import Problem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
+from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
 
@@ -16,7 +16,7 @@ REPAYING_PAIRS = 4e10
 """So many scores make up for a compilation: about 15 s, against 0.4 ns saved a score."""
 
 
-class Moments(NamedTuple):
+class MomentsResult(NamedTuple):
     """What `attention_moments` returns: a number a query each, float32 (float64 for float64), nats.
 
     p are the attention weights, s the scores (scaled and soft-capped, without log-weight), h the base measure: the
@@ -66,7 +66,7 @@ def attention_moments(
     softcap: float | None = None,
     sink: Sink = None,
     backend: MomentsBackend = "auto",
-) -> Moments:
+) -> MomentsResult:
     """Log-partition, entropy and moments of the scores of every query, in memory linear in queries and keys.
 
     Without gradient (under `torch.no_grad`, or no argument requires it) on the CPU this costs about as much as fused
@@ -98,7 +98,7 @@ def attention_moments(
         found = null_slot.moments(found, problem.sink)
     moments, output = found[:10], found[10] if value is not None else None
     restored = [problem.restore(moment) for moment in moments]
-    return Moments(None if output is None else problem.restore(output).to(query.dtype), *restored)
+    return MomentsResult(None if output is None else problem.restore(output).to(query.dtype), *restored)
 
 
 def moments_backend(
@@ -123,8 +123,8 @@ def moments_backend(
     return _choose(check_problem(query, key, value, log_weight, scale, is_causal), "auto")
 
 
-def _moments(chosen: str, counted: bool, problem: Problem) -> tuple[Tensor, ...]:
-    """The moments in the order of `Moments`, and the output where there are values."""
+def _moments(chosen: str, counted: bool, problem: AttentionProblem) -> tuple[Tensor, ...]:
+    """The moments in the order of `MomentsResult`, and the output where there are values."""
     if chosen == "reference":
         return reference.in_blocks(idle.zeroed(problem), _reference)
     if counted and _is_fusable(problem):
@@ -134,7 +134,7 @@ def _moments(chosen: str, counted: bool, problem: Problem) -> tuple[Tensor, ...]
         return moment_blocks.moments(problem, room.summarise, room.PAIRS_PER_THREAD)
 
 
-def _choose(problem: Problem, backend: str) -> str:
+def _choose(problem: AttentionProblem, backend: str) -> str:
     check_choice("backend", backend, "auto", "reference", "compiled", "blocks")
     if backend == "reference":
         return backend
@@ -151,7 +151,7 @@ def _choose(problem: Problem, backend: str) -> str:
     return "compiled" if repaid and compiled.compiler_exists() else "blocks"
 
 
-def _is_fusable(problem: Problem) -> bool:
+def _is_fusable(problem: AttentionProblem) -> bool:
     return problem.log_weight is None or problem.log_weight.dtype == torch.bool
 
 

@@ -16,7 +16,7 @@ def attention(output: Tensor, log_z: Tensor, sink: Tensor) -> tuple[Tensor, Tens
 
 
 def moments(found: tuple[Tensor, ...], sink: Tensor) -> tuple[Tensor, ...]:
-    """The ten moments in the order of `Moments`, and the output where there is one, with the null slot as one more key."""
+    """The ten moments of `MomentsResult` in order, and the output where there is one, with the null slot as one more key."""
     log_z, entropy, mean, variance, top, collision, prior, prior_mean, prior_variance, largest, *output = found
     level, kept, null = shares(log_z, sink)
     prior_level, prior_kept, prior_null = shares(prior, sink)

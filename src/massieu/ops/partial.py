@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.ops.attention import Attention
+from massieu.ops.attention import AttentionResult
 from massieu.ops.shapes import check_dense, check_floating, may_be_differentiated, told
 
 
@@ -29,13 +29,13 @@ class Partial(NamedTuple):
     """Σ p_n value_n over these keys, in the same dtype."""
 
     @classmethod
-    def of(cls, attention: Attention) -> Self:
+    def of(cls, attention: AttentionResult) -> Self:
         """The result of `massieu.ops.attention` over some keys; its output is widened to the dtype of log Z.
 
         Raises:
-            TypeError, ValueError: it is no `Attention`, or its two tensors do not fit each other.
+            TypeError, ValueError: it is no `AttentionResult`, or its two tensors do not fit each other.
         """
-        if not isinstance(attention, Attention):
+        if not isinstance(attention, AttentionResult):
             raise TypeError(f"a part is made of an Attention, got {type(attention).__name__}")
         check_floating("output", attention.output)
         check_floating("log_partition", attention.log_partition)

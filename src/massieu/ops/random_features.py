@@ -9,14 +9,14 @@ from torch import Tensor
 
 from massieu.ops.attention import log_partition
 from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import Problem, check_count, check_flag, check_problem
+from massieu.ops.shapes import AttentionProblem, check_count, check_flag, check_problem
 from massieu.ops.uncompiled import uncompiled
 
 BLOCK_NUMBERS = 1 << 22
 """Numbers held at once while the variance is computed."""
 
 
-class RandomFeatures(NamedTuple):
+class RandomFeaturesResult(NamedTuple):
     """What `random_feature_log_partition` returns."""
 
     log_partition: Float[Tensor, "*query"]
@@ -36,7 +36,7 @@ def random_feature_log_partition(
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: float | None = None,
     standard_error: bool = True,
-) -> RandomFeatures:
+) -> RandomFeaturesResult:
     """Estimate log Z of `massieu.ops.log_partition` by positive random features (Performers; B17).
 
     With q and k scaled by √scale and ω ~ N(0, I), exp(q·k) = E[φ_ω(q) φ_ω(k)], φ_ω(x) = exp(ω·x − ½‖x‖²), so
@@ -72,11 +72,11 @@ def random_feature_log_partition(
     assert isinstance(problem.scale, float)
     with full_precision(query):
         level, error = _estimate(problem, problem.scale, generator, features, standard_error)
-    return RandomFeatures(problem.restore(level), None if error is None else problem.restore(error))
+    return RandomFeaturesResult(problem.restore(level), None if error is None else problem.restore(error))
 
 
 def _estimate(
-    problem: Problem, scale: float, generator: torch.Generator, features: int, standard_error: bool
+    problem: AttentionProblem, scale: float, generator: torch.Generator, features: int, standard_error: bool
 ) -> tuple[Tensor, Tensor | None]:
     root = math.sqrt(abs(scale))
     keys = problem.key.to(problem.dtype) * root
@@ -97,7 +97,7 @@ def _estimate(
 
 def _check(
     query: Tensor, key: Tensor, log_weight: Tensor | None, scale: object, features: object, generator: object
-) -> Problem:
+) -> AttentionProblem:
     if isinstance(scale, bool) or not isinstance(scale, int | float | None):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     check_count("features", "feature", features)
@@ -114,7 +114,7 @@ def _check(
     return problem
 
 
-def _per_key(problem: Problem) -> Tensor:
+def _per_key(problem: AttentionProblem) -> Tensor:
     """Float log-weights (B, Hk, N)."""
     shape, weight = problem.key.shape[:3], problem.log_weight
     if weight is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from massieu.ops import idle
-from massieu.ops.shapes import Band, Problem, hidden_by_position, in_nested_forward_mode, without_autocast
+from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position, in_nested_forward_mode, without_autocast
 
 BLOCK_PAIRS = 1 << 21
 """Scores that are held at once. A smaller problem is one block, without recomputation."""
@@ -20,14 +20,14 @@ BLOCK_PAIRS = 1 << 21
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-def attention(problem: Problem) -> tuple[Tensor, Tensor]:
+def attention(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
     assert problem.value is not None
     output, log_partition = in_blocks(idle.zeroed(problem), _attention)
     return output.to(problem.query.dtype), log_partition
 
 
-def log_partition(problem: Problem) -> tuple[Tensor]:
+def log_partition(problem: AttentionProblem) -> tuple[Tensor]:
     """log Σ_n w_n exp(score_n), shape ``(B, Hk, G, L)``."""
     return (in_blocks(idle.zeroed(problem), _log_partition)[0],)
 
@@ -84,7 +84,7 @@ def _float_weight(log_weight: Tensor | None, hidden: Tensor | None, dtype: torch
     return torch.where(hidden, -torch.inf, visible)
 
 
-def in_blocks(problem: Problem, function: Function) -> tuple[Tensor, ...]:
+def in_blocks(problem: AttentionProblem, function: Function) -> tuple[Tensor, ...]:
     """Apply ``function(scores, log_weight, value)`` to blocks of queries and join its results along the queries.
 
     More than one block: each is computed again in the backward pass (`Recomputed`).

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from massieu.ops import idle, reference
 from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import Problem, Scale, check_choice, check_count, check_problem
+from massieu.ops.shapes import AttentionProblem, Scale, check_choice, check_count, check_problem
 from massieu.ops.uncompiled import uncompiled
 
 Method = Literal["multinomial", "systematic"]
 
 
-class Resampling(NamedTuple):
+class ResamplingResult(NamedTuple):
     """What `resample_attention` returns; P are the attention weights."""
 
     sample: Float[Tensor, "*query S E"]
@@ -40,7 +40,7 @@ def resample_attention(
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
-) -> Resampling:
+) -> ResamplingResult:
     """Draw J ~ P_i for each query i and return value_J: what `massieu.ops.attention` is the conditional mean of (S19).
 
     E[value_J] = Σ_j P_ij value_j and Cov[value_J] = Cov_{P_i}(value), which for value = key is the derivative of attention
@@ -74,7 +74,7 @@ def resample_attention(
     # A law with NaN among its weights has no draw, and its sample says so as attention does.
     sample = _take(value, index).masked_fill(size.isnan()[..., None, None], torch.nan)
     heads = problem.lead[:-1]
-    return Resampling(
+    return ResamplingResult(
         problem.restore(sample).to(query.dtype),
         problem.restore(index),
         problem.restore(size),
@@ -89,7 +89,9 @@ def _check(generator: object, draws: object, method: object) -> None:
     check_choice("method", method, "multinomial", "systematic")
 
 
-def _draw(problem: Problem, generator: torch.Generator, draws: int, method: Method) -> tuple[Tensor, Tensor, Tensor]:
+def _draw(
+    problem: AttentionProblem, generator: torch.Generator, draws: int, method: Method
+) -> tuple[Tensor, Tensor, Tensor]:
     """Indices (B, Hk, G, L, S), effective sizes (B, Hk, G, L) and column sums (B, Hk, G, N)."""
     shape = problem.query.shape[:4]
     uniform = _uniform(shape, draws, generator, method).to(problem.query.device)

@@ -20,7 +20,7 @@ Window = int | tuple[int, int] | None
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """Checked arguments of one attention, in the common layout."""
 
     query: Float[Tensor, "B Hk G L D"]
@@ -90,7 +90,7 @@ def check_problem(
     window: Window = None,
     softcap: float | None = None,
     sink: Sink = None,
-) -> Problem:
+) -> AttentionProblem:
     """Check every argument and bring it to the common layout.
 
     Raises:
@@ -105,7 +105,7 @@ def check_problem(
     key_heads = key.shape[1]
     heads = query.shape[1:3] if query.ndim == 5 else (key_heads, query.shape[1] // key_heads)
     layout = (query.shape[0], *heads, query.shape[-2], key.shape[2])
-    problem = Problem(
+    problem = AttentionProblem(
         query=query if query.ndim == 5 else query.unflatten(1, heads),
         key=key,
         value=value,

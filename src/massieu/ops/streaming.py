@@ -14,12 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops import reference
-from massieu.ops.attention import Attention
+from massieu.ops.attention import AttentionResult
 from massieu.ops.attention import attention as block_attention
 from massieu.ops.moment_blocks import lowest_exponent
 from massieu.ops.partial import Partial, around, shares
 from massieu.ops.shapes import (
-    Problem,
+    AttentionProblem,
     Scale,
     check_floating,
     check_problem,
@@ -66,7 +66,7 @@ def attention(
     scale: Scale = None,
     block_size: int = 1 << 16,
     progress: Progress | None = None,
-) -> Attention:
+) -> AttentionResult:
     """Softmax attention over the atoms of a store, and its log-partition: `massieu.ops.attention` in bounded memory.
 
     Args:
@@ -90,7 +90,7 @@ def attention(
     """
     problem, eta = _prepare(query, store, scale, block_size, progress)
     found = _stream(eta, _Pass(store, block_size, progress, values_are_points=False))
-    return Attention(_restore(found.mean, problem).to(query.dtype), _restore(found.log_partition, problem))
+    return AttentionResult(_restore(found.mean, problem).to(query.dtype), _restore(found.log_partition, problem))
 
 
 @uncompiled
@@ -116,7 +116,7 @@ def log_partition(
 
 def _prepare(
     query: Tensor, store: AtomStore, scale: Scale, block_size: int, progress: Progress | None
-) -> tuple[Problem, Tensor]:
+) -> tuple[AttentionProblem, Tensor]:
     """The checked problem, and scale·query as (1, Hk, B·G·L, D) in the working dtype."""
     if not isinstance(store, AtomStore):
         raise TypeError(
@@ -133,7 +133,7 @@ def _prepare(
     return problem, eta.transpose(0, 1).flatten(1, 3).unsqueeze(0)
 
 
-def _restore(result: Tensor, problem: Problem) -> Tensor:
+def _restore(result: Tensor, problem: AttentionProblem) -> Tensor:
     batch, _, group, length, _ = problem.query.shape
     return problem.restore(result.squeeze(0).unflatten(1, (batch, group, length)).transpose(0, 1))
 

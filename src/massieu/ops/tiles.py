@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import Problem, hidden_by_position, may_be_differentiated
+from massieu.ops.shapes import AttentionProblem, hidden_by_position, may_be_differentiated
 
 HIDDEN = -1e30
 """Stands for −inf where 0·score must stay 0."""
@@ -117,7 +117,7 @@ class Tile:
         return self.spread_out(numbers)[..., seen.mixed_first - seen.first : seen.mixed_last - seen.first]
 
 
-def prepared(problem: Problem) -> Problem:
+def prepared(problem: AttentionProblem) -> AttentionProblem:
     """Contiguous tensors of the working dtype and a scale that is a number."""
     query, scale = problem.query.to(problem.dtype), problem.scale
     if isinstance(scale, Tensor):
@@ -127,7 +127,7 @@ def prepared(problem: Problem) -> Problem:
     return replace(problem, query=query.contiguous(), key=key, value=value, scale=scale)
 
 
-def slabs(problem: Problem, capacity: int) -> Iterator[Slab]:
+def slabs(problem: AttentionProblem, capacity: int) -> Iterator[Slab]:
     """Cut a problem so that a tile holds about `capacity` scores; slabs without a visible key are left out."""
     batch, key_heads, group, length, _ = problem.query.shape
     keys = problem.key.shape[2]
@@ -146,7 +146,7 @@ def slabs(problem: Problem, capacity: int) -> Iterator[Slab]:
                 yield _slab(problem, *part, seen, capacity)
 
 
-def _slab(problem: Problem, batch: slice, rows: slice, seen: Visible, capacity: int) -> Slab:
+def _slab(problem: AttentionProblem, batch: slice, rows: slice, seen: Visible, capacity: int) -> Slab:
     query = problem.query[batch, :, :, rows]
     shape = query.shape[:4]
     query = query.reshape(shape[0] * shape[1], -1, query.shape[-1])
@@ -157,7 +157,7 @@ def _slab(problem: Problem, batch: slice, rows: slice, seen: Visible, capacity: 
     return Slab(batch, rows, seen, shape, query, key.mT, value, heads)
 
 
-def slab_weight(problem: Problem, batch: slice, rows: slice) -> Tensor | None:
+def slab_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor | None:
     """The log-weights of some items and queries, shape (#b, #Hk, #G, #rows, N)."""
     weight = problem.log_weight
     if weight is None:
@@ -169,7 +169,7 @@ def slab_weight(problem: Problem, batch: slice, rows: slice) -> Tensor | None:
     return weight.expand(*weight.shape[:-1], problem.key.shape[2])
 
 
-def finite_weight(problem: Problem, slab: Slab) -> Tensor | None:
+def finite_weight(problem: AttentionProblem, slab: Slab) -> Tensor | None:
     """Float log-weights of a slab, 0 for the hidden pairs that `Tile.hide` takes care of; None if all are 0."""
     weight = slab_weight(problem, slab.batch, slab.rows)
     if weight is None or weight.dtype == torch.bool:
@@ -179,7 +179,7 @@ def finite_weight(problem: Problem, slab: Slab) -> Tensor | None:
     return weight if bool(weight.any()) else None
 
 
-def _visible(problem: Problem, batch: slice, rows: slice) -> Visible:
+def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
     """Which keys some items and queries see, by mask, causality and window."""
     weight, keys = slab_weight(problem, batch, rows), problem.key.shape[2]
     kept = weight if weight is None or weight.dtype == torch.bool else weight != -torch.inf
@@ -224,7 +224,7 @@ def exp_(scores: Tensor) -> None:
     torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)
 
 
-def unusable(problem: Problem, *others: Tensor | None) -> str | None:
+def unusable(problem: AttentionProblem, *others: Tensor | None) -> str | None:
     """Why tiles cannot take this problem, with the other tensors that go in; None where they can."""
     tensors = (problem.query, problem.key, problem.log_weight, problem.scale, *others)
     if problem.query.device.type != "cpu":

@@ -19,7 +19,7 @@ from massieu.ops.linear_scores import (
 from massieu.ops.shapes import check_choice, check_flag, told
 
 
-class CrossEntropy(NamedTuple):
+class CrossEntropyResult(NamedTuple):
     """What `linear_cross_entropy(..., return_log_partition=True)` returns."""
 
     loss: Float[Tensor, "..."]
@@ -39,7 +39,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: Literal["none", "sum", "mean"] = "mean",
     return_log_partition: bool = False,
-) -> Tensor | CrossEntropy:
+) -> Tensor | CrossEntropyResult:
     """Cross-entropy of ``hidden @ weight.T + bias`` with the target words, in nats, without keeping the logits.
 
     For each token log Z − score of its word, log Z = log Σ_v exp(hidden·weight_v + bias_v): the Fenchel–Young loss of the
@@ -55,7 +55,7 @@ def linear_cross_entropy(
         label_smoothing: share in [0, 1] of the target spread over all words, as in F.cross_entropy.
         z_loss: adds z_loss·(log Z)² for each token that counts, which keeps log Z near 0.
         reduction: "none", "sum", or "mean" over the tokens that count; without any, NaN, as in F.cross_entropy.
-        return_log_partition: return `CrossEntropy(loss, log_partition)`; both have their gradients.
+        return_log_partition: return `CrossEntropyResult(loss, log_partition)`; both have their gradients.
 
     Differentiable any number of times in hidden, weight and bias, forwards too, under `torch.func` and `torch.compile`;
     beyond first derivatives, and in compiled transforms, by plain operations in blocks of tokens. Results are float64
@@ -97,7 +97,7 @@ def linear_cross_entropy(
             if chosen is not None:
                 loss = loss.new_zeros(target.numel()).index_copy(0, chosen, loss)
             loss = loss.reshape(target.shape)
-    return CrossEntropy(loss, level.reshape(target.shape)) if return_log_partition else loss
+    return CrossEntropyResult(loss, level.reshape(target.shape)) if return_log_partition else loss
 
 
 def _mean_score(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

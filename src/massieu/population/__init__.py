@@ -1,20 +1,20 @@
 """Tokens as particles: layers as operators on populations and on laws, and what they do to a cloud."""
 
-from massieu.population.alignment import Alignment, precision_alignment
+from massieu.population.alignment import AlignmentResult, precision_alignment
 from massieu.population.attention_layer import AttentionLayer
 from massieu.population.cloud_shape import (
-    ProjectedCumulants,
+    ProjectedCumulantsResult,
     gaussian_cumulant_spread,
     gaussian_distance_null,
     projected_cumulants,
     random_directions,
     squared_gaussian_distance,
 )
-from massieu.population.clusters import ClusterCount, cluster_count
+from massieu.population.clusters import ClusterCountResult, cluster_count
 from massieu.population.doubly_stochastic import (
-    DoublyStochastic,
     DoublyStochasticLayer,
-    Potentials,
+    DoublyStochasticResult,
+    SinkhornResult,
     doubly_stochastic_attention,
     sinkhorn,
 )
@@ -30,35 +30,35 @@ from massieu.population.observables import (
     participation_ratio,
 )
 from massieu.population.operator import Operator
-from massieu.population.reading import Observable, Reading
+from massieu.population.reading import Observable, ObservableReading
 from massieu.population.renormalisation import Renormalisation, TraceRenormalisation
 from massieu.population.resampled import ResampledLayer, ResampledTokens
-from massieu.population.self_attention import SelfAttentionLevels, self_attention_levels
+from massieu.population.self_attention import SelfAttentionLevelsResult, self_attention_levels
 
 __all__ = [
-    "Alignment",
+    "AlignmentResult",
     "AttentionLayer",
     "CloudMoments",
     "CloudShape",
-    "ClusterCount",
+    "ClusterCountResult",
     "Clusters",
     "Composition",
-    "DoublyStochastic",
     "DoublyStochasticLayer",
+    "DoublyStochasticResult",
     "FeedForward",
     "Flow",
     "FlowResult",
     "Normalisation",
     "Observable",
+    "ObservableReading",
     "Operator",
-    "Potentials",
-    "ProjectedCumulants",
-    "Reading",
+    "ProjectedCumulantsResult",
     "Renormalisation",
     "ResampledLayer",
     "ResampledTokens",
     "SelfAttention",
-    "SelfAttentionLevels",
+    "SelfAttentionLevelsResult",
+    "SinkhornResult",
     "TraceRenormalisation",
     "cluster_count",
     "covariance_spectrum",

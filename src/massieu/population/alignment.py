@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.population.arguments import need_finite, need_integers, need_tensors, need_values
 
 
-class Alignment(NamedTuple):
+class AlignmentResult(NamedTuple):
     """How well sym(M) fits a power of a covariance on M's span, beside random orientations of M."""
 
     cosine: float
@@ -31,7 +31,7 @@ def precision_alignment(
     power: float = -1.0,
     draws: int = 200,
     generator: torch.Generator | None = None,
-) -> Alignment:
+) -> AlignmentResult:
     """The cosine of sym(M) with C^power on the span of sym(M), and its null.
 
     The hypothesis that does not depend on what a hidden state is taken for is M ∝ C⁻¹, with C the covariance of the *layer's
@@ -73,7 +73,7 @@ def precision_alignment(
     null = _cosine(levels, frames, target)
     share = (1 + int((null >= cosine).sum())) / (1 + draws)
     symmetric = torch.linalg.matrix_norm(even) / torch.linalg.matrix_norm(score)
-    return Alignment(float(cosine), null, share, rank, float(symmetric))
+    return AlignmentResult(float(cosine), null, share, rank, float(symmetric))
 
 
 def _of_size_one(matrix: Tensor) -> Tensor:

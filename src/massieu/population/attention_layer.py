@@ -19,9 +19,9 @@ from massieu.ops.sharded.collectives import Group
 from massieu.ops.sharded.keys import Processes
 from massieu.population.arguments import need_finite, need_tensors
 from massieu.population.operator import (
-    Affine,
+    AffineMap,
     Map,
-    Moments,
+    ParticleMoments,
     Value,
     admit,
     admit_share,
@@ -37,7 +37,7 @@ from massieu.population.operator import (
 )
 from massieu.population.weights import Moving, aligned, check_weights, filled, split_heads, what_is_attended_to
 
-Attend = Callable[..., ops.Attention]
+Attend = Callable[..., ops.AttentionResult]
 
 
 class AttentionLayer(Value):
@@ -234,7 +234,7 @@ class AttentionLayer(Value):
         if isinstance(self.population, Moving):
             attended = pushed(normalised, before)
         elif isinstance(self.population, Gaussian):
-            attended = Moments(*(part.to(before.mean.dtype) for part in moments(self.population)))
+            attended = ParticleMoments(*(part.to(before.mean.dtype) for part in moments(self.population)))
         else:
             raise MissingFormError(
                 f"attention to a frozen {type(self.population).__name__} is not affine: a Gaussian law does not stay "
@@ -246,15 +246,15 @@ class AttentionLayer(Value):
         matrix = weights.step_size * (matrix @ normalised.matrix)
         if self.residual:
             matrix = matrix + torch.eye(self.width, dtype=matrix.dtype, device=matrix.device)
-        return Gaussian.create(*apply_to_law(self.contraction, pushed(Affine(matrix, offset), before)))
+        return Gaussian.create(*apply_to_law(self.contraction, pushed(AffineMap(matrix, offset), before)))
 
-    def _attention_to(self, law: Moments) -> Affine:
+    def _attention_to(self, law: ParticleMoments) -> AffineMap:
         """z ↦ Σ_h W_O W_V (m + scale·C W_Kᵀ(W_Q z + b_Q)) + bias."""
         scale = self.scale[:, None, None]
         answer = scale * (self.value @ law.covariance.unsqueeze(-3) @ self.key.mT)
         matrix = (self.output @ answer @ self.query).sum(-3)
         written = self.value @ law.mean[..., None, :, None] + answer @ self.query_bias.unsqueeze(-1)
-        return Affine(matrix, (self.output @ written).sum(-3).squeeze(-1) + self.bias)
+        return AffineMap(matrix, (self.output @ written).sum(-3).squeeze(-1) + self.bias)
 
     def _admit(self, particles: Tensor) -> Tensor:
         return admit(self, particles, self.width, self.query.dtype)

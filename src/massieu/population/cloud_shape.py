@@ -24,7 +24,7 @@ _NULL_DRAWS = 2**22
 _NULL_REPETITIONS = (32, 1024)
 
 
-class ProjectedCumulants(NamedTuple):
+class ProjectedCumulantsResult(NamedTuple):
     """Standardised cumulants of each projection; 0 in expectation for independent Gaussian tokens."""
 
     third: Float[Tensor, "*batch m"]
@@ -55,7 +55,7 @@ def random_directions(
 
 def projected_cumulants(
     points: Float[Tensor, "*batch n d"], directions: Float[Tensor, "m d"], *, group: Processes = None
-) -> ProjectedCumulants:
+) -> ProjectedCumulantsResult:
     """Third and fourth cumulant of the tokens along each direction, divided by the power of their variance.
 
     Cumulants are Fisher's k-statistics, unbiased whatever the law; their ratios have for independent Gaussian tokens mean 0
@@ -87,7 +87,7 @@ def projected_cumulants(
         spread = torch.where(k2 == 0, 1.0, k2)
         third.append(k3 / spread**1.5)
         fourth.append(k4 / spread.square())
-    return ProjectedCumulants(torch.cat(third, -1), torch.cat(fourth, -1))
+    return ProjectedCumulantsResult(torch.cat(third, -1), torch.cat(fourth, -1))
 
 
 def gaussian_cumulant_spread(tokens: int) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from massieu.population.reading import Processes, check_cloud, greatest, shared,
 _SHARE_OF_LENGTH = 0.1
 
 
-class ClusterCount(NamedTuple):
+class ClusterCountResult(NamedTuple):
     """What `cluster_count` found."""
 
     clusters: Float[Tensor, "*batch"]
@@ -27,7 +27,7 @@ class ClusterCount(NamedTuple):
 @torch.no_grad()
 def cluster_count(
     points: Float[Tensor, "*batch n d"], *, radius: float | None = None, limit: int = 128, group: Processes = None
-) -> ClusterCount:
+) -> ClusterCountResult:
     """Clusters by leaders: the first token that is near no leader becomes one, and takes all that are near it and free.
 
     Where the tokens lie in groups of diameter at most `radius` that are farther than it apart, these are found exactly. For
@@ -83,7 +83,9 @@ def cluster_count(
         free = free & ~taken
         share = summed(taken.sum(-1).double(), processes) / size
         count, covered, largest = count + (share > 0), covered + share, torch.maximum(largest, share)
-    return ClusterCount(*(torch.where(broken, torch.nan, each).reshape(batch) for each in (count, covered, largest)))
+    return ClusterCountResult(
+        *(torch.where(broken, torch.nan, each).reshape(batch) for each in (count, covered, largest))
+    )
 
 
 def _in_units(cloud: Tensor, processes: Group | None) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,13 @@ from massieu.population.arguments import (
     need_values,
 )
 from massieu.population.head import Head
-from massieu.population.operator import Affine
+from massieu.population.operator import AffineMap
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 _ROUNDINGS = 8
 
 
-class Potentials(NamedTuple):
+class SinkhornResult(NamedTuple):
     """Log-scalings that make weights doubly stochastic: P_ij = w_j exp(scale·q_i·k_j + f_i + g_j).
 
     Σ_j P_ij = 1 for every token i, and Σ_i w_i P_ij = w_j: the mean over the population (with weights w) of P v is that of v.
@@ -43,12 +43,12 @@ class Potentials(NamedTuple):
     """How often both potentials were updated."""
 
 
-class DoublyStochastic(NamedTuple):
+class DoublyStochasticResult(NamedTuple):
     """What `doubly_stochastic_attention` returns."""
 
     output: Float[Tensor, "B H n e"]
     """Σ_j P_ij value_j."""
-    potentials: Potentials
+    potentials: SinkhornResult
 
 
 def sinkhorn(
@@ -59,7 +59,7 @@ def sinkhorn(
     scale: float = 1.0,
     tolerance: float | None = None,
     max_steps: int = 1000,
-) -> Potentials:
+) -> SinkhornResult:
     """Potentials of doubly stochastic attention, in memory linear in tokens: log Z of queries and of keys in turn.
 
     The map contracts in Hilbert's metric (Birkhoff) by up to tanh²(range of the scores/4): slowly where scores spread over tens
@@ -104,7 +104,7 @@ def sinkhorn(
     with torch.no_grad():
         error = torch.expm1(g - _potential(key, scale * query, weight + f, hidden)).masked_fill(hidden, 0.0)
         residual = (error.square().sum(-1) / (~hidden).sum(-1).clamp_min(1)).sqrt()
-    return Potentials(f, g, residual, found.steps)
+    return SinkhornResult(f, g, residual, found.steps)
 
 
 def doubly_stochastic_attention(
@@ -116,7 +116,7 @@ def doubly_stochastic_attention(
     scale: float = 1.0,
     tolerance: float | None = None,
     max_steps: int = 1000,
-) -> DoublyStochastic:
+) -> DoublyStochasticResult:
     """Σ_j P_ij value_j with the doubly stochastic P of `sinkhorn`, whose arguments, derivatives and errors these are.
 
     For queries = keys = values the output is half the gradient, in all tokens at once, of −(Σf + Σg)/scale: unlike attention's,
@@ -128,7 +128,7 @@ def doubly_stochastic_attention(
     promoted, keys, weight = _admitted(query, key, log_weight, scale)
     shared = (weight + potentials.key).unsqueeze(-2)
     output = ops.attention(promoted, keys, value.to(promoted), log_weight=shared, scale=scale).output
-    return DoublyStochastic(output.to(query.dtype), potentials)
+    return DoublyStochasticResult(output.to(query.dtype), potentials)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -174,7 +174,7 @@ class DoublyStochasticLayer(Head):
         sums = identity + matrices.square_root(identity + 4 * back @ back.mT, owner="DoublyStochasticLayer.gaussian")
         matrix = 2 * root @ matrices.solve(sums, root @ tilt)
         still = before.mean.unsqueeze(-1)
-        return self.law_after(before, Affine(value @ matrix, (value @ (still - matrix @ still)).squeeze(-1)))
+        return self.law_after(before, AffineMap(value @ matrix, (value @ (still - matrix @ still)).squeeze(-1)))
 
 
 def _alternate(g: Tensor, query: Tensor, key: Tensor, weight: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from massieu.population.flow_checkpoint import State, fingerprint
 from massieu.population.flow_observables import CloudMoments, CloudShape
 from massieu.population.flow_result import FlowResult, Row
 from massieu.population.operator import Operator, need_sharded
-from massieu.population.reading import Observable, Processes, Reading, check_cloud, joined
+from massieu.population.reading import Observable, ObservableReading, Processes, check_cloud, joined
 
 Layer = Callable[[Float[Tensor, "n d"]], Float[Tensor, "n e"]]
 
@@ -33,7 +33,7 @@ class Observed(Protocol):
     def particles(self) -> Float[Tensor, "n d"]: ...
     @property
     def ancestors(self) -> Int[Tensor, "n"] | None: ...
-    def readings(self) -> Mapping[str, Reading]: ...
+    def readings(self) -> Mapping[str, ObservableReading]: ...
 
 
 @runtime_checkable
@@ -55,8 +55,8 @@ class Flow:
 
     Args:
         layers: Operators, applied in their order; or one, applied `depth` times. They run without gradients.
-        observables: Callables on a cloud that return names with numbers, vectors or `Reading`s. None: `CloudMoments` and
-            `CloudShape`, both of time linear in the tokens.
+        observables: Callables on a cloud that return names with numbers, vectors or `ObservableReading`s. None:
+            `CloudMoments` and `CloudShape`, both of time linear in the tokens.
         depth: How often one operator is applied.
         generators: Sources of random numbers that layers draw from, so that a checkpoint can go on where they were; those that
             a layer has as its attribute `generator` are known. Draws from torch's global generator are not repeated.
@@ -203,8 +203,8 @@ class Flow:
             return layer(particles)
         return layer.sharded(particles, group=self.group)
 
-    def _observe(self, particles: Tensor, layer: int, told: Mapping[str, Reading]) -> list[Row]:
-        named: dict[str, Reading | Tensor | float] = {}
+    def _observe(self, particles: Tensor, layer: int, told: Mapping[str, ObservableReading]) -> list[Row]:
+        named: dict[str, ObservableReading | Tensor | float] = {}
         more: Any = {} if self.group is None else {"group": self.group}
         for found in (told, *(observable(particles, **more) for observable in self.observables)):
             if twice := sorted(set(named) & set(found)):
@@ -235,7 +235,7 @@ def _of_the_cloud(particles: Tensor) -> dict[str, Any]:
     }
 
 
-def genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, Reading]:
+def genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, ObservableReading]:
     """How far the particles go back to the same ones of layer 0 (S19: coalescence of sequential Monte Carlo).
 
     `distinct_ancestors` is their number; `shared_ancestry` the probability that two particles have the same, with what it is
@@ -246,8 +246,8 @@ def genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, Reading]
     shared = (sizes * (sizes - 1)).sum() / (n * (n - 1)) if n > 1 else torch.ones((), dtype=torch.float64)
     neutral = -math.expm1(generations * math.log1p(-1 / n)) if n > 1 else 1.0
     return {
-        "distinct_ancestors": Reading(torch.tensor(float(len(sizes)))),
-        "shared_ancestry": Reading(shared, null=torch.tensor(neutral, dtype=torch.float64)),
+        "distinct_ancestors": ObservableReading(torch.tensor(float(len(sizes)))),
+        "shared_ancestry": ObservableReading(shared, null=torch.tensor(neutral, dtype=torch.float64)),
     }
 
 
@@ -265,9 +265,9 @@ def _repeated(layers: Layer | Sequence[Layer], depth: int | None) -> tuple[Layer
     return (layers,) * depth
 
 
-def _rows(layer: int, name: str, reading: Reading | Tensor | float) -> list[Row]:
-    if not isinstance(reading, Reading):
-        reading = Reading(torch.as_tensor(reading))
+def _rows(layer: int, name: str, reading: ObservableReading | Tensor | float) -> list[Row]:
+    if not isinstance(reading, ObservableReading):
+        reading = ObservableReading(torch.as_tensor(reading))
     if reading.value.ndim > 1:
         raise ValueError(f"an observable is a number or a vector; {name} has shape {tuple(reading.value.shape)}")
     shape, entries = reading.value.shape, reading.value.numel()

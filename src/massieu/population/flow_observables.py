@@ -17,7 +17,7 @@ from massieu.population.cloud_shape import (
 )
 from massieu.population.clusters import cluster_count
 from massieu.population.observables import covariance_spectrum, effective_rank, log_determinant
-from massieu.population.reading import Processes, Reading, check_single_cloud, counts, shared, summed
+from massieu.population.reading import ObservableReading, Processes, check_single_cloud, counts, shared, summed
 from massieu.population.self_attention import self_attention_levels
 
 _CHANCE = 0.05
@@ -32,18 +32,18 @@ class CloudMoments:
     `log_determinant` (nats per direction) and `effective_rank`.
     """
 
-    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
+    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
         processes = shared("CloudMoments", points, group, partial(check_single_cloud, points))
         sums = torch.cat([points.double().square().sum().reshape(1), points.double().sum(0)])
         means = summed(sums, processes) / sum(counts(points, processes))
         spectrum = covariance_spectrum(points, group=group)
         return {
-            "mean": Reading(means[1:]),
-            "length": Reading(means[0].sqrt()),
-            "length_of_mean": Reading(means[1:].norm()),
-            "covariance_spectrum": Reading(spectrum),
-            "log_determinant": Reading(log_determinant(spectrum)),
-            "effective_rank": Reading(effective_rank(spectrum)),
+            "mean": ObservableReading(means[1:]),
+            "length": ObservableReading(means[0].sqrt()),
+            "length_of_mean": ObservableReading(means[1:].norm()),
+            "covariance_spectrum": ObservableReading(spectrum),
+            "log_determinant": ObservableReading(log_determinant(spectrum)),
+            "effective_rank": ObservableReading(effective_rank(spectrum)),
         }
 
 
@@ -67,7 +67,7 @@ class CloudShape:
     projections: int = 256
     seed: int = 0
 
-    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
+    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
         processes = shared(
             "CloudShape",
             points,
@@ -81,13 +81,13 @@ class CloudShape:
             raise ValueError(f"CloudShape needs a cloud of at least {_LEAST_FOR_CUMULANTS} tokens, got {count}")
         generator = torch.Generator().manual_seed(self.seed)
         directions = random_directions(points.shape[-1], self.projections, generator=generator).to(points.device)
-        found: dict[str, Reading] = {}
+        found: dict[str, ObservableReading] = {}
         cumulants = projected_cumulants(points, directions, group=group)
         reach = -_quantile(_CHANCE / (2 * self.projections))
         spreads = gaussian_cumulant_spread(count)
         for name, each, spread in zip(("third_cumulant", "fourth_cumulant"), cumulants, spreads, strict=True):
             found[name] = _root(each.square(), spread)
-            found[f"{name}_largest"] = Reading(each.abs().amax(), null=_number(reach * spread))
+            found[f"{name}_largest"] = ObservableReading(each.abs().amax(), null=_number(reach * spread))
         distance = squared_gaussian_distance(points, directions, group=group)
         found["gaussian_distance"] = _root(distance, math.sqrt(gaussian_distance_null(count)[0]))
         return found
@@ -100,9 +100,12 @@ class Clusters:
     radius: float | None = None
     limit: int = 128
 
-    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
+    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
         found = cluster_count(points, radius=self.radius, limit=self.limit, group=group)
-        return {"clusters": Reading(found.clusters.double()), "largest_cluster": Reading(found.largest)}
+        return {
+            "clusters": ObservableReading(found.clusters.double()),
+            "largest_cluster": ObservableReading(found.largest),
+        }
 
 
 @dataclass(frozen=True)
@@ -111,23 +114,23 @@ class SelfAttention:
 
     scale: float = 1.0
 
-    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, Reading]:
+    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
         found = self_attention_levels(points, scale=self.scale, group=group)
         return {
-            "log_partition": Reading(found.log_partition),
-            "selective_log_partition": Reading(found.selective_log_partition),
-            "attention_entropy": Reading(found.entropy),
-            "log_interaction_energy": Reading(found.log_interaction_energy),
+            "log_partition": ObservableReading(found.log_partition),
+            "selective_log_partition": ObservableReading(found.selective_log_partition),
+            "attention_entropy": ObservableReading(found.entropy),
+            "log_interaction_energy": ObservableReading(found.log_interaction_energy),
         }
 
 
-def _root(squares: Tensor, null: float) -> Reading:
+def _root(squares: Tensor, null: float) -> ObservableReading:
     """The root of the mean over directions; its standard error by the slope of the root."""
     value = squares.mean().sqrt()
     if len(squares) == 1:
-        return Reading(value, null=_number(null))
+        return ObservableReading(value, null=_number(null))
     error = squares.std() / len(squares) ** 0.5 / (2 * torch.where(value == 0, 1.0, value))
-    return Reading(value, error, _number(null))
+    return ObservableReading(value, error, _number(null))
 
 
 def _number(value: float) -> Tensor:

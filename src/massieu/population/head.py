@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.energy.contraction import Identity
 from massieu.measures import Gaussian
-from massieu.population.operator import Affine, Map, Moments, apply, apply_to_law, need_law, need_map, pushed
+from massieu.population.operator import AffineMap, Map, ParticleMoments, apply, apply_to_law, need_law, need_map, pushed
 from massieu.population.reading import check_cloud
 
 
@@ -58,7 +58,7 @@ class Head:
         move = self.step_size * output.reshape(*particles.shape[:-1], output.shape[-1])
         return apply(self.contraction, particles.to(move) + move if self.residual else move)
 
-    def weighed(self, law: object) -> tuple[Moments, Tensor, Tensor]:
+    def weighed(self, law: object) -> tuple[ParticleMoments, Tensor, Tensor]:
         """A law's moments, and scale·KᵀQ and V as matrices, for the law after the layer."""
         before = need_law(self, law, None, torch.float32)
         width = before.mean.shape[-1]
@@ -69,15 +69,15 @@ class Head:
         )
         return before, self.scale * key.T @ query, value
 
-    def law_after(self, before: Moments, output: Affine, spread: Tensor | None = None) -> Gaussian:
+    def law_after(self, before: ParticleMoments, output: AffineMap, spread: Tensor | None = None) -> Gaussian:
         """The law of tokens whose output is an affine map of them, with independent noise of that covariance."""
         matrix, offset = self.step_size * output.matrix, self.step_size * output.offset
         if self.residual:
             matrix = matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        mean, covariance = pushed(Affine(matrix, offset), before)
+        mean, covariance = pushed(AffineMap(matrix, offset), before)
         if spread is not None:
             covariance = covariance + self.step_size**2 * spread
-        return Gaussian.create(*apply_to_law(self.contraction, Moments(mean, covariance)))
+        return Gaussian.create(*apply_to_law(self.contraction, ParticleMoments(mean, covariance)))
 
     def _need_width(self, width: int) -> None:
         for name in ("query", "key", "value"):

@@ -12,10 +12,10 @@ from massieu.measures import Gaussian, MissingFormError
 from massieu.measures.value import static_field
 from massieu.ops.sharded.keys import Processes
 from massieu.population.operator import (
-    Affine,
+    AffineMap,
     Map,
-    Moments,
     Operator,
+    ParticleMoments,
     Value,
     admit,
     affine_of,
@@ -74,7 +74,7 @@ class Normalisation(Value):
         """The call: tokens do not meet."""
         return self(particles)
 
-    def affine(self, law: Moments) -> Affine:
+    def affine(self, law: ParticleMoments) -> AffineMap:
         """As an affine map, for a law of that batch.
 
         Raises:
@@ -82,7 +82,7 @@ class Normalisation(Value):
         """
         matrix, offset = affine_of(self.contraction, law)
         gain, bias = self.gain.to(matrix.dtype), self.bias.to(matrix.dtype)
-        return Affine(gain.unsqueeze(-1) * matrix, gain * offset + bias)
+        return AffineMap(gain.unsqueeze(-1) * matrix, gain * offset + bias)
 
     def gaussian(self, law: Gaussian) -> Gaussian:
         """The law after it.

@@ -45,35 +45,35 @@ class Value:
         register(dataclasses.dataclass(frozen=True, eq=False)(cls))
 
 
-class Affine(NamedTuple):
+class AffineMap(NamedTuple):
     """x ↦ matrix·x + offset."""
 
     matrix: Float[Tensor, "*batch d d"]
     offset: Float[Tensor, "*batch d"]
 
 
-class Moments(NamedTuple):
+class ParticleMoments(NamedTuple):
     """Mean and covariance of a Gaussian law."""
 
     mean: Float[Tensor, "*batch d"]
     covariance: Float[Tensor, "*batch d d"]
 
 
-def moments(law: Gaussian) -> Moments:
+def moments(law: Gaussian) -> ParticleMoments:
     """Mean and covariance, in at least float32."""
     origin = torch.zeros_like(law.location)
-    return Moments(law.mean(origin), law.fisher(origin))
+    return ParticleMoments(law.mean(origin), law.fisher(origin))
 
 
-def pushed(affine: Affine, law: Moments) -> Moments:
+def pushed(affine: AffineMap, law: ParticleMoments) -> ParticleMoments:
     """The moments after an affine map."""
     matrix, offset = affine
     mean = (matrix @ law.mean.unsqueeze(-1)).squeeze(-1) + offset
     covariance = matrix @ law.covariance @ matrix.mT
-    return Moments(mean, 0.5 * (covariance + covariance.mT))
+    return ParticleMoments(mean, 0.5 * (covariance + covariance.mT))
 
 
-def affine_of(any_map: Map, law: Moments) -> Affine:
+def affine_of(any_map: Map, law: ParticleMoments) -> AffineMap:
     """A map as the affine one that it is for a population of that law.
 
     Raises:
@@ -89,7 +89,7 @@ def affine_of(any_map: Map, law: Moments) -> Affine:
         basis = torch.eye(size, dtype=law.mean.dtype, device=law.mean.device)
         points = torch.cat([basis.new_zeros(1, size), basis]).expand(*batch, size + 1, size)
         images = any_map.mean(points).to(basis.dtype)
-        return Affine((images[..., 1:, :] - images[..., :1, :]).mT, images[..., 0, :])
+        return AffineMap((images[..., 1:, :] - images[..., :1, :]).mT, images[..., 0, :])
     found: Any = getattr(any_map, "affine", None)
     if found is None:
         raise MissingFormError(
@@ -103,7 +103,7 @@ def apply(any_map: Map, particles: Tensor) -> Tensor:
     return any_map.mean(particles) if isinstance(any_map, Contraction) else any_map(particles)
 
 
-def apply_to_law(any_map: Map, law: Moments) -> Moments:
+def apply_to_law(any_map: Map, law: ParticleMoments) -> ParticleMoments:
     """The law after a contraction or an operator.
 
     Raises:
@@ -193,7 +193,7 @@ def admit(owner: object, particles: Tensor, width: int | None, weights: torch.dt
     return particles.to(torch.promote_types(torch.promote_types(torch.float32, particles.dtype), weights))
 
 
-def need_law(owner: object, law: object, width: int | None, weights: torch.dtype) -> Moments:
+def need_law(owner: object, law: object, width: int | None, weights: torch.dtype) -> ParticleMoments:
     """The moments of a law, in the dtype that they are moved in.
 
     Raises:
@@ -207,4 +207,4 @@ def need_law(owner: object, law: object, width: int | None, weights: torch.dtype
         raise ValueError(f"{name}.gaussian needs a law in {width} dimensions, got {tuple(law.event_shape)}")
     found = moments(law)
     dtype = torch.promote_types(found.mean.dtype, weights)
-    return Moments(*(part.to(dtype) for part in found))
+    return ParticleMoments(*(part.to(dtype) for part in found))

@@ -17,7 +17,7 @@ Processes = ProcessGroup | DeviceMesh | None
 """Who shares a cloud; None: nobody, this process has all of it. A shared cloud's tokens are numbered process by process."""
 
 
-class Reading(NamedTuple):
+class ObservableReading(NamedTuple):
     """One observable of one cloud."""
 
     value: Float[Tensor, "*index"]
@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 class Observable(Protocol):
     """Reads a cloud (n, d); a cloud that processes share is read with their `group` as a keyword."""
 
-    def __call__(self, points: Float[Tensor, "n d"], /) -> Mapping[str, Reading | Tensor | float]: ...
+    def __call__(self, points: Float[Tensor, "n d"], /) -> Mapping[str, ObservableReading | Tensor | float]: ...
 
 
 def joined(group: Processes) -> Group | None:

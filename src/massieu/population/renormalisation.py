@@ -18,7 +18,7 @@ from massieu.measures.value import values_are_readable
 from massieu.ops.sharded.collectives import Group, replicate, total
 from massieu.ops.sharded.keys import Processes
 from massieu.population.arguments import need_tensors, need_values
-from massieu.population.operator import Affine, Moments, Value, admit, admit_share, need_law, pushed
+from massieu.population.operator import AffineMap, ParticleMoments, Value, admit, admit_share, need_law, pushed
 
 
 class Renormalisation(Value):
@@ -84,7 +84,7 @@ class Renormalisation(Value):
         """
         return self._moved(particles, Group.of(group))
 
-    def affine(self, law: Moments) -> Affine:
+    def affine(self, law: ParticleMoments) -> AffineMap:
         """As an affine map, for a population of that law.
 
         Raises:
@@ -92,7 +92,7 @@ class Renormalisation(Value):
         """
         matrix = self.matrix(law.covariance)
         moved = (matrix @ law.mean.unsqueeze(-1)).squeeze(-1)
-        return Affine(matrix, self.mean.to(moved.dtype) - moved)
+        return AffineMap(matrix, self.mean.to(moved.dtype) - moved)
 
     def gaussian(self, law: Gaussian) -> Gaussian:
         """The renormalised law.
@@ -165,7 +165,7 @@ class TraceRenormalisation(Value):
         """
         return self._moved(particles, Group.of(group))
 
-    def affine(self, law: Moments) -> Affine:
+    def affine(self, law: ParticleMoments) -> AffineMap:
         """As an affine map, for a population of that law.
 
         Raises:
@@ -173,7 +173,7 @@ class TraceRenormalisation(Value):
         """
         size = self._size(law.covariance.diagonal(dim1=-2, dim2=-1).sum(-1))
         identity = torch.eye(law.mean.shape[-1], dtype=size.dtype, device=size.device)
-        return Affine(size[..., None, None] * identity, -size.unsqueeze(-1) * law.mean)
+        return AffineMap(size[..., None, None] * identity, -size.unsqueeze(-1) * law.mean)
 
     def gaussian(self, law: Gaussian) -> Gaussian:
         """The renormalised law.

@@ -13,8 +13,8 @@ from massieu.measures import Gaussian, MissingFormError
 from massieu.ops.resampling import Method
 from massieu.population.arguments import need_finite, need_tensors, need_values
 from massieu.population.head import Head
-from massieu.population.operator import Affine
-from massieu.population.reading import Reading
+from massieu.population.operator import AffineMap
+from massieu.population.reading import ObservableReading
 
 
 class ResampledTokens(NamedTuple):
@@ -28,12 +28,15 @@ class ResampledTokens(NamedTuple):
     offspring: Float[Tensor, "*batch n"]
     """Σ_i P_ij: how many draws of each token are expected."""
 
-    def readings(self) -> Mapping[str, Reading]:
+    def readings(self) -> Mapping[str, ObservableReading]:
         """As a flow records them: the mean effective size, and quantiles of the offspring, from least to largest."""
         quantiles = torch.linspace(0, 1, 11, dtype=torch.float64, device=self.offspring.device)
         ordered = self.offspring.double().flatten().sort().values
         place = (quantiles * (len(ordered) - 1)).round().long()
-        return {"effective_size": Reading(self.effective_size.double().mean()), "offspring": Reading(ordered[place])}
+        return {
+            "effective_size": ObservableReading(self.effective_size.double().mean()),
+            "offspring": ObservableReading(ordered[place]),
+        }
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -103,5 +106,5 @@ class ResampledLayer(Head):
             )
         before, tilt, value = self.weighed(law)
         answer = value @ before.covariance
-        output = Affine(answer @ tilt, (value @ before.mean.unsqueeze(-1)).squeeze(-1))
+        output = AffineMap(answer @ tilt, (value @ before.mean.unsqueeze(-1)).squeeze(-1))
         return self.law_after(before, output, answer @ value.mT / self.draws)

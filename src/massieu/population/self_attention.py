@@ -12,7 +12,7 @@ from massieu.population.arguments import need_numbers
 from massieu.population.reading import Processes, check_cloud, collected, greatest, shared, summed
 
 
-class SelfAttentionLevels(NamedTuple):
+class SelfAttentionLevelsResult(NamedTuple):
     """Means over the tokens of a cloud, each of which is a query among all of them as keys; nats."""
 
     log_partition: Float[Tensor, "*batch"]
@@ -27,7 +27,7 @@ class SelfAttentionLevels(NamedTuple):
 
 def self_attention_levels(
     points: Float[Tensor, "*batch n d"], *, scale: float = 1.0, group: Processes = None
-) -> SelfAttentionLevels:
+) -> SelfAttentionLevelsResult:
     """Levels of self-attention of a cloud with tied queries, keys and values; in memory linear in n, time n².
 
     Nothing overflows: the interaction energy is given by its logarithm.
@@ -59,4 +59,4 @@ def self_attention_levels(
     means = (summed(levels.sum(-1), processes) / count).reshape(3, *points.shape[:-2])
     top = greatest(log_z.detach().amax(-1, keepdim=True), processes)
     energy = top[0, :, 0] + summed((log_z - top).exp().sum(-1)[0], processes).log() - math.log(2 * scale * count**2)
-    return SelfAttentionLevels(*means.unbind(), log_interaction_energy=energy.reshape(points.shape[:-2]))
+    return SelfAttentionLevelsResult(*means.unbind(), log_interaction_energy=energy.reshape(points.shape[:-2]))

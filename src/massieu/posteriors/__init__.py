@@ -7,29 +7,29 @@ Zhang, Liu, Cai, Wang and Wang (arXiv 2212.14852).
 
 from massieu.posteriors.base import AttentionForm, Posterior
 from massieu.posteriors.conjugate import ExponentialFamily, GaussianMean
-from massieu.posteriors.discrete import Concepts, DirichletMultinomial
-from massieu.posteriors.linear_regression import LinearRegression, NoisyLinearRegression, Prediction
-from massieu.posteriors.markov import HiddenMarkov, Path
+from massieu.posteriors.discrete import DirichletMultinomial, DiscreteLatent
+from massieu.posteriors.linear_regression import BayesianLinearRegression, NoisyLinearRegression, PredictionResult
+from massieu.posteriors.markov import HiddenMarkov, PathResult
 from massieu.posteriors.sink import PriorAttention, attention_with_prior
-from massieu.posteriors.sufficiency import Regret, Sufficiency, averaging_regret, sufficiency
-from massieu.posteriors.symmetry import PermutationGap, model_permutation_gap, permutation_gap
+from massieu.posteriors.sufficiency import RegretResult, SufficiencyResult, averaging_regret, sufficiency
+from massieu.posteriors.symmetry import PermutationGapResult, model_permutation_gap, permutation_gap
 
 __all__ = [
     "AttentionForm",
-    "Concepts",
+    "BayesianLinearRegression",
     "DirichletMultinomial",
+    "DiscreteLatent",
     "ExponentialFamily",
     "GaussianMean",
     "HiddenMarkov",
-    "LinearRegression",
     "NoisyLinearRegression",
-    "Path",
-    "PermutationGap",
+    "PathResult",
+    "PermutationGapResult",
     "Posterior",
-    "Prediction",
+    "PredictionResult",
     "PriorAttention",
-    "Regret",
-    "Sufficiency",
+    "RegretResult",
+    "SufficiencyResult",
     "attention_with_prior",
     "averaging_regret",
     "model_permutation_gap",

@@ -134,10 +134,10 @@ class AttentionForm(NamedTuple):
     batch: torch.Size
     """The batch shape of which B is the product."""
 
-    def attend(self) -> ops.Attention:
+    def attend(self) -> ops.AttentionResult:
         """The attention: output (*batch, E), the posterior mean; log_partition (*batch), what averages leave out."""
         found = ops.attention(self.query, self.key, self.value, log_weight=self.log_weight, scale=1.0)
-        return ops.Attention(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
+        return ops.AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
 
 
 def with_prior_token(

@@ -17,7 +17,7 @@ LogLikelihood = Float[Tensor, "*batch K V"] | Callable[[Tensor], Float[Tensor, "
 """log p(token | concept): a table whose last dimension tokens index, or a function of tokens."""
 
 
-class Concepts(Posterior):
+class DiscreteLatent(Posterior):
     """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4).
 
     A function as `log_likelihood` takes tokens of shape (*batch, n, …) or (*batch, *query, …) and appends a last
@@ -61,10 +61,12 @@ class Concepts(Posterior):
         """Of z as a one-hot vector: diag(p) − ppᵀ."""
         return torch.diag_embed(self.mean) - self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
 
-    def posterior(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> "Concepts":
+    def posterior(
+        self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None
+    ) -> "DiscreteLatent":
         law, pooled = self._pool(tokens, mask)
         joint, gain = law._joint(pooled)
-        return Concepts(joint - gain.unsqueeze(-1), law.log_likelihood, law.log_evidence + gain)
+        return DiscreteLatent(joint - gain.unsqueeze(-1), law.log_likelihood, law.log_evidence + gain)
 
     def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "*batch_query"]:
         law, found = emitted_once(self, self.log_likelihood, self.log_weight, token)
@@ -101,7 +103,7 @@ class Concepts(Posterior):
         value = key if values is None else values.to(flat.dtype).expand(len(flat), 1, *values.shape)
         return AttentionForm(flat, key, value, logits, batch)
 
-    def _pool(self, tokens: Tensor, mask: Tensor | None) -> tuple["Concepts", Tensor]:
+    def _pool(self, tokens: Tensor, mask: Tensor | None) -> tuple["DiscreteLatent", Tensor]:
         """The law, spread, and L times the average of the visible tokens' log-likelihoods."""
         law, found = emitted(self, self.log_likelihood, self.log_weight, tokens, mask)
         return law, found.sum(-2)

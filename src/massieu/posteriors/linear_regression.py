@@ -15,7 +15,7 @@ from massieu.posteriors.base import Posterior, check_numbers
 _LOG_2PI = math.log(2 * math.pi)
 
 
-class Prediction(NamedTuple):
+class PredictionResult(NamedTuple):
     """The law of the targets at some features."""
 
     mean: Float[Tensor, "*batch_query e"]
@@ -23,7 +23,7 @@ class Prediction(NamedTuple):
     """Of each target, noise included."""
 
 
-class LinearRegression(Posterior):
+class BayesianLinearRegression(Posterior):
     """Tokens (features, targets) with targets = features·z + noise of known variance, z's columns N(mean, precision⁻¹).
 
     Its predictive mean is that of kernel ridge regression over the tokens, not of softmax attention (Z4).
@@ -65,16 +65,16 @@ class LinearRegression(Posterior):
 
     def posterior(
         self, tokens: Float[Tensor, "*batch n p_plus_e"], mask: Bool[Tensor, "*batch n"] | None = None
-    ) -> "LinearRegression":
+    ) -> "BayesianLinearRegression":
         law, tokens, seen = self._admit(tokens, mask, (sum(self.mean.shape[-2:]),))
         noise = law.noise[..., None, None]
         step = _regress(law.mean, noise * law.precision, tokens)
         outputs = law.mean.shape[-1]
         constant = outputs * (seen.to(tokens.dtype).sum(-1) * (law.noise.log() + _LOG_2PI) + step.log_ratio)
         gain = -0.5 * (constant + step.square / law.noise)
-        return LinearRegression(step.mean, step.precision / noise, law.noise, law.log_evidence + gain)
+        return BayesianLinearRegression(step.mean, step.precision / noise, law.noise, law.log_evidence + gain)
 
-    def predict(self, features: Float[Tensor, "*batch_query p"]) -> Prediction:
+    def predict(self, features: Float[Tensor, "*batch_query p"]) -> PredictionResult:
         """The targets at these features: mean features·E z, variance noise + features·precision⁻¹·features (Z4).
 
         Raises:
@@ -82,7 +82,7 @@ class LinearRegression(Posterior):
         """
         mean, leverage = _predict(*_admit_features(self, features))
         noise = _behind(self.noise, leverage).to(leverage.dtype)
-        return Prediction(mean, noise + leverage)
+        return PredictionResult(mean, noise + leverage)
 
     def log_predictive(self, token: Float[Tensor, "*batch_query p_plus_e"]) -> Float[Tensor, "*batch_query"]:
         features, targets = _split(self, token)
@@ -92,9 +92,10 @@ class LinearRegression(Posterior):
 
 
 class NoisyLinearRegression(Posterior):
-    """`LinearRegression` whose noise is a latent too: variance ~ inverse gamma(shape, rate), z ~ N(mean, variance·precision⁻¹).
+    """`BayesianLinearRegression` whose noise is a latent too.
 
-    Predictive laws are Student's t with 2·shape degrees of freedom.
+    variance ~ inverse gamma(shape, rate), z ~ N(mean, variance·precision⁻¹). Predictive laws are Student's t with 2·shape
+    degrees of freedom.
 
     Attributes:
         mean: E z, shape (*batch, p, e).
@@ -160,7 +161,7 @@ class NoisyLinearRegression(Posterior):
         gain = gain - 0.5 * outputs * (count * _LOG_2PI + step.log_ratio)
         return NoisyLinearRegression(step.mean, step.precision, shape, rate, law.log_evidence + gain)
 
-    def predict(self, features: Float[Tensor, "*batch_query p"]) -> Prediction:
+    def predict(self, features: Float[Tensor, "*batch_query p"]) -> PredictionResult:
         """The targets at these features: mean features·E z, variance `noise`·(1 + features·precision⁻¹·features), infinite
         where shape ≤ 1.
 
@@ -168,7 +169,7 @@ class NoisyLinearRegression(Posterior):
             ValueError, TypeError: shapes or dtypes that do not fit.
         """
         mean, leverage = _predict(*_admit_features(self, features))
-        return Prediction(mean, _behind(self.noise, leverage).to(leverage.dtype) * (1 + leverage))
+        return PredictionResult(mean, _behind(self.noise, leverage).to(leverage.dtype) * (1 + leverage))
 
     def log_predictive(self, token: Float[Tensor, "*batch_query p_plus_e"]) -> Float[Tensor, "*batch_query"]:
         features, targets = _split(self, token)
@@ -236,7 +237,9 @@ def _behind(number: Tensor, like: Tensor) -> Tensor:
     return number.reshape((*number.shape, *[1] * (like.ndim - number.ndim)))
 
 
-def _admit_features(law: LinearRegression | NoisyLinearRegression, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _admit_features(
+    law: BayesianLinearRegression | NoisyLinearRegression, features: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     fitted, features, lead = law._fit(features, (law.mean.shape[-2],), "features")
     batch = law.batch_shape
     if lead[: len(batch)] != batch:
@@ -247,7 +250,7 @@ def _admit_features(law: LinearRegression | NoisyLinearRegression, features: Ten
     return fitted.mean, fitted.precision, features
 
 
-def _split(law: LinearRegression | NoisyLinearRegression, token: Tensor) -> tuple[Tensor, Tensor]:
+def _split(law: BayesianLinearRegression | NoisyLinearRegression, token: Tensor) -> tuple[Tensor, Tensor]:
     sizes = list(law.mean.shape[-2:])
     if not isinstance(token, Tensor) or token.ndim == 0 or token.shape[-1] != sum(sizes):
         given = tuple(token.shape) if isinstance(token, Tensor) else told(token)

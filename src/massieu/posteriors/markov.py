@@ -18,7 +18,7 @@ from massieu.posteriors.discrete import (
 )
 
 
-class Path(NamedTuple):
+class PathResult(NamedTuple):
     """What a sequence tells of every state of the chain."""
 
     filtered: Float[Tensor, "*batch n K"]
@@ -37,7 +37,7 @@ class HiddenMarkov(Posterior):
     Attributes:
         log_weight: log P(state behind the next token | tokens seen), normalised, shape (*batch, K).
         log_transition: log P(next state j | state i) at [i, j], normalised, shape (*batch, K, K).
-        log_likelihood: log p(token | state): a table (*batch, K, V) or a function, as of `Concepts`.
+        log_likelihood: log p(token | state): a table (*batch, K, V) or a function, as of `DiscreteLatent`.
         log_evidence: log-probability of the tokens seen, shape (*batch).
     """
 
@@ -89,7 +89,7 @@ class HiddenMarkov(Posterior):
         law, found = emitted_once(self, self.log_likelihood, self.log_weight, token)
         return stable.logsumexp(law.log_weight + found)
 
-    def path(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> Path:
+    def path(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> PathResult:
         """Filtered and smoothed laws of every state, by one pass forwards and one backwards: O(nK²).
 
         Raises:
@@ -111,7 +111,7 @@ class HiddenMarkov(Posterior):
             later.append(stable.log_softmax(message))
         states = torch.stack(filtered, -2)
         smoothed = stable.log_softmax(states + torch.stack(later[::-1], -2))
-        return Path(states, smoothed, torch.stack(gains, -1))
+        return PathResult(states, smoothed, torch.stack(gains, -1))
 
     def _move(self, found: Tensor) -> tuple["HiddenMarkov", Tensor, Tensor]:
         """The law after a token of these log-likelihoods, the filtered law of the state that emitted it, its log-predictive."""

@@ -18,7 +18,7 @@ _SAME = 1e-9
 # --- what is sufficient (Z2) -------------------------------------------------------------------------------------------
 
 
-class Sufficiency(NamedTuple):
+class SufficiencyResult(NamedTuple):
     """What sequences of tokens say of a concept, and what their posterior says. Informations are in nats."""
 
     information: float
@@ -40,7 +40,7 @@ def sufficiency(
     length: int,
     *,
     label: Float[Tensor, "K Y"] | None = None,
-) -> Sufficiency:
+) -> SufficiencyResult:
     """Enumerate all V^length sequences of tokens independent given one of K concepts (Z2).
 
     Args:
@@ -93,7 +93,7 @@ def sufficiency(
         raise ValueError("all sequences have one posterior: there is nothing to merge")
     losses = _merger_losses(merged)
     label_losses = _merger_losses(merged @ label)
-    return Sufficiency(
+    return SufficiencyResult(
         _information(joint),
         _information(merged),
         len(joint),
@@ -134,7 +134,7 @@ def _merger_losses(joint: Float[Tensor, "S K"]) -> Float[Tensor, "pairs"]:
 # --- regret (Z11) ------------------------------------------------------------------------------------------------------
 
 
-class Regret(NamedTuple):
+class RegretResult(NamedTuple):
     """Cumulative losses after each of t tokens, in nats."""
 
     loss: Float[Tensor, "*batch t"]
@@ -155,7 +155,7 @@ def averaging_regret(
     log_predictive: Float[Tensor, "*batch t"],
     log_likelihoods: Float[Tensor, "*batch t K"],
     log_prior: Float[Tensor, "K"],
-) -> Regret:
+) -> RegretResult:
     """A predictor's losses beside the bound that Bayesian model averaging keeps (Z11).
 
     Args:
@@ -177,4 +177,4 @@ def averaging_regret(
     dtype = torch.promote_types(torch.promote_types(log_predictive.dtype, log_likelihoods.dtype), torch.float32)
     loss, each = -log_predictive.to(dtype).cumsum(-1), -log_likelihoods.to(dtype).cumsum(-2)
     prior = torch.log_softmax(log_prior.to(dtype), -1)
-    return Regret(loss, each.amin(-1), (each - prior).amin(-1))
+    return RegretResult(loss, each.amin(-1), (each - prior).amin(-1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from massieu.posteriors.arguments import check_values, check_whole, told
 
 
-class PermutationGap(NamedTuple):
+class PermutationGapResult(NamedTuple):
     """The largest difference that permuting tokens made, relative to the largest output; None for what was not tried.
 
     Of a map with an output a token it is ‖f(πX) − πf(X)‖∞/‖f(X)‖∞, of any other ‖f(πX) − f(X)‖∞/‖f(X)‖∞.
@@ -41,7 +41,7 @@ def permutation_gap(
     equivariant: bool = True,
     draws: int = 8,
     generator: torch.Generator | None = None,
-) -> PermutationGap:
+) -> PermutationGapResult:
     """Permute tokens, alone and with what tells of their order, and see how far the output is from permuted too (Z14).
 
     ``function(tokens)`` is called, with keywords ``positions`` and ``mask`` where those are given. Rounding depends on the
@@ -87,7 +87,7 @@ def permutation_gap(
                 largest = max(largest, float(difference / size) if size > 0 else float(difference > 0))
             return largest
 
-        return PermutationGap(
+        return PermutationGapResult(
             gap(False, False),
             None if positions is None else gap(True, False),
             None if mask is None else gap(True, True),
@@ -101,7 +101,7 @@ def model_permutation_gap(
     *,
     draws: int = 8,
     generator: torch.Generator | None = None,
-) -> PermutationGap:
+) -> PermutationGapResult:
     """`permutation_gap` of a Hugging Face text model: of its last hidden states, or its logits where it has none (Z14).
 
     Position indices are passed where the model takes them, 0 … L − 1 (from padding_idx + 1 in RoBERTa's kin), and permuted

@@ -21,7 +21,7 @@ LONGEST_GRAM = 4096
 """Keys above which "auto" forms no Gram matrix."""
 
 
-class ConditionalMean(NamedTuple):
+class ConditionalMeanResult(NamedTuple):
     """What `conditional_mean_attention` returns."""
 
     output: Float[Tensor, "*query E"]
@@ -89,7 +89,7 @@ def conditional_mean_attention(
     need_variance: bool = False,
     method: Method = "auto",
     throw: bool = True,
-) -> ConditionalMean:
+) -> ConditionalMeanResult:
     """Vᵀ(G + λI)⁻¹κ(K, q), G = κ(K, K): what the tokens (key, value) say of E[value | key = q] (Z4, Z5).
 
     It is the posterior mean where value = zφ(key) + noise of variance σ², coefficients z have prior variance λ₀, κ(a, b) =
@@ -100,7 +100,8 @@ def conditional_mean_attention(
         query: (B, H, L, D) with H a multiple of the key's Hk heads, query head h on key head h // (H / Hk); or the same
             spelt out, (B, Hk, G, L, D).
         key, value: (B, Hk, N, D) and (B, Hk, N, E), of the query's dtype and device.
-        kernel: `Linear`, `Exponential`, `Gaussian`, `Features`, or one's own; its numbers are one a key head, or one.
+        kernel: `LinearKernel`, `ExponentialKernel`, `GaussianKernel`, `FeatureKernel`, or one's own; its numbers are
+            one a key head, or one.
         ridge: λ, which the Gram matrix's diagonal gets: a number or a tensor of one number, (Hk,) or (B, Hk). Not
             negative; 0 interpolates, where G allows it.
         operator_ridge: In its place λ/L, the ridge of the empirical operator (1/L)Σφφᵀ (Z5), L the number of visible
@@ -112,7 +113,7 @@ def conditional_mean_attention(
         need_variance: Return the posterior variance, in units of λ₀, too.
         method: How, or a name for the same at its defaults.
 
-            - "cholesky": exact. By the features where the kernel has F < N of them (D for `Linear`), in time N·F² and
+            - "cholesky": exact. By the features where the kernel has F < N of them (D for `LinearKernel`), in time N·F² and
               memory N·F, causal or not; else by the Gram matrix, N³ and N·(N + L); the variance and `is_causal` take N²·L.
             - `ConjugateGradient`: to a residual, in memory linear in N and L, the gradient too; not causal. The
               variance costs a solve a query.
@@ -160,7 +161,7 @@ def conditional_mean_attention(
     output = problem.restore(output.unflatten(2, layout)).to(problem.query.dtype)
     variance = restored(variance) if need_variance else None
     _check_result(output=output, variance=variance)
-    return ConditionalMean(output, variance, restored(bound), solved)
+    return ConditionalMeanResult(output, variance, restored(bound), solved)
 
 
 def _check_result(**results: Tensor | None) -> None:

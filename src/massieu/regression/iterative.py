@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from massieu import solve
 from massieu.errors import ConvergenceError
 from massieu.posteriors.arguments import check_number, check_whole
-from massieu.regression.kernels import Features, Kernel
+from massieu.regression.kernels import FeatureKernel, Kernel
 from massieu.regression.logarithms import lifted, with_last
 from massieu.regression.low_rank import pivoted_cholesky
 from massieu.regression.tokens import Tokens, need_positive
@@ -76,7 +76,7 @@ def iterative(
     Without `throw` a system that has not converged has its last iterate, in the derivative too.
     """
     need_positive(tokens.ridge, "method 'conjugate_gradient'")
-    if isinstance(tokens.kernel, Features):
+    if isinstance(tokens.kernel, FeatureKernel):
         raise ValueError(
             "method 'conjugate_gradient' is for kernels without a map of features; 'cholesky' uses the map"
         )

@@ -65,7 +65,7 @@ class LogKernel(Kernel):
         return self.log_diagonal(points).exp()
 
 
-class Linear(Kernel):
+class LinearKernel(Kernel):
     """κ(a, b) = a·b, with features φ(a) = a: conditional mean attention is then ridge regression of values on keys."""
 
     def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
@@ -81,7 +81,7 @@ class Linear(Kernel):
         return points
 
 
-class Exponential(LogKernel):
+class ExponentialKernel(LogKernel):
     """κ(a, b) = exp(scale·a·b), softmax attention's; on a sphere it is Gaussian up to a constant (Z7).
 
     Conditional means are found with logarithms of it, so that exp(scale·‖x‖²) may be beyond the dtype's range, at keys and
@@ -106,12 +106,12 @@ class Exponential(LogKernel):
         """scale·‖x‖²."""
         return _per_head(self.scale, points).squeeze(-1) * points.square().sum(-1)
 
-    def normalized(self) -> "Gaussian":
+    def normalized(self) -> "GaussianKernel":
         """The Gaussian kernel of variance 1/scale: −½scale·‖a − b‖² = scale·(a·b − ½‖a‖² − ½‖b‖²)."""
-        return Gaussian(self.scale.rsqrt())
+        return GaussianKernel(self.scale.rsqrt())
 
 
-class Gaussian(Kernel):
+class GaussianKernel(Kernel):
     """κ(a, b) = exp(−‖a − b‖²/(2·lengthscale²)), to a relative rounding of some ε·r², r the keys' distance from their mean
     in lengthscales: below 1e-3 in float32 up to r = 50.
 
@@ -142,7 +142,7 @@ class Gaussian(Kernel):
         return points.new_ones(points.shape[:-1])
 
 
-class Features(Kernel):
+class FeatureKernel(Kernel):
     """κ(a, b) = φ(a)·φ(b) for a map of one's own, such as harmonics, random features or a network.
 
     Attributes:

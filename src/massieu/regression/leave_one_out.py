@@ -15,7 +15,7 @@ from massieu.regression.kernels import Kernel
 from massieu.regression.tokens import Ridge, Tokens, check_tokens, need_positive
 
 
-class LeaveOneOut(NamedTuple):
+class LeaveOneOutResult(NamedTuple):
     """What each token says of the others' prediction of it."""
 
     residual: Float[Tensor, "B H N E"]
@@ -24,7 +24,7 @@ class LeaveOneOut(NamedTuple):
     """The squared residuals' mean over tokens, by their weights, and over the value's coordinates."""
 
 
-class RidgeChoice(NamedTuple):
+class RidgeChoiceResult(NamedTuple):
     """The ridge of the least leave-one-out error, head by head."""
 
     ridge: Float[Tensor, "B H"]
@@ -40,7 +40,7 @@ def leave_one_out(
     ridge: Ridge | None = None,
     operator_ridge: Ridge | None = None,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
-) -> LeaveOneOut:
+) -> LeaveOneOutResult:
     """Residuals (v − Hv)ₙ/(1 − Hₙₙ), H = G(G + λI)⁻¹, without a second fit (Allen 1974, PRESS).
 
     λ stays what it is with all tokens, that of an operator ridge too. Arguments, derivatives and errors are those of
@@ -75,7 +75,7 @@ def leave_one_out(
     weight = tokens.root.square()
     total = torch.where(visible.any(-1), weight.sum(-1), 1.0)
     error = (weight * residual.square().mean(-1)).sum(-1) / total
-    return LeaveOneOut(residual.to(value.dtype), error)
+    return LeaveOneOutResult(residual.to(value.dtype), error)
 
 
 def _by_features(features: Float[Tensor, "B H N F"], tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def choose_ridge(
     *,
     kernel: Kernel,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
-) -> RidgeChoice:
+) -> RidgeChoiceResult:
     """The matrix's ridge of the least leave-one-out mean squared error among `ridges`, for each head of each item.
 
     The choice has no gradient. Errors are those of `leave_one_out`, and ValueError for no ridge at all.
@@ -122,4 +122,4 @@ def choose_ridge(
             for ridge in grid.tolist()
         ]
     errors = torch.stack(tried)
-    return RidgeChoice(grid.to(errors)[errors.argmin(0)], errors)
+    return RidgeChoiceResult(grid.to(errors)[errors.argmin(0)], errors)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures.value import values_are_readable
-from massieu.ops.shapes import Problem, check_problem, in_autocast_dtype, told
+from massieu.ops.shapes import AttentionProblem, check_problem, in_autocast_dtype, told
 from massieu.posteriors.arguments import check_device
 from massieu.regression.kernels import Kernel, LogKernel
 from massieu.regression.logarithms import Logarithms
@@ -94,7 +94,7 @@ def check_tokens(
     operator_ridge: Ridge | None,
     log_weight: Tensor | None,
     is_causal: bool,
-) -> tuple[Problem, Tokens]:
+) -> tuple[AttentionProblem, Tokens]:
     """Check every argument and bring it to the common layout.
 
     Raises:

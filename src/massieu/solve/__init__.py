@@ -6,9 +6,9 @@ systems are solved are arguments of their own. Everything here knows functions o
 
 from massieu.solve.attraction import spectral_radius
 from massieu.solve.fixed_point import fixed_point
-from massieu.solve.linear import GMRES, ConjugateGradients, Dense, LinearSolution, LinearSolver
+from massieu.solve.linear import GMRES, ConjugateGradients, Dense, LinearSolver, LinearSolveResult
 from massieu.solve.methods import Anderson, Auto, Method, Newton, Picard
-from massieu.solve.status import FixedPoint, Status
+from massieu.solve.status import FixedPointResult, Status
 
 __all__ = [
     "GMRES",
@@ -16,8 +16,8 @@ __all__ = [
     "Auto",
     "ConjugateGradients",
     "Dense",
-    "FixedPoint",
-    "LinearSolution",
+    "FixedPointResult",
+    "LinearSolveResult",
     "LinearSolver",
     "Method",
     "Newton",

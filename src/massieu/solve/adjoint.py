@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
-from massieu.solve.linear import LinearSolution, LinearSolver, dense
+from massieu.solve.linear import LinearSolver, LinearSolveResult, dense
 from massieu.solve.loops import in_functorch, in_nested_forward_mode, readable, some, unwrapped
-from massieu.solve.problem import Problem
+from massieu.solve.problem import FixedPointProblem
 from massieu.solve.status import CONVERGED, Status
 
 _ORDERS = 3
@@ -26,7 +26,7 @@ _ORDERS = 3
 class Implicit:
     """What the derivatives of a fixed point need beside tensors."""
 
-    problem: Problem
+    problem: FixedPointProblem
     solver: LinearSolver
     throw: bool
     lost: float = math.nan
@@ -42,7 +42,7 @@ def implicit(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Ten
     return function.apply(system, value, refused, *leaves)
 
 
-def one_step(problem: Problem, value: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
+def one_step(problem: FixedPointProblem, value: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
     """`value` with the derivatives that f has with respect to the leaves at a constant z."""
     image = problem(value, *leaves)
     return value + (image - image.detach())
@@ -157,7 +157,7 @@ def _harmless(system: Implicit, value: Tensor, refused: Tensor) -> Tensor:
     return value if math.isnan(system.lost) else torch.where(refused.unsqueeze(-1), 0.0, value)
 
 
-def _reason(found: LinearSolution) -> str:
+def _reason(found: LinearSolveResult) -> str:
     status, steps = unwrapped(found.status).flatten(), unwrapped(found.steps).flatten()
     failed = status != CONVERGED
     residual = float(unwrapped(found.residual).flatten().expand_as(status)[failed].amax())
@@ -170,7 +170,7 @@ def _reason(found: LinearSolution) -> str:
     )
 
 
-def _product(problem: Problem, vector: Tensor, transposed: bool) -> Callable[..., Tensor]:
+def _product(problem: FixedPointProblem, vector: Tensor, transposed: bool) -> Callable[..., Tensor]:
     """(z, *leaves) ↦ Jᵀ vector, or J vector, which is the derivative of Jᵀ u in u: so no forward mode is needed."""
 
     def pulled(cotangent: Tensor, value: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:

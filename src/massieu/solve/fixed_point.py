@@ -16,8 +16,8 @@ from massieu.solve.iteration import State, Tolerance, begin, contraction, judge
 from massieu.solve.linear import GMRES, ConjugateGradients, Dense, LinearSolver
 from massieu.solve.loops import may_be_differentiated, readable, repeat, some, unwrapped
 from massieu.solve.methods import METHODS, Method, Newton, Picard
-from massieu.solve.problem import Map, Problem, pose, refuse_captured
-from massieu.solve.status import CONVERGED, DIVERGED, MAX_STEPS, NOT_ATTRACTING, NOT_FINITE, FixedPoint, Status
+from massieu.solve.problem import FixedPointProblem, Map, pose, refuse_captured
+from massieu.solve.status import CONVERGED, DIVERGED, MAX_STEPS, NOT_ATTRACTING, NOT_FINITE, FixedPointResult, Status
 
 Adjoint = Literal["implicit", "one_step", "unrolled"]
 
@@ -47,7 +47,7 @@ def fixed_point(
     throw: bool = True,
     lost_derivative: Literal["nan", "zero"] = "nan",
     check_attraction: bool | None = None,
-) -> FixedPoint:
+) -> FixedPointResult:
     """Find z with ``function(z, *parameters) = z``, for each item by itself (B12).
 
     An item has converged where ‖f(z) − z‖₂ ≤ atol + rtol·max(‖z‖₂, ‖f(z)‖₂); from then on it does not change. Items must
@@ -127,7 +127,7 @@ def fixed_point(
 
 
 def _iterate(
-    problem: Problem,
+    problem: FixedPointProblem,
     start: Tensor,
     image: Tensor,
     leaves: tuple[Tensor, ...],
@@ -145,7 +145,7 @@ def _iterate(
     return state._replace(status=torch.where(state.running, MAX_STEPS, state.status))
 
 
-def _check_attraction(problem: Problem, state: State, leaves: tuple[Tensor, ...], damping: float) -> State:
+def _check_attraction(problem: FixedPointProblem, state: State, leaves: tuple[Tensor, ...], damping: float) -> State:
     """Refuse the fixed points of which an eigenvalue of modulus ≥ 1 is proven, beyond what differences leave open."""
     proven = spectrum(Map(problem, leaves), state.point, state.image, PRODUCTS, damping).proven
     bound = 1 + 4 * torch.finfo(state.point.dtype).eps ** 0.5
@@ -156,7 +156,9 @@ def _check_attraction(problem: Problem, state: State, leaves: tuple[Tensor, ...]
     )
 
 
-def _finish(problem: Problem, state: State, tolerance: Tolerance, max_steps: int, throw: bool) -> FixedPoint:
+def _finish(
+    problem: FixedPointProblem, state: State, tolerance: Tolerance, max_steps: int, throw: bool
+) -> FixedPointResult:
     """The result, or an error."""
     failed, value = state.status != CONVERGED, state.point
     if throw and not readable():
@@ -164,7 +166,7 @@ def _finish(problem: Problem, state: State, tolerance: Tolerance, max_steps: int
     size, ratio = state.size.detach(), contraction(state).detach()
     if throw and readable() and some(failed):
         raise ConvergenceError(_reason(state, size, ratio, tolerance, max_steps))
-    return FixedPoint(problem.shaped(value), state.status, state.steps, state.evaluations, size, ratio)
+    return FixedPointResult(problem.shaped(value), state.status, state.steps, state.evaluations, size, ratio)
 
 
 def _reason(state: State, size: Tensor, ratio: Tensor, tolerance: Tolerance, max_steps: int) -> str:

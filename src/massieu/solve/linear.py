@@ -17,7 +17,7 @@ from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SING
 Product = Callable[..., Tensor]
 
 
-class LinearSolution(NamedTuple):
+class LinearSolveResult(NamedTuple):
     """What was found, one number for each item but for `value`.
 
     Attributes:
@@ -39,7 +39,7 @@ class LinearSolver(ABC):
     @abstractmethod
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
-    ) -> LinearSolution:
+    ) -> LinearSolveResult:
         """Solve A x = right from x = 0, where ``product(x, *constants)`` is A x.
 
         Not differentiable itself. Compiled, `product` may use no other tensors than `constants`.
@@ -60,7 +60,7 @@ class ConjugateGradients(LinearSolver):
 
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
-    ) -> LinearSolution:
+    ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR at a direction of no or negative curvature, with the x before it."""
         target = default_rtol(self.rtol, _checked(right).dtype) * right.norm(dim=-1)
         limit = max(2 * right.shape[-1], 50) if self.max_steps is None else self.max_steps
@@ -92,7 +92,7 @@ class ConjugateGradients(LinearSolver):
             )
 
         end = repeat(step, start, lambda state: state.status == RUNNING, limit, constants)
-        return LinearSolution(end.value, _conclude(end.status), end.steps, end.square.sqrt())
+        return LinearSolveResult(end.value, _conclude(end.status), end.steps, end.square.sqrt())
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,15 @@ class GMRES(LinearSolver):
 
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
-    ) -> LinearSolution:
+    ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR where the Krylov space ends before the residual does."""
         size = _checked(right).norm(dim=-1)
         target = default_rtol(self.rtol, right.dtype) * size
         steps = torch.zeros_like(size, dtype=torch.int64)
-        solution = LinearSolution(torch.zeros_like(right), _begin(size, target), steps, size)
+        solution = LinearSolveResult(torch.zeros_like(right), _begin(size, target), steps, size)
         solution = self._cycle(product, right, solution, target, constants)
 
-        def again(state: LinearSolution, right: Tensor, target: Tensor, *constants: Tensor) -> LinearSolution:
+        def again(state: LinearSolveResult, right: Tensor, target: Tensor, *constants: Tensor) -> LinearSolveResult:
             running = state.status == RUNNING
             residual = right - product(state.value, *constants)
             size = torch.where(running, residual.norm(dim=-1), state.residual)
@@ -133,8 +133,8 @@ class GMRES(LinearSolver):
         return solution._replace(status=_conclude(solution.status))
 
     def _cycle(
-        self, product: Product, residual: Tensor, state: LinearSolution, target: Tensor, constants: Sequence[Tensor]
-    ) -> LinearSolution:
+        self, product: Product, residual: Tensor, state: LinearSolveResult, target: Tensor, constants: Sequence[Tensor]
+    ) -> LinearSolveResult:
         """The state after one more Krylov space, which begins with its residual."""
         most = (100 if readable() else 30) if self.memory is None else self.memory
         memory = min(most, residual.shape[-1])
@@ -142,7 +142,7 @@ class GMRES(LinearSolver):
         end = repeat(_arnoldi(product), start, lambda state: state.status == RUNNING, memory, constants)
         weights = torch.linalg.solve_triangular(end.triangle, end.projected.unsqueeze(-1), upper=True)
         value = state.value + (end.basis[..., :-1, :].mT @ weights).squeeze(-1)
-        return LinearSolution(value, end.status, end.steps, end.size.abs())
+        return LinearSolveResult(value, end.status, end.steps, end.size.abs())
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Dense(LinearSolver):
 
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
-    ) -> LinearSolution:
+    ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR where LU meets a pivot of 0."""
         matrix = dense(lambda vector: product(vector, *constants), _checked(right))
         factors = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
@@ -159,7 +159,7 @@ class Dense(LinearSolver):
         status = torch.where(factors.info == 0, CONVERGED, SINGULAR)
         status = torch.where(value.isfinite().all(-1) | (factors.info != 0), status, NOT_FINITE)
         residual = (right - (matrix @ value.unsqueeze(-1)).squeeze(-1)).norm(dim=-1)
-        return LinearSolution(value, status, torch.full_like(status, right.shape[-1]), residual)
+        return LinearSolveResult(value, status, torch.full_like(status, right.shape[-1]), residual)
 
 
 def _checked(right: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class _Cycle(NamedTuple):
     target: Tensor
 
 
-def _begin_cycle(residual: Tensor, state: LinearSolution, target: Tensor, memory: int) -> _Cycle:
+def _begin_cycle(residual: Tensor, state: LinearSolveResult, target: Tensor, memory: int) -> _Cycle:
     items = state.residual.shape
     wide = torch.eye(memory + 1, dtype=residual.dtype, device=residual.device).expand(*items, -1, -1)
     zero = torch.zeros_like(state.residual).unsqueeze(-1).expand(*items, memory)

@@ -25,7 +25,7 @@ TENSOR = _Placeholder()
 
 
 @dataclass(frozen=True)
-class Problem:
+class FixedPointProblem:
     """``f(z, *parameters)`` as ``self(flat, *leaves)``: `flat` is (*items, n), and `leaves` are the tensors in the parameters.
 
     Attributes:
@@ -77,7 +77,7 @@ class Problem:
 class Map:
     """The problem's function at given parameters. Loops of a compiled graph take the tensors in it one by one."""
 
-    problem: Problem
+    problem: FixedPointProblem
     leaves: tuple[Tensor, ...]
 
     def __call__(self, flat: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Map:
 
 def pose(
     function: _Function, start: Tensor, parameters: Any, item_dims: int
-) -> tuple[Problem, Tensor, tuple[Tensor, ...]]:
+) -> tuple[FixedPointProblem, Tensor, tuple[Tensor, ...]]:
     """The problem, its flat start and the parameters' tensors, with half precision promoted.
 
     Raises:
@@ -113,7 +113,7 @@ def pose(
             for place, leaf in enumerate(tensors)
         )
     others = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    problem = Problem(function, tuple(start.shape), item_dims, structure, others)
+    problem = FixedPointProblem(function, tuple(start.shape), item_dims, structure, others)
     return problem, problem.flat(_promote(start)), tensors
 
 

@@ -34,7 +34,7 @@ RUNNING = -1
 """The status of an item that has not stopped."""
 
 
-class FixedPoint(NamedTuple):
+class FixedPointResult(NamedTuple):
     """A fixed point, or the last iterate, and how it came about. All but `value` have one number for each item.
 
     Attributes:

@@ -1,24 +1,29 @@
 """What is proved of attention in ideal cases: bounds, laws, exactly solved models; nothing that one builds or probes with.
 
-- Bal: how a memory descends (B5); vector spins of many components, `SphericalSpins` (B15, B16); `Clustering` on a sphere;
+- Bal: how a memory descends (B5); vector spins of many components, `SphericalSpins` (B15, B16); `ClusteringEnergy` on a sphere;
 - Shim: the equilibrium of a population and what grows about it, Gaussian laws under layers, the expansion (S11 to S20);
 - Zhang et al.: finite exchangeability (Z1), softmax as a smoother of the sphere (Z4 to Z6), Gaussian tokens (Z7), what a
   masked objective transfers (Z8 to Z12), generalisation (Z13, Z14).
 """
 
-from massieu.theory.assumptions import EquilibriumReport, equilibrium_report
-from massieu.theory.clustering import Clustering
+from massieu.theory.assumptions import EquilibriumResult, equilibrium_report
+from massieu.theory.clustering import ClusteringEnergy
 from massieu.theory.descent import damped_descent, energy_range, largest_norm, least_descent, path_length, smallest_move
 from massieu.theory.equilibrium import after_layer, entropy_gain, equilibrium, key_law, sample_error, whitened_map
-from massieu.theory.expansion import Expansion, expansion
+from massieu.theory.expansion import ExpansionResult, expansion
 from massieu.theory.gaussian_flow import BlowUpError, gaussian_flow
-from massieu.theory.generalisation import AttentionLipschitz, attention_lipschitz, generalisation_bound, log_cover_size
+from massieu.theory.generalisation import (
+    AttentionLipschitzResult,
+    attention_lipschitz,
+    generalisation_bound,
+    log_cover_size,
+)
 from massieu.theory.growth import cumulant_growth, harmonic_growth, measured_cumulant_growth
-from massieu.theory.large_dimension import SaddlePoint, SphericalSpins
+from massieu.theory.large_dimension import SaddlePointResult, SphericalSpins
 from massieu.theory.precision import GaussianTokens, denoising_score, precision_matching_score
 from massieu.theory.smoothing import (
-    SmoothingError,
-    SmoothingFloor,
+    SmoothingErrorResult,
+    SmoothingFloorResult,
     asymptotic_scale,
     deconvolution,
     harmonic_count,
@@ -32,7 +37,7 @@ from massieu.theory.smoothing import (
     zonal_harmonics,
 )
 from massieu.theory.transfer import (
-    Transfer,
+    TransferResult,
     excess_risk_bound,
     masked_gaussian_mean,
     masked_mean,
@@ -42,17 +47,17 @@ from massieu.theory.transfer import (
 from massieu.theory.urns import finite_extension_bound, urn_total_variation
 
 __all__ = [
-    "AttentionLipschitz",
+    "AttentionLipschitzResult",
     "BlowUpError",
-    "Clustering",
-    "EquilibriumReport",
-    "Expansion",
+    "ClusteringEnergy",
+    "EquilibriumResult",
+    "ExpansionResult",
     "GaussianTokens",
-    "SaddlePoint",
-    "SmoothingError",
-    "SmoothingFloor",
+    "SaddlePointResult",
+    "SmoothingErrorResult",
+    "SmoothingFloorResult",
     "SphericalSpins",
-    "Transfer",
+    "TransferResult",
     "after_layer",
     "asymptotic_scale",
     "attention_lipschitz",

@@ -15,7 +15,7 @@ ORDERS = (3, 4)
 """Of the cumulants whose growth is reported."""
 
 
-class EquilibriumReport(NamedTuple):
+class EquilibriumResult(NamedTuple):
     """What the theorem says of this cloud and this layer. C is the cloud's covariance, M the matrix, K = MCMᵀ."""
 
     mismatch: Float[Tensor, "*batch"]
@@ -40,7 +40,7 @@ class EquilibriumReport(NamedTuple):
 
 def equilibrium_report(
     particles: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "d d"], step: float = 1.0
-) -> EquilibriumReport:
+) -> EquilibriumResult:
     """What the theorem assumes and what it would entail, measured on hidden states and a score matrix.
 
     Every number is one of the Gaussian theory; how far the cloud is from being Gaussian stands beside them. Off the axes on
@@ -74,7 +74,7 @@ def equilibrium_report(
     link = (axes * (matrix @ axes)).sum(-2)
     whitened = centred @ axes / variances.sqrt().unsqueeze(-2)
     norms = particles.norm(dim=-1)
-    return EquilibriumReport(
+    return EquilibriumResult(
         _size_per_root(matrix @ covariance - identity),
         torch.linalg.matrix_norm(product - product.mT) / torch.where(size == 0, 1.0, size),
         _size_per_root(whitened_map(law, keys, step) - identity),

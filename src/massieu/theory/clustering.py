@@ -14,7 +14,7 @@ _ROUNDINGS = 16
 """How many roundings of its dtype a token may lie outside the sphere."""
 
 
-class Clustering(Energy):
+class ClusteringEnergy(Energy):
     """E(X) = −Σ_ij exp(scale·⟨x_i, x_j⟩)/(2·scale·n²) over n tokens in the unit ball; +inf where one lies outside.
 
     Its descent map moves all tokens at once to x_i ← the direction of Σ_j exp(scale·⟨x_i, x_j⟩) x_j: self-attention with

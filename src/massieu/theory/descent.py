@@ -6,11 +6,11 @@ from torch import Tensor
 
 from massieu.energy.base import promoted
 from massieu.energy.bounds import largest_norm, stored
-from massieu.energy.hopfield import Hopfield
+from massieu.energy.hopfield import HopfieldEnergy
 from massieu.solve.arguments import floating, real
 
 
-def energy_range(hopfield: Hopfield) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+def energy_range(hopfield: HopfieldEnergy) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
     """0 and 2M²: between them lies E(ξ) for ‖ξ‖ ≤ M, where all its minima are; nowhere is E below 0 (B5.2).
 
     Raises:

@@ -12,7 +12,7 @@ from massieu.measures import Measure
 from massieu.population.arguments import need_finite, need_one_device, need_tensors
 
 
-class Expansion(NamedTuple):
+class ExpansionResult(NamedTuple):
     """Of T(η) = η + step·∇A(η). For every measure, point and step ≥ 0 all but the last are at least 0 (nats)."""
 
     points: Float[Tensor, "*batch n d"]
@@ -31,7 +31,7 @@ class Expansion(NamedTuple):
     """−ηᵀ∇²A(η)∇A(η): how the entropy of p_η itself, relative to h, starts to change with the step; mostly falling."""
 
 
-def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float) -> Expansion:
+def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float) -> ExpansionResult:
     """The ascent of A that one layer makes at each point, and what it spreads.
 
     Args:
@@ -62,7 +62,7 @@ def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float
     inner = points @ mean.mT
     own = inner.diagonal(dim1=-2, dim2=-1)
     identity = torch.eye(points.shape[-1], dtype=mean.dtype, device=mean.device)
-    return Expansion(
+    return ExpansionResult(
         after,
         measure.log_partition(after) - measure.log_partition(points),
         step * mean.square().sum(-1),

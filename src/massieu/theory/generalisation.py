@@ -12,7 +12,7 @@ from typing import NamedTuple
 from massieu.posteriors.arguments import check_number, check_values
 
 
-class AttentionLipschitz(NamedTuple):
+class AttentionLipschitzResult(NamedTuple):
     """How far a head's output moves, at most, a unit of its parameters' spectral norms; the same for every length L."""
 
     value: float
@@ -21,7 +21,7 @@ class AttentionLipschitz(NamedTuple):
     """βR³‖W‖: by the score matrix."""
 
 
-def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) -> AttentionLipschitz:
+def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) -> AttentionLipschitzResult:
     """‖out_{M,W} − out_{M',W'}‖ ≤ R‖W − W'‖ + βR³‖W'‖‖M − M'‖ for tokens of norm ≤ R, any number of them (Z10 ii).
 
     out = W Σ_j p_j x_j, p = softmax(β x_iᵀM x_j), spectral norms. Proof: ‖Σ p_j x_j‖ ≤ R; the logits move by at most
@@ -38,7 +38,7 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
     check_values(radius=radius, scale=scale, value_norm=value_norm)
     _check_positive(radius=radius, scale=scale)
     check_number("value_norm", value_norm)
-    return AttentionLipschitz(radius, scale * radius**3 * value_norm)
+    return AttentionLipschitzResult(radius, scale * radius**3 * value_norm)
 
 
 def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: float) -> float:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from massieu.measures.base import values_are_readable
 from massieu.measures.value import register
-from massieu.solve import FixedPoint, fixed_point
+from massieu.solve import FixedPointResult, fixed_point
 from massieu.solve.arguments import as_tensor, floating, need_device
 
 
-class SaddlePoint(NamedTuple):
+class SaddlePointResult(NamedTuple):
     """Spins of many components in equilibrium; errors fall as 1/D."""
 
     multiplier: Float[Tensor, "*batch N"]
@@ -33,7 +33,7 @@ class SaddlePoint(NamedTuple):
     """V⁻¹/2β: the covariance of equal components of two spins, across the means."""
     log_partition: Float[Tensor, "*batch"]
     """D⁻¹ log E exp(−βenergy), σ uniform on the spheres: 0 for β = 0. Nats for each component."""
-    solution: FixedPoint
+    solution: FixedPointResult
     """Of t: status, residual, steps."""
 
     @property
@@ -105,7 +105,7 @@ class SphericalSpins:
         state = state.to(torch.promote_types(state.dtype, self.field.dtype))
         return -((self.coupling.to(state) @ state + self.field) * state).sum((-2, -1))
 
-    def saddle_point(self, *, max_steps: int = 200, throw: bool = True) -> SaddlePoint:
+    def saddle_point(self, *, max_steps: int = 200, throw: bool = True) -> SaddlePointResult:
         """Means, correlations and log Z where φ is least, by Newton's method (B15).
 
         φ's curvature changes slowly in units of itself, so that shortened steps keep V ≻ 0 and converge from everywhere: in
@@ -135,9 +135,9 @@ class SphericalSpins:
         level = scale * multiplier.sum(-1) - half_log_determinant + pull
         level = level - 0.5 * number * (1 + math.log(2) + scale.log())
         transverse = inverse / (2 * scale[..., None, None])
-        return SaddlePoint(multiplier.to(dtype), mean.to(dtype), transverse.to(dtype), level.to(dtype), found)
+        return SaddlePointResult(multiplier.to(dtype), mean.to(dtype), transverse.to(dtype), level.to(dtype), found)
 
-    def covariance(self, point: SaddlePoint) -> Float[Tensor, "*batch N D N D"]:
+    def covariance(self, point: SaddlePointResult) -> Float[Tensor, "*batch N D N D"]:
         """⟨σ_i σ_jᵀ⟩ − ⟨σ_i⟩⟨σ_j⟩ᵀ = β⁻¹ ∂⟨σ_i⟩/∂h_j at a saddle point of these spins.
 
         Across the means it is `point.transverse`; along them, less what the constraint on the lengths takes.

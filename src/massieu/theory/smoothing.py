@@ -165,7 +165,7 @@ def softmax_limit(
     return (multipliers * parts.double()).sum(-1)
 
 
-class SmoothingFloor(NamedTuple):
+class SmoothingFloorResult(NamedTuple):
     """How far softmax attention over infinitely many keys is from the conditional mean: root mean squares over queries."""
 
     error: Float[Tensor, "*lead"]
@@ -178,7 +178,7 @@ class SmoothingFloor(NamedTuple):
 
 def smoothing_floor(
     power: Float[Tensor, "*lead n"], dimension: int, scale: Float[Tensor, "*lead"] | float
-) -> SmoothingFloor:
+) -> SmoothingFloorResult:
     """The floor of softmax attention at a fixed temperature, and what one constant can do about it (Z7).
 
     Args:
@@ -199,10 +199,10 @@ def smoothing_floor(
     squares = torch.where(seen, (shares.square() * power).sum(-1), 1.0)
     factor = torch.where(seen, (shares * power).sum(-1) / squares / torch.where(seen, unit, 1.0), 0.0)
     left = ((1 - factor.unsqueeze(-1) * used).square() * power).sum(-1)
-    return SmoothingFloor(((1 - multipliers).square() * power).sum(-1).sqrt(), factor, left.sqrt())
+    return SmoothingFloorResult(((1 - multipliers).square() * power).sum(-1).sqrt(), factor, left.sqrt())
 
 
-class SmoothingError(NamedTuple):
+class SmoothingErrorResult(NamedTuple):
     """Mean squared error of softmax attention over L keys, over keys, values and queries."""
 
     smoothing: Float[Tensor, "*lead"]
@@ -222,7 +222,7 @@ def smoothing_error(
     noise_variance: float,
     dimension: int,
     scale: Float[Tensor, "*lead"] | float,
-) -> SmoothingError:
+) -> SmoothingErrorResult:
     """Mean squared error of softmax attention over L keys, uniform on the sphere, to order 1/L (S15, Z7).
 
     With weights w = e^{βk·q}/Λ(β): E w² = Λ(2β)/Λ(β)², the variance is E[w²(v − m)²]/L and the self-normalised bias
@@ -245,7 +245,7 @@ def smoothing_error(
     one, two = (sphere_multipliers(degree, dimension, factor * scale) for factor in (1, 2))
     spread = ((1 - 2 * one * two + one.square() + 2 * (1 - one) * (two - one)) * power).sum(-1)
     sampling = _log_mean_square(scale, dimension).exp() * (noise_variance + spread) / keys
-    return SmoothingError(((1 - one).square() * power).sum(-1), sampling)
+    return SmoothingErrorResult(((1 - one).square() * power).sum(-1), sampling)
 
 
 def optimal_scale(

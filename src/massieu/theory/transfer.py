@@ -112,7 +112,7 @@ def masked_token_probabilities(
     return posterior / posterior.sum(-1, keepdim=True)
 
 
-class Transfer(NamedTuple):
+class TransferResult(NamedTuple):
     """How a downstream target depends on a self-supervised one; with tangent directions t, Σt = 0, on the simplex."""
 
     condition_number: float
@@ -144,7 +144,7 @@ def transfer(
     *,
     simplex: bool = True,
     tolerance: float | None = None,
-) -> Transfer:
+) -> TransferResult:
     """The condition number of reading Ds off Gs, the linear probe that does it, and what cannot be read (Z13).
 
     With Π = I − 11ᵀ/k (the identity without `simplex`): if the null space of GΠ lies in that of DΠ, then for any two
@@ -194,7 +194,7 @@ def transfer(
         condition_number, ratio_bound = torch.linalg.matrix_norm(probe, 2).item(), largest / values[-1].item()
     else:
         condition_number = ratio_bound = 0.0
-    return Transfer(condition_number, ratio_bound, probe, offset, rank, lost)
+    return TransferResult(condition_number, ratio_bound, probe, offset, rank, lost)
 
 
 def excess_risk_bound(condition_number: float, self_supervised_excess: float, density_ratio: float = 1.0) -> float:

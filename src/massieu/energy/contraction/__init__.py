@@ -1,8 +1,8 @@
 """Contractions: maps that are gradients of convex functions, as LayerNorm is.
 
 A normalisation after attention is the mean map ∇R of a *Lagrangian* R (Krotov and Hopfield, arXiv 2008.06996), and the
-energy of attention followed by it is R* − A/scale (`Hopfield`). Every map here is a potential, whose ``log_partition`` is R
-and whose ``mean`` is ∇R, the map itself, with ``conjugate``, R*, beside them. Measures are references as well: `Sphere`,
+energy of attention followed by it is R* − A/scale (`HopfieldEnergy`). Every map here is a potential, whose ``log_partition``
+is R and whose ``mean`` is ∇R, the map itself, with ``conjugate``, R*, beside them. Measures are references as well: `Sphere`,
 `Gaussian`, `Bernoulli` and all others.
 
 A map with a Lagrangian has a symmetric Jacobian. LayerNorm and RMSNorm have one with a single gain; with a gain for every

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu.ops import contrastive
-from massieu.ops.contrastive import Contrast, FalseNegatives
+from massieu.ops.contrastive import ContrastResult, FalseNegatives
 from massieu.ops.linear_scores import EVERYTHING, Direction, Seen, check_integers, log_partitions
 from massieu.ops.shapes import check_choice, check_flag
 from massieu.ops.sharded import rows
@@ -30,7 +30,7 @@ def info_nce(
     return_log_partition: bool = False,
     loss: Placement = "replicated",
     group: Processes = None,
-) -> Tensor | Contrast:
+) -> Tensor | ContrastResult:
     """`massieu.ops.info_nce` with the keys of all processes as negatives of every query.
 
     Args:
@@ -105,7 +105,7 @@ def info_nce(
     if not return_log_partition:
         return mean
     levels = [direction.log_partition for direction in found]
-    return Contrast(mean, torch.stack(levels) if symmetric else levels[0])
+    return ContrastResult(mean, torch.stack(levels) if symmetric else levels[0])
 
 
 def _sum(direction: Direction) -> Tensor:

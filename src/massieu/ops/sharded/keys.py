@@ -9,11 +9,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from massieu.ops.attention import Attention
+from massieu.ops.attention import AttentionResult
 from massieu.ops.attention import attention as local_attention
 from massieu.ops.attention import log_partition as local_log_partition
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import Problem, Scale, check_choice, check_problem, in_autocast_dtype, may_be_differentiated
+from massieu.ops.shapes import (
+    AttentionProblem,
+    Scale,
+    check_choice,
+    check_problem,
+    in_autocast_dtype,
+    may_be_differentiated,
+)
 from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
 from massieu.ops.sharded.collectives import (
     Group,
@@ -41,7 +48,7 @@ def attention(
     queries: Placement = "replicated",
     loss: Placement | None = None,
     group: Processes = None,
-) -> Attention:
+) -> AttentionResult:
     """`massieu.ops.attention` over the keys of all processes.
 
     Replicated queries are answered by two sums over processes of E + 2 numbers a query; sharded ones by sending each query
@@ -75,13 +82,13 @@ def attention(
         found = local_attention(eta, keys.key, keys.value, log_weight=keys.log_weight, scale=scale, is_causal=is_causal)
         return Partial.of(found)
 
-    def check() -> Problem:
+    def check() -> AttentionProblem:
         if value is None:
             raise TypeError("value must be a tensor, got None; massieu.ops.sharded.log_partition needs no value")
         return check_problem(query, key, value, log_weight, scale, is_causal)
 
     problem, found = _run(check, local, queries, loss, group)
-    return Attention(problem.restore(found.mean).to(query.dtype), problem.restore(found.log_partition))
+    return AttentionResult(problem.restore(found.mean).to(query.dtype), problem.restore(found.log_partition))
 
 
 @uncompiled
@@ -106,7 +113,7 @@ def log_partition(
         found = local_log_partition(eta, keys.key, log_weight=keys.log_weight, scale=scale, is_causal=is_causal)
         return only(found)
 
-    def check() -> Problem:
+    def check() -> AttentionProblem:
         return check_problem(query, key, None, log_weight, scale, is_causal)
 
     problem, found = _run(check, local, queries, loss, group)
@@ -138,11 +145,15 @@ Local = Callable[[Tensor, Keys, float, bool], Partial]
 
 
 def _run(
-    check: Callable[[], Problem], local: Local, queries: Placement, loss: Placement | None, processes: Processes
-) -> tuple[Problem, Partial]:
+    check: Callable[[], AttentionProblem],
+    local: Local,
+    queries: Placement,
+    loss: Placement | None,
+    processes: Processes,
+) -> tuple[AttentionProblem, Partial]:
     group = Group.of(processes)
 
-    def checked() -> tuple[Problem, Call]:
+    def checked() -> tuple[AttentionProblem, Call]:
         _check_placement(queries, loss)
         problem = check()
         _check_weight(problem, queries)
@@ -191,7 +202,7 @@ def _check_placement(queries: str, loss: str | None) -> None:
         raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
 
 
-def _check_weight(problem: Problem, queries: Placement) -> None:
+def _check_weight(problem: AttentionProblem, queries: Placement) -> None:
     weight = problem.log_weight
     if queries == "sharded" and weight is not None and weight.shape[3] > 1:
         raise ValueError(
@@ -200,7 +211,7 @@ def _check_weight(problem: Problem, queries: Placement) -> None:
         )
 
 
-def _call(problem: Problem, queries: Placement, loss: Placement) -> Call:
+def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Call:
     """What must be equal on all processes, and what need not be."""
     batch, key_heads, group, length, size = problem.query.shape
     query, key, value, weight, scale = problem.query, problem.key, problem.value, problem.log_weight, problem.scale

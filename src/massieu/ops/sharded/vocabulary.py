@@ -14,7 +14,7 @@ from massieu.ops.sharded.agreement import Call, has_tangent, need_values, togeth
 from massieu.ops.sharded.collectives import Group, replicate, total
 from massieu.ops.sharded.keys import Placement, Processes, merge, only
 from massieu.ops.uncompiled import uncompiled
-from massieu.ops.vocabulary import CrossEntropy
+from massieu.ops.vocabulary import CrossEntropyResult
 
 
 @uncompiled
@@ -32,7 +32,7 @@ def linear_cross_entropy(
     tokens: Placement = "replicated",
     loss: Placement | None = None,
     group: Processes = None,
-) -> Tensor | CrossEntropy:
+) -> Tensor | CrossEntropyResult:
     """`massieu.ops.linear_cross_entropy` with the vocabulary sharded: each process has some of the words.
 
     Args:
@@ -121,7 +121,7 @@ def linear_cross_entropy(
             nats = total(nats.sum(), shard) if own else nats.sum()
             nats = replicate(nats, shard) if own and loss == "sharded" else nats
             nats = nats / counted.sum() if reduction == "mean" else nats
-    return CrossEntropy(nats, level.reshape(target.shape)) if return_log_partition else nats
+    return CrossEntropyResult(nats, level.reshape(target.shape)) if return_log_partition else nats
 
 
 def _check_placement(tokens: str, loss: str | None, reduction: str) -> None:

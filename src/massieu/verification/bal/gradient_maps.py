@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.energy.rectified import LogSumReLU
@@ -119,7 +119,7 @@ def _work(function: Scalar, circle: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
 
 def _descent(keys: Tensor, query: Tensor) -> Iterator[Check]:
     for alpha in (1.0, 1.5, 2.0):
-        hopfield = Hopfield.create(SparseAtoms.create(keys, alpha))
+        hopfield = HopfieldEnergy.create(SparseAtoms.create(keys, alpha))
         later = hopfield.step(query)
         drop = hopfield(query) - hopfield(later) - 0.5 * (later - query).square().sum(-1)
         unit = 1 + hopfield(query).abs().max().item()

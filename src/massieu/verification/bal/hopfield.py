@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield, bounds
+from massieu.energy import HopfieldEnergy, bounds
 from massieu.measures import Atoms
 from massieu.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
 from massieu.verification.claim import (
@@ -48,7 +48,7 @@ def modern_hopfield_memory(cases: int = 2000, atoms: int = 8, dimensions: int = 
     # Memories of all sizes and temperatures, and states of up to their size and beyond.
     patterns = normal(cases, atoms, dimensions) * normal(cases, 1, 1).exp()
     scale = normal(cases).exp()
-    energy = Hopfield.create(patterns, scale=scale)
+    energy = HopfieldEnergy.create(patterns, scale=scale)
     norm = bounds.largest_norm(energy)
     state = normal(cases, dimensions) * (norm / math.sqrt(dimensions)).unsqueeze(-1)
     yield from _derivatives(normal, atoms, dimensions)
@@ -67,7 +67,7 @@ def _attention(patterns: Tensor, scale: float, state: Tensor) -> Tensor:
 def _derivatives(normal: Normal, atoms: int, dimensions: int) -> Iterator[Check]:
     """(1), with a scale other than one."""
     patterns, state, scale = normal(atoms, dimensions), normal(20, dimensions), 0.6
-    energy, attended = Hopfield.create(patterns, scale=scale), _attention(patterns, scale, state)
+    energy, attended = HopfieldEnergy.create(patterns, scale=scale), _attention(patterns, scale, state)
     by_hand = 0.5 * state.square().sum(-1) - torch.logsumexp(scale * state @ patterns.T, -1) / scale
     by_hand = by_hand + math.log(atoms) / scale + 0.5 * patterns.square().sum(-1).max()
     yield close("E and its formula", energy(state), by_hand)
@@ -84,7 +84,7 @@ def _derivatives(normal: Normal, atoms: int, dimensions: int) -> Iterator[Check]
     yield close("differences and I − β Cov", second, expected, HESSIAN_BY_DIFFERENCES)
 
 
-def _range(energy: Hopfield, state: Tensor, norm: Tensor) -> Iterator[Check]:
+def _range(energy: HopfieldEnergy, state: Tensor, norm: Tensor) -> Iterator[Check]:
     """(2)."""
     low, top = energy_range(energy)
     yield at_least("E/M² anywhere", (energy(3 * state) - low) / norm.square(), -_EDGE)
@@ -92,7 +92,7 @@ def _range(energy: Hopfield, state: Tensor, norm: Tensor) -> Iterator[Check]:
     yield at_most("E/2M² where ‖ξ‖ ≤ M", energy(inside) / top, 1 + _EDGE)
 
 
-def _descent(energy: Hopfield, state: Tensor) -> Iterator[Check]:
+def _descent(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
     """(3) and (4)."""
     path = energy.descend(state, steps=5)
     size = 1 + path.energies[0].abs() + state.square().sum(-1)
@@ -111,7 +111,7 @@ def _descent(energy: Hopfield, state: Tensor) -> Iterator[Check]:
         yield at_least(f"damping {damping}: E falls by γ(1 − γ/2)‖∇E‖², relative", rest, -_EDGE)
 
 
-def _contraction(energy: Hopfield, state: Tensor) -> Iterator[Check]:
+def _contraction(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
     """(5) and (6)."""
     factor = bounds.contraction_factor(energy)
     jacobian = torch.eye(state.shape[-1], dtype=torch.float64) - energy.hessian(state)
@@ -122,7 +122,7 @@ def _contraction(energy: Hopfield, state: Tensor) -> Iterator[Check]:
     after = energy.step(state)
     force, move = energy.force(after).norm(dim=-1), (state - after).norm(dim=-1)
     yield at_most("‖∇E(ξ⁺)‖ − L‖ξ − ξ⁺‖, relative", (force - factor * move) / (1 + move), 1e3 * _EDGE)
-    calm = Hopfield.create(energy.memory, scale=energy.scale * (0.4 / factor).clamp(max=1.0))
+    calm = HopfieldEnergy.create(energy.memory, scale=energy.scale * (0.4 / factor).clamp(max=1.0))
     path = calm.descend(state, steps=28).states
     moves = (path[1:] - path[:-1]).norm(dim=-1)
     limit = path_length(moves[0], bounds.contraction_factor(calm))
@@ -133,7 +133,7 @@ def _contraction(energy: Hopfield, state: Tensor) -> Iterator[Check]:
     yield at_most("distance of two ends, L ≤ 0.4, relative", apart, CLOSED_FORM)
 
 
-def _retrieval(energy: Hopfield, state: Tensor, norm: Tensor) -> Iterator[Check]:
+def _retrieval(energy: HopfieldEnergy, state: Tensor, norm: Tensor) -> Iterator[Check]:
     """(7): one step, for every pattern; and balls that keep their fixed point."""
     memory = energy.memory
     bound = bounds.retrieval_bound(energy, state)
@@ -144,7 +144,7 @@ def _retrieval(energy: Hopfield, state: Tensor, norm: Tensor) -> Iterator[Check]
     yield at_most("(‖f(ξ) − xᵢ‖ less its bound)/M", (apart - bound.distance) / norm.unsqueeze(-1), 1e2 * _EDGE)
     # Cold enough that most patterns have a ball of a tenth of their norm.
     radius = 0.1
-    unit = Hopfield.create(torch.nn.functional.normalize(memory.points, dim=-1), scale=60.0)
+    unit = HopfieldEnergy.create(torch.nn.functional.normalize(memory.points, dim=-1), scale=60.0)
     found = bounds.basin(unit, radius)
     # Towards the nearest other pattern, where the lead falls fastest of all to a rival.
     points = unit.memory.points
@@ -170,7 +170,7 @@ def _retrieval(energy: Hopfield, state: Tensor, norm: Tensor) -> Iterator[Check]
 def _pairs(pattern: Tensor) -> Iterator[Check]:
     """x and −x: a step of the radius towards the other takes off the lead 2M·radius, the most that anything can."""
     scale = torch.linspace(0.3, 9.0, len(pattern), dtype=torch.float64)
-    energy = Hopfield.create(torch.stack([pattern, -pattern], -2), scale=scale)
+    energy = HopfieldEnergy.create(torch.stack([pattern, -pattern], -2), scale=scale)
     for radius in (0.1, 0.3, 0.5):
         found = bounds.basin(energy, radius)
         apart = (energy.step((1 - radius) * pattern) - pattern).norm(dim=-1)
@@ -188,7 +188,7 @@ def _pitchfork(normal: Normal, dimensions: int) -> Iterator[Check]:
     a = normal(dimensions)
     for product in (0.95, 1.05):
         scale = product / float(a.square().sum())
-        energy = Hopfield.create(torch.stack([a, -a]), scale=scale)
+        energy = HopfieldEnergy.create(torch.stack([a, -a]), scale=scale)
         yield close(f"β‖a‖² = {product}: βD²/4", bounds.contraction_factor(energy), product)
         end = energy.retrieve(a, steps=500).state.norm() / a.norm()
         # ξ = t·a is fixed where t = tanh(β‖a‖²t): bisection for the largest root.
@@ -239,15 +239,15 @@ def attention_is_a_descent_step(atoms: int = 10, dimensions: int = 4, heads: int
         return point - torch.autograd.grad(total.sum(), point)[0]
 
     attended = torch.softmax(scale * query @ keys.mT + log_weight.unsqueeze(-2), -1) @ keys
-    energy = Hopfield.create(Atoms.create(keys, log_weight), scale=scale)
+    energy = HopfieldEnergy.create(Atoms.create(keys, log_weight), scale=scale)
     yield close("unit gradient step of all heads, masked, and attention", step(query.requires_grad_()), attended, 1e-12)
     query = query.detach()
     yield close("step of the library and attention", energy.step(query), attended, 1e-12)
     rubbish = torch.where((log_weight == -torch.inf).unsqueeze(-1), 1e3 * normal(heads, atoms, dimensions), keys)
-    masked = Hopfield.create(Atoms.create(rubbish, log_weight), scale=scale)
+    masked = HopfieldEnergy.create(Atoms.create(rubbish, log_weight), scale=scale)
     yield close("energy with other keys under the mask", masked(query), energy(query))
     joined = torch.block_diag(*keys)
-    several = Hopfield.create(Atoms.create(joined.reshape(heads, atoms, -1), log_weight), scale=scale)
+    several = HopfieldEnergy.create(Atoms.create(joined.reshape(heads, atoms, -1), log_weight), scale=scale)
     wide = query.movedim(0, 1).reshape(6, -1)
     lse = (0.5 * wide.square().sum(-1) - several(wide.expand(heads, -1, -1)) + several.constant.unsqueeze(-1)).sum(0)
     per_head = (0.5 * query.square().sum(-1) - energy(query) + energy.constant.unsqueeze(-1)).sum(0)

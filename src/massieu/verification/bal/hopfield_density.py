@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield, density
+from massieu.energy import HopfieldEnergy, density
 from massieu.measures import Atoms, Categorical, affine
 from massieu.verification.claim import BAL, QUADRATURE, Check, as_published, at_least, close, near_in_standard_errors
 from massieu.verification.inputs import Normal, need, normal_draws
@@ -31,7 +31,7 @@ def hopfield_density(patterns: int = 5, draws: int = 20_000, seed: int = 0) -> I
     normal = normal_draws(seed)
     scale = 1.6
     stored = normal(patterns, 2)
-    energy = Hopfield.create(stored, scale=scale)
+    energy = HopfieldEnergy.create(stored, scale=scale)
     bare = 0.5 * scale * stored.square().sum(-1)
     weights = torch.softmax(bare, -1)
     yield close("w and softmax(½β‖W‖²)", density.log_pattern_weights(energy).exp(), weights)
@@ -76,7 +76,9 @@ def _log_mixture(v: Tensor, stored: Tensor, weights: Tensor, scale: float) -> Te
     return torch.logsumexp(weights.log() - 0.5 * scale * (v.unsqueeze(-2) - stored).square().sum(-1), -1)
 
 
-def _samples(energy: Hopfield, stored: Tensor, weights: Tensor, scale: float, draws: int, seed: int) -> Iterator[Check]:
+def _samples(
+    energy: HopfieldEnergy, stored: Tensor, weights: Tensor, scale: float, draws: int, seed: int
+) -> Iterator[Check]:
     drawn = density.sample(energy, (draws,), generator=torch.Generator().manual_seed(seed))
     for name, value, expected in (
         ("mean", drawn, weights @ stored),
@@ -92,7 +94,7 @@ def _categorical_machine(normal: Normal, stored: Tensor) -> Iterator[Check]:
     unit = affine(Categorical.create(torch.full((count,), 1 / count, dtype=torch.float64)), stored.T)
     state = normal(20, 2)
     machine = 0.5 * state.square().sum(-1) - unit.log_partition(state)
-    energy = Hopfield.create(stored)
+    energy = HopfieldEnergy.create(stored)
     norm = 0.5 * stored.square().sum(-1).max()
     yield close("one categorical hidden unit, β = 1, and E − ½M²", machine, energy(state) - norm)
 
@@ -122,10 +124,12 @@ def maximum_likelihood_patterns(
         norms = 0.5 * columns.square().sum(0)
         return fit.mean() + torch.logsumexp(norms, -1) + 0.5 * dimensions * math.log(2 * math.pi)
 
-    ours = density.negative_log_likelihood(Hopfield.create(columns.T.contiguous()), data).mean()
+    ours = density.negative_log_likelihood(HopfieldEnergy.create(columns.T.contiguous()), data).mean()
     yield close("loss of the library and the formula", ours, loss(columns))
     slope = torch.func.grad(loss)(columns)
-    by_library = torch.func.grad(lambda x: density.negative_log_likelihood(Hopfield.create(x.T), data).mean())(columns)
+    by_library = torch.func.grad(lambda x: density.negative_log_likelihood(HopfieldEnergy.create(x.T), data).mean())(
+        columns
+    )
     yield close("gradient of the library and of the formula", by_library, slope)
     attended = data.T @ torch.softmax(data @ columns, -1) / draws
     prior = torch.softmax(0.5 * columns.square().sum(0), -1)
@@ -138,7 +142,7 @@ def maximum_likelihood_patterns(
 def _other_temperature(normal: Normal, dimensions: int) -> Iterator[Check]:
     """β and weights: −log of the mixture, by hand."""
     stored, log_weight, data, scale = normal(4, dimensions), normal(4), normal(20, dimensions), 0.4
-    energy = Hopfield.create(Atoms.create(stored, log_weight), scale=scale)
+    energy = HopfieldEnergy.create(Atoms.create(stored, log_weight), scale=scale)
     weights = torch.softmax(log_weight + 0.5 * scale * stored.square().sum(-1), -1)
     expected = -_log_mixture(data, stored, weights, scale) - 0.5 * dimensions * math.log(scale / (2 * math.pi))
     yield close("β = 0.4, weighted patterns: −log p", density.negative_log_likelihood(energy, data), expected)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import BinaryHopfield, DenseHopfield, Energy
+from massieu.energy import BinaryHopfieldEnergy, DenseHopfieldEnergy, Energy
 from massieu.energy.discrete import Values
 from massieu.measures import Poisson, affine
 from massieu.verification.claim import BAL, QUADRATURE, Check, at_most, close, near_in_standard_errors
@@ -40,9 +40,12 @@ def discrete_hopfield_networks(
     built: dict[str, tuple[Energy, Tensor]] = {}
     kinds: tuple[tuple[str, Tensor, Values], ...] = (("±1", spins, "spins"), ("0/1", bits, "bits"))
     for name, states, values in kinds:
-        built[f"classical, {name}"] = (BinaryHopfield.create(symmetric + symmetric.T, bias, values=values), states)
+        built[f"classical, {name}"] = (
+            BinaryHopfieldEnergy.create(symmetric + symmetric.T, bias, values=values),
+            states,
+        )
         for degree in (3, None):
-            energy = DenseHopfield.create(weights, bias, degree=degree, values=values)
+            energy = DenseHopfieldEnergy.create(weights, bias, degree=degree, values=values)
             built[f"F = {'exp' if degree is None else 'z³'}, {name}"] = (energy, states)
     for name, (energy, states) in built.items():
         yield from _asynchronous(name, energy, states)
@@ -61,11 +64,11 @@ def _hidden_units(weights: Tensor, bias: Tensor, spins: Tensor) -> Iterator[Chec
     gaussian = log_integral(
         lambda h: t.unsqueeze(-1) * h - 0.5 * h.square() - 0.5 * math.log(2 * math.pi), -reach, reach
     ).reshape(field.shape)
-    energy = BinaryHopfield.of_patterns(weights, bias)(spins)
+    energy = BinaryHopfieldEnergy.of_patterns(weights, bias)(spins)
     yield close("Gaussian hidden units: −log ∫ and E", energy, -spins @ bias - gaussian.sum(-1), QUADRATURE)
     counts = torch.arange(200, dtype=torch.float64)
     summed = torch.logsumexp(field.unsqueeze(-1) * counts - 1 - torch.lgamma(counts + 1), -1).sum(-1)
-    count, energy = len(weights), DenseHopfield.create(weights, bias)(spins)
+    count, energy = len(weights), DenseHopfieldEnergy.create(weights, bias)(spins)
     yield close("Poisson hidden units: −log Σ and E + M", energy + count, -spins @ bias - summed)
     hidden = affine(Poisson.create(torch.ones(count, dtype=torch.float64)), weights.T)
     yield close("the same by the measure of the units", energy + count, -spins @ bias - hidden.log_partition(spins))
@@ -74,8 +77,8 @@ def _hidden_units(weights: Tensor, bias: Tensor, spins: Tensor) -> Iterator[Chec
 def _diagonal(weights: Tensor, bits: Tensor) -> Iterator[Check]:
     couplings = weights.T @ weights
     diagonal = couplings.diagonal()
-    hollow = BinaryHopfield.create(couplings - torch.diag(diagonal), 0.5 * diagonal, values="bits")
-    whole = BinaryHopfield.create(couplings, values="bits")
+    hollow = BinaryHopfieldEnergy.create(couplings - torch.diag(diagonal), 0.5 * diagonal, values="bits")
+    whole = BinaryHopfieldEnergy.create(couplings, values="bits")
     yield close("0/1: half the diagonal as bias", hollow(bits), whole(bits))
 
 
@@ -102,14 +105,14 @@ def _exponential_rule(patterns: Tensor, spins: Tensor) -> Iterator[Check]:
         rest = tried @ patterns.T - patterns[:, unit] * tried[:, unit : unit + 1]
         pull = (patterns[:, unit] * rest.exp()).sum(-1)
         tried[:, unit] = pull.sign()
-    wrong = (tried != DenseHopfield.create(patterns).step(spins)).any(-1).sum()
+    wrong = (tried != DenseHopfieldEnergy.create(patterns).step(spins)).any(-1).sum()
     yield at_most("F = exp, patterns of ±1: states whose sweep differs from the rule by e^(overlap)", wrong, 0.0)
 
 
 def _synchronous(couplings: Tensor, bias: Tensor, spins: Tensor) -> Iterator[Check]:
     """From all states, after more sweeps than there are states on any path. E(s) + E(s′) with one unit of each is what the
     rule looks at: a unit's field is half of what E falls by when it turns from −1 to 1, the diagonal apart."""
-    hollow = BinaryHopfield.create(couplings - torch.diag(couplings.diagonal()), bias)
+    hollow = BinaryHopfieldEnergy.create(couplings - torch.diag(couplings.diagonal()), bias)
     own = couplings.diagonal()
 
     def sweep(states: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ def _first_errors(normal: Normal, networks: int) -> Iterator[Check]:
     """Load: at a stored pattern a unit is unstable where (P − 1)(d − 1) independent signs sum to less than −(d − 1)."""
     units, count = 60, 13
     stored = normal(networks, count, units).sign()
-    network = BinaryHopfield.create(stored.mT @ stored - count * torch.eye(units, dtype=torch.float64))
+    network = BinaryHopfieldEnergy.create(stored.mT @ stored - count * torch.eye(units, dtype=torch.float64))
     # A unit is unstable where E falls when it turns.
     turn = 1 - 2 * torch.eye(units, dtype=torch.float64)
     fall = torch.stack([network(stored) - network(stored * row) for row in turn], -1)
@@ -150,6 +153,6 @@ def _first_errors(normal: Normal, networks: int) -> Iterator[Check]:
 def _exponential_storage(normal: Normal) -> Iterator[Check]:
     """By Chebyshev a unit is unstable with probability of at most P·(cosh(2)/e²)^(d−1): here 1e-9, 2e-4 in all."""
     stored = normal(20, 256, 40).sign()
-    sweep: Callable[[Tensor], Tensor] = DenseHopfield.create(stored).step
+    sweep: Callable[[Tensor], Tensor] = DenseHopfieldEnergy.create(stored).step
     changed = (sweep(stored) != stored).sum()
     yield at_most("F = exp, 256 patterns of 40 spins (0.138·40 = 5.5): units that leave them", changed, 0.0)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.verification.claim import BAL, Check, as_published, close
 from massieu.verification.inputs import need, normal_draws
 from massieu.verification.registry import claim
@@ -28,9 +28,9 @@ def inverse_temperature(atoms: int = 8, dimensions: int = 5, scale: float = 0.6,
     normal = normal_draws(seed)
     patterns, state = normal(atoms, dimensions), normal(20, dimensions)
     attended = _attention(patterns, scale, state)
-    energy = Hopfield.create(patterns, scale=scale)
+    energy = HopfieldEnergy.create(patterns, scale=scale)
     yield close("with β⁻¹: ξ − ∇E and attention", state + energy.force(state), attended)
-    one = Hopfield.create(patterns, scale=1.0)
+    one = HopfieldEnergy.create(patterns, scale=1.0)
     yield close(
         "β = 1: ξ − ∇E of the paper's energy and attention", _step(patterns, 1.0, state), state + one.force(state)
     )

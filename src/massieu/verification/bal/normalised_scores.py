@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.energy.normalized import ScoreDeviation
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, HESSIAN_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
@@ -74,7 +74,7 @@ def _principal_axes(normal: Normal, atoms: int, query: Tensor) -> Iterator[Check
     axes = torch.linalg.qr(normal(dimensions, dimensions))[0]
     spread = torch.cat([torch.ones(1), torch.linspace(_GAP**-0.5, 0.25, dimensions - 1)]).double()
     memory = ScoreDeviation.create(white * spread @ axes.T, gain=c)
-    hopfield = Hopfield.create(memory)
+    hopfield = HopfieldEnergy.create(memory)
 
     values, fixed = memory.principal_axes()
     yield close("eigenvalues of Σ̂ and those that the keys were made with", values, spread.square())

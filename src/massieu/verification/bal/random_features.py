@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.ops.random_features import RandomFeatures, random_feature_log_partition
+from massieu.ops.random_features import RandomFeaturesResult, random_feature_log_partition
 from massieu.verification.claim import (
     BAL,
     GRADIENT_BY_DIFFERENCES,
@@ -51,7 +51,7 @@ def _unit(vectors: Tensor) -> Tensor:
     return vectors / vectors.norm(dim=-1, keepdim=True)
 
 
-def _estimate(query: Tensor, key: Tensor, features: int, seed: int, error: bool = True) -> RandomFeatures:
+def _estimate(query: Tensor, key: Tensor, features: int, seed: int, error: bool = True) -> RandomFeaturesResult:
     """The library's, for one query or several, at scale 1."""
     generator = torch.Generator().manual_seed(seed)
     queries = query.reshape(1, 1, -1, query.shape[-1])

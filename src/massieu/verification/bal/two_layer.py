@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.energy.contraction import LayerNorm, Spin
 from massieu.energy.two_layer import TwoLayer
 from massieu.verification.claim import Check, at_least, at_most, close
@@ -75,7 +75,7 @@ def _rate(layers: TwoLayer, state: Tensor) -> Iterator[Check]:
 
 
 def _limit(coupling: Tensor, query: Tensor) -> Iterator[Check]:
-    layers, hopfield = TwoLayer.create(coupling), Hopfield.create(coupling.T.contiguous())
+    layers, hopfield = TwoLayer.create(coupling), HopfieldEnergy.create(coupling.T.contiguous())
     state = layers.join(query)
     log_sum = torch.logsumexp(query @ coupling, -1)
     yield close("ℰ at h = Wᵀv and ½‖v‖² − lse(Wᵀv)", layers(state), 0.5 * query.square().sum(-1) - log_sum)

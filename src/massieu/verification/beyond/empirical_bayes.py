@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu import ops
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
@@ -56,7 +56,7 @@ def in_context_denoising(
 
 def _one_gradient_step(normal: Normal, tokens: int, dimensions: int, variance: float) -> Iterator[Check]:
     context, noisy = F.normalize(normal(tokens, dimensions), dim=-1), normal(6, dimensions)
-    energy = Hopfield.create(context, scale=1 / variance)
+    energy = HopfieldEnergy.create(context, scale=1 / variance)
 
     def by_hand(state: Tensor) -> Tensor:
         return 0.5 * state.square().sum(-1) - variance * (state @ context.T / variance).logsumexp(-1)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import EnergyTransformer, contraction, is_conservative
+from massieu.energy import TransformerEnergy, contraction, is_conservative
 from massieu.verification.claim import CLOSED_FORM, GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
@@ -40,26 +40,26 @@ def energy_transformer(
     yield from _parallel_attention(energy, normal(tokens, dimensions))
 
 
-def _energy(normal: Normal, heads: int, dimensions: int, memories: int, scale: float) -> EnergyTransformer:
+def _energy(normal: Normal, heads: int, dimensions: int, memories: int, scale: float) -> TransformerEnergy:
     key, query = normal(heads, 4, dimensions), normal(heads, 4, dimensions)
     gain = torch.tensor(_GAIN, dtype=torch.float64)
     normalisation = contraction.LayerNorm.create(gain, normal(dimensions), eps=_EPS)
-    return EnergyTransformer.create(key, query, normal(memories, dimensions), normalisation=normalisation, scale=scale)
+    return TransformerEnergy.create(key, query, normal(memories, dimensions), normalisation=normalisation, scale=scale)
 
 
-def _scores(energy: EnergyTransformer, g: Tensor) -> Tensor:
+def _scores(energy: TransformerEnergy, g: Tensor) -> Tensor:
     """β K_B·Q_C, (…, H, B, C), −∞ for B = C."""
     keys, queries = (torch.einsum("...nd,hzd->...hnz", g, weight) for weight in (energy.key, energy.query))
     scores = energy.scale[:, None, None] * keys @ queries.mT
     return scores.masked_fill(torch.eye(g.shape[-2], dtype=torch.bool), -torch.inf)
 
 
-def _by_hand(energy: EnergyTransformer, g: Tensor) -> Tensor:
+def _by_hand(energy: TransformerEnergy, g: Tensor) -> Tensor:
     attention = torch.logsumexp(_scores(energy, g), -2).sum(-1) / energy.scale
     return -attention.sum(-1) - 0.5 * torch.relu(g @ energy.memories.T).square().sum((-2, -1))
 
 
-def _energy_and_force(energy: EnergyTransformer, x: Tensor, scale: float) -> Iterator[Check]:
+def _energy_and_force(energy: TransformerEnergy, x: Tensor, scale: float) -> Iterator[Check]:
     g = energy.normalise(x)
     yield close(f"β = {scale}: E and its formula", energy(g), _by_hand(energy, g), 1e-12)
     force = energy.force(g)
@@ -81,7 +81,7 @@ def _energy_and_force(energy: EnergyTransformer, x: Tensor, scale: float) -> Ite
     )
 
 
-def _descent(energy: EnergyTransformer, x: Tensor, scale: float) -> Iterator[Check]:
+def _descent(energy: TransformerEnergy, x: Tensor, scale: float) -> Iterator[Check]:
     force = energy.force(energy.normalise(x))
     time = 1e-6
     ahead, behind = (_by_hand(energy, energy.normalise(x + sign * time * force)) for sign in (1, -1))
@@ -108,11 +108,11 @@ def _descent(energy: EnergyTransformer, x: Tensor, scale: float) -> Iterator[Che
     yield at_least(f"β = {scale}: fall of E in a step of g, less ½·curvature·‖step‖²", drop, -1e-13)
 
 
-def _padding(energy: EnergyTransformer, x: Tensor) -> Iterator[Check]:
+def _padding(energy: TransformerEnergy, x: Tensor) -> Iterator[Check]:
     """Tokens that are not kept contribute nothing, whatever is in them."""
     keep = torch.arange(x.shape[-2]) < x.shape[-2] - 1
     weights = (energy.key, energy.query, energy.memories)
-    masked = EnergyTransformer.create(
+    masked = TransformerEnergy.create(
         *weights, normalisation=energy.normalisation, scale=energy.scale, keep=keep.expand(x.shape[:-1])
     )
     spoilt = torch.where(keep.unsqueeze(-1), x, torch.nan)
@@ -121,7 +121,7 @@ def _padding(energy: EnergyTransformer, x: Tensor) -> Iterator[Check]:
     yield close("tokens with padding of NaN, and alone", found.states[:, :, :-1], expected.states)
 
 
-def _parallel_attention(energy: EnergyTransformer, x: Tensor) -> Iterator[Check]:
+def _parallel_attention(energy: TransformerEnergy, x: Tensor) -> Iterator[Check]:
     """The first of the force's terms, which is self-attention, is no gradient (trap 13); the whole is."""
     g = energy.normalise(x)
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.energy import Hopfield
+from massieu.energy import HopfieldEnergy
 from massieu.energy.contraction import LayerNorm, SphereProjection
 from massieu.energy.entmax import entmax, entmax_conjugate, tsallis_entropy
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
@@ -55,7 +55,7 @@ def _potential(alpha: float, scores: Tensor) -> Iterator[Check]:
 
 
 def _descent(alpha: float, points: Tensor, query: Tensor, beta: float) -> Iterator[Check]:
-    hopfield = Hopfield.create(SparseAtoms.create(points, alpha), scale=beta)
+    hopfield = HopfieldEnergy.create(SparseAtoms.create(points, alpha), scale=beta)
     later = hopfield.step(query)
     drop = hopfield(query) - hopfield(later) - 0.5 * (later - query).square().sum(-1)
     unit = 1 + hopfield(query).abs().max().item()
@@ -83,7 +83,7 @@ def _normalised(points: Tensor, query: Tensor) -> Iterator[Check]:
     """Post-normalisation: another reference, on whose range the energy falls as well."""
     references = {"ℓ₂": SphereProjection.create(1.0), "LayerNorm": LayerNorm.create(eps=1e-2)}
     for name, reference in references.items():
-        hopfield = Hopfield.create(SparseAtoms.create(points, 1.5), reference=reference, scale=2.0)
+        hopfield = HopfieldEnergy.create(SparseAtoms.create(points, 1.5), reference=reference, scale=2.0)
         path = hopfield.descend(hopfield.step(query), steps=5)
         unit = 1 + path.energies.abs().max().item()
         yield at_most(

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.energy import Hopfield, boosting_energy, newton_step, ood_score
+from massieu.energy import HopfieldEnergy, boosting_energy, newton_step, ood_score
 from massieu.measures import Atoms
 from massieu.population import cluster_count
-from massieu.theory import Clustering
+from massieu.theory import ClusteringEnergy
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
@@ -36,7 +36,7 @@ def clustering_on_the_sphere(tokens: int = 12, dimensions: int = 3, draws: int =
     need(2, tokens=tokens, dimensions=dimensions)
     normal = normal_draws(seed)
     for scale in (0.5, 4.0, 40.0):
-        energy = Clustering.create(scale)
+        energy = ClusteringEnergy.create(scale)
         state = F.normalize(normal(draws, tokens, dimensions), dim=-1)
         weights = (scale * (state @ state.mT)).exp()
         by_hand = weights.sum((-2, -1)) / (2 * scale * tokens**2)
@@ -49,7 +49,7 @@ def clustering_on_the_sphere(tokens: int = 12, dimensions: int = 3, draws: int =
     yield from _flow(normal, tokens, dimensions)
     for width in (dimensions, 2 * dimensions):
         start = F.normalize(normal(draws, tokens, width), dim=-1)
-        end = Clustering.create(1.0).descend(start, steps=100).states[-1]
+        end = ClusteringEnergy.create(1.0).descend(start, steps=100).states[-1]
         yield close(f"β = 1, d = {width}, 100 steps: cosines of the tokens", end @ end.mT, 1.0, 1e-6)
         found = cluster_count(torch.stack([start, end])).clusters.double()
         yield at_least(f"d = {width}: clusters at the start", found[0], 2.0)
@@ -67,7 +67,7 @@ def _two_clusters(tokens: int, dimensions: int, cosine: float = 0.2, steps: int 
     for scale in (5.0, 8.0, 11.0):
         state = torch.zeros(2 * half, dimensions, dtype=torch.float64)
         state[:half, 0], state[half:, 0], state[half:, 1] = 1.0, cosine, (1 - cosine**2) ** 0.5
-        path = Clustering.create(scale).descend(state, steps=steps)
+        path = ClusteringEnergy.create(scale).descend(state, steps=steps)
         found = (path.states[:, 0] * path.states[:, -1]).sum(-1)
         expected = [cosine]
         for _ in range(steps):
@@ -158,7 +158,7 @@ def newtons_attention(atoms: int = 8, dimensions: int = 5, draws: int = 50, seed
     need(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     patterns, scale = normal(atoms, dimensions), 2.0
-    energy = Hopfield.create(patterns, scale=scale)
+    energy = HopfieldEnergy.create(patterns, scale=scale)
     minimum = energy.retrieve(normal(draws, dimensions), tol=1e-14, max_steps=20_000).state
     start = minimum + 1e-2 * F.normalize(normal(draws, dimensions), dim=-1)
     weights = torch.softmax(scale * start @ patterns.T, -1)
@@ -180,7 +180,7 @@ def newtons_attention(atoms: int = 8, dimensions: int = 5, draws: int = 50, seed
     yield from _guarded(normal, patterns, draws)
 
 
-def _quadratic(energy: Hopfield, start: Tensor, minimum: Tensor) -> Iterator[Check]:
+def _quadratic(energy: HopfieldEnergy, start: Tensor, minimum: Tensor) -> Iterator[Check]:
     """‖e⁺‖ ≤ ½K‖e‖²/λ, λ the least curvature at the start, K = β²D³ ≥ ‖∇³E‖: β² times a third central moment of x·u."""
     error = (start - minimum).norm(dim=-1)
     after = (newton_step(energy, start) - minimum).norm(dim=-1)
@@ -195,7 +195,7 @@ def _quadratic(energy: Hopfield, start: Tensor, minimum: Tensor) -> Iterator[Che
 def _guarded(normal: Normal, patterns: Tensor, draws: int) -> Iterator[Check]:
     """From anywhere, cold and warm, by indefinite Hessians too."""
     for scale in (0.5, 5.0, 50.0):
-        energy = Hopfield.create(patterns, scale=scale)
+        energy = HopfieldEnergy.create(patterns, scale=scale)
         state = 2 * normal(draws, patterns.shape[-1])
         rises = []
         for _ in range(6):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield, contraction
+from massieu.energy import HopfieldEnergy, contraction
 from massieu.measures import Atoms, Gaussian, Measure, Sphere, mixture
 from massieu.theory import damped_descent
 from massieu.verification.claim import CLOSED_FORM, Check, at_least, at_most, close
@@ -28,7 +28,7 @@ def ascent_and_contraction_are_descent(layers: int = 12, draws: int = 30, seed: 
     for name, memory in _memories(normal).items():
         batch, width = memory.batch_shape, memory.event_shape[0]
         scale = normal(*batch).exp()
-        energy = Hopfield.create(memory, scale=scale)
+        energy = HopfieldEnergy.create(memory, scale=scale)
         state = normal(*batch, draws, width)
         for rate in (0.2, 1.0, 30.0):
             yield from _layers(f"{name}, γ = {rate:g}", energy, state, rate, layers)
@@ -50,7 +50,7 @@ def _memories(normal: Normal) -> dict[str, Measure]:
     }
 
 
-def _layers(name: str, energy: Hopfield, state: Tensor, rate: float, layers: int) -> Iterator[Check]:
+def _layers(name: str, energy: HopfieldEnergy, state: Tensor, rate: float, layers: int) -> Iterator[Check]:
     scale = energy.scale.reshape(*energy.scale.shape, *[1] * (state.ndim - energy.scale.ndim))
     damping = rate / (1 + rate)
     apart, margins = [], []
@@ -69,10 +69,10 @@ def _fixed_points(normal: Normal) -> Iterator[Check]:
     """From one start to one minimum; the scalar reference's energy has the same step for γ′ = 1."""
     # One pattern leads for any start near it.
     patterns = torch.eye(4, dtype=torch.float64) + 0.05 * normal(4, 4)
-    energy = Hopfield.create(patterns, scale=12.0)
+    energy = HopfieldEnergy.create(patterns, scale=12.0)
     start = patterns + 0.02 * normal(4, 4)
     ends = [energy.retrieve(start, damping=rate / (1 + rate), tol=1e-13).state for rate in (0.5, 2.0, 50.0)]
     for rate, end in zip((0.5, 2.0), ends, strict=False):
         yield close(f"fixed point of γ = {rate} and of γ = 50", end, ends[-1], CLOSED_FORM)
-    shrunk = Hopfield.create(patterns, reference=contraction.Scalar.create(0.5), scale=12.0)
+    shrunk = HopfieldEnergy.create(patterns, reference=contraction.Scalar.create(0.5), scale=12.0)
     yield close("reference ½‖·‖²/2: its step and half of attention", shrunk.step(start), 0.5 * energy.step(start))

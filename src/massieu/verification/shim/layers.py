@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from massieu.energy import Hopfield, contraction
+from massieu.energy import HopfieldEnergy, contraction
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.measures import Atoms
 from massieu.population import FeedForward
@@ -104,7 +104,7 @@ def residual_and_quadratic_term(
     need(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     memory = Atoms.create(normal(atoms, dimensions), normal(atoms))
-    energy, state = Hopfield.create(memory), normal(draws, dimensions)
+    energy, state = HopfieldEnergy.create(memory), normal(draws, dimensions)
     for rate in (0.1, 1.0, 7.0):
         ascent = state + rate * memory.mean(state)
         shrunk, damping = ascent / (1 + rate), rate / (1 + rate)

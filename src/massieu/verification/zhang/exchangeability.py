@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.posteriors import Concepts, DirichletMultinomial, GaussianMean, sufficiency
+from massieu.posteriors import DirichletMultinomial, DiscreteLatent, GaussianMean, sufficiency
 from massieu.theory import finite_extension_bound, urn_total_variation
 from massieu.verification.claim import CLOSED_FORM, ZHANG, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
@@ -46,7 +46,7 @@ def _mixtures(normal: Normal, length: int) -> Iterator[Check]:
     index = normal(length).mul(1.5).abs().floor().clamp(max=2).long()
     order = normal(length).argsort()
     dirichlet = DirichletMultinomial.create(normal(3).exp())
-    concepts = Concepts.create(normal(4), normal(4, 3).log_softmax(-1))
+    concepts = DiscreteLatent.create(normal(4), normal(4, 3).log_softmax(-1))
     gaussian = GaussianMean.create(normal(2), normal(1).exp()[0], normal(1).exp()[0])
     for name, law, tokens in (
         ("Dirichlet", dirichlet, index),
@@ -128,7 +128,7 @@ def sufficiency_of_the_posterior(concepts: int = 3, tokens: int = 4, length: int
 def _predictive(normal: Normal, prior: Tensor, table: Tensor, posterior: Tensor, length: int) -> Iterator[Check]:
     """Labels see the tokens through the posterior; and the library's posterior is the enumerated one."""
     sequences = torch.cartesian_prod(*[torch.arange(table.shape[1])] * length).reshape(-1, length)
-    law = Concepts.create(prior, table.log_softmax(-1))
+    law = DiscreteLatent.create(prior, table.log_softmax(-1))
     yield close("posteriors and those of the enumeration", law.posterior(sequences).mean, posterior, CLOSED_FORM)
     label = normal(table.shape[0], 2).softmax(-1)
     joint = _joint(prior, table, length)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from massieu.measures import Bernoulli, Exponential, Gaussian, Poisson, Spin
-from massieu.posteriors import Concepts, DirichletMultinomial, ExponentialFamily, GaussianMean, averaging_regret
+from massieu.posteriors import DirichletMultinomial, DiscreteLatent, ExponentialFamily, GaussianMean, averaging_regret
 from massieu.verification.claim import CLOSED_FORM, FOLLOW_UP, QUADRATURE, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import quadrature
@@ -92,7 +92,7 @@ def _concepts(normal: Normal, tokens: int) -> Iterator[Check]:
     for token in index:  # Bayes, token by token
         weight = weight * table[:, token].exp()
         weight = weight / weight.sum()
-    law = Concepts.create(prior, table)
+    law = DiscreteLatent.create(prior, table)
     form = law.as_attention(index, values=values)
     yield close("concepts: attention and Bayes' rule", form.attend().output, weight @ values, _EXACT)
     averaged = form._replace(query=form.query / tokens).attend().output
@@ -156,7 +156,7 @@ def regret_of_averaging(
     )
     each = table.gather(-1, index.unsqueeze(1).expand(-1, concepts, -1)).mT
     for name, weight in (("any prior", prior), ("uniform prior", torch.zeros_like(prior))):
-        law, predictives = Concepts.create(weight.expand(models, -1), table), []
+        law, predictives = DiscreteLatent.create(weight.expand(models, -1), table), []
         for token in index.unbind(1):
             predictives.append(law.log_predictive(token))
             law = law.posterior(token.unsqueeze(-1))
@@ -168,7 +168,7 @@ def regret_of_averaging(
     steps = torch.arange(1, length + 1, dtype=torch.float64)
     yield at_most("uniform prior: average regret·t/log|𝒵|", found.average * steps / math.log(concepts), 1 + _EXACT)
     table = torch.eye(10, dtype=torch.float64).log()
-    sure = Concepts.create(torch.zeros(10, dtype=torch.float64), table)
+    sure = DiscreteLatent.create(torch.zeros(10, dtype=torch.float64), table)
     one = averaging_regret(sure.log_predictive(torch.tensor([7])), table[:, 7].unsqueeze(0), sure.log_weight)
     yield close("ten concepts, one token that tells: loss and the bound, 2.3026", one.loss, one.bound, _EXACT)
     yield close("ten concepts, one token that tells: loss and log 10", one.loss, math.log(10), _EXACT)
