@@ -20,7 +20,7 @@ class OutputLost(Exception):  # noqa: N818 - a state of the stream, told once
         self.status = 128 + signal.SIGPIPE if self.piped else CANNOT_WRITE
 
 
-class _Watched(io.FileIO):
+class _Guarded(io.FileIO):
     """A stream's file. After its first failure it takes everything and writes nothing, so that no later flush fails."""
 
     def __init__(self, descriptor: int, tell: bool) -> None:
@@ -52,8 +52,8 @@ def ready() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
     # Python has no stream where the descriptor was closed. Output is not wanted then; input is missing, and said to be.
     sys.stdout, sys.stderr = sys.stdout or _nothing(), sys.stderr or _nothing()
-    sys.stdout = _watched(sys.stdout, sys.__stdout__, tell=True)
-    sys.stderr = _watched(sys.stderr, sys.__stderr__, tell=False)
+    sys.stdout = _guarded(sys.stdout, sys.__stdout__, tell=True)
+    sys.stderr = _guarded(sys.stderr, sys.__stderr__, tell=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # not every terminal can show the formulas
@@ -63,12 +63,12 @@ def _nothing() -> TextIO:
     return open(os.devnull, "w")
 
 
-def _watched(stream: TextIO, original: TextIO | None, tell: bool) -> TextIO:
+def _guarded(stream: TextIO, original: TextIO | None, tell: bool) -> TextIO:
     # On Windows the console is no plain file; a stream that was replaced is its owner's.
     if os.name == "nt" or stream is not original or not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
-    file = io.BufferedWriter(_Watched(stream.fileno(), tell))
+    file = io.BufferedWriter(_Guarded(stream.fileno(), tell))
     return io.TextIOWrapper(file, encoding=stream.encoding, line_buffering=stream.line_buffering)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from massieu.probing.inference import select_and_report
+from massieu.probing.significance import select_and_report
 
 Cell = tuple[float, float, int]
 _MISSING: Cell = (float("nan"), float("nan"), 0)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from massieu.probing.accumulate import Ratio
-from massieu.probing.inference import benjamini_hochberg, difference_p, other_heads, two_sided_p
 from massieu.probing.long_table import TableBuilder
 from massieu.probing.reading import Reading, SiteResults
+from massieu.probing.significance import benjamini_hochberg, difference_p, other_heads, two_sided_p
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.attention import PER_QUERY
 from massieu.probing.statistics.climb import MOVERS, PARTS, ClimbStatistics, paired

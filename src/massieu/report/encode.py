@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Num
 
-from massieu.report.tables import CONTROLS, Column, Site
+from massieu.report.tables import CONTROLS, Column, MapRow
 from massieu.report.tokens import readable
 
 Reference = list[Any]  # [block, byte offset, number of entries, type]
@@ -196,7 +196,7 @@ def _add_examples(data: dict[str, Any], examples: list[dict[str, Any]], budget: 
 
 
 def encode(
-    data: dict[str, Any], sites: list[Site], columns: dict[str, Column], details: dict[str, Any], size: int
+    data: dict[str, Any], sites: list[MapRow], columns: dict[str, Column], details: dict[str, Any], size: int
 ) -> Payload:
     """Pack a result for the page.
 

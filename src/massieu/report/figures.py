@@ -10,7 +10,7 @@ from massieu.report import colours
 from massieu.report.encode import plain
 from massieu.report.numbers import number, whole, with_error
 from massieu.report.page import FACTS, template
-from massieu.report.tables import CONTROLS, Column, Site, catalogue_of, head_columns, sites_of
+from massieu.report.tables import CONTROLS, Column, MapRow, catalogue_of, head_columns, sites_of
 from massieu.report.tokens import readable
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _scale(values: np.ndarray, signed: bool, centre: float) -> tuple[list[str], 
     return colours.SEQUENTIAL, low, high if high > low else low + 1.0
 
 
-def _cells(sites: list[Site], columns: dict[str, Column], entry: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """One rectangle per head (place, colour, hatching, the text that a pointer shows), and what the colours mean."""
     name, column = entry["name"], columns[entry["name"]]
     control = _control(columns, entry)
@@ -147,7 +147,7 @@ def _statistic_rows(columns: dict[str, Column], catalogue: list[dict[str, Any]],
     return rows
 
 
-def _histograms(details: dict[str, Any], site: Site, head: int, titles: dict[str, str]) -> list[dict[str, Any]]:
+def _histograms(details: dict[str, Any], site: MapRow, head: int, titles: dict[str, str]) -> list[dict[str, Any]]:
     drawn = []
     for name, histogram in (details.get("histograms") or {}).items():
         counts = histogram["counts"].get(str(site.index))
@@ -179,7 +179,7 @@ def _strongest(entry: dict[str, Any], head: int, place: int, keys: list[str]) ->
     return "\nstrongest keys: " + "; ".join(parts) if parts else ""
 
 
-def _example(details: dict[str, Any], site: Site, head: int) -> dict[str, Any] | None:
+def _example(details: dict[str, Any], site: MapRow, head: int) -> dict[str, Any] | None:
     """The first example of this site: its tokens, each with a shade in [0, 1] and the text of its strongest keys."""
     for example in details.get("examples") or []:
         entry = example["sites"].get(str(site.index))

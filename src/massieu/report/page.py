@@ -12,7 +12,7 @@ from massieu.report.encode import Payload, encode, plain, script_json
 from massieu.report.numbers import bound, number, whole, with_error
 from massieu.report.tables import (
     Column,
-    Site,
+    MapRow,
     catalogue_of,
     head_columns,
     layer_columns,
@@ -105,7 +105,7 @@ def _layer_payload(sublayers: list[dict[str, Any]], columns: dict[str, Column]) 
     return {"sublayers": sublayers, "columns": numbers}
 
 
-def _findings(run: dict[str, Any], sites: list[Site]) -> list[dict[str, Any]]:
+def _findings(run: dict[str, Any], sites: list[MapRow]) -> list[dict[str, Any]]:
     """The findings with the site of each head they name; a head that several sites of a layer have is not linked."""
     blank = {"value": None, "standard_error": None, "unit": None, "control": None, "count": None, "caveat": None}
     findings = []
@@ -119,7 +119,7 @@ def _findings(run: dict[str, Any], sites: list[Site]) -> list[dict[str, Any]]:
     return findings
 
 
-def _unavailable(sites: list[Site]) -> list[dict[str, Any]]:
+def _unavailable(sites: list[MapRow]) -> list[dict[str, Any]]:
     """Reasons why a statistic is missing, each with the sites it holds for."""
     places: dict[tuple[str, str], list[str]] = {}
     for site in sites:

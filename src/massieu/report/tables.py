@@ -32,7 +32,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Site:
+class MapRow:
     """An attention site: a row of the map. Its heads are the cells ``first`` to ``first + heads − 1``."""
 
     index: int
@@ -51,7 +51,7 @@ def _stack(name: str) -> str:
     return next((stack for stack in ("encoder", "decoder") if stack in name.lower().split(".")), "")
 
 
-def sites_of(run: dict[str, Any], heads: "polars.DataFrame") -> list[Site]:
+def sites_of(run: dict[str, Any], heads: "polars.DataFrame") -> list[MapRow]:
     """The sites that ``run.json`` lists, then any that only the table knows, with short unique labels.
 
     A label is the layer's number; where a layer has several sites it also says the stack and the kind of attention.
@@ -63,7 +63,7 @@ def sites_of(run: dict[str, Any], heads: "polars.DataFrame") -> list[Site]:
     entries += [{"name": name, "layer": layer} for name, (_, layer) in sizes.items() if name not in known]
     several = max(Counter(entry["layer"] for entry in entries).values(), default=1) > 1
     kinds = Counter((_stack(entry["name"]), entry["layer"]) for entry in entries)
-    sites: list[Site] = []
+    sites: list[MapRow] = []
     labels: Counter[str] = Counter()
     for place, entry in enumerate(entries):
         name, layer = entry["name"], entry["layer"]
@@ -74,7 +74,7 @@ def sites_of(run: dict[str, Any], heads: "polars.DataFrame") -> list[Site]:
         label = " ".join(filter(None, words))
         labels[label] += 1
         label = label if labels[label] == 1 else f"{label} #{labels[label]}"
-        site = Site(
+        site = MapRow(
             index=entry.get("index", place),
             name=name,
             label=label,
@@ -118,7 +118,7 @@ def columns_of(frame: "polars.DataFrame", cells: dict[tuple[str, int | None], in
     return columns
 
 
-def head_columns(sites: list[Site], heads: "polars.DataFrame") -> dict[str, Column]:
+def head_columns(sites: list[MapRow], heads: "polars.DataFrame") -> dict[str, Column]:
     """The heads table as arrays over all heads of all sites."""
     cells: dict[tuple[str, int | None], int] = {
         (site.name, head): site.first + head for site in sites for head in range(site.heads)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from massieu.probing.accumulate import Ratio, Units
 from massieu.probing.capture import AttentionCall
-from massieu.probing.inference import other_heads
 from massieu.probing.replay import Replay
+from massieu.probing.significance import other_heads
 from massieu.probing.wiring import AttentionRead, Step
 
 _SLOPES = ("sharpens", "slope_selective", "slope_common")
