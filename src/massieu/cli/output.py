@@ -20,7 +20,7 @@ def result_folder(folder: Path) -> Iterator[None]:
     Raises:
         InputError: it cannot be had; nothing is left behind then.
     """
-    for module in ("polars", "jinja2", "plotly.offline"):
+    for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
     from massieu.probing.result import FILES, ROOM
     from massieu.report.folder import reserved
