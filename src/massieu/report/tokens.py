@@ -62,11 +62,10 @@ def readable(tokens: list[str]) -> list[Readable]:
     marked = byte_level or sentence_piece
     shown: list[Readable] = []
     for token in tokens:
-        text = _from_byte_level(token) if byte_level else token
+        text = _from_byte_level(token) if byte_level else token.replace(SENTENCE_PIECE_SPACE, " ")
         if code := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text):
             byte = int(code[1], 16)
             text = chr(byte) if byte < 128 else text
-        text = text.replace(SENTENCE_PIECE_SPACE, " ")
         continues = word_piece and text.startswith(CONTINUATION)
         body = text.removeprefix(CONTINUATION) if continues else text
         space = body.startswith(" ") if marked or body.startswith(" ") else not continues
