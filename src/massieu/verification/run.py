@@ -88,7 +88,7 @@ class Verification(Sequence[Claim]):
         """
         from massieu.verification.page import write_page
 
-        return write_page(self, Path(path))
+        return write_page(self.claims, self.summary, Path(path))
 
 
 def verify(

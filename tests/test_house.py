@@ -1,0 +1,242 @@
+"""The house as its source shows it: short lists of public names, one meaning for each, no circles, no more lines than allowed."""
+
+import ast
+import importlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "massieu"
+ROOMS = (
+    "duality", "energy", "inference", "measures", "nn", "ops", "population", "posteriors", "regression", "solve", "testing", "theory",
+)  # fmt: skip
+APART = {"theory"}
+"""Its names are public and in pages too, but not counted."""
+
+MOST_NAMES = 180
+MOST_LINES = 34_500
+"""Of `src` outside `verification`."""
+
+# What does not hold yet; every list is to be empty.
+WITHOUT_DIR: set[str] = set()
+"""Rooms whose `dir()` shows more than `__all__`."""
+ONE_NAME_TWICE: set[str] = set()
+"""Classes that two files define, or that a function's name is too close to."""
+IN_NO_PAGE: set[str] = set()
+"""Public names that no page has in backticks."""
+CIRCLES: set[str] = set()
+"""Files that import each other."""
+
+
+def _files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _module(path: Path) -> str:
+    parts = ("massieu", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+# --- public names ----------------------------------------------------------------------------------------------------
+
+
+def _listing(module: ModuleType) -> list[str]:
+    """`__all__`; without one, what the module defines itself."""
+    if (listed := getattr(module, "__all__", None)) is not None:
+        return listed
+    own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    return sorted(name for name in own if not name.startswith("_"))
+
+
+def _public(module: ModuleType) -> Iterator[str]:
+    """Dotted names below the package that a room shows, those of its public submodules among them; no modules."""
+    room = module.__name__.removeprefix("massieu").lstrip(".")
+    for name in _listing(module):
+        value = getattr(module, name)
+        if isinstance(value, ModuleType):
+            if room:  # the package's own list names the rooms, which are counted by themselves
+                yield from _public(value)
+        else:
+            yield f"{room}.{name}".lstrip(".")
+
+
+def _public_names() -> list[str]:
+    modules = [importlib.import_module("massieu"), *(importlib.import_module(f"massieu.{room}") for room in ROOMS)]
+    return [name for module in modules for name in _public(module)]
+
+
+def _in_backticks(pages: Iterable[str]) -> set[str]:
+    """Every identifier that stands in code on a page: between backticks, or in a block of code."""
+    words: set[str] = set()
+    for page in pages:
+        blocks = re.findall(r"^```.*?^```", page, flags=re.DOTALL | re.MULTILINE)
+        rest = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+        for code in [*blocks, *re.findall(r"`+[^`]+`+", rest)]:
+            words |= set(re.findall(r"[^\W\d]\w*", code))
+    return words
+
+
+def test_public_names_are_few():
+    counted = [name for name in _public_names() if name.partition(".")[0] not in APART]
+    assert len(counted) <= MOST_NAMES, f"{len(counted)} public names, at most {MOST_NAMES}: {', '.join(counted)}"
+
+
+def test_every_public_name_is_in_a_page():
+    known = _in_backticks(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    missing = {name for name in _public_names() if name.rpartition(".")[2] not in known}
+    assert missing <= IN_NO_PAGE, sorted(missing - IN_NO_PAGE)
+
+
+def test_names_in_code_are_found_and_names_in_prose_are_not():
+    page = "An `Atoms` of ``ops.attention(q)`` and a mixture:\n\n```python\nx = tilt(1)\n```\n\nThe end `of`\n"
+    assert _in_backticks([page]) == {"Atoms", "ops", "attention", "q", "python", "x", "tilt", "of"}
+
+
+def _shown(module: ModuleType) -> Iterator[ModuleType]:
+    """A room and its public submodules."""
+    yield module
+    for name in _listing(module):
+        if isinstance(value := getattr(module, name), ModuleType):
+            yield from _shown(value)
+
+
+def test_dir_shows_the_public_names_and_nothing_else():
+    more = set()
+    for room in ROOMS:
+        for module in _shown(importlib.import_module(f"massieu.{room}")):
+            listed = _listing(module)
+            assert sorted(set(listed)) == sorted(listed), f"{module.__name__} lists a name twice"
+            if dir(module) != sorted(getattr(module, "__all__", ())):
+                more.add(module.__name__.removeprefix("massieu."))
+    assert more <= WITHOUT_DIR, sorted(more - WITHOUT_DIR)
+
+
+# --- one meaning for each word ---------------------------------------------------------------------------------------
+
+
+def _definitions() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Where each class and each function of a module is defined, those that begin with an underscore left out."""
+    classes: dict[str, set[str]] = defaultdict(set)
+    functions: dict[str, set[str]] = defaultdict(set)
+    for path in _files():
+        for node in _tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].add(_module(path))
+            elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                functions[node.name].add(_module(path))
+    return classes, functions
+
+
+def _alike(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _makers() -> set[str]:
+    """Classes that a verb makes: the two may share a word, where both are public in one room."""
+    made = set()
+    for room in ROOMS:
+        listed = importlib.import_module(f"massieu.{room}").__all__
+        by_word = {_alike(name) for name in listed if name[0].islower()}
+        made |= {name for name in listed if name[0].isupper() and _alike(name) in by_word}
+    return made
+
+
+def test_no_two_classes_share_a_name():
+    classes, _ = _definitions()
+    shared = {name for name, places in classes.items() if len(places) > 1}
+    by_word: dict[str, set[str]] = defaultdict(set)
+    for name in classes:
+        by_word[_alike(name)].add(name)
+    shared |= {name for names in by_word.values() if len(names) > 1 for name in names}
+    assert shared <= ONE_NAME_TWICE, {name: sorted(classes[name]) for name in sorted(shared - ONE_NAME_TWICE)}
+
+
+def test_what_a_function_returns_is_not_called_as_the_function_is():
+    """A result ends in `Result`; only a class that one builds with may share its word with the verb that makes it."""
+    classes, functions = _definitions()
+    verbs = {_alike(name): name for name in functions if name in _listed()}
+    close = {name for name in classes if _alike(name) in verbs} - _makers()
+    assert close <= ONE_NAME_TWICE, sorted(close - ONE_NAME_TWICE)
+
+
+@cache
+def _listed() -> frozenset[str]:
+    return frozenset(name.rpartition(".")[2] for name in _public_names())
+
+
+# --- circles ---------------------------------------------------------------------------------------------------------
+
+
+def _imports(path: Path, known: set[str]) -> set[str]:
+    """Modules of the package that a file imports, lazily too. A package stands for what its `__init__` holds."""
+    found = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in known else node.module)
+    return (found & known) - {"massieu", _module(path)}
+
+
+def _circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected groups of more than one file (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(imports[name]):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == order[name]:
+            place = stack.index(name)
+            group, stack[place:] = stack[place:], []
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    for name in sorted(imports):
+        if name not in order:
+            visit(name)
+    return sorted(circles)
+
+
+def test_no_file_circle():
+    known = {_module(path) for path in _files()}
+    imports = {_module(path): _imports(path, known) for path in _files() if path != SOURCE / "__init__.py"}
+    circles = [circle for circle in _circles(imports) if not set(circle) <= CIRCLES]
+    assert not circles, "\n".join(" ⇄ ".join(circle) for circle in circles)
+
+
+def test_a_circle_would_be_seen():
+    assert _circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert _circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+# --- size ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_house_does_not_grow():
+    lines = {
+        path: len(path.read_text(encoding="utf-8").splitlines())
+        for path in _files()
+        if path.relative_to(SOURCE).parts[0] != "verification"
+    }
+    assert sum(lines.values()) < MOST_LINES
