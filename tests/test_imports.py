@@ -12,26 +12,37 @@ SOURCE = Path(__file__).parent.parent / "src" / "massieu"
 
 # A room may import itself and what is listed here. `errors` is a leaf that any room may import;
 # `interruption` is one for what runs long.
-THEORY = {"duality", "measures", "ops", "solve", "errors"}
+THEORY = {"duality", "measures", "ops", "solve", "foundation", "errors"}
 WORKSHOP = {"energy", "inference"} | THEORY
 ALLOWED = {
     "errors": set(),
     "interruption": set(),
-    "ops": {"errors"},
-    "solve": {"errors"},
-    "inference": {"errors"},
-    "measures": {"ops", "errors"},
-    "duality": {"measures", "solve", "errors"},
+    "foundation": {"errors"},
+    "ops": {"foundation", "errors"},
+    "solve": {"foundation", "errors"},
+    "inference": {"foundation", "errors"},
+    "measures": {"ops", "foundation", "errors"},
+    "duality": {"measures", "solve", "foundation", "errors"},
     "energy": {"inference"} | THEORY,
     "population": {"report"} | WORKSHOP,
     "exchangeable": WORKSHOP,
     "nn": {"population", "exchangeable"} | WORKSHOP,
-    "probing": {"population", "energy", "measures", "ops", "report", "errors", "interruption", "__init__"},
-    "report": {"errors"},
-    "testing": {"duality", "measures", "ops", "errors"},
+    "probing": {
+        "population",
+        "energy",
+        "measures",
+        "ops",
+        "report",
+        "foundation",
+        "errors",
+        "interruption",
+        "__init__",
+    },
+    "report": {"foundation", "errors"},
+    "testing": {"duality", "measures", "ops", "foundation", "errors"},
     "verification": {"nn", "population", "exchangeable", "report", "__init__"} | WORKSHOP,
-    "cli": {"probing", "verification", "report", "errors", "interruption", "__init__"},
-    "__main__": {"cli"},
+    "cli": {"probing", "verification", "report", "foundation", "errors", "interruption", "__init__"},
+    "__main__": {"foundation", "cli"},
     "__init__": {"nn", "population", "exchangeable", "testing", "probing", "verification"} | WORKSHOP,
 }
 # Result objects draw themselves; nothing else of probing and population knows the report.
