@@ -77,6 +77,25 @@ def test_a_constructor_cannot_check():
                 pass
 
 
+class Named:
+    area: Tensor
+
+
+def test_what_a_base_relies_on_has_its_place_in_the_final_class():
+    class Base(Named, Value):
+        @abstractmethod
+        def size(self) -> Tensor: ...
+
+    class Disc(Base):
+        radius: Tensor
+        area: Tensor
+
+        def size(self):
+            return self.area
+
+    assert [field.name for field in dataclasses.fields(Disc)] == ["radius", "area"]
+
+
 def test_pytree_round_trip():
     value = pair()
     leaves, structure = pytree.tree_flatten(value)

@@ -211,12 +211,7 @@ def number(
     most: float | None = None,
     below: float | None = None,
 ) -> float:
-    """The value, if it is a finite number within bounds.
-
-    Raises:
-        TypeError: it is no number; a tensor is none either.
-        ValueError: it is NaN, infinite or out of bounds.
-    """
+    """The value, if it is a finite number within bounds; else a TypeError, as for a tensor, or a ValueError."""
     if not _is_number(value):
         raise TypeError(f"{name} must be a number, got {described(value)}")
     check_range(name, value, least=least, above=above, most=most, below=below)  # pyright: ignore[reportArgumentType]
@@ -224,12 +219,7 @@ def number(
 
 
 def whole_number(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
-    """The value, if it is a whole number within bounds, as large as PyTorch counts.
-
-    Raises:
-        TypeError: it is no whole number.
-        ValueError: it is out of bounds.
-    """
+    """The value, if it is a whole number within bounds, as large as PyTorch counts; else a TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         raise TypeError(f"{name} must be a whole number, got {described(value)}")
     whole = value if isinstance(value, int) else int(value)

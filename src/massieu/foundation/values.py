@@ -2,10 +2,11 @@
 
 Deriving from `Value` makes a class one. Its constructor checks nothing, since transforms call it again: checks go into a
 `create` classmethod, and a class with a `__post_init__` is refused. A class is abstract or final. What a family of values
-shares, a base that is abstract, names the family in its class statement's body: ``_family = "measures"``.
+shares is an abstract base, which names the family in its body: ``_family = "measures"``.
 
 A field that is neither tensor nor value is a `static_field`: part of the structure, compared with ``==`` by compiled code.
-Fields of an abstract base come first; `dataclasses.field(kw_only=True)` lets one follow the fields of the final classes.
+Fields of an abstract base come first. What a base only relies on, and each final class has as a field in its own place, is
+declared in a plain class beside it: ``class Posterior(_Seen, Value)``, where `_Seen` has the annotation.
 Results that a function returns are NamedTuples, and no values.
 
 Shapes have batch dimensions on the left, query dimensions in the middle and event dimensions on the right. In a composition
