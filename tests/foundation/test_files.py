@@ -68,6 +68,17 @@ with files.replacing(pathlib.Path({str(path)!r}), folder={folder}, mark="mine") 
     assert os.listdir(tmp_path) == ([] if folder else ["page"])
 
 
+def test_what_cannot_be_removed_is_left(tmp_path, monkeypatch):
+    (tmp_path / f"{LEFT}theirs").touch()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    remove_left(tmp_path)
+    assert os.listdir(tmp_path) == [f"{LEFT}theirs"]
+
+
 def test_a_folder_is_there_when_it_is_complete(tmp_path):
     path = tmp_path / "store"
     with replacing(path, folder=True) as aside:

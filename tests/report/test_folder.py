@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def test_killed_at_any_moment_the_folder_reads_as_one_or_the_other(tmp_path, mon
 
     with monkeypatch.context() as patch:
         # What a kill leaves is left: no cleaning up.
-        patch.setattr(folders.shutil, "rmtree", lambda *given, **named: None)
+        patch.setattr(shutil, "rmtree", lambda *given, **named: None)
         for place, name in ((os, "replace"), (Path, "rename"), (Path, "mkdir"), (Path, "rmdir")):
             patch.setattr(place, name, stop_after(getattr(place, name)))
         with pytest.raises(Crash):

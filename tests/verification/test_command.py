@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from massieu.cli.commands import app
 from massieu.errors import InputError
-from massieu.report.numbers import bound
+from massieu.foundation.numbers import bound
 from massieu.verification import registry
 from massieu.verification.claim import Check, as_published, at_most, close
 from massieu.verification.run import verify

@@ -45,10 +45,11 @@ def replacing(path: Path, *, folder: bool = False, durable: bool = True, mark: s
 def remove_left(folder: Path, mark: str = "") -> None:
     """Remove what killed processes have left beside files in a folder, or of that only what has the mark.
 
-    Only where no other process writes there, or none with this mark.
+    Only where no other process writes there, or none with this mark. What is another user's may stay; it does no harm.
     """
     for left in folder.glob(f"{LEFT}{f'{mark}-' if mark else ''}*"):
-        _remove(left)
+        with suppress(OSError):
+            _remove(left)
 
 
 def _settle(path: Path) -> None:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from massieu.errors import InputError
+from massieu.foundation.numbers import number, whole, with_error
 from massieu.report import colours
 from massieu.report.encode import plain
-from massieu.report.numbers import number, whole, with_error
 from massieu.report.page import FACTS, template
 from massieu.report.tables import CONTROLS, Column, MapRow, catalogue_of, head_columns, sites_of
 from massieu.report.tokens import readable

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from massieu.errors import InputError
+from massieu.foundation.numbers import bound, number, with_error
 from massieu.report.encode import plain
-from massieu.report.numbers import bound, number, with_error
 from massieu.report.page import asset, template
 from massieu.report.writing import write_whole
 

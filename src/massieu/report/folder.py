@@ -7,8 +7,6 @@ record, has the others' hashes, so that who reads while another writes notices i
 
 import hashlib
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,10 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from massieu.errors import InputError
-from massieu.report.locking import LOCK, is_locked, locked
-from massieu.report.writing import LEFT, check_name, telling, try_to_write
+from massieu.foundation.files import remove_left, replacing
+from massieu.report.locking import is_locked, locked
+from massieu.report.writing import check_name, explaining, try_to_write
 
-_ARRIVED = f"{LEFT}arrived"
+_ARRIVED = ".massieu_arrived"
 _GONE = ".gone"
 """Ends the name of a mark among what has arrived: the file without this ending is to be removed."""
 PATIENCE = 20.0
@@ -80,21 +79,16 @@ def replace(folder: Path, files: Mapping[str, bytes], instead: tuple[str, ...] =
     """
     folder = check_name(folder)
     _make(folder)
-    with locked(folder, wait=PATIENCE) as alone, telling(f"cannot write to the folder {folder}"):
+    with locked(folder, wait=PATIENCE) as alone, explaining(f"cannot write to the folder {folder}"):
         _check_free(folder, tuple(files))
         if alone:
-            _remove_left(folder)
-        aside = folder / f"{LEFT}{secrets.token_hex(8)}"
-        aside.mkdir()
-        try:
+            remove_left(folder)
+        with replacing(folder / _ARRIVED, folder=True, durable=False) as aside:
             for name, content in files.items():
                 (aside / name).write_bytes(content)
             for name in instead:
                 (aside / f"{name}{_GONE}").touch()
             settle(folder)  # an earlier save may have been interrupted
-            aside.rename(folder / _ARRIVED)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
         settle(folder)
 
 
@@ -125,7 +119,7 @@ def read(folder: Path, *names: str) -> tuple[str, bytes]:
     # What has arrived but was not moved to its place yet is newer than what is there.
     for place in (folder / _ARRIVED, folder):
         for name in names:
-            with telling(f"{place / name} cannot be read"):
+            with explaining(f"{place / name} cannot be read"):
                 try:
                     return name, (place / name).read_bytes()
                 except (FileNotFoundError, NotADirectoryError):
@@ -160,7 +154,7 @@ def _state(folder: Path, record: str) -> bytes | None:
 
 def _make(folder: Path) -> list[Path]:
     """Make the folder; returns what was made, the innermost first."""
-    with telling(f"the output folder {folder} cannot be made"):
+    with explaining(f"the output folder {folder} cannot be made"):
         places = (folder, *folder.absolute().parents)
         missing = [path for path in places if not os.path.lexists(path)]
         nearest = next(path for path in places if os.path.lexists(path))
@@ -174,15 +168,3 @@ def _check_free(folder: Path, files: tuple[str, ...]) -> None:
     for name in files:
         if os.path.isdir(folder / name):
             raise InputError(f"{folder / name} is a folder, where a file of the result has to be")
-
-
-def _remove_left(folder: Path) -> None:
-    """What processes that were killed had written aside. Whoever lives and writes has the lock."""
-    for path in folder.glob(f"{LEFT}*"):
-        if path.name in (LOCK, _ARRIVED):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):  # another user's; it does no harm
-                path.unlink()

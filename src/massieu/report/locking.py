@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from massieu.errors import InputError
-from massieu.report.writing import LEFT, telling
+from massieu.report.writing import explaining
 
-LOCK = f"{LEFT}lock"
+LOCK = ".massieu_lock"
 _AGAIN = 0.05
 _TAKEN = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 _UNKNOWN = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -67,7 +67,7 @@ def _acquire(folder: Path, key: tuple[str, int], until: float) -> bool:
     """Enter the lock among those held; False where there are no locks."""
     path = folder / LOCK
     while True:
-        with telling(f"cannot write to the folder {folder}"):
+        with explaining(f"cannot write to the folder {folder}"):
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             except FileNotFoundError:  # who found the folder empty has just removed it

@@ -7,9 +7,9 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from massieu.errors import require_extra
+from massieu.foundation.numbers import bound, number, whole, with_error
 from massieu.report import colours
 from massieu.report.encode import Payload, encode, plain, script_json
-from massieu.report.numbers import bound, number, whole, with_error
 from massieu.report.tables import (
     Column,
     MapRow,

@@ -1,4 +1,4 @@
-"""Files on disk: complete, or not there; and what is in the way of them, found before anything is lost."""
+"""One page on disk, complete or not there; and what is in the way of files, found before anything is lost."""
 
 import os
 import secrets
@@ -7,13 +7,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from massieu.errors import InputError
+from massieu.foundation.files import LEFT, replacing
 
-LEFT = ".massieu-"
-"""Begins the names of what is written aside. What a process that was killed has left is removed by a later one."""
+_BLOCK = 1 << 20
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
+def explaining(what: str) -> Iterator[None]:
     """An error of the file system inside becomes one sentence that begins with ``what``."""
     try:
         yield
@@ -37,7 +37,7 @@ def check_name(path: str | os.PathLike[str]) -> Path:
 
 
 def write_whole(path: Path, page: str, what: str) -> None:
-    """Write a page beside its place and rename it, so that an earlier one is replaced at once; folders are made.
+    """Write a page, so that an earlier one is replaced at once; folders are made.
 
     A token need not be valid Unicode; on the page, what is not becomes a question mark.
 
@@ -45,20 +45,12 @@ def write_whole(path: Path, page: str, what: str) -> None:
         InputError: `what` cannot be written there.
     """
     path = check_name(path)
-    with telling(f"cannot write {what} {path}"):
+    with explaining(f"cannot write {what} {path}"):
         if os.path.isdir(path):
             raise InputError(f"{path} is a folder; {what} needs the name of a file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A short name of its own: that of the page may be as long as names can be.
-        aside = path.with_name(f"{LEFT}{secrets.token_hex(8)}")
-        try:
-            with open(aside, "xb") as file:
-                file.write(page.encode("utf-8", "replace"))
-            os.replace(aside, path)
-        except BaseException:
-            with suppress(OSError):  # the first error is the one to tell
-                aside.unlink(missing_ok=True)
-            raise
+        with replacing(path, durable=False) as aside:
+            aside.write_bytes(page.encode("utf-8", "replace"))
 
 
 def try_to_write(folder: Path, room: int, name: str | None = None) -> None:
@@ -71,9 +63,9 @@ def try_to_write(folder: Path, room: int, name: str | None = None) -> None:
         InputError: they cannot be written.
     """
     trial = folder / (name or f"{LEFT}{secrets.token_hex(8)}")
-    with telling(f"cannot write to the folder {folder}" if name is None else f"cannot write {trial}"):
+    with explaining(f"cannot write to the folder {folder}" if name is None else f"cannot write {trial}"):
         file = open(trial, "xb")  # noqa: SIM115 - closed below, and only then removed
-    with telling(f"cannot write {room / 1e6:.0f} MB, which may be needed, to the folder {folder}"):
+    with explaining(f"cannot write {room / 1e6:.0f} MB, which may be needed, to the folder {folder}"):
         try:
             with file:
                 for _ in range(0, room, _BLOCK):
@@ -81,6 +73,3 @@ def try_to_write(folder: Path, room: int, name: str | None = None) -> None:
         finally:
             with suppress(OSError):
                 trial.unlink(missing_ok=True)
-
-
-_BLOCK = 1 << 20

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from massieu.report.numbers import bound, number
+from massieu.foundation.numbers import bound, number
 from massieu.verification.claim import Check, Claim, Verdict
 from massieu.verification.run import Verification
 
