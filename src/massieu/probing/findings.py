@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from massieu.foundation.numbers import MINUS, number, with_error
 from massieu.probing.significance import select_and_report
 
 Cell = tuple[float, float, int]
@@ -92,20 +93,13 @@ class _Lookup:
         ]
 
 
-def number(cell: Cell) -> str:
-    """Value ± error; the error with one significant digit, two if it begins with 1 or 2. Without an error, the value."""
-    value, error, _ = cell
-    if not np.isfinite(error) or error == 0:
-        return _signed(f"{value:.3g}")
-    exponent = int(np.floor(np.log10(error)))
-    digits = 2 if error < 3 * 10.0**exponent else 1
-    places = max(0, digits - 1 - exponent)
-    return f"{_signed(f'{value:.{places}f}')} ± {error:.{places}f}"
+def _text(cell: Cell) -> str:
+    """Value ± error; where the error is 0 or not known, the value."""
+    return with_error(cell[0], cell[1] or None)
 
 
-def _signed(text: str) -> str:
-    """With a minus sign instead of a hyphen."""
-    return text.replace("-", "−")
+def _signed(value: float) -> str:
+    return f"{value:+.2g}".replace("-", MINUS)
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
@@ -129,10 +123,10 @@ def _sink(heads: _Lookup) -> Finding:
     sentence = (
         f"{len(mostly)} of {_plural(len(places), 'head')}{heads.without('weight_first')} put more than half of their "
         "attention on the first token. "
-        f"The strongest, {heads.name(strongest)}, puts {number(cell)} there"
+        f"The strongest, {heads.name(strongest)}, puts {_text(cell)} there"
     )
     if norm[2]:
-        sentence += f", and reads a value of {number(norm)} times the mean norm"
+        sentence += f", and reads a value of {_text(norm)} times the mean norm"
     fresh = _mean([heads.get(p, "weight_first/reinitialised")[0] for p in places])
     return Finding(
         "sink", title, sentence + ".", cell[0], cell[1], "of the attention",
@@ -153,16 +147,18 @@ def _sharpness(heads: _Lookup) -> Finding:
     (sharpest, low), (flattest, high) = sharp[0], flat[0]
     keys = heads.get(sharpest, "effective_keys")
     sentence = (
-        f"The sharpest head, {heads.name(sharpest)}, has {number(low)} of the largest possible entropy"
-        + (f" ({keys[0]:.3g} effective keys on average)" if keys[2] else "")
-        + f"; the flattest, {heads.name(flattest)}, has {number(high)}."
+        f"The sharpest head, {heads.name(sharpest)}, has {_text(low)} of the largest possible entropy"
+        + (f" ({number(keys[0])} effective keys on average)" if keys[2] else "")
+        + f"; the flattest, {heads.name(flattest)}, has {_text(high)}."
     )
     above = heads.picked("largest_score_above_mean", 1, largest=True)
     if above:
         place, cell = above[0]
         raw = heads.get(place, "largest_score")
-        sentence += f" The largest score stands {number(cell)} nats above the mean score ({heads.name(place)}"
-        sentence += f"; raw max logit {raw[0]:.3g} on average, which depends on the key origin)." if raw[2] else ")."
+        sentence += f" The largest score stands {_text(cell)} nats above the mean score ({heads.name(place)}"
+        sentence += (
+            f"; raw max logit {number(raw[0])} on average, which depends on the key origin)." if raw[2] else ")."
+        )
     fresh = _mean([heads.get(p, "entropy_fraction/reinitialised")[0] for p, _ in (sharp[0], flat[0])])
     return Finding(
         "sharpness", title, sentence, low[0], low[1], "of log n",
@@ -191,16 +187,15 @@ def _climb(heads: _Lookup) -> Finding:
     sentence = (
         f"Beside {beside}, the {what} sharpens the attention of {_plural(len(sharpening), 'head')} and flattens that of "
         f"{len(flattening)}, of {len(places)}{heads.without(name)} (false discovery rate 5 %). Most: {heads.name(highest[0])}, "
-        f"{number(highest[1])} nats of selective log Z per step; least: {heads.name(lowest[0])}, {number(lowest[1])}."
+        f"{_text(highest[1])} nats of selective log Z per step; least: {heads.name(lowest[0])}, {_text(lowest[1])}."
     )
     middle = _mean(list(expected.values()))
     random = _mean([heads.get(p, f"{name}/random")[0] for p in places])
     share = _mean([heads.get(p, f"{name.replace('_selective', '_sharpens')}/random")[0] for p in places])
     return Finding(
         "climb", title, sentence, highest[1][0], highest[1][1], "nats",
-        (_signed(f"Mismatched heads: {middle:+.2g} nats on average. ") if control == "mismatched" else "")
-        + _signed(f"A random step of equal length: {random:+.2g} nats")
-        + f", sharpening {share:.0%} of queries by convexity alone.",
+        (f"Mismatched heads: {_signed(middle)} nats on average. " if control == "mismatched" else "")
+        + f"A random step of equal length: {_signed(random)} nats, sharpening {share:.0%} of queries by convexity alone.",
         highest[1][2],
         "Keys and values are held fixed while the query moves. Changes common to all scores are left out: softmax cannot "
         "see them. No equilibrium is claimed.",
@@ -218,17 +213,17 @@ def _collapse(layers: _Lookup) -> Finding:
     fresh = layers.get(place, "effective_rank_change/reinitialised")
     before, after = layers.get(place, "effective_rank/before"), layers.get(place, "effective_rank/after")
     if cell[0] < 0:
-        sentence = f"Effective rank falls most at {place[0]}: {number(cell)} directions"
-        sentence += f" (from {before[0]:.3g} to {after[0]:.3g})." if before[2] else "."
+        sentence = f"Effective rank falls most at {place[0]}: {_text(cell)} directions"
+        sentence += f" (from {number(before[0])} to {number(after[0])})." if before[2] else "."
     else:
-        sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {number(cell)} directions."
+        sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {_text(cell)} directions."
     if volumes:
         where, volume = volumes[0]
         verb = "shrinks most" if volume[0] < 0 else "grows least"
-        sentence += f" Volume {verb} at {where[0]}: {number(volume)} nats of log-determinant per direction."
+        sentence += f" Volume {verb} at {where[0]}: {_text(volume)} nats of log-determinant per direction."
     return Finding(
         "collapse", title, sentence, cell[0], cell[1], "directions",
-        f"The re-initialised copy changes by {number(fresh)} there." if fresh[2] else "No control.", cell[2],
+        f"The re-initialised copy changes by {_text(fresh)} there." if fresh[2] else "No control.", cell[2],
         "Measured on at most 64 tokens of a window at a time; the distance between tokens says nothing about what later "
         "layers can still read.",
         "effective_rank_change", [],

@@ -22,43 +22,33 @@ class TableBuilder:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[dict[str, Any]] = []
+        self._rows: list[tuple[str | float | None, ...]] = []
 
     def add(
         self,
         site: str,
         layer: int | None,
-        head: int | None,
         statistic: str,
-        value: float,
-        standard_error: float | None,
-        count: float,
+        value: Real[np.ndarray, "heads"] | float,
+        standard_error: Real[np.ndarray, "heads"] | float | None,
+        count: Real[np.ndarray, "heads"] | float,
     ) -> None:
-        """Add one row; ``head`` is None in the table of the layers, ``standard_error`` where there is none."""
-        error = np.nan if standard_error is None else standard_error
-        self._add(site, layer, [head], statistic, np.array([value]), np.array([error]), np.array([count]))
+        """Add a row for each head of a site, or for a single number one row without a head.
 
-    def add_heads(
-        self,
-        site: str,
-        layer: int,
-        statistic: str,
-        values: Real[np.ndarray, "heads"],
-        standard_errors: Real[np.ndarray, "heads"] | float | None,
-        counts: Real[np.ndarray, "heads"] | float,
-    ) -> None:
-        """Add a row for each head of a site; one error or count stands for all heads.
+        One error (None: there is none) or count stands for all heads.
 
         Raises:
             ValueError: the lengths differ.
         """
-        values = np.asarray(values, dtype=np.float64)
-        if values.ndim != 1:
+        values = np.asarray(value, dtype=np.float64)
+        if values.ndim > 1:
             raise ValueError(f"values must have shape (heads,), got {values.shape}")
-        errors = np.broadcast_to(np.nan if standard_errors is None else standard_errors, values.shape)
-        self._add(
-            site, layer, list(range(len(values))), statistic, values, errors, np.broadcast_to(counts, values.shape)
-        )
+        given = (values, np.nan if standard_error is None else standard_error, np.rint(count).astype(np.int64))
+        columns = (np.broadcast_to(part, values.shape).ravel().tolist() for part in given)
+        heads = range(len(values)) if values.ndim else [None]
+        self._rows += [
+            (site, layer, head, statistic, *row) for head, row in zip(heads, zip(*columns, strict=True), strict=True)
+        ]
 
     def frame(self) -> "polars.DataFrame":
         """The table, rows in the order in which they were added.
@@ -66,27 +56,9 @@ class TableBuilder:
         Raises:
             MissingExtraError: polars is not installed.
         """
-        columns = {name: [entry for block in self._blocks for entry in block[name]] for name in COLUMNS}
         polars = require_extra("polars", "probe")
-        return polars.DataFrame(columns, schema=_schema()).with_columns(
-            polars.col("value", "standard_error").fill_nan(None)
-        )
-
-    def _add(
-        self, site: str, layer: int | None, heads: list[Any], statistic: str, values: Any, errors: Any, counts: Any
-    ) -> None:
-        size = len(heads)
-        self._blocks.append(
-            {
-                "site": [site] * size,
-                "layer": [layer] * size,
-                "head": heads,
-                "statistic": [statistic] * size,
-                "value": np.asarray(values, dtype=np.float64).tolist(),
-                "standard_error": np.asarray(errors, dtype=np.float64).tolist(),
-                "count": np.rint(counts).astype(np.int64).tolist(),
-            }
-        )
+        found = polars.DataFrame(self._rows, schema=_schema(), orient="row")
+        return found.with_columns(polars.col("value", "standard_error").fill_nan(None))
 
 
 def _schema() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from massieu.probing.significance import benjamini_hochberg, difference_p, other
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.attention import PER_QUERY
 from massieu.probing.statistics.climb import MOVERS, PARTS, ClimbStatistics, paired
+from massieu.probing.statistics.expansion import CHANGES
 from massieu.probing.statistics.registry import STATISTICS
 from massieu.probing.units import Estimate
 
@@ -26,9 +27,7 @@ class HeadTable:
 
     def add(self, info: SiteInfo, name: str, found: Estimate) -> None:
         if name.partition("/")[0] in self.wanted and np.any(found.count > 0):
-            self.builder.add_heads(
-                info.site.name, info.layer, name, found.value, found.standard_error, np.asarray(found.count)
-            )
+            self.builder.add(info.site.name, info.layer, name, found.value, found.standard_error, found.count)
 
     def test(self, info: SiteInfo, name: str, p_values: np.ndarray) -> None:
         if name in self.wanted and not np.all(np.isnan(p_values)):
@@ -137,29 +136,20 @@ def _add_maps(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
 
 
 def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str]) -> TableBuilder:
-    """Every row of the layers' table, sublayer by sublayer in the order of the stream."""
+    """Every row of the layers' table, sublayer by sublayer in the order of the stream; of a change also its halves."""
     builder = TableBuilder()
-    for source, suffix in ((reading, ""), (control, "/reinitialised")):
+    for source in (reading, control):
         if source is None:
             continue
+        names = wanted - source.left_out()
         for sublayer in source.tracer.sublayers:
             if sublayer.index not in source.expansion.sublayers:
                 continue
-            for name, value, error, count in source.expansion.results(sublayer.index):
-                if name.partition("/")[0] in wanted - source.left_out() and count > 0:
-                    builder.add(
-                        sublayer.name, sublayer.layer, None, name + suffix, float(value), float(error), int(count)
-                    )
-            if not suffix:
-                _add_layer_halves(builder, source, sublayer.index, wanted)
+            for part in ("estimate", "first_half", "second_half") if source is reading else ("estimate",):
+                suffix = "" if source is reading else "/reinitialised"
+                suffix = suffix if part == "estimate" else f"/{part}"
+                for name, *cell in source.expansion.results(sublayer.index, part):
+                    asked = name in CHANGES or part == "estimate"
+                    if asked and name.partition("/")[0] in names and cell[-1] > 0:
+                        builder.add(sublayer.name, sublayer.layer, name + suffix, *cell)
     return builder
-
-
-def _add_layer_halves(builder: TableBuilder, reading: Reading, index: int, wanted: frozenset[str]) -> None:
-    sublayer = reading.tracer.sublayers[index]
-    for half in ("first_half", "second_half"):
-        for name, value, error, count in reading.expansion.results(index, half):
-            if name in wanted and count > 0 and name.endswith(("change", "log_ratio")):
-                builder.add(
-                    sublayer.name, sublayer.layer, None, f"{name}/{half}", float(value), float(error), int(count)
-                )
