@@ -46,9 +46,7 @@ class TableBuilder:
         given = (values, np.nan if standard_error is None else standard_error, np.rint(count).astype(np.int64))
         columns = (np.broadcast_to(part, values.shape).ravel().tolist() for part in given)
         heads = range(len(values)) if values.ndim else [None]
-        self._rows += [
-            (site, layer, head, statistic, *row) for head, row in zip(heads, zip(*columns, strict=True), strict=True)
-        ]
+        self._rows += [(site, layer, head, statistic, *row) for head, *row in zip(heads, *columns, strict=True)]
 
     def frame(self) -> "polars.DataFrame":
         """The table, rows in the order in which they were added.

@@ -6,7 +6,7 @@ hold anything; a listed key may be missing unless it is needed.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from massieu.errors import InputError
@@ -23,8 +23,6 @@ MOST_HEADS = 4096
 """Heads of one attention site: far more than any model has, and few enough to draw."""
 MOST_KEYS = 2**31
 """Keys that one query may see: no text is as long."""
-
-Check = Callable[[Any, str], None]
 
 
 def parse(content: bytes, where: str) -> dict[str, Any]:
@@ -68,71 +66,44 @@ def _check_plain(value: Any, where: str) -> None:
                 waiting.append((item, depth + 1))
 
 
-# --- a small language of checks --------------------------------------------------------------------------------------
+# --- what an entry may be --------------------------------------------------------------------------------------------
+
+# A description is a type; (description, None) where null may stand for it; [description] of a list's items; a function that
+# raises; or an object's names with a description each, "!" after those that must be there, `...` for any name.
+Description = Any
+_KINDS: dict[type, tuple[str, set[type]]] = {
+    str: ("a text", {str}),
+    bool: ("true or false", {bool}),  # which are no numbers
+    int: ("a whole number, at least 0", {int}),
+    float: ("a number", {int, float}),
+    list: ("a list", {list}),
+    dict: ("an object", {dict}),
+}
 
 
-def _kind(said: str, *types: type) -> Check:
-    def check(value: Any, where: str) -> None:
-        # Not isinstance: true and false are no numbers.
-        if type(value) not in types:
-            raise InputError(f"{where} must be {said}, not {_short(value)}")
-
-    return check
-
-
-def _whole(value: Any, where: str) -> None:
-    if type(value) is not int or not 0 <= value <= LARGEST:
-        raise InputError(f"{where} must be a whole number, at least 0, not {_short(value)}")
-
-
-_TEXT = _kind("a text", str)
-_FLAG = _kind("true or false", bool)
-_NUMBER = _kind("a number", int, float)
-_WHOLE: Check = _whole
-
-
-def _maybe(check: Check) -> Check:
-    return lambda value, where: None if value is None else check(value, where)
-
-
-def _many(check: Check) -> Check:
-    def every(value: Any, where: str) -> None:
-        if type(value) is not list:
-            raise InputError(f"{where} must be a list, not {_short(value)}")
+def _check(value: Any, description: Description, where: str) -> None:
+    if isinstance(description, tuple):
+        if value is not None:
+            _check(value, description[0], where)
+    elif isinstance(description, list):
+        _check(value, list, where)
         for place, item in enumerate(value):
-            check(item, f"{where}[{place}]")
-
-    return every
-
-
-def _named(check: Check | None = None) -> Check:
-    def every(value: Any, where: str) -> None:
-        if type(value) is not dict:
-            raise InputError(f"{where} must be an object, not {_short(value)}")
-        if check is not None:
-            for name, item in value.items():
-                check(item, _in(where, _short(name)))
-
-    return every
-
-
-def _record(needed: dict[str, Check], others: dict[str, Check] | None = None) -> Check:
-    known = needed | (others or {})
-
-    def fields(value: Any, where: str) -> None:
-        _named()(value, where)
-        for name in needed:
-            if name not in value:
+            _check(item, description[0], f"{where}[{place}]")
+    elif isinstance(description, dict):
+        _check(value, dict, where)
+        known = {name if name is ... else name.removesuffix("!"): each for name, each in description.items()}
+        for name in known:
+            if name not in description and name not in value:  # listed with "!"
                 raise InputError(f"{where} lacks {name!r}")
-        for name, check in known.items():
-            if name in value:
-                check(value[name], _in(where, name))
-
-    return fields
-
-
-def _in(where: str, name: str) -> str:
-    return f"{where}{' ' if where.endswith(':') else '.'}{name}"
+        for name, item in value.items():
+            if (expected := known.get(name, known.get(...))) is not None:
+                _check(item, expected, f"{where}{' ' if where.endswith(':') else '.'}{_short(name)}")
+    elif description not in _KINDS:
+        description(value, where)
+    else:
+        said, kinds = _KINDS[description]
+        if type(value) not in kinds or (description is int and not 0 <= value <= LARGEST):
+            raise InputError(f"{where} must be {said}, not {_short(value)}")
 
 
 def _short(value: Any) -> str:
@@ -144,86 +115,55 @@ def _short(value: Any) -> str:
 # --- run.json --------------------------------------------------------------------------------------------------------
 
 
-def _texts(*names: str) -> dict[str, Check]:
-    return dict.fromkeys(names, _maybe(_TEXT))
-
-
-def _wholes(*names: str) -> dict[str, Check]:
-    return dict.fromkeys(names, _maybe(_WHOLE))
-
-
-def _numbers(*names: str) -> dict[str, Check]:
-    return dict.fromkeys(names, _maybe(_NUMBER))
-
-
-def _flags(*names: str) -> dict[str, Check]:
-    return dict.fromkeys(names, _maybe(_FLAG))
+def _all(kind: type, names: str) -> dict[str, Description]:
+    """Entries of one kind, each of which may be null."""
+    return dict.fromkeys(names.split(), (kind, None))
 
 
 def _pair(value: Any, where: str) -> None:
-    _many(_kind("a whole number", int))(value, where)
-    if len(value) != 2:
+    if type(value) is not list or len(value) != 2 or {type(each) for each in value} != {int}:
         raise InputError(f"{where} must be a layer and a head, not {_short(value)}")
 
 
-_FINDING = _record(
-    {"id": _TEXT, "title": _TEXT, "sentence": _TEXT},
-    _numbers("value", "standard_error")
-    | _texts("unit", "control", "caveat", "statistic")
-    | _wholes("count")
-    | {"heads": _maybe(_many(_pair))},
+_FINDING = (
+    {"id!": str, "title!": str, "sentence!": str, "heads": ([_pair], None)}
+    | _all(float, "value standard_error")
+    | _all(str, "unit control caveat statistic")
+    | _all(int, "count")
 )
-_SITE = _record(
-    {"name": _TEXT, "layer": _WHOLE},
-    _texts("kind", "query_tokens", "key_tokens")
-    | _wholes("heads")
-    | {"index": _WHOLE, "unavailable": _maybe(_named(_TEXT))},
+_SITE = (
+    {"name!": str, "layer!": int, "index": int, "unavailable": ({...: str}, None)}
+    | _all(str, "kind query_tokens key_tokens")
+    | _all(int, "heads")
 )
-_STATISTIC = _record(
-    {"name": _TEXT},
-    {"title": _TEXT}
-    | _texts("scope", "group", "unit", "formula", "claim", "paper", "control", "question", "caveat", "cost")
-    | _flags("headline", "gauge_dependent", "signed"),
+_STATISTIC = (
+    {"name!": str, "title": str}
+    | _all(str, "scope group unit formula claim paper control question caveat cost")
+    | _all(bool, "headline gauge_dependent signed")
 )
-_RUN = _record(
-    {"complete": _FLAG, "findings": _many(_FINDING)},
-    {
-        "model": _maybe(
-            _record(
-                _texts("name") | _wholes("layers", "heads"),
-                _texts("architecture", "hash", "weights", "missing_weights", "unexpected_weights") | _wholes("parameters"),
-            )
-        ),
-        "text": _maybe(
-            _record(
-                _texts("source") | _wholes("tokens", "windows"),
-                _texts("dropped") | _wholes("max_length") | _numbers("unknown_share"),
-            )
-        ),
-        "error_unit": _maybe(_record(_texts("unit") | _wholes("count"))),
-        "self_check": _maybe(_record(_numbers("error", "tolerance"), _flags("passed", "finite"))),
-        "capture": _maybe(
-            _record({}, _texts("route") | _wholes("attention_sites") | {"unexplained_keywords": _maybe(_many(_TEXT))})
-        ),
-        "sample": _maybe(_record({}, _wholes("windows", "queries"))),
-        "sites": _maybe(_many(_SITE)),
-        "sublayers": _maybe(
-            _many(_record({"index": _WHOLE, "name": _TEXT, "layer": _maybe(_WHOLE), "kind": _TEXT}))
-        ),
-        "settings": _maybe(_named()),
-        "versions": _maybe(_named()),
-        "timing": _maybe(_named()),
-        "statistics": _maybe(_many(_STATISTIC)),
-        "warnings": _maybe(_many(_TEXT)),
-        "trouble": _maybe(_record({"sentence": _TEXT}, _texts("what", "first"))),
-        "unavailable": _maybe(_many(_record({"of": _TEXT, "statistic": _TEXT, "reason": _TEXT}))),
-        "nonfinite": _maybe(
-            _many(_record({"site": _TEXT, "count": _WHOLE, "layer": _maybe(_WHOLE), "head": _maybe(_WHOLE)}))
-        ),
-        "files": _named(_TEXT),
-    }
-    | _texts("massieu_version", "date"),
-)  # fmt: skip
+_MODEL = _all(str, "name! architecture hash weights missing_weights unexpected_weights")
+_MODEL |= _all(int, "layers! heads! parameters")
+_SOURCE = _all(str, "source! dropped") | _all(int, "tokens! windows! max_length") | _all(float, "unknown_share")
+_RUN = {
+    "complete!": bool,
+    "findings!": [_FINDING],
+    "model": (_MODEL, None),
+    "text": (_SOURCE, None),
+    "error_unit": (_all(str, "unit!") | _all(int, "count!"), None),
+    "self_check": (_all(float, "error! tolerance!") | _all(bool, "passed finite"), None),
+    "capture": (_all(str, "route") | _all(int, "attention_sites") | {"unexplained_keywords": ([str], None)}, None),
+    "sample": (_all(int, "windows queries"), None),
+    "sites": ([_SITE], None),
+    "sublayers": ([{"index!": int, "name!": str, "layer!": (int, None), "kind!": str}], None),
+    **_all(dict, "settings versions timing"),
+    "statistics": ([_STATISTIC], None),
+    "warnings": ([str], None),
+    "trouble": ({"sentence!": str} | _all(str, "what first"), None),
+    "unavailable": ([{"of!": str, "statistic!": str, "reason!": str}], None),
+    "nonfinite": ([{"site!": str, "count!": int, "layer!": (int, None), "head!": (int, None)}], None),
+    "files": {...: str},
+    **_all(str, "massieu_version date"),
+}
 
 
 def check_run(run: dict[str, Any], where: str) -> None:
@@ -232,7 +172,7 @@ def check_run(run: dict[str, Any], where: str) -> None:
     Raises:
         InputError: an entry is not; ``where`` is the file's name.
     """
-    _RUN(run, f"{where}:")
+    _check(run, _RUN, f"{where}:")
     indices = [site["index"] for site in run.get("sites") or [] if "index" in site]
     twice = next((index for index in indices if indices.count(index) > 1), None)
     if twice is not None:
@@ -258,7 +198,7 @@ def _matrix(value: Any, where: str) -> None:
 
 
 def _histogram(value: Any, where: str) -> None:
-    _record({"edges": _many(_NUMBER), "counts": _named(_matrix)})(value, where)
+    _check(value, {"edges!": [float], "counts!": {...: _matrix}}, where)
     bins = len(value["edges"]) - 1
     for site, counts in value["counts"].items():
         for row in counts:
@@ -275,14 +215,13 @@ def _strongest(value: Any, where: str) -> None:
                 raise InputError(f"{where} must hold a list of numbers for each query, not {_short(row)}")
 
 
-_SHADES: tuple[str, ...] = ("selective_log_partition", "entropy")
-_STRONGEST: tuple[str, ...] = ("top_keys", "top_weights")
+_SHADES = ("selective_log_partition", "entropy")
+_STRONGEST = ("top_keys", "top_weights")
 
 
 def _shown(value: Any, where: str) -> None:
     """One attention site in an example: numbers of each head and query."""
-    matrices: dict[str, Check] = dict.fromkeys(_SHADES, _matrix)
-    _record({}, matrices | dict.fromkeys(_STRONGEST, _strongest))(value, where)
+    _check(value, dict.fromkeys(_SHADES, _matrix) | dict.fromkeys(_STRONGEST, _strongest), where)
     keys, weights = (value.get(name) for name in _STRONGEST)
     shapes = [[len(row) for row in value[name]] for name in (*_SHADES, *_STRONGEST) if name in value]
     if any(shape != shapes[0] for shape in shapes) or (keys is None) != (weights is None):
@@ -297,15 +236,8 @@ def _is_key(key: Any) -> bool:
     return type(key) is int and key < MOST_KEYS
 
 
-_DETAILS = _record(
-    {},
-    {
-        "histograms": _maybe(_named(_histogram)),
-        "examples": _maybe(
-            _many(_record({"tokens": _named(_many(_TEXT)), "sites": _named(_shown)}, {"title": _maybe(_TEXT)}))
-        ),
-    },
-)
+_EXAMPLE = {"tokens!": {...: [str]}, "sites!": {...: _shown}, "title": (str, None)}
+_DETAILS = {"histograms": ({...: _histogram}, None), "examples": ([_EXAMPLE], None)}
 
 
 def check_details(details: dict[str, Any], where: str) -> None:
@@ -314,7 +246,7 @@ def check_details(details: dict[str, Any], where: str) -> None:
     Raises:
         InputError: one has not; ``where`` is the file's name.
     """
-    _DETAILS(details, f"{where}:")
+    _check(details, _DETAILS, f"{where}:")
 
 
 def check_together(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFrame", where: str) -> None:

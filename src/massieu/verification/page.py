@@ -1,4 +1,4 @@
-"""The claims as one HTML page, written at once."""
+"""The claims as one HTML page: a table of all, then each with its numbers. It runs no script."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -7,34 +7,33 @@ from pathlib import Path
 import torch
 
 import massieu
+from massieu.report.page import asset, template
 from massieu.report.writing import write_whole
 from massieu.verification.claim import Claim
 
 
 def write_page(claims: Sequence[Claim], summary: str, path: Path) -> Path:
-    """Write the page beside its place, then move it there: an earlier page is replaced whole or not at all.
+    """Write one self-contained HTML page; an earlier page is replaced whole or not at all.
+
+    The page asks for nothing from outside; a content security policy forbids that and scripts. Every string is escaped.
 
     Raises:
         InputError: it cannot be written there.
         MissingExtraError: jinja2 is not installed.
     """
-    from massieu.report.claims import render
-
-    shown = [
-        claim.to_dict()
-        | {
-            "published_heading": claim.published_heading,
-            "published_name": claim.published_name,
-            "outcome": claim.outcome,
-        }
-        for claim in claims
-    ]
+    words = ("published_heading", "published_name", "outcome")
     now = datetime.now(UTC)
-    made = {
-        "massieu": massieu.__version__,
-        "torch": torch.__version__,
-        "date": f"{now.day} {now:%B %Y, %H:%M} UTC",
-        "seconds": sum(claim.seconds for claim in claims),
-    }
-    write_whole(path, render(shown, summary, made), "the page")
+    page = template("claims.html.j2").render(
+        claims=[claim.to_dict() | {word: getattr(claim, word) for word in words} for claim in claims],
+        summary=summary,
+        made={
+            "massieu": massieu.__version__,
+            "torch": torch.__version__,
+            "date": f"{now.day} {now:%B %Y, %H:%M} UTC",
+            "seconds": sum(claim.seconds for claim in claims),
+        },
+        style=asset("page.css") + asset("claims.css"),
+        holding=sum(claim.verdict == "holds" for claim in claims),
+    )
+    write_whole(path, page, "the page")
     return path

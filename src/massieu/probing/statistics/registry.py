@@ -14,7 +14,9 @@ from typing import Any
 from massieu.errors import InputError
 
 GROUPS = ATTENTION, VALUES, CLIMB, MAPS, EXPANSION = ("attention", "values", "climb", "maps", "expansion")
-_TABLE: dict[str, Any] = tomllib.loads((files("massieu.probing.statistics") / "statistics.toml").read_text(encoding="utf-8"))
+_TABLE: dict[str, Any] = tomllib.loads(
+    (files("massieu.probing.statistics") / "statistics.toml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
