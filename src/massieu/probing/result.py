@@ -295,16 +295,6 @@ def _plain(value: Any, digits: int | None = None) -> Any:
             return None
         return float(value) if digits is None else float(f"{value:.{digits}g}")
     if isinstance(value, list | tuple):
-        # Rows of numbers are most of what there is; they need no look at every item's type.
-        if (
-            digits is not None
-            and value
-            and all(type(item) is float for item in value)
-            and all(map(math.isfinite, value))
-        ):
-            return [float(f"{item:.{digits}g}") for item in value]
-        if value and all(type(item) is int for item in value):
-            return list(value)
         return [_plain(item, digits) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item, digits) for key, item in value.items()}

@@ -1,4 +1,7 @@
-"""Small drawings for a notebook: plain HTML and SVG without a script, readable on light and dark ground."""
+"""Small drawings for a notebook: plain HTML and SVG without a script, readable on light and dark ground.
+
+They are given what a page is (`massieu.report.page.render`); every string of it is escaped.
+"""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -6,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from massieu.errors import InputError
-from massieu.foundation.numbers import number, whole, with_error
+from massieu.foundation.numbers import number, whole
 from massieu.report import colours
 from massieu.report.encode import plain
 from massieu.report.page import FACTS, template
@@ -60,34 +63,20 @@ def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any
             cell = site.first + head
             value = float(column.value[cell])
             verdict = _verdict(columns, name, cell) if control else "no control"
-            lines = [
-                f"layer {site.label}, head {head}",
-                f"{with_error(value, float(column.error[cell]))} {entry['unit'] or ''}",
-            ]
+            lines = [f"layer {site.label}, head {head}", f"{column.text(cell)} {entry['unit'] or ''}"]
             if against is not None:
-                lines.append(
-                    f"control ({control}): {with_error(float(against.value[cell]), float(against.error[cell]))}"
-                )
+                lines.append(f"control ({control}): {against.text(cell)}")
             lines += [f"n = {whole(int(column.count[cell]))}", verdict]
             fill = colours.mix(scale, (value - low) / (high - low)) if math.isfinite(value) else None
             hatched = verdict.startswith("inside") and fill is not None
-            cells.append(
-                {"x": head * CELL, "y": row * CELL, "fill": fill, "hatched": hatched, "title": "\n".join(lines)}
-            )
+            place = {"x": head * CELL, "y": row * CELL}
+            cells.append({**place, "fill": fill, "hatched": hatched, "title": "\n".join(lines)})
     meaning = f"Blue: below {number(centre)}. Orange: above it." if entry["signed"] else "Dark: low. Bright: high."
     return cells, meaning
 
 
 def head_map_html(run: dict[str, Any], heads: "polars.DataFrame", statistic: str) -> str:
-    """The findings as sentences and one layer × head map, as an HTML fragment for a notebook.
-
-    Args:
-        run: ``run.json``.
-        heads: The long table of the heads.
-        statistic: Name of the statistic to draw, such as ``"selective_log_partition"``.
-
-    Returns:
-        A fragment without scripts; every string is escaped.
+    """The findings as sentences, and one layer × head map of a statistic such as ``"selective_log_partition"``.
 
     Raises:
         InputError: The table does not hold this statistic.
@@ -130,15 +119,12 @@ def _statistic_rows(columns: dict[str, Column], catalogue: list[dict[str, Any]],
         if name not in columns:
             continue
         column = columns[name]
-        present = [control for control in CONTROLS if f"{name}/{control}" in columns]
-        controls = []
-        for control in present:
-            null = columns[f"{name}/{control}"]
-            controls.append(f"{with_error(float(null.value[cell]), float(null.error[cell]))} {control}")
+        nulls = {control: columns.get(f"{name}/{control}") for control in CONTROLS}
+        controls = [f"{null.text(cell)} {control}" for control, null in nulls.items() if null is not None]
         rows.append(
             {
                 "entry": entry,
-                "value": with_error(float(column.value[cell]), float(column.error[cell])),
+                "value": column.text(cell),
                 "controls": "; ".join(controls) or "none",
                 "verdict": _verdict(columns, name, cell) if _control(columns, entry) else "no control",
                 "count": int(column.count[cell]),
@@ -187,9 +173,8 @@ def _example(details: dict[str, Any], site: MapRow, head: int) -> dict[str, Any]
         if not entry or shade is None:
             continue
         queries = readable([str(token) for token in example["tokens"].get(site.query_tokens, [])])
-        keys = [
-            token["text"] for token in readable([str(token) for token in example["tokens"].get(site.key_tokens, [])])
-        ]
+        attended = readable([str(token) for token in example["tokens"].get(site.key_tokens, [])])
+        keys = [token["text"] for token in attended]
         values = np.array(entry[shade][head], dtype=float)
         low, high = (np.nanmin(values), np.nanmax(values)) if np.isfinite(values).any() else (0.0, 1.0)
         tokens = []
@@ -208,19 +193,9 @@ def _example(details: dict[str, Any], site: MapRow, head: int) -> dict[str, Any]
 
 
 def head_html(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFrame", layer: int, head: int) -> str:
-    """One head as an HTML fragment for a notebook: example text, distributions, every statistic.
+    """One head of a layer: example text, distributions, every statistic.
 
     Where a layer has several attention sites, each that has this head is shown.
-
-    Args:
-        run: ``run.json``.
-        details: ``details.json``.
-        heads: The long table of the heads.
-        layer: The layer's number.
-        head: The head's number within the layer.
-
-    Returns:
-        A fragment without scripts; every string is escaped.
 
     Raises:
         InputError: The result has no such layer, or the layer no such head.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from massieu.errors import InputError
 from massieu.foundation.numbers import bound, number, with_error
 from massieu.report.encode import plain
@@ -115,11 +117,8 @@ def _panel(panel: Panel) -> dict[str, Any]:
         return text
 
     def area(lower: Numbers, upper: Numbers) -> str:
-        points = [
-            (across(i), down(a), down(b))
-            for i, (a, b) in enumerate(zip(lower, upper, strict=True))
-            if math.isfinite(a + b)
-        ]
+        ends = enumerate(zip(lower, upper, strict=True))
+        points = [(across(layer), down(a), down(b)) for layer, (a, b) in ends if math.isfinite(a + b)]
         there = "L".join(f"{x} {top}" for x, _, top in points)
         back = "L".join(f"{x} {bottom}" for x, bottom, _ in reversed(points))
         return f"M{there}L{back}Z" if len(points) > 1 else ""
@@ -131,7 +130,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "null": path(null),
         "areas": [area(bands[place], bands[-1 - place]) for place in range(half)],
         "points": [
-            {"x": across(layer), "y": down(value), "title": _told(layer, value, errors, null)}
+            {"x": across(layer), "y": down(value), "title": _hint(layer, value, errors, null)}
             for layer, value in enumerate(line)
             if math.isfinite(value)
         ],
@@ -142,7 +141,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
     }
 
 
-def _told(layer: int, value: float, errors: Numbers, null: Numbers) -> str:
+def _hint(layer: int, value: float, errors: Numbers, null: Numbers) -> str:
     text = f"layer {layer}: {with_error(value, errors[layer]) if errors else number(value)}"
     if null and math.isfinite(null[layer]):
         text += f"; null: {number(null[layer])}"
@@ -153,25 +152,13 @@ def _number(panel: Panel) -> tuple[list[Numbers], Numbers, Numbers]:
     line, errors = [row[0] for row in panel.value], [row[0] for row in panel.standard_error]
     if not any(map(math.isfinite, errors)):
         return [], line, []
-    lower = [value - 2 * error for value, error in zip(line, errors, strict=True)]
-    upper = [value + 2 * error for value, error in zip(line, errors, strict=True)]
-    return [lower, upper], line, errors
+    return [[value + side * error for value, error in zip(line, errors, strict=True)] for side in (-2, 2)], line, errors
 
 
 def _bands(panel: Panel) -> tuple[list[Numbers], Numbers, Numbers]:
-    rows = [sorted(value for value in row if math.isfinite(value)) for row in panel.value]
-    curves = [[_quantile(row, place) for row in rows] for place in _QUANTILES]
-    median = curves.pop(len(curves) // 2)
-    return list(curves), median, []
-
-
-def _quantile(ordered: Numbers, place: float) -> float:
-    if not ordered:
-        return math.nan
-    position = place * (len(ordered) - 1)
-    low = min(int(position), len(ordered) - 1)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+    known = [[value for value in row if math.isfinite(value)] or [math.nan] for row in panel.value]
+    least, low, median, high, most = np.array([np.quantile(row, _QUANTILES) for row in known]).T.tolist()
+    return [least, low, high, most], median, []
 
 
 def _ticks(known: Numbers) -> list[float]:

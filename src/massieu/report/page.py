@@ -10,15 +10,7 @@ from massieu.errors import require_extra
 from massieu.foundation.numbers import bound, number, whole, with_error
 from massieu.report import colours
 from massieu.report.encode import Payload, encode, plain, script_json
-from massieu.report.tables import (
-    Column,
-    MapRow,
-    catalogue_of,
-    head_columns,
-    layer_columns,
-    sites_of,
-    sublayers_of,
-)
+from massieu.report.tables import Column, MapRow, catalogue_of, head_columns, layer_columns, sites_of, sublayers_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -48,15 +40,8 @@ def template(name: str) -> "jinja2.Template":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {
-        "number": number,
-        "bound": bound,
-        "whole": whole,
-        "with_error": with_error,
-        "words": _words,
-        "opening": _opening,
-        "fact": _fact,
-    }
+    filters = {"words": _words, "opening": _opening, "fact": _fact}
+    environment.filters |= filters | {each.__name__: each for each in (number, bound, whole, with_error)}
     return environment.get_template(name)
 
 
@@ -125,13 +110,10 @@ def _unavailable(sites: list[MapRow]) -> list[dict[str, Any]]:
     for site in sites:
         for statistic, reason in site.unavailable.items():
             places.setdefault((statistic, reason), []).append(site.name)
+    everywhere = "every site"
     return [
-        {
-            "statistic": statistic,
-            "reason": reason,
-            "where": "every site" if len(names) == len(sites) else ", ".join(names),
-        }
-        for (statistic, reason), names in places.items()
+        {"statistic": name, "reason": why, "where": everywhere if len(names) == len(sites) else ", ".join(names)}
+        for (name, why), names in places.items()
     ]
 
 

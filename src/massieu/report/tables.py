@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from massieu.errors import require_extra
+from massieu.foundation.numbers import with_error
 
 if TYPE_CHECKING:
     import polars
@@ -29,6 +30,10 @@ class Column:
     value: Float[np.ndarray, " cells"]
     error: Float[np.ndarray, " cells"]
     count: Int[np.ndarray, " cells"]
+
+    def text(self, cell: int) -> str:
+        """Value ± standard error of a cell."""
+        return with_error(float(self.value[cell]), float(self.error[cell]))
 
 
 @dataclass(frozen=True)
