@@ -82,17 +82,17 @@ def interruptible(signals: tuple[int, ...] = CONTROL_C) -> Iterator[Interruption
     if _current is not None:
         yield _current
         return
-    before, told = {number: signal.getsignal(number) for number in signals}, sys.unraisablehook
+    before, hook = {number: signal.getsignal(number) for number in signals}, sys.unraisablehook
     mine = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     _current = Interruption()
     # Raised in a finaliser, it ends nothing and only prints a traceback; that the run is to end is noted all the same.
-    sys.unraisablehook = lambda lost: None if issubclass(lost.exc_type, KeyboardInterrupt) else told(lost)
+    sys.unraisablehook = lambda lost: None if issubclass(lost.exc_type, KeyboardInterrupt) else hook(lost)
     try:
         for number in mine:
             signal.signal(number, _current.receive)
         yield _current
     finally:
         _current = None
-        sys.unraisablehook = told
+        sys.unraisablehook = hook
         for number in mine:
             signal.signal(number, before[number])

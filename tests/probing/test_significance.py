@@ -1,4 +1,4 @@
-"""P-values and q-values against mpmath and their definitions, and the winner's curse."""
+"""P-values and q-values against mpmath and their definitions."""
 
 import mpmath
 import numpy as np
@@ -11,7 +11,6 @@ from massieu.probing.significance import (
     benjamini_hochberg,
     difference_p,
     other_heads,
-    select_and_report,
     two_sided_p,
 )
 
@@ -105,30 +104,6 @@ def test_undefined_and_degenerate_cases():
         difference_p(zeros, zeros - 1, zeros, zeros)
     with pytest.raises(ValueError, match="0 or more"):
         two_sided_p(zeros, zeros, zeros, zeros - 1, zeros + 3)
-
-
-def test_selection_is_made_on_the_first_half_and_reported_from_the_second():
-    first = np.array([[0.1, np.nan, 5.0], [3.0, 3.0, -1.0]])
-    second = np.array([[1.0, 2.0, 3.0], [4.0, np.nan, 6.0]])
-    indices, values = select_and_report(first, second, 3)
-    np.testing.assert_array_equal(indices, [2, 3, 4])
-    np.testing.assert_array_equal(values, [3.0, 4.0, np.nan])
-    indices, values = select_and_report(first, second, 99, largest=False)
-    np.testing.assert_array_equal(indices, [5, 0, 3, 4, 2])
-    np.testing.assert_array_equal(values, [6.0, 1.0, 4.0, np.nan, 3.0])
-    assert len(select_and_report(first, second, 0).indices) == 0
-    with pytest.raises(ValueError, match="one shape"):
-        select_and_report(first, second[0], 1)
-    with pytest.raises(ValueError, match="k must be"):
-        select_and_report(first, second, -1)
-
-
-def test_the_winners_curse_is_lifted():
-    """2000 families of 50 heads of value 0: the largest is about 2.25 on its own half and 0 on the other."""
-    first, second = np.random.default_rng(2).standard_normal((2, 2000, 50))
-    reported = [select_and_report(a, b, 1).values[0] for a, b in zip(first, second, strict=True)]
-    assert abs(np.mean(reported)) < 5 / np.sqrt(2000)
-    assert first.max(1).mean() > 2
 
 
 def test_other_heads_leave_the_own_one_out():

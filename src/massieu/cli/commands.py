@@ -102,14 +102,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL", help="Model folder, .gguf file or hub name; the default is the MiniLM sentence encoder."
-    ),
-]
-Revision = Annotated[str | None, typer.Option(metavar="R", help="Branch, tag or commit of a model on the hub.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model.")]
+
+def _option(metavar: str | None, help: str, *names: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help)
+
+
+_MODEL = "Model folder, .gguf file or hub name; the default is the MiniLM sentence encoder."
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
+Device = Annotated[str | None, _option("D", "Such as cpu or cuda:0 [a GPU where there is one].")]
+Dtype = Annotated[str | None, _option("T", "float32, bfloat16, float16 or float64 [float32].")]
+Revision = Annotated[str | None, _option("R", "Branch, tag or commit of a model on the hub.")]
+TrustRemoteCode = Annotated[bool, _option(None, "Run the code that comes with the model.", "--trust-remote-code")]
 
 
 def _version(asked: bool) -> None:
@@ -141,43 +144,34 @@ def probe(
     model: Model = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATH ...", help="Files, folders, or - for standard input (.txt .md .rst .py .jsonl .parquet)."
-        ),
+        _option("PATH ...", "Files, folders, or - for standard input (.txt .md .rst .py .jsonl .parquet)."),
     ] = None,
-    column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Field of .jsonl and .parquet that holds the text [text].")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help=f"Folder for the page and the tables [{RESULTS}/<model name>].")
-    ] = None,
-    max_length: Annotated[int, typer.Option(metavar="N", help="Tokens in a window.")] = 256,
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Stop after this many tokens.")] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Windows in a batch.")] = 8,
+    column: Annotated[str | None, _option("NAME", "Field of .jsonl and .parquet that holds the text [text].")] = None,
+    out: Annotated[Path | None, _option("DIR", f"Folder for the page and the tables [{RESULTS}/<model name>].")] = None,
+    max_length: Annotated[int, _option("N", "Tokens in a window.")] = 256,
+    max_tokens: Annotated[int | None, _option("N", "Stop after this many tokens.")] = None,
+    batch_size: Annotated[int, _option("N", "Windows in a batch.")] = 8,
     query_sample: Annotated[
-        int | None, typer.Option(metavar="N", help="Queries per window that are measured [all]; for long windows.")
+        int | None, _option("N", "Queries per window that are measured [all]; for long windows.")
     ] = None,
     no_packing: Annotated[
-        bool, typer.Option("--no-packing", help="One document per row, in place of full windows.")
+        bool, _option(None, "One document per row, in place of full windows.", "--no-packing")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(metavar="D", help="Such as cpu or cuda:0 [a GPU where there is one].")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="T", help="float32, bfloat16, float16 or float64 [float32].")
-    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     statistics: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Only these, as massieu statistics lists them [all].")
+        str | None, _option("NAME,...", "Only these, as massieu statistics lists them [all].")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of samples and random controls.")] = 0,
+    seed: Annotated[int, _option("N", "Seed of samples and random controls.")] = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    format: Annotated[TableFormat, typer.Option(help="How the tables are stored.")] = TableFormat.PARQUET,
+    format: Annotated[TableFormat, _option(None, "How the tables are stored.")] = TableFormat.PARQUET,
 ) -> None:
     """Measure a model on text: an HTML page and tables."""
     if model is None and text is not None and len(text) > 1 and os.path.isfile(Path(text[-1], "config.json")):
         raise InputError(f"{text[-1]} is a model; MODEL goes before --text")
     folder = RESULTS / _short_name(model) if out is None else out
+    chosen = None if statistics is None else [name.strip() for name in statistics.split(",") if name.strip()]
     with result_folder(folder):
         with context.obj.loading():
             from massieu.probing.run import probe as run_probe
@@ -187,9 +181,7 @@ def probe(
                 model,
                 text=text,
                 column=column,
-                statistics=None
-                if statistics is None
-                else [name.strip() for name in statistics.split(",") if name.strip()],
+                statistics=chosen,
                 max_length=max_length,
                 max_tokens=max_tokens,
                 batch_size=batch_size,
@@ -224,8 +216,8 @@ def _end_probe(result: "ProbeResult", interruption: Interruption) -> None:
 def describe(
     context: typer.Context,
     model: Model = None,
-    device: Annotated[str | None, typer.Option(metavar="D", help="Such as cpu or cuda:0.")] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="T", help="float32, bfloat16, float16 or float64.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -283,14 +275,14 @@ def verify(
         list[str] | None, typer.Argument(metavar="ID", help="Claims such as S7, in full [all, one line each].")
     ] = None,
     set: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Another value for a parameter of the claims named.")
+        list[str] | None, _option("NAME=VALUE", "Another value for a parameter of the claims named.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of every claim that draws something [0].")] = None,
+    seed: Annotated[int | None, _option("N", "Seed of every claim that draws something [0].")] = None,
     every_row: Annotated[
-        bool, typer.Option("--all", help="Every row of the claims named, not the worst of each kind alone.")
+        bool, _option(None, "Every row of the claims named, not the worst of each kind alone.", "--all")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with every number.")] = None,
+    json: Annotated[bool, _option(None, "Print a JSON list instead.", "--json")] = False,
+    html: Annotated[Path | None, _option("PATH", "Write a page with every number.")] = None,
 ) -> None:
     """Check the papers' claims with numbers; ends with 1 if one fails."""
     if html is not None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from massieu.foundation.numbers import MINUS, number, with_error
-from massieu.probing.significance import select_and_report
 
+Place = tuple[str, int | None]
 Cell = tuple[float, float, int]
 _MISSING: Cell = (float("nan"), float("nan"), 0)
 MOSTLY = 0.5
@@ -42,14 +42,14 @@ class _Lookup:
     def __init__(self, frame: Any) -> None:
         self.cells: dict[tuple[str, int | None, str], Cell] = {}
         self.layers: dict[str, int | None] = {}
-        self.order: dict[tuple[str, int | None], None] = {}
+        self.order: dict[Place, None] = {}
         for site, layer, head, statistic, value, error, count in frame.iter_rows():
             if value is not None:  # a place without a number is neither counted nor compared
                 self.cells[site, head, statistic] = (value, float("nan") if error is None else error, count)
             self.layers[site] = layer
             self.order[site, head] = None
 
-    def column(self, statistic: str) -> tuple[list[tuple[str, int | None]], np.ndarray]:
+    def column(self, statistic: str) -> tuple[list[Place], np.ndarray]:
         """All places that have this statistic, and its values there."""
         places = [p for p in self.order if (*p, statistic) in self.cells]
         return places, np.array([self.cells[(*p, statistic)][0] for p in places])
@@ -60,37 +60,29 @@ class _Lookup:
         missing = len(heads) - len(self.column(statistic)[0])
         return f" ({_plural(missing, 'head')} without a number)" if missing else ""
 
-    def get(self, place: tuple[str, int | None], statistic: str) -> Cell:
+    def get(self, place: Place, statistic: str) -> Cell:
         return self.cells.get((*place, statistic), _MISSING)
 
-    def name(self, place: tuple[str, int | None]) -> str:
+    def name(self, place: Place) -> str:
         sites = {site for site, head in self.order if head is not None and self.layers[site] == self.layers[place[0]]}
         where = f"layer {self.layers[place[0]]}" if len(sites) == 1 else place[0]
         return f"{where} head {place[1]}"
 
-    def pair(self, place: tuple[str, int | None]) -> list[int]:
+    def pair(self, place: Place) -> list[int]:
         layer, head = self.layers[place[0]], place[1]
         return [layer if layer is not None else -1, head if head is not None else -1]
 
-    def picked(self, statistic: str, k: int, largest: bool) -> list[tuple[tuple[str, int | None], Cell]]:
-        """Extreme places by the first half of the text, with their cells from the second half.
+    def extreme(self, statistic: str, *, largest: bool) -> tuple[Place, Cell] | None:
+        """The most extreme place by the first half of the text, with its cell from the second half.
 
-        A text so short that it has no second half gives the whole text's numbers.
+        The second half's noise knows nothing of the choice, so that its number is unbiased. A text so short that it has no
+        second half gives the whole text's number.
         """
         places, first = self.column(f"{statistic}/first_half")
         if not places:
-            return []
-        second = np.array([self.get(p, f"{statistic}/second_half")[0] for p in places])
-        chosen = [places[i] for i in select_and_report(first, second, k, largest).indices]
-        return [
-            (
-                p,
-                self.get(
-                    p, f"{statistic}/second_half" if (*p, f"{statistic}/second_half") in self.cells else statistic
-                ),
-            )
-            for p in chosen
-        ]
+            return None
+        place, second = places[int(np.argmax(first if largest else -first))], f"{statistic}/second_half"
+        return place, self.get(place, second if (*place, second) in self.cells else statistic)
 
 
 def _text(cell: Cell) -> str:
@@ -115,10 +107,10 @@ def _sink(heads: _Lookup) -> Finding:
     title = "Attention on the first token"
     places, values = heads.column("weight_first")
     mostly = [p for p, v in zip(places, values, strict=True) if v > MOSTLY]
-    best = heads.picked("weight_first", 1, largest=True)
-    if not best:
+    best = heads.extreme("weight_first", largest=True)
+    if best is None:
         return _absent("sink", title, "weight_first")
-    strongest, cell = best[0]
+    strongest, cell = best
     norm = heads.get(strongest, "first_value_norm_ratio")
     sentence = (
         f"{len(mostly)} of {_plural(len(places), 'head')}{heads.without('weight_first')} put more than half of their "
@@ -140,26 +132,24 @@ def _sink(heads: _Lookup) -> Finding:
 
 def _sharpness(heads: _Lookup) -> Finding:
     title = "Sharpest and flattest heads"
-    sharp = heads.picked("entropy_fraction", 1, largest=False)
-    flat = heads.picked("entropy_fraction", 1, largest=True)
-    if not sharp or not flat:
+    sharp, flat = (heads.extreme("entropy_fraction", largest=largest) for largest in (False, True))
+    if sharp is None or flat is None:
         return _absent("sharpness", title, "entropy_fraction")
-    (sharpest, low), (flattest, high) = sharp[0], flat[0]
+    (sharpest, low), (flattest, high) = sharp, flat
     keys = heads.get(sharpest, "effective_keys")
     sentence = (
         f"The sharpest head, {heads.name(sharpest)}, has {_text(low)} of the largest possible entropy"
         + (f" ({number(keys[0])} effective keys on average)" if keys[2] else "")
         + f"; the flattest, {heads.name(flattest)}, has {_text(high)}."
     )
-    above = heads.picked("largest_score_above_mean", 1, largest=True)
-    if above:
-        place, cell = above[0]
+    if (above := heads.extreme("largest_score_above_mean", largest=True)) is not None:
+        place, cell = above
         raw = heads.get(place, "largest_score")
         sentence += f" The largest score stands {_text(cell)} nats above the mean score ({heads.name(place)}"
         sentence += (
             f"; raw max logit {number(raw[0])} on average, which depends on the key origin)." if raw[2] else ")."
         )
-    fresh = _mean([heads.get(p, "entropy_fraction/reinitialised")[0] for p, _ in (sharp[0], flat[0])])
+    fresh = _mean([heads.get(p, "entropy_fraction/reinitialised")[0] for p in (sharpest, flattest)])
     return Finding(
         "sharpness", title, sentence, low[0], low[1], "of log n",
         f"The same two heads of the re-initialised copy: {fresh:.2g} on average." if np.isfinite(fresh) else "No control.",
@@ -173,15 +163,14 @@ def _climb(heads: _Lookup) -> Finding:
     if not heads.column(name)[0]:
         name = "update_step_selective"
     places, values = heads.column(name)
-    best = heads.picked(name, 1, largest=True)
-    if not best:
+    highest, lowest = heads.extreme(name, largest=True), heads.extreme(name, largest=False)
+    if highest is None or lowest is None:
         return _absent("climb", title, "own_write_step_selective")
     judged = [(p, v) for p, v in zip(places, values, strict=True) if heads.get(p, f"{name}/q_value")[0] < SIGNIFICANT]
     control = "mismatched" if name.startswith("own") else "random"
     expected = {p: heads.get(p, f"{name}/{control}")[0] for p in places}
     sharpening = [p for p, v in judged if v > expected[p]]
     flattening = [p for p, v in judged if v <= expected[p]]
-    highest, lowest = best[0], heads.picked(name, 1, largest=False)[0]
     beside = "what the other heads of the layer write" if control == "mismatched" else "a random step of equal length"
     what = "own write" if control == "mismatched" else "whole attention update"
     sentence = (
@@ -205,11 +194,12 @@ def _climb(heads: _Lookup) -> Finding:
 
 def _collapse(layers: _Lookup) -> Finding:
     title = "Where the tokens of a window come together"
-    ranks = layers.picked("effective_rank_change", 1, largest=False)
-    volumes = layers.picked("log_determinant_change", 1, largest=False)
-    if not ranks:
+    ranks, volumes = (
+        layers.extreme(name, largest=False) for name in ("effective_rank_change", "log_determinant_change")
+    )
+    if ranks is None:
         return _absent("collapse", title, "effective_rank_change")
-    place, cell = ranks[0]
+    place, cell = ranks
     fresh = layers.get(place, "effective_rank_change/reinitialised")
     before, after = layers.get(place, "effective_rank/before"), layers.get(place, "effective_rank/after")
     if cell[0] < 0:
@@ -217,8 +207,8 @@ def _collapse(layers: _Lookup) -> Finding:
         sentence += f" (from {number(before[0])} to {number(after[0])})." if before[2] else "."
     else:
         sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {_text(cell)} directions."
-    if volumes:
-        where, volume = volumes[0]
+    if volumes is not None:
+        where, volume = volumes
         verb = "shrinks most" if volume[0] < 0 else "grows least"
         sentence += f" Volume {verb} at {where[0]}: {_text(volume)} nats of log-determinant per direction."
     return Finding(

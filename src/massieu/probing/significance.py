@@ -1,12 +1,10 @@
-"""From numbers with errors to what may be said about many heads: p-values, false discovery rate, honest selection.
+"""From numbers with errors to what may be said about many heads: p-values and false discovery rates.
 
 All p-values are two-sided, and NaN in gives NaN out.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-from jaxtyping import Float, Float64, Int64, Real
+from jaxtyping import Float, Float64, Real
 
 from massieu.errors import require_extra
 
@@ -108,49 +106,6 @@ def other_heads(
         return np.full(heads, np.nan), np.full(heads, np.nan), heads - 1
     columns = np.stack([np.delete(matrix[:, h], h) for h in range(heads)])
     return columns.mean(1), columns.std(1, ddof=1), heads - 1
-
-
-class Selection(NamedTuple):
-    """Entries picked on one half of the text, with their values from the other half."""
-
-    indices: Int64[np.ndarray, "picked"]
-    values: Float64[np.ndarray, "picked"]
-
-
-def select_and_report(
-    first_half_values: Float[np.ndarray, "*shape"],
-    second_half_values: Float[np.ndarray, "*shape"],
-    k: int,
-    largest: bool = True,
-) -> Selection:
-    """The k largest (or smallest) entries of the first half, and what the second half says of them.
-
-    The largest of many noisy numbers is too large (the winner's curse); the second half's noise knows nothing of the
-    selection, so its values are unbiased.
-
-    Args:
-        first_half_values: What the entries are picked by. NaN is never picked.
-        second_half_values: What is reported of them; may be NaN, and need not be in order.
-        k: How many; fewer are returned where there are fewer.
-        largest: Pick the largest, otherwise the smallest. Among equals the earlier entry comes first.
-
-    Returns:
-        Indices into the flattened arrays, best first, and the values reported.
-
-    Raises:
-        ValueError: the shapes differ, or k is negative.
-    """
-    if np.shape(first_half_values) != np.shape(second_half_values):
-        raise ValueError(
-            f"the halves must have one shape, got {np.shape(first_half_values)} and {np.shape(second_half_values)}"
-        )
-    if k < 0:
-        raise ValueError(f"k must be 0 or more, got {k}")
-    first, second = (half.ravel() for half in _arrays(first_half_values, second_half_values))
-    # NaN sorts last in both directions.
-    order = np.argsort(-first if largest else first, kind="stable")
-    indices = order[: min(k, int((~np.isnan(first)).sum()))]
-    return Selection(indices, second[indices])
 
 
 def _arrays(*given: Real[np.ndarray, "*shape"]) -> list[np.ndarray]:

@@ -169,8 +169,7 @@ class Claim:
             return ""
         rows = _verdict(self.checks, "published")
         expected = "as it should" if rows == "fails" else "with these settings"
-        told = f"{self.published_name} {rows}, {expected}"
-        return _STANDINGS[self.standing] + told
+        return f"{_STANDINGS[self.standing]}{self.published_name} {rows}, {expected}"
 
     def to_dict(self) -> dict[str, Any]:
         """The claim as plain values."""

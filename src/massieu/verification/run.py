@@ -48,25 +48,25 @@ class Verification(Sequence[Claim]):
         failing = [claim.id for claim in self.claims if claim.verdict == "fails"]
         holding = len(self) - len(failing)
         if failing:
-            told = [f"{holding} of {_hold(len(self), 'claim')}, {_fail(len(failing))} ({', '.join(failing)})."]
+            sentences = [f"{holding} of {_hold(len(self), 'claim')}, {_fail(len(failing))} ({', '.join(failing)})."]
         else:
-            told = [f"{_hold(holding, 'claim')}."]
+            sentences = [f"{_hold(holding, 'claim')}."]
         verdicts = Counter(claim.published_verdict for claim in self.claims)
         if wrong := verdicts["fails"]:
             shown = "its check shows" if wrong == 1 else "each check shows"
-            told.append(
+            sentences.append(
                 f"{_are(wrong, 'formula')} wrong as printed; {shown} the printed form failing and the corrected one holding."
             )
         readings = [f"{_are(verdicts['ambiguous'], 'reading')} ambiguous"] * bool(verdicts["ambiguous"])
         if assumed := verdicts["assumption"]:
             readings.append(f"{_are(assumed, 'statement')} {'an assumption' if assumed == 1 else 'assumptions'}")
         if readings:
-            told.append(f"{', '.join(readings)}.")
+            sentences.append(f"{', '.join(readings)}.")
         if right := [claim.id for claim in self.claims if claim.published_verdict == "holds"]:
-            told.append(f"With these settings the printed form holds too: {', '.join(right)}.")
+            sentences.append(f"With these settings the printed form holds too: {', '.join(right)}.")
         if not self.complete:
-            told.append("Interrupted before the end.")
-        return " ".join(told)
+            sentences.append("Interrupted before the end.")
+        return " ".join(sentences)
 
     def __repr__(self) -> str:
         return f"Verification({self.summary.rstrip('.')})"
