@@ -1,7 +1,7 @@
 """From running results to the two tables: values, controls, halves of the text, and q-values against the controls."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,14 +48,14 @@ def head_table(reading: Reading, control: Reading | None, wanted: frozenset[str]
     """Every row of the heads' table; ``control`` is the same reading of the re-initialised copy."""
     table = HeadTable(wanted)
     for info, results in zip(reading.sites, reading.results, strict=True):
-        twin = None if control is None else control.results[info.index]
-        for name, pick in _estimates(results):
-            found = pick(results)
-            table.add(info, name, found.estimate)
-            for half, estimate in (("first_half", found.first), ("second_half", found.second)):
-                table.add(info, f"{name}/{half}", estimate)
-            if twin is not None and control is not None and name not in control.left_out():
-                _against_reinitialised(table, info, name, found.estimate, pick(twin).estimate)
+        fresh = {} if control is None else _ratios(control.results[info.index])
+        for name, (ratio, index) in _ratios(results).items():
+            own = _row(ratio, index)
+            table.add(info, name, own)
+            for half in ("first_half", "second_half"):
+                table.add(info, f"{name}/{half}", _row(ratio, index, half))
+            if control is not None and name not in control.left_out():
+                _against(table, info, name, own, "reinitialised", _row(*fresh[name]))
         _add_shapes(table, info, results)
         _add_climb_controls(table, info, results.climb)
         _add_maps(table, info, results)
@@ -63,30 +63,24 @@ def head_table(reading: Reading, control: Reading | None, wanted: frozenset[str]
     return table.builder
 
 
-class _Halves:
-    """One row of an accumulator: the whole text and its two halves."""
-
-    def __init__(self, ratio: Ratio, index: int | tuple[int, ...]) -> None:
-        whole, first, second = ratio.estimate(), ratio.first_half(), ratio.second_half()
-        self.estimate, self.first, self.second = (
-            Estimate(e.value[index], e.standard_error[index], e.count[index]) for e in (whole, first, second)
-        )
-
-
-def _estimates(results: SiteResults) -> Iterator[tuple[str, Callable[[SiteResults], _Halves]]]:
-    """Names of all per-head ratios, with a function that takes each from any site's results."""
-    for index, name in enumerate(PER_QUERY):
-        yield name, lambda r, i=index: _Halves(r.attention.ratio, i)
-    yield "first_value_norm_ratio", lambda r: _Halves(r.first_value, 0)
-    yield "write_norm_ratio", lambda r: _Halves(r.climb.write_norm, 0)
-    for place in itertools.product(range(len(MOVERS)), range(len(PARTS))):
-        yield f"{MOVERS[place[0]]}_{PARTS[place[1]]}", lambda r, i=place: _Halves(r.climb.steps, i)
+def _ratios(results: SiteResults) -> dict[str, tuple[Ratio, Any]]:
+    """Every ratio per head by its name: an accumulator, and which of its rows."""
+    found: dict[str, tuple[Ratio, Any]] = {name: (results.attention.ratio, i) for i, name in enumerate(PER_QUERY)}
+    found |= {"first_value_norm_ratio": (results.first_value, 0), "write_norm_ratio": (results.climb.write_norm, 0)}
+    for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
+        found[f"{mover}_{part}"] = (results.climb.steps, (kind, index))
+    return found
 
 
-def _against_reinitialised(table: HeadTable, info: SiteInfo, name: str, own: Estimate, fresh: Estimate) -> None:
-    table.add(info, f"{name}/reinitialised", fresh)
-    if STATISTICS[name].control == "reinitialised" and not STATISTICS[name].gauge_dependent:
-        table.test(info, name, difference_p(own.value, own.standard_error, fresh.value, fresh.standard_error))
+def _row(ratio: Ratio, index: Any, part: Literal["estimate", "first_half", "second_half"] = "estimate") -> Estimate:
+    return Estimate(*(each[index] for each in getattr(ratio, part)()))
+
+
+def _against(table: HeadTable, info: SiteInfo, name: str, own: Estimate, control: str, null: Estimate) -> None:
+    """The control's row, and the test against it where it is the one that the statistic is compared with."""
+    table.add(info, f"{name}/{control}", null)
+    if STATISTICS[name].control == control and not STATISTICS[name].gauge_dependent:
+        table.test(info, name, difference_p(own.value, own.standard_error, null.value, null.standard_error))
 
 
 def _add_shapes(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
@@ -95,20 +89,16 @@ def _add_shapes(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
         value = spread.value()
         table.add(info, f"{name}/spread", Estimate(value, np.full_like(value, np.nan), spread.count()))
     for name, ratio, index in results.attention.bins():
-        table.add(info, name, _Halves(ratio, index).estimate)
+        table.add(info, name, _row(ratio, index))
 
 
 def _add_climb_controls(table: HeadTable, info: SiteInfo, climb: ClimbStatistics) -> None:
     for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
         name = f"{mover}_{part}"
-        own = _Halves(climb.steps, (kind, index)).estimate
+        own = _row(climb.steps, (kind, index))
         if not np.any(own.count > 0):
             continue
-        random = _Halves(climb.random, (min(kind, 1), index)).estimate
-        table.add(info, f"{name}/random", random)
-        if STATISTICS[name].control == "random" and not STATISTICS[name].gauge_dependent:
-            p = difference_p(own.value, own.standard_error, random.value, random.standard_error)
-            table.test(info, name, p)
+        _against(table, info, name, own, "random", _row(climb.random, (min(kind, 1), index)))
         if mover == "own_write" and paired(part):
             mean, deviation, number = climb.mismatched(part)
             table.add(info, f"{name}/mismatched", Estimate(mean, deviation, np.asarray(own.count)))

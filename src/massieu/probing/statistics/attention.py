@@ -14,12 +14,9 @@ from torch import Tensor
 from massieu import ops
 from massieu.probing.accumulate import Histogram, Ratio, Spread, Units
 from massieu.probing.capture import AttentionCall
+from massieu.probing.statistics.registry import ATTENTION, STATISTICS
 
-PER_QUERY = (
-    "selective_log_partition", "log_partition", "entropy", "entropy_fraction", "effective_keys",
-    "effective_sample_size", "largest_weight", "largest_score_above_mean", "largest_score", "score_variance",
-    "score_variance_attended", "weight_first", "weight_special", "weight_diagonal", "weight_previous", "sink_weight",
-)  # fmt: skip
+PER_QUERY = tuple(each.name for each in STATISTICS.values() if each.group == ATTENTION)
 _SPREADS = ("selective_log_partition", "entropy")
 _POSITION_BINS = 8
 _VISIBLE_BINS = 24  # 1, 2, 3–4, 5–8, … keys
@@ -141,10 +138,8 @@ def query_statistics(
         centre = (weight @ key) / weight.sum(-1, keepdim=True).clamp_min(1)
         key = key - centre
         shift = (call.scale * _grouped(call.query, key) @ centre[:, :, None].mT).flatten(1, 2)[..., 0].float()
-    moments = ops.attention_moments(
-        call.query, key, None, log_weight=call.log_weight, scale=call.scale, is_causal=call.is_causal,
-        softcap=call.softcap,
-    )  # fmt: skip
+    settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
+    moments = ops.attention_moments(call.query, key, None, log_weight=call.log_weight, **settings)
     log_z, mean = moments.log_partition, moments.prior_mean_score
     visible = _visible_keys(call)
     real = queries.real[:, None].expand_as(log_z) & (visible > 0)

@@ -163,13 +163,13 @@ class Climb:
 
     def measure(self, into: ClimbStatistics, valid: Tensor) -> None:
         """Add this batch to the running results; ``valid`` (B, S) leaves padding out."""
-        selective, common = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
+        gradients = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
         base = self.landscape.parts(self.call.query)
         writes = self.writes()
         movers = [writes, self.whole]
         if writes is not None and self.read.bias is not None:
             movers.append(writes.sum(0))
-        slopes = [None if m is None else _slope_parts(_along(selective, m), _along(common, m)) for m in movers]
+        slopes = [None if mover is None else _slope_parts(gradients, mover) for mover in movers]
         moved = [] if writes is None else [self.replay.own_queries(self.residual + writes, self.positions)]
         moved += self._moved(torch.stack(movers[1:]))
         parts = self.landscape.parts(torch.cat(moved, dim=2), slice(None), len(moved))
@@ -179,12 +179,16 @@ class Climb:
         if writes is not None:
             ratio = writes.norm(dim=-1) / self.residual.norm(dim=-1).clamp_min(1e-30)
             _add(into.write_norm, [ratio.transpose(0, 1)], valid)
-        self._controls(into, writes, selective, common, base, valid)
+        self._controls(into, writes, gradients, base, valid)
 
     def _controls(
-        self, into: ClimbStatistics, writes: Tensor | None, selective: Tensor, common: Tensor,
-        base: tuple[Tensor, ...], valid: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        into: ClimbStatistics,
+        writes: Tensor | None,
+        gradients: Sequence[Tensor],
+        base: tuple[Tensor, ...],
+        valid: Tensor,
+    ) -> None:
         """Random directions, and what the other heads of the layer write, on the control queries."""
         chosen = self.control
         few, origin = valid[:, chosen], tuple(b[:, :, chosen] for b in base)
@@ -192,21 +196,19 @@ class Climb:
         if writes is not None:
             lengths = torch.cat([lengths, writes.norm(dim=-1)])
         random = self._random(lengths)  # one direction a token: the first copy as long as the update
-        whole = random[0]
-        moved = [self._moved(whole[None], chosen)[0]]
-        selective_few, common_few, few_random = selective[:, :, chosen], common[:, :, chosen], random[:, :, chosen]
-        slopes = [_slope_parts(_along(selective_few, few_random[0]), _along(common_few, few_random[0]))]
+        moved = [self._moved(random[:1], chosen)[0]]
+        there, few_random = tuple(gradient[:, :, chosen] for gradient in gradients), random[:, :, chosen]
+        slopes = [_slope_parts(there, few_random[0])]
         if writes is not None:
-            own = random[1:]
-            moved.append(self.replay.own_queries((self.residual + own)[:, :, chosen], self.positions[chosen]))
-            slopes.append(_slope_parts(_along(selective_few, few_random[1:]), _along(common_few, few_random[1:])))
-            moved += self._moved(writes, chosen)
+            own = (self.residual + random[1:])[:, :, chosen]
+            moved = [*moved, self.replay.own_queries(own, self.positions[chosen]), *self._moved(writes, chosen)]
+            slopes.append(_slope_parts(there, few_random[1:]))
         parts = self.landscape.parts(torch.cat(moved, dim=2), chosen, len(moved))
         steps = _step_parts(parts, origin, len(moved))
         rows = [torch.cat(pair, dim=1) for pair in zip(slopes, steps, strict=False)]
         _add(into.random, [None, *rows] if writes is None else rows[::-1], few)
         if writes is not None:
-            self._pairs(into, torch.einsum("hbsd,gbsd->bghs", selective, writes), torch.stack(steps[2:], 1), valid)
+            self._pairs(into, torch.einsum("hbsd,gbsd->bghs", gradients[0], writes), torch.stack(steps[2:], 1), valid)
 
     def _pairs(self, into: ClimbStatistics, slope: Tensor, steps: Tensor, valid: Tensor) -> None:
         """Entry (g, h) of each item: head g's write, head h's selective log Z; slopes everywhere, steps on few queries."""
@@ -240,8 +242,9 @@ def _along(gradient: Float[Tensor, "H B S D"], step: Float[Tensor, "*H B S D"]) 
     return torch.einsum("hbsd,bsd->hbs", gradient, step)
 
 
-def _slope_parts(selective: Float[Tensor, "H B S"], common: Float[Tensor, "H B S"]) -> Float[Tensor, "B 3 H S"]:
-    selective, common = selective.transpose(0, 1), common.transpose(0, 1)
+def _slope_parts(gradients: Sequence[Tensor], step: Float[Tensor, "*H B S D"]) -> Float[Tensor, "B 3 H S"]:
+    """Along a step: whether it sharpens, and the slopes of the selective and of the common part."""
+    selective, common = (_along(gradient, step).transpose(0, 1) for gradient in gradients)
     return torch.stack([_positive(selective), selective, common], dim=1)
 
 
