@@ -10,7 +10,7 @@ from tests.verification.samples import as_printed, false, noise, register
 
 from massieu.errors import InputError
 from massieu.verification import registry
-from massieu.verification.claim import Check, as_published, at_least, at_most, close, near_in_standard_errors, refused
+from massieu.verification.claim import Check, all_raise, as_published, at_least, at_most, close, near_in_standard_errors
 from massieu.verification.oracles import differences, log_integral, spin_states
 from massieu.verification.run import verify
 
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.usefixtures("empty_registry")
         (near_in_standard_errors("", 1.0, 0.0, 0.2), True),
         (near_in_standard_errors("", -1.01, 0.0, 0.2), False),
         (near_in_standard_errors("", 0.0, 0.0, 0.0), False),
-        (refused("", ValueError, lambda: int("x"), lambda: int("y")), True),
-        (refused("", ValueError, lambda: int("x"), lambda: int("1")), False),
+        (all_raise("", ValueError, lambda: int("x"), lambda: int("y")), True),
+        (all_raise("", ValueError, lambda: int("x"), lambda: int("1")), False),
     ],
 )
 def test_a_check_holds_on_its_side_of_the_bound(check: Check, holds: bool):
@@ -58,7 +58,7 @@ def test_shapes_are_not_broadcast_and_other_errors_are_not_hidden():
     with pytest.raises(ValueError, match=r"a and b: shapes \(2, 1\) and \(2,\) differ"):
         close("a and b", torch.ones(2, 1), torch.ones(2))
     with pytest.raises(ZeroDivisionError):
-        refused("", ValueError, lambda: 1 // 0)
+        all_raise("", ValueError, lambda: 1 // 0)
 
 
 def test_the_worst_check_speaks_for_the_claim():

@@ -242,7 +242,7 @@ def near_in_standard_errors(
     return Check(name, ((left - right) / error).abs().max().item(), "|z| ≤", STANDARD_ERRORS, detail)
 
 
-def refused(name: str, error: type[Exception], *calls: Callable[[], object]) -> Check:
+def all_raise(name: str, error: type[Exception], *calls: Callable[[], object]) -> Check:
     """Every call raises `error`; any other exception passes through. Measured: the calls that raised nothing."""
     accepted = 0
     for call in calls:

@@ -18,7 +18,7 @@ def normal_draws(seed: int) -> Normal:
     return lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def need(least: int, **settings: int) -> None:
+def check_at_least(least: int, **settings: int) -> None:
     """Raise unless each setting is at least `least`: fewer leave nothing to check.
 
     Raises:

@@ -15,11 +15,11 @@ from massieu.verification.claim import (
     GRADIENT_BY_DIFFERENCES,
     QUADRATURE,
     Check,
+    all_raise,
     as_published,
     at_least,
     at_most,
     close,
-    refused,
 )
 from massieu.verification.inputs import Normal, normal_draws
 from massieu.verification.oracles import differences, spin_states
@@ -83,7 +83,7 @@ def _layer(normal: Normal, laws: list[Prior], draws: int) -> Iterator[Check]:
     yield close("what is missing there, and Σ log c", published - energy, constants, QUADRATURE)
     unit = next(index for index, prior in enumerate(laws) if prior.name == "exponential")
     beyond = 2 * laws[unit].top * weight[:, unit] / weight[:, unit].square().sum()
-    yield refused("one t beyond its domain: no energy", DomainError, lambda: effective.log_partition(beyond))
+    yield all_raise("one t beyond its domain: no energy", DomainError, lambda: effective.log_partition(beyond))
 
 
 def _machine(normal: Normal) -> Iterator[Check]:
@@ -137,7 +137,7 @@ def _outside(prior: Prior, scaled: Tensor) -> Iterator[Check]:
     if math.isfinite(prior.top):
         ends = [prior.top, 1.2 * prior.top] + ([-prior.top, -1.2 * prior.top] if prior.two_sided else [])
         calls = [lambda end=end: prior.measure.log_partition(one(end)) for end in ends]
-        yield refused(f"{prior.name}: no K(t) at the end of the domain and beyond", DomainError, *calls)
+        yield all_raise(f"{prior.name}: no K(t) at the end of the domain and beyond", DomainError, *calls)
     if prior.two_sided:
         sums = _partial_sums(scaled, torch.tensor([-_OUTSIDE, _OUTSIDE], dtype=torch.float64)).abs()
         yield at_least(f"{prior.name}: series at 1.3 R, orders 41–60 by orders 1–20", _growth(sums), 1.0)

@@ -13,7 +13,7 @@ from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.energy.rectified import LogSumReLU
 from massieu.measures import Atoms
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -38,7 +38,7 @@ _NODES = 400
 )
 def gradient_maps(atoms: int = 12, dimensions: int = 4, draws: int = 20, seed: int = 0) -> Iterator[Check]:
     # On a line every function is a gradient, and one key is its own output.
-    need(2, atoms=atoms, dimensions=dimensions)
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     keys, query = normal(atoms, dimensions), normal(draws, dimensions) * dimensions**-0.5
     circle = _circle(query[0], torch.linalg.qr(normal(dimensions, 2))[0].T)

@@ -19,7 +19,7 @@ from massieu.verification.claim import (
     at_most,
     close,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -43,7 +43,7 @@ _EDGE = 1e-12
     corrected="The paper has β = 1 and leaves the constants out, which its gradient does not see.",
 )
 def modern_hopfield_memory(cases: int = 2000, atoms: int = 8, dimensions: int = 5, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions)
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     # Memories of all sizes and temperatures, and states of up to their size and beyond.
     patterns = normal(cases, atoms, dimensions) * normal(cases, 1, 1).exp()
@@ -225,7 +225,7 @@ def _capacity() -> Iterator[Check]:
     status="reconstructed",
 )
 def attention_is_a_descent_step(atoms: int = 10, dimensions: int = 4, heads: int = 3, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions, heads=heads)
+    check_at_least(2, atoms=atoms, dimensions=dimensions, heads=heads)
     normal = normal_draws(seed)
     scale = dimensions**-0.5
     keys, query = normal(heads, atoms, dimensions), normal(heads, 6, dimensions)

@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.energy import HopfieldEnergy, density
 from massieu.measures import Atoms, Categorical, affine
 from massieu.verification.claim import BAL, QUADRATURE, Check, as_published, at_least, close, near_in_standard_errors
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import quadrature
 from massieu.verification.registry import claim
 
@@ -27,7 +27,7 @@ from massieu.verification.registry import claim
     "mixture. The weights are near uniform only where norms differ by much less than 2/β in their squares.",
 )
 def hopfield_density(patterns: int = 5, draws: int = 20_000, seed: int = 0) -> Iterator[Check]:
-    need(2, patterns=patterns)
+    check_at_least(2, patterns=patterns)
     normal = normal_draws(seed)
     scale = 1.6
     stored = normal(patterns, 2)
@@ -114,7 +114,7 @@ def _categorical_machine(normal: Normal, stored: Tensor) -> Iterator[Check]:
 def maximum_likelihood_patterns(
     patterns: int = 6, dimensions: int = 4, draws: int = 50, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, patterns=patterns, dimensions=dimensions)
+    check_at_least(2, patterns=patterns, dimensions=dimensions)
     normal = normal_draws(seed)
     columns, data = normal(dimensions, patterns), normal(draws, dimensions)
 

@@ -10,7 +10,7 @@ from massieu.energy import BinaryHopfieldEnergy, DenseHopfieldEnergy, Energy
 from massieu.energy.discrete import Values
 from massieu.measures import Poisson, affine
 from massieu.verification.claim import BAL, QUADRATURE, Check, at_most, close, near_in_standard_errors
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import log_integral, spin_states
 from massieu.verification.registry import claim
 
@@ -29,7 +29,7 @@ from massieu.verification.registry import claim
 def discrete_hopfield_networks(
     units: int = 8, patterns: int = 4, networks: int = 200, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, units=units, patterns=patterns)
+    check_at_least(2, units=units, patterns=patterns)
     normal = normal_draws(seed)
     weights, bias = normal(patterns, units) * units**-0.5, normal(units)
     spins = spin_states(units)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from massieu.errors import ConvergenceError
 from massieu.solve import Method, Newton, fixed_point, spectral_radius
-from massieu.verification.claim import BAL, CLOSED_FORM, Check, at_most, close, refused
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.claim import BAL, CLOSED_FORM, Check, all_raise, at_most, close
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _Way = Method | Literal["auto", "picard", "anderson", "newton"]
@@ -71,8 +71,8 @@ class _Layer:
     "gradient reaches it: the query has to be injected.",
 )
 def implicit_layer(n: int = 12, d: int = 5, queries: int = 8, alpha: float = 0.7, seed: int = 0) -> Iterator[Check]:
-    need(2, n=n, queries=queries)
-    need(1, d=d)
+    check_at_least(2, n=n, queries=queries)
+    check_at_least(1, d=d)
     normal = normal_draws(seed)
     keys, query = normal(n, d), normal(queries, d)
     diameter = torch.cdist(keys, keys).max().item()
@@ -157,7 +157,7 @@ def _saddles(key: Tensor) -> Iterator[Check]:
         bare = _Layer(1.0, strength / key.square().sum().item())
         radius = spectral_radius(bare, middle, (middle, keys))
         yield close(f"midway between two keys, β‖x‖² = {strength}: spectral radius", radius, strength, 1e-6)
-    yield refused(
+    yield all_raise(
         "implicit derivatives at a saddle",
         ConvergenceError,
         lambda: bare.solve(middle, keys.clone().requires_grad_()),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from massieu.energy import HopfieldEnergy
 from massieu.verification.claim import BAL, Check, as_published, close
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 
@@ -24,7 +24,7 @@ from massieu.verification.registry import claim
     corrected="lse needs its prefactor β⁻¹.",
 )
 def inverse_temperature(atoms: int = 8, dimensions: int = 5, scale: float = 0.6, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms)
+    check_at_least(2, atoms=atoms)
     normal = normal_draws(seed)
     patterns, state = normal(atoms, dimensions), normal(20, dimensions)
     attended = _attention(patterns, scale, state)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.energy import KineticIsing, KineticSpins
 from massieu.verification.claim import Check, as_published, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import quadrature, spin_states
 from massieu.verification.registry import claim
 
@@ -30,7 +30,7 @@ _HALVINGS = 3
 def kinetic_spins(
     spins: int = 6, components: int = 8, scale: float = 1.3, draws: int = 200, seed: int = 0
 ) -> Iterator[Check]:
-    need(3, spins=spins, components=components)
+    check_at_least(3, spins=spins, components=components)
     normal = normal_draws(seed)
     scale = max(abs(scale), 1e-2)
     yield from _normalisers()

@@ -23,7 +23,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.oracles import differences, spin_states
 from massieu.verification.registry import claim
 
@@ -83,8 +83,8 @@ class _Machine:
 )
 def learning_of_a_machine(chains: int = 20_000, sweeps: int = 40, seed: int = 0) -> Iterator[Check]:
     # Fewer chains have no normal law of their means to speak of; fewer sweeps remember their start.
-    need(2_000, chains=chains)
-    need(20, sweeps=sweeps)
+    check_at_least(2_000, chains=chains)
+    check_at_least(20, sweeps=sweeps)
     normal = normal_draws(seed)
     generator = torch.Generator().manual_seed(seed)
     for prior in priors(normal):

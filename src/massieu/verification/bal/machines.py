@@ -10,8 +10,8 @@ from torch import Tensor
 
 from massieu.energy import BoltzmannMachine
 from massieu.measures import Bernoulli, Gaussian, Poisson, Spin
-from massieu.verification.claim import BAL, QUADRATURE, Check, as_published, at_most, close, refused
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.claim import BAL, QUADRATURE, Check, all_raise, as_published, at_most, close
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import log_integral, quadrature, spin_states
 from massieu.verification.registry import claim
 
@@ -29,14 +29,14 @@ from massieu.verification.registry import claim
     "layers is missing.",
 )
 def energy_of_a_machine(machines: int = 40, seed: int = 0) -> Iterator[Check]:
-    need(2, machines=machines)
+    check_at_least(2, machines=machines)
     normal = normal_draws(seed)
     yield from _bits_and_spins(normal)
     yield from _gaussian_and_bits(normal)
     yield from _two_gaussian_layers(normal, machines)
     line = Gaussian.create(normal(2), normal(2).exp())
     counts, weight = Poisson.create(normal(2).exp()), 1e-3 * normal(2, 2)
-    yield refused(
+    yield all_raise(
         "Poisson hidden and Gaussian visible units: no machine",
         ValueError,
         lambda: BoltzmannMachine.create(line, counts, weight),
@@ -110,7 +110,7 @@ def _two_gaussian_layers(normal: Normal, machines: int) -> Iterator[Check]:
             improper.append(make)
     yield at_most("two Gaussian layers: Schur complement and joint precision differ in sign", float(differing), 0.0)
     yield at_most("the same for the norm of σ_v W σ_h and 1", float(missing), 0.0)
-    yield refused("two Gaussian layers without a normaliser", ValueError, *improper)
+    yield all_raise("two Gaussian layers without a normaliser", ValueError, *improper)
     seen, hidden = normal(2, 1).mul(0.3).exp()
     weight = 0.6 / (seen * hidden).sqrt()
     machine = BoltzmannMachine.create(_centred(seen), _centred(hidden), weight.unsqueeze(0))

@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.energy import HopfieldEnergy
 from massieu.energy.normalized import ScoreDeviation
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, HESSIAN_BY_DIFFERENCES, Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -30,9 +30,9 @@ _GAP = 4.0
 def normalised_scores(
     atoms: int = 20, dimensions: int = 4, draws: int = 20, g: float = 0.7, b: float = 0.2, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, dimensions=dimensions)
+    check_at_least(2, dimensions=dimensions)
     # Fewer keys have no covariance of full rank.
-    need(dimensions + 1, atoms=atoms)
+    check_at_least(dimensions + 1, atoms=atoms)
     normal = normal_draws(seed)
     keys, query = normal(atoms, dimensions), normal(draws, dimensions)
     # The potential is convex for positive g only.

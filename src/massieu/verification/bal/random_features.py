@@ -17,7 +17,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences, log_integral, quadrature
 from massieu.verification.registry import claim
 
@@ -35,7 +35,7 @@ _BATCHES, _DRAWN = 21, 20_000
     "the gradient of log Ẑ is the noisier one.",
 )
 def random_features(atoms: int = 6, features: int = 64, estimates: int = 1000, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, features=features, estimates=estimates)
+    check_at_least(2, atoms=atoms, features=features, estimates=estimates)
     normal = normal_draws(seed)
     # Norms of 0.3 and 0.4: ‖q + k‖ ≤ 0.7, where draws see the variance.
     query, key = 0.3 * _unit(normal(2)), 0.4 * _unit(normal(atoms, 2))

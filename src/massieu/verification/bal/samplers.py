@@ -11,7 +11,7 @@ from torch import Tensor
 from massieu.measures import Bernoulli, Categorical, Exponential, Gamma, Gaussian, Laplace, Measure, Poisson, Spin
 from massieu.verification.bal.priors import one
 from massieu.verification.claim import Check, close, near_in_standard_errors
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 
@@ -46,7 +46,7 @@ class _Tilted:
 )
 def tilted_priors(samples: int = 1_000_000, seed: int = 0) -> Iterator[Check]:
     # Fewer draws of a skew law have no normal law of their means to speak of.
-    need(10_000, samples=samples)
+    check_at_least(10_000, samples=samples)
     normal = normal_draws(seed)
     generator = torch.Generator().manual_seed(seed)
     for law in _laws(normal):

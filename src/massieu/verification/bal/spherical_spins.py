@@ -18,7 +18,7 @@ from massieu.verification.claim import (
     at_most,
     close,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences, log_integral, quadrature, spin_states
 from massieu.verification.registry import claim
 
@@ -40,7 +40,7 @@ from massieu.verification.registry import claim
 def large_dimension(
     spins: int = 6, components: int = 5, scale: float = 0.7, strength: float = 0.6, draws: int = 50, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, spins=spins, components=components)
+    check_at_least(2, spins=spins, components=components)
     normal = normal_draws(seed)
     scale, strength = max(abs(scale), 1e-2), max(abs(strength), 1e-2)
     for size in (8, 64, 512):
@@ -179,7 +179,7 @@ def _saddle(model: SphericalSpins, normal: Normal, draws: int) -> Iterator[Check
     status="reconstructed",
 )
 def driven_response(spins: int = 3, components: int = 4, scale: float = 0.8, seed: int = 0) -> Iterator[Check]:
-    need(2, spins=spins, components=components)
+    check_at_least(2, spins=spins, components=components)
     normal = normal_draws(seed)
     scale = max(abs(scale), 1e-2)
     off = 1 - torch.eye(spins, dtype=torch.float64)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from massieu.energy import SpinModel
 from massieu.measures import Categorical, Gaussian, Spin
-from massieu.verification.claim import CLOSED_FORM, Check, as_published, at_least, at_most, close, refused
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.claim import CLOSED_FORM, Check, all_raise, as_published, at_least, at_most, close
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import spin_states
 from massieu.verification.registry import claim
 
@@ -70,7 +70,7 @@ def _order(name: str, error: Callable[[float], Tensor], least: int) -> Check:
     "be −2ΣJ_ijm_j − x_i.",
 )
 def spin_approximations(spins: int = 8, seed: int = 0) -> Iterator[Check]:
-    need(3, spins=spins)
+    check_at_least(3, spins=spins)
     normal = normal_draws(seed)
     coupling, field = _couplings(normal, spins), 0.5 * normal(spins)
     yield from _textbook(0.5 * coupling[:, :, 0, 0], field)
@@ -171,7 +171,7 @@ def _derivatives(coupling: Tensor, field: Tensor) -> Iterator[Check]:
     "means away, so a correction can matter for sites alone that are not Gaussian.",
 )
 def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Check]:
-    need(2, spins=spins)
+    check_at_least(2, spins=spins)
     normal = normal_draws(seed)
     factor, pull = normal(spins, size, size), normal(spins, size)
     covariance = factor @ factor.mT + 0.5 * torch.eye(size, dtype=factor.dtype)
@@ -211,7 +211,7 @@ def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Che
     yield from _cancellation(covariance, matrix, pull, mean, curvature)
     site, largest = Gaussian.create(location, covariance), torch.linalg.eigvals(block @ matrix).real.amax()
     SpinModel.create(site, 0.99 / largest * coupling)
-    yield refused("couplings beyond Σ⁻¹", ValueError, lambda: SpinModel.create(site, 1.01 / largest * coupling))
+    yield all_raise("couplings beyond Σ⁻¹", ValueError, lambda: SpinModel.create(site, 1.01 / largest * coupling))
 
 
 def _cancellation(covariance: Tensor, matrix: Tensor, pull: Tensor, mean: Tensor, curvature: Tensor) -> Iterator[Check]:

@@ -9,7 +9,7 @@ from massieu.energy import HopfieldEnergy
 from massieu.energy.contraction import LayerNorm, Spin
 from massieu.energy.two_layer import TwoLayer
 from massieu.verification.claim import Check, at_least, at_most, close
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _ROUNDING = 1e-12
@@ -28,7 +28,7 @@ _DURATION = 5.0
 def two_layer_dynamics(
     dimensions: int = 4, memories: int = 6, draws: int = 20, steps: int = 100, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, dimensions=dimensions, memories=memories)
+    check_at_least(2, dimensions=dimensions, memories=memories)
     normal = normal_draws(seed)
     coupling, query = normal(dimensions, memories), normal(draws, dimensions)
     state = torch.cat([query, normal(draws, memories)], -1)

@@ -10,7 +10,7 @@ from massieu.energy import is_conservative
 from massieu.ops import attention
 from massieu.population import DoublyStochasticLayer, doubly_stochastic_attention, sinkhorn
 from massieu.verification.claim import QUADRATURE, Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _TEMPERATURES = (0.02, 0.01, 0.005)
@@ -27,9 +27,9 @@ _TEMPERATURES = (0.02, 0.01, 0.005)
     status="quoted",
 )
 def doubly_stochastic(tokens: int = 40, dimensions: int = 3, nodes: int = 601, seed: int = 0) -> Iterator[Check]:
-    need(4, tokens=tokens)
-    need(2, dimensions=dimensions)
-    need(401, nodes=nodes)
+    check_at_least(4, tokens=tokens)
+    check_at_least(2, dimensions=dimensions)
+    check_at_least(401, nodes=nodes)
     normal = normal_draws(seed)
     yield from _mean_is_kept(normal, tokens, dimensions)
     yield from _joint_gradient(normal, dimensions)

@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.energy import HopfieldEnergy
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
@@ -31,8 +31,8 @@ _EXACT = 1e-12
 def in_context_denoising(
     tokens: int = 12, dimensions: int = 3, noise: float = 0.8, repetitions: int = 100, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, tokens=tokens, dimensions=dimensions)
-    need(20, repetitions=repetitions)
+    check_at_least(2, tokens=tokens, dimensions=dimensions)
+    check_at_least(20, repetitions=repetitions)
     normal = normal_draws(seed)
     variance = noise**2
     context, noisy = normal(tokens, dimensions), normal(6, dimensions)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from massieu.energy import TransformerEnergy, contraction, is_conservative
 from massieu.verification.claim import CLOSED_FORM, GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -27,8 +27,8 @@ _GAIN, _EPS = 0.8, 1e-2
 def energy_transformer(
     tokens: int = 7, dimensions: int = 6, heads: int = 3, memories: int = 10, draws: int = 20, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, tokens=tokens, draws=draws)
-    need(3, dimensions=dimensions)
+    check_at_least(2, tokens=tokens, draws=draws)
+    check_at_least(3, dimensions=dimensions)
     normal = normal_draws(seed)
     for scale in (0.2, 1.0, 20.0):
         energy = _energy(normal, heads, dimensions, memories, scale)

@@ -10,7 +10,7 @@ from massieu import ops
 from massieu.energy import least_entropy
 from massieu.nn import SigmaReparametrization
 from massieu.verification.claim import CLOSED_FORM, Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _NORMS = (0.1, 1.0, 4.0, 15.0)
@@ -28,7 +28,7 @@ _SEARCHED = 1000
     status="quoted",
 )
 def entropy_collapse(keys: int = 16, dimensions: int = 8, draws: int = 200, seed: int = 0) -> Iterator[Check]:
-    need(2, keys=keys, dimensions=dimensions, draws=draws)
+    check_at_least(2, keys=keys, dimensions=dimensions, draws=draws)
     normal = normal_draws(seed)
     for sigma in _NORMS:
         yield from _attained(normal, sigma, keys, draws)

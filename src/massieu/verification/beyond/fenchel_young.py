@@ -11,7 +11,7 @@ from massieu.energy.contraction import LayerNorm, SphereProjection
 from massieu.energy.entmax import entmax, entmax_conjugate, tsallis_entropy
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -30,7 +30,7 @@ _ALPHAS = (1.25, 1.5, 2.0)
 def fenchel_young_networks(
     patterns: int = 12, dimensions: int = 6, draws: int = 200, beta: float = 2.0, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, patterns=patterns, dimensions=dimensions)
+    check_at_least(2, patterns=patterns, dimensions=dimensions)
     normal = normal_draws(seed)
     points, query = normal(patterns, dimensions), 2 * normal(draws, dimensions)
     for alpha in _ALPHAS:

@@ -12,7 +12,7 @@ from massieu.measures import Atoms
 from massieu.population import cluster_count
 from massieu.theory import ClusteringEnergy
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -33,7 +33,7 @@ _ROUNDING = 1e-12
     status="quoted",
 )
 def clustering_on_the_sphere(tokens: int = 12, dimensions: int = 3, draws: int = 20, seed: int = 0) -> Iterator[Check]:
-    need(2, tokens=tokens, dimensions=dimensions)
+    check_at_least(2, tokens=tokens, dimensions=dimensions)
     normal = normal_draws(seed)
     for scale in (0.5, 4.0, 40.0):
         energy = ClusteringEnergy.create(scale)
@@ -114,7 +114,7 @@ def _flow(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
     status="quoted",
 )
 def scores_of_foreignness(atoms: int = 9, dimensions: int = 5, draws: int = 100, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions)
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     familiar, outliers, state = normal(atoms, dimensions), normal(atoms + 3, dimensions), normal(draws, dimensions)
     for scale in (0.3, 1.0, 4.0):
@@ -155,7 +155,7 @@ def scores_of_foreignness(atoms: int = 9, dimensions: int = 5, draws: int = 100,
     status="quoted",
 )
 def newtons_attention(atoms: int = 8, dimensions: int = 5, draws: int = 50, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions)
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     patterns, scale = normal(atoms, dimensions), 2.0
     energy = HopfieldEnergy.create(patterns, scale=scale)

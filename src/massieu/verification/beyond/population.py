@@ -9,7 +9,7 @@ from massieu.measures import Gaussian
 from massieu.population import AttentionLayer, Composition
 from massieu.theory import BlowUpError, gaussian_flow
 from massieu.verification.claim import Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 
@@ -31,8 +31,8 @@ _FLOW = 1e-8
     status="quoted",
 )
 def gaussian_laws_flow(dimensions: int = 3, laws: int = 24, seed: int = 0) -> Iterator[Check]:
-    need(2, dimensions=dimensions)
-    need(20, laws=laws)
+    check_at_least(2, dimensions=dimensions)
+    check_at_least(20, laws=laws)
     normal = normal_draws(seed)
     value, score = (0.4 * normal(dimensions, dimensions) / dimensions**0.5 for _ in range(2))
     start = _law(normal, dimensions, dimensions, laws)
@@ -104,8 +104,8 @@ def _alike(errors: Tensor) -> Tensor:
 def rank_collapse(
     tokens: int = 12, dimensions: int = 4, draws: int = 24, layers: int = 6, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, tokens=tokens, dimensions=dimensions, layers=layers)
-    need(20, draws=draws)
+    check_at_least(2, tokens=tokens, dimensions=dimensions, layers=layers)
+    check_at_least(20, draws=draws)
     normal = normal_draws(seed)
     same = torch.eye(dimensions).double()
     for scale in (0.05, 0.3, 1.0):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.energy.rectified import LogSumReLU
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -27,7 +27,7 @@ _ROUNDING = 1e-12
 def log_sum_relu(
     patterns: int = 30, dimensions: int = 3, draws: int = 500, beta: float = 0.8, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, patterns=patterns, dimensions=dimensions)
+    check_at_least(2, patterns=patterns, dimensions=dimensions)
     normal = normal_draws(seed)
     points, scale = normal(patterns, dimensions), abs(beta) + 1e-3
     energy = LogSumReLU.create(points, scale=scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.regression import FeatureKernel, LinearKernel, conditional_mean_attention
 from massieu.verification.claim import Check, at_least, at_most, close
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 
@@ -27,8 +27,8 @@ def _affine(points: Tensor) -> Tensor:
     status="quoted",
 )
 def regression_at_test_time(keys: int = 30, dimensions: int = 4, ridge: float = 0.7, seed: int = 0) -> Iterator[Check]:
-    need(2, dimensions=dimensions)
-    need(dimensions + 2, keys=keys)
+    check_at_least(2, dimensions=dimensions)
+    check_at_least(dimensions + 2, keys=keys)
     normal, scale = normal_draws(seed), 0.8
     query, key, value = normal(1, 1, 5, dimensions), normal(1, 1, keys, dimensions), normal(1, 1, keys, 3)
     q, k, v = (tensor[0, 0] for tensor in (query, key, value))

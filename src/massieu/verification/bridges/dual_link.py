@@ -16,7 +16,7 @@ from massieu.measures import (
     divergence_kernel,
 )
 from massieu.verification.claim import CLOSED_FORM, QUADRATURE, Check, at_least, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 from massieu.verification.shim.catalogue import Member, library
 
@@ -34,7 +34,7 @@ _SUMMED_EXACTLY = ("atoms", "point mass", "Bernoulli", "Rademacher", "Poisson", 
     status="derived",
 )
 def dual_link_scores(draws: int = 20, seed: int = 0) -> Iterator[Check]:
-    need(2, draws=draws)
+    check_at_least(2, draws=draws)
     normal = normal_draws(seed)
     for member in library(normal, draws):
         yield from _kernel_of_divergence(member)

@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.measures import Atoms, Bernoulli, Gaussian, Laplace, Measure, Poisson, Sphere, Spin, mixture
 from massieu.theory import cumulant_growth, expansion, measured_cumulant_growth
 from massieu.verification.claim import Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _ROUNDING = 1e-12
@@ -25,7 +25,7 @@ _STEP = 0.5
     status="derived",
 )
 def exact_gain(draws: int = 200, dimensions: int = 3, seed: int = 0) -> Iterator[Check]:
-    need(2, draws=draws, dimensions=dimensions)
+    check_at_least(2, draws=draws, dimensions=dimensions)
     normal = normal_draws(seed)
     for name, (measure, size, steps) in _measures(normal, dimensions).items():
         points = size * normal(draws, dimensions)

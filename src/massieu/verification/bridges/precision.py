@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.theory import GaussianTokens, denoising_score
 from massieu.verification.claim import Check, at_least, at_most, close, near_in_standard_errors
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -38,8 +38,8 @@ def _tokens() -> GaussianTokens:
     status="derived",
 )
 def precision_matching(keys: int = 20_000, repetitions: int = 30, seed: int = 0) -> Iterator[Check]:
-    need(1000, keys=keys)
-    need(20, repetitions=repetitions)
+    check_at_least(1000, keys=keys)
+    check_at_least(20, repetitions=repetitions)
     normal, law = normal_draws(seed), _tokens()
     half = 0.5 * law.score
     skew = torch.tensor([[0.2, 0.5], [-0.4, 0.3]], dtype=torch.float64)
@@ -63,8 +63,8 @@ def precision_matching(keys: int = 20_000, repetitions: int = 30, seed: int = 0)
     status="derived",
 )
 def best_temperature(keys: int = 4000, repetitions: int = 500, seed: int = 0) -> Iterator[Check]:
-    need(100, keys=keys)
-    need(100, repetitions=repetitions)
+    check_at_least(100, keys=keys)
+    check_at_least(100, repetitions=repetitions)
     normal, law = normal_draws(seed), _tokens()
     for share in (0.5, 1.0):
         yield from _simulated_error(normal, law, share, keys, repetitions)

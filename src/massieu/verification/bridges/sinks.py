@@ -7,7 +7,7 @@ import torch
 from massieu import ops
 from massieu.posteriors import GaussianMean, attention_with_prior
 from massieu.verification.claim import Check, at_least, close
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 
@@ -23,8 +23,8 @@ _EXACT = 1e-12
     status="derived",
 )
 def sinks_as_priors(tokens: int = 12, dimensions: int = 4, repetitions: int = 40, seed: int = 0) -> Iterator[Check]:
-    need(2, tokens=tokens)
-    need(20, repetitions=repetitions)
+    check_at_least(2, tokens=tokens)
+    check_at_least(20, repetitions=repetitions)
     normal = normal_draws(seed)
     query, key = normal(2, 3, 5, dimensions), normal(2, 3, tokens, dimensions)
     value, sink, prior = normal(2, 3, tokens, dimensions), normal(3), normal(3, dimensions)

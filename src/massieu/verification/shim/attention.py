@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.measures import Atoms, Gaussian, Measure
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, SHIM, Check, at_least, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -29,7 +29,7 @@ _CLEARLY_APART = 1e4 * GRADIENT_BY_DIFFERENCES
     corrected="δ(x = xₙ) in the proposition is a Dirac measure, and the integral of its part (b) needs a dx.",
 )
 def attention_is_a_gradient(atoms: int = 12, dimensions: int = 4, draws: int = 20, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions)
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
     keys, values, log_weight = normal(atoms, dimensions), normal(atoms, dimensions), normal(atoms)
@@ -155,7 +155,7 @@ def _biases_and_masks(normal: Normal, tokens: Tensor, beta: float) -> Iterator[C
     status="derived",
 )
 def distance_is_a_weight(atoms: int = 12, dimensions: int = 4, draws: int = 100, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions)
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     root = normal(dimensions, dimensions) * dimensions**-0.5
     metric = root @ root.T + 0.5 * torch.eye(dimensions, dtype=root.dtype)
@@ -202,7 +202,7 @@ def distance_is_a_weight(atoms: int = 12, dimensions: int = 4, draws: int = 100,
     "head's write is its gradient (S3), are to be read modulo a constant.",
 )
 def key_origin_is_a_gauge(atoms: int = 12, dimensions: int = 4, draws: int = 100, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms)
+    check_at_least(2, atoms=atoms)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
     keys, log_weight = normal(atoms, dimensions), normal(atoms)

@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu.duality import conjugate, natural
 from massieu.measures import Atoms, Measure, boosting
 from massieu.verification.claim import SHIM, Check, at_least, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _EDGE = 1e-14
@@ -28,7 +28,7 @@ _EDGE = 1e-14
 )
 def boosting_is_tilting(examples: int = 40, learners: int = 12, rounds: int = 8, seed: int = 0) -> Iterator[Check]:
     # The dual problem has examples less learners unknowns.
-    need(learners + 2, examples=examples)
+    check_at_least(learners + 2, examples=examples)
     normal = normal_draws(seed)
     yield from _adaboost(normal, examples, learners, rounds)
     yield from _totally_corrective(normal, examples, learners)

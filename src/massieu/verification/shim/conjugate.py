@@ -20,7 +20,7 @@ from massieu.measures import (
     Poisson,
     Spin,
 )
-from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, QUADRATURE, SHIM, Check, close, refused
+from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, QUADRATURE, SHIM, Check, all_raise, close
 from massieu.verification.inputs import Normal, normal_draws
 from massieu.verification.oracles import differences, quadrature
 from massieu.verification.registry import claim
@@ -86,7 +86,7 @@ def conjugate_prior_as_a_measure(draws: int = 10, observations: int = 8, seed: i
     strength = torch.tensor([2.0], dtype=torch.float64)
     prior = ConjugatePrior.create(Bernoulli.create(0.25 * strength), strength)
     outside = [lambda: prior.mean(0 * strength), lambda: prior.mean(strength), lambda: prior.mean(-strength)]
-    yield refused("Bernoulli: χ must lie between 0 and ν", DomainError, *outside)
+    yield all_raise("Bernoulli: χ must lie between 0 and ν", DomainError, *outside)
 
 
 def _integrals(case: _Case) -> Iterator[Check]:

@@ -18,7 +18,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -32,7 +32,7 @@ from massieu.verification.registry import claim
     status="quoted",
 )
 def contrastive_losses(atoms: int = 12, dimensions: int = 4, samples: int = 200_000, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions, samples=samples)
+    check_at_least(2, atoms=atoms, dimensions=dimensions, samples=samples)
     normal = normal_draws(seed)
     yield from _derivatives(normal(dimensions), normal(atoms, dimensions), normal(atoms))
     yield from _fenchel_young(normal(dimensions), _unit(normal(atoms, dimensions)), normal(atoms))

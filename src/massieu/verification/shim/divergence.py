@@ -6,7 +6,7 @@ from torch import Tensor
 
 from massieu.measures import Measure
 from massieu.verification.claim import CLOSED_FORM, QUADRATURE, SHIM, Check, as_published, close
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.registry import claim
 from massieu.verification.shim.catalogue import Member, library
 
@@ -22,7 +22,7 @@ from massieu.verification.shim.catalogue import Member, library
     corrected="The arguments of the KL divergence change places.",
 )
 def bregman_is_kl(draws: int = 20, seed: int = 0) -> Iterator[Check]:
-    need(2, draws=draws)
+    check_at_least(2, draws=draws)
     for member in library(normal_draws(seed), draws):
         measure, name, first = member.measure, member.name, member.eta
         second, third = first.roll(1, 0), first.flip(0)

@@ -14,13 +14,13 @@ from massieu.verification.claim import (
     QUADRATURE,
     SHIM,
     Check,
+    all_raise,
     as_published,
     at_least,
     at_most,
     close,
-    refused,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 from massieu.verification.shim.catalogue import Member, library
@@ -58,7 +58,7 @@ def _round_trip(name: str, member: Member, expected: Tensor, *, hidden: int = 0)
     "least norm.",
 )
 def mean_map_modulo_a_subspace(atoms: int = 6, dimensions: int = 8, draws: int = 20, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions)
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     # Where there are more keys than dimensions they lie in a hyperplane.
     rank = min(atoms, dimensions) - 1
@@ -99,7 +99,7 @@ def mean_map_modulo_a_subspace(atoms: int = 6, dimensions: int = 8, draws: int =
     corrected="A parenthesis is missing in the formula; the dual problem is maximum entropy relative to h.",
 )
 def conjugate_is_entropy(atoms: int = 12, dimensions: int = 3, draws: int = 10, seed: int = 0) -> Iterator[Check]:
-    need(dimensions + 2, atoms=atoms)
+    check_at_least(dimensions + 2, atoms=atoms)
     normal = normal_draws(seed)
     for member in library(normal, draws):
         log_share = member.log_share(member.eta)
@@ -184,7 +184,7 @@ def _ends(member: Member, direction: Tensor) -> Iterator[Check]:
     status="quoted",
 )
 def duality_and_inverse(atoms: int = 12, dimensions: int = 3, draws: int = 10, seed: int = 0) -> Iterator[Check]:
-    need(dimensions + 2, atoms=atoms)
+    check_at_least(dimensions + 2, atoms=atoms)
     normal = normal_draws(seed)
     for member in library(normal, draws):
         # Two families are not minimal: S6 has what holds for them.
@@ -218,7 +218,7 @@ def _infinite(member: Member, normal: Normal) -> Iterator[Check]:
         "spins that are certain: η and ±∞", natural(Spin.create(torch.zeros(4).double()), sign), sign * torch.inf
     )
     beyond = extreme + direction
-    yield refused("outside the hull: no η", ValueError, lambda: natural(member.measure, beyond))
+    yield all_raise("outside the hull: no η", ValueError, lambda: natural(member.measure, beyond))
 
 
 # --- S10 -------------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _infinite(member: Member, normal: Normal) -> Iterator[Check]:
     corrected="The covariance is centred: the published form is off by ūūᵀ.",
 )
 def fisher_is_centred(atoms: int = 12, dimensions: int = 4, draws: int = 20, seed: int = 0) -> Iterator[Check]:
-    need(2, atoms=atoms)
+    check_at_least(2, atoms=atoms)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
     eta, direction = normal(draws, dimensions), normal(draws, dimensions)

@@ -20,7 +20,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 
@@ -47,8 +47,8 @@ def gaussian_equilibrium(
     dimensions: int = 4, repetitions: int = 40, layers: int = 60, seed: int = 0
 ) -> Iterator[Check]:
     # In one dimension all matrices commute; the rates need 20 repetitions.
-    need(2, dimensions=dimensions)
-    need(20, repetitions=repetitions, layers=layers)
+    check_at_least(2, dimensions=dimensions)
+    check_at_least(20, repetitions=repetitions, layers=layers)
     normal = normal_draws(seed)
     sigma, location = _covariance(normal, dimensions), normal(dimensions)
     yield from _items(normal, location, sigma)

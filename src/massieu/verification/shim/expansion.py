@@ -20,7 +20,7 @@ from massieu.verification.claim import (
     at_most,
     close,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -43,7 +43,7 @@ _LAYERS = 5
     corrected="What increases is the differential entropy of the population of hidden states.",
 )
 def residual_attention_expands(pairs: int = 2000, dimensions: int = 4, seed: int = 0) -> Iterator[Check]:
-    need(2, pairs=pairs, dimensions=dimensions)
+    check_at_least(2, pairs=pairs, dimensions=dimensions)
     normal = normal_draws(seed)
     for name, measure in _measures(normal, dimensions).items():
         for step in _STEPS:

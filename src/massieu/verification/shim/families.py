@@ -26,12 +26,12 @@ from massieu.verification.claim import (
     QUADRATURE,
     SHIM,
     Check,
+    all_raise,
     at_least,
     close,
     near_in_standard_errors,
-    refused,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 from massieu.verification.shim.catalogue import Member, library
@@ -51,7 +51,7 @@ from massieu.verification.shim.catalogue import Member, library
     "the cumulant generating function of the normalised h, where Z(0) is finite.",
 )
 def measure_generates_family(draws: int = 20, seed: int = 0) -> Iterator[Check]:
-    need(2, draws=draws)
+    check_at_least(2, draws=draws)
     normal = normal_draws(seed)
     members = library(normal, draws)
     share = torch.sigmoid(normal(draws, 1))
@@ -120,7 +120,7 @@ def _domains(excess: Tensor) -> Iterator[Check]:
     pairs = [(exponential, rate), (exponential, beyond), (gamma, rate), (gamma, beyond)]
     pairs += [(laplace, sign * eta) for sign in (1, -1) for eta in (rate, beyond)]
     calls = [(getattr(measure, name), eta) for measure, eta in pairs for name in ("log_partition", "mean", "fisher")]
-    yield refused(
+    yield all_raise(
         "η at the end of the domain or beyond: exponential, gamma, Laplace",
         DomainError,
         *(lambda call=call, eta=eta: call(eta) for call, eta in calls),
@@ -133,7 +133,7 @@ def _domains(excess: Tensor) -> Iterator[Check]:
     strength = torch.tensor([4.0], dtype=torch.float64)
     infinite = ConjugatePrior.create(Bernoulli.create(torch.tensor([0.5], dtype=torch.float64)), strength)
     zero = torch.zeros(1, dtype=torch.float64)
-    yield refused("Z(0) = ∞: A(0) of a conjugate prior", DomainError, lambda: infinite.log_partition(zero))
+    yield all_raise("Z(0) = ∞: A(0) of a conjugate prior", DomainError, lambda: infinite.log_partition(zero))
     start, end = torch.tensor([[0.5], [1.5]], dtype=torch.float64), torch.tensor([[2.0], [0.7]], dtype=torch.float64)
     beta = [torch.lgamma(chi) + torch.lgamma(strength - chi) for chi in (start, end)]
     rise = infinite.log_partition(end) - infinite.log_partition(start)
@@ -152,7 +152,7 @@ def _domains(excess: Tensor) -> Iterator[Check]:
     status="derived",
 )
 def library_of_measures(draws: int = 10, samples: int = 20_000, seed: int = 0) -> Iterator[Check]:
-    need(1000, samples=samples)
+    check_at_least(1000, samples=samples)
     normal = normal_draws(seed)
     # The parameters are drawn from the stream of `seed` itself.
     generator = torch.Generator().manual_seed(seed + 1)
@@ -236,7 +236,7 @@ def _coordinates(normal: Normal) -> Iterator[Check]:
     corrected="The condition on the domain, and the constant −A₀, which gradients do not see and evidence does.",
 )
 def member_generates_family(draws: int = 10, seed: int = 0) -> Iterator[Check]:
-    need(2, draws=draws)
+    check_at_least(2, draws=draws)
     normal = normal_draws(seed)
     members = library(normal, draws)
     # Shares of draws: their sums stay in the domain, which is convex.
@@ -305,7 +305,7 @@ def _second_statistic(rise: Tensor) -> Iterator[Check]:
     yield close("u₂ = log x: A_h(η) and A₀(η₁ + η, η₂) − A₀(η₁, η₂)", measure.log_partition(inside), expected)
     calls = (measure.log_partition, measure.mean, measure.tilt(first).log_partition)
     outside = (-first, -first + 1, -2 * first)
-    yield refused(
+    yield all_raise(
         "u₂ = log x: η₁ + η ≥ 0",
         DomainError,
         *(lambda call=call, eta=eta: call(eta) for call, eta in zip(calls, outside, strict=True)),
@@ -324,7 +324,7 @@ def _second_statistic(rise: Tensor) -> Iterator[Check]:
     status="quoted",
 )
 def gaussian_measure(dimensions: int = 3, draws: int = 50, samples: int = 200_000, seed: int = 0) -> Iterator[Check]:
-    need(1000, samples=samples)
+    check_at_least(1000, samples=samples)
     normal = normal_draws(seed)
     location, root = normal(dimensions), normal(dimensions, dimensions) * dimensions**-0.5
     line = normal(dimensions, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from massieu.measures import Atoms, Gaussian
 from massieu.verification.claim import QUADRATURE, Check, close, near_in_standard_errors
-from massieu.verification.inputs import need, normal_draws
+from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 
@@ -54,7 +54,7 @@ class _Errors(NamedTuple):
 )
 def finitely_many_keys(N: int = 500, repetitions: int = 50_000, seed: int = 0) -> Iterator[Check]:
     # Fewer repetitions have no normal law of their means to speak of.
-    need(1000, repetitions=repetitions)
+    check_at_least(1000, repetitions=repetitions)
     deviation, log_ratio = _simulate(N, repetitions, seed)
     simulated, error = _estimate(N, deviation, log_ratio)
     exact = _exact(N).entries()

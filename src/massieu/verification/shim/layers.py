@@ -13,7 +13,7 @@ from massieu.measures import Atoms
 from massieu.population import FeedForward
 from massieu.theory import damped_descent
 from massieu.verification.claim import SHIM, Check, at_least, at_most, close, near_in_standard_errors
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _ROUNDING = 1e-12
@@ -32,8 +32,8 @@ _ROUNDING = 1e-12
     status="quoted",
 )
 def feed_forward_layer(units: int = 12, dimensions: int = 5, draws: int = 40_000, seed: int = 0) -> Iterator[Check]:
-    need(2, units=units, dimensions=dimensions)
-    need(400, draws=draws)
+    check_at_least(2, units=units, dimensions=dimensions)
+    check_at_least(400, draws=draws)
     normal = normal_draws(seed)
     keys, values, state = normal(units, dimensions), normal(units, dimensions), normal(20, dimensions)
     constants = normal(units).unsqueeze(-1)
@@ -101,7 +101,7 @@ def _distance_to_maps(normal: Normal, dimensions: int, draws: int) -> Iterator[C
 def residual_and_quadratic_term(
     atoms: int = 10, dimensions: int = 6, draws: int = 50, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, atoms=atoms, dimensions=dimensions)
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     memory = Atoms.create(normal(atoms, dimensions), normal(atoms))
     energy, state = HopfieldEnergy.create(memory), normal(draws, dimensions)

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.measures import Atoms, Constant, Gaussian, Mixture, convolve, hybrid, mixture
-from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close, refused
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, all_raise, at_least, at_most, close
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -32,7 +32,7 @@ def heads_as_a_mixture(
     heads: int = 4, tokens: int = 8, dimensions: int = 4, draws: int = 20, seed: int = 0
 ) -> Iterator[Check]:
     # One head, or one token, leaves nothing to weigh.
-    need(2, heads=heads, tokens=tokens)
+    check_at_least(2, heads=heads, tokens=tokens)
     normal = normal_draws(seed)
     log_share, eta = torch.log_softmax(normal(heads), -1), normal(draws, dimensions)
     projections = normal(heads, dimensions, dimensions) * dimensions**-0.5
@@ -112,7 +112,7 @@ def _kernel_density(keys: Tensor, eta: Tensor, normal: Normal) -> Iterator[Check
         yield close(f"kernel density, as a {name}: A and {expected}", measure.log_partition(eta), log_partition)
         yield close(f"kernel density, as a {name}: ∇A and attention + Sη", measure.mean(eta), smoothed)
     energy = torch.eye(dimensions, dtype=torch.float64)
-    yield refused(
+    yield all_raise(
         "S = −I, as in the Hopfield energy: no measure", ValueError, lambda: Gaussian.create(keys[0], -energy)
     )
 

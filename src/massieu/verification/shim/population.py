@@ -17,7 +17,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 
@@ -40,8 +40,8 @@ _LAYERS, _STEP = 3, 0.5
 def tokens_as_particles(
     particles: int = 100_000, repetitions: int = 100, populations: int = 20_000, seed: int = 0
 ) -> Iterator[Check]:
-    need(1000, particles=particles, populations=populations)
-    need(20, repetitions=repetitions)
+    check_at_least(1000, particles=particles, populations=populations)
+    check_at_least(20, repetitions=repetitions)
     normal = normal_draws(seed)
     weights = _Weights(0.3 * normal(2, 2), normal(2, 2), normal(2), normal(2, 2) / 2**0.5)
     yield from _closure(weights, normal, particles)

@@ -9,7 +9,7 @@ from massieu.measures import Gaussian
 from massieu.population import precision_alignment
 from massieu.theory import equilibrium, key_law
 from massieu.verification.claim import SHIM, Check, as_published, at_most, close, near_in_standard_errors
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _NULL_DRAWS = 99
@@ -32,8 +32,8 @@ def score_matrix_and_precision(
     dimensions: int = 8, rank: int = 3, heads: int = 60, tokens: int = 400, seed: int = 0
 ) -> Iterator[Check]:
     # In one dimension, and on one direction, all matrices are proportional.
-    need(2, dimensions=dimensions, rank=rank, heads=heads)
-    need(2 * dimensions, tokens=tokens)
+    check_at_least(2, dimensions=dimensions, rank=rank, heads=heads)
+    check_at_least(2 * dimensions, tokens=tokens)
     normal = normal_draws(seed)
     sigma = _covariance(normal, dimensions)
     precision = torch.linalg.inv(sigma)

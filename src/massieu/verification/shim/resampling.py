@@ -17,7 +17,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
@@ -36,7 +36,7 @@ _GENEALOGIES, _GENERATIONS = 100, 4
 def attention_is_the_mean_of_resampling(
     tokens: int = 8, dimensions: int = 3, resamples: int = 50_000, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, tokens=tokens, dimensions=dimensions, resamples=resamples)
+    check_at_least(2, tokens=tokens, dimensions=dimensions, resamples=resamples)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
     query, key, value = normal(tokens, dimensions), normal(tokens, dimensions), normal(tokens, dimensions)

@@ -10,7 +10,7 @@ from massieu import ops
 from massieu.measures import Gaussian
 from massieu.theory import masked_gaussian_mean, optimal_scale
 from massieu.verification.claim import Check, at_least, at_most, near_in_standard_errors
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 from massieu.verification.zhang.smoothing import Task
@@ -28,7 +28,7 @@ _SIZES = [16, 64, 256, 1024]
     status="derived",
 )
 def rates_of_attention(repetitions: int = 400, seed: int = 0) -> Iterator[Check]:
-    need(100, repetitions=repetitions)
+    check_at_least(100, repetitions=repetitions)
     normal = normal_draws(seed)
     yield from _posterior_mean(normal, repetitions)
     yield from _fixed_temperature(normal, repetitions)

@@ -17,7 +17,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 
@@ -45,7 +45,7 @@ def _quadratic(points: Tensor) -> Tensor:
 def posterior_mean(
     keys: int = 40, dimensions: int = 3, noise: float = 0.5, prior_variance: float = 2.0, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, keys=keys)
+    check_at_least(2, keys=keys)
     normal, variance = normal_draws(seed), noise**2
     ridge = ridge_from(noise_variance=variance, prior_variance=prior_variance)
     key, query = normal(1, 1, keys, dimensions), normal(1, 1, 9, dimensions)
@@ -115,8 +115,8 @@ def _coverage(normal: Normal, keys: int, dimensions: int, noise: float, prior_va
 def conditional_mean_operator(
     tokens: int = 60, dimensions: int = 3, letters: int = 5, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, dimensions=dimensions, letters=letters)
-    need(letters + 1, tokens=tokens)
+    check_at_least(2, dimensions=dimensions, letters=letters)
+    check_at_least(letters + 1, tokens=tokens)
     normal = normal_draws(seed)
     key, query, value = normal(1, 1, tokens, dimensions), normal(1, 1, 7, dimensions), normal(1, 1, tokens, 2)
     phi, asked = _quadratic(key[0, 0]), _quadratic(query[0, 0])
@@ -177,7 +177,7 @@ def _harmonics(points: Tensor) -> Tensor:
     status="reconstructed",
 )
 def rates_of_the_ridge(repetitions: int = 40, noise: float = 0.3, seed: int = 0) -> Iterator[Check]:
-    need(20, repetitions=repetitions)
+    check_at_least(20, repetitions=repetitions)
     normal = normal_draws(seed)
     query = torch.nn.functional.normalize(normal(1, 1, 200, 4), dim=-1)
     kernel = FeatureKernel(_harmonics)
@@ -240,7 +240,7 @@ def _target(angle: Tensor) -> Tensor:
 def parts_of_the_error(
     repetitions: int = 400, scale: float = 2.0, turn: float = 0.3, noise: float = 0.3, seed: int = 0
 ) -> Iterator[Check]:
-    need(20, repetitions=repetitions)
+    check_at_least(20, repetitions=repetitions)
     normal = normal_draws(seed)
     angle = torch.tensor([0.0, 0.7, 2.0, 4.0], dtype=torch.float64)
     # Keys uniform on the circle; integrals over it by the trapezoidal rule, exact to rounding.

@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu.posteriors import DirichletMultinomial, DiscreteLatent, GaussianMean, sufficiency
 from massieu.theory import finite_extension_bound, urn_total_variation
 from massieu.verification.claim import CLOSED_FORM, ZHANG, Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _ROUNDING = 1e-12
@@ -30,7 +30,7 @@ _ROUNDING = 1e-12
     "replacement from {0, 1} have covariance −¼, and a mixture of independent tokens has none below 0.",
 )
 def de_finetti(balls: int = 10, drawn: int = 3, length: int = 5, seed: int = 0) -> Iterator[Check]:
-    need(2, balls=balls, drawn=drawn, length=length)
+    check_at_least(2, balls=balls, drawn=drawn, length=length)
     drawn = min(drawn, balls)
     normal = normal_draws(seed)
     yield from _mixtures(normal, length)
@@ -104,7 +104,7 @@ def _by_sequences(counts: list[int], drawn: int) -> float:
     "minimal statistic is P(y | X), which is coarser: different posteriors may be merged for nothing.",
 )
 def sufficiency_of_the_posterior(concepts: int = 3, tokens: int = 4, length: int = 3, seed: int = 0) -> Iterator[Check]:
-    need(2, concepts=concepts, tokens=tokens)
+    check_at_least(2, concepts=concepts, tokens=tokens)
     normal = normal_draws(seed)
     prior, table = normal(concepts), normal(concepts, tokens)
     found = sufficiency(prior, table, length)

@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.theory import attention_lipschitz, generalisation_bound
 from massieu.verification.claim import CLOSED_FORM, ZHANG, Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
 
@@ -28,8 +28,8 @@ _RADIUS, _SCALE = 1.5, 0.8
     status="abstract only",
 )
 def generalisation_without_length(pairs: int = 100_000, repetitions: int = 60, seed: int = 0) -> Iterator[Check]:
-    need(1000, pairs=pairs)
-    need(20, repetitions=repetitions)
+    check_at_least(1000, pairs=pairs)
+    check_at_least(20, repetitions=repetitions)
     normal = normal_draws(seed)
     yield from _softmax(normal, pairs)
     for length in _LENGTHS:

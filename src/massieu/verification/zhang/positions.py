@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from massieu import ops
 from massieu.posteriors import permutation_gap
 from massieu.verification.claim import ZHANG, Check, at_least, at_most
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.registry import claim
 
 _ROUNDING = 1e-12
@@ -30,8 +30,8 @@ _NOTICED = 1e-3
     "mask is one more function of the places, and has to move with them.",
 )
 def encoders_of_sets(tokens: int = 9, width: int = 16, layers: int = 2, seed: int = 0) -> Iterator[Check]:
-    need(2, tokens=tokens)
-    need(4, width=width)
+    check_at_least(2, tokens=tokens)
+    check_at_least(4, width=width)
     width += -width % 4
     normal = normal_draws(seed)
     content, positions = normal(2, tokens, width), normal(1, tokens, width).expand(2, -1, -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.measures import Bernoulli, Exponential, Gaussian, Poisson, Spin
 from massieu.posteriors import DirichletMultinomial, DiscreteLatent, ExponentialFamily, GaussianMean, averaging_regret
 from massieu.verification.claim import CLOSED_FORM, FOLLOW_UP, QUADRATURE, Check, at_least, at_most, close
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import quadrature
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
@@ -32,8 +32,8 @@ _EXACT = 1e-12
 def posterior_means_as_attention(
     tokens: int = 12, dimensions: int = 3, repetitions: int = 40, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, tokens=tokens)
-    need(20, repetitions=repetitions)
+    check_at_least(2, tokens=tokens)
+    check_at_least(20, repetitions=repetitions)
     normal = normal_draws(seed)
     yield from _gaussian(normal, tokens, dimensions)
     yield from _families(normal, tokens)
@@ -145,7 +145,7 @@ def _without_the_prior_token(normal: Normal, dimensions: int, repetitions: int) 
 def regret_of_averaging(
     models: int = 50, concepts: int = 6, tokens: int = 5, length: int = 40, seed: int = 0
 ) -> Iterator[Check]:
-    need(2, concepts=concepts, tokens=tokens, length=length)
+    check_at_least(2, concepts=concepts, tokens=tokens, length=length)
     normal = normal_draws(seed)
     table = (2 * normal(models, concepts, tokens)).log_softmax(-1)
     prior = normal(concepts).log_softmax(-1)

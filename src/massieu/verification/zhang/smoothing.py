@@ -29,7 +29,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import quadrature
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
@@ -83,8 +83,8 @@ class Task(NamedTuple):
     "if f has one degree, and depends on the degree.",
 )
 def softmax_and_the_conditional_mean(keys: int = 100_000, repetitions: int = 400, seed: int = 0) -> Iterator[Check]:
-    need(1000, keys=keys)
-    need(100, repetitions=repetitions)
+    check_at_least(1000, keys=keys)
+    check_at_least(100, repetitions=repetitions)
     normal = normal_draws(seed)
     yield from _funk_hecke(normal, keys)
     yield from _one_constant()

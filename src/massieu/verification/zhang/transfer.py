@@ -18,7 +18,7 @@ from massieu.verification.claim import (
     close,
     near_in_standard_errors,
 )
-from massieu.verification.inputs import Normal, need, normal_draws
+from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import quadrature
 from massieu.verification.registry import claim
 
@@ -32,7 +32,7 @@ from massieu.verification.registry import claim
     status="abstract only",
 )
 def masked_objective(sequences: int = 100_000, seed: int = 0) -> Iterator[Check]:
-    need(1000, sequences=sequences)
+    check_at_least(1000, sequences=sequences)
     yield from _finitely_many_latents()
     yield from _gaussian_tokens(normal_draws(seed), sequences)
     yield from _categorical_tokens()
@@ -48,7 +48,7 @@ def masked_objective(sequences: int = 100_000, seed: int = 0) -> Iterator[Check]
     status="derived",
 )
 def condition_number(pairs: int = 5000, seed: int = 0) -> Iterator[Check]:
-    need(1000, pairs=pairs)
+    check_at_least(1000, pairs=pairs)
     normal = normal_draws(seed)
     yield from _inequality(normal, pairs)
     yield from _naive(normal)
