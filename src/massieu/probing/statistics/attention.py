@@ -12,9 +12,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu import ops
-from massieu.probing.accumulate import Histogram, Ratio, Spread, Units
+from massieu.probing.accumulate import Histogram, Ratio, Spread
 from massieu.probing.capture import AttentionCall
 from massieu.probing.statistics.registry import ATTENTION, STATISTICS
+from massieu.probing.units import Units
 
 PER_QUERY = tuple(each.name for each in STATISTICS.values() if each.group == ATTENTION)
 _SPREADS = ("selective_log_partition", "entropy")
