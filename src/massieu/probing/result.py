@@ -245,12 +245,6 @@ class ProbeResult:
             InputError: the result has no such head.
             MissingExtraError: what draws it is not installed.
         """
-        known = self.heads.select("layer", "head").unique().rows()
-        if (layer, head) not in known:
-            layers = sorted({row[0] for row in known})
-            heads = [row[1] for row in known if row[0] == layer]
-            there = f"layer {layer} has heads 0 to {max(heads)}" if heads else f"layers are {_span(layers)}"
-            raise InputError(f"there is no head {head} in layer {layer}; {there}")
         from massieu.report import figures
 
         return Fragment(figures.head_html(self.run, self.details, self.heads, layer, head))
@@ -317,7 +311,3 @@ def _page_fits(folder: Path, hashes: dict[str, str] | None) -> bool:
         return True
     except InputError:
         return False
-
-
-def _span(numbers: list[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
