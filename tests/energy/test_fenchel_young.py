@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 
 from massieu.energy import HopfieldEnergy
-from massieu.energy.contraction import RMSNorm
+from massieu.energy.activations import RMSNorm
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.measures import Atoms
 

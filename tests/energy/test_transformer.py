@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.energy import TransformerEnergy, mutual
-from massieu.energy.contraction import LayerNorm
+from massieu.energy.activations import LayerNorm
 
 
 @pytest.fixture(params=["explicit", "fused"])

@@ -9,7 +9,7 @@ from scipy.special import logsumexp, softmax
 from tests.rows import every_row
 
 from massieu.energy import HopfieldEnergy
-from massieu.energy.contraction import LayerNorm, Spin
+from massieu.energy.activations import LayerNorm, Spin
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.two_layer import TwoLayer
 

@@ -5,7 +5,7 @@ from tests.energy.cases import F64, constant, draw
 from torch import Tensor
 
 from massieu.energy import TransformerEnergy
-from massieu.energy.contraction import LayerNorm
+from massieu.energy.activations import LayerNorm
 
 
 def weights(heads=3, size=4, width=6, quantity=10, seed=0):

@@ -9,7 +9,7 @@ from tests.population.cases import by_hand, covariance, draw, hermite, law, laye
 from tests.rows import every_row, some_slow
 from torch.utils import _pytree as pytree
 
-from massieu.energy.contraction import Identity, LayerNorm, RMSNorm, Scalar, Spin, Whitening
+from massieu.energy.activations import Identity, LayerNorm, RMSNorm, Scalar, Spin, Whitening
 from massieu.measures import Atoms, Gaussian, MissingFormError, Sphere
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation, Operator
 

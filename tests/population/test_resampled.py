@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.population import cases
 
-from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.measures import MissingFormError
 from massieu.population import Flow, ResampledLayer
 

@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from massieu import energy
+from massieu.energy.activations import LayerNorm
+from massieu.nn.activation import Activation
 from massieu.nn.arguments import check_device
-from massieu.nn.contraction import LayerNorm
 from massieu.nn.heads import Number, register_number
 from massieu.ops.shapes import without_autocast
 from massieu.solve.arguments import floating
@@ -75,7 +76,7 @@ class EnergyTransformer(nn.Module):
         self.key = nn.Parameter(spread * torch.randn(num_heads, size, embed_dim))
         self.query = nn.Parameter(spread * torch.randn(num_heads, size, embed_dim))
         self.memories = nn.Parameter(spread * torch.randn(quantity, embed_dim))
-        self.normalisation = LayerNorm(embed_dim, eps=eps)
+        self.normalisation = Activation(LayerNorm.create(1.0, torch.zeros(embed_dim), eps=eps))
         self.steps, self.step_size = steps, step_size
 
     def energy(self, key_padding_mask: Bool[Tensor, "*lead n"] | None = None) -> energy.TransformerEnergy:
@@ -93,7 +94,7 @@ class EnergyTransformer(nn.Module):
             self.key,
             self.query,
             self.memories,
-            normalisation=self.normalisation.map(),
+            normalisation=self.normalisation.activation(),
             scale=self.scale,
             keep=None if key_padding_mask is None else ~key_padding_mask,
         )

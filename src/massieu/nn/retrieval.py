@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.energy.contraction import Contraction
+from massieu.energy.activations import Activation
 from massieu.nn.heads import Mask
 from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPointResult, fixed_point
@@ -17,21 +17,21 @@ def descend(
     state: Float[Tensor, "B H L D"],
     key: Float[Tensor, "B H N D"],
     steps: int,
-    contraction: Contraction | None,
+    contraction: Activation | None,
     **options: Any,
 ) -> Float[Tensor, "B H L D"]:
     """The state after so many steps x ↦ ∇R(Σ p_n key_n). Its backward pass keeps states, not weights: memory steps·(L + N)."""
     for _ in range(steps):
         state = ops.attention(state, key, key, **options).output.contiguous()
         if contraction is not None:
-            state = contraction.mean(state).to(state.dtype)
+            state = contraction(state).to(state.dtype)
     return state
 
 
 def settle(
     state: Float[Tensor, "B H L D"],
     key: Float[Tensor, "B H N D"],
-    contraction: Contraction | None,
+    contraction: Activation | None,
     log_weight: Mask | None,
     scale: float | Tensor | None,
     sink: float | Tensor | None,
@@ -46,7 +46,7 @@ def settle(
     options = {name: value for name, value in tensors.items() if value is not None}
     maps = () if contraction is None else (contraction,)
 
-    def step(point: Tensor, key: Tensor, options: dict[str, Any], maps: tuple[Contraction, ...]) -> Tensor:
+    def step(point: Tensor, key: Tensor, options: dict[str, Any], maps: tuple[Activation, ...]) -> Tensor:
         return descend(point, key, 1, maps[0] if maps else None, **options)
 
     with without_autocast(state.device):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
 from massieu.probing.capture import capturing

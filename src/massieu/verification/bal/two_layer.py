@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from massieu.energy import HopfieldEnergy
-from massieu.energy.contraction import LayerNorm, Spin
+from massieu.energy.activations import LayerNorm, Spin
 from massieu.energy.two_layer import TwoLayer
 from massieu.verification.claim import Check, at_least, at_most, close
 from massieu.verification.inputs import need, normal_draws
