@@ -11,7 +11,7 @@ from tests.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu import measures
-from massieu.energy import Energy, HopfieldEnergy, contraction
+from massieu.energy import Energy, HopfieldEnergy, activations
 
 EPS = torch.finfo(F64).eps
 
@@ -346,7 +346,7 @@ REFUSED = {
         ValueError,
         "broadcast",
     ),
-    "scale a bool": (lambda: HopfieldEnergy.create(PATTERNS, scale=True), TypeError, "bool"),
+    "scale a bool": (lambda: HopfieldEnergy.create(PATTERNS, scale=True), TypeError, "True"),
     "scale whole numbers": (lambda: HopfieldEnergy.create(PATTERNS, scale=torch.ones(2).long()), TypeError, "int64"),
     "NaN patterns": (lambda: HopfieldEnergy.create(PATTERNS * torch.nan), ValueError, "finite"),
     "no patterns": (lambda: HopfieldEnergy.create(PATTERNS[:, :0]), ValueError, r"\(2, 0, 4\)"),
@@ -369,7 +369,7 @@ REFUSED = {
     "damping 0": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=0.0), ValueError, r"\(0, 2\)"),
     "damping 2": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=2.0), ValueError, r"\(0, 2\)"),
     "damping beyond 1": (
-        lambda: HopfieldEnergy.create(PATTERNS, reference=contraction.Spin()).step(draw(2, 4), damping=1.1),
+        lambda: HopfieldEnergy.create(PATTERNS, reference=activations.Tanh.create()).step(draw(2, 4), damping=1.1),
         ValueError,
         r"\(0, 1\]",
     ),

@@ -187,7 +187,7 @@ def test_precision(dtype, tolerance):
 def _by_quadrature(given: AttentionLayer, before: Gaussian, population: Gaussian | None) -> tuple:
     """Mean and covariance behind the layer: attention at each node is an integral over the nodes of the population."""
     x, weight = hermite(before, 40)
-    z = given.normalisation.mean(x)
+    z = given.normalisation(x)
     y, share = (z, weight) if population is None else hermite(population, 40)
     move = given.bias.expand_as(x)
     for h in range(len(given.query)):

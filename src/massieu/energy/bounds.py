@@ -17,7 +17,7 @@ from massieu.energy.activations import Identity
 from massieu.energy.base import promoted, times
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.foundation.arguments import check_one_device, choice, described, floating, number, whole_number
-from massieu.foundation.values import align, need_batch
+from massieu.foundation.values import align, need_batch, promoted_dtype
 from massieu.measures import Atoms
 
 __all__ = ["basin", "capacity", "diameter", "lipschitz", "retrieval_bound", "separation"]
@@ -236,8 +236,8 @@ def _scores(hopfield: HopfieldEnergy, memory: Atoms, state: Tensor) -> Tensor:
     """x_n·ξ + log(w_n/max w)/β, shape (*batch, *query, N)."""
     check_one_device(state=floating("state", state), memory=memory.points)
     need_batch("the memory", "a state", state.shape, memory.batch_shape, memory.event_shape)
-    memory, state = memory._promoted(state)
-    scores = times(state, memory.points.mT)
+    dtype = promoted_dtype(state, memory.points, memory.log_weight)
+    scores = times(state.to(dtype), memory.points.mT.to(dtype))
     # Only differences count, and next to a large number that all have in common the scores would be lost to rounding.
     top = memory.log_weight.amax(-1, keepdim=True)
     excess = memory.log_weight - top.masked_fill(top == -torch.inf, 0.0)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.energy.activations import LayerNorm
+from massieu.energy.activations import Activation, LayerNorm
 from massieu.energy.base import DescentResult, Energy, promoted
 from massieu.energy.mutual import mutual_attention, mutual_log_partition
 from massieu.foundation.arguments import (
@@ -64,7 +64,7 @@ class TransformerEnergy(Energy):
         query: Float[Tensor, "H Z d"],
         memories: Float[Tensor, "M d"],
         *,
-        normalisation: LayerNorm | None = None,
+        normalisation: Activation | None = None,
         scale: Float[Tensor, "..."] | float | None = None,
         keep: Bool[Tensor, "*batch n"] | None = None,
     ) -> Self:
@@ -73,7 +73,7 @@ class TransformerEnergy(Energy):
         Args:
             key, query: Of at least one head.
             memories: Any number of them, none too.
-            normalisation: By default of gain 1 and bias 0.
+            normalisation: A LayerNorm, by default of gain 1 and bias 0.
             scale: Positive: one number, or one a head; Z^-½ by default.
             keep: True for tokens that are there, False for padding.
 
@@ -91,7 +91,7 @@ class TransformerEnergy(Energy):
         dtype = promoted_dtype(key)
         if normalisation is None:
             normalisation = LayerNorm.create(torch.ones((), dtype=dtype, device=key.device))
-        instance("normalisation", normalisation, LayerNorm, "a LayerNorm")
+        normalisation = instance("normalisation", normalisation, LayerNorm, "a LayerNorm")
         if normalisation.gain.ndim or normalisation.bias.shape[-1] not in (1, width):
             shapes = f"{tuple(normalisation.gain.shape)} and {tuple(normalisation.bias.shape)}"
             raise ValueError(f"normalisation must have one gain and a bias of {width} numbers, got shapes {shapes}")

@@ -86,6 +86,11 @@ class Activation(nn.Module):
         return type(self.activation()).__name__
 
 
+def as_module(activation: Activation | activations.Activation | Measure | None) -> Activation | None:
+    """A module as it is, an activation or a measure as one."""
+    return activation if activation is None or isinstance(activation, Activation) else Activation(activation)
+
+
 def _names(value: activations.Activation) -> list[str]:
     """A name for each tensor: its field's, or that and a number where the field is a measure."""
     names = []

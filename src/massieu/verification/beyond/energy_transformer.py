@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import TransformerEnergy, contraction, is_conservative
+from massieu.energy import TransformerEnergy, activations, is_conservative
 from massieu.verification.claim import CLOSED_FORM, GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
@@ -43,7 +43,7 @@ def energy_transformer(
 def _energy(normal: Normal, heads: int, dimensions: int, memories: int, scale: float) -> TransformerEnergy:
     key, query = normal(heads, 4, dimensions), normal(heads, 4, dimensions)
     gain = torch.tensor(_GAIN, dtype=torch.float64)
-    normalisation = contraction.LayerNorm.create(gain, normal(dimensions), eps=_EPS)
+    normalisation = activations.LayerNorm.create(gain, normal(dimensions), eps=_EPS)
     return TransformerEnergy.create(key, query, normal(memories, dimensions), normalisation=normalisation, scale=scale)
 
 
