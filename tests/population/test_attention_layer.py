@@ -14,10 +14,12 @@ from massieu.measures import Atoms, Gaussian, MissingFormError, Sphere
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation, Operator
 
 
-class Centred:
+class Centred(Operator):
     """A map of a population that is not token-wise."""
 
-    def __call__(self, particles):
+    needs_all = True
+
+    def _moved(self, particles, group):
         return particles - particles.mean(-2, keepdim=True)
 
     def gaussian(self, given):
@@ -67,10 +69,10 @@ def test_a_frozen_measure_is_attended_to_exactly(batch):
         given = layer(population=measure)
         expected = x + given.bias
         for h in range(3):
-            eta = given.scale[h] * (x @ given.query[h].T + given.query_bias[h]) @ given.key[h]
+            eta = given.scale[h] * (x @ given.query_weight[h].T + given.query_bias[h]) @ given.key_weight[h]
             eta = eta.requires_grad_()
             (mean,) = torch.autograd.grad(measure.log_partition(eta).sum(), eta)
-            expected = expected + mean @ given.value[h].T @ given.output[h].T
+            expected = expected + mean @ given.value_weight[h].T @ given.output_weight[h].T
         torch.testing.assert_close(given(x), expected, rtol=1e-11, atol=1e-11)
 
 
@@ -190,9 +192,9 @@ def _by_quadrature(given: AttentionLayer, before: Gaussian, population: Gaussian
     z = given.normalisation(x)
     y, share = (z, weight) if population is None else hermite(population, 40)
     move = given.bias.expand_as(x)
-    for h in range(len(given.query)):
-        scores = given.scale[h] * (z @ given.query[h].T + given.query_bias[h]) @ given.key[h] @ y.T
-        move = move + torch.softmax(scores + share.log(), -1) @ y @ given.value[h].T @ given.output[h].T
+    for h in range(len(given.query_weight)):
+        scores = given.scale[h] * (z @ given.query_weight[h].T + given.query_bias[h]) @ given.key_weight[h] @ y.T
+        move = move + torch.softmax(scores + share.log(), -1) @ y @ given.value_weight[h].T @ given.output_weight[h].T
     moved = given.contraction(given.residual * x + given.step_size * move)
     mean = weight @ moved
     return mean, (weight.unsqueeze(-1) * (moved - mean)).T @ (moved - mean)
@@ -252,7 +254,7 @@ def test_laws_through_compositions_and_population_maps():
     [
         (layer(contraction=LayerNorm.create()), "LayerNorm is not affine"),
         (layer(normalisation=RMSNorm.create()), "RMSNorm is not affine"),
-        (layer(normalisation=Centred()), "Centred has no method affine"),
+        (layer(normalisation=Centred()), "Centred is not affine"),
         (layer(population=draw(3, 4)), "a frozen Atoms is not affine"),
         (FeedForward.create(torch.tanh), "FeedForward is not affine"),
         (Normalisation.create(Tanh.create(), torch.ones(4)), "Tanh is not affine"),
@@ -290,12 +292,12 @@ def test_what_keeps_no_law_gaussian_says_so(operator, named):
         (lambda: layer().gaussian(Atoms.create(draw(3, 4))), TypeError, "got Atoms"),
         (lambda: FeedForward.create(3), TypeError, "callable"),
         (lambda: FeedForward.create(lambda x: x[..., :1])(draw(3, 4)), ValueError, "must keep the shape"),
-        (lambda: Composition.create([torch.tanh]), TypeError, "method gaussian"),
-        (lambda: Composition.repeat(layer(), -1), ValueError, "negative"),
+        (lambda: Composition.create([torch.tanh]), TypeError, "must be an Operator"),
+        (lambda: Composition.repeat(layer(), -1), ValueError, "at least 0, got -1"),
         (lambda: Normalisation.create(Tanh.create(), draw(2, 2)), ValueError, "vectors"),
         (lambda: Normalisation.create(torch.tanh, draw(2)), TypeError, "must be an Activation"),
-        (lambda: layer(contraction=Centred()).sharded(draw(3, 4)), ValueError, "no method sharded"),
-        (lambda: Composition.create([Centred()]).sharded(draw(3, 4)), ValueError, "no method sharded"),
+        (lambda: layer(contraction=Centred()).sharded(draw(3, 4)), ValueError, "Centred needs the whole population"),
+        (lambda: Composition.create([Centred()]).sharded(draw(3, 4)), ValueError, "Centred needs the whole population"),
     ],
 )
 def test_bad_calls(call, error, named):

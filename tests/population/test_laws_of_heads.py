@@ -20,7 +20,7 @@ MEAN, FACTOR = cases.draw(3, 2, seed=1), cases.draw(3, 2, 2, seed=2)
 
 
 def drawn(**options):
-    return ResampledLayer(generator=torch.Generator().manual_seed(0), scale=0.5, residual=True, **options)
+    return ResampledLayer.create(generator=torch.Generator().manual_seed(0), scale=0.5, residual=True, **options)
 
 
 def moments_after(layer):
@@ -32,7 +32,7 @@ def moments_after(layer):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("layer", [drawn(), DoublyStochasticLayer(scale=0.5)])
+@pytest.mark.parametrize("layer", [drawn(), DoublyStochasticLayer.create(scale=0.5)])
 def test_transforms_of_laws(layer):
     assert isinstance(layer, Operator)
     function = moments_after(layer)
@@ -60,7 +60,7 @@ def test_many_draws_and_flat_scores_are_attention():
     gaps = []
     for scale in (1e-2, 1e-3):
         softmax = AttentionLayer.from_score(same, same, scale=scale).gaussian(law)
-        balanced = DoublyStochasticLayer(scale=scale, residual=True).gaussian(law)
+        balanced = DoublyStochasticLayer.create(scale=scale, residual=True).gaussian(law)
         gaps.append((cases.covariance(softmax) - cases.covariance(balanced)).norm().item())
     assert gaps[1] < 2e-2 * gaps[0]
 
@@ -68,7 +68,7 @@ def test_many_draws_and_flat_scores_are_attention():
 def test_a_renormalisation_stands_behind_them_too():
     held = cases.law(seed=4)
     back = Renormalisation.create(held.location, cases.covariance(held))
-    layers = Composition.create([drawn(contraction=back), DoublyStochasticLayer(contraction=back)])
+    layers = Composition.create([drawn(contraction=back), DoublyStochasticLayer.create(contraction=back)])
     after = layers.gaussian(cases.law(seed=5))
     torch.testing.assert_close(cases.covariance(after), cases.covariance(held))
     cloud = layers(cases.draw(50, 2, seed=6))

@@ -264,13 +264,13 @@ def test_bad_calls():
         key_law(hidden, torch.eye(2, dtype=F64))
     with pytest.raises(ValueError, match="d = 3, got 2"):
         after_layer(hidden, Gaussian.create(torch.zeros(2), torch.ones(2)), 0.5)
-    with pytest.raises(ValueError, match="order must be at least 3"):
+    with pytest.raises(ValueError, match="order must be a whole number, at least 3"):
         cumulant_growth(2, 0.5, 1.0)
-    with pytest.raises(ValueError, match="order must be between 3 and 6"):
+    with pytest.raises(ValueError, match="order must be a whole number, at least 3 and at most 6"):
         measured_cumulant_growth(7, 0.5, 1.0)
-    with pytest.raises(ValueError, match="order must be at least 1"):
+    with pytest.raises(ValueError, match="order must be a whole number, at least 1"):
         harmonic_growth(0, 0.5, 1.0, 3)
-    with pytest.raises(ValueError, match="dim of at least 2 and a positive scale"):
+    with pytest.raises(ValueError, match="dim must be a whole number, at least 2"):
         harmonic_growth(1, 0.5, 1.0, 1)
     with pytest.raises(ValueError, match=r"n > d, got \(3, 3\)"):
         equilibrium_report(draw(3, 3), SIGMA)

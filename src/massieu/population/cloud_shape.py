@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.ops.sharded.collectives import Group
 from massieu.foundation.arguments import check_values, floating, instance, whole_number
+from massieu.ops.sharded.collectives import Group
 from massieu.population.reading import (
     ObservableReading,
     Processes,

@@ -154,9 +154,7 @@ class DoublyStochasticLayer(Head):
     max_steps: int = static_field()
 
     @classmethod
-    def create(
-        cls, *, tolerance: float | None = None, max_steps: int = 1000, **options: Unpack[HeadOptions]
-    ) -> Self:
+    def create(cls, *, tolerance: float | None = None, max_steps: int = 1000, **options: Unpack[HeadOptions]) -> Self:
         """A layer; `tolerance` and `max_steps` are checked by the call.
 
         Raises:
@@ -214,7 +212,7 @@ def _admitted(
         )
     if query.numel() == 0:
         raise ValueError(f"query and key must have at least one token and one dimension, got {tuple(query.shape)}")
-    scale = query.shape[-1] ** -0.5 if scale is None else number("scale", scale)
+    inverse_temperature = query.shape[-1] ** -0.5 if scale is None else number("scale", scale)
     check_values(query=query, key=key)
     check_finite(query=query, key=key)
     dtype, shape = promoted_dtype(query), query.shape[:-1]
@@ -224,4 +222,4 @@ def _admitted(
         check_values(log_weight=floating("log_weight", log_weight))
         check_log_probabilities(log_weight=log_weight)
         weight = expanded("log_weight", log_weight.to(query.device, dtype), shape)
-    return query.to(dtype), key.to(dtype), weight, scale
+    return query.to(dtype), key.to(dtype), weight, inverse_temperature

@@ -103,7 +103,9 @@ def checked(options: HeadOptions) -> dict[str, Any]:
         ValueError: a number that is not finite.
     """
     if unknown := set(options) - set(HeadOptions.__annotations__):
-        raise TypeError(f"a layer of one head has no option {min(unknown)}; it has {', '.join(HeadOptions.__annotations__)}")
+        raise TypeError(
+            f"a layer of one head has no option {min(unknown)}; it has {', '.join(HeadOptions.__annotations__)}"
+        )
     weights = {name: options.get(name) for name in ("query_weight", "key_weight", "value_weight")}
     for name, weight in weights.items():
         if weight is not None:

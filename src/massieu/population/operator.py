@@ -109,9 +109,7 @@ class Operator(Value):
     def check_shared(self) -> None:
         """Raise a ValueError if it, or an operator that it consists of, needs the whole population in one process."""
         if self.needs_all:
-            raise ValueError(
-                f"{type(self).__name__} needs the whole population, which is spread over processes here"
-            )
+            raise ValueError(f"{type(self).__name__} needs the whole population, which is spread over processes here")
         for part in vars(self).values():
             for each in part if isinstance(part, tuple) else (part,):
                 if isinstance(each, Operator):

@@ -76,7 +76,12 @@ class ResampledLayer(Head):
             TypeError: no generator, or options of a wrong kind.
             ValueError: a scale or a step size that is not finite.
         """
-        return cls(**checked(options), generator=instance("generator", generator, torch.Generator, "a torch.Generator"), draws=draws, method=method)
+        return cls(
+            **checked(options),
+            generator=instance("generator", generator, torch.Generator, "a torch.Generator"),
+            draws=draws,
+            method=method,
+        )
 
     def observed(self, particles: Float[Tensor, "*batch n d"]) -> ResampledTokens:
         """The tokens after the layer, and what was drawn; raises as the call."""

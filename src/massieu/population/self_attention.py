@@ -58,17 +58,17 @@ def self_attention_levels(
             number("scale", scale, above=0)
 
     processes = shared("self_attention_levels", points, group, check, scale=scale)
-    scale = points.shape[-1] ** -0.5 if scale is None else scale
+    beta = points.shape[-1] ** -0.5 if scale is None else scale
     tokens = points.to(promoted_dtype(points))
     queries, keys = (each.reshape(1, -1, *each.shape[-2:]) for each in (tokens, collected(tokens, processes)))
-    found = ops.attention_moments(queries, keys, scale=scale)
+    found = ops.attention_moments(queries, keys, scale=beta)
     count = keys.shape[-2]
     log_z = found.log_partition.double()
     selective = log_z - found.prior_log_partition - found.prior_mean_score
     levels = torch.stack([log_z - math.log(count), selective, found.entropy.double()])[:, 0]
     means = (summed(levels.sum(-1), processes) / count).reshape(3, *points.shape[:-2])
     top = greatest(log_z.detach().amax(-1, keepdim=True), processes)
-    energy = top[0, :, 0] + summed((log_z - top).exp().sum(-1)[0], processes).log() - math.log(2 * scale * count**2)
+    energy = top[0, :, 0] + summed((log_z - top).exp().sum(-1)[0], processes).log() - math.log(2 * beta * count**2)
     return SelfAttentionLevelsResult(*means.unbind(), log_interaction_energy=energy.reshape(points.shape[:-2]))
 
 

@@ -8,8 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
+from massieu.foundation.arguments import check_finite, check_values, floating, instance, number, whole_number
+from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
-from massieu.population.arguments import need_finite, need_integers, need_numbers, need_tensors, need_values
 from massieu.population.operator import moments
 
 # Dormand and Prince, J. Comp. Appl. Math. 6 (1980), order 5 with an embedded estimate of order 4.
@@ -89,7 +90,7 @@ def gaussian_flow(
         mean = (value.sum(0) + pull) @ at.mean.unsqueeze(-1)
         return _State(mean.squeeze(-1), pull @ at.factor)
 
-    done, step, dtype = 0.0, 1e-3 * time, torch.promote_types(torch.float32, law.location.dtype)
+    done, step, dtype = 0.0, 1e-3 * time, promoted_dtype(law.location)
     for _ in range(max_steps):
         if done >= time:
             break
@@ -150,7 +151,7 @@ def _size(error: _State, before: _State, after: _State) -> float:
 def _factor(law: Gaussian) -> Float[Tensor, "*batch d r"]:
     """L with L Lᵀ = C, of as many columns as the largest rank in the batch."""
     covariance = moments(law).covariance.double()
-    dtype = torch.promote_types(torch.float32, law.location.dtype)
+    dtype = promoted_dtype(law.location)
     eigenvalues, vectors = torch.linalg.eigh(covariance)
     rounding = covariance.shape[-1] * torch.finfo(dtype).eps * eigenvalues[..., -1:]
     kept = eigenvalues > rounding
@@ -166,22 +167,22 @@ def _law(state: _State, dtype: torch.dtype) -> Gaussian:
 def _check(
     law: Gaussian, value: Tensor, score: Tensor, time: float, tolerance: float, max_steps: int
 ) -> tuple[Tensor, Tensor]:
-    if not isinstance(law, Gaussian):
-        raise TypeError(f"gaussian_flow needs a massieu.measures.Gaussian, got {type(law).__name__}")
-    need_tensors(value=value, score=score)
-    need_values(law=law.location, value=value, score=score)
-    size = law.event_shape[0]
-    if value.shape != score.shape or value.ndim not in (2, 3) or value.shape[-2:] != (size, size) or not len(value):
+    size = instance("law", law, Gaussian, "a massieu.measures.Gaussian").event_shape[0]
+    shape = floating("value", value).shape
+    if (
+        shape != floating("score", score).shape
+        or len(shape) not in (2, 3)
+        or shape[-2:] != (size, size)
+        or not shape[0]
+    ):
         raise ValueError(
-            f"value and score must both have shape ({size}, {size}) or (H, {size}, {size}), got {tuple(value.shape)} and "
+            f"value and score must both have shape ({size}, {size}) or (H, {size}, {size}), got {tuple(shape)} and "
             f"{tuple(score.shape)}"
         )
-    need_finite(value=value, score=score)
-    need_numbers(time=time, tolerance=tolerance)
-    need_integers(max_steps=max_steps)
-    if time < 0:
-        raise ValueError(f"time must be at least 0 and finite, got {time}")
-    if not (tolerance > 0 and max_steps > 0):
-        raise ValueError(f"tolerance and max_steps must be positive, got {tolerance} and {max_steps}")
+    check_values(law=law.location, value=value, score=score)
+    check_finite(value=value, score=score)
+    number("time", time, least=0)
+    number("tolerance", tolerance, above=0)
+    whole_number("max_steps", max_steps, least=1)
     value, score = (each.to(law.location.device, torch.float64) for each in (value, score))
     return (value, score) if value.ndim == 3 else (value.unsqueeze(0), score.unsqueeze(0))
