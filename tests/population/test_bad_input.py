@@ -201,7 +201,7 @@ CASES = {
     "harmonics: scale": (
         lambda: theory.harmonic_growth(1, 1.0, math.inf, 3),
         ValueError,
-        "scale must be finite, got inf",
+        "scale must be positive and finite, got inf",
     ),
     "renormalisation: NaN": (
         lambda: population.Renormalisation.create(SAME[0], SAME)(CLOUD * NAN),

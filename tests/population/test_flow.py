@@ -220,7 +220,7 @@ def test_bad_calls():
         Flow(halve, depth=1, observables=[CloudMoments(), lambda x: {"length": 1.0}]).run(draws(9, 2))
     with pytest.raises(ValueError, match=r"a number or a vector; points has shape \(9, 2\)"):
         Flow(halve, depth=1, observables=[lambda x: {"points": x}]).run(draws(9, 2))
-    with pytest.raises(ValueError, match="CloudShape needs a cloud of at least 4 tokens, got 3"):
+    with pytest.raises(ValueError, match="CloudShape needs at least 4 tokens, got 3"):
         Flow(halve, depth=1).run(draws(3, 2))
 
 
