@@ -11,6 +11,7 @@ from torch import Tensor
 from massieu.energy.base import promoted
 from massieu.energy.bounds import stored
 from massieu.energy.hopfield import HopfieldEnergy
+from massieu.foundation.arguments import described
 from massieu.foundation.transforms import some
 from massieu.foundation.values import Value, align
 from massieu.measures import Atoms, Gaussian, Mixture, mixture
@@ -91,6 +92,8 @@ class HopfieldDensity(Value):
         self, shape: Sequence[int] | int = (), *, generator: torch.Generator | None = None
     ) -> Float[Tensor, "*shape_batch d"]:
         """Exact independent draws: a pattern by its weight π, and noise of variance 1/β. No gradient."""
+        if not isinstance(shape, int | tuple | list):
+            raise TypeError(f"shape must be a number or a sequence of them, got {described(shape)}")
         points = self._memory.points
         origin = points.new_zeros((*points.shape[:-2], points.shape[-1]))
         return self.measure().sample(origin, shape, generator=generator)
