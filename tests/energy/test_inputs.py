@@ -8,7 +8,7 @@ import torch
 from tests.rows import every_row
 from tests.sentences import works_or_says, wrongs
 
-from massieu import energy, measures
+from massieu import energy, measures, theory
 from massieu.energy import activations, bounds
 from massieu.theory import damped_descent, least_descent, path_length, smallest_move
 
@@ -23,7 +23,7 @@ ENERGIES = {
     "Hopfield of SparseAtoms": lambda: energy.HopfieldEnergy.create(energy.SparseAtoms.create(POINTS)),
     "Hopfield of ScoreDeviation": lambda: energy.HopfieldEnergy.create(energy.ScoreDeviation.create(POINTS)),
     "LogSumReLU": lambda: energy.LogSumReLU.create(POINTS, scale=0.1),
-    "Clustering": lambda: theory.Clustering.create(2.0),
+    "Clustering": lambda: theory.ClusteringEnergy.create(2.0),
     "BinaryHopfield": lambda: energy.BinaryHopfieldEnergy.of_patterns(POINTS.sign()),
     "DenseHopfield": lambda: energy.DenseHopfieldEnergy.create(POINTS.sign()),
     "TwoLayer": lambda: energy.TwoLayer.create(POINTS.mT.contiguous()),
@@ -90,7 +90,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "ScoreDeviation, gain": lambda x: energy.ScoreDeviation.create(POINTS, gain=x),
     "ScoreDeviation, bias": lambda x: energy.ScoreDeviation.create(POINTS, bias=x),
     "ScoreDeviation, eps": lambda x: energy.ScoreDeviation.create(POINTS, eps=x),
-    "Clustering.create": lambda x: theory.Clustering.create(x),
+    "Clustering.create": lambda x: theory.ClusteringEnergy.create(x),
     "BinaryHopfield.create": lambda x: energy.BinaryHopfieldEnergy.create(x),
     "DenseHopfield.create": lambda x: energy.DenseHopfieldEnergy.create(x),
     "TwoLayer.create": lambda x: energy.TwoLayer.create(x),

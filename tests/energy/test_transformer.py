@@ -31,7 +31,9 @@ def test_the_energy_is_that_of_the_formula(count):
     state = energy.normalise(draw(2, count, 6, seed=9))
     for g, found in zip(state.numpy(), energy(state).tolist(), strict=True):
         expected = -0.5 * np.square(np.maximum(g @ energy.memories.numpy().T, 0)).sum()
-        for key, query, scale in zip(*(each.numpy() for each in (energy.key, energy.query, energy.scale)), strict=True):
+        for key, query, scale in zip(
+            *(each.numpy() for each in (energy.key_weight, energy.query_weight, energy.scale)), strict=True
+        ):
             for own in range(count if count > 1 else 0):
                 others = [b for b in range(count) if b != own]
                 expected -= logsumexp([scale * (key @ g[b]) @ (query @ g[own]) for b in others]) / scale
@@ -55,7 +57,7 @@ def test_the_force_has_both_terms_of_a_token_and_the_memories():
     energy = network()
     g = energy.normalise(draw(7, 6, seed=9))
     expected = torch.relu(g @ energy.memories.T) @ energy.memories
-    for key, query, scale in zip(energy.key, energy.query, energy.scale, strict=True):
+    for key, query, scale in zip(energy.key_weight, energy.query_weight, energy.scale, strict=True):
         scores = (scale * (g @ key.T) @ (g @ query.T).T).fill_diagonal_(-torch.inf)
         p = torch.softmax(scores, 0)
         as_query, as_key = p.T @ (g @ key.T) @ query, p @ (g @ query.T) @ key
@@ -270,7 +272,7 @@ KEY, QUERY, MEMORIES = weights()
         (
             lambda: TransformerEnergy.create(KEY.long(), QUERY, MEMORIES),
             TypeError,
-            "key must be a floating-point tensor",
+            "key_weight must be a floating-point tensor",
         ),
         (lambda: network(scale=-1.0), ValueError, "scale must be positive"),
         (lambda: network(scale=torch.ones(2)), ValueError, r"\(2,\) does not broadcast to the heads \(3,\)"),

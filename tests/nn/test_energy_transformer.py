@@ -27,7 +27,7 @@ def unrolled(module, x, scale, steps=3, step_size=0.1):
         g = module.normalisation.log_gain.exp() * F.layer_norm(x, (8,), eps=1e-5) + module.normalisation.bias
         level = -0.5 * torch.relu(g @ module.memories.T).square().sum()
         for h in range(2):
-            scores = scale[h] * (g @ module.key[h].T) @ (g @ module.query[h].T).T
+            scores = scale[h] * (g @ module.key_weight[h].T) @ (g @ module.query_weight[h].T).T
             scores = scores.masked_fill(torch.eye(len(x), dtype=torch.bool), -torch.inf)
             level = level - torch.logsumexp(scores, 0).sum() / scale[h]
         x = x - step_size * torch.autograd.grad(level, g, create_graph=True)[0]
@@ -111,7 +111,7 @@ def test_compiled():
         module, x = block(steps=2, step_size=step_size).float(), tokens(2).float().requires_grad_()
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         outputs = [call(x, mask, need_energies=True) for call in (module, compiled)]
-        of = [x, module.key, module.memories, module.normalisation.log_gain]
+        of = [x, module.key_weight, module.memories, module.normalisation.log_gain]
         gradients = [torch.autograd.grad(output.square().sum(), of) for output, _ in outputs]
         for eager, got in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
             torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)

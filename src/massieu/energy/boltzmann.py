@@ -27,6 +27,8 @@ from massieu.measures import Measure
 class BoltzmannMachine(Value):
     """The machine of `visible`, `hidden` and `weight`. Energies are in nats, relative to the two probabilities.
 
+    Methods raise a ValueError at units of another shape than a layer's, and a TypeError at ones that are not floating-point.
+
     Attributes:
         visible: A probability on R^V, the law of the visible units at weight 0.
         hidden: A probability on R^H.
@@ -49,10 +51,8 @@ class BoltzmannMachine(Value):
         for name, measure in (("visible", visible), ("hidden", hidden)):
             instance(name, measure, Measure, "a measure")
             if measure.batch_shape or len(measure.event_shape) != 1:
-                raise ValueError(
-                    f"{name} must be one measure on vectors, got batch shape {tuple(measure.batch_shape)} and event "
-                    f"shape {tuple(measure.event_shape)}"
-                )
+                shapes = f"batch shape {tuple(measure.batch_shape)} and event shape {tuple(measure.event_shape)}"
+                raise ValueError(f"{name} must be one measure on vectors, got {shapes}")
         # Visible by hidden units.
         check_shape("weight", floating("weight", weight), (*visible.event_shape, *hidden.event_shape))
         check_finite(weight=weight)
@@ -69,7 +69,6 @@ class BoltzmannMachine(Value):
 
         Raises:
             MissingFormError: one of the measures has no density in closed form.
-            ValueError: shapes that do not fit.
         """
         self._need_units("hidden", hidden)
         coupling = (self.hidden_field(visible) * hidden).sum(-1)
@@ -82,7 +81,6 @@ class BoltzmannMachine(Value):
 
         Raises:
             MissingFormError: the visible units have no density in closed form.
-            ValueError: the shape does not fit.
         """
         self._need_units("visible", visible)
         return -_log_density(self.visible, visible) - self._log_partition_of_hidden(visible)
@@ -93,11 +91,7 @@ class BoltzmannMachine(Value):
     # The laws of one layer given the other.
 
     def hidden_field(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
-        """Wᵀv: the eta of the hidden units, whose law is `hidden.tilt` of it (B8).
-
-        Raises:
-            ValueError: the shape does not fit; so do all methods below.
-        """
+        """Wᵀv: the eta of the hidden units, whose law is `hidden.tilt` of it (B8)."""
         self._need_units("visible", visible)
         return _product(visible, self.weight)
 
@@ -109,26 +103,18 @@ class BoltzmannMachine(Value):
     def sample_hidden(
         self, visible: Float[Tensor, "*items V"], generator: torch.Generator | None = None
     ) -> Float[Tensor, "*items H"]:
-        """Exact draws of the hidden units given the visible ones.
-
-        Raises:
-            ValueError: a visible unit is not finite.
-        """
+        """Exact draws of the hidden units given the visible ones. Raises ValueError at units that are not finite."""
         return self.hidden.sample(_finite("visible", self.hidden_field(visible)), generator=generator)
 
     def sample_visible(
         self, hidden: Float[Tensor, "*items H"], generator: torch.Generator | None = None
     ) -> Float[Tensor, "*items V"]:
-        """Exact draws of the visible units given the hidden ones.
-
-        Raises:
-            ValueError: a hidden unit is not finite.
-        """
+        """Exact draws of the visible units given the hidden ones. Raises ValueError at units that are not finite."""
         return self.visible.sample(_finite("hidden", self.visible_field(hidden)), generator=generator)
 
     def _need_units(self, name: Literal["visible", "hidden"], state: Tensor) -> None:
-        wanted = self.weight.shape[0 if name == "visible" else 1]
         self._check_device(**{name: floating(name, state)})
+        wanted = self.weight.shape[name == "hidden"]
         if state.ndim == 0 or state.shape[-1] != wanted:
             raise ValueError(f"{name} must have shape (*items, {wanted}), got {tuple(state.shape)}")
 
@@ -168,15 +154,16 @@ class BoltzmannMachine(Value):
         Raises:
             ValueError: neither layer has a finite number of states that is at most 2^20.
         """
-        sides = [(self.visible, self.hidden, self.weight), (self.hidden, self.visible, self.weight.mT)]
-        counted = [(sites.count(listed), index) for index, (listed, _, _) in enumerate(sides)]
-        number, index = min((number if number is not None else math.inf, index) for number, index in counted)
-        if number > sites.MOST:
+        counts = [math.inf if (count := sites.count(each)) is None else count for each in (self.visible, self.hidden)]
+        if min(counts) > sites.MOST:
+            told = ["infinitely many" if count == math.inf else str(count) for count in counts]
             raise ValueError(
-                f"an exact normaliser needs a layer of at most 2^20 states, got {_states_in_words(counted[0][0])} visible "
-                f"and {_states_in_words(counted[1][0])} hidden; `estimate_log_partition` has no such bound"
+                f"an exact normaliser needs a layer of at most 2^20 states, got {told[0]} visible and {told[1]} hidden; "
+                "`estimate_log_partition` has no such bound"
             )
-        listed, summed, weight = sides[index]
+        listed, summed, weight = self.visible, self.hidden, self.weight
+        if counts[1] < counts[0]:
+            listed, summed, weight = self.hidden, self.visible, self.weight.mT
         levels = [
             torch.logsumexp(_log_density(listed, block) + _rise(summed, block @ weight), 0)
             for block in sites.blocks(listed, weight)
@@ -245,7 +232,3 @@ def _finite(name: str, field: Tensor) -> Tensor:
         wrong = int((~unwrapped(field).isfinite()).reshape(-1, field.shape[-1]).any(-1).sum())
         raise ValueError(f"{name} units must be finite and make finite fields, which those of {wrong} items do not")
     return field
-
-
-def _states_in_words(number: int | None) -> str:
-    return "infinitely many" if number is None else str(number)

@@ -2,7 +2,8 @@
 
 (6) `lipschitz`; (7) `separation`, `retrieval_bound`, `basin`; (8) `capacity`. Constants of Ramsauer et al.
 (arXiv 2008.02217), generalised to weights w_n: a pattern's score is x_n·ξ + log(w_n)/β, so that what a mask leaves out
-counts for nothing.
+counts for nothing. All but `capacity` take the energy of stored patterns, and raise a TypeError at another; but for
+`diameter` and `lipschitz` its reference must be the identity.
 """
 
 import math
@@ -16,7 +17,7 @@ from torch import Tensor
 from massieu.energy.activations import Identity
 from massieu.energy.base import promoted, times
 from massieu.energy.hopfield import HopfieldEnergy
-from massieu.foundation.arguments import check_one_device, choice, described, floating, number, whole_number
+from massieu.foundation.arguments import check_one_device, choice, floating, instance, number, whole_number
 from massieu.foundation.values import align, need_batch, promoted_dtype
 from massieu.measures import Atoms
 
@@ -31,34 +32,30 @@ _BLOCK = 1024
 
 
 class RetrievalBoundResult(NamedTuple):
-    """For every pattern, how far one step may leave it."""
+    """For every pattern, how far one step may leave it: 1 − p_i ≤ `weight` and ‖T(ξ) − x_i‖ ≤ `distance`."""
 
     weight: Float[Tensor, "*batch_query N"]
-    """1 − p_i is at most this."""
     distance: Float[Tensor, "*batch_query N"]
-    """‖T(ξ) − x_i‖ is at most this."""
 
 
 class BasinResult(NamedTuple):
-    """For every pattern, what is certain of the ball about it."""
+    """For every pattern, what is certain of the ball about it.
+
+    `exists`: the descent map takes the ball into itself, and so has a fixed point there, at most `distance` from the pattern;
+    `unique`: it contracts there too, so that every start in the ball goes to that point.
+    """
 
     exists: Bool[Tensor, "*batch N"]
-    """The descent map takes the ball into itself, and so has a fixed point there."""
     unique: Bool[Tensor, "*batch N"]
-    """And it contracts there: every start in the ball goes to the one fixed point."""
     distance: Float[Tensor, "*batch N"]
-    """That fixed point is at most this far from the pattern."""
 
 
 class CapacityResult(NamedTuple):
-    """How many random patterns can be stored."""
+    """How many random `patterns` can be stored, √p·base^((d−1)/4); whether the theorem's condition on the base `holds`."""
 
     base: float
-    """c: the number grows like c^((d−1)/4)."""
     patterns: float
-    """√p·c^((d−1)/4)."""
     holds: bool
-    """Whether the theorem's condition on c is met."""
 
 
 def stored(hopfield: HopfieldEnergy, *, plain: bool = True) -> Atoms:
@@ -67,12 +64,10 @@ def stored(hopfield: HopfieldEnergy, *, plain: bool = True) -> Atoms:
     Raises:
         TypeError: the memory is not a set of patterns, or, if `plain`, the reference is not the identity.
     """
-    if not isinstance(hopfield, HopfieldEnergy):
-        raise TypeError(f"this needs a Hopfield energy, got {described(hopfield)}")
-    if not isinstance(hopfield.memory, Atoms):
-        raise TypeError(f"this needs a memory of stored patterns, got {type(hopfield.memory).__name__}")
-    if plain and not isinstance(hopfield.reference, Identity):
-        raise TypeError(f"this is known for the identity as reference, got {type(hopfield.reference).__name__}")
+    memory = instance("the energy", hopfield, HopfieldEnergy, "a HopfieldEnergy").memory
+    instance("the memory", memory, Atoms, "a set of stored patterns")
+    if plain:
+        instance("the reference", hopfield.reference, Identity, "the identity, for which alone this is known")
     return Atoms(promoted(hopfield.memory.points), promoted(hopfield.memory.log_weight))
 
 
@@ -88,10 +83,6 @@ def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "
         hopfield: A memory of stored patterns, under any reference.
         method: "exact" compares all pairs, 1024 patterns at a time, at N²·d operations; "radius" returns twice the largest
             distance from the mean pattern, between D and 2D, at N·d.
-
-    Raises:
-        TypeError: the memory is not a set of patterns.
-        ValueError: there is no such method.
     """
     choice("method", method, "exact", "radius")
     points = _kept_points(stored(hopfield, plain=False))
@@ -112,7 +103,7 @@ def lipschitz(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = 
     exactly at β‖a‖² = 1. `method` is `diameter`'s; "radius" gives a bound between one and four times as large.
 
     Raises:
-        TypeError: the memory is not a set of patterns, or the reference's constant is not known.
+        TypeError: the reference's constant is not known.
     """
     spread = diameter(hopfield, method=method)
     constant = align(hopfield.reference.lipschitz.to(spread), spread.ndim)
@@ -131,7 +122,6 @@ def separation(
         state: ξ; without one, Δ_i(x_i) of every pattern.
 
     Raises:
-        TypeError: as `stored`.
         ValueError: the state's shape does not fit.
     """
     memory = stored(hopfield)
@@ -150,9 +140,6 @@ def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query
     """(N−1)e^(−βΔ_i(ξ)) and 2M times that: the weight that one step gives to others than i, and its distance from x_i.
 
     N counts the patterns that no mask leaves out (B5.7; Ramsauer et al., theorem 4).
-
-    Raises:
-        TypeError, ValueError: as `separation`.
     """
     lead = separation(hopfield, state)
     weight = _missed(hopfield, lead)
@@ -166,7 +153,6 @@ def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
     the map contracts where 4βM²(N−1)e^(−βΔ) < 1 too.
 
     Raises:
-        TypeError: as `stored`.
         ValueError: a radius that is not positive and finite.
     """
     number("radius", radius, above=0)

@@ -21,7 +21,7 @@ class HopfieldDensity(Value):
     """p ∝ exp(−βE), E the energy of stored patterns under the identity. Use `create`, which checks.
 
     For patterns x_n of weights w_n, exp(−βE(v))/Z = Σ_n π_n N(v; x_n, 1/β) exactly, π_n ∝ w_n exp(½β‖x_n‖²). With another
-    exponent than β times the energy it is no mixture.
+    exponent than β times the energy it is no mixture. States are checked as the energy checks them.
 
     Attributes:
         hopfield: The energy.
@@ -65,30 +65,19 @@ class HopfieldDensity(Value):
         −½β‖v‖² + log Σ w_n exp(βx_n·v) − log Σ w_n exp(½β‖x_n‖²) − (d/2) log(2π/β), without the score matrix. It can be
         differentiated in patterns, weights and β; the gradient of the loss in the patterns is the data's mean with attention
         weights, less that of the patterns themselves.
-
-        Raises:
-            ValueError, TypeError: as a call of the energy.
         """
         energy = self.hopfield(state)
         return -align(self._scale, energy.ndim) * energy - align(self.log_normaliser, energy.ndim)
 
     def responsibilities(self, state: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query N"]:
-        """P(n | v): which pattern v came from. They are the attention weights, softmax(β x_n·v + log w_n) (B6).
-
-        Raises:
-            ValueError, TypeError: as a call of the energy.
-        """
+        """P(n | v): which pattern v came from. They are the attention weights, softmax(β x_n·v + log w_n) (B6)."""
         memory = self._memory
         eta = self.hopfield._eta(self.hopfield._given(state))
         identity = torch.eye(memory.points.shape[-2], dtype=memory.points.dtype, device=memory.points.device)
         return memory.expectation(eta, identity.expand(*memory.points.shape[:-1], -1))
 
     def score(self, state: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query d"]:
-        """∇ log p(v) = −β∇E(v) = β(T(v) − v) (B6).
-
-        Raises:
-            ValueError, TypeError: as a call of the energy.
-        """
+        """∇ log p(v) = −β∇E(v) = β(T(v) − v) (B6)."""
         move = self.hopfield.step(state) - promoted(state)
         return align(self._scale, move.ndim) * move
 
@@ -96,31 +85,18 @@ class HopfieldDensity(Value):
         """E[pattern | pattern + noise of variance 1/β = noisy] = noisy + score/β (Tweedie): the attention step itself (B6).
 
         The prior over patterns is π, not the weights w: dot-product attention prefers long patterns.
-
-        Raises:
-            ValueError, TypeError: as a call of the energy.
         """
         return self.hopfield.step(noisy)
 
-    @torch.no_grad()
     def sample(
-        self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None
+        self, shape: Sequence[int] | int = (), *, generator: torch.Generator | None = None
     ) -> Float[Tensor, "*shape_batch d"]:
-        """Exact independent draws: a pattern by its weight π, and noise of variance 1/β. No gradient.
-
-        Raises:
-            TypeError: the shape is no sequence of whole numbers.
-        """
-        if not isinstance(shape, tuple | list):
-            raise TypeError(f"shape must be a sequence of whole numbers, got {described(shape)}")
-        memory, weights = self._memory, self.log_pattern_weights.exp()
-        count, batch = torch.Size(shape).numel(), memory.batch_shape
-        flat = weights.reshape(-1, weights.shape[-1])
-        chosen = torch.multinomial(flat, count, replacement=True, generator=generator)
-        points = memory.points.reshape(len(flat), *memory.points.shape[-2:])
-        drawn = points.take_along_dim(chosen.unsqueeze(-1), 1).movedim(1, 0).reshape(*shape, *batch, -1)
-        noise = torch.randn(drawn.shape, dtype=drawn.dtype, device=drawn.device, generator=generator)
-        return drawn + noise / self._scale.sqrt().unsqueeze(-1)
+        """Exact independent draws: a pattern by its weight π, and noise of variance 1/β. No gradient."""
+        if not isinstance(shape, int | tuple | list):
+            raise TypeError(f"shape must be a number or a sequence of them, got {described(shape)}")
+        points = self._memory.points
+        origin = points.new_zeros((*points.shape[:-2], points.shape[-1]))
+        return self.measure().sample(origin, shape, generator=generator)
 
     @property
     def _memory(self) -> Atoms:

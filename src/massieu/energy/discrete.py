@@ -96,11 +96,7 @@ class BinaryHopfieldEnergy(_TwoValued):
         *,
         values: Values = "spins",
     ) -> Self:
-        """Hebb's rule: couplings Σ_n x_n x_nᵀ of the patterns.
-
-        Raises:
-            ValueError, TypeError: as `create`; no pattern.
-        """
+        """Hebb's rule: couplings Σ_n x_n x_nᵀ of the patterns. Raises as `create`."""
         _check_patterns(patterns)
         return cls.create(patterns.mT @ patterns, bias, values=values)
 

@@ -62,6 +62,6 @@ def jacobian(function: Map, state: Tensor, event_dims: int = 1) -> Float[Tensor,
     if value.shape != state.shape:
         raise ValueError(f"the function must keep the state's shape {tuple(state.shape)}, got {tuple(value.shape)}")
     event = state.shape[state.ndim - event_dims :]
-    basis = torch.eye(event.numel(), dtype=value.dtype, device=value.device).reshape(-1, *event)
+    basis = torch.eye(event.numel(), dtype=value.dtype, device=value.device).reshape(event.numel(), *event)
     rows = torch.func.vmap(lambda vector: pull(vector.expand_as(value))[0])(basis)
     return rows.movedim(0, state.ndim - event_dims).reshape(*state.shape, *event)

@@ -20,7 +20,7 @@ from torch import Tensor
 from massieu import duality
 from massieu.foundation.arguments import as_tensor, check_one_device, check_range, choice, expanded, floating
 from massieu.foundation.transforms import every, unwrapped
-from massieu.foundation.values import Value, promoted_dtype, static_field
+from massieu.foundation.values import Value, need_batch, promoted_dtype, static_field
 from massieu.measures import Sphere
 from massieu.ops.bessel import sphere_slopes
 from massieu.solve import FixedPointResult, Method, fixed_point
@@ -164,12 +164,7 @@ class KineticIsing(Kinetic):
 
     @classmethod
     def create(cls, drive: Float[Tensor, "*batch N"], coupling: Float[Tensor, "*batch N N"]) -> Self:
-        """N spins.
-
-        Raises:
-            TypeError: a tensor that is not floating-point.
-            ValueError: shapes that do not fit.
-        """
+        """N spins. Raises a TypeError at tensors that are not floating-point, a ValueError at shapes that do not fit."""
         _check(drive, coupling, 0)
         return cls(drive, coupling)
 
@@ -291,9 +286,7 @@ class KineticSpins(Kinetic):
 
     def _vectors(self, name: str, vectors: Tensor) -> Tensor:
         """Any number of vectors of the spins' size."""
-        size = self.drive.shape[-1]
-        if floating(name, vectors).ndim == 0 or vectors.shape[-1] != size:
-            raise ValueError(f"{name} must have {size} numbers in its last dimension, got shape {tuple(vectors.shape)}")
+        need_batch("KineticSpins", name, floating(name, vectors).shape, (), self.drive.shape[-1:])
         self._check_device(**{name: vectors})
         return vectors
 

@@ -86,10 +86,7 @@ def boosting_energy(
     """log(p(1 − p))/scale, p the memory's share of the attention over both: Hopfield Boosting's energy (arXiv 2405.08766).
 
     It equals −2 lse(both) + lse(memory) + lse(outliers), is largest, −log(4)/scale, on the boundary between the two, and
-    weights the samples near it.
-
-    Raises:
-        ValueError, TypeError: as `ood_score`.
+    weights the samples near it. Raises as `ood_score`.
     """
     energy = HopfieldEnergy.create(memory, scale=scale)
     floating("state", state)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
+from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
 from massieu.foundation import matrices
@@ -168,14 +169,10 @@ def _sphere_rule(dim: int, like: Tensor) -> tuple[Float[Tensor, "K dim"], Float[
     circle = torch.stack([angle.cos(), angle.sin()], -1)
     if dim == 2:
         return circle.to(like), like.new_full((around,), 1 / around)
-    # Golub and Welsch: Gauss–Legendre nodes are eigenvalues of the recurrence's matrix.
-    order = torch.arange(1, count, dtype=torch.float64)
-    beside = order / (4 * order.square() - 1).sqrt()
-    height, vectors = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1))
-    weight = vectors[0].square()
+    height, weight = (torch.from_numpy(each) for each in leggauss(count))
     ring = (1 - height.square()).sqrt()[:, None, None] * circle
     nodes = torch.cat([ring, height[:, None, None].expand(count, around, 1)], -1).reshape(-1, 3)
-    return nodes.to(like), (weight / around).repeat_interleave(around).to(like)
+    return nodes.to(like), (weight / (2 * around)).repeat_interleave(around).to(like)
 
 
 def block_diagonal(blocks: Float[Tensor, "N d d"]) -> Float[Tensor, "Nd Nd"]:

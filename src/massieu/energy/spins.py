@@ -20,7 +20,7 @@ from massieu.energy.sites import as_matrix, block_diagonal, identity_like
 from massieu.foundation import matrices
 from massieu.foundation.arguments import check_finite, floating, instance
 from massieu.foundation.transforms import every, unwrapped, values_are_readable
-from massieu.foundation.values import Value
+from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, Spin
 from massieu.solve import FixedPointResult, fixed_point
 
@@ -53,16 +53,12 @@ class SpinModel(Value):
         if isinstance(site, Spin) and site.batch_shape == ():
             site = Spin(site.field.unsqueeze(-1))
         if len(site.batch_shape) != 1 or len(site.event_shape) != 1:
-            raise ValueError(
-                f"site must have batch shape (N,) and event shape (d,), got {tuple(site.batch_shape)} and "
-                f"{tuple(site.event_shape)}"
-            )
+            shapes = f"{tuple(site.batch_shape)} and {tuple(site.event_shape)}"
+            raise ValueError(f"site must have batch shape (N,) and event shape (d,), got {shapes}")
         number, size = site.batch_shape[0], site.event_shape[0]
-        if tuple(coupling.shape) not in ((number, number), (number, number, size, size)):
-            raise ValueError(
-                f"coupling must have shape {(number, number)} or {(number, number, size, size)}, got "
-                f"{tuple(coupling.shape)}"
-            )
+        fitting, shape = ((number, number), (number, number, size, size)), tuple(coupling.shape)
+        if shape not in fitting:
+            raise ValueError(f"coupling must have shape {fitting[0]} or {fitting[1]}, got {shape}")
         if coupling.ndim == 2:
             coupling = coupling[:, :, None, None] * torch.eye(size, dtype=coupling.dtype, device=coupling.device)
         coupling = coupling.to(site.mean(coupling.new_zeros(number, size)).dtype)
@@ -87,9 +83,7 @@ class SpinModel(Value):
             TypeError: a state that is not floating-point.
             ValueError: one that is not of shape (*items, N, d).
         """
-        wanted = tuple(self.coupling.shape[1::2])
-        if tuple(floating("state", state).shape[-2:]) != wanted:
-            raise ValueError(f"state must have shape (*items, {wanted[0]}, {wanted[1]}), got {tuple(state.shape)}")
+        need_batch("SpinModel", "a state", floating("state", state).shape, (), self.coupling.shape[1::2])
         self._check_device(state=state)
         dtype = torch.promote_types(state.dtype, self.coupling.dtype)
         return torch.einsum("ijab,...jb->...ia", self.coupling.to(dtype), state.to(dtype))
@@ -104,7 +98,7 @@ class SpinModel(Value):
         """
         if isinstance(self.site, Gaussian):
             return self._exact_gaussian()
-        number, size = self.site.batch_shape[0], self.site.event_shape[0]
+        number = self.site.batch_shape[0]
         levels = sites.count_at(self.site)
         if levels is None or levels**number > sites.MOST:
             raise ValueError(
@@ -120,8 +114,7 @@ class SpinModel(Value):
         p = (log_p - log_z).exp()
         mean = torch.einsum("s,sia->ia", p, state)
         deviation = (state - mean).flatten(1)
-        covariance = (p.unsqueeze(-1) * deviation).mT @ deviation
-        return MagnetisationResult(mean, covariance.reshape(number, size, number, size), log_z, None)
+        return _result(mean, (p.unsqueeze(-1) * deviation).mT @ deviation, log_z)
 
     def _exact_gaussian(self) -> MagnetisationResult:
         """Through I − ΣJ, which degenerate covariances leave invertible."""
@@ -131,8 +124,7 @@ class SpinModel(Value):
         system = identity_like(covariance) - covariance @ as_matrix(self.coupling)
         mean = matrices.solve(system, location.flatten().unsqueeze(-1)).reshape(location.shape)
         log_z = 0.5 * (location * self.field(mean)).sum() - 0.5 * matrices.log_determinant(system)
-        response = matrices.solve(system, covariance)
-        return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), log_z, None)
+        return _result(mean, matrices.solve(system, covariance), log_z)
 
     # Approximations.
 
@@ -156,7 +148,7 @@ class SpinModel(Value):
         level = self._free(found.value) + self.interaction(mean)
         block = block_diagonal(covariance)
         response = matrices.solve(identity_like(block) - block @ as_matrix(self.coupling), block)
-        return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), level, found)
+        return _result(mean, response, level, found)
 
     def tap(
         self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
@@ -178,7 +170,7 @@ class SpinModel(Value):
         # A field adds to eta as the map does: ∂mean/∂field = C (I − ∂map/∂eta)⁻¹.
         jacobian = torch.func.jacrev(lambda eta: eta - _tap(eta, self))(eta).reshape(eta.numel(), -1)
         response = block_diagonal(covariance) @ torch.linalg.inv(jacobian)
-        return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), level, found)
+        return _result(mean, response, level, found)
 
     def adaptive_tap(
         self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
@@ -221,6 +213,12 @@ class SpinModel(Value):
         return fixed_point(
             equations, start, (self,), item_dims=2, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw
         )
+
+
+def _result(
+    mean: Tensor, response: Tensor, level: Tensor, solution: FixedPointResult | None = None
+) -> MagnetisationResult:
+    return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), level, solution)
 
 
 def _mean_field(eta: Tensor, model: SpinModel) -> Tensor:

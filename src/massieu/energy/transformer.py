@@ -10,13 +10,14 @@ from massieu.energy.activations import Activation, LayerNorm
 from massieu.energy.base import DescentResult, Energy, promoted
 from massieu.energy.mutual import mutual_attention, mutual_log_partition
 from massieu.foundation.arguments import (
+    as_tensor,
     boolean,
+    check_range,
     check_shape,
     expanded,
     floating,
     instance,
     number,
-    positive,
     whole_number,
 )
 from massieu.foundation.values import align, need_batch, promoted_dtype
@@ -43,15 +44,15 @@ class TransformerEnergy(Energy):
     Use `create`. A pure function of its tensors: gradients flow to all of them.
 
     Attributes:
-        key, query: W_K and W_Q, shape (H, Z, d).
+        key_weight, query_weight: W_K and W_Q, shape (H, Z, d).
         memories: ξ, shape (M, d).
         normalisation: ∇L, of one gain and a bias.
         scale: β of each head, shape (H).
         keep: Which tokens there are, shape (*batch, n), or () for all.
     """
 
-    key: Float[Tensor, "H Z d"]
-    query: Float[Tensor, "H Z d"]
+    key_weight: Float[Tensor, "H Z d"]
+    query_weight: Float[Tensor, "H Z d"]
     memories: Float[Tensor, "M d"]
     normalisation: LayerNorm
     scale: Float[Tensor, "H"]
@@ -60,8 +61,8 @@ class TransformerEnergy(Energy):
     @classmethod
     def create(
         cls,
-        key: Float[Tensor, "H Z d"],
-        query: Float[Tensor, "H Z d"],
+        key_weight: Float[Tensor, "H Z d"],
+        query_weight: Float[Tensor, "H Z d"],
         memories: Float[Tensor, "M d"],
         *,
         normalisation: Activation | None = None,
@@ -71,7 +72,7 @@ class TransformerEnergy(Energy):
         """The energy of these weights.
 
         Args:
-            key, query: Of at least one head.
+            key_weight, query_weight: Of at least one head.
             memories: Any number of them, none too.
             normalisation: A LayerNorm, by default of gain 1 and bias 0.
             scale: Positive: one number, or one a head; Z^-½ by default.
@@ -81,27 +82,29 @@ class TransformerEnergy(Energy):
             ValueError: shapes that do not fit, or a scale that is not positive and finite.
             TypeError: weights that are not floating-point, a `keep` that is not boolean, another normalisation.
         """
-        for name, weight in (("key", key), ("query", query), ("memories", memories)):
+        for name, weight in (("key_weight", key_weight), ("query_weight", query_weight), ("memories", memories)):
             floating(name, weight)
-        if key.ndim != 3 or 0 in key.shape or query.shape != key.shape:
-            shapes = f"{tuple(key.shape)} and {tuple(query.shape)}"
-            raise ValueError(f"key and query must have one shape (H, Z, d) without zeros, got {shapes}")
-        heads, size, width = key.shape
+        if key_weight.ndim != 3 or 0 in key_weight.shape or query_weight.shape != key_weight.shape:
+            shapes = f"{tuple(key_weight.shape)} and {tuple(query_weight.shape)}"
+            raise ValueError(f"key_weight and query_weight must have one shape (H, Z, d) without zeros, got {shapes}")
+        heads, size, width = key_weight.shape
         check_shape("memories", memories, ("M", width))
-        dtype = promoted_dtype(key)
+        dtype = promoted_dtype(key_weight)
         if normalisation is None:
-            normalisation = LayerNorm.create(torch.ones((), dtype=dtype, device=key.device))
+            normalisation = LayerNorm.create(torch.ones((), dtype=dtype, device=key_weight.device))
         normalisation = instance("normalisation", normalisation, LayerNorm, "a LayerNorm")
         if normalisation.gain.ndim or normalisation.bias.shape[-1] not in (1, width):
             shapes = f"{tuple(normalisation.gain.shape)} and {tuple(normalisation.bias.shape)}"
             raise ValueError(f"normalisation must have one gain and a bias of {width} numbers, got shapes {shapes}")
         if keep is None:
-            keep = torch.ones((), dtype=torch.bool, device=key.device)
+            keep = torch.ones((), dtype=torch.bool, device=key_weight.device)
         elif boolean("keep (True keeps a token)", keep).ndim == 0 or keep.shape[-1] == 0:
             raise ValueError(f"keep must have shape (*batch, n) with at least one token, got {tuple(keep.shape)}")
-        scale = positive("scale", size**-0.5 if scale is None else scale)
-        scale = expanded("scale", scale.to(key.device, dtype), (heads,), "the heads")
-        return cls(key, query, memories, normalisation, scale, keep)
+        scale = as_tensor("scale", size**-0.5 if scale is None else scale, key_weight, dtype)
+        check_range("scale", scale, above=0)
+        return cls(
+            key_weight, query_weight, memories, normalisation, expanded("scale", scale, (heads,), "the heads"), keep
+        )
 
     def normalise(self, tokens: Float[Tensor, "*lead n d"]) -> Float[Tensor, "*lead n d"]:
         """g = ∇L(tokens), the state that tokens stand for, at least float32."""
@@ -116,7 +119,10 @@ class TransformerEnergy(Energy):
         −2 Σ_BC p_BC v_Bᵀ W_Kᵀ W_Q v_C; columns of p sum to 1, its rows to at most n − 1, so ‖p‖² ≤ n − 1 (Schur).
         """
         lead, dtype = self._check(state), self._dtype(state)
-        size = torch.linalg.svdvals(self.key.to(dtype))[..., 0] * torch.linalg.svdvals(self.query.to(dtype))[..., 0]
+        size = (
+            torch.linalg.svdvals(self.key_weight.to(dtype))[..., 0]
+            * torch.linalg.svdvals(self.query_weight.to(dtype))[..., 0]
+        )
         keep = self._kept(state)
         others = torch.full(lead, state.shape[-2], device=state.device) if keep is None else keep.sum(-1)
         return (2 * (others - 1).clamp_min(0).to(dtype).sqrt() * size.sum()).clamp_min(_LEAST)
@@ -211,8 +217,8 @@ class TransformerEnergy(Energy):
         query, key = energy._heads(g)
         found = mutual_attention(query, key, energy.scale, keep)
         hidden = energy._hidden(g)
-        force = torch.einsum("bhnz,hzd->bnd", found.of_keys, energy.query)
-        force = force + torch.einsum("bhnz,hzd->bnd", found.of_queries, energy.key) + hidden @ energy.memories
+        force = torch.einsum("bhnz,hzd->bnd", found.of_keys, energy.query_weight)
+        force = force + torch.einsum("bhnz,hzd->bnd", found.of_queries, energy.key_weight) + hidden @ energy.memories
         if keep is not None:
             force = torch.where(keep.unsqueeze(-1), force, 0.0)
         value = energy._of_parts(found.log_partition, hidden)
@@ -224,7 +230,7 @@ class TransformerEnergy(Energy):
 
     def _heads(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, (B, H, n, Z)."""
-        return torch.einsum("bnd,hzd->bhnz", g, self.query), torch.einsum("bnd,hzd->bhnz", g, self.key)
+        return torch.einsum("bnd,hzd->bhnz", g, self.query_weight), torch.einsum("bnd,hzd->bhnz", g, self.key_weight)
 
     def _hidden(self, g: Tensor) -> Tensor:
         return torch.relu(g @ self.memories.mT)
@@ -254,13 +260,13 @@ class TransformerEnergy(Energy):
 
     def _dtype(self, state: Tensor) -> torch.dtype:
         # The normalisation's own numbers have no say.
-        return promoted_dtype(state, self.key, self.query, self.memories, self.scale)
+        return promoted_dtype(state, self.key_weight, self.query_weight, self.memories, self.scale)
 
     def _check(self, state: Tensor) -> tuple[int, ...]:
         """The dimensions before the tokens'."""
         self._check_device(tokens=floating("tokens", state))
         batch, count = self.keep.shape[:-1], self.keep.shape[-1] if self.keep.ndim else "n"
-        need_batch("TransformerEnergy", "tokens", state.shape, batch, (count, self.key.shape[-1]))
+        need_batch("TransformerEnergy", "tokens", state.shape, batch, (count, self.key_weight.shape[-1]))
         if state.shape[-2] == 0:
             raise ValueError(f"TransformerEnergy needs at least one token, got shape {tuple(state.shape)}")
         return tuple(state.shape[:-2])

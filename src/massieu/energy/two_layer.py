@@ -92,11 +92,7 @@ class TwoLayer(Energy):
     def split(
         self, state: Float[Tensor, "*batch_query n"]
     ) -> tuple[Float[Tensor, "*batch_query n_v"], Float[Tensor, "*batch_query n_h"]]:
-        """v and h of a state.
-
-        Raises:
-            ValueError: the state has not the shape ``(*batch, *query, n_v + n_h)``.
-        """
+        """v and h of a state."""
         sizes = self.coupling.shape[-2:]
         need_batch("TwoLayer", "a state", self._given(state).shape, self.coupling.shape[:-2], (sum(sizes),))
         visible, hidden = promoted(state).split(tuple(sizes), -1)
