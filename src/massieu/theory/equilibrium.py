@@ -15,6 +15,7 @@ from massieu.foundation import matrices
 from massieu.foundation.arguments import check_one_device, floating, instance, number, whole_number
 from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
+from massieu.population.operator import AffineMap, ParticleMoments, moments, pushed
 from massieu.population.renormalisation import Renormalisation
 
 
@@ -47,10 +48,9 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
     if floating("matrix", matrix).ndim < 2 or matrix.shape[-1] != law.location.shape[-1]:
         needed = f"(*batch, d, {law.location.shape[-1]})"
         raise ValueError(f"key_law needs a matrix of shape {needed}, got {tuple(matrix.shape)}")
-    dtype = promoted_dtype(law.location, law.covariance, matrix)
-    matrix = matrix.to(dtype)
-    covariance = matrix @ _covariance(law).to(dtype) @ matrix.mT
-    return _gaussian((matrix @ law.location.to(dtype).unsqueeze(-1)).squeeze(-1), 0.5 * (covariance + covariance.mT))
+    before = moments(law)
+    matrix, mean, covariance = (part.to(promoted_dtype(matrix, *before)) for part in (matrix, *before))
+    return _gaussian(*pushed(AffineMap(matrix, torch.zeros_like(matrix[..., 0])), ParticleMoments(mean, covariance)))
 
 
 def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
@@ -67,11 +67,10 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     if hidden != width:
         raise ValueError(f"keys must have the hidden law's d = {hidden}, got {width}")
     number("step", step)
-    dtype = promoted_dtype(law.location, law.covariance, keys.location, keys.covariance)
-    matrix = _layer_matrix(keys, step).to(dtype)
-    covariance = matrix @ _covariance(law).to(dtype) @ matrix.mT
-    location = (matrix @ law.location.to(dtype).unsqueeze(-1)).squeeze(-1) + step * keys.location
-    return _gaussian(location, 0.5 * (covariance + covariance.mT))
+    before, attended = moments(law), moments(keys)
+    matrix, offset = _layer_matrix(keys, step), step * attended.mean
+    matrix, offset, *parts = (part.to(promoted_dtype(matrix, *before)) for part in (matrix, offset, *before))
+    return _gaussian(*pushed(AffineMap(matrix, offset), ParticleMoments(*parts)))
 
 
 def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
@@ -95,8 +94,8 @@ def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*
     Raises:
         ValueError: the laws differ in d, or the hidden law is degenerate.
     """
-    after = _covariance(after_layer(law, keys, step))
-    covariance, layer = _covariance(law).to(after), _layer_matrix(keys, step).to(after)
+    after = moments(after_layer(law, keys, step)).covariance
+    covariance, layer = moments(law).covariance.to(after), _layer_matrix(keys, step).to(after)
     standard = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     whiten = Renormalisation(standard[0], standard)
     return whiten.matrix(after) @ layer @ matrices.square_root(covariance, owner="whitened_map")
@@ -123,12 +122,8 @@ def _gaussian(location: Tensor, covariance: Tensor) -> Gaussian:
     return Gaussian(location, covariance, location.new_zeros((*location.shape, 0)))
 
 
-def _covariance(law: Gaussian) -> Tensor:
-    return law.fisher(torch.zeros_like(law.location))
-
-
 def _layer_matrix(keys: Gaussian, step: float) -> Tensor:
-    covariance = _covariance(keys)
+    covariance = moments(keys).covariance
     return torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device) + step * covariance
 
 
