@@ -158,7 +158,11 @@ CASES = {
         TypeError,
         "law must be a massieu.measures.Gaussian",
     ),
-    "error: no key": (lambda: theory.sample_error(LAW, CLOUD, 0), ValueError, "count must be a whole number, at least 1, got 0"),
+    "error: no key": (
+        lambda: theory.sample_error(LAW, CLOUD, 0),
+        ValueError,
+        "count must be a whole number, at least 1, got 0",
+    ),
     "report: NaN": (lambda: theory.equilibrium_report(CLOUD * NAN, SAME), ValueError, "particles must be finite"),
     "report: matrix": (lambda: theory.equilibrium_report(CLOUD, SAME * NAN), ValueError, "matrix must be finite"),
     "report: step": (lambda: theory.equilibrium_report(CLOUD, SAME, NAN), ValueError, "step must be finite, got nan"),
@@ -190,14 +194,22 @@ CASES = {
         TypeError,
         "got a tensor of torch.int64",
     ),
-    "growth: order": (lambda: theory.cumulant_growth(3.5, 1.0, 1.0), TypeError, "order must be a whole number, got 3.5"),
+    "growth: order": (
+        lambda: theory.cumulant_growth(3.5, 1.0, 1.0),
+        TypeError,
+        "order must be a whole number, got 3.5",
+    ),
     "growth: NaN": (lambda: theory.cumulant_growth(3, NAN, 1.0), ValueError, "step must be finite, got nan"),
     "measured growth": (
         lambda: theory.measured_cumulant_growth(3, 1.0, NAN),
         ValueError,
         "variance must be finite, got nan",
     ),
-    "harmonics: dim": (lambda: theory.harmonic_growth(2, 1.0, 1.0, 2.5), TypeError, "dim must be a whole number, got 2.5"),
+    "harmonics: dim": (
+        lambda: theory.harmonic_growth(2, 1.0, 1.0, 2.5),
+        TypeError,
+        "dim must be a whole number, got 2.5",
+    ),
     "harmonics: scale": (
         lambda: theory.harmonic_growth(1, 1.0, math.inf, 3),
         ValueError,

@@ -144,7 +144,9 @@ def test_far_scores_converge_or_say_that_they_do_not():
     far = sinkhorn(points, points, scale=10.0)  # one tensor: one potential, which converges whatever the scores
     assert far.residual < 1e-10
     assert far.steps < 100
-    torch.testing.assert_close(far.key_potential, far.query_potential - far.query_potential.mean(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(
+        far.key_potential, far.query_potential - far.query_potential.mean(), atol=1e-9, rtol=1e-9
+    )
 
 
 def test_one_tensor_twice_is_two_equal_ones():

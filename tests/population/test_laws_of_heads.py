@@ -1,5 +1,7 @@
 """Laws after drawn and doubly stochastic layers: derivatives, batches, vmap, compilation, half precision, contractions."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.population import cases
@@ -13,6 +15,8 @@ from massieu.population import (
     Operator,
     Renormalisation,
     ResampledLayer,
+    SelfAttention,
+    sinkhorn,
 )
 
 F64 = torch.float64
@@ -74,3 +78,22 @@ def test_a_renormalisation_stands_behind_them_too():
     cloud = layers(cases.draw(50, 2, seed=6))
     torch.testing.assert_close(cloud.mean(0), held.location)
     torch.testing.assert_close(cloud.T.cov(correction=0), cases.covariance(held))
+
+
+def test_the_scale_is_one_by_the_root_of_the_width_by_default():
+    points, law, narrow = cases.draw(6, 4, seed=7), cases.law(4, seed=8), cases.draw(2, 4, seed=9)
+    maps = {"query_weight": narrow, "key_weight": cases.draw(2, 4, seed=10)}
+    for options, scale in (({}, 0.5), (maps, 2**-0.5)):
+        default, explicit = (
+            DoublyStochasticLayer.create(**options),
+            DoublyStochasticLayer.create(**options, scale=scale),
+        )
+        assert torch.equal(default(points), explicit(points))
+        for build in (DoublyStochasticLayer.create, partial(ResampledLayer.create, generator=torch.Generator())):
+            laws = [build(**options, **given).gaussian(law) for given in ({}, {"scale": scale})]
+            torch.testing.assert_close(laws[0].covariance, laws[1].covariance)
+    heads = points[None, None]
+    assert torch.equal(
+        sinkhorn(heads, 2 * heads).query_potential, sinkhorn(heads, 2 * heads, scale=0.5).query_potential
+    )
+    assert SelfAttention()(points) == SelfAttention(0.5)(points)
