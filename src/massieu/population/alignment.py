@@ -101,7 +101,7 @@ def _power(covariance: Tensor, power: float) -> Tensor:
 
 
 def _check(score: Tensor, covariance: Tensor, power: float, draws: int) -> None:
-    width = floating("score", score).shape[-1] if score.ndim else 0
+    width = score.shape[-1] if floating("score", score).ndim else 0
     if tuple(score.shape) != (width, width) or score.shape != floating("covariance", covariance).shape:
         raise ValueError(
             f"score and covariance must have one shape (d, d), got {tuple(score.shape)} and {tuple(covariance.shape)}"

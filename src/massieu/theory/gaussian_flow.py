@@ -1,6 +1,7 @@
 """Attention's flow of a Gaussian law in continuous time, to the end or up to its blow-up (S20, N6)."""
 
 from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
