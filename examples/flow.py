@@ -23,16 +23,9 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from massieu import ops
-from massieu.energy.contraction import RMSNorm
-from massieu.population import (
-    CloudMoments,
-    CloudShape,
-    Clusters,
-    DoublyStochasticLayer,
-    Flow,
-    FlowResult,
-    SelfAttention,
-)
+from massieu.energy.activations import RMSNorm
+from massieu.population import CloudMoments, CloudShape, Clusters, DoublyStochasticLayer, Flow, SelfAttention
+from massieu.population.flow_result import FlowResult
 
 TOKENS, WIDTH, SCALE, STEP = 300, 16, 0.5, 1.0
 PANELS = {
@@ -62,7 +55,7 @@ def kinds() -> dict[str, Callable[[Tensor], Tensor]]:
     return {
         "attention": lambda tokens: tokens + STEP * attention(tokens),
         "attention, sphere": lambda tokens: sphere(tokens + STEP * attention(tokens)),
-        "doubly stochastic, sphere": DoublyStochasticLayer(
+        "doubly stochastic, sphere": DoublyStochasticLayer.create(
             scale=SCALE, step_size=STEP, residual=True, contraction=RMSNorm.create(eps=0.0)
         ),
     }
@@ -80,7 +73,7 @@ def observe(layers: int) -> dict[str, FlowResult]:
             f"entropy of attention {ends['attention_entropy']:.3f} nats, clusters {ends['clusters']:.0f}"
         )
     mean = start.mean(0)
-    drift = (DoublyStochasticLayer(scale=SCALE)(start).mean(0) - mean).norm()
+    drift = (DoublyStochasticLayer.create(scale=SCALE)(start).mean(0) - mean).norm()
     print(
         f"mean moved by softmax attention {(attention(start).mean(0) - mean).norm():.2e}, by doubly stochastic {drift:.1e}"
     )

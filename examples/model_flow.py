@@ -23,18 +23,11 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 import massieu
-from massieu.energy.contraction import Identity
+from massieu.energy.activations import Identity
 from massieu.measures import Gaussian
-from massieu.population import (
-    AlignmentResult,
-    AttentionLayer,
-    CloudMoments,
-    CloudShape,
-    Composition,
-    Flow,
-    FlowResult,
-    precision_alignment,
-)
+from massieu.population import AttentionLayer, CloudMoments, CloudShape, Composition, Flow, precision_alignment
+from massieu.population.alignment import AlignmentResult
+from massieu.population.flow_result import FlowResult
 from massieu.probing.documents import reference_documents
 from massieu.probing.model import LoadedModel, load_model
 
@@ -94,8 +87,8 @@ def closure(attention: AttentionLayer, tokens: Tensor) -> tuple[float, float, fl
     with torch.no_grad():
         output = added(tokens)
         of_law = dataclasses.replace(added, population=law)(tokens)
-        queries = tokens @ attention.query.mT + attention.query_bias.unsqueeze(-2)
-        scores = attention.scale[:, None, None] * queries @ (tokens @ attention.key.mT).mT
+        queries = tokens @ attention.query_weight.mT + attention.query_bias.unsqueeze(-2)
+        scores = attention.scale[:, None, None] * queries @ (tokens @ attention.key_weight.mT).mT
     one, other = (each - each.mean(0) for each in (output, of_law))
     correlation = (one * other).sum() / (one.norm() * other.norm())
     return correlation.item(), (other.norm() / one.norm()).item(), scores.var(-1, correction=0).median().item()
@@ -105,7 +98,7 @@ def alignment(attention: AttentionLayer, texts: list[Tensor]) -> AlignmentResult
     """Of all heads' scores with the precision of the tokens that they read, within texts."""
     covariance = torch.stack([tokens.T.cov().double() for tokens in texts]).mean(0)
     covariance = covariance + SOFTENING * covariance.diagonal().mean() * torch.eye(len(covariance))
-    score = (attention.query.mT @ attention.key).sum(0)
+    score = (attention.query_weight.mT @ attention.key_weight).sum(0)
     return precision_alignment(score, covariance, draws=DRAWS, generator=torch.Generator().manual_seed(0))
 
 

@@ -11,7 +11,8 @@ from tests.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu import measures
-from massieu.energy import Energy, HopfieldEnergy, contraction
+from massieu.energy import Energy, HopfieldEnergy, activations
+from massieu.energy.activations import MeasureActivation
 
 EPS = torch.finfo(F64).eps
 
@@ -72,7 +73,9 @@ def test_a_memory_that_is_masked_altogether_remembers_nothing(name: str):
     state = start.clone().requires_grad_()
     value = energy(state)
     assert value.isfinite().all()
-    torch.testing.assert_close(energy.step(state)[1], reference.mean(torch.zeros(3, 4, dtype=F64)))
+    torch.testing.assert_close(
+        energy.step(state)[1], MeasureActivation.of("reference", reference)(torch.zeros(3, 4, dtype=F64))
+    )
     (slope,) = torch.autograd.grad(energy.step(state).sum(), state)
     assert (slope[1] == 0).all()
     assert slope.isfinite().all()
@@ -252,7 +255,7 @@ def test_gradients_of_first_and_second_order(name: str):
 
     def energy(patterns: Tensor, scale: Tensor, log_weight: Tensor, state: Tensor) -> Tensor:
         built = HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), reference=reference, scale=scale)
-        inside = reference.mean(state)
+        inside = MeasureActivation.of("reference", reference)(state)
         return built(inside) + built.step(inside).sum(-1)
 
     inputs = tuple(point.requires_grad_() for point in points)
@@ -346,7 +349,7 @@ REFUSED = {
         ValueError,
         "broadcast",
     ),
-    "scale a bool": (lambda: HopfieldEnergy.create(PATTERNS, scale=True), TypeError, "bool"),
+    "scale a bool": (lambda: HopfieldEnergy.create(PATTERNS, scale=True), TypeError, "True"),
     "scale whole numbers": (lambda: HopfieldEnergy.create(PATTERNS, scale=torch.ones(2).long()), TypeError, "int64"),
     "NaN patterns": (lambda: HopfieldEnergy.create(PATTERNS * torch.nan), ValueError, "finite"),
     "no patterns": (lambda: HopfieldEnergy.create(PATTERNS[:, :0]), ValueError, r"\(2, 0, 4\)"),
@@ -369,7 +372,7 @@ REFUSED = {
     "damping 0": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=0.0), ValueError, r"\(0, 2\)"),
     "damping 2": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=2.0), ValueError, r"\(0, 2\)"),
     "damping beyond 1": (
-        lambda: HopfieldEnergy.create(PATTERNS, reference=contraction.Spin()).step(draw(2, 4), damping=1.1),
+        lambda: HopfieldEnergy.create(PATTERNS, reference=activations.Tanh.create()).step(draw(2, 4), damping=1.1),
         ValueError,
         r"\(0, 1\]",
     ),

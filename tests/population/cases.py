@@ -16,10 +16,10 @@ def draw(*shape, seed=0):
 
 def weights(width=4, heads=3, size=2, value_size=5, seed=0) -> dict[str, Tensor]:
     shapes = {
-        "query": (heads, size, width),
-        "key": (heads, size, width),
-        "value": (heads, value_size, width),
-        "output": (heads, width, value_size),
+        "query_weight": (heads, size, width),
+        "key_weight": (heads, size, width),
+        "value_weight": (heads, value_size, width),
+        "output_weight": (heads, width, value_size),
         "query_bias": (heads, size),
         "bias": (width,),
     }
@@ -33,15 +33,15 @@ def layer(seed=0, **options) -> AttentionLayer:
 def by_hand(given: AttentionLayer, x: Tensor, y: Tensor, log_weight: Tensor | None = None) -> Tensor:
     """Σ_h W_O softmax(scale·(W_Q x_i + b_Q)·(W_K y_j + b_K)) (W_V y_j + b_V) + b_O, head by head, token by token."""
     result = torch.zeros_like(x)
-    b_key, b_value = draw(*given.query_bias.shape, seed=90), draw(*given.value.shape[:2], seed=91)
-    for h in range(len(given.query)):
+    b_key, b_value = draw(*given.query_bias.shape, seed=90), draw(*given.value_weight.shape[:2], seed=91)
+    for h in range(len(given.query_weight)):
         for i in range(len(x)):
-            query = given.query[h] @ x[i] + given.query_bias[h]
-            scores = torch.stack([given.scale[h] * query @ (given.key[h] @ other + b_key[h]) for other in y])
+            query = given.query_weight[h] @ x[i] + given.query_bias[h]
+            scores = torch.stack([given.scale[h] * query @ (given.key_weight[h] @ other + b_key[h]) for other in y])
             scores = scores if log_weight is None else scores + log_weight
             share = scores.exp() / scores.exp().sum()
-            values = torch.stack([given.value[h] @ other + b_value[h] for other in y])
-            result[i] += given.output[h] @ (share @ values - b_value[h])
+            values = torch.stack([given.value_weight[h] @ other + b_value[h] for other in y])
+            result[i] += given.output_weight[h] @ (share @ values - b_value[h])
     return result + given.bias
 
 

@@ -3,18 +3,10 @@
 import torch
 from tests.population.cases import draw, layer
 
-from massieu.population import (
-    CloudMoments,
-    Clusters,
-    Flow,
-    Renormalisation,
-    TraceRenormalisation,
-    cluster_count,
-    covariance_spectrum,
-    projected_cumulants,
-    self_attention_levels,
-    squared_gaussian_distance,
-)
+from massieu.population import CloudMoments, Clusters, Flow, Renormalisation, TraceRenormalisation, covariance_spectrum
+from massieu.population.cloud_shape import projected_cumulants, squared_gaussian_distance
+from massieu.population.clusters import cluster_count
+from massieu.population.self_attention import self_attention_levels
 
 POINTS, DIRECTIONS = draw(6, 4, seed=1), draw(3, 4, seed=2)
 EYE = torch.eye(4, dtype=torch.float64)
@@ -56,7 +48,7 @@ ROWS = {
     "one radius is wrong": (
         lambda x: cluster_count(x, radius=0.5, group=torch.distributed.group.WORLD),
         lambda x: cluster_count(x, radius=-1.0, group=torch.distributed.group.WORLD),
-        "radius must be a number, at least 0, or None, got -1.0",
+        "radius must be finite and at least 0, got -1.0",
     ),
     "directions": (
         lambda x: projected_cumulants(x, DIRECTIONS, group=torch.distributed.group.WORLD),

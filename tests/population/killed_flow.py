@@ -24,7 +24,7 @@ def grow(points):
 
 
 def build():
-    draw = ResampledLayer(generator=torch.Generator().manual_seed(1), scale=0.3, step_size=0.5, residual=True)
+    draw = ResampledLayer.create(generator=torch.Generator().manual_seed(1), scale=0.3, step_size=0.5, residual=True)
     return Flow([draw, grow] * 3, observables=[CloudMoments(), CloudShape(projections=8)])
 
 

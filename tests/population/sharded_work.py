@@ -5,7 +5,7 @@ import torch.distributed as dist
 from tests.population.cases import draw, layer, weights
 from torch.utils import _pytree as pytree
 
-from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.population import (
     AttentionLayer,
     CloudMoments,
@@ -13,26 +13,20 @@ from massieu.population import (
     FeedForward,
     Flow,
     Normalisation,
+    Operator,
     Renormalisation,
     TraceRenormalisation,
 )
-from massieu.population.operator import Value
 
 SIZES = {2: (5, 3), 3: (4, 0, 3)}
 """Particles of each process; one of three has none."""
 
 
-class Halved(Value):
+class Halved(Operator):
     """A map of the population that says how it is spread: every token by itself, here."""
 
-    def __call__(self, particles):
+    def _moved(self, particles, group):
         return particles / 2
-
-    def sharded(self, particles, *, group=None):
-        return particles / 2
-
-    def gaussian(self, law):
-        return law
 
 
 def stack():

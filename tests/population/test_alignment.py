@@ -92,7 +92,7 @@ def test_bad_calls():
     eye = torch.eye(3, dtype=F64)
     with pytest.raises(ValueError, match=r"one shape \(d, d\), got \(3, 3\) and \(2, 2\)"):
         precision_alignment(eye, torch.eye(2))
-    with pytest.raises(ValueError, match="draws must be at least 1"):
+    with pytest.raises(ValueError, match="draws must be a whole number, at least 1"):
         precision_alignment(eye, eye, draws=0)
     with pytest.raises(ValueError, match="covariance must be symmetric"):
         precision_alignment(eye, torch.triu(torch.ones(3, 3)))

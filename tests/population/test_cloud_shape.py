@@ -8,8 +8,8 @@ import torch
 from scipy import integrate, special, stats
 from tests.rows import every_row
 
-from massieu.population import (
-    CloudShape,
+from massieu.population import CloudShape
+from massieu.population.cloud_shape import (
     gaussian_cumulant_spread,
     gaussian_distance_null,
     projected_cumulants,
@@ -139,11 +139,11 @@ def test_bad_calls():
         projected_cumulants(draws(3, 2), directions(2))
     with pytest.raises(ValueError, match=r"shape \(m, 2\) for points \(3, 2\), got \(5, 3\)"):
         squared_gaussian_distance(draws(3, 2), directions(3))
-    with pytest.raises(ValueError, match="at least 4 tokens"):
+    with pytest.raises(ValueError, match="tokens must be a whole number, at least 4, got 3"):
         gaussian_cumulant_spread(3)
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with pytest.raises(ValueError, match="tokens must be a whole number, at least 1, got 0"):
         gaussian_distance_null(0)
-    with pytest.raises(ValueError, match="at least one direction"):
+    with pytest.raises(ValueError, match="count must be a whole number, at least 1, got 0"):
         directions(3, 0)
     with pytest.raises(TypeError, match="floating-point"):
         squared_gaussian_distance(torch.ones(3, 2, dtype=torch.int64), directions(2))

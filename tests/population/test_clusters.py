@@ -8,7 +8,8 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist, squareform
 from tests.rows import every_row
 
-from massieu.population import cluster_count, self_attention_levels
+from massieu.population.clusters import cluster_count
+from massieu.population.self_attention import self_attention_levels
 
 
 def draws(*shape, seed=0):
@@ -61,9 +62,9 @@ def test_batches_limits_and_broken_tokens():
 
 
 def test_bad_calls():
-    with pytest.raises(ValueError, match="limit must be at least 1"):
+    with pytest.raises(ValueError, match="limit must be a whole number, at least 1"):
         cluster_count(draws(3, 2), limit=0)
-    with pytest.raises(ValueError, match="radius must be a number"):
+    with pytest.raises(ValueError, match="radius must be finite and at least 0, got -1"):
         cluster_count(draws(3, 2), radius=-1.0)
     with pytest.raises(ValueError, match="scale must be positive"):
         self_attention_levels(draws(3, 2), scale=0.0)

@@ -37,7 +37,9 @@ def halve(points):
 
 
 def resampled(seed=5, scale=0.3):
-    return ResampledLayer(generator=torch.Generator().manual_seed(seed), scale=scale, step_size=0.4, residual=True)
+    return ResampledLayer.create(
+        generator=torch.Generator().manual_seed(seed), scale=scale, step_size=0.4, residual=True
+    )
 
 
 def noisy(generator):
@@ -204,21 +206,21 @@ def test_bad_calls():
         ([halve], {"depth": 2}, ValueError, "depth says how often one layer is applied"),
         (halve, {"depth": 0}, ValueError, "depth must be a whole number"),
         ([3], {}, TypeError, "must be callable, got int"),
-        (halve, {"depth": 1, "generators": [3]}, TypeError, "torch.Generator, got int"),
+        (halve, {"depth": 1, "generators": [3]}, TypeError, "torch.Generator, got 3"),
     ):
         with pytest.raises(error, match=said):
             Flow(layers, **options)
-    with pytest.raises(ValueError, match=r"particles of shape \(n, d\), got \(2, 9, 2\)"):
+    with pytest.raises(ValueError, match=r"particles must have shape \(n, d\), got \(2, 9, 2\)"):
         Flow(halve, depth=1).run(draws(2, 9, 2))
     with pytest.raises(ValueError, match=r"layer 1 must return particles \(9, d\), got \(8, 2\)"):
         Flow(lambda x: x[1:], depth=1).run(draws(9, 2))
-    with pytest.raises(ValueError, match=r"layer 1 must return particles .* got NoneType"):
+    with pytest.raises(ValueError, match=r"layer 1 must return particles .* got None"):
         Flow(lambda x: None, depth=1).run(draws(9, 2))
     with pytest.raises(ValueError, match="names of their own, got length twice"):
         Flow(halve, depth=1, observables=[CloudMoments(), lambda x: {"length": 1.0}]).run(draws(9, 2))
     with pytest.raises(ValueError, match=r"a number or a vector; points has shape \(9, 2\)"):
         Flow(halve, depth=1, observables=[lambda x: {"points": x}]).run(draws(9, 2))
-    with pytest.raises(ValueError, match="CloudShape needs a cloud of at least 4 tokens, got 3"):
+    with pytest.raises(ValueError, match="CloudShape needs at least 4 tokens, got 3"):
         Flow(halve, depth=1).run(draws(3, 2))
 
 
@@ -242,7 +244,7 @@ def test_tokens_on_a_sphere_end_in_one_cluster_unless_the_mean_is_kept():
     assert result.values("clusters")[0] > 20
     assert result.values("clusters")[-1] == 1
     assert (result.values("log_interaction_energy").diff() >= -1e-12).all()
-    kept = Flow(DoublyStochasticLayer(scale=2.0), depth=3, observables=[CloudMoments()]).run(points)
+    kept = Flow(DoublyStochasticLayer.create(scale=2.0), depth=3, observables=[CloudMoments()]).run(points)
     mean = kept.values("length_of_mean")
     torch.testing.assert_close(mean, mean[:1].expand(4), atol=1e-10, rtol=0)
 

@@ -63,7 +63,7 @@ def test_a_tensor_put_in_place_of_another_is_noticed(name, tmp_path):
     def built():
         generator = torch.Generator().manual_seed(5)
         return Flow(
-            ResampledLayer(generator=generator, scale=0.3, step_size=0.4), depth=2, observables=[CloudMoments()]
+            ResampledLayer.create(generator=generator, scale=0.3, step_size=0.4), depth=2, observables=[CloudMoments()]
         )
 
     path = written(tmp_path / name, built())
@@ -122,11 +122,11 @@ def test_what_does_not_fit_is_named(change, said, tmp_path):
 def test_what_a_killed_process_left_beside_the_file_is_removed(tmp_path):
     folder = tmp_path / "flow"
     folder.mkdir()
-    (folder / ".process-00000-layer-00001.safetensors.99").write_bytes(b"half")
-    (folder / ".process-00001-layer-00001.safetensors.98").write_bytes(b"of another process")
+    (folder / ".massieu-process-00000-99").write_bytes(b"half")
+    (folder / ".massieu-process-00001-98").write_bytes(b"of another process")
     build().run(torch.ones(4, 2), checkpoint=folder)
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".process-00001-layer-00001.safetensors.98",
+        ".massieu-process-00001-98",
         "process-00000-layer-00002.safetensors",
     ]
 

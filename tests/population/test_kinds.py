@@ -7,6 +7,7 @@ from tests.rows import every_row
 
 from massieu import population, theory
 from massieu.measures import Gaussian
+from massieu.population import cloud_shape, clusters, self_attention
 
 
 def n(*shape, seed=0):
@@ -18,19 +19,18 @@ C, H = n(10, 3), n(1, 1, 6, 3)
 two = torch.tensor([0.3, 0.7], dtype=torch.float64)
 one = torch.tensor(1.0, dtype=torch.float64)
 LAW = Gaussian.create(torch.zeros(3).double(), I3)
-dirs = population.random_directions(3, 4, generator=torch.Generator().manual_seed(0))
+dirs = cloud_shape.random_directions(3, 4, generator=torch.Generator().manual_seed(0))
 layer = population.AttentionLayer.from_score(I3, I3)
 
 CASES = {
-    "cluster_count": (population.cluster_count, {"points": C}),
+    "cluster_count": (clusters.cluster_count, {"points": C}),
     "pairwise_distance": (population.pairwise_distance, {"points": C}),
     "covariance_spectrum": (population.covariance_spectrum, {"points": C}),
     "log_determinant": (population.log_determinant, {"spectrum": two}),
     "effective_rank": (population.effective_rank, {"spectrum": two}),
-    "participation_ratio": (population.participation_ratio, {"spectrum": two}),
-    "projected_cumulants": (population.projected_cumulants, {"points": C, "directions": dirs}),
-    "squared_gaussian_distance": (population.squared_gaussian_distance, {"points": C, "directions": dirs}),
-    "self_attention_levels": (population.self_attention_levels, {"points": C}),
+    "projected_cumulants": (cloud_shape.projected_cumulants, {"points": C, "directions": dirs}),
+    "squared_gaussian_distance": (cloud_shape.squared_gaussian_distance, {"points": C, "directions": dirs}),
+    "self_attention_levels": (self_attention.self_attention_levels, {"points": C}),
     "CloudMoments": (lambda points: population.CloudMoments()(points), {"points": C}),
     "CloudShape": (lambda points: population.CloudShape()(points), {"points": C}),
     "Clusters": (lambda points: population.Clusters()(points), {"points": C}),
@@ -50,9 +50,9 @@ CASES = {
     ),
     "layer.from_score": (population.AttentionLayer.from_score, {"score": I3, "write": I3}),
     "layer call": (lambda particles: layer(particles), {"particles": C}),
-    "DSlayer call": (lambda particles: population.DoublyStochasticLayer()(particles), {"particles": C}),
+    "DSlayer call": (lambda particles: population.DoublyStochasticLayer.create()(particles), {"particles": C}),
     "Resampled call": (
-        lambda particles: population.ResampledLayer(generator=torch.Generator().manual_seed(0))(particles),
+        lambda particles: population.ResampledLayer.create(generator=torch.Generator().manual_seed(0))(particles),
         {"particles": C},
     ),
     "Renormalisation.create": (population.Renormalisation.create, {"mean": I3[0], "covariance": I3}),

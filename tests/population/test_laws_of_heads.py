@@ -1,5 +1,7 @@
 """Laws after drawn and doubly stochastic layers: derivatives, batches, vmap, compilation, half precision, contractions."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.population import cases
@@ -13,6 +15,8 @@ from massieu.population import (
     Operator,
     Renormalisation,
     ResampledLayer,
+    SelfAttention,
+    sinkhorn,
 )
 
 F64 = torch.float64
@@ -20,7 +24,7 @@ MEAN, FACTOR = cases.draw(3, 2, seed=1), cases.draw(3, 2, 2, seed=2)
 
 
 def drawn(**options):
-    return ResampledLayer(generator=torch.Generator().manual_seed(0), scale=0.5, residual=True, **options)
+    return ResampledLayer.create(generator=torch.Generator().manual_seed(0), scale=0.5, residual=True, **options)
 
 
 def moments_after(layer):
@@ -32,7 +36,7 @@ def moments_after(layer):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("layer", [drawn(), DoublyStochasticLayer(scale=0.5)])
+@pytest.mark.parametrize("layer", [drawn(), DoublyStochasticLayer.create(scale=0.5)])
 def test_transforms_of_laws(layer):
     assert isinstance(layer, Operator)
     function = moments_after(layer)
@@ -60,7 +64,7 @@ def test_many_draws_and_flat_scores_are_attention():
     gaps = []
     for scale in (1e-2, 1e-3):
         softmax = AttentionLayer.from_score(same, same, scale=scale).gaussian(law)
-        balanced = DoublyStochasticLayer(scale=scale, residual=True).gaussian(law)
+        balanced = DoublyStochasticLayer.create(scale=scale, residual=True).gaussian(law)
         gaps.append((cases.covariance(softmax) - cases.covariance(balanced)).norm().item())
     assert gaps[1] < 2e-2 * gaps[0]
 
@@ -68,9 +72,28 @@ def test_many_draws_and_flat_scores_are_attention():
 def test_a_renormalisation_stands_behind_them_too():
     held = cases.law(seed=4)
     back = Renormalisation.create(held.location, cases.covariance(held))
-    layers = Composition.create([drawn(contraction=back), DoublyStochasticLayer(contraction=back)])
+    layers = Composition.create([drawn(contraction=back), DoublyStochasticLayer.create(contraction=back)])
     after = layers.gaussian(cases.law(seed=5))
     torch.testing.assert_close(cases.covariance(after), cases.covariance(held))
     cloud = layers(cases.draw(50, 2, seed=6))
     torch.testing.assert_close(cloud.mean(0), held.location)
     torch.testing.assert_close(cloud.T.cov(correction=0), cases.covariance(held))
+
+
+def test_the_scale_is_one_by_the_root_of_the_width_by_default():
+    points, law, narrow = cases.draw(6, 4, seed=7), cases.law(4, seed=8), cases.draw(2, 4, seed=9)
+    maps = {"query_weight": narrow, "key_weight": cases.draw(2, 4, seed=10)}
+    for options, scale in (({}, 0.5), (maps, 2**-0.5)):
+        default, explicit = (
+            DoublyStochasticLayer.create(**options),
+            DoublyStochasticLayer.create(**options, scale=scale),
+        )
+        assert torch.equal(default(points), explicit(points))
+        for build in (DoublyStochasticLayer.create, partial(ResampledLayer.create, generator=torch.Generator())):
+            laws = [build(**options, **given).gaussian(law) for given in ({}, {"scale": scale})]
+            torch.testing.assert_close(laws[0].covariance, laws[1].covariance)
+    heads = points[None, None]
+    assert torch.equal(
+        sinkhorn(heads, 2 * heads).query_potential, sinkhorn(heads, 2 * heads, scale=0.5).query_potential
+    )
+    assert SelfAttention()(points) == SelfAttention(0.5)(points)

@@ -11,13 +11,7 @@ from scipy.spatial.distance import pdist
 from scipy.stats import entropy
 from tests.rows import every_row
 
-from massieu.population import (
-    covariance_spectrum,
-    effective_rank,
-    log_determinant,
-    pairwise_distance,
-    participation_ratio,
-)
+from massieu.population import covariance_spectrum, effective_rank, log_determinant, pairwise_distance
 
 clouds = st.builds(
     lambda seed, n, d, scale, offset: (
@@ -48,8 +42,6 @@ def test_agrees_with_explicit_numpy(cloud):
         np.testing.assert_allclose(log_determinant(spectrum).item(), np.log(floored).mean(), atol=1e-8)
     shares = np.clip(reference, 0, None) / reference.sum()
     np.testing.assert_allclose(effective_rank(spectrum).item(), math.exp(entropy(shares)), rtol=1e-9)
-    np.testing.assert_allclose(participation_ratio(spectrum).item(), 1 / (shares**2).sum(), rtol=1e-9)
-    assert 1 - 1e-9 <= participation_ratio(spectrum) <= effective_rank(spectrum) * (1 + 1e-12) <= rank * (1 + 1e-9)
 
 
 @every_row(("n", "d"), [(5, 9), (9, 9), (10, 9), (200, 9)])
@@ -79,7 +71,6 @@ def test_rank_one_cloud():
     spectrum = covariance_spectrum(points)
     torch.testing.assert_close(spectrum, torch.tensor([25 * 1.25, 0, 0], dtype=torch.float64), atol=1e-13, rtol=1e-13)
     assert effective_rank(spectrum).item() == pytest.approx(1, abs=1e-12)
-    assert participation_ratio(spectrum).item() == pytest.approx(1, abs=1e-12)
     # The two empty directions sit at the floor, relative to the mean eigenvalue.
     mean = 25 * 1.25 / 3
     expected = (math.log(25 * 1.25) + 2 * math.log(1e-12 * mean)) / 3
@@ -93,7 +84,6 @@ def test_orthonormal_simplex():
     spectrum = covariance_spectrum(points)
     torch.testing.assert_close(spectrum, torch.full((n - 1,), 1 / n, dtype=torch.float64))
     assert effective_rank(spectrum).item() == pytest.approx(n - 1)
-    assert participation_ratio(spectrum).item() == pytest.approx(n - 1)
     assert log_determinant(spectrum).item() == pytest.approx(-math.log(n))
     assert pairwise_distance(points).item() == pytest.approx(math.sqrt(2))
 
@@ -106,7 +96,6 @@ def test_collapsed_cloud_has_defined_values(n, dtype):
     assert (spectrum == 0).all()
     assert pairwise_distance(points).tolist() == [0, 0]
     assert effective_rank(spectrum).tolist() == [0, 0]
-    assert participation_ratio(spectrum).tolist() == [0, 0]
     assert log_determinant(spectrum).tolist() == [-math.inf, -math.inf]
 
 
@@ -123,7 +112,6 @@ def test_a_broken_cloud_is_nan_and_leaves_its_neighbours_alone(n):
     if n > 1:
         assert spectrum[1].isnan().all()
         assert effective_rank(spectrum)[1].isnan()
-        assert participation_ratio(spectrum)[1].isnan()
         assert log_determinant(spectrum)[1].isnan()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.population import cases
 
-from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.measures import MissingFormError
 from massieu.population import Flow, ResampledLayer
 
@@ -16,13 +16,13 @@ def draws(*shape, seed=0):
 
 
 def layer(**options):
-    return ResampledLayer(generator=torch.Generator().manual_seed(1), **options)
+    return ResampledLayer.create(generator=torch.Generator().manual_seed(1), **options)
 
 
 def test_a_draw_has_mean_attention_and_the_covariance_of_its_weights():
     points, repetitions = draws(6, 3), 8000
     query, value = draws(2, 3, seed=2), draws(3, 3, seed=3)
-    own = layer(query=query, key=2 * query, value=value, scale=0.7, step_size=0.5, residual=True)
+    own = layer(query_weight=query, key_weight=2 * query, value_weight=value, scale=0.7, step_size=0.5, residual=True)
     p = torch.softmax(0.7 * (points @ query.T) @ (2 * points @ query.T).T, -1)
     values = points @ value.T
     mean = points + 0.5 * p @ values
@@ -41,7 +41,7 @@ def test_of_several_draws_the_variance_is_divided_by_their_number():
     variance = p @ points.square() - (p @ points).square()
     spread = {}
     for method in ("multinomial", "systematic"):
-        spread[method] = layer(draws=8, method=method)(points.expand(repetitions, 5, 2)).var(0)
+        spread[method] = layer(draws=8, method=method, scale=1.0)(points.expand(repetitions, 5, 2)).var(0)
     ratio = 8 * spread["multinomial"] / variance
     assert ((ratio > 0.85) & (ratio < 1.15)).all()  # five standard errors of a variance are 10 % for normal laws
     assert spread["systematic"].sum() < 0.7 * spread["multinomial"].sum()
@@ -99,7 +99,7 @@ def test_trap_34_draws_are_unbiased_for_attention_which_is_biased_for_the_popula
     assert abs(bias.mean()) > 10 * error
     assert bias.mean().item() == pytest.approx(expected, abs=5 * error.item() + 4 / keys**2)
     points = torch.cat([drawn, torch.full((sets, 1, 1), eta)], 1)
-    own = ResampledLayer(generator=torch.Generator().manual_seed(2), scale=1.0)
+    own = ResampledLayer.create(generator=torch.Generator().manual_seed(2), scale=1.0)
     difference = (own(points) - own.attended(points))[:, -1, 0]
     assert abs(difference.mean()) < 5 * difference.std() / sets**0.5
 
@@ -109,11 +109,11 @@ def test_options_and_bad_calls():
     inside = layer(contraction=RMSNorm.create(eps=0.0), step_size=2.0, residual=True)
     torch.testing.assert_close(inside(points).square().mean(-1), torch.ones(7, dtype=torch.float64))
     assert inside(points.bfloat16()).dtype == torch.float32
-    with pytest.raises(ValueError, match=r"key must have shape \(·, 3\) for tokens of d = 3, got \(2, 2\)"):
-        layer(key=torch.ones(2, 2))(points)
-    with pytest.raises(ValueError, match="scale and step_size must be finite"):
+    with pytest.raises(ValueError, match=r"key_weight must have shape \(·, 3\) for tokens of d = 3, got \(2, 2\)"):
+        layer(key_weight=torch.ones(2, 2))(points)
+    with pytest.raises(ValueError, match="scale must be finite, got inf"):
         layer(scale=math.inf)
-    with pytest.raises(TypeError, match="contraction must be a Contraction, or an operator"):
+    with pytest.raises(TypeError, match="contraction must be an Activation, or an operator"):
         layer(contraction=torch.tanh)
     with pytest.raises(ValueError, match="at least 1 draw"):
         layer(draws=0)(points)
@@ -124,7 +124,9 @@ def test_a_gaussian_law_stays_one_and_has_the_covariance_of_the_draws_too():
     law = cases.law(seed=1)
     nodes, weight = cases.hermite(law, 32)
     query, key, value = (0.6 * draws(2, 2, seed=each) for each in (4, 5, 6))
-    own = layer(query=query, key=key, value=value, scale=0.9, step_size=0.8, residual=True, draws=3)
+    own = layer(
+        query_weight=query, key_weight=key, value_weight=value, scale=0.9, step_size=0.8, residual=True, draws=3
+    )
     p = torch.softmax(0.9 * (nodes @ query.T) @ (nodes @ key.T).T + weight.log(), -1)
     values = nodes @ value.T
     means = p @ values
@@ -151,5 +153,5 @@ def test_which_laws_are_not_known():
         layer(draws=4, method="systematic").gaussian(law)
     with pytest.raises(MissingFormError, match="LayerNorm is not affine"):
         layer(contraction=LayerNorm.create()).gaussian(law)
-    with pytest.raises(ValueError, match=r"query must have shape \(·, 2\) for tokens of d = 2"):
-        layer(query=torch.ones(2, 3)).gaussian(law)
+    with pytest.raises(ValueError, match=r"query_weight must have shape \(·, 2\) for tokens of d = 2"):
+        layer(query_weight=torch.ones(2, 3)).gaussian(law)

@@ -34,8 +34,8 @@ def flows_are_that_of_one_process(flows):
 
 
 def test_a_flow_of_processes_needs_operators_that_communicate():
-    layer = ResampledLayer(generator=torch.Generator())
-    with pytest.raises(ValueError, match="ResampledLayer has no method sharded"):
+    layer = ResampledLayer.create(generator=torch.Generator())
+    with pytest.raises(ValueError, match="ResampledLayer needs the whole population"):
         Flow(layer, depth=2, group=object())
 
 

@@ -106,10 +106,10 @@ def test_derivatives():
 @every_row(
     ("changes", "error", "named"),
     [
-        ({"time": -1.0}, ValueError, "time must be at least 0 and finite, got -1.0"),
+        ({"time": -1.0}, ValueError, "time must be finite and at least 0, got -1.0"),
         ({"time": math.inf}, ValueError, "finite"),
         ({"value": torch.eye(3)}, ValueError, r"\(2, 2\) or \(H, 2, 2\), got \(3, 3\) and \(2, 2\)"),
-        ({"tolerance": 0.0}, ValueError, "must be positive"),
+        ({"tolerance": 0.0}, ValueError, "tolerance must be positive and finite, got 0.0"),
         ({"law": Atoms.create(draw(3, 2))}, TypeError, "got Atoms"),
         ({"max_steps": 3}, ConvergenceError, "in 3 steps; allow more"),
     ],

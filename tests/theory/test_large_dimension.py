@@ -196,7 +196,7 @@ def test_wrong_inputs():
         ((field, torch.zeros(4, 4)), r"got \(3, 4\) and \(4, 4\)"),
         ((torch.zeros(3, 1), zero), "D at least 2"),
         ((field.long(), zero), "field must be a floating-point tensor"),
-        ((field, "J"), "coupling must be a floating-point tensor, got str"),
+        ((field, "J"), "coupling must be a floating-point tensor, got 'J'"),
         ((field * math.nan, zero), "field must be finite"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):

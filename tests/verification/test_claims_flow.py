@@ -5,7 +5,8 @@ import torch
 
 from massieu import ops
 from massieu.errors import InputError
-from massieu.population import DoublyStochasticLayer, ResampledLayer, cluster_count, doubly_stochastic_attention
+from massieu.population import DoublyStochasticLayer, ResampledLayer, doubly_stochastic_attention
+from massieu.population.clusters import cluster_count
 from massieu.theory import ClusteringEnergy
 from massieu.verification.beyond import doubly_stochastic, memory
 from massieu.verification.run import verify

@@ -9,7 +9,8 @@ from massieu.energy.gradients import jacobian_asymmetry
 from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.two_layer import TwoLayer
 from massieu.population import FeedForward
-from massieu.theory import AttentionLipschitzResult, attention_lipschitz, generalisation_bound
+from massieu.theory import attention_lipschitz, generalisation_bound
+from massieu.theory.generalisation import AttentionLipschitzResult
 from massieu.verification.bal import gradient_maps, random_features
 from massieu.verification.run import verify
 from massieu.verification.shim import layers

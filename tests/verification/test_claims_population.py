@@ -19,7 +19,8 @@ _GAUSSIAN = AttentionLayer.gaussian
 
 
 def _transposed(self, law):
-    return _ATTENTION(AttentionLayer.create(self.key, self.query, self.value, self.output, scale=self.scale), law)
+    weights = (self.key_weight, self.query_weight, self.value_weight, self.output_weight)
+    return _ATTENTION(AttentionLayer.create(*weights, scale=self.scale), law)
 
 
 def _without_spread(self, law):
@@ -34,9 +35,12 @@ def _blurred(self, law):
 def _always(residual: bool) -> Callable:
     def call(self, particles):
         layer = AttentionLayer.create(
-            self.query, self.key, self.value, self.output, scale=self.scale, step_size=self.step_size,
-            population=None if type(self.population).__name__ == "Moving" else self.population, residual=residual,
-        )  # fmt: skip
+            *(self.query_weight, self.key_weight, self.value_weight, self.output_weight),
+            scale=self.scale,
+            step_size=self.step_size,
+            population=None if type(self.population).__name__ == "Moving" else self.population,
+            residual=residual,
+        )
         return _CALL(layer, particles)
 
     return call

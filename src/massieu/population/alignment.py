@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.population.arguments import need_finite, need_integers, need_tensors, need_values
+from massieu.foundation.arguments import check_finite, check_values, floating, number, whole_number
 
 
 class AlignmentResult(NamedTuple):
@@ -101,17 +101,15 @@ def _power(covariance: Tensor, power: float) -> Tensor:
 
 
 def _check(score: Tensor, covariance: Tensor, power: float, draws: int) -> None:
-    need_tensors(score=score, covariance=covariance)
-    need_values(score=score, covariance=covariance)
-    need_integers(draws=draws)
-    width = score.shape[-1] if score.ndim else 0
-    if tuple(score.shape) != (width, width) or score.shape != covariance.shape:
+    width = score.shape[-1] if floating("score", score).ndim else 0
+    if tuple(score.shape) != (width, width) or score.shape != floating("covariance", covariance).shape:
         raise ValueError(
             f"score and covariance must have one shape (d, d), got {tuple(score.shape)} and {tuple(covariance.shape)}"
         )
-    if draws < 1:
-        raise ValueError(f"draws must be at least 1, got {draws}")
-    need_finite(score=score, covariance=covariance, power=power)
+    check_values(score=score, covariance=covariance)
+    check_finite(score=score, covariance=covariance)
+    whole_number("draws", draws, least=1)
+    number("power", power)
     rounding = 1e3 * torch.finfo(covariance.dtype).eps * covariance.abs().max()
     if bool(((covariance - covariance.mT).abs() > rounding).any()):
         raise ValueError("covariance must be symmetric")

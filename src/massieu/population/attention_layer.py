@@ -8,68 +8,71 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from massieu import ops
-from massieu.energy.contraction import Identity
+from massieu.foundation.arguments import (
+    as_tensor,
+    check_finite,
+    check_shape,
+    flag,
+    floating,
+    instance,
+)
+from massieu.foundation.values import Value, spread, static_field
 from massieu.measures import Atoms, Gaussian, Measure, MissingFormError
-from massieu.measures.value import static_field
 from massieu.ops import sharded
 from massieu.ops.sharded.collectives import Group
-from massieu.ops.sharded.keys import Processes
-from massieu.population.arguments import need_finite, need_tensors
 from massieu.population.operator import (
     AffineMap,
     Map,
+    Operator,
     ParticleMoments,
-    Value,
-    admit,
-    admit_share,
     affine_of,
     apply,
-    apply_sharded,
-    apply_to_law,
+    as_map,
+    law_after,
     moments,
-    need_law,
-    need_map,
-    need_sharded,
+    one_number,
     pushed,
 )
-from massieu.population.weights import Moving, aligned, check_weights, filled, split_heads, what_is_attended_to
-
-Attend = Callable[..., ops.AttentionResult]
 
 
-class AttentionLayer(Value):
+class Moving(Value):
+    """The particles themselves are what is attended to."""
+
+
+class AttentionLayer(Operator):
     """x_i ← contraction(x_i + step_size·(Σ_h W_O softmax_j(scale·(W_Q z_i + b_Q)·W_K y_j) W_V y_j + bias)).
 
-    Here z is normalisation(x). The population y is *moving*, the particles themselves (y_j = z_j), or *frozen*: atoms, or any
-    measure h, whose part of the sum is W_O W_V ∇A_h(scale·W_Kᵀ(W_Q z + b_Q)) exactly (S3, S20). A bias of the keys cancels in
-    the softmax and that of the values adds up to a constant (S3.4, trap 14), so there are none. In memory linear in the
-    particles.
+    Here z is normalisation(x). The population y is *moving*, the particles themselves (y_j = z_j), or *frozen*: atoms, or
+    any measure h, whose part of the sum is W_O W_V ∇A_h(scale·W_Kᵀ(W_Q z + b_Q)) exactly (S3, S20). A bias of the keys
+    cancels in the softmax and that of the values adds up to a constant (S3.4, trap 14), so there are none. In memory
+    linear in the particles, of which a call needs at least one.
 
     A law N(m, C) of a moving population goes to another one where both maps are affine (`gaussian`): attention is then
-    the affine map x ↦ Σ_h W_O W_V (m + scale·C W_Kᵀ(W_Q x + b_Q)). Use `create`, `from_score` or `random`. A value and a
-    pytree: gradients flow to all its tensors.
+    the affine map x ↦ Σ_h W_O W_V (m + scale·C W_Kᵀ(W_Q x + b_Q)); with one head, score matrix B, write matrix V and step
+    size γ the law is m + γV(m + CBᵀm), (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ (S20). A frozen population must be Gaussian for that,
+    and in processes that share the moving one it is the same on all. Gradients flow to all tensors. Use `create`,
+    `from_score` or `random`.
 
     Attributes:
-        query, key: W_Q and W_K, shape (H, K, d).
-        value: W_V, shape (H, E, d).
-        output: W_O, shape (H, d, E).
+        query_weight, key_weight: W_Q and W_K, shape (H, K, d).
+        value_weight: W_V, shape (H, E, d).
+        output_weight: W_O, shape (H, d, E).
         query_bias: b_Q, shape (H, K): log-weights of the keys that depend on them (S3.4).
         bias: Shape (d).
         scale: Inverse temperature of each head, shape (H).
         step_size: Shape ().
-        normalisation: Before attention (pre-norm): a `massieu.energy.contraction.Contraction`, or an operator.
+        normalisation: Before attention (pre-norm): a `massieu.energy.activations.Activation`, or an operator.
         contraction: After the step (post-norm): the same.
         population: `Moving()`, or the frozen one, behind the normalisation.
         residual: Whether x_i itself is in the sum.
     """
 
-    query: Float[Tensor, "H K d"]
-    key: Float[Tensor, "H K d"]
-    value: Float[Tensor, "H E d"]
-    output: Float[Tensor, "H d E"]
+    query_weight: Float[Tensor, "H K d"]
+    key_weight: Float[Tensor, "H K d"]
+    value_weight: Float[Tensor, "H E d"]
+    output_weight: Float[Tensor, "H d E"]
     query_bias: Float[Tensor, "H K"]
     bias: Float[Tensor, "d"]
     scale: Float[Tensor, "H"]
@@ -82,10 +85,10 @@ class AttentionLayer(Value):
     @classmethod
     def create(
         cls,
-        query: Float[Tensor, "H K d"],
-        key: Float[Tensor, "H K d"],
-        value: Float[Tensor, "H E d"],
-        output: Float[Tensor, "H d E"],
+        query_weight: Float[Tensor, "H K d"],
+        key_weight: Float[Tensor, "H K d"],
+        value_weight: Float[Tensor, "H E d"],
+        output_weight: Float[Tensor, "H d E"],
         *,
         query_bias: Float[Tensor, "H K"] | None = None,
         bias: Float[Tensor, "d"] | None = None,
@@ -99,42 +102,56 @@ class AttentionLayer(Value):
         """A layer of these weights.
 
         Args:
-            query, key, value, output: Matrices of each head.
+            query_weight, key_weight, value_weight, output_weight: Matrices of each head.
             query_bias, bias: Zero by default; of biases b_V of the values and b_O, `bias` is Σ_h W_O b_V + b_O.
             scale: One number, or one a head; K^-½ by default.
             step_size: A number.
             normalisation, contraction: The identity by default.
-            population: Moving by default; frozen: points of equal weight, or a measure on R^d, of no batch or of a batch that
-                the particles' batch begins with.
+            population: Moving by default; frozen: points of equal weight, or a measure on R^d, of no batch or of a batch
+                that the particles' batch begins with.
             residual: False leaves x_i out of the sum.
 
         Raises:
             ValueError: shapes that do not fit; a weight that is not finite.
             TypeError: weights that are not floating-point; a map or a population of another type.
         """
-        check_weights(query, key, value, output)
+        weights = {"query": query_weight, "key": key_weight, "value": value_weight, "output": output_weight}
+        query, key, value, output = (floating(f"{name}_weight", weight) for name, weight in weights.items())
+        if not (
+            query.ndim == value.ndim == 3
+            and key.shape == query.shape
+            and (len(value), value.shape[-1]) == (len(query), query.shape[-1])
+            and output.shape == value.mT.shape
+            and query.numel() > 0
+        ):
+            raise ValueError(
+                "query_weight and key_weight must have shape (H, K, d), value_weight (H, E, d) and output_weight "
+                "(H, d, E), got " + ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
+            )
         heads, size, width = query.shape
         dtype = query.dtype
-        for each in (key, value, output):
-            dtype = torch.promote_types(dtype, each.dtype)
-        query, key, value, output = (each.to(dtype) for each in (query, key, value, output))
-        query_bias = filled("query_bias", query_bias, (heads, size), query)
-        bias = filled("bias", bias, (width,), query)
-        scale = torch.as_tensor(size**-0.5 if scale is None else scale, dtype=dtype, device=query.device)
+        for weight in (key, value, output):
+            dtype = torch.promote_types(dtype, weight.dtype)
+        query, key, value, output = (weight.to(dtype) for weight in (query, key, value, output))
+        check_finite(query_weight=query, key_weight=key, value_weight=value, output_weight=output)
+        scale = as_tensor("scale", size**-0.5 if scale is None else scale, query)
         if tuple(scale.shape) not in ((), (heads,)):
             raise ValueError(f"scale must be one number or one for each of {heads} heads, got {tuple(scale.shape)}")
-        step_size = torch.as_tensor(step_size, dtype=dtype, device=query.device)
-        if step_size.ndim:
-            raise ValueError(f"step_size must be one number, got shape {tuple(step_size.shape)}")
-        need_finite(scale=scale, step_size=step_size)
-        normalisation = Identity() if normalisation is None else normalisation
-        contraction = Identity() if contraction is None else contraction
-        need_map("normalisation", normalisation)
-        need_map("contraction", contraction)
+        check_finite(scale=scale)
         return cls(
-            query, key, value, output, query_bias, bias, scale.expand(heads), step_size, normalisation, contraction,
-            what_is_attended_to(population, width), residual,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            output,
+            _bias("query_bias", query_bias, (heads, size), query),
+            _bias("bias", bias, (width,), query),
+            scale.expand(heads),
+            one_number("step_size", step_size, query),
+            as_map("normalisation", normalisation),
+            as_map("contraction", contraction),
+            _attended_to(population, width),
+            flag("residual", residual),
+        )
 
     @classmethod
     def from_score(
@@ -145,19 +162,17 @@ class AttentionLayer(Value):
         scale: Float[Tensor, "..."] | float = 1.0,
         **options: Any,
     ) -> Self:
-        """From B and V of S20: the score is scale·xᵀBy, and what is written is V·y. Options are those of `create`.
+        """From B and V of S20: the score is scale·xᵀBy, and what is written is V·y.
 
-        Raises:
-            ValueError, TypeError: as `create`.
+        The scale is 1 by default: B is the score, whatever its queries and keys. Options and errors are those of `create`.
         """
-        need_tensors(score=score, write=write)
-        if score.ndim not in (2, 3) or score.shape[-1] != score.shape[-2] or write.shape != score.shape:
+        shape = floating("score", score).shape
+        if len(shape) not in (2, 3) or shape[-1] != shape[-2] or floating("write", write).shape != shape:
             raise ValueError(
-                f"score and write must both have shape (d, d) or (H, d, d), got {tuple(score.shape)} and "
-                f"{tuple(write.shape)}"
+                f"score and write must both have shape (d, d) or (H, d, d), got {tuple(shape)} and {tuple(write.shape)}"
             )
         score, write = (each if each.ndim == 3 else each.unsqueeze(0) for each in (score, write))
-        same = torch.eye(score.shape[-1], dtype=score.dtype, device=score.device).expand_as(score)
+        same = torch.eye(shape[-1], dtype=score.dtype, device=score.device).expand_as(score)
         return cls.create(score.mT, same, same, write, scale=scale, **options)
 
     @classmethod
@@ -178,58 +193,16 @@ class AttentionLayer(Value):
         if width < 1 or heads < 1 or width % heads:
             raise ValueError(f"width must be a positive multiple of heads, got {width} and {heads}")
         size = width // heads
-        query, key, value = (
-            torch.randn(heads, size, width, generator=generator, dtype=dtype) / width**0.5 for _ in range(3)
-        )
-        output = torch.randn(heads, width, size, generator=generator, dtype=dtype) / width**0.5
-        return cls.create(query, key, value, output, **options)
+        shapes = [(heads, size, width)] * 3 + [(heads, width, size)]
+        weights = [torch.randn(shape, generator=generator, dtype=dtype) / width**0.5 for shape in shapes]
+        return cls.create(*weights, **options)
 
     @property
-    def width(self) -> int:
-        """d."""
-        return self.query.shape[-1]
-
-    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The particles after the layer, each batch a population of its own; at least float32.
-
-        Raises:
-            ValueError, TypeError: another shape, or not floating-point.
-        """
-        x = self._admit(particles)
-        if x.shape[-2] == 0:
-            raise ValueError(f"AttentionLayer needs at least one particle, got shape {tuple(x.shape)}")
-        return apply(self.contraction, self._step(x, apply(self.normalisation, x), ops.attention))
-
-    def sharded(
-        self, particles: Float[Tensor, "*batch n d"], *, group: Processes = None
-    ) -> Float[Tensor, "*batch n d"]:
-        """The same for this process's particles, of any number, of a population spread over a group of processes.
-
-        Equal to one process with all particles, to rounding; the objective is the sum of the processes' losses
-        (`massieu.ops.sharded`, queries="sharded"): particles get their gradient of it, weights this process's part.
-        A frozen population is the same on all processes.
-
-        Raises:
-            ValueError, TypeError: as the call; a map that needs the whole population; there is no process group.
-            RuntimeError: another process refused its arguments, or it died.
-        """
-        need_sharded(self.normalisation, self.contraction)
-        x = admit_share(self, particles, self.width, self.query.dtype, Group.of(group), residual=self.residual)
-        attend = partial(sharded.attention, queries="sharded", group=group)
-        moved = self._step(x, apply_sharded(self.normalisation, x, group), attend)
-        return apply_sharded(self.contraction, moved, group)
+    def _like(self) -> Tensor:
+        return self.query_weight
 
     def gaussian(self, law: Gaussian) -> Gaussian:
-        """The law of infinitely many particles of law N(m, C), after the layer: Gaussian again (S20).
-
-        With one head, score matrix B, write matrix V and step size γ: m + γV(m + CBᵀm) and (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ.
-
-        Raises:
-            MissingFormError: the law is Gaussian no more: a map that is not affine, or a frozen population that is not
-                Gaussian.
-            ValueError, TypeError: a law in another number of dimensions, or another measure.
-        """
-        before = need_law(self, law, self.width, self.query.dtype)
+        before = self._moments(law)
         normalised = affine_of(self.normalisation, before)
         if isinstance(self.population, Moving):
             attended = pushed(normalised, before)
@@ -240,47 +213,75 @@ class AttentionLayer(Value):
                 f"attention to a frozen {type(self.population).__name__} is not affine: a Gaussian law does not stay "
                 "Gaussian under it; with a frozen Gaussian, or a moving population, it does"
             )
-        weights: AttentionLayer = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(before.mean.dtype), self)
+        weights = self.to(before.mean.dtype)
         matrix, offset = weights._attention_to(attended)
         offset = weights.step_size * ((matrix @ normalised.offset.unsqueeze(-1)).squeeze(-1) + offset)
         matrix = weights.step_size * (matrix @ normalised.matrix)
         if self.residual:
-            matrix = matrix + torch.eye(self.width, dtype=matrix.dtype, device=matrix.device)
-        return Gaussian.create(*apply_to_law(self.contraction, pushed(AffineMap(matrix, offset), before)))
+            matrix = matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        return law_after(self.contraction, pushed(AffineMap(matrix, offset), before))
 
     def _attention_to(self, law: ParticleMoments) -> AffineMap:
         """z ↦ Σ_h W_O W_V (m + scale·C W_Kᵀ(W_Q z + b_Q)) + bias."""
-        scale = self.scale[:, None, None]
-        answer = scale * (self.value @ law.covariance.unsqueeze(-3) @ self.key.mT)
-        matrix = (self.output @ answer @ self.query).sum(-3)
-        written = self.value @ law.mean[..., None, :, None] + answer @ self.query_bias.unsqueeze(-1)
-        return AffineMap(matrix, (self.output @ written).sum(-3).squeeze(-1) + self.bias)
+        answer = self.scale[:, None, None] * (self.value_weight @ law.covariance.unsqueeze(-3) @ self.key_weight.mT)
+        matrix = (self.output_weight @ answer @ self.query_weight).sum(-3)
+        written = self.value_weight @ law.mean[..., None, :, None] + answer @ self.query_bias.unsqueeze(-1)
+        return AffineMap(matrix, (self.output_weight @ written).sum(-3).squeeze(-1) + self.bias)
 
-    def _admit(self, particles: Tensor) -> Tensor:
-        return admit(self, particles, self.width, self.query.dtype)
+    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        if group is None and particles.shape[-2] == 0:
+            raise ValueError(f"AttentionLayer needs at least one particle, got shape {tuple(particles.shape)}")
+        attend = ops.attention
+        if group is not None:
+            attend = partial(sharded.attention, queries="sharded", group=group.handle)
+        move = self._attended(apply(self.normalisation, particles, group), attend)
+        move = self.step_size.to(particles.dtype) * move
+        return apply(self.contraction, particles + move if self.residual else move, group)
 
-    def _step(self, x: Tensor, z: Tensor, attend: Attend) -> Tensor:
-        move = self.step_size.to(x.dtype) * self._attended(z, attend)
-        return x + move if self.residual else move
-
-    def _attended(self, z: Tensor, attend: Attend) -> Tensor:
+    def _attended(self, z: Tensor, attend: Callable[..., ops.AttentionResult]) -> Tensor:
         """What all heads write, with the bias."""
         dtype, batch = z.dtype, z.shape[:-2]
         # The scale goes into the query's map, which is small.
         scale = self.scale.to(dtype)[:, None]
-        query = split_heads(z, scale.unsqueeze(-1) * self.query.to(dtype), scale * self.query_bias.to(dtype))
-        key_map, value_map = self.key.to(dtype), self.value.to(dtype)
+        query = _heads(z, scale.unsqueeze(-1) * self.query_weight.to(dtype), scale * self.query_bias.to(dtype))
+        key_map, value_map = self.key_weight.to(dtype), self.value_weight.to(dtype)
         if isinstance(self.population, Moving):
-            found = attend(query, split_heads(z, key_map), split_heads(z, value_map), scale=1.0).output
+            found = attend(query, _heads(z, key_map), _heads(z, value_map), scale=1.0).output
         elif isinstance(self.population, Atoms):
-            points = aligned(self.population.points.to(dtype), batch, 2)
-            log_weight = aligned(self.population.log_weight.to(dtype), batch, 1)
+            points = spread("the population attended to", self.population.points.to(dtype), batch, 2)
+            log_weight = spread("the population attended to", self.population.log_weight.to(dtype), batch, 1)
+            keys, values = _heads(points, key_map), _heads(points, value_map)
             log_weight = log_weight.reshape(len(query), 1, 1, -1)
-            keys, values = split_heads(points, key_map), split_heads(points, value_map)
             found = ops.attention(query, keys, values, log_weight=log_weight, scale=1.0).output
         else:
             eta = (query @ key_map).reshape(*batch, len(key_map), *z.shape[-2:])
             found = (self.population.mean(eta).to(dtype) @ value_map.mT).reshape(*query.shape[:-1], -1)
         written = found.transpose(1, 2).flatten(2)
-        matrix = self.output.to(dtype).permute(1, 0, 2).flatten(1)
+        matrix = self.output_weight.to(dtype).permute(1, 0, 2).flatten(1)
         return F.linear(written, matrix, self.bias.to(dtype)).reshape(z.shape)
+
+
+def _heads(points: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Float[Tensor, "B H n K"]:
+    """(*batch, n, d) through (H, K, d), batches flattened."""
+    flat = points.reshape(points.shape[:-2].numel(), *points.shape[-2:])
+    image = F.linear(flat, matrix.flatten(0, 1), None if bias is None else bias.flatten())
+    return image.unflatten(-1, matrix.shape[:2]).transpose(1, 2)
+
+
+def _bias(name: str, given: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    if given is None:
+        return like.new_zeros(shape)
+    check_shape(name, floating(name, given), shape)
+    check_finite(**{name: given})
+    return given.to(like)
+
+
+def _attended_to(population: Measure | Tensor | None, width: int) -> Measure | Moving:
+    if population is None:
+        return Moving()
+    if isinstance(population, Tensor):
+        population = Atoms.create(population)
+    instance("population", population, Measure, "a measure, a tensor of points or None")
+    if population.event_shape != (width,):
+        raise ValueError(f"population must live in {width} dimensions, got {tuple(population.event_shape)}")
+    return population

@@ -7,6 +7,7 @@ an infinity gives NaN, and leaves the others of its batch untouched. Memory is l
 
 import functools
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +15,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import check_values, floating, instance, whole_number
 from massieu.ops.sharded.collectives import Group
-from massieu.population.arguments import need_integers, need_tensors, need_values
-from massieu.population.reading import Processes, centred, check_cloud, collected, greatest, shared, summed
+from massieu.population.reading import (
+    ObservableReading,
+    Processes,
+    centred,
+    check_cloud,
+    check_single_cloud,
+    collected,
+    counts,
+    greatest,
+    shared,
+    summed,
+)
 
 _BLOCK = 32
 """Directions at a time: a block of projections is as large as a cloud of that width."""
 _NULL_DRAWS = 2**22
 _NULL_REPETITIONS = (32, 1024)
+_CHANCE = 0.05
+_LEAST_FOR_CUMULANTS = 4
 
 
 class ProjectedCumulantsResult(NamedTuple):
@@ -42,13 +56,11 @@ def random_directions(
         ValueError: fewer than one direction or dimension.
         TypeError: a number that is no integer, no generator, or a dtype that is not floating-point.
     """
-    need_integers(dimension=dimension, count=count)
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    whole_number("dimension", dimension, least=1)
+    whole_number("count", count, least=1)
+    instance("generator", generator, torch.Generator, "a torch.Generator")
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be floating-point, got {dtype}")
-    if dimension < 1 or count < 1:
-        raise ValueError(f"at least one direction and one dimension are needed, got {count} and {dimension}")
     drawn = torch.randn(count, dimension, generator=generator, device=generator.device, dtype=dtype)
     return drawn / drawn.norm(dim=-1, keepdim=True)
 
@@ -73,8 +85,7 @@ def projected_cumulants(
     check = partial(_check_directions, points, directions)
     processes = shared("projected_cumulants", points, group, check, {"directions": directions})
     relative, n = centred(points, processes)
-    if n < 4:
-        raise ValueError(f"the fourth cumulant needs at least 4 tokens, got {n}")
+    _check_count("the fourth cumulant", n)
     third, fourth = [], []
     for block in directions.to(relative).split(_BLOCK):
         along = _projected(relative, block, processes)
@@ -98,10 +109,7 @@ def gaussian_cumulant_spread(tokens: int) -> tuple[float, float]:
     Raises:
         ValueError: fewer than 4 tokens.
     """
-    n = tokens
-    need_integers(tokens=n)
-    if n < 4:
-        raise ValueError(f"the fourth cumulant needs at least 4 tokens, got {n}")
+    n = whole_number("tokens", tokens, least=_LEAST_FOR_CUMULANTS)
     third = 6 * n * (n - 1) / ((n - 2) * (n + 1) * (n + 3))
     fourth = 24 * n * (n - 1) ** 2 / ((n - 3) * (n - 2) * (n + 3) * (n + 5))
     return math.sqrt(third), math.sqrt(fourth)
@@ -126,7 +134,7 @@ def squared_gaussian_distance(
     relative, _ = centred(points, processes)
     blocks = directions.to(relative).split(_BLOCK)
     return torch.cat(
-        [_distance(collected(_projected(relative, block, processes), -2, processes).mT) for block in blocks], -1
+        [_distance(collected(_projected(relative, block, processes), processes).mT) for block in blocks], -1
     )
 
 
@@ -139,10 +147,52 @@ def gaussian_distance_null(tokens: int) -> tuple[float, float]:
     Raises:
         ValueError: fewer than 1 token.
     """
-    need_integers(tokens=tokens)
-    if tokens < 1:
-        raise ValueError(f"at least 1 token is needed, got {tokens}")
-    return _simulated_null(tokens)
+    return _simulated_null(whole_number("tokens", tokens, least=1))
+
+
+@dataclass(frozen=True)
+class CloudShape:
+    """How far the tokens are from a Gaussian, along the same random directions in every layer.
+
+    Records of the standardised cumulants their root mean square over the directions (`third_cumulant`, `fourth_cumulant`) and
+    the largest size (`third_cumulant_largest`, `fourth_cumulant_largest`), and `gaussian_distance`, the sliced W₂ to the
+    Gaussian of the same two moments in units of the standard deviation along each direction.
+
+    Standard errors are those over directions, for the tokens as they are. Nulls are for as many independent Gaussian tokens:
+    the exact root of the expected mean square, for the distance by simulation; of the largest what it stays below in 95 % of
+    such clouds at the least (each direction's cumulant taken as normal).
+
+    Attributes:
+        projections: How many directions.
+        seed: Of the directions.
+    """
+
+    projections: int = 256
+    seed: int = 0
+
+    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
+        processes = shared(
+            "CloudShape",
+            points,
+            group,
+            partial(check_single_cloud, points),
+            projections=self.projections,
+            seed=self.seed,
+        )
+        count = sum(counts(points, processes))
+        _check_count("CloudShape", count)
+        generator = torch.Generator().manual_seed(self.seed)
+        directions = random_directions(points.shape[-1], self.projections, generator=generator).to(points.device)
+        found: dict[str, ObservableReading] = {}
+        cumulants = projected_cumulants(points, directions, group=group)
+        reach = -torch.special.ndtri(_number(_CHANCE / (2 * self.projections))).item()
+        spreads = gaussian_cumulant_spread(count)
+        for name, each, spread in zip(("third_cumulant", "fourth_cumulant"), cumulants, spreads, strict=True):
+            found[name] = _root(each.square(), spread)
+            found[f"{name}_largest"] = ObservableReading(each.abs().amax(), null=_number(reach * spread))
+        distance = squared_gaussian_distance(points, directions, group=group)
+        found["gaussian_distance"] = _root(distance, math.sqrt(gaussian_distance_null(count)[0]))
+        return found
 
 
 @functools.cache
@@ -183,13 +233,30 @@ def _distance(along: Tensor) -> Tensor:
     return torch.where(variance == 0, 0.0, torch.where(variance.isnan(), torch.nan, distance))
 
 
+def _root(squares: Tensor, null: float) -> ObservableReading:
+    """The root of the mean over directions; its standard error by the slope of the root."""
+    value = squares.mean().sqrt()
+    if len(squares) == 1:
+        return ObservableReading(value, null=_number(null))
+    error = squares.std() / len(squares) ** 0.5 / (2 * torch.where(value == 0, 1.0, value))
+    return ObservableReading(value, error, _number(null))
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _check_count(owner: str, tokens: int) -> None:
+    if tokens < _LEAST_FOR_CUMULANTS:
+        raise ValueError(f"{owner} needs at least {_LEAST_FOR_CUMULANTS} tokens, got {tokens}")
+
+
 def _check_directions(points: Tensor, directions: Tensor) -> None:
     check_cloud(points)
-    need_tensors(directions=directions)
+    shape = floating("directions", directions).shape
     if not points.is_meta:
-        need_values(directions=directions)
-    if directions.ndim != 2 or directions.shape[1] != points.shape[-1] or directions.shape[0] == 0:
+        check_values(directions=directions)
+    if len(shape) != 2 or shape[1] != points.shape[-1] or shape[0] == 0:
         raise ValueError(
-            f"directions must have shape (m, {points.shape[-1]}) for points {tuple(points.shape)}, "
-            f"got {tuple(directions.shape)}"
+            f"directions must have shape (m, {points.shape[-1]}) for points {tuple(points.shape)}, got {tuple(shape)}"
         )

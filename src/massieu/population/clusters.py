@@ -1,14 +1,16 @@
 """How many clusters a cloud of tokens has (N5)."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import check_values, number, whole_number
+from massieu.foundation.values import promoted_dtype
 from massieu.ops.sharded.collectives import Group
-from massieu.population.arguments import need_integers, need_numbers, need_values
-from massieu.population.reading import Processes, check_cloud, greatest, shared, summed
+from massieu.population.reading import ObservableReading, Processes, check_cloud, greatest, shared, summed
 
 _SHARE_OF_LENGTH = 0.1
 
@@ -49,18 +51,14 @@ def cluster_count(
 
     def check() -> None:
         check_cloud(points)
-        need_values(points=points)
-        need_integers(limit=limit)
-        need_numbers(radius=0.0 if radius is None else radius)
-        if limit < 1:
-            raise ValueError(f"limit must be at least 1, got {limit}")
-        if radius is not None and radius < 0:
-            raise ValueError(f"radius must be a number, at least 0, or None, got {radius}")
+        check_values(points=points)
+        whole_number("limit", limit, least=1)
+        if radius is not None:
+            number("radius", radius, least=0)
 
     processes = shared("cluster_count", points, group, check, radius=radius, limit=limit)
     batch, (tokens, width) = points.shape[:-2], points.shape[-2:]
-    cloud = points.reshape(-1, tokens, width)
-    cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))
+    cloud = points.reshape(-1, tokens, width).to(promoted_dtype(points))
     finite = cloud.isfinite().all(-1).all(-1)
     broken = greatest((~finite).double(), processes) > 0
     cloud = torch.where(broken[:, None, None], 0.0, cloud)
@@ -86,6 +84,18 @@ def cluster_count(
     return ClusterCountResult(
         *(torch.where(broken, torch.nan, each).reshape(batch) for each in (count, covered, largest))
     )
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """`cluster_count` as an observable: `clusters` and `largest_cluster` (its share of the tokens)."""
+
+    radius: float | None = None
+    limit: int = 128
+
+    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
+        found = cluster_count(points, radius=self.radius, limit=self.limit, group=group)
+        return {"clusters": ObservableReading(found.clusters), "largest_cluster": ObservableReading(found.largest)}
 
 
 def _in_units(cloud: Tensor, processes: Group | None) -> tuple[Tensor, Tensor]:

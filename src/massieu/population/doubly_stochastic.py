@@ -1,26 +1,27 @@
 """Attention whose weights sum to one over keys and over queries: Sinkhorn's algorithm without the matrix (N8)."""
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self, Unpack
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu import ops, solve
-from massieu.energy import matrices
-from massieu.measures import Gaussian
-from massieu.measures.value import values_are_readable
-from massieu.population.arguments import (
-    need_finite,
-    need_integers,
-    need_numbers,
-    need_one_device,
-    need_tensors,
-    need_values,
+from massieu.foundation import matrices
+from massieu.foundation.arguments import (
+    check_finite,
+    check_log_probabilities,
+    check_one_device,
+    check_values,
+    expanded,
+    floating,
+    number,
+    whole_number,
 )
-from massieu.population.head import Head
+from massieu.foundation.values import promoted_dtype, static_field
+from massieu.measures import Gaussian
+from massieu.ops.sharded.collectives import Group
+from massieu.population.head import Head, HeadOptions, checked
 from massieu.population.operator import AffineMap
 
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
@@ -33,9 +34,9 @@ class SinkhornResult(NamedTuple):
     Σ_j P_ij = 1 for every token i, and Σ_i w_i P_ij = w_j: the mean over the population (with weights w) of P v is that of v.
     """
 
-    query: Float[Tensor, "B H n"]
+    query_potential: Float[Tensor, "B H n"]
     """f, nats; 0 for hidden tokens."""
-    key: Float[Tensor, "B H n"]
+    key_potential: Float[Tensor, "B H n"]
     """g, of mean 0 over the tokens there are (a constant may move from g to f); 0 for hidden tokens."""
     residual: Float[Tensor, "B H"]
     """Root mean square over tokens of Σ_i w_i P_ij/w_j − 1; the other sum is exact."""
@@ -56,7 +57,7 @@ def sinkhorn(
     key: Float[Tensor, "B H n k"],
     *,
     log_weight: Float[Tensor, "..."] | None = None,
-    scale: float = 1.0,
+    scale: float | None = None,
     tolerance: float | None = None,
     max_steps: int = 1000,
 ) -> SinkhornResult:
@@ -71,7 +72,7 @@ def sinkhorn(
         query, key: Of the same tokens, and so of the same number; float16 and bfloat16 are promoted. Pass one tensor twice
             where they are equal.
         log_weight: log w, mass of each token both as query and as key; broadcasts to (B, H, n), −inf hides a token.
-        scale: Inverse temperature, 1/ε.
+        scale: Inverse temperature, 1/ε; k^-½ by default.
         tolerance: Of the residual; None: 1e-11 in float64, 1e-5 in float32, and 8 roundings of the potentials more.
         max_steps: Before giving up.
 
@@ -82,11 +83,10 @@ def sinkhorn(
     Source: Sinkhorn and Knopp (1967); as attention, Sander et al., "Sinkformers", arXiv 2110.11773.
     """
     tied = query is key
-    need_numbers(tolerance=0.0 if tolerance is None else tolerance)
-    need_integers(max_steps=max_steps)
-    if max_steps < 1 or (tolerance is not None and tolerance < 0):
-        raise ValueError(f"max_steps must be at least 1 and tolerance at least 0, got {max_steps} and {tolerance}")
-    query, key, weight = _admitted(query, key, log_weight, scale)
+    whole_number("max_steps", max_steps, least=1)
+    if tolerance is not None:
+        number("tolerance", tolerance, least=0)
+    query, key, weight, scale = _admitted(query, key, log_weight, scale)
     tolerance = _TOLERANCE[query.dtype] if tolerance is None else tolerance
     parameters = (scale**0.5 * query, weight) if tied and scale > 0 else (scale * query, key, weight)
     found = solve.fixed_point(
@@ -113,7 +113,7 @@ def doubly_stochastic_attention(
     value: Float[Tensor, "B H n e"],
     *,
     log_weight: Float[Tensor, "..."] | None = None,
-    scale: float = 1.0,
+    scale: float | None = None,
     tolerance: float | None = None,
     max_steps: int = 1000,
 ) -> DoublyStochasticResult:
@@ -122,59 +122,63 @@ def doubly_stochastic_attention(
     For queries = keys = values the output is half the gradient, in all tokens at once, of −(Σf + Σg)/scale: unlike attention's,
     a joint gradient flow (S3, trap 13). Hidden tokens have the output that they would have as queries.
     """
-    need_tensors(query=query, key=key, value=value)
-    need_one_device(query=query, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        floating(name, tensor)
+    check_one_device(query=query, value=value)
     potentials = sinkhorn(query, key, log_weight=log_weight, scale=scale, tolerance=tolerance, max_steps=max_steps)
-    promoted, keys, weight = _admitted(query, key, log_weight, scale)
-    shared = (weight + potentials.key).unsqueeze(-2)
+    promoted, keys, weight, scale = _admitted(query, key, log_weight, scale)
+    shared = (weight + potentials.key_potential).unsqueeze(-2)
     output = ops.attention(promoted, keys, value.to(promoted), log_weight=shared, scale=scale).output
     return DoublyStochasticResult(output.to(query.dtype), potentials)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class DoublyStochasticLayer(Head):
     """A layer of doubly stochastic self-attention (N8): alone it keeps the mean of the values.
 
-    With tied queries, keys and values, (P x − x)·scale → ½∇log ρ as the scale grows, for tokens of density ρ: P moves them up
-    their density, and x − (P x − x) is a step 1/(2·scale) of the heat equation.
+    With tied queries, keys and values, (P x − x)·scale → ½∇log ρ as the scale grows, for tokens of density ρ: P moves them
+    up their density, and x − (P x − x) is a step 1/(2·scale) of the heat equation.
+
+    Over a Gaussian law (`gaussian`) P is the plan of entropic optimal transport between it and itself, and so Gaussian: in
+    coordinates in which the law is standard and the scores are xᵀGy, a token's mean partner is 2(1 + (1 + 4GᵀG)^½)⁻¹Gᵀx.
+    A singular covariance is a ValueError. Use `create`.
 
     Attributes:
-        query, key, value, scale: Of the one head; no map: the tokens as they are.
+        query_weight, key_weight, value_weight, scale: Of the one head; no map: the tokens as they are; k^-½ by default.
         step_size, residual, contraction: As in `AttentionLayer`; by default the output replaces the token.
-        tolerance, max_steps: As in `sinkhorn`.
+        tolerance, max_steps: As in `sinkhorn`, whose errors a call has.
+
+    Source: Janati et al., arXiv 2006.02572, for scores of a squared distance.
     """
 
-    tolerance: float | None = None
-    max_steps: int = 1000
+    tolerance: float | None = static_field()
+    max_steps: int = static_field()
 
-    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The tokens after the layer, at least float32; raises as `sinkhorn`."""
-        query, key, value = self.heads(particles)
-        found = doubly_stochastic_attention(
-            query, key, value, scale=self.scale, tolerance=self.tolerance, max_steps=self.max_steps
-        )
-        return self.moved(particles, found.output)
-
-    def gaussian(self, law: Gaussian) -> Gaussian:
-        """The law after the layer, of infinitely many particles of that law.
-
-        P is then the plan of entropic optimal transport between a Gaussian and itself, and so Gaussian: in coordinates in which
-        the law is standard and the scores are xᵀGy, a token's mean partner is 2(1 + (1 + 4GᵀG)^½)⁻¹Gᵀx.
+    @classmethod
+    def create(cls, *, tolerance: float | None = None, max_steps: int = 1000, **options: Unpack[HeadOptions]) -> Self:
+        """A layer; `tolerance` and `max_steps` are checked by the call.
 
         Raises:
-            MissingFormError: a contraction that is not affine.
-            ValueError, TypeError: a singular covariance, maps for other dimensions, or another measure.
-
-        Source: Janati et al., arXiv 2006.02572, for scores of a squared distance.
+            TypeError: options of a wrong kind.
+            ValueError: a scale or a step size that is not finite.
         """
-        before, tilt, value = self.weighed(law)
+        return cls(**checked(options), tolerance=tolerance, max_steps=max_steps)
+
+    def gaussian(self, law: Gaussian) -> Gaussian:
+        before, tilt, value = self._weighed(law)
         root = matrices.square_root(before.covariance, owner="DoublyStochasticLayer.gaussian")
         identity = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
         back = root @ tilt @ root  # Gᵀ
         sums = identity + matrices.square_root(identity + 4 * back @ back.mT, owner="DoublyStochasticLayer.gaussian")
         matrix = 2 * root @ matrices.solve(sums, root @ tilt)
         still = before.mean.unsqueeze(-1)
-        return self.law_after(before, AffineMap(value @ matrix, (value @ (still - matrix @ still)).squeeze(-1)))
+        return self._law_after(before, AffineMap(value @ matrix, (value @ (still - matrix @ still)).squeeze(-1)))
+
+    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        query, key, value = self._heads(particles)
+        found = doubly_stochastic_attention(
+            query, key, value, scale=self.scale, tolerance=self.tolerance, max_steps=self.max_steps
+        )
+        return self._after(particles, found.output)
 
 
 def _alternate(g: Tensor, query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
@@ -198,30 +202,24 @@ def _potential(query: Tensor, key: Tensor, weight: Tensor, hidden: Tensor) -> Te
     return -ops.log_partition(query, key, log_weight=weight.unsqueeze(-2), scale=1.0).masked_fill(hidden, 0.0)
 
 
-def _admitted(query: Tensor, key: Tensor, log_weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and log-weights (B, H, n) of one dtype of at least float32."""
-    need_tensors(query=query, key=key)
-    if query.ndim != 4 or query.shape != key.shape:
+def _admitted(
+    query: Tensor, key: Tensor, log_weight: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Queries, keys and log-weights (B, H, n) of one dtype of at least float32, and the scale."""
+    if floating("query", query).ndim != 4 or query.shape != floating("key", key).shape:
         raise ValueError(
             f"query and key must have one shape (B, H, n, k), got {tuple(query.shape)} and {tuple(key.shape)}"
         )
     if query.numel() == 0:
         raise ValueError(f"query and key must have at least one token and one dimension, got {tuple(query.shape)}")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
-    need_values(query=query, key=key)
-    need_finite(query=query, key=key)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    shape = query.shape[:-1]
-    if log_weight is not None:
-        need_tensors(log_weight=log_weight)
-        need_values(log_weight=log_weight)
+    inverse_temperature = query.shape[-1] ** -0.5 if scale is None else number("scale", scale)
+    check_values(query=query, key=key)
+    check_finite(query=query, key=key)
+    dtype, shape = promoted_dtype(query), query.shape[:-1]
     if log_weight is None:
         weight = torch.zeros(shape, dtype=dtype, device=query.device)
-    elif log_weight.ndim > 3 or any(own not in (1, need) for own, need in zip(log_weight.shape[::-1], shape[::-1])):  # noqa: B905
-        raise ValueError(f"log_weight must broadcast to {tuple(shape)}, got {tuple(log_weight.shape)}")
     else:
-        if values_are_readable(log_weight) and not bool((log_weight < torch.inf).all()):
-            raise ValueError("log_weight must be a number or −inf everywhere, got a NaN or +inf")
-        weight = log_weight.to(query.device, dtype).expand(shape)
-    return query.to(dtype), key.to(dtype), weight
+        check_values(log_weight=floating("log_weight", log_weight))
+        check_log_probabilities(log_weight=log_weight)
+        weight = expanded("log_weight", log_weight.to(query.device, dtype), shape)
+    return query.to(dtype), key.to(dtype), weight, inverse_temperature

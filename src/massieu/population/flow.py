@@ -14,14 +14,17 @@ from rich.progress import track
 from torch import Tensor
 
 from massieu.errors import InputError
+from massieu.foundation import arguments
+from massieu.foundation.arguments import described, whole_number
 from massieu.ops.sharded.agreement import Call, together
 from massieu.ops.sharded.collectives import Group
 from massieu.population import flow_checkpoint
+from massieu.population.cloud_shape import CloudShape
 from massieu.population.flow_checkpoint import State, fingerprint
-from massieu.population.flow_observables import CloudMoments, CloudShape
 from massieu.population.flow_result import FlowResult, Row
-from massieu.population.operator import Operator, need_sharded
-from massieu.population.reading import Observable, ObservableReading, Processes, check_cloud, joined
+from massieu.population.observables import CloudMoments
+from massieu.population.operator import Operator
+from massieu.population.reading import Observable, ObservableReading, Processes, check_single_cloud, joined
 
 Layer = Callable[[Float[Tensor, "n d"]], Float[Tensor, "n e"]]
 
@@ -64,8 +67,8 @@ class Flow:
             group=group)`` is called; functions must be for that themselves. Observables are called with ``group=group``.
 
     Raises:
-        TypeError: a layer, an observable or a generator of another type.
-        ValueError: no layer; several layers and a depth, or one and none; a group, and an operator without `sharded`.
+        TypeError: a layer, an observable, a generator or a depth of another type.
+        ValueError: no layer; several layers and a depth, or one and none; a group, and an operator that needs all tokens.
     """
 
     def __init__(
@@ -83,11 +86,12 @@ class Flow:
             if not callable(each):
                 raise TypeError(f"layers and observables must be callable, got {type(each).__name__}")
         if group is not None:
-            need_sharded(*(layer for layer in self.layers if isinstance(layer, Operator)))
+            for layer in self.layers:
+                if isinstance(layer, Operator):
+                    layer.check_shared()
         known = [getattr(layer, "generator", None) for layer in self.layers]
-        found = [*generators, *(each for each in known if isinstance(each, torch.Generator))]
-        if wrong := [each for each in found if not isinstance(each, torch.Generator)]:
-            raise TypeError(f"generators must be of torch.Generator, got {type(wrong[0]).__name__}")
+        found = [arguments.generator("each of generators", each) for each in generators]
+        found += [each for each in known if isinstance(each, torch.Generator)]
         self.generators = list({id(each): each for each in found}.values())
         self.group = group
 
@@ -110,9 +114,7 @@ class Flow:
         group = joined(self.group)
 
         def check() -> dict[str, Any]:
-            check_cloud(particles)
-            if particles.ndim != 2:
-                raise ValueError(f"a flow takes particles of shape (n, d), got {tuple(particles.shape)}")
+            check_single_cloud(particles, "particles")
             if folder is not None and flow_checkpoint.exists(folder, group):
                 raise InputError(f"{folder} has a checkpoint already: resume it, or name another folder")
             return self._settings() | _of_the_cloud(particles)
@@ -141,12 +143,7 @@ class Flow:
         return self._go_on(state, settings, folder, progress)
 
     def _agreed(self, group: Group | None, check: Callable[[], dict[str, Any]], checkpoint: bool) -> dict[str, Any]:
-        """The checked settings, which on all processes that share the cloud must be those of one flow.
-
-        Raises:
-            TypeError, ValueError, InputError: as `check`; or the processes have flows that differ.
-            RuntimeError: another process refused its arguments.
-        """
+        """The checked settings, which on all processes that share the cloud must be those of one flow; raises as `agreed`."""
         if group is None:
             return check()
 
@@ -182,26 +179,23 @@ class Flow:
 
     def _advance(self, state: State, index: int) -> State:
         """One layer, and what is observed after it."""
-        layer, before = self.layers[index], state.particles
+        layer: Any = self.layers[index]
+        before = state.particles
         lineage, told = state.lineage, {}
         if isinstance(layer, ObservedLayer):
             moved = layer.observed(before)
             particles, told = moved.particles, dict(moved.readings())
             if moved.ancestors is not None:
                 lineage = moved.ancestors if lineage is None else lineage[moved.ancestors]
-                told |= genealogy(lineage, index + 1)
+                told |= _genealogy(lineage, index + 1)
         else:
-            particles = self._moved(layer, before)
+            shares = self.group is not None and hasattr(layer, "sharded")
+            particles = layer.sharded(before, group=self.group) if shares else layer(before)
         if not isinstance(particles, Tensor) or particles.ndim != 2 or len(particles) != len(before):
-            given = tuple(particles.shape) if isinstance(particles, Tensor) else type(particles).__name__
+            given = tuple(particles.shape) if isinstance(particles, Tensor) else described(particles)
             raise ValueError(f"layer {index + 1} must return particles ({len(before)}, d), got {given}")
         rows = (*state.rows, *self._observe(particles, index + 1, told))
         return State(index + 1, particles, rows, lineage)
-
-    def _moved(self, layer: Any, particles: Tensor) -> Tensor:
-        if self.group is None or not hasattr(layer, "sharded"):
-            return layer(particles)
-        return layer.sharded(particles, group=self.group)
 
     def _observe(self, particles: Tensor, layer: int, told: Mapping[str, ObservableReading]) -> list[Row]:
         named: dict[str, ObservableReading | Tensor | float] = {}
@@ -235,7 +229,7 @@ def _of_the_cloud(particles: Tensor) -> dict[str, Any]:
     }
 
 
-def genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, ObservableReading]:
+def _genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, ObservableReading]:
     """How far the particles go back to the same ones of layer 0 (S19: coalescence of sequential Monte Carlo).
 
     `distinct_ancestors` is their number; `shared_ancestry` the probability that two particles have the same, with what it is
@@ -252,8 +246,8 @@ def genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, Observab
 
 
 def _repeated(layers: Layer | Sequence[Layer], depth: int | None) -> tuple[Layer, ...]:
-    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
-        raise ValueError(f"depth must be a whole number, at least 1, got {depth!r}")
+    if depth is not None:
+        whole_number("depth", depth, least=1)
     if isinstance(layers, Sequence):
         if depth is not None:
             raise ValueError(f"depth says how often one layer is applied; got depth={depth} and {len(layers)} layers")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.foundation.files import remove_left, replacing
 from massieu.ops.sharded.collectives import Group, largest
 from massieu.population.flow_result import Row
 
@@ -50,35 +50,19 @@ def write(
     record = {"format": _FORMAT, "settings": settings, "done": state.done, "rows": [astuple(row) for row in state.rows]}
     text = json.dumps(record)
     entries = {_ENTRY: text, "sha256": _checksum(text, tensors)}
-    path, failure = folder / _name(group, state.done), None
+    rank, failure = 0 if group is None else group.rank, None
+    path, mark = folder / f"process-{rank:05d}-layer-{state.done:05d}.safetensors", f"process-{rank:05d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_aside(path, save(tensors, entries))
+        remove_left(folder, mark)
+        with replacing(path, mark=mark) as aside:
+            aside.write_bytes(save(tensors, entries))
     except OSError as error:
         failure = f"cannot write the checkpoint {path}: {error.strerror}"
     _all_or_none(failure, group)
     for done, earlier in _present(folder, group).items():
         if done < state.done:
             earlier.unlink(missing_ok=True)
-
-
-def write_aside(path: Path, content: bytes) -> None:
-    """Write beside the place and move there, so that at any moment the file is whole or the one before.
-
-    What processes that were killed had left beside it is removed.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    for left in path.parent.glob(f".{path.name.partition('-layer-')[0]}-*"):
-        left.unlink(missing_ok=True)
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            # Or a machine that stops may have the name and not the content.
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def read(folder: Path, group: Group | None, settings: dict[str, Any]) -> tuple[State, dict[str, Any], list[Tensor]]:
@@ -174,10 +158,6 @@ def _bytes(tensor: Tensor) -> bytes:
 def exists(folder: Path, group: Group | None) -> bool:
     """Whether the folder has a checkpoint of this process."""
     return bool(_present(folder, group))
-
-
-def _name(group: Group | None, done: int) -> str:
-    return f"process-{0 if group is None else group.rank:05d}-layer-{done:05d}.safetensors"
 
 
 def _present(folder: Path, group: Group | None) -> dict[int, Path]:

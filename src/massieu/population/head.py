@@ -1,88 +1,119 @@
 """What layers of one head share whose weights are not softmax's: tokens to heads, results to tokens, laws to laws."""
 
-import math
-from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy.contraction import Identity
+from massieu.foundation.arguments import flag, floating, number
+from massieu.foundation.values import static_field
 from massieu.measures import Gaussian
-from massieu.population.operator import AffineMap, Map, ParticleMoments, apply, apply_to_law, need_law, need_map, pushed
-from massieu.population.reading import check_cloud
+from massieu.population.operator import AffineMap, Map, Operator, ParticleMoments, apply, as_map, law_after, pushed
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Head:
+class HeadOptions(TypedDict, total=False):
+    """What every layer of one head may be given; meanings and defaults as in `Head`."""
+
+    query_weight: Float[Tensor, "k d"] | None
+    key_weight: Float[Tensor, "k d"] | None
+    value_weight: Float[Tensor, "d d"] | None
+    scale: float | None
+    step_size: float
+    residual: bool
+    contraction: Map | None
+
+
+class Head(Operator):
     """x_i ← contraction(step_size·out_i), or contraction(x_i + step_size·out_i): one head's queries, keys and values.
 
     Attributes:
-        query, key: Maps (k, d) to queries and keys; None: the tokens as they are.
-        value: A map (d, d) to values; None: the tokens as they are.
-        scale: Inverse temperature of the scores.
-        step_size: A number.
-        residual: Whether x_i itself is in the sum; without it tokens are replaced.
-        contraction: Of the moved tokens: a `massieu.energy.contraction.Contraction`, or an operator.
+        query_weight, key_weight: Maps (k, d) to queries and keys; None: the tokens as they are.
+        value_weight: A map (d, d) to values; None: the tokens as they are.
+        scale: Inverse temperature of the scores; None: k^-½.
+        step_size: A number, 1 by default.
+        residual: Whether x_i itself is in the sum; without it, as by default, tokens are replaced.
+        contraction: Of the moved tokens: a `massieu.energy.activations.Activation`, or an operator.
     """
 
-    query: Float[Tensor, "k d"] | None = None
-    key: Float[Tensor, "k d"] | None = None
-    value: Float[Tensor, "d d"] | None = None
-    scale: float = 1.0
-    step_size: float = 1.0
-    residual: bool = False
-    contraction: Map = field(default_factory=Identity)
+    needs_all = True
 
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.scale) or not math.isfinite(self.step_size):
-            raise ValueError(f"scale and step_size must be finite, got {self.scale} and {self.step_size}")
-        need_map("contraction", self.contraction)
+    query_weight: Float[Tensor, "k d"] | None
+    key_weight: Float[Tensor, "k d"] | None
+    value_weight: Float[Tensor, "d d"] | None
+    scale: float | None = static_field()
+    step_size: float = static_field()
+    residual: bool = static_field()
+    contraction: Map
 
-    def heads(self, particles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of shape (1, batch, n, ·), at least float32; each cloud of a batch is a head.
+    def _heads(self, particles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of shape (1, batch, n, ·); each cloud of a batch is a head.
 
-        Where `key` is `query`, one tensor is both.
+        Where the two weights are one tensor, so are queries and keys.
         """
-        check_cloud(particles)
-        self._need_width(particles.shape[-1])
-        tokens = particles.to(torch.promote_types(particles.dtype, torch.float32))
-        tokens = tokens.reshape(1, -1, *tokens.shape[-2:])
-        query, key, value = (
-            tokens if weight is None else tokens @ weight.to(tokens).T for weight in (self.query, self.key, self.value)
-        )
-        return query, query if self.key is self.query else key, value
+        if 0 in particles.shape[-2:]:
+            shape = tuple(particles.shape)
+            raise ValueError(f"{type(self).__name__} needs at least one particle and one dimension, got shape {shape}")
+        self._check_weights(particles.shape[-1])
+        tokens = particles.reshape(1, -1, *particles.shape[-2:])
+        weights = (self.query_weight, self.key_weight, self.value_weight)
+        query, key, value = (tokens if weight is None else tokens @ weight.to(tokens).T for weight in weights)
+        return query, query if self.key_weight is self.query_weight else key, value
 
-    def moved(self, particles: Tensor, output: Tensor) -> Tensor:
+    def _after(self, particles: Tensor, output: Tensor) -> Tensor:
         """Where the outputs take the tokens."""
         move = self.step_size * output.reshape(*particles.shape[:-1], output.shape[-1])
-        return apply(self.contraction, particles.to(move) + move if self.residual else move)
+        return apply(self.contraction, particles.to(move) + move if self.residual else move, None)
 
-    def weighed(self, law: object) -> tuple[ParticleMoments, Tensor, Tensor]:
+    def _weighed(self, law: object) -> tuple[ParticleMoments, Tensor, Tensor]:
         """A law's moments, and scale·KᵀQ and V as matrices, for the law after the layer."""
-        before = need_law(self, law, None, torch.float32)
+        before = self._moments(law)
         width = before.mean.shape[-1]
-        self._need_width(width)
+        self._check_weights(width)
         identity = torch.eye(width, dtype=before.mean.dtype, device=before.mean.device)
-        query, key, value = (
-            identity if weight is None else weight.to(identity) for weight in (self.query, self.key, self.value)
-        )
-        return before, self.scale * key.T @ query, value
+        weights = (self.query_weight, self.key_weight, self.value_weight)
+        query, key, value = (identity if weight is None else weight.to(identity) for weight in weights)
+        return before, (len(key) ** -0.5 if self.scale is None else self.scale) * key.T @ query, value
 
-    def law_after(self, before: ParticleMoments, output: AffineMap, spread: Tensor | None = None) -> Gaussian:
+    def _law_after(self, before: ParticleMoments, output: AffineMap, noise: Tensor | None = None) -> Gaussian:
         """The law of tokens whose output is an affine map of them, with independent noise of that covariance."""
         matrix, offset = self.step_size * output.matrix, self.step_size * output.offset
         if self.residual:
             matrix = matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         mean, covariance = pushed(AffineMap(matrix, offset), before)
-        if spread is not None:
-            covariance = covariance + self.step_size**2 * spread
-        return Gaussian.create(*apply_to_law(self.contraction, ParticleMoments(mean, covariance)))
+        if noise is not None:
+            covariance = covariance + self.step_size**2 * noise
+        return law_after(self.contraction, ParticleMoments(mean, covariance))
 
-    def _need_width(self, width: int) -> None:
-        for name in ("query", "key", "value"):
+    def _check_weights(self, width: int) -> None:
+        for name in ("query_weight", "key_weight", "value_weight"):
             weight = getattr(self, name)
             if weight is not None and (weight.ndim != 2 or weight.shape[1] != width):
                 raise ValueError(
                     f"{name} must have shape (·, {width}) for tokens of d = {width}, got {tuple(weight.shape)}"
                 )
+
+
+def checked(options: HeadOptions) -> dict[str, Any]:
+    """The fields of a head.
+
+    Raises:
+        TypeError: a weight that is no floating-point tensor, a number that is none, another contraction, or an option
+            that does not exist.
+        ValueError: a number that is not finite.
+    """
+    if unknown := set(options) - set(HeadOptions.__annotations__):
+        raise TypeError(
+            f"a layer of one head has no option {min(unknown)}; it has {', '.join(HeadOptions.__annotations__)}"
+        )
+    weights = {name: options.get(name) for name in ("query_weight", "key_weight", "value_weight")}
+    for name, weight in weights.items():
+        if weight is not None:
+            floating(name, weight)
+    scale = options.get("scale")
+    return weights | {
+        "scale": None if scale is None else number("scale", scale),
+        "step_size": number("step_size", options.get("step_size", 1.0)),
+        "residual": flag("residual", options.get("residual", False)),
+        "contraction": as_map("contraction", options.get("contraction")),
+    }

@@ -7,96 +7,72 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy.contraction import Contraction, Identity
-from massieu.measures import Gaussian, MissingFormError
-from massieu.measures.value import static_field
-from massieu.ops.sharded.keys import Processes
+from massieu.energy.activations import Activation
+from massieu.foundation.arguments import floating, instance, whole_number
+from massieu.foundation.values import static_field
+from massieu.measures import Gaussian
+from massieu.ops.sharded.collectives import Group
 from massieu.population.operator import (
     AffineMap,
     Map,
     Operator,
     ParticleMoments,
-    Value,
-    admit,
     affine_of,
     apply,
-    apply_sharded,
-    need_law,
-    need_map,
-    need_sharded,
-    pushed,
+    as_map,
+    one_number,
 )
+from massieu.population.reading import Processes
 
 
-class Normalisation(Value):
-    """x ↦ gain ⊙ ∇R(x) + bias: a contraction, then a gain and a bias for each coordinate, as models' norms have them.
+class Normalisation(Operator):
+    """x ↦ gain ⊙ ∇L(x) + bias: an activation, then a gain and a bias for each coordinate, as models' norms have them.
 
-    With gains that differ it is no gradient, and so no `Contraction`. Use `create`.
+    With gains that differ it is no gradient, and so no `Activation`. Affine where the activation is. Use `create`.
 
     Attributes:
-        contraction: ∇R.
+        activation: ∇L.
         gain, bias: Shape (d).
     """
 
-    contraction: Contraction
+    activation: Activation
     gain: Float[Tensor, "d"]
     bias: Float[Tensor, "d"]
 
     @classmethod
-    def create(cls, contraction: Contraction, gain: Float[Tensor, "d"], bias: Float[Tensor, "d"] | None = None) -> Self:
+    def create(cls, activation: Activation, gain: Float[Tensor, "d"], bias: Float[Tensor, "d"] | None = None) -> Self:
         """Of no bias by default.
 
         Raises:
             ValueError: gain and bias are not vectors of one length.
-            TypeError: another kind of contraction.
+            TypeError: something else than an activation, or no floating-point tensors.
         """
-        if not isinstance(contraction, Contraction):
-            raise TypeError(f"contraction must be a Contraction, got {type(contraction).__name__}")
-        bias = torch.zeros_like(gain) if bias is None else bias
+        instance("activation", activation, Activation, "an Activation")
+        bias = torch.zeros_like(floating("gain", gain)) if bias is None else floating("bias", bias)
         if gain.ndim != 1 or bias.shape != gain.shape:
             raise ValueError(
                 f"gain and bias must be vectors of one length, got {tuple(gain.shape)} and {tuple(bias.shape)}"
             )
-        return cls(contraction, gain, bias)
-
-    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The particles after it, at least float32.
-
-        Raises:
-            ValueError, TypeError: another shape, or not floating-point.
-        """
-        x = admit(self, particles, len(self.gain), self.gain.dtype)
-        return self.gain.to(x.dtype) * self.contraction.mean(x) + self.bias.to(x.dtype)
-
-    def sharded(
-        self, particles: Float[Tensor, "*batch n d"], *, group: Processes = None
-    ) -> Float[Tensor, "*batch n d"]:
-        """The call: tokens do not meet."""
-        return self(particles)
+        return cls(activation, gain, bias)
 
     def affine(self, law: ParticleMoments) -> AffineMap:
-        """As an affine map, for a law of that batch.
-
-        Raises:
-            MissingFormError: the contraction is not affine.
-        """
-        matrix, offset = affine_of(self.contraction, law)
+        matrix, offset = affine_of(self.activation, law)
         gain, bias = self.gain.to(matrix.dtype), self.bias.to(matrix.dtype)
         return AffineMap(gain.unsqueeze(-1) * matrix, gain * offset + bias)
 
-    def gaussian(self, law: Gaussian) -> Gaussian:
-        """The law after it.
+    @property
+    def _like(self) -> Tensor:
+        return self.gain
 
-        Raises:
-            MissingFormError: the contraction is not affine.
-            ValueError, TypeError: a law in another number of dimensions, or another measure.
-        """
-        before = need_law(self, law, len(self.gain), self.gain.dtype)
-        return Gaussian.create(*pushed(self.affine(before), before))
+    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        return self.gain.to(particles.dtype) * self.activation(particles) + self.bias.to(particles.dtype)
 
 
-class FeedForward(Value):
+class FeedForward(Operator):
     """x_i ← contraction(x_i + step_size·function(normalisation(x_i))): every token by itself (S20, S21). Use `create`.
+
+    Nothing is known of the function, so no law stays Gaussian. The result is at least float32, unless the function gives
+    less. Other shapes than the particles', or no tensor, are a ValueError or TypeError of the call.
 
     Attributes:
         function: Any map of (*batch, n, d) to the same shape that treats every token alike, such as a module.
@@ -121,99 +97,47 @@ class FeedForward(Value):
         """Normalisation and contraction are the identity by default.
 
         Raises:
-            ValueError: `step_size` is not one number.
+            ValueError: `step_size` is not one finite number.
             TypeError: the function cannot be called; a map of another type.
         """
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}")
-        if not isinstance(step_size, Tensor):
-            step_size = torch.tensor(step_size, dtype=torch.float64)  # it takes the dtype of what it multiplies
-        if step_size.ndim:
-            raise ValueError(f"step_size must be one number, got shape {tuple(step_size.shape)}")
-        normalisation = Identity() if normalisation is None else normalisation
-        contraction = Identity() if contraction is None else contraction
-        need_map("normalisation", normalisation)
-        need_map("contraction", contraction)
-        return cls(function, step_size, normalisation, contraction)
+        # A number takes the dtype of what it multiplies.
+        like = step_size if isinstance(step_size, Tensor) else torch.zeros((), dtype=torch.float64)
+        step_size = one_number("step_size", step_size, like)
+        return cls(function, step_size, as_map("normalisation", normalisation), as_map("contraction", contraction))
 
-    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The particles after it; at least float32, unless the function gives less.
-
-        Raises:
-            ValueError, TypeError: another shape, or not floating-point; the function changes the shape.
-        """
-        x = admit(self, particles, None, torch.float32)
-        return apply(self.contraction, self._step(x, apply(self.normalisation, x)))
-
-    def sharded(
-        self, particles: Float[Tensor, "*batch n d"], *, group: Processes = None
-    ) -> Float[Tensor, "*batch n d"]:
-        """The same for this process's particles of a population spread over a group.
-
-        Raises:
-            ValueError, TypeError: as the call; a map that needs the whole population.
-        """
-        need_sharded(self.normalisation, self.contraction)
-        x = admit(self, particles, None, torch.float32)
-        moved = self._step(x, apply_sharded(self.normalisation, x, group))
-        return apply_sharded(self.contraction, moved, group)
-
-    def gaussian(self, law: Gaussian) -> Gaussian:
-        """There is none.
-
-        Raises:
-            MissingFormError: always: a function of each token, of which nothing is known, keeps no law Gaussian.
-        """
-        raise MissingFormError("FeedForward is not affine: a Gaussian law does not stay Gaussian under it")
-
-    def _step(self, x: Tensor, z: Tensor) -> Tensor:
-        update = self.function(z)
+    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        update = self.function(apply(self.normalisation, particles, group))
         if not isinstance(update, Tensor):
             raise TypeError(f"function must give a tensor, got {type(update).__name__}")
-        if update.shape != x.shape:
-            raise ValueError(f"function must keep the shape {tuple(x.shape)} of particles, got {tuple(update.shape)}")
-        return x + self.step_size.to(x.device, update.dtype) * update
+        if update.shape != particles.shape:
+            shape = tuple(particles.shape)
+            raise ValueError(f"function must keep the shape {shape} of particles, got {tuple(update.shape)}")
+        moved = particles + self.step_size.to(particles.device, update.dtype) * update
+        return apply(self.contraction, moved, group)
 
 
-class Composition(Value):
-    """Operators one after the other: untied layers (`create`), or one operator again and again (`repeat`)."""
+class Composition(Operator):
+    """Operators one after the other: untied layers (`create`), or one operator again and again (`repeat`).
+
+    The law after it is Gaussian if it is after each; errors are those of the operators.
+    """
 
     operators: tuple[Operator, ...]
 
     @classmethod
     def create(cls, operators: Iterable[Operator]) -> Self:
-        """The first one acts first.
-
-        Raises:
-            TypeError: one of them is no operator.
-        """
+        """The first one acts first; a TypeError if one of them is no operator."""
         operators = tuple(operators)
         for each in operators:
-            if not isinstance(each, Operator):
-                raise TypeError(f"operators must have a call and a method gaussian, got {type(each).__name__}")
+            instance("each of operators", each, Operator, "an Operator")
         return cls(operators)
 
     @classmethod
     def repeat(cls, operator: Operator, times: int) -> Self:
-        """Tied layers.
-
-        Raises:
-            ValueError: `times` is negative.
-            TypeError: it is no operator.
-        """
-        if times < 0:
-            raise ValueError(f"times must not be negative, got {times}")
-        return cls.create([operator] * times)
-
-    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The particles after all of them.
-
-        Raises:
-            ValueError, TypeError: as the operators do.
-        """
-        for operator in self.operators:
-            particles = operator(particles)
-        return particles
+        """Tied layers; a ValueError or TypeError if `times` is negative or no number, or it is no operator."""
+        return cls.create([operator] * whole_number("times", times, least=0))
 
     def path(self, particles: Float[Tensor, "*batch n d"]) -> Iterator[Float[Tensor, "*batch n d"]]:
         """The particles after each of them, one state at a time."""
@@ -224,22 +148,17 @@ class Composition(Value):
     def sharded(
         self, particles: Float[Tensor, "*batch n d"], *, group: Processes = None
     ) -> Float[Tensor, "*batch n d"]:
-        """This process's particles, of a population spread over a group, after all of them.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: as the operators do; one that needs the whole population.
-        """
-        need_sharded(*self.operators)
+        self.check_shared()
         for operator in self.operators:
-            particles = apply_sharded(operator, particles, group)
+            particles = operator.sharded(particles, group=group)
         return particles
 
     def gaussian(self, law: Gaussian) -> Gaussian:
-        """The law after all of them.
-
-        Raises:
-            MissingFormError: one of them keeps no law Gaussian.
-        """
         for operator in self.operators:
             law = operator.gaussian(law)
         return law
+
+    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        for operator in self.operators:
+            particles = apply(operator, particles, group)
+        return particles

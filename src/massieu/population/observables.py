@@ -4,18 +4,28 @@ A cloud is a tensor ``(*batch, n, d)``: n tokens in R^d, equally weighted. Every
 the input's dtype, and relative to one of the tokens, so that a large common offset costs no accuracy.
 
 Two kinds of cloud are degenerate and have defined values instead of NaN. A *collapsed* cloud (all tokens equal, a
-single token included) has pairwise distance 0, effective rank 0, participation ratio 0 and log-determinant −inf. A
+single token included) has pairwise distance 0, effective rank 0 and log-determinant −inf. A
 cloud that holds a NaN or an infinity gives NaN, and leaves the other clouds of its batch untouched.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.population.arguments import need_tensors
-from massieu.population.reading import Processes, centred, check_cloud, shared, summed
+from massieu.foundation.arguments import floating, number
+from massieu.population.reading import (
+    ObservableReading,
+    Processes,
+    centred,
+    check_cloud,
+    check_single_cloud,
+    counts,
+    shared,
+    summed,
+)
 
 
 def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
@@ -76,10 +86,8 @@ def log_determinant(spectrum: Float[Tensor, "*batch rank"], *, floor: float = 1e
     Raises:
         ValueError: ``spectrum`` has no dimension, or ``floor`` is not in [0, 1].
     """
-    _check_spectrum(spectrum)
-    if not 0 <= floor <= 1:
-        raise ValueError(f"floor must be in [0, 1], got {floor}")
-    spectrum = spectrum.double()
+    number("floor", floor, least=0, most=1)
+    spectrum = _spectrum(spectrum)
     if spectrum.shape[-1] == 0:
         return spectrum.new_full(spectrum.shape[:-1], -torch.inf)
     return torch.maximum(spectrum, floor * spectrum.mean(-1, keepdim=True)).log().mean(-1)
@@ -93,25 +101,38 @@ def effective_rank(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*ba
 
     Source: Roy and Vetterli, "The effective rank" (EUSIPCO 2007), definition 1.
     """
-    shares, collapsed = _shares(spectrum)
+    spectrum = _spectrum(spectrum)
+    trace = spectrum.sum(-1)
+    collapsed = trace == 0
+    shares = spectrum / torch.where(collapsed, 1.0, trace)[..., None]
     return torch.where(collapsed, 0.0, torch.special.entr(shares).sum(-1).exp())
 
 
-def participation_ratio(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
-    """(Σλ)² / Σλ²: between 1 and the spectrum's length; 0 for a collapsed cloud. Never above `effective_rank`."""
-    shares, collapsed = _shares(spectrum)
-    return torch.where(collapsed, 0.0, shares.square().sum(-1).reciprocal())
+@dataclass(frozen=True)
+class CloudMoments:
+    """Where the tokens are and how they spread; linear in tokens.
+
+    Records `mean` (of each coordinate), `length` (root mean square of ‖x‖), `length_of_mean` (‖x̄‖), `covariance_spectrum`,
+    `log_determinant` (nats per direction) and `effective_rank`.
+    """
+
+    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
+        processes = shared("CloudMoments", points, group, partial(check_single_cloud, points))
+        sums = torch.cat([points.double().square().sum().reshape(1), points.double().sum(0)])
+        means = summed(sums, processes) / sum(counts(points, processes))
+        spectrum = covariance_spectrum(points, group=group)
+        found = {
+            "mean": means[1:],
+            "length": means[0].sqrt(),
+            "length_of_mean": means[1:].norm(),
+            "covariance_spectrum": spectrum,
+            "log_determinant": log_determinant(spectrum),
+            "effective_rank": effective_rank(spectrum),
+        }
+        return {name: ObservableReading(value) for name, value in found.items()}
 
 
-def _check_spectrum(spectrum: Tensor) -> None:
-    need_tensors(spectrum=spectrum)
-    if spectrum.ndim < 1:
+def _spectrum(spectrum: Tensor) -> Tensor:
+    if floating("spectrum", spectrum).ndim < 1:
         raise ValueError("spectrum must have shape (*batch, rank), got a scalar")
-
-
-def _shares(spectrum: Tensor) -> tuple[Tensor, Tensor]:
-    """Each eigenvalue's share of the trace, and whether the trace is zero."""
-    _check_spectrum(spectrum)
-    trace = spectrum.double().sum(-1)
-    collapsed = trace == 0
-    return spectrum.double() / torch.where(collapsed, 1.0, trace)[..., None], collapsed
+    return spectrum.double()

@@ -1,48 +1,20 @@
 """What acts on a population of tokens, and what follows for a Gaussian law of tokens."""
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, dataclass_transform, runtime_checkable
+from abc import abstractmethod
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from massieu.energy.contraction import Contraction
-from massieu.measures import Gaussian, MissingFormError
-from massieu.measures.value import register, static_field
-from massieu.ops.sharded.agreement import Call, need_values, together
+from massieu.energy.activations import Activation, Identity, MeasureActivation
+from massieu.foundation.arguments import as_tensor, check_finite, described, floating, instance
+from massieu.foundation.values import Value, promoted_dtype
+from massieu.measures import Gaussian, Measure, MissingFormError
 from massieu.ops.sharded.collectives import Group
-
-
-@runtime_checkable
-class Operator(Protocol):
-    """A map of populations: of particles, and, where a Gaussian law stays one, of that law.
-
-    Where an operator is token-wise, or can communicate, a method ``sharded(particles, *, group=None)`` applies it to a
-    population spread over processes. Where it is affine for a population of a given law, a method ``affine(law)`` says so, and
-    it may stand before attention as well without costing the layer its Gaussian law.
-    """
-
-    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The particles after it."""
-        ...
-
-    def gaussian(self, law: Gaussian) -> Gaussian:
-        """The law after it, of infinitely many particles of that law."""
-        ...
-
-
-Map = Contraction | Operator
-
-
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field,))
-class Value:
-    """A frozen dataclass and pytree, which is what deriving from it makes of a class."""
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+from massieu.population.reading import Processes, agreed
 
 
 class AffineMap(NamedTuple):
@@ -53,10 +25,133 @@ class AffineMap(NamedTuple):
 
 
 class ParticleMoments(NamedTuple):
-    """Mean and covariance of a Gaussian law."""
+    """Mean and covariance of a Gaussian law of particles."""
 
     mean: Float[Tensor, "*batch d"]
     covariance: Float[Tensor, "*batch d d"]
+
+
+class Operator(Value):
+    """A map of populations of tokens, and, where a Gaussian law stays one, of that law. A value and a pytree.
+
+    An author writes `_moved`, what becomes of particles. An operator that is affine for the population of a given law
+    overrides `affine`; then `gaussian` follows, and it may stand before attention without costing the layer its law.
+    One that keeps a law Gaussian in another way overrides `gaussian`. Attention in it or an operator within takes part
+    in `sharded` by the group that `_moved` gets; an operator that cannot sets `needs_all`.
+    """
+
+    _family = "operators"
+
+    needs_all: ClassVar[bool] = False
+    """Whether one process must have the whole population."""
+
+    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The particles after it, each batch a population of its own; at least float32.
+
+        Raises:
+            TypeError: they are not floating-point.
+            ValueError: they have another shape, or are on another device.
+        """
+        return self._moved(self._admitted(particles), None)
+
+    def sharded(
+        self, particles: Float[Tensor, "*batch n d"], *, group: Processes = None
+    ) -> Float[Tensor, "*batch n d"]:
+        """The same for this process's particles, of any number, of a population spread over a group of processes.
+
+        Equal to one process with all particles, to rounding. The objective is the sum of the processes' losses
+        (`massieu.ops.sharded`, queries="sharded"): particles get their gradient of it, and the operator's tensors the
+        part that comes through this process's particles.
+
+        Args:
+            particles: This process's.
+            group: Who shares the population; None: all processes.
+
+        Raises:
+            TypeError, ValueError: as the call; it needs the whole population; there is no process group; the operator,
+                or what must be alike of the particles, differs between processes.
+            RuntimeError: another process refused its arguments, or it died.
+        """
+        self.check_shared()
+        processes, tensors = Group.of(group), self._tensors()
+        alike = {"number of parameters": len(tensors)}
+        for field in dataclasses.fields(self):
+            # A function may hold what belongs to its process.
+            if field.metadata.get("static") and not callable(getattr(self, field.name)):
+                alike[field.name] = getattr(self, field.name)
+        replicated = {f"parameter {place}": tensor for place, tensor in enumerate(tensors)}
+        check = partial(self._admitted, particles)
+        admitted = agreed(processes, type(self).__name__, particles, check, replicated, alike)
+        return self._moved(admitted, processes)
+
+    def gaussian(self, law: Gaussian) -> Gaussian:
+        """The law after it, of infinitely many particles of that law.
+
+        Raises:
+            MissingFormError: it is Gaussian no more, or not known.
+            TypeError: another measure.
+            ValueError: a law in another number of dimensions.
+        """
+        before = self._moments(law)
+        return Gaussian.create(*pushed(self.affine(before), before))
+
+    def affine(self, law: ParticleMoments) -> AffineMap:
+        """The operator as the affine map that it is for a population of that law.
+
+        Raises:
+            MissingFormError: it is not affine.
+        """
+        raise MissingFormError(
+            f"{type(self).__name__} is not affine: a Gaussian law does not stay Gaussian under it, or not in a way "
+            "that is known"
+        )
+
+    def check_shared(self) -> None:
+        """Raise a ValueError if it, or an operator that it consists of, needs the whole population in one process."""
+        if self.needs_all:
+            raise ValueError(f"{type(self).__name__} needs the whole population, which is spread over processes here")
+        for part in vars(self).values():
+            for each in part if isinstance(part, tuple) else (part,):
+                if isinstance(each, Operator):
+                    each.check_shared()
+
+    @abstractmethod
+    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        """The particles after it, given in at least float32; of processes that share a population, this one's."""
+
+    @property
+    def _like(self) -> Tensor | None:
+        """A tensor of the operator's dtype whose last dimension is d; None where it takes every d and dtype."""
+        return None
+
+    @property
+    def _width(self) -> int | None:
+        return None if self._like is None else self._like.shape[-1]
+
+    def _dtype(self, given: Tensor) -> torch.dtype:
+        return promoted_dtype(given) if self._like is None else promoted_dtype(given, self._like)
+
+    def _admitted(self, particles: Tensor) -> Tensor:
+        """The particles in the dtype that they are moved in."""
+        name, width = type(self).__name__, self._width
+        shape = floating(f"the particles of {name}", particles).shape
+        if len(shape) < 2 or (width is not None and shape[-1] != width):
+            size = "d" if width is None else width
+            raise ValueError(f"{name} needs particles of shape (*batch, n, {size}), got {tuple(shape)}")
+        self._check_device(particles=particles)
+        return particles.to(self._dtype(particles))
+
+    def _moments(self, law: object) -> ParticleMoments:
+        """The moments of a law in the dtype that they are moved in."""
+        name, width = type(self).__name__, self._width
+        found = moments(instance(f"the law of {name}.gaussian", law, Gaussian, "a massieu.measures.Gaussian"))
+        if width not in (None, found.mean.shape[-1]):
+            raise ValueError(f"{name}.gaussian needs a law in {width} dimensions, got {found.mean.shape[-1]}")
+        dtype = self._dtype(found.mean)
+        return ParticleMoments(*(part.to(dtype) for part in found))
+
+
+Map = Activation | Operator
 
 
 def moments(law: Gaussian) -> ParticleMoments:
@@ -68,9 +163,30 @@ def moments(law: Gaussian) -> ParticleMoments:
 def pushed(affine: AffineMap, law: ParticleMoments) -> ParticleMoments:
     """The moments after an affine map."""
     matrix, offset = affine
-    mean = (matrix @ law.mean.unsqueeze(-1)).squeeze(-1) + offset
     covariance = matrix @ law.covariance @ matrix.mT
-    return ParticleMoments(mean, 0.5 * (covariance + covariance.mT))
+    return ParticleMoments((matrix @ law.mean.unsqueeze(-1)).squeeze(-1) + offset, 0.5 * (covariance + covariance.mT))
+
+
+def as_map(name: str, given: object) -> Map:
+    """An activation or an operator as it is, a measure as an activation; None is the identity.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is None:
+        return Identity()
+    if isinstance(given, Measure):
+        return MeasureActivation(given)
+    if not isinstance(given, (Activation, Operator)):
+        raise TypeError(f"{name} must be an Activation, or an operator or a measure, got {described(given)}")
+    return given
+
+
+def apply(any_map: Map, particles: Tensor, group: Group | None) -> Tensor:
+    """The particles after an activation or an operator; this process's, where a group shares them."""
+    if group is None or isinstance(any_map, Activation):
+        return any_map(particles)
+    return any_map.sharded(particles, group=group.handle)
 
 
 def affine_of(any_map: Map, law: ParticleMoments) -> AffineMap:
@@ -79,132 +195,39 @@ def affine_of(any_map: Map, law: ParticleMoments) -> AffineMap:
     Raises:
         MissingFormError: it is not affine.
     """
-    if isinstance(any_map, Contraction):
-        if not any_map.quadratic:
-            raise MissingFormError(
-                f"{type(any_map).__name__} is not affine: a Gaussian law does not stay Gaussian under it; "
-                "Identity, Scalar and Whitening are"
-            )
-        batch, size = law.mean.shape[:-1], law.mean.shape[-1]
-        basis = torch.eye(size, dtype=law.mean.dtype, device=law.mean.device)
-        points = torch.cat([basis.new_zeros(1, size), basis]).expand(*batch, size + 1, size)
-        images = any_map.mean(points).to(basis.dtype)
-        return AffineMap((images[..., 1:, :] - images[..., :1, :]).mT, images[..., 0, :])
-    found: Any = getattr(any_map, "affine", None)
-    if found is None:
+    if isinstance(any_map, Operator):
+        return any_map.affine(law)
+    if not any_map.quadratic:
         raise MissingFormError(
-            f"{type(any_map).__name__} has no method affine: what it does to a law is not known here"
+            f"{type(any_map).__name__} is not affine: a Gaussian law does not stay Gaussian under it; "
+            "Identity, Scalar and Whitening are"
         )
-    return found(law)
+    batch, size = law.mean.shape[:-1], law.mean.shape[-1]
+    basis = torch.eye(size, dtype=law.mean.dtype, device=law.mean.device)
+    points = torch.cat([basis.new_zeros(1, size), basis]).expand(*batch, size + 1, size)
+    images = any_map(points).to(basis.dtype)
+    return AffineMap((images[..., 1:, :] - images[..., :1, :]).mT, images[..., 0, :])
 
 
-def apply(any_map: Map, particles: Tensor) -> Tensor:
-    """The particles after a contraction or an operator."""
-    return any_map.mean(particles) if isinstance(any_map, Contraction) else any_map(particles)
-
-
-def apply_to_law(any_map: Map, law: ParticleMoments) -> ParticleMoments:
-    """The law after a contraction or an operator.
+def law_after(any_map: Map, law: ParticleMoments) -> Gaussian:
+    """The law after an activation or an operator.
 
     Raises:
         MissingFormError: it is Gaussian no more.
     """
-    if isinstance(any_map, Contraction):
-        return pushed(affine_of(any_map, law), law)
-    return moments(any_map.gaussian(Gaussian.create(*law)))
+    if isinstance(any_map, Operator):
+        return any_map.gaussian(Gaussian.create(*law))
+    return Gaussian.create(*pushed(affine_of(any_map, law), law))
 
 
-def admit_share(
-    owner: object, particles: Tensor, width: int | None, weights: torch.dtype, group: Group, **alike: object
-) -> Tensor:
-    """`admit` for this process's particles of a population that is spread over a group, which must have one operator.
+def one_number(name: str, value: Any, like: Tensor) -> Tensor:
+    """A finite number as a tensor of no dimension, with the dtype and device of the other.
 
     Raises:
-        TypeError, ValueError: as `admit`; the operator, or what must be alike of the particles, differs between processes.
-        RuntimeError: another process refused its arguments.
+        TypeError, ValueError: it is no number, not one, or not finite.
     """
-
-    def check() -> tuple[Tensor, Call]:
-        admitted = admit(owner, particles, width, weights)
-        need_values(group, particles=particles)
-        leaves = [leaf for leaf in pytree.tree_leaves(owner) if isinstance(leaf, Tensor)]
-        told = {"batch": tuple(admitted.shape[:-2]), "dimension": admitted.shape[-1], "dtype": admitted.dtype}
-        told["number of parameters"] = len(leaves)
-        return admitted, Call(
-            type(owner).__name__, told | alike, {f"parameter {place}": leaf for place, leaf in enumerate(leaves)}
-        )
-
-    return together(group, check)[0]
-
-
-def apply_sharded(any_map: Map, particles: Tensor, group: Any) -> Tensor:
-    """`apply` to this process's particles of a population that is spread over a group."""
-    if isinstance(any_map, Contraction):
-        return any_map.mean(particles)
-    sharded: Any = getattr(any_map, "sharded")  # noqa: B009 - optional in the protocol; `need_sharded` has looked
-    return sharded(particles, group=group)
-
-
-def need_sharded(*maps: Map) -> None:
-    """Raise where a map cannot be applied to a population that is spread over processes.
-
-    Raises:
-        ValueError: it has no method `sharded`.
-    """
-    for each in maps:
-        if not isinstance(each, Contraction) and not hasattr(each, "sharded"):
-            raise ValueError(
-                f"{type(each).__name__} has no method sharded: it needs the whole population, which is spread over "
-                "processes here"
-            )
-
-
-def need_map(name: str, given: object) -> None:
-    """Raise unless it is a contraction or an operator.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if not isinstance(given, (Contraction, Operator)):
-        raise TypeError(
-            f"{name} must be a Contraction, or an operator with a call and a method gaussian, got {type(given).__name__}"
-        )
-
-
-def admit(owner: object, particles: Tensor, width: int | None, weights: torch.dtype) -> Tensor:
-    """The particles in the dtype that they are moved in, at least float32.
-
-    Raises:
-        TypeError: they are not floating-point.
-        ValueError: they have another shape than (*batch, n, width).
-    """
-    name = type(owner).__name__
-    if not isinstance(particles, Tensor) or not particles.is_floating_point():
-        given = f"a tensor of {particles.dtype}" if isinstance(particles, Tensor) else type(particles).__name__
-        raise TypeError(f"{name} needs a floating-point tensor of particles, got {given}")
-    if particles.ndim < 2 or (width is not None and particles.shape[-1] != width):
-        size = "d" if width is None else width
-        raise ValueError(f"{name} needs particles of shape (*batch, n, {size}), got {tuple(particles.shape)}")
-    own = next((each for each in pytree.tree_leaves(owner) if isinstance(each, Tensor) and each.ndim), particles)
-    if own.device != particles.device:
-        raise ValueError(
-            f"{name} is on {own.device} and its particles on {particles.device}: they must be on one device"
-        )
-    return particles.to(torch.promote_types(torch.promote_types(torch.float32, particles.dtype), weights))
-
-
-def need_law(owner: object, law: object, width: int | None, weights: torch.dtype) -> ParticleMoments:
-    """The moments of a law, in the dtype that they are moved in.
-
-    Raises:
-        TypeError: it is not Gaussian.
-        ValueError: it lives in another number of dimensions.
-    """
-    name = type(owner).__name__
-    if not isinstance(law, Gaussian):
-        raise TypeError(f"{name}.gaussian needs a massieu.measures.Gaussian, got {type(law).__name__}")
-    if width is not None and law.event_shape != (width,):
-        raise ValueError(f"{name}.gaussian needs a law in {width} dimensions, got {tuple(law.event_shape)}")
-    found = moments(law)
-    dtype = torch.promote_types(found.mean.dtype, weights)
-    return ParticleMoments(*(part.to(dtype) for part in found))
+    found = as_tensor(name, value, like)
+    if found.ndim:
+        raise ValueError(f"{name} must be one number, got shape {tuple(found.shape)}")
+    check_finite(**{name: found})
+    return found

@@ -1,7 +1,7 @@
 """What an observable of a cloud of tokens returns, and how processes that share a cloud add up."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from massieu.foundation.arguments import check_shape, floating
 from massieu.ops.sharded.agreement import Call, need_values, together
 from massieu.ops.sharded.collectives import Group, gather, gather_unequal, largest
 from massieu.ops.sharded.collectives import total as total_over
 
+Checked = TypeVar("Checked")
 Processes = ProcessGroup | DeviceMesh | None
 """Who shares a cloud; None: nobody, this process has all of it. A shared cloud's tokens are numbered process by process."""
 
@@ -35,27 +37,25 @@ class Observable(Protocol):
 
 
 def joined(group: Processes) -> Group | None:
-    """The processes, or None for this one alone.
-
-    Raises:
-        TypeError, ValueError: it is no group, or this process is not in it.
-    """
+    """The processes, or None for this one alone; raises as `Group.of`."""
     return None if group is None else Group.of(group)
 
 
-def shared(
+def agreed(
+    group: Group,
     function: str,
     points: Tensor,
-    group: Processes,
-    check: Callable[[], None],
-    replicated: Mapping[str, Tensor] | None = None,
-    **alike: object,
-) -> Group | None:
-    """Check the arguments, here and with the processes that share the cloud; who they are, or None for this one alone.
+    check: Callable[[], Checked],
+    replicated: Mapping[str, Tensor],
+    alike: Mapping[str, object],
+) -> Checked:
+    """What `check` returns, after all processes that share a cloud have checked that they were called alike.
 
     Args:
+        group: The processes.
         function: Its name, for errors.
-        check: Raises what is wrong with them.
+        points: This process's.
+        check: Raises what is wrong with the arguments.
         replicated: Tensors that all processes must give alike.
         alike: Options that they must.
 
@@ -63,18 +63,30 @@ def shared(
         TypeError, ValueError: as `check`; or what must be equal is not.
         RuntimeError: another process refused its arguments.
     """
+
+    def checked() -> tuple[Checked, Call]:
+        value = check()
+        need_values(group, points=points)
+        told = {"batch": tuple(points.shape[:-2]), "dimension": points.shape[-1], "dtype": points.dtype}
+        return value, Call(function, told | dict(alike), replicated)
+
+    return together(group, checked)[0]
+
+
+def shared(
+    function: str,
+    points: Tensor,
+    group: Processes,
+    check: Callable[[], object],
+    replicated: Mapping[str, Tensor] | None = None,
+    **alike: object,
+) -> Group | None:
+    """Check the arguments, here and with the processes that share the cloud (`agreed`); who they are, None for no others."""
     processes = joined(group)
     if processes is None:
         check()
-        return None
-
-    def checked() -> tuple[None, Call]:
-        check()
-        need_values(processes, points=points)
-        told = {"batch": tuple(points.shape[:-2]), "dimension": points.shape[-1], "dtype": points.dtype}
-        return None, Call(function, told | alike, replicated or {})
-
-    together(processes, checked)
+    else:
+        agreed(processes, function, points, check, replicated or {}, alike)
     return processes
 
 
@@ -89,40 +101,30 @@ def greatest(tensor: Tensor, group: Group | None) -> Tensor:
 
 
 def counts(points: Tensor, group: Group | None) -> list[int]:
-    """How many tokens each process has."""
+    """How many tokens (*batch, n, d) each process has."""
     if group is None:
         return [points.shape[-2]]
-    own = torch.tensor([points.shape[-2]], device=group.device)
-    return gather(own, group).flatten().tolist()
+    return gather(torch.tensor([points.shape[-2]], device=group.device), group).flatten().tolist()
 
 
-def collected(tensor: Tensor, dim: int, group: Group | None) -> Tensor:
-    """The tensors of all processes, one after the other along one dimension."""
+def collected(tensor: Tensor, group: Group | None) -> Tensor:
+    """The tokens (*batch, n, d) of all processes, one after the other."""
     if group is None:
         return tensor
-    lengths = gather(torch.tensor([tensor.shape[dim]], device=group.device), group).flatten().tolist()
-    return torch.cat(gather_unequal(tensor, dim % tensor.ndim, lengths, group), dim)
+    return torch.cat(gather_unequal(tensor, tensor.ndim - 2, counts(tensor, group), group), -2)
 
 
-def check_cloud(points: Tensor) -> None:
-    """Raise unless `points` are a cloud.
-
-    Raises:
-        TypeError: it is no floating-point tensor.
-        ValueError: fewer than two dimensions, no token, or tokens of no dimension.
-    """
-    if not isinstance(points, Tensor) or not points.is_floating_point():
-        given = points.dtype if isinstance(points, Tensor) else type(points).__name__
-        raise TypeError(f"points must be a floating-point tensor, got {given}")
-    if points.ndim < 2 or points.shape[-2] == 0 or points.shape[-1] == 0:
-        raise ValueError(f"points must have shape (*batch, n, d) with n, d ≥ 1, got {tuple(points.shape)}")
+def check_cloud(points: Tensor, name: str = "points") -> None:
+    """Raise a TypeError or ValueError unless it is a cloud (*batch, n, d) with at least one token and dimension."""
+    shape = floating(name, points).shape
+    if len(shape) < 2 or 0 in shape[-2:]:
+        raise ValueError(f"{name} must have shape (*batch, n, d) with n, d ≥ 1, got {tuple(shape)}")
 
 
-def check_single_cloud(points: Tensor) -> None:
-    """Raise unless `points` are one cloud (n, d); raises as `check_cloud`."""
-    check_cloud(points)
-    if points.ndim != 2:
-        raise ValueError(f"points must be one cloud of shape (n, d), got {tuple(points.shape)}")
+def check_single_cloud(points: Tensor, name: str = "points") -> None:
+    """Raise unless it is one cloud (n, d), as `check_cloud`."""
+    check_cloud(points, name)
+    check_shape(name, points, ("n", "d"))
 
 
 def centred(points: Tensor, group: Group | None = None) -> tuple[Tensor, int]:

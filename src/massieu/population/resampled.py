@@ -1,18 +1,19 @@
 """Layers of tokens that are drawn, not averaged: attention as sequential Monte Carlo (S19, E5)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self, Unpack
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.arguments import check_finite, check_values, instance
+from massieu.foundation.values import static_field
 from massieu.measures import Gaussian, MissingFormError
 from massieu.ops.resampling import Method
-from massieu.population.arguments import need_finite, need_tensors, need_values
-from massieu.population.head import Head
+from massieu.ops.sharded.collectives import Group
+from massieu.population.head import Head, HeadOptions, checked
 from massieu.population.operator import AffineMap
 from massieu.population.reading import ObservableReading
 
@@ -39,72 +40,82 @@ class ResampledTokens(NamedTuple):
         }
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class ResampledLayer(Head):
     """Each token i is replaced by a value v_J drawn with J ~ P_i, attention's weights: attention is its mean (S19).
 
     Of the mean of S draws the expectation is attention's output and the covariance Cov_P(v)/S, so that draws grow into
-    attention; `attended` is that limit. In a `Flow`, the effective size, the offspring and, for one draw a token, the
-    coalescence of lineages are recorded too.
+    attention; `attended` is that limit. Over a Gaussian law a draw is Gaussian too, of covariance VCVᵀ wherever the query
+    is (S19, S20): `gaussian` is attention's law with the covariance of the draws, unless several systematic draws depend
+    on each other. In a `Flow`, the effective size, the offspring and, for one draw a token, the coalescence of lineages
+    are recorded too. Particles with a NaN or an infinity have no law to draw from: a ValueError. Use `create`.
 
     Attributes:
-        query, key, value, scale: Of the one head; no map: the tokens as they are.
+        query_weight, key_weight, value_weight, scale: Of the one head; no map: the tokens as they are; k^-½ by default.
         step_size, residual, contraction: As in `AttentionLayer`; by default the draw replaces the token.
         generator: Source of the draws; each call goes on with it.
         draws: S, the draws a token becomes the mean of.
         method: "multinomial", or "systematic", as in `massieu.ops.resample_attention`.
     """
 
-    generator: torch.Generator
-    draws: int = 1
-    method: Method = "multinomial"
+    generator: torch.Generator = static_field()
+    draws: int = static_field()
+    method: Method = static_field()
 
-    def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The tokens after the layer, at least float32; raises as `massieu.ops.resample_attention`."""
-        return self.observed(particles).particles
-
-    def observed(self, particles: Float[Tensor, "*batch n d"]) -> ResampledTokens:
-        """The tokens after the layer, and what was drawn.
+    @classmethod
+    def create(
+        cls,
+        *,
+        generator: torch.Generator,
+        draws: int = 1,
+        method: Method = "multinomial",
+        **options: Unpack[HeadOptions],
+    ) -> Self:
+        """A layer that draws from `generator`; `draws` and `method` are checked by the call.
 
         Raises:
-            ValueError: particles with a NaN or an infinity, which have no law to draw from; or as the call.
+            TypeError: no generator, or options of a wrong kind.
+            ValueError: a scale or a step size that is not finite.
         """
-        need_tensors(particles=particles)
-        need_values(particles=particles)
-        need_finite(particles=particles)
-        query, key, value = self.heads(particles)
-        drawn = ops.resample_attention(
-            query, key, value, generator=self.generator, draws=self.draws, method=self.method, scale=self.scale
+        return cls(
+            **checked(options),
+            generator=instance("generator", generator, torch.Generator, "a torch.Generator"),
+            draws=draws,
+            method=method,
         )
-        lead = particles.shape[:-1]
-        ancestors = drawn.indices.reshape(lead) if self.draws == 1 else None
-        return ResampledTokens(
-            self.moved(particles, drawn.sample.mean(-2)),
-            ancestors,
-            drawn.effective_size.reshape(lead),
-            drawn.offspring.reshape(lead),
-        )
+
+    def observed(self, particles: Float[Tensor, "*batch n d"]) -> ResampledTokens:
+        """The tokens after the layer, and what was drawn; raises as the call."""
+        return self._drawn(self._admitted(particles))
 
     def attended(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The same with attention in place of the draws: for no contraction their expectation."""
-        query, key, value = self.heads(particles)
-        return self.moved(particles, ops.attention(query, key, value, scale=self.scale).output)
+        particles = self._admitted(particles)
+        return self._after(particles, ops.attention(*self._heads(particles), scale=self.scale).output)
 
     def gaussian(self, law: Gaussian) -> Gaussian:
-        """The law after the layer, of infinitely many particles of that law: attention's, and the covariance of the draws.
-
-        Over a Gaussian law a draw is Gaussian too, of covariance VCVᵀ wherever the query is (S19, S20).
-
-        Raises:
-            MissingFormError: several systematic draws, whose mean has no such law; a contraction that is not affine.
-            ValueError, TypeError: maps for other dimensions, or another measure.
-        """
         if self.draws > 1 and self.method != "multinomial":
             raise MissingFormError(
                 f"the mean of {self.draws} {self.method} draws is not Gaussian: they depend on each other; multinomial ones "
                 "do not"
             )
-        before, tilt, value = self.weighed(law)
+        before, tilt, value = self._weighed(law)
         answer = value @ before.covariance
         output = AffineMap(answer @ tilt, (value @ before.mean.unsqueeze(-1)).squeeze(-1))
-        return self.law_after(before, output, answer @ value.mT / self.draws)
+        return self._law_after(before, output, answer @ value.mT / self.draws)
+
+    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        return self._drawn(particles).particles
+
+    def _drawn(self, particles: Tensor) -> ResampledTokens:
+        check_values(particles=particles)
+        check_finite(particles=particles)
+        drawn = ops.resample_attention(
+            *self._heads(particles), generator=self.generator, draws=self.draws, method=self.method, scale=self.scale
+        )
+        lead = particles.shape[:-1]
+        return ResampledTokens(
+            self._after(particles, drawn.sample.mean(-2)),
+            drawn.indices.reshape(lead) if self.draws == 1 else None,
+            drawn.effective_size.reshape(lead),
+            drawn.offspring.reshape(lead),
+        )

@@ -1,6 +1,7 @@
 """What tokens that attend to each other see: log Z, entropies, the energy of their interaction (S25, N5)."""
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -8,8 +9,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.population.arguments import need_numbers
-from massieu.population.reading import Processes, check_cloud, collected, greatest, shared, summed
+from massieu.foundation.arguments import number
+from massieu.foundation.values import promoted_dtype
+from massieu.population.reading import (
+    ObservableReading,
+    Processes,
+    check_cloud,
+    collected,
+    greatest,
+    shared,
+    summed,
+)
 
 
 class SelfAttentionLevelsResult(NamedTuple):
@@ -26,7 +36,7 @@ class SelfAttentionLevelsResult(NamedTuple):
 
 
 def self_attention_levels(
-    points: Float[Tensor, "*batch n d"], *, scale: float = 1.0, group: Processes = None
+    points: Float[Tensor, "*batch n d"], *, scale: float | None = None, group: Processes = None
 ) -> SelfAttentionLevelsResult:
     """Levels of self-attention of a cloud with tied queries, keys and values; in memory linear in n, time n².
 
@@ -34,7 +44,7 @@ def self_attention_levels(
 
     Args:
         points: The tokens, at least float32 in the computation.
-        scale: Inverse temperature.
+        scale: Inverse temperature; d^-½ by default.
         group: Processes that share the tokens; each gets the tokens of all as keys.
 
     Raises:
@@ -44,19 +54,30 @@ def self_attention_levels(
 
     def check() -> None:
         check_cloud(points)
-        need_numbers(scale=scale)
-        if scale <= 0:
-            raise ValueError(f"scale must be positive and finite, got {scale}")
+        if scale is not None:
+            number("scale", scale, above=0)
 
     processes = shared("self_attention_levels", points, group, check, scale=scale)
-    tokens = points.to(torch.promote_types(points.dtype, torch.float32))
-    queries, keys = (each.reshape(1, -1, *each.shape[-2:]) for each in (tokens, collected(tokens, -2, processes)))
-    found = ops.attention_moments(queries, keys, scale=scale)
+    beta = points.shape[-1] ** -0.5 if scale is None else scale
+    tokens = points.to(promoted_dtype(points))
+    queries, keys = (each.reshape(1, -1, *each.shape[-2:]) for each in (tokens, collected(tokens, processes)))
+    found = ops.attention_moments(queries, keys, scale=beta)
     count = keys.shape[-2]
     log_z = found.log_partition.double()
     selective = log_z - found.prior_log_partition - found.prior_mean_score
     levels = torch.stack([log_z - math.log(count), selective, found.entropy.double()])[:, 0]
     means = (summed(levels.sum(-1), processes) / count).reshape(3, *points.shape[:-2])
     top = greatest(log_z.detach().amax(-1, keepdim=True), processes)
-    energy = top[0, :, 0] + summed((log_z - top).exp().sum(-1)[0], processes).log() - math.log(2 * scale * count**2)
+    energy = top[0, :, 0] + summed((log_z - top).exp().sum(-1)[0], processes).log() - math.log(2 * beta * count**2)
     return SelfAttentionLevelsResult(*means.unbind(), log_interaction_energy=energy.reshape(points.shape[:-2]))
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """`self_attention_levels` as an observable; a pass of attention, n² in time. The scale is d^-½ by default."""
+
+    scale: float | None = None
+
+    def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
+        found = self_attention_levels(points, scale=self.scale, group=group)._asdict()
+        return {name.replace("entropy", "attention_entropy"): ObservableReading(each) for name, each in found.items()}

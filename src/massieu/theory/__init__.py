@@ -6,24 +6,21 @@
   masked objective transfers (Z8 to Z12), generalisation (Z13, Z14).
 """
 
-from massieu.theory.assumptions import EquilibriumResult, equilibrium_report
+from massieu.theory.assumptions import equilibrium_report
 from massieu.theory.clustering import ClusteringEnergy
-from massieu.theory.descent import damped_descent, energy_range, largest_norm, least_descent, path_length, smallest_move
+from massieu.theory.descent import damped_descent, energy_range, least_descent, path_length, smallest_move
 from massieu.theory.equilibrium import after_layer, entropy_gain, equilibrium, key_law, sample_error, whitened_map
-from massieu.theory.expansion import ExpansionResult, expansion
+from massieu.theory.expansion import expansion
 from massieu.theory.gaussian_flow import BlowUpError, gaussian_flow
 from massieu.theory.generalisation import (
-    AttentionLipschitzResult,
     attention_lipschitz,
     generalisation_bound,
     log_cover_size,
 )
 from massieu.theory.growth import cumulant_growth, harmonic_growth, measured_cumulant_growth
-from massieu.theory.large_dimension import SaddlePointResult, SphericalSpins
+from massieu.theory.large_dimension import SphericalSpins
 from massieu.theory.precision import GaussianTokens, denoising_score, precision_matching_score
 from massieu.theory.smoothing import (
-    SmoothingErrorResult,
-    SmoothingFloorResult,
     asymptotic_scale,
     deconvolution,
     harmonic_count,
@@ -37,7 +34,6 @@ from massieu.theory.smoothing import (
     zonal_harmonics,
 )
 from massieu.theory.transfer import (
-    TransferResult,
     excess_risk_bound,
     masked_gaussian_mean,
     masked_mean,
@@ -47,17 +43,10 @@ from massieu.theory.transfer import (
 from massieu.theory.urns import finite_extension_bound, urn_total_variation
 
 __all__ = [
-    "AttentionLipschitzResult",
     "BlowUpError",
     "ClusteringEnergy",
-    "EquilibriumResult",
-    "ExpansionResult",
     "GaussianTokens",
-    "SaddlePointResult",
-    "SmoothingErrorResult",
-    "SmoothingFloorResult",
     "SphericalSpins",
-    "TransferResult",
     "after_layer",
     "asymptotic_scale",
     "attention_lipschitz",
@@ -77,7 +66,6 @@ __all__ = [
     "harmonic_count",
     "harmonic_growth",
     "key_law",
-    "largest_norm",
     "least_descent",
     "log_cover_size",
     "masked_gaussian_mean",
@@ -100,3 +88,7 @@ __all__ = [
     "whitened_map",
     "zonal_harmonics",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

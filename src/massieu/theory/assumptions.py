@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import check_finite, check_one_device, check_shape, floating, number
 from massieu.measures import Gaussian
-from massieu.population.arguments import need_finite, need_one_device, need_tensors
 from massieu.theory.equilibrium import entropy_gain, key_law, whitened_map
 from massieu.theory.growth import cumulant_growth
 
@@ -92,16 +92,13 @@ def _size_per_root(matrix: Tensor) -> Tensor:
 
 
 def _check(particles: Tensor, matrix: Tensor, step: float) -> None:
-    need_tensors(particles=particles, matrix=matrix)
-    need_one_device(particles=particles, matrix=matrix)
-    if particles.ndim < 2 or particles.shape[-2] <= particles.shape[-1]:
+    shape = floating("particles", particles).shape
+    if len(shape) < 2 or shape[-2] <= shape[-1]:
         raise ValueError(
-            f"particles must have shape (*batch, n, d) with n > d, got {tuple(particles.shape)}; fewer tokens have a singular "
+            f"particles must have shape (*batch, n, d) with n > d, got {tuple(shape)}; fewer tokens have a singular "
             "covariance, and their leading principal components have not"
         )
-    width = particles.shape[-1]
-    if tuple(matrix.shape) != (width, width):
-        raise ValueError(
-            f"matrix must have shape {(width, width)} for particles of d = {width}, got {tuple(matrix.shape)}"
-        )
-    need_finite(particles=particles, matrix=matrix, step=step)
+    check_shape("matrix", floating("matrix", matrix), (shape[-1], shape[-1]))
+    check_one_device(particles=particles, matrix=matrix)
+    check_finite(particles=particles, matrix=matrix)
+    number("step", step)

@@ -7,7 +7,7 @@ from torch import Tensor
 from massieu.energy.base import promoted
 from massieu.energy.bounds import largest_norm, stored
 from massieu.energy.hopfield import HopfieldEnergy
-from massieu.solve.arguments import floating, real
+from massieu.foundation.arguments import floating, number, whole_number
 
 
 def energy_range(hopfield: HopfieldEnergy) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
@@ -40,19 +40,15 @@ def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*l
     Raises:
         ValueError: `steps` is less than 1.
     """
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a whole number, at least 1, got {steps!r}")
-    floating("drop", drop)
-    return (2 * promoted(drop) / steps).sqrt()
+    whole_number("steps", steps, least=1)
+    return (2 * promoted(floating("drop", drop)) / steps).sqrt()
 
 
 def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Float[Tensor, "*batch_query"]:
     """γ(1 − γ/2)‖∇E‖²: a step of damping γ in (0, 2) lowers E by at least this (B5.4)."""
-    if not 0 < real("damping", damping) < 2 or floating("force", force).ndim == 0:
-        shape = tuple(force.shape)
-        raise ValueError(
-            f"damped_descent needs a damping in (0, 2) and a force (*lead, d), got {damping} and shape {shape}"
-        )
+    number("damping", damping, above=0, below=2)
+    if floating("force", force).ndim == 0:
+        raise ValueError("force must have shape (*lead, d), got a scalar")
     return damping * (1 - damping / 2) * promoted(force).square().sum(-1)
 
 

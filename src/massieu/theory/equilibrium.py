@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import matrices
+from massieu.foundation import matrices
+from massieu.foundation.arguments import check_one_device, floating, instance, number, whole_number
+from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
-from massieu.population.arguments import need_finite, need_gaussians, need_one_device, need_tensors
+from massieu.population.operator import AffineMap, ParticleMoments, moments, pushed
 from massieu.population.renormalisation import Renormalisation
 
 
@@ -27,9 +29,8 @@ def equilibrium(location: Float[Tensor, "*batch d"], covariance: Float[Tensor, "
     Raises:
         ValueError: shapes that do not fit, or Σ is not symmetric and positive definite.
     """
-    need_tensors(location=location, covariance=covariance)
-    Renormalisation.create(location, covariance)
-    dtype = _common_dtype(location, covariance)
+    Renormalisation.create(floating("location", location), covariance)  # its checks are the ones that are needed
+    dtype = promoted_dtype(location, covariance)
     location, covariance = location.to(dtype), covariance.to(dtype)
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     precision = matrices.solve(covariance, identity.expand(covariance.shape))
@@ -43,15 +44,13 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
     Raises:
         ValueError: M has not the law's d columns.
     """
-    need_gaussians(law=law)
-    need_tensors(matrix=matrix)
-    if matrix.ndim < 2 or matrix.shape[-1] != law.location.shape[-1]:
+    _need_gaussian("law", law)
+    if floating("matrix", matrix).ndim < 2 or matrix.shape[-1] != law.location.shape[-1]:
         needed = f"(*batch, d, {law.location.shape[-1]})"
         raise ValueError(f"key_law needs a matrix of shape {needed}, got {tuple(matrix.shape)}")
-    dtype = _common_dtype(law.location, law.covariance, matrix)
-    matrix = matrix.to(dtype)
-    covariance = matrix @ _covariance(law).to(dtype) @ matrix.mT
-    return _gaussian((matrix @ law.location.to(dtype).unsqueeze(-1)).squeeze(-1), 0.5 * (covariance + covariance.mT))
+    before = moments(law)
+    matrix, mean, covariance = (part.to(promoted_dtype(matrix, *before)) for part in (matrix, *before))
+    return _gaussian(*pushed(AffineMap(matrix, torch.zeros_like(matrix[..., 0])), ParticleMoments(mean, covariance)))
 
 
 def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
@@ -64,13 +63,14 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
         ValueError: the laws differ in d, or a step that is not finite.
         TypeError: laws that are not Gaussian.
     """
-    _need_same_width(law, keys)
-    need_finite(step=step)
-    dtype = _common_dtype(law.location, law.covariance, keys.location, keys.covariance)
-    matrix = _layer_matrix(keys, step).to(dtype)
-    covariance = matrix @ _covariance(law).to(dtype) @ matrix.mT
-    location = (matrix @ law.location.to(dtype).unsqueeze(-1)).squeeze(-1) + step * keys.location
-    return _gaussian(location, 0.5 * (covariance + covariance.mT))
+    hidden, width = _need_gaussian("law", law), _need_gaussian("keys", keys)
+    if hidden != width:
+        raise ValueError(f"keys must have the hidden law's d = {hidden}, got {width}")
+    number("step", step)
+    before, attended = moments(law), moments(keys)
+    matrix, offset = _layer_matrix(keys, step), step * attended.mean
+    matrix, offset, *parts = (part.to(promoted_dtype(matrix, *before)) for part in (matrix, offset, *before))
+    return _gaussian(*pushed(AffineMap(matrix, offset), ParticleMoments(*parts)))
 
 
 def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
@@ -80,8 +80,8 @@ def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
         ValueError: a step that is not finite.
         TypeError: keys that are not Gaussian.
     """
-    need_gaussians(keys=keys)
-    need_finite(step=step)
+    _need_gaussian("keys", keys)
+    number("step", step)
     return matrices.log_determinant(_layer_matrix(keys, step))
 
 
@@ -94,8 +94,8 @@ def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*
     Raises:
         ValueError: the laws differ in d, or the hidden law is degenerate.
     """
-    after = _covariance(after_layer(law, keys, step))
-    covariance, layer = _covariance(law).to(after), _layer_matrix(keys, step).to(after)
+    after = moments(after_layer(law, keys, step)).covariance
+    covariance, layer = moments(law).covariance.to(after), _layer_matrix(keys, step).to(after)
     standard = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     whiten = Renormalisation(standard[0], standard)
     return whiten.matrix(after) @ layer @ matrices.square_root(covariance, owner="whitened_map")
@@ -110,38 +110,23 @@ def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: in
         ValueError: a `count` below 1, or η of another d.
         TypeError: keys that are not Gaussian.
     """
-    need_gaussians(keys=keys)
-    need_tensors(eta=eta)
-    need_one_device(keys=keys.location, eta=eta)
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
+    _need_gaussian("keys", keys)
+    check_one_device(keys=keys.location, eta=floating("eta", eta))
+    whole_number("count", count, least=1)
     pull = keys.fisher_vp(eta, eta)
     trace = keys.fisher(eta).diagonal(dim1=-2, dim2=-1).sum(-1)
     return (0.5 * (eta.to(pull) * pull).sum(-1)).exp() * ((trace + pull.square().sum(-1)) / count).sqrt()
-
-
-def _common_dtype(*tensors: Tensor) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def _gaussian(location: Tensor, covariance: Tensor) -> Gaussian:
     return Gaussian(location, covariance, location.new_zeros((*location.shape, 0)))
 
 
-def _covariance(law: Gaussian) -> Tensor:
-    return law.fisher(torch.zeros_like(law.location))
-
-
 def _layer_matrix(keys: Gaussian, step: float) -> Tensor:
-    covariance = _covariance(keys)
+    covariance = moments(keys).covariance
     return torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device) + step * covariance
 
 
-def _need_same_width(law: Gaussian, keys: Gaussian) -> None:
-    need_gaussians(law=law, keys=keys)
-    hidden, width = law.location.shape[-1], keys.location.shape[-1]
-    if hidden != width:
-        raise ValueError(f"keys must have the hidden law's d = {hidden}, got {width}")
+def _need_gaussian(name: str, law: Gaussian) -> int:
+    """Its d; a TypeError if it is another measure."""
+    return instance(name, law, Gaussian, "a massieu.measures.Gaussian").location.shape[-1]

@@ -5,11 +5,10 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from massieu.energy import matrices
+from massieu.foundation import matrices
+from massieu.foundation.arguments import floating, instance, number
 from massieu.measures import Measure
-from massieu.population.arguments import need_finite, need_one_device, need_tensors
 
 
 class ExpansionResult(NamedTuple):
@@ -45,15 +44,9 @@ def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float
         TypeError: no measure, no floating-point tensor, or a step that is no number.
         DomainError: T(η) leaves the measure's domain, where A is infinite.
     """
-    if not isinstance(measure, Measure):
-        raise TypeError(f"measure must be a massieu.measures.Measure, got {type(measure).__name__}")
-    need_tensors(points=points)
-    held = next((leaf for leaf in pytree.tree_leaves(measure) if isinstance(leaf, Tensor)), points)
-    need_one_device(measure=held, points=points)
-    need_finite(step=step)
-    if step < 0:
-        raise ValueError(f"step must be finite and at least 0, got {step}")
-    if points.ndim != len(measure.batch_shape) + 2:
+    instance("measure", measure, Measure, "a massieu.measures.Measure")
+    number("step", step, least=0)
+    if floating("points", points).ndim != len(measure.batch_shape) + 2:
         needed = f"{(*measure.batch_shape, 'n', *measure.event_shape)}"
         raise ValueError(f"points must have shape {needed}, got {tuple(points.shape)}")
     mean, fisher = measure.mean(points), measure.fisher(points)

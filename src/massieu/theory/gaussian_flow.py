@@ -1,15 +1,15 @@
 """Attention's flow of a Gaussian law in continuous time, to the end or up to its blow-up (S20, N6)."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
+from massieu.foundation.arguments import check_finite, check_values, floating, instance, number, whole_number
+from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
-from massieu.population.arguments import need_finite, need_integers, need_numbers, need_tensors, need_values
 from massieu.population.operator import moments
 
 # Dormand and Prince, J. Comp. Appl. Math. 6 (1980), order 5 with an embedded estimate of order 4.
@@ -41,13 +41,6 @@ class BlowUpError(ArithmeticError):
     def __init__(self, message: str, time: float, law: Gaussian) -> None:
         super().__init__(message)
         self.time, self.law = time, law
-
-
-class _State(NamedTuple):
-    """Mean, and a factor L of the covariance L Lᵀ."""
-
-    mean: Float[Tensor, "*batch d"]
-    factor: Float[Tensor, "*batch d r"]
 
 
 def gaussian_flow(
@@ -82,14 +75,16 @@ def gaussian_flow(
         TypeError: another measure, no floating-point tensors, a time or a tolerance that is no number.
     """
     value, score = _check(law, value, score, time, tolerance, max_steps)
-    state = _State(moments(law).mean.double(), _factor(law))
+    # The mean and a factor L of the covariance L Lᵀ, side by side: (*batch, d, 1 + r).
+    state = torch.cat([moments(law).mean.double().unsqueeze(-1), _factor(law)], -1)
 
-    def slope(at: _State) -> _State:
-        pull = ((value @ at.factor.unsqueeze(-3)) @ (score @ at.factor.unsqueeze(-3)).mT).sum(-3)
-        mean = (value.sum(0) + pull) @ at.mean.unsqueeze(-1)
-        return _State(mean.squeeze(-1), pull @ at.factor)
+    def slope(at: Tensor) -> Tensor:
+        factor = at[..., 1:].unsqueeze(-3)
+        pull = ((value @ factor) @ (score @ factor).mT).sum(-3)
+        change = pull @ at
+        return torch.cat([change[..., :1] + value.sum(0) @ at[..., :1], change[..., 1:]], -1)
 
-    done, step, dtype = 0.0, 1e-3 * time, torch.promote_types(torch.float32, law.location.dtype)
+    done, step, dtype = 0.0, 1e-3 * time, promoted_dtype(law.location)
     for _ in range(max_steps):
         if done >= time:
             break
@@ -109,48 +104,43 @@ def gaussian_flow(
     return _law(state, dtype)
 
 
-def _step(state: _State, slope: Callable[[_State], _State], length: float) -> tuple[_State, _State]:
+def _step(state: Tensor, slope: Callable[[Tensor], Tensor], length: float) -> tuple[Tensor, Tensor]:
     """The state after a step, and an estimate of its error."""
-    slopes: list[_State] = []
+    slopes: list[Tensor] = []
     at = state
     for weights in _STAGES:
-        at = _combined(state, slopes, weights, length)
+        at = state + _combined(slopes, weights, length) if slopes else state
         slopes.append(slope(at))
-    zero = _State(*(torch.zeros_like(part) for part in state))
-    return at, _combined(zero, slopes, _ERROR, length)
+    return at, _combined(slopes, _ERROR, length)
 
 
-def _growth(state: _State, slope: Callable[[_State], _State]) -> float:
+def _combined(slopes: list[Tensor], weights: tuple[float, ...], length: float) -> Tensor:
+    total = torch.zeros_like(slopes[0])
+    for change, weight in zip(slopes, weights, strict=True):
+        total = total + (length * weight) * change if weight else total
+    return total
+
+
+def _growth(state: Tensor, slope: Callable[[Tensor], Tensor]) -> float:
     """The largest rate d log(tr C)/dt of the batch."""
     with torch.no_grad():
-        factor, change = (each.factor.flatten(-2) for each in (state, slope(state)))
-        size = torch.where(factor == 0, 1.0, factor).norm(dim=-1)
-        return (2 * ((factor / size.unsqueeze(-1)) * (change / size.unsqueeze(-1))).sum(-1)).max().item()
+        factor, change = (each[..., 1:].flatten(-2) for each in (state, slope(state)))
+        size = torch.where(factor == 0, 1.0, factor).norm(dim=-1, keepdim=True)
+        return (2 * ((factor / size) * (change / size)).sum(-1)).max().item()
 
 
-def _combined(start: _State, slopes: list[_State], weights: tuple[float, ...], length: float) -> _State:
-    parts = list(start)
-    for slope, weight in zip(slopes, weights, strict=True):
-        if weight:
-            parts = [part + (length * weight) * change for part, change in zip(parts, slope, strict=True)]
-    return _State(*parts)
-
-
-def _size(error: _State, before: _State, after: _State) -> float:
+def _size(error: Tensor, before: Tensor, after: Tensor) -> float:
     """The largest error of the batch, relative to the state's own size; infinite where the step left the finite numbers."""
-
-    def largest(parts: _State) -> Tensor:
-        return torch.cat([parts.mean.unsqueeze(-1), parts.factor], -1).detach().flatten(-2).norm(dim=-1)
-
-    size = torch.maximum(largest(before), largest(after))
-    found = torch.where(size == 0, 0.0, largest(error) / torch.where(size == 0, 1.0, size)).max().item()
+    error, before, after = (each.detach().flatten(-2).norm(dim=-1) for each in (error, before, after))
+    size = torch.maximum(before, after)
+    found = torch.where(size == 0, 0.0, error / torch.where(size == 0, 1.0, size)).max().item()
     return found if found < torch.inf else torch.inf
 
 
 def _factor(law: Gaussian) -> Float[Tensor, "*batch d r"]:
     """L with L Lᵀ = C, of as many columns as the largest rank in the batch."""
     covariance = moments(law).covariance.double()
-    dtype = torch.promote_types(torch.float32, law.location.dtype)
+    dtype = promoted_dtype(law.location)
     eigenvalues, vectors = torch.linalg.eigh(covariance)
     rounding = covariance.shape[-1] * torch.finfo(dtype).eps * eigenvalues[..., -1:]
     kept = eigenvalues > rounding
@@ -159,29 +149,29 @@ def _factor(law: Gaussian) -> Float[Tensor, "*batch d r"]:
     return (vectors * roots.unsqueeze(-2))[..., vectors.shape[-1] - columns :]
 
 
-def _law(state: _State, dtype: torch.dtype) -> Gaussian:
-    return Gaussian.create(state.mean.to(dtype), factor=state.factor.to(dtype))
+def _law(state: Tensor, dtype: torch.dtype) -> Gaussian:
+    return Gaussian.create(state[..., 0].to(dtype), factor=state[..., 1:].to(dtype))
 
 
 def _check(
     law: Gaussian, value: Tensor, score: Tensor, time: float, tolerance: float, max_steps: int
 ) -> tuple[Tensor, Tensor]:
-    if not isinstance(law, Gaussian):
-        raise TypeError(f"gaussian_flow needs a massieu.measures.Gaussian, got {type(law).__name__}")
-    need_tensors(value=value, score=score)
-    need_values(law=law.location, value=value, score=score)
-    size = law.event_shape[0]
-    if value.shape != score.shape or value.ndim not in (2, 3) or value.shape[-2:] != (size, size) or not len(value):
+    size = instance("law", law, Gaussian, "a massieu.measures.Gaussian").event_shape[0]
+    shape = floating("value", value).shape
+    if (
+        shape != floating("score", score).shape
+        or len(shape) not in (2, 3)
+        or shape[-2:] != (size, size)
+        or not shape[0]
+    ):
         raise ValueError(
-            f"value and score must both have shape ({size}, {size}) or (H, {size}, {size}), got {tuple(value.shape)} and "
+            f"value and score must both have shape ({size}, {size}) or (H, {size}, {size}), got {tuple(shape)} and "
             f"{tuple(score.shape)}"
         )
-    need_finite(value=value, score=score)
-    need_numbers(time=time, tolerance=tolerance)
-    need_integers(max_steps=max_steps)
-    if time < 0:
-        raise ValueError(f"time must be at least 0 and finite, got {time}")
-    if not (tolerance > 0 and max_steps > 0):
-        raise ValueError(f"tolerance and max_steps must be positive, got {tolerance} and {max_steps}")
+    check_values(law=law.location, value=value, score=score)
+    check_finite(value=value, score=score)
+    number("time", time, least=0)
+    number("tolerance", tolerance, above=0)
+    whole_number("max_steps", max_steps, least=1)
     value, score = (each.to(law.location.device, torch.float64) for each in (value, score))
     return (value, score) if value.ndim == 3 else (value.unsqueeze(0), score.unsqueeze(0))

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import check_finite, number, real_tensor, whole_number
 from massieu.measures import Atoms, Sphere
-from massieu.population.arguments import need_finite, need_integers
 
 
 def cumulant_growth(
@@ -28,9 +28,9 @@ def cumulant_growth(
         ValueError: `order` is less than 3, or a number is not finite.
         TypeError: `order` is no integer, or the others are no numbers.
     """
-    _need_order(order, 3)
-    need_finite(step=step, variance=variance)
-    step, variance = (torch.as_tensor(value, dtype=torch.float64) for value in (step, variance))
+    whole_number("order", order, least=3)
+    step, variance = real_tensor("step", step).double(), real_tensor("variance", variance).double()
+    check_finite(step=step, variance=variance)
     return 1 + order * step * variance ** (order - 1) / (1 + step * variance)
 
 
@@ -44,10 +44,9 @@ def measured_cumulant_growth(order: int, step: float, variance: float, *, size: 
         ValueError: `order` is not in 3 … 6, where the perturbed density falls off on the grid; a number is not finite.
         TypeError: `order` is no integer, or the others are no numbers.
     """
-    need_integers(order=order)
-    need_finite(step=step, variance=variance, size=size)
-    if not 3 <= order <= 6:
-        raise ValueError(f"order must be between 3 and 6, got {order}")
+    whole_number("order", order, least=3, most=6)
+    for name, value in (("step", step), ("variance", variance), ("size", size)):
+        number(name, value)
     z = torch.arange(-14.0, 14.0, 0.1, dtype=torch.float64)
     before, after = [], []
     for sign in (1.0, -1.0):
@@ -74,11 +73,10 @@ def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Te
         ValueError: `order` is less than 1, `dim` less than 2, `scale` not positive, or a number is not finite.
         TypeError: `order` or `dim` is no integer, or the others are no numbers.
     """
-    need_integers(dim=dim)
-    need_finite(step=step, scale=scale)
-    _need_order(order, 1)
-    if dim < 2 or not scale > 0:
-        raise ValueError(f"harmonic_growth needs dim of at least 2 and a positive scale, got {dim} and {scale}")
+    whole_number("order", order, least=1)
+    whole_number("dim", dim, least=2)
+    number("step", step)
+    number("scale", scale, above=0)
     # I_{ν+1}/I_ν for ν = dim/2 − 1, dim/2, …: lengths of means on spheres of dim, dim + 2, … dimensions.
     ratios = torch.stack([_mean_length(scale, dim + 2 * index) for index in range(order)])
     return 1 + step * order * (order + dim - 2) * ratios.prod() / (scale * (1 + step * ratios[0]))
@@ -107,9 +105,3 @@ def _whitened_cumulant(share: Tensor, value: Tensor, order: int) -> Tensor:
         known = [math.comb(n - 1, k - 1) * cumulants[k] * moments[n - k] for k in range(1, n)]
         cumulants.append(moments[n] - torch.stack(known).sum() if known else moments[n])
     return cumulants[order] / cumulants[2] ** (order / 2)
-
-
-def _need_order(order: int, least: int) -> None:
-    need_integers(order=order)
-    if order < least:
-        raise ValueError(f"order must be at least {least}, got {order}")

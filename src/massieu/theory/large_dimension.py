@@ -8,7 +8,6 @@ spins are Gaussian of precision 2βV and mean ½V⁻¹h, and t makes ⟨‖σ_i�
     φ(t) = β Σ t_i − ½ log det V + (β/4D) Tr hᵀV⁻¹h.
 """
 
-import dataclasses
 import math
 from typing import NamedTuple, Self
 
@@ -16,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import values_are_readable
-from massieu.measures.value import register
+from massieu.foundation.arguments import as_tensor, check_finite, check_range, floating
+from massieu.foundation.transforms import unwrapped, values_are_readable
+from massieu.foundation.values import Value, promoted_dtype
 from massieu.solve import FixedPointResult, fixed_point
-from massieu.solve.arguments import as_tensor, floating, need_device
 
 
 class SaddlePointResult(NamedTuple):
@@ -42,8 +41,7 @@ class SaddlePointResult(NamedTuple):
         return self.transverse + self.mean @ self.mean.mT / self.mean.shape[-1]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SphericalSpins:
+class SphericalSpins(Value):
     """Fields, couplings and inverse temperature. Use `create`, which checks.
 
     Attributes:
@@ -71,9 +69,12 @@ class SphericalSpins:
             ValueError: shapes that do not fit; couplings that are not finite, not symmetric, or of a spin with itself; a
                 scale that is not positive and finite.
         """
-        for name, tensor in (("field", field), ("coupling", coupling)):
-            floating(name, tensor)
-        if field.ndim < 2 or field.shape[-1] < 2 or coupling.shape != (*field.shape[:-1], field.shape[-2]):
+        floating("coupling", coupling)
+        if (
+            floating("field", field).ndim < 2
+            or field.shape[-1] < 2
+            or coupling.shape != (*field.shape[:-1], field.shape[-2])
+        ):
             raise ValueError(
                 f"field must have shape (*batch, N, D), D at least 2, and coupling (*batch, N, N), got "
                 f"{tuple(field.shape)} and {tuple(coupling.shape)}"
@@ -83,12 +84,10 @@ class SphericalSpins:
             raise ValueError(
                 f"scale must be one number or have the batch's shape {tuple(field.shape[:-2])}, got {tuple(scale.shape)}"
             )
-        if values_are_readable(scale) and not bool((scale.isfinite() & (scale > 0)).all()):
-            raise ValueError(f"scale must be positive and finite, got {scale.tolist()}")
-        if values_are_readable(field) and not bool(field.isfinite().all()):
-            raise ValueError("field must be finite")
+        check_range("scale", scale, above=0)
+        check_finite(field=field, coupling=coupling)
         if values_are_readable(coupling):
-            _check_coupling(coupling.detach())
+            _check_coupling(unwrapped(coupling).detach())
         return cls(field, coupling, scale)
 
     def energy(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:
@@ -101,7 +100,7 @@ class SphericalSpins:
         wanted, shape = tuple(self.field.shape), tuple(floating("state", state).shape)
         if shape[len(shape) - len(wanted) :] != wanted:
             raise ValueError(f"state must have shape (*items, *{wanted}), got {shape}")
-        need_device("the field", "state", state, self.field)
+        self._check_device(state=state)
         state = state.to(torch.promote_types(state.dtype, self.field.dtype))
         return -((self.coupling.to(state) @ state + self.field) * state).sum((-2, -1))
 
@@ -115,7 +114,7 @@ class SphericalSpins:
         Raises:
             ConvergenceError: the steps ran out and `throw`; otherwise `solution.status` tells.
         """
-        dtype = torch.promote_types(self.field.dtype, torch.float32)
+        dtype = promoted_dtype(self.field)
         field, coupling, scale = (part.double() for part in (self.field, self.coupling, self.scale))
         # One spin's own minimum, moved up by the row's sum: diagonally dominant.
         alone = 1 + (1 + 4 * scale[..., None].square() * field.square().mean(-1)).sqrt()
@@ -151,9 +150,6 @@ class SphericalSpins:
         return torch.einsum("...ij,ab->...iajb", point.transverse, identity) - taken
 
 
-register(SphericalSpins)
-
-
 def _newton(multiplier: Tensor, field: Tensor, coupling: Tensor, scale: Tensor) -> Tensor:
     """A step of Newton's method on φ, shortened to s = 1/√(1 + 2μ²), μ² = Tr (V⁻¹ diag(move))².
 
@@ -179,8 +175,6 @@ def _inverse(matrix: Tensor) -> Tensor:
 
 
 def _check_coupling(coupling: Tensor) -> None:
-    if not bool(coupling.isfinite().all()):
-        raise ValueError("coupling must be finite")
     own = coupling.diagonal(dim1=-2, dim2=-1).abs().amax().item()
     if own > 0:
         raise ValueError(f"a spin must not couple to itself, got a diagonal of size {own:.4g}")

@@ -43,10 +43,10 @@ def _mean_is_kept(normal: Normal, tokens: int, dimensions: int) -> Iterator[Chec
     heads = (points @ query.T)[None, None], (points @ key.T)[None, None], points[None, None]
     potentials = sinkhorn(heads[0], heads[1], scale=scale)
     scores = scale * heads[0] @ heads[1].mT
-    weights = (scores + potentials.query.unsqueeze(-1) + potentials.key.unsqueeze(-2)).exp()[0, 0]
+    weights = (scores + potentials.query_potential.unsqueeze(-1) + potentials.key_potential.unsqueeze(-2)).exp()[0, 0]
     yield close("row sums of P and 1", weights.sum(-1), 1.0)
     yield close("column sums of P and 1", weights.sum(-2), 1.0)
-    after = DoublyStochasticLayer(query=query, key=key, scale=scale)(points)
+    after = DoublyStochasticLayer.create(query_weight=query, key_weight=key, scale=scale)(points)
     yield close("P x by the layer and by its matrix", after, weights @ points)
     yield close("mean of P x and mean of x", after.mean(0), points.mean(0))
     softmax = attention(*heads, scale=scale).output[0, 0]
@@ -62,7 +62,7 @@ def _joint_gradient(normal: Normal, dimensions: int, tokens: int = 6, scale: flo
     def level(flat: Tensor) -> Tensor:
         heads = flat.reshape(1, 1, tokens, dimensions)
         found = sinkhorn(heads, heads, scale=scale)
-        return -(found.query.sum() + found.key.sum()) / scale
+        return -(found.query_potential.sum() + found.key_potential.sum()) / scale
 
     def attended(flat: Tensor) -> Tensor:
         heads = flat.reshape(1, 1, tokens, dimensions)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.energy import HopfieldEnergy, boosting_energy, newton_step, ood_score
 from massieu.measures import Atoms
-from massieu.population import cluster_count
+from massieu.population.clusters import cluster_count
 from massieu.theory import ClusteringEnergy
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, check_at_least, normal_draws

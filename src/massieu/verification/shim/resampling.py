@@ -129,7 +129,7 @@ def _self_normalised(normal: Normal, dimensions: int, keys: int = 200, sets: int
 
 def _coalescence(points: Tensor, generator: torch.Generator) -> Iterator[Check]:
     """A flow of tokens that are replaced by uniform draws: the model of Wright and Fisher."""
-    layer = ResampledLayer(generator=generator, scale=0.0)
+    layer = ResampledLayer.create(generator=generator, scale=0.0)
     flow = Flow(layer, depth=_GENERATIONS, observables=[])
     found = torch.stack([flow.run(points, progress=False).values("shared_ancestry")[1:] for _ in range(_GENEALOGIES)])
     expected = 1 - (1 - 1 / len(points)) ** torch.arange(1, _GENERATIONS + 1, dtype=torch.float64)

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
-from tests.energy.cases import CONTRACTIONS, F64, cloud, draw
+from tests.energy.cases import ACTIVATIONS, F64, cloud, draw
 from tests.rows import every_row
 
 from massieu import measures
-from massieu.energy import contraction
+from massieu.energy import activations
 
 WIDTH = 4
 
@@ -41,20 +41,20 @@ def _whitening(x: np.ndarray) -> float:
     return 0.5 * deviation @ (vectors / np.sqrt(values)) @ vectors.T @ deviation
 
 
-KNOWN = [name for name in CONTRACTIONS if name != "soft sphere"]
+KNOWN = [name for name in ACTIVATIONS if name != "soft sphere"]
 
 
 @every_row("name", KNOWN)
 def test_lagrangian_against_its_formula(name: str):
     x = draw(20, WIDTH, seed=1)
     expected = [lagrangian(name, row) for row in x.numpy()]
-    np.testing.assert_allclose(CONTRACTIONS[name](WIDTH).log_partition(x), expected, rtol=1e-11)
+    np.testing.assert_allclose(ACTIVATIONS[name](WIDTH).lagrangian(x), expected, rtol=1e-11)
 
 
 @every_row("name", KNOWN)
 def test_map_is_the_lagrangians_gradient(name: str):
     x, size = draw(8, WIDTH, seed=1), 1e-6
-    found = CONTRACTIONS[name](WIDTH).mean(x).numpy()
+    found = ACTIVATIONS[name](WIDTH)(x).numpy()
     for row, point in zip(found, x.numpy(), strict=True):
         basis = size * np.eye(WIDTH)
         slope = [(lagrangian(name, point + e) - lagrangian(name, point - e)) / (2 * size) for e in basis]
@@ -64,8 +64,8 @@ def test_map_is_the_lagrangians_gradient(name: str):
 @pytest.mark.medium
 @every_row("name", KNOWN)
 def test_conjugate_against_the_numerical_supremum(name: str):
-    map_ = CONTRACTIONS[name](WIDTH)
-    inside = map_.mean(draw(4, WIDTH, seed=1))
+    map_ = ACTIVATIONS[name](WIDTH)
+    inside = map_(draw(4, WIDTH, seed=1))
     inside = inside[:2] + 0.6 * (inside[2:] - inside[:2])  # in the interior of the range, which is convex
     for y in inside:
 
@@ -76,70 +76,70 @@ def test_conjugate_against_the_numerical_supremum(name: str):
         np.testing.assert_allclose(map_.conjugate(y), -best, atol=2e-7)
 
 
-@every_row("name", CONTRACTIONS)
+@every_row("name", ACTIVATIONS)
 def test_fenchel_young(name: str):
-    map_ = CONTRACTIONS[name](WIDTH)
+    map_ = ACTIVATIONS[name](WIDTH)
     x, other = draw(10, WIDTH, seed=1), draw(10, WIDTH, seed=2)
-    y = map_.mean(other)
-    gap = map_.log_partition(x) + map_.conjugate(y) - (x * y).sum(-1)
+    y = map_(other)
+    gap = map_.lagrangian(x) + map_.conjugate(y) - (x * y).sum(-1)
     assert (gap >= -1e-10).all()
-    touching = map_.log_partition(other) + map_.conjugate(y) - (other * y).sum(-1)
+    touching = map_.lagrangian(other) + map_.conjugate(y) - (other * y).sum(-1)
     torch.testing.assert_close(touching, torch.zeros(10, dtype=F64), atol=1e-7, rtol=0)
 
 
-@every_row("name", CONTRACTIONS)
+@every_row("name", ACTIVATIONS)
 def test_outside_its_range_the_conjugate_is_infinite(name: str):
-    map_ = CONTRACTIONS[name](WIDTH)
+    map_ = ACTIVATIONS[name](WIDTH)
     far = 10 + draw(3, WIDTH, seed=1).abs()
     bounded = not map_.quadratic
     assert bool(map_.conjugate(far).isposinf().all()) == bounded
     if name.startswith("LayerNorm"):
-        off = map_.mean(draw(3, WIDTH)) + 1e-3
+        off = map_(draw(3, WIDTH)) + 1e-3
         assert map_.conjugate(off).isposinf().all()
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_derivatives_of_second_order(name: str):
-    map_ = CONTRACTIONS[name](3)
+    map_ = ACTIVATIONS[name](3)
     x = draw(2, 3, seed=1).requires_grad_()
-    assert torch.autograd.gradcheck(map_.log_partition, (x,))
-    assert torch.autograd.gradgradcheck(map_.log_partition, (x,))
-    y = map_.mean(0.3 * draw(2, 3, seed=2)).detach().requires_grad_()
+    assert torch.autograd.gradcheck(map_.lagrangian, (x,))
+    assert torch.autograd.gradgradcheck(map_.lagrangian, (x,))
+    y = map_(0.3 * draw(2, 3, seed=2)).detach().requires_grad_()
     if name not in ("sphere", "LayerNorm", "LayerNorm, eps 0"):  # whose ranges have no interior, or a flat conjugate
         assert torch.autograd.gradcheck(map_.conjugate, (y,))
 
 
-@every_row("name", CONTRACTIONS)
+@every_row("name", ACTIVATIONS)
 def test_finite_at_zero_and_far_away(name: str):
-    map_ = CONTRACTIONS[name](WIDTH)
+    map_ = ACTIVATIONS[name](WIDTH)
     points = torch.stack([torch.zeros(WIDTH), torch.ones(WIDTH), torch.full((WIDTH,), 1e4), 1e4 * torch.eye(WIDTH)[0]])
     for dtype in (torch.float32, F64):
         x = points.to(dtype).requires_grad_()
-        value = map_.log_partition(x)
+        value = map_.lagrangian(x)
         (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
         (bend,) = torch.autograd.grad(slope.square().sum(), x)
-        for tensor in (value, slope, bend, map_.mean(x), map_.conjugate(map_.mean(x))):
+        for tensor in (value, slope, bend, map_(x), map_.conjugate(map_(x))):
             assert tensor.isfinite().all()
-        torch.testing.assert_close(slope, map_.mean(x), rtol=1e-4, atol=1e-5, check_dtype=False)
+        torch.testing.assert_close(slope, map_(x), rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @given(seed=st.integers(0, 10**6), size=st.sampled_from([1e-3, 1.0, 30.0]))
 @settings(max_examples=10, deadline=None)
 def test_no_secant_is_steeper_than_the_lipschitz_constant(name: str, seed: int, size: float):
-    map_ = CONTRACTIONS[name](WIDTH)
+    map_ = ACTIVATIONS[name](WIDTH)
     x, y = size * draw(20, WIDTH, seed=seed), size * draw(20, WIDTH, seed=seed + 1)
-    steepness = (map_.mean(x) - map_.mean(y)).norm(dim=-1) / (x - y).norm(dim=-1)
+    steepness = (map_(x) - map_(y)).norm(dim=-1) / (x - y).norm(dim=-1)
     assert (steepness <= map_.lipschitz * (1 + 1e-9)).all()
 
 
 @every_row("name", ["sphere, softened", "RMSNorm", "LayerNorm"])
 def test_the_lipschitz_constant_is_attained(name: str):
-    map_ = CONTRACTIONS[name](WIDTH)
+    map_ = ACTIVATIONS[name](WIDTH)
     small = torch.tensor([1e-8, -1e-8, 0.0, 0.0], dtype=F64)
-    steepness = (map_.mean(small) - map_.mean(-small)).norm() / (2 * small.norm())
+    steepness = (map_(small) - map_(-small)).norm() / (2 * small.norm())
     torch.testing.assert_close(steepness, map_.lipschitz, rtol=1e-6, atol=0)
 
 
@@ -148,34 +148,32 @@ def test_the_lipschitz_constant_is_attained(name: str):
 
 def test_layer_norm_is_torchs():
     x, bias = draw(5, WIDTH, seed=1), draw(WIDTH, seed=2)
-    ours = contraction.LayerNorm.create(torch.tensor(1.7, dtype=F64), bias, eps=1e-3)
-    torch.testing.assert_close(
-        ours.mean(x), F.layer_norm(x, (WIDTH,), torch.full((WIDTH,), 1.7, dtype=F64), bias, 1e-3)
-    )
+    ours = activations.LayerNorm.create(torch.tensor(1.7, dtype=F64), bias, eps=1e-3)
+    torch.testing.assert_close(ours(x), F.layer_norm(x, (WIDTH,), torch.full((WIDTH,), 1.7, dtype=F64), bias, 1e-3))
     # A constant x is mapped to the bias.
-    torch.testing.assert_close(ours.mean(torch.full((WIDTH,), 3.0, dtype=F64)), bias)
+    torch.testing.assert_close(ours(torch.full((WIDTH,), 3.0, dtype=F64)), bias)
 
 
 def test_rms_norm_and_sphere_are_torchs():
     x = draw(5, WIDTH, seed=1)
-    torch.testing.assert_close(contraction.RMSNorm.create(1.0, eps=1e-3).mean(x), F.rms_norm(x, (WIDTH,), eps=1e-3))
-    torch.testing.assert_close(contraction.SphereProjection.create(2.0).mean(x), 2 * F.normalize(x, dim=-1))
+    torch.testing.assert_close(activations.RMSNorm.create(1.0, eps=1e-3)(x), F.rms_norm(x, (WIDTH,), eps=1e-3))
+    torch.testing.assert_close(activations.SphereProjection.create(2.0)(x), 2 * F.normalize(x, dim=-1))
 
 
 def test_maps_of_measures_are_theirs():
     x = draw(5, WIDTH, seed=1)
     pairs = (
-        (contraction.Spin(), measures.Spin(torch.zeros(WIDTH, dtype=F64))),
-        (contraction.SoftSphere.create(torch.tensor(1.5, dtype=F64)), measures.Sphere.create(WIDTH, 1.5)),
+        (activations.Tanh.create(), measures.Spin(torch.zeros(WIDTH, dtype=F64))),
+        (activations.SoftSphere.create(torch.tensor(1.5, dtype=F64)), measures.Sphere.create(WIDTH, 1.5)),
     )
     for map_, measure in pairs:
-        torch.testing.assert_close(map_.mean(x), measure.mean(x))
-        torch.testing.assert_close(map_.log_partition(x), measure.log_partition(x))
+        torch.testing.assert_close(map_(x), measure.mean(x))
+        torch.testing.assert_close(map_.lagrangian(x), measure.log_partition(x))
 
 
 def test_whitening_makes_a_cloud_white():
     points = cloud(WIDTH)
-    white = contraction.Whitening.of(points).mean(points)
+    white = activations.Whitening.of(points)(points)
     torch.testing.assert_close(white.mean(0), torch.zeros(WIDTH, dtype=F64), atol=1e-12, rtol=0)
     torch.testing.assert_close(white.T @ white / len(points), torch.eye(WIDTH, dtype=F64), atol=1e-11, rtol=0)
 
@@ -186,7 +184,7 @@ def test_whitening_differentiates_through_repeated_eigenvalues():
     x = draw(3, seed=1)
 
     def whitened(matrix):
-        return contraction.Whitening.create(location, 0.5 * (matrix + matrix.mT)).mean(x)
+        return activations.Whitening.create(location, 0.5 * (matrix + matrix.mT))(x)
 
     assert torch.autograd.gradcheck(whitened, (covariance,))
     assert torch.autograd.gradgradcheck(whitened, (covariance,))
@@ -198,47 +196,47 @@ def test_whitening_differentiates_through_repeated_eigenvalues():
 def test_one_map_for_each_batch_item():
     gain, bias = torch.tensor([0.5, 2.0], dtype=F64), draw(2, WIDTH)
     x = draw(2, 3, 5, WIDTH, seed=1)
-    whole = contraction.LayerNorm.create(gain, bias)
+    whole = activations.LayerNorm.create(gain, bias)
     for item in range(2):
-        alone = contraction.LayerNorm.create(gain[item], bias[item])
-        torch.testing.assert_close(whole.mean(x)[item], alone.mean(x[item]))
-        torch.testing.assert_close(whole.log_partition(x)[item], alone.log_partition(x[item]))
-        torch.testing.assert_close(whole.conjugate(whole.mean(x))[item], alone.conjugate(alone.mean(x[item])))
+        alone = activations.LayerNorm.create(gain[item], bias[item])
+        torch.testing.assert_close(whole(x)[item], alone(x[item]))
+        torch.testing.assert_close(whole.lagrangian(x)[item], alone.lagrangian(x[item]))
+        torch.testing.assert_close(whole.conjugate(whole(x))[item], alone.conjugate(alone(x[item])))
 
 
-@every_row("name", CONTRACTIONS)
+@every_row("name", ACTIVATIONS)
 def test_half_precision_is_promoted_and_vmap_is_the_batch(name: str):
-    map_ = CONTRACTIONS[name](WIDTH)
+    map_ = ACTIVATIONS[name](WIDTH)
     x = draw(6, WIDTH, seed=1)
-    low = map_.mean(x.bfloat16())
-    torch.testing.assert_close(low.double(), map_.mean(x.bfloat16().double()), rtol=1e-5, atol=1e-5)
+    low = map_(x.bfloat16())
+    torch.testing.assert_close(low.double(), map_(x.bfloat16().double()), rtol=1e-5, atol=1e-5)
     assert map_.conjugate(low.bfloat16()).isfinite().all()
-    torch.testing.assert_close(torch.func.vmap(map_.mean)(x), map_.mean(x))
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(map_.log_partition))(x), map_.mean(x))
+    torch.testing.assert_close(torch.func.vmap(map_)(x), map_(x))
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(map_.lagrangian))(x), map_(x))
 
 
 REFUSED = {
-    "scalar": (lambda: contraction.Scalar.create(0.0), ValueError, "positive"),
-    "radius": (lambda: contraction.SphereProjection.create(-1.0), ValueError, "positive"),
-    "soft radius": (lambda: contraction.SoftSphere.create(float("inf")), ValueError, "finite"),
-    "eps": (lambda: contraction.RMSNorm.create(eps=-1.0), ValueError, "eps"),
+    "scalar": (lambda: activations.Scalar.create(0.0), ValueError, "positive"),
+    "radius": (lambda: activations.SphereProjection.create(-1.0), ValueError, "positive"),
+    "soft radius": (lambda: activations.SoftSphere.create(float("inf")), ValueError, "finite"),
+    "eps": (lambda: activations.RMSNorm.create(eps=-1.0), ValueError, "eps"),
     "a gain for each coordinate": (
-        lambda: contraction.LayerNorm.create(torch.ones(WIDTH), torch.zeros(WIDTH)),
+        lambda: activations.LayerNorm.create(torch.ones(WIDTH), torch.zeros(WIDTH)),
         ValueError,
         "no gradient",
     ),
-    "bias": (lambda: contraction.LayerNorm.create(1.0, torch.full((WIDTH,), torch.nan)), ValueError, "finite"),
-    "singular": (lambda: contraction.Whitening.of(draw(3, WIDTH)), ValueError, "positive definite"),
-    "covariance": (lambda: contraction.Whitening.create(draw(3), draw(4, 4)), ValueError, r"\(3, 3\).*\(4, 4\)"),
+    "bias": (lambda: activations.LayerNorm.create(1.0, torch.full((WIDTH,), torch.nan)), ValueError, "finite"),
+    "singular": (lambda: activations.Whitening.of(draw(3, WIDTH)), ValueError, "positive definite"),
+    "covariance": (lambda: activations.Whitening.create(draw(3), draw(4, 4)), ValueError, r"\(3, 3\).*\(4, 4\)"),
     "width": (
-        lambda: contraction.LayerNorm.create(1.0, torch.zeros(WIDTH)).mean(draw(2, 3)),
+        lambda: activations.LayerNorm.create(1.0, torch.zeros(WIDTH))(draw(2, 3)),
         ValueError,
         r"4.*\(2, 3\)",
     ),
-    "batch": (lambda: contraction.Scalar.create(torch.ones(2)).mean(draw(3, 4)), ValueError, r"\(2,\).*\(3, 4\)"),
-    "scalar x": (lambda: contraction.Identity().mean(torch.tensor(1.0)), ValueError, "scalar"),
-    "whole numbers": (lambda: contraction.Identity().mean(torch.ones(3).long()), TypeError, "int64"),
-    "one dimension": (lambda: contraction.SoftSphere.create().mean(draw(2, 1)), ValueError, "two dimensions"),
+    "batch": (lambda: activations.Scalar.create(torch.ones(2))(draw(3, 4)), ValueError, r"\(2,\).*\(3, 4\)"),
+    "scalar x": (lambda: activations.Identity.create()(torch.tensor(1.0)), ValueError, "scalar"),
+    "whole numbers": (lambda: activations.Identity.create()(torch.ones(3).long()), TypeError, "int64"),
+    "one dimension": (lambda: activations.SoftSphere.create()(draw(2, 1)), ValueError, "two dimensions"),
 }
 
 
