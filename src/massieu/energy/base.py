@@ -110,12 +110,8 @@ class Energy(Value):
     ) -> Float[Tensor, "*batch_query_event"]:
         """state + damping·(T(state) − state), T the descent map. The energy never rises.
 
-        Args:
-            state: Where the step starts.
-            damping: In (0, 1]; in (0, 2) where the reference is quadratic (B5.4), as a Gaussian is; 1 for two-valued units.
-
-        Raises:
-            ValueError: `damping` is outside its interval.
+        `damping` lies in (0, 1]; in (0, 2) where the reference is quadratic (B5.4), as a Gaussian is; it is 1 for two-valued
+        units. Raises a ValueError where it lies outside.
         """
         self._check_damping(damping)
         target = self._step(self._given(state))
@@ -133,11 +129,7 @@ class Energy(Value):
 
     @final
     def descend(self, state: Float[Tensor, "*batch_query_event"], *, steps: int, damping: float = 1.0) -> DescentResult:
-        """The states and energies along `steps` steps, the start included. Differentiable through all of them.
-
-        Raises:
-            ValueError: `steps` is negative, or `damping` outside its interval.
-        """
+        """The states and energies along `steps` steps, the start included. Differentiable through all of them."""
         self._check_damping(damping)
         whole_number("steps", steps, least=0)
         states = [self._widened(state)]
@@ -164,10 +156,7 @@ class Energy(Value):
         ends does not depend on where in the basin it began (B12). An item stops on its own, whatever its batch mates do.
 
         Args:
-            state: The query.
-            steps: How many steps.
             tol: Stop at ‖T(x) − x‖ ≤ tol·(1 + ‖x‖); by default 2e-6, in float64 1e-10. Not together with `steps`.
-            damping: As for `step`.
             max_steps: Where a descent to the end gives up.
             throw: Raise where a descent has not ended. If not, `status` and `residual` tell, item by item. In compiled code,
                 where nothing can be raised, such items are NaN; a number of steps never raises.

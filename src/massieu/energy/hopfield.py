@@ -123,12 +123,7 @@ class HopfieldEnergy(Energy):
 
 
 def checked_scale(memory: Potential, scale: Tensor | float | None) -> Float[Tensor, "*batch"]:
-    """The inverse temperature of a memory, d^-½ by default, expanded to its batch.
-
-    Raises:
-        ValueError: it is not positive and finite, or does not broadcast to the batch.
-        TypeError: it is no number and no floating-point tensor.
-    """
+    """The inverse temperature of a memory, d^-½ by default, positive and finite, expanded to its batch; or an error."""
     given = memory.event_shape.numel() ** -0.5 if scale is None else scale
     like = next((leaf for leaf in pytree.tree_leaves(memory) if leaf.is_floating_point()), None)
     if like is not None and not isinstance(given, Tensor):
