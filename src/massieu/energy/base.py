@@ -13,7 +13,7 @@ drop the event dimensions; they are in nats/scale and at least float32, states i
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, final
 
 import torch
 from jaxtyping import Float, Int
@@ -32,7 +32,6 @@ _DAMPINGS: dict[str, Callable[[float], bool]] = {
 }
 
 
-@runtime_checkable
 class Potential(Protocol):
     """A convex function and its gradient, of eta of shape (*batch, *query, *event): a measure, or a `PatternPotential`."""
 
@@ -45,6 +44,11 @@ class Potential(Protocol):
     def log_partition(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]: ...
 
     def mean(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]: ...
+
+
+def is_potential(value: object) -> TypeGuard[Potential]:
+    """Whether it has what a potential has; compiled code cannot ask `isinstance` of a protocol."""
+    return all(hasattr(value, name) for name in ("batch_shape", "event_shape", "log_partition", "mean"))
 
 
 class DescentResult(NamedTuple):
