@@ -1,4 +1,4 @@
-"""Contractions: each is the gradient of its Lagrangian, and R* is its conjugate; against SciPy, NumPy and torch's norms."""
+"""Activations: each is the gradient of its Lagrangian, and L* is its conjugate; against SciPy, NumPy and torch's norms."""
 
 import numpy as np
 import pytest
@@ -7,17 +7,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
-from tests.energy.cases import ACTIVATIONS, F64, cloud, draw
+from tests.energy.cases import ACTIVATIONS, F64, MEASURES, cloud, constant, draw
 from tests.rows import every_row
 
 from massieu import measures
-from massieu.energy import activations
+from massieu.energy import SparseAtoms, activations
+from massieu.energy.activations import MeasureActivation
 
 WIDTH = 4
 
 
 def lagrangian(name: str, x: np.ndarray) -> float:
-    """R in NumPy, from its formula."""
+    """L in NumPy, from its formula."""
     bias = draw(WIDTH, seed=3).numpy()
     variance = np.var(x)
     forms = {
@@ -245,3 +246,32 @@ def test_bad_input_is_one_clear_error(name: str):
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         call()
+
+
+# --- measures as activations -----------------------------------------------------------------------------------------
+
+
+@every_row("name", MEASURES)
+def test_a_measure_is_an_activation_by_its_mean(name: str):
+    measure, x = MEASURES[name](WIDTH), draw(5, WIDTH, seed=1)
+    activation = MeasureActivation.of("reference", measure)
+    torch.testing.assert_close(activation(x), measure.mean(x))
+    torch.testing.assert_close(activation.lagrangian(x), measure.log_partition(x))
+    touching = activation.lagrangian(x) + activation.conjugate(activation(x)) - (x * activation(x)).sum(-1)
+    torch.testing.assert_close(touching, torch.zeros(5, dtype=F64), atol=1e-7, rtol=0)
+    assert activation.quadratic == (name == "Gaussian")
+    assert MeasureActivation.of("reference", activation) is activation
+
+
+def test_what_is_not_known_of_a_measure_is_said():
+    variance = torch.tensor([0.5, 3.0, 1.0], dtype=F64)
+    gaussian = MeasureActivation.of("reference", measures.Gaussian.create(torch.zeros(3, dtype=F64), variance))
+    torch.testing.assert_close(gaussian.lipschitz, constant(3.0))
+    assert MeasureActivation.of("reference", measures.Spin.create(3)).lipschitz == 1
+    with pytest.raises(measures.MissingFormError, match="mean of Sphere is not known"):
+        _ = MeasureActivation.of("reference", measures.Sphere.create(3)).lipschitz
+    sparse = MeasureActivation.of("hidden", SparseAtoms.create(torch.eye(3)))
+    with pytest.raises(measures.MissingFormError, match="conjugate of SparseAtoms"):
+        sparse.conjugate(torch.ones(3) / 3)
+    with pytest.raises(TypeError, match="hidden must be an activation or a measure, got 3"):
+        MeasureActivation.of("hidden", 3)

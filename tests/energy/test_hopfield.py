@@ -11,7 +11,7 @@ from tests.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu import measures
-from massieu.energy import Energy, HopfieldEnergy, activations
+from massieu.energy import Energy, HopfieldEnergy, LogSumReLU, activations, boosting_energy, bounds, ood_score
 from massieu.energy.activations import MeasureActivation
 
 EPS = torch.finfo(F64).eps
@@ -330,6 +330,18 @@ def test_large_scores_stay_finite(name: str):
     value = energy.step(state).sum()
     (slope,) = torch.autograd.grad(value, state, create_graph=True)
     assert slope.isfinite().all()
+
+
+def test_the_inverse_temperature_is_by_default_that_of_attention():
+    points, state = draw(2, 7, 16), draw(2, 3, 16, seed=1)
+    for energy in (HopfieldEnergy.create(points), LogSumReLU.create(0.1 * points)):
+        torch.testing.assert_close(energy.scale, torch.full((2,), 0.25, dtype=F64), rtol=1e-15, atol=0)
+    expected = ood_score(state, kind="she", memory=points, scale=0.25)
+    torch.testing.assert_close(ood_score(state, kind="she", memory=points), expected)
+    expected = boosting_energy(state, points, points + 1, scale=0.25)
+    torch.testing.assert_close(boosting_energy(state, points, points + 1), expected)
+    torch.testing.assert_close(ood_score(state), -torch.logsumexp(state, -1))
+    assert bounds.capacity(16, radius=4.0) == bounds.capacity(16, radius=4.0, scale=0.25)
 
 
 # --- input -----------------------------------------------------------------------------------------------------------

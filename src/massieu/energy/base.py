@@ -13,7 +13,7 @@ drop the event dimensions; they are in nats/scale and at least float32, states i
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, final
 
 import torch
 from jaxtyping import Float, Int
@@ -32,7 +32,6 @@ _DAMPINGS: dict[str, Callable[[float], bool]] = {
 }
 
 
-@runtime_checkable
 class Potential(Protocol):
     """A convex function and its gradient, of eta of shape (*batch, *query, *event): a measure, or a `PatternPotential`."""
 
@@ -45,6 +44,11 @@ class Potential(Protocol):
     def log_partition(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]: ...
 
     def mean(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]: ...
+
+
+def is_potential(value: object) -> TypeGuard[Potential]:
+    """Whether it has what a potential has; compiled code cannot ask `isinstance` of a protocol."""
+    return all(hasattr(value, name) for name in ("batch_shape", "event_shape", "log_partition", "mean"))
 
 
 class DescentResult(NamedTuple):
@@ -110,12 +114,8 @@ class Energy(Value):
     ) -> Float[Tensor, "*batch_query_event"]:
         """state + damping·(T(state) − state), T the descent map. The energy never rises.
 
-        Args:
-            state: Where the step starts.
-            damping: In (0, 1]; in (0, 2) where the reference is quadratic (B5.4), as a Gaussian is; 1 for two-valued units.
-
-        Raises:
-            ValueError: `damping` is outside its interval.
+        `damping` lies in (0, 1]; in (0, 2) where the reference is quadratic (B5.4), as a Gaussian is; it is 1 for two-valued
+        units. Raises a ValueError where it lies outside.
         """
         self._check_damping(damping)
         target = self._step(self._given(state))
@@ -133,11 +133,7 @@ class Energy(Value):
 
     @final
     def descend(self, state: Float[Tensor, "*batch_query_event"], *, steps: int, damping: float = 1.0) -> DescentResult:
-        """The states and energies along `steps` steps, the start included. Differentiable through all of them.
-
-        Raises:
-            ValueError: `steps` is negative, or `damping` outside its interval.
-        """
+        """The states and energies along `steps` steps, the start included. Differentiable through all of them."""
         self._check_damping(damping)
         whole_number("steps", steps, least=0)
         states = [self._widened(state)]
@@ -164,10 +160,7 @@ class Energy(Value):
         ends does not depend on where in the basin it began (B12). An item stops on its own, whatever its batch mates do.
 
         Args:
-            state: The query.
-            steps: How many steps.
             tol: Stop at ‖T(x) − x‖ ≤ tol·(1 + ‖x‖); by default 2e-6, in float64 1e-10. Not together with `steps`.
-            damping: As for `step`.
             max_steps: Where a descent to the end gives up.
             throw: Raise where a descent has not ended. If not, `status` and `residual` tell, item by item. In compiled code,
                 where nothing can be raised, such items are NaN; a number of steps never raises.

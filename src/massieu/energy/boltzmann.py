@@ -124,10 +124,9 @@ class BoltzmannMachine(Value):
         """The effective interactions J⁽¹⁾ … of the visible units: −E(v) = log a(v) + Σ_n ⟨J⁽ⁿ⁾, v⊗…⊗v⟩/n! (B10).
 
         J⁽ⁿ⁾_{i…k} = Σ_μ κ⁽ⁿ⁾_μ W_{iμ}…W_{kμ} with the cumulants of the hidden units: the Taylor series of their
-        log-partition, which converges where |Wᵀv| is below its radius (B2). The hidden units must be independent.
+        log-partition, which converges where |Wᵀv| is below its radius (B2).
 
-        Raises:
-            ValueError: `order` is not 1, 2, 3 or 4, or the hidden units are not independent of each other.
+        Raises a ValueError at other orders, and at hidden units that depend on each other.
         """
         whole_number("order", order, least=1, most=4)
         count = self.hidden.event_shape[0]
@@ -151,8 +150,7 @@ class BoltzmannMachine(Value):
     def log_partition(self) -> Float[Tensor, ""]:
         """log Σ exp(vᵀWh) a b, exactly, by going through all states of the layer that has fewer; 0 at weight 0.
 
-        Raises:
-            ValueError: neither layer has a finite number of states that is at most 2^20.
+        Raises a ValueError where both layers have more than 2^20.
         """
         counts = [math.inf if (count := sites.count(each)) is None else count for each in (self.visible, self.hidden)]
         if min(counts) > sites.MOST:
@@ -180,12 +178,9 @@ class BoltzmannMachine(Value):
     ) -> inference.AnnealResult:
         """log Σ exp(vᵀWh) a b with its standard error, from chains whose weight W grows from 0.
 
-        `Annealed.position` are visible units, `Annealed.history` what each step of the schedule met. "importance":
+        `AnnealResult.position` are visible units, `AnnealResult.history` what each step of the schedule met. "importance":
         annealed importance sampling; "sequential": sequential Monte Carlo, chains in 16 groups, within which those that
-        have lost their weight are replaced.
-
-        Raises:
-            ValueError: fewer than two chains, or an unknown method.
+        have lost their weight are replaced. `chains` is at least 2, for "sequential" a multiple of 16.
         """
         choice("method", method, "importance", "sequential")
         if whole_number("chains", chains) < 2 or (method == "sequential" and chains % 16):

@@ -59,8 +59,7 @@ class BinaryHopfieldEnergy(_TwoValued):
 
     Attributes:
         couplings: Symmetric, shape (*batch, d, d).
-        bias: Shape (*batch, d).
-        values: "spins" or "bits".
+        bias, values: Shape (*batch, d); "spins" or "bits".
     """
 
     couplings: Float[Tensor, "*batch d d"]
@@ -135,9 +134,8 @@ class DenseHopfieldEnergy(_TwoValued):
 
     Attributes:
         patterns: Shape (*batch, N, d).
-        bias: Shape (*batch, d).
+        bias, values: Shape (*batch, d); "spins" or "bits".
         degree: 2 or more; None stands for exp.
-        values: "spins" or "bits".
     """
 
     patterns: Float[Tensor, "*batch N d"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.energy.activations import Activation, Identity, MeasureActivation
-from massieu.energy.base import Energy, Potential, promoted
+from massieu.energy.base import Energy, Potential, is_potential, promoted
 from massieu.energy.rise import log_partition, rise
 from massieu.foundation.arguments import as_tensor, described, expanded, floating, positive
 from massieu.foundation.values import align, check_prefix, need_batch, promoted_dtype
@@ -63,7 +63,7 @@ class HopfieldEnergy(Energy):
         """
         if isinstance(memory, Tensor):
             memory = Atoms.create(floating("memory", memory))
-        if not isinstance(memory, Potential):
+        if not is_potential(memory):
             raise TypeError(f"memory must be a tensor of patterns or a potential, got {described(memory)}")
         activation = Identity() if reference is None else MeasureActivation.of("reference", reference)
         if isinstance(activation, MeasureActivation):
@@ -123,12 +123,7 @@ class HopfieldEnergy(Energy):
 
 
 def checked_scale(memory: Potential, scale: Tensor | float | None) -> Float[Tensor, "*batch"]:
-    """The inverse temperature of a memory, d^-½ by default, expanded to its batch.
-
-    Raises:
-        ValueError: it is not positive and finite, or does not broadcast to the batch.
-        TypeError: it is no number and no floating-point tensor.
-    """
+    """The inverse temperature of a memory, d^-½ by default, positive and finite, expanded to its batch; or an error."""
     given = memory.event_shape.numel() ** -0.5 if scale is None else scale
     like = next((leaf for leaf in pytree.tree_leaves(memory) if leaf.is_floating_point()), None)
     if like is not None and not isinstance(given, Tensor):

@@ -86,14 +86,9 @@ class Kinetic(Value):
     def second_order_step(
         self, state: Tensor, *, max_steps: int = 200, throw: bool = True, lost_derivative: Lost = "nan"
     ) -> FixedPointResult:
-        """The step to second order, with status, residual and steps of each spin's equation.
+        """The step to second order, with status, residual and steps of each spin's equation. Raises as `step`.
 
-        Args:
-            state: θ.
-            max_steps, throw, lost_derivative: As for `massieu.solve.fixed_point`.
-
-        Raises:
-            ConvergenceError: as `step`.
+        Options are those of `massieu.solve.fixed_point`.
         """
         field = self.field(self._checked(state))
         options = {"max_steps": max_steps, "throw": throw, "lost_derivative": lost_derivative}
@@ -111,10 +106,7 @@ class Kinetic(Value):
     ) -> FixedPointResult:
         """θ = step(θ), with its derivatives by the implicit function theorem, and status, residual and steps (B12).
 
-        Args:
-            order: Of the equations.
-            start: By default the drive.
-            method, max_steps, throw, lost_derivative: As for `massieu.solve.fixed_point`.
+        The start is by default the drive; options are those of `massieu.solve.fixed_point`.
 
         Raises:
             ValueError: another order.
@@ -199,8 +191,6 @@ class KineticSpins(Kinetic):
     γ = √(1 + β²‖θ‖²/R²), which is off by O(1/D). The latter keeps the former's bounds: ‖m‖ < R, and slopes of at most β/2.
 
     Attributes:
-        drive: x, (*batch, N, D).
-        coupling: J, (*batch, N, N).
         scale: β, shaped like the batch or broadcasting to it.
         exact: Whether means are Bessel functions' ratios.
     """
@@ -221,9 +211,8 @@ class KineticSpins(Kinetic):
     ) -> Self:
         """N spins of D ≥ 3 components; half precision is promoted to float32.
 
-        Raises:
-            TypeError: a tensor that is not floating-point.
-            ValueError: shapes that do not fit; a scale that is not positive and finite.
+        Raises a TypeError at tensors that are not floating-point, a ValueError at shapes that do not fit and at a scale that
+        is not positive and finite.
         """
         _check(drive, coupling, 1)
         dtype = promoted_dtype(drive, coupling)

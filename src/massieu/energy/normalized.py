@@ -51,8 +51,7 @@ class ScoreDeviation(PatternPotential):
 
         Args:
             points: Finite points, at least one.
-            gain: Positive; a tensor broadcasts to the batch, as one for each head does.
-            bias: The sum of the weights; a tensor broadcasts to the batch.
+            gain: Positive; a tensor broadcasts to the batch, as one for each head does, and so does the bias.
             eps: At least 0, in squared units of the scores.
             log_weight: The log of each point's multiplicity, or booleans of which True keeps it.
 

@@ -123,8 +123,7 @@ class Normal(SiteLaw):
 def law(site: Measure, like: Tensor) -> SiteLaw:
     """Sites of batch shape (N,) and event shape (d,), of the dtype and on the device of `like`.
 
-    Raises:
-        ValueError: of these sites there are no quadratically tilted laws here, or they have too many states.
+    Raises a ValueError at sites of other kinds than those of the module's docstring, and at too many states.
     """
     if isinstance(site, Gaussian):
         zero = like.new_zeros(site.location.shape)

@@ -157,10 +157,7 @@ class SpinModel(Value):
 
         The field of site i is Σ_j J_ij m_j + ½ C_i⁻¹ ∇ Σ_j tr(J_ij C_j J_ji C_i), C the sites' covariances, which is
         −m_i Σ_j J_ij² (1 − m_j²) for spins and 0 for Gaussian sites (trap 31). Errors fall as the cube of the couplings.
-        Arguments as for `mean_field`.
-
-        Raises:
-            ConvergenceError: as `mean_field`.
+        Arguments and errors are those of `mean_field`.
         """
         found = self._solve(_tap, damping, rtol, max_steps, throw)
         eta = found.value

@@ -104,9 +104,7 @@ class TwoLayer(Energy):
         """The path of the dynamics over `duration`, in equal steps, the start included.
 
         Args:
-            state: (v, h) at the start.
             duration: How long, in the unit of the times τ.
-            steps: How many steps.
             method: "split" moves one layer while the other stands still, v for half of the step, h, then v again, each along
                 its exact exponential: second order, and ℰ never rises, however long the step. "runge_kutta" is the
                 classical method: fourth order; ℰ may rise by O(dt⁵) in a step, and for dt > 2.8 τ the path may diverge.

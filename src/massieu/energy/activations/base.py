@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import duality
-from massieu.energy.base import Potential
+from massieu.energy.base import is_potential
 from massieu.foundation.arguments import described, floating
 from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, MissingFormError, Spin
@@ -111,7 +111,7 @@ class MeasureActivation(Activation):
         """
         if isinstance(value, Activation):
             return value
-        if isinstance(value, Potential):
+        if is_potential(value):
             return cls(value)
         raise TypeError(f"{name} must be an activation or a measure, got {described(value)}")
 
