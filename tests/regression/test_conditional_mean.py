@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError
 from massieu.regression import (
-    ConjugateGradient,
     ExponentialKernel,
     FeatureKernel,
     GaussianKernel,
@@ -24,7 +23,7 @@ from massieu.regression import (
     leave_one_out,
     ridge_from,
 )
-from massieu.solve import Status
+from massieu.solve import ConjugateGradients, Status
 
 CLOSED_FORM = {"rtol": 1e-8, "atol": 1e-8}
 
@@ -281,10 +280,11 @@ def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
     weight[..., 5] = -torch.inf
     arguments = {"kernel": KERNELS[name], "ridge": 0.1, "log_weight": weight, "need_variance": True}
     exact = conditional_mean_attention(query, key, value, **arguments, method="cholesky")
-    found = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradient(rank=rank))
+    arguments["preconditioner_rank"] = rank
+    found = conditional_mean_attention(query, key, value, **arguments, method="conjugate_gradient")
     torch.testing.assert_close(found.output, exact.output, **CLOSED_FORM)
     torch.testing.assert_close(found.variance, exact.variance, **CLOSED_FORM)
-    loose = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradient(rtol=1e-3, rank=rank))
+    loose = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradients(rtol=1e-3))
     error = (loose.output - exact.output).norm(dim=-1)
     assert (error <= loose.error_bound + 1e-9).all()
     # Three keys' worth of directions are solved for exactly; so is what the preconditioner holds.
@@ -309,9 +309,15 @@ def test_no_gram_matrix_is_ever_formed(monkeypatch):
     query, key, value = (tensor.requires_grad_() for tensor in tokens(300, 300, batch=1, heads=1))
     ridge = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
     with LargestTensor() as largest:
-        for method in (ConjugateGradient(rank=20), LowRank(20)):
+        for method in ("conjugate_gradient", LowRank(20)):
             found = conditional_mean_attention(
-                query, key, value, kernel=GaussianKernel(ridge / 2), ridge=ridge, method=method
+                query,
+                key,
+                value,
+                kernel=GaussianKernel(ridge / 2),
+                ridge=ridge,
+                method=method,
+                preconditioner_rank=20,
             )
             found.output.square().sum().backward()
     assert largest.size <= 9000
@@ -329,7 +335,8 @@ def test_conjugate_gradients_that_stop_short_say_so():
             value,
             kernel=KERNELS["gaussian"],
             ridge=1e-4,
-            method=ConjugateGradient(max_steps=3, rank=0),
+            method=ConjugateGradients(max_steps=3),
+            preconditioner_rank=0,
         )
 
 
@@ -338,8 +345,8 @@ def test_conjugate_gradients_told_to_go_on_say_how_far_off_they_are(name):
     query, key, value = tokens(200, 5)
     arguments = {"kernel": KERNELS[name], "ridge": 1e-2}
     exact = conditional_mean_attention(query, key, value, **arguments, method="cholesky")
-    short = ConjugateGradient(max_steps=3, rank=0)
-    found = conditional_mean_attention(query, key, value, **arguments, method=short, throw=False)
+    short = {"method": ConjugateGradients(max_steps=3), "preconditioner_rank": 0}
+    found = conditional_mean_attention(query, key, value, **arguments, **short, throw=False)
     assert exact.convergence is None
     assert found.convergence is not None
     assert bool((found.convergence.status == Status.MAX_STEPS).any())

@@ -8,7 +8,15 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from massieu.posteriors.arguments import check_values, check_whole, told
+from massieu.foundation.arguments import (
+    check_shape,
+    check_values,
+    described,
+    floating,
+    instance,
+    integers,
+    whole_number,
+)
 
 
 class PermutationGapResult(NamedTuple):
@@ -63,7 +71,7 @@ def permutation_gap(
         TypeError: not tensors, or the function returns no floating-point tensor.
     """
     if not callable(function):
-        raise TypeError(f"function must be callable, got {told(function)}")
+        raise TypeError(f"function must be callable, got {described(function)}")
     length = _check(tokens, positions, mask, draws)
     generator = generator or torch.Generator().manual_seed(0)
     orders = [_order(length, generator).to(tokens.device) for _ in range(draws)]
@@ -130,10 +138,8 @@ def model_permutation_gap(
         raise ValueError(
             "the model must be in evaluation mode, or dropout differs from call to call: call model.eval()"
         )
-    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.is_complex():
-        raise TypeError(f"input_ids must be a tensor of whole numbers, got {told(input_ids)}")
+    check_shape("input_ids", integers("input_ids", input_ids), ("B", "L"))
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
-    batch, length = input_ids.shape if input_ids.ndim == 2 else (0, 0)
     positions = _positions(model, input_ids) if "position_ids" in known else None
 
     def run(tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -145,9 +151,9 @@ def model_permutation_gap(
         for name in ("last_hidden_state", "logits"):
             if isinstance(getattr(found, name, None), Tensor):
                 return getattr(found, name)
-        raise TypeError(f"the model must return last_hidden_state or logits, got {told(found)}")
+        raise TypeError(f"the model must return last_hidden_state or logits, got {described(found)}")
 
-    mask = _own_mask(run, model, input_ids, positions, batch, length)
+    mask = _own_mask(run, model, input_ids, positions)
     return permutation_gap(run, input_ids, positions=positions, mask=mask, draws=draws, generator=generator)
 
 
@@ -161,9 +167,10 @@ def _positions(model: nn.Module, input_ids: Tensor) -> Int[Tensor, "B L"]:
 
 
 def _own_mask(
-    run: Callable[..., Tensor], model: nn.Module, input_ids: Tensor, positions: Tensor | None, batch: int, length: int
+    run: Callable[..., Tensor], model: nn.Module, input_ids: Tensor, positions: Tensor | None
 ) -> Float[Tensor, "B 1 L L"] | None:
     """The explicit mask under which the model says what it says by itself, or None."""
+    batch, length = input_ids.shape
     if length < 2 or positions is None:
         return None
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -187,29 +194,28 @@ def _order(length: int, generator: torch.Generator) -> Int[Tensor, "L"]:
 
 
 def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws: int) -> int:
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2:
-        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else told(tokens)
-        raise ValueError(f"tokens must have shape (B, L, …) with L ≥ 2, got {shape}")
+    """The length of checked sequences."""
+    instance("tokens", tokens, Tensor, "a tensor")
+    if tokens.ndim < 2 or tokens.shape[1] < 2:
+        raise ValueError(f"tokens must have shape (B, L, …) with L ≥ 2, got {tuple(tokens.shape)}")
     check_values(tokens=tokens)
-    for name, given in (("positions", positions), ("mask", mask)):
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {told(given)}")
-    check_whole("draws", draws)
+    whole_number("draws", draws, least=1)
     length = tokens.shape[1]
     if not bool((tokens != tokens[:, :1]).any()):
         raise ValueError("tokens of a sequence must differ, or a permutation changes nothing; got equal ones")
-    if positions is not None and (positions.ndim < 2 or positions.shape[1] != length):
-        raise ValueError(f"positions must have shape (B, {length}, …), got {tuple(positions.shape)}")
-    if mask is not None and tuple(mask.shape[-2:]) != (length, length):
-        raise ValueError(f"mask must have shape (…, {length}, {length}), got {tuple(mask.shape)}")
-    if draws < 1:
-        raise ValueError(f"draws must be at least 1, got {draws}")
+    if positions is not None:
+        shape = instance("positions", positions, Tensor, "a tensor").shape
+        if len(shape) < 2 or shape[1] != length:
+            raise ValueError(f"positions must have shape (B, {length}, …), got {tuple(shape)}")
+    if mask is not None:
+        shape = instance("mask", mask, Tensor, "a tensor").shape
+        if tuple(shape[-2:]) != (length, length):
+            raise ValueError(f"mask must have shape (…, {length}, {length}), got {tuple(shape)}")
     return length
 
 
-def _read(found: object, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        raise TypeError(f"the function must return a floating-point tensor, got {told(found)}")
+def _read(found: Any, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
+    floating("what the function returns", found)
     if not bool(found.isfinite().all()):
         raise ValueError("the function's output must be finite, got NaN or an infinity: nothing can be compared")
     if equivariant and (found.ndim < 2 or found.shape[1] != tokens.shape[1]):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.measures.value import values_are_readable
+from massieu.foundation.transforms import every, unwrapped
 from massieu.regression.kernels import Kernel, LogKernel
 
 
@@ -33,11 +33,11 @@ class Logarithms:
         fixed = half.detach() if key.shape[2] else half.new_zeros(*half.shape[:2], 1)
         low, high = fixed.amin(-1, keepdim=True), fixed.amax(-1, keepdim=True)
         widest = math.log(torch.finfo(key.dtype).max)
-        if values_are_readable(half) and not bool((high - low <= widest).all()):
+        if not every(high - low <= widest):
+            least, most = 2 * unwrapped(low).min().item(), 2 * unwrapped(high).max().item()
             raise ValueError(
-                f"the keys of one head have kernel values κ(key, key) from exp({2 * low.min().item():.4g}) to "
-                f"exp({2 * high.max().item():.4g}), farther apart than {key.dtype} holds: keys of a smaller scale are "
-                "needed, or float64"
+                f"the keys of one head have kernel values κ(key, key) from exp({least:.4g}) to exp({most:.4g}), farther "
+                f"apart than {key.dtype} holds: keys of a smaller scale are needed, or float64"
             )
         return cls(kernel, half, (low + high) / 2)
 

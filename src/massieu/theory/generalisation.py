@@ -9,7 +9,7 @@ and empirical loss is bounded over all of them. The shape is that of Zhang et al
 import math
 from typing import NamedTuple
 
-from massieu.posteriors.arguments import check_number, check_values
+from massieu.foundation.arguments import number, whole_number
 
 
 class AttentionLipschitzResult(NamedTuple):
@@ -35,10 +35,8 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
     Raises:
         ValueError: an argument outside its range.
     """
-    check_values(radius=radius, scale=scale, value_norm=value_norm)
-    _check_positive(radius=radius, scale=scale)
-    check_number("value_norm", value_norm)
-    return AttentionLipschitzResult(radius, scale * radius**3 * value_norm)
+    radius, scale = number("radius", radius, above=0), number("scale", scale, above=0)
+    return AttentionLipschitzResult(radius, scale * radius**3 * number("value_norm", value_norm, least=0))
 
 
 def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: float) -> float:
@@ -55,9 +53,9 @@ def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: f
     Raises:
         ValueError: an argument outside its range.
     """
-    check_values(parameters=parameters, radius=radius, lipschitz=lipschitz, accuracy=accuracy)
-    _check_positive(parameters=parameters, radius=radius, lipschitz=lipschitz, accuracy=accuracy)
-    return parameters * math.log1p(2 * radius * lipschitz / accuracy)
+    for name, value in (("radius", radius), ("lipschitz", lipschitz), ("accuracy", accuracy)):
+        number(name, value, above=0)
+    return whole_number("parameters", parameters, least=1) * math.log1p(2 * radius * lipschitz / accuracy)
 
 
 def generalisation_bound(
@@ -90,16 +88,10 @@ def generalisation_bound(
     Raises:
         ValueError: an argument outside its range.
     """
-    _check_positive(sequences=sequences, loss_range=loss_range, loss_lipschitz=loss_lipschitz)
-    check_number("failure", failure, None)
-    if not failure < 1:
-        raise ValueError(f"failure must be between 0 and 1, got {failure}")
-    accuracy = loss_range / (loss_lipschitz * sequences)
+    whole_number("sequences", sequences, least=1)
+    number("failure", failure, above=0, below=1)
+    loss_lipschitz = number("loss_lipschitz", loss_lipschitz, above=0)
+    accuracy = number("loss_range", loss_range, above=0) / (loss_lipschitz * sequences)
     log_size = log_cover_size(parameters, radius, lipschitz, accuracy)
     deviation = loss_range * math.sqrt((log_size + math.log(2 / failure)) / (2 * sequences))
     return 2 * loss_lipschitz * accuracy + deviation
-
-
-def _check_positive(**arguments: float) -> None:
-    for name, value in arguments.items():
-        check_number(name, value, None)
