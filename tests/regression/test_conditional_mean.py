@@ -48,10 +48,10 @@ def many_features(points):
 
 
 KERNELS = {
-    "linear": LinearKernel(),
+    "linear": LinearKernel.create(),
     "exponential": ExponentialKernel.create(0.4),
     "gaussian": GaussianKernel.create(1.3),
-    "features": FeatureKernel(many_features),
+    "features": FeatureKernel.create(many_features),
 }
 
 
@@ -84,13 +84,41 @@ def test_the_definition(name, keys):
         np.testing.assert_allclose(found.variance[item], variance, **CLOSED_FORM)
 
 
+@every_row("method", ["cholesky", "conjugate_gradient", "low_rank"])
+def test_the_exponential_kernels_scale_is_softmaxs_by_default(method):
+    query, key, value = tokens(size=5)
+    found, given = (
+        conditional_mean_attention(query, key, value, kernel=kernel, ridge=0.3, method=method, need_variance=True)
+        for kernel in (ExponentialKernel.create(), ExponentialKernel.create(5**-0.5))
+    )
+    torch.testing.assert_close(found.output, given.output)
+    torch.testing.assert_close(found.variance, given.variance)
+
+
+def test_kernels_take_numbers_lists_arrays_and_tensors():
+    query, key, value = tokens()
+    for create in (GaussianKernel.create, ExponentialKernel.create):
+        for one, other in (
+            (0.7, torch.tensor(0.7, dtype=torch.float64)),
+            ([0.7, 1.1], np.array([0.7, 1.1])),
+            (2, np.float64(2)),
+        ):
+            found, same = (
+                conditional_mean_attention(query, key, value, kernel=create(number), ridge=0.3).output
+                for number in (one, other)
+            )
+            assert torch.equal(found, same)
+    with pytest.raises(TypeError, match="map must be a function, got 3"):
+        FeatureKernel.create(3)
+
+
 def test_scikit_learns_kernel_ridge_and_gaussian_process():
     query, key, value = tokens(40, batch=1, heads=1)
     q, k, v = (tensor[0, 0].numpy() for tensor in (query, key, value))
     found = conditional_mean_attention(query, key, value, kernel=GaussianKernel.create(1.3), ridge=0.3)
     theirs = KernelRidge(alpha=0.3, kernel="rbf", gamma=1 / (2 * 1.3**2)).fit(k, v).predict(q)
     np.testing.assert_allclose(found.output[0, 0], theirs, **CLOSED_FORM)
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.3)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.3)
     np.testing.assert_allclose(
         found.output[0, 0], Ridge(alpha=0.3, fit_intercept=False).fit(k, v).predict(q), **CLOSED_FORM
     )
@@ -126,9 +154,9 @@ def test_trap_19_the_operators_ridge_and_the_matrixs():
     ours = conditional_mean_attention(query, key, value, kernel=KERNELS["features"], operator_ridge=0.1)
     torch.testing.assert_close(ours.output, expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="exactly one of ridge and operator_ridge"):
-        conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.1, operator_ridge=0.1)
+        conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.1, operator_ridge=0.1)
     with pytest.raises(ValueError, match="operator_ridge must be given, got none"):
-        conditional_mean_attention(query, key, value, kernel=LinearKernel())
+        conditional_mean_attention(query, key, value, kernel=LinearKernel.create())
 
 
 @every_row("name", KERNELS)
@@ -245,7 +273,7 @@ def test_ridge_zero_interpolates_and_in_features_is_least_squares():
     torch.testing.assert_close(found.output, value, rtol=1e-9, atol=1e-9)
     assert found.variance.max() < 1e-9
     query, key, value = tokens(40)
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.0)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.0)
     model = LinearRegression(fit_intercept=False).fit(key[0, 0], value[0, 0])
     np.testing.assert_allclose(found.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
 
@@ -400,7 +428,7 @@ def test_auto_forms_no_large_gram_matrix(monkeypatch):
     query, key, value = tokens(40)
     assert conditional_mean_attention(query, key, value, kernel=KERNELS["gaussian"], ridge=0.1).error_bound is not None
     for kernel, ridge, causal in (
-        (LinearKernel(), 0.1, False),
+        (LinearKernel.create(), 0.1, False),
         (KERNELS["gaussian"], 0.1, True),
         (KERNELS["gaussian"], 0.0, False),
     ):
@@ -479,4 +507,4 @@ def test_the_chosen_ridge_has_the_least_error():
     torch.testing.assert_close(best, found.mean_squared_error.amin(0))
     assert ((found.ridge > 1e-6) & (found.ridge < 1e3)).all()
     with pytest.raises(ValueError, match="at least one number"):
-        choose_ridge(key, value, [], kernel=LinearKernel())
+        choose_ridge(key, value, [], kernel=LinearKernel.create())

@@ -28,10 +28,10 @@ def number(value):
 
 
 KERNELS = {
-    "linear": lambda n: LinearKernel(),
+    "linear": lambda n: LinearKernel.create(),
     "exponential": ExponentialKernel,
     "gaussian": GaussianKernel,
-    "features": lambda n: FeatureKernel(lambda x: n * torch.cat([x, x.square()], -1)),
+    "features": lambda n: FeatureKernel.create(lambda x: n * torch.cat([x, x.square()], -1)),
 }
 
 
@@ -213,7 +213,11 @@ TWICE = torch.ones(1, 1, 2, 2)
         ({"method": "low_rank", "is_causal": True}, ValueError, "is_causal goes with method 'cholesky' alone"),
         ({"method": "low_rank", "ridge": 0.0}, ValueError, "method 'low_rank' needs a positive ridge, got 0.0"),
         ({"method": "conjugate_gradient", "ridge": 0.0}, ValueError, "needs a positive ridge, got 0.0"),
-        ({"method": "conjugate_gradient", "kernel": FeatureKernel(lambda x: x)}, ValueError, "'cholesky' uses the map"),
+        (
+            {"method": "conjugate_gradient", "kernel": FeatureKernel.create(lambda x: x)},
+            ValueError,
+            "'cholesky' uses the map",
+        ),
         ({"preconditioner_rank": -1}, ValueError, "preconditioner_rank must be a whole number, at least 0, got -1"),
         ({"log_weight": torch.zeros(3, 2)}, ValueError, r"one a key, for all queries .*\(1, 1, 1, 2\)"),
         ({"log_weight": torch.full((2,), torch.nan)}, ValueError, r"log_weight must be below \+inf and not NaN"),
@@ -250,7 +254,7 @@ def test_bad_numbers_are_named():
             noise_variance=1.0, prior_variance=1.0
         )
     with pytest.raises(ValueError, match="leave-one-out in features needs a positive ridge"):
-        leave_one_out(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 1), kernel=LinearKernel(), ridge=0.0)
+        leave_one_out(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 1), kernel=LinearKernel.create(), ridge=0.0)
 
 
 def test_iterations_are_refused_inside_transforms():

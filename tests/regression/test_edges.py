@@ -30,13 +30,13 @@ def test_a_mask_is_no_singular_matrix_at_any_size_of_the_keys(size):
     """In float32 the hidden keys' own equations, were they of size 1, are rounding beside large keys, or large ones."""
     key, value = (size * draws(1, 2, 24, 40)).float(), draws(1, 2, 24, 2, seed=1).float()
     seen = torch.arange(24) < 20
-    arguments = {"kernel": LinearKernel(), "ridge": 0.1 * size**2}
+    arguments = {"kernel": LinearKernel.create(), "ridge": 0.1 * size**2}
     found = conditional_mean_attention(key[:, :, :3], key, value, log_weight=seen, **arguments)
     alone = conditional_mean_attention(key[:, :, :3], key[:, :, :20], value[:, :, :20], **arguments)
     torch.testing.assert_close(found.output, alone.output, rtol=1e-4, atol=1e-4)
 
 
-@every_row("kernel", [FeatureKernel(lambda x: x / x.norm(dim=-1, keepdim=True)), GaussianKernel.create(1.0)])
+@every_row("kernel", [FeatureKernel.create(lambda x: x / x.norm(dim=-1, keepdim=True)), GaussianKernel.create(1.0)])
 @every_row("method", ["cholesky", "low_rank"])
 def test_hidden_keys_stand_where_the_kernel_is_defined(kernel, method):
     """At the origin a normalising map is not; and keys far from it lose their digits beside it."""
@@ -72,7 +72,7 @@ def test_an_operator_ridge_sees_ratios_of_weights_alone():
 def test_no_query_under_a_causal_mask():
     key, value = draws(1, 1, 6, 2), draws(1, 1, 6, 3, seed=1)
     found = conditional_mean_attention(
-        key[:, :, :0], key, value, kernel=LinearKernel(), ridge=1.0, is_causal=True, need_variance=True
+        key[:, :, :0], key, value, kernel=LinearKernel.create(), ridge=1.0, is_causal=True, need_variance=True
     )
     assert found.output.shape == (1, 1, 0, 3) and found.variance.shape == (1, 1, 0)
 
@@ -138,10 +138,10 @@ def test_a_key_of_its_own_direction_is_refused_where_rounding_is_all():
     key[..., :4, 0], key[..., 4, 1] = draws(4), 1.0
     value = draws(1, 1, 5, 1, seed=1)
     # Nothing is known of it from the others: the residual is the value.
-    found = leave_one_out(key, value, kernel=LinearKernel(), ridge=1e-6)
+    found = leave_one_out(key, value, kernel=LinearKernel.create(), ridge=1e-6)
     torch.testing.assert_close(found.residual[..., 4, :], value[..., 4, :], rtol=1e-9, atol=0)
     with pytest.raises(ValueError, match="a key alone determines its own prediction"):
-        leave_one_out(key, value, kernel=LinearKernel(), ridge=1e-20)
+        leave_one_out(key, value, kernel=LinearKernel.create(), ridge=1e-20)
     for ridges, error in ((None, TypeError), (["a"], TypeError), ([1.0, -1.0], ValueError), ([], ValueError)):
         with pytest.raises(error, match="ridge"):
-            choose_ridge(key, value, ridges, kernel=LinearKernel())
+            choose_ridge(key, value, ridges, kernel=LinearKernel.create())

@@ -40,7 +40,7 @@ CASES = {
         {"query": H, "key": H, "value": H},
     ),
     "cma linear": (
-        lambda **k: regression.conditional_mean_attention(kernel=regression.LinearKernel(), ridge=0.3, **k),
+        lambda **k: regression.conditional_mean_attention(kernel=regression.LinearKernel.create(), ridge=0.3, **k),
         {"query": H, "key": H, "value": H},
     ),
     "kernel scale": (regression.ExponentialKernel.create, {"scale": torch.tensor(1.0)}),
@@ -55,7 +55,7 @@ CASES = {
     "ridge_from": (regression.ridge_from, {"noise_variance": two, "prior_variance": two}),
     "predictive_variance": (
         lambda **k: regression.conditional_mean_attention(
-            H, H, H, kernel=regression.LinearKernel(), ridge=1.0, need_variance=True
+            H, H, H, kernel=regression.LinearKernel.create(), ridge=1.0, need_variance=True
         ).predictive_variance(**k),
         {"noise_variance": one, "prior_variance": one},
     ),

@@ -87,7 +87,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
     def kernel(self) -> Kernel:
         """The heads' kernel."""
         if self.log_width is None:
-            return LinearKernel()
+            return LinearKernel.create()
         width = self.log_width.exp()
         return GaussianKernel(width) if self.kernel_name == "gaussian" else ExponentialKernel(width**-2)
 

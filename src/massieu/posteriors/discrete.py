@@ -201,10 +201,10 @@ class DirichletMultinomial(Posterior):
 
     def _read(self, tokens: Tensor, mask: Tensor | None) -> tuple["DirichletMultinomial", Tensor, Tensor]:
         """The law, spread, the tokens, 0 where they are masked, and which are seen."""
-        seen = check_mask(mask, integers("tokens", tokens).shape, self.concentration)
+        self._check_device(tokens=integers("tokens", tokens))
+        seen = check_mask(mask, tokens.shape, tokens)
         index = check_categories(tokens, self.concentration.shape[-1], seen)
         need_batch(type(self).__name__, "tokens", index.shape, self.batch_shape, ("n",))
-        self._check_device(tokens=tokens)
         return self._spread(index.shape[:-1]), index, seen
 
 

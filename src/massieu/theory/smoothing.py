@@ -133,6 +133,7 @@ def spherical_kernel(
     check_shape("spectrum", spectrum, ("degrees",))
     if not len(spectrum):
         raise ValueError("spectrum must have at least one degree, got none")
+    check_one_device(cosine=cosine, spectrum=spectrum)
     degree = len(spectrum) - 1
     counts = [float(harmonic_count(n, dimension)) for n in range(degree + 1)]
     weights = torch.tensor(counts, dtype=torch.float64, device=spectrum.device) * spectrum
