@@ -261,7 +261,7 @@ def test_numbers_lists_and_arrays_make_priors():
     assert line.mean.dtype == line.noise.dtype == torch.float64
     chain = HiddenMarkov.create([0.0, 0.0], [[0.0, -1.0], [-1.0, 0.0]], [[0.0, -2.0], [-2.0, 0.0]])
     assert chain.posterior(torch.tensor([0, 1])).log_evidence.isfinite()
-    with pytest.raises(TypeError, match="mean must be real, got a tensor of torch.complex64"):
+    with pytest.raises(TypeError, match=r"mean must be real, got a tensor of torch\.complex64"):
         GaussianMean.create(torch.zeros(2, dtype=torch.complex64), 1.0, 1.0)
 
 
