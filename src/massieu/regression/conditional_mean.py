@@ -118,9 +118,9 @@ def conditional_mean_attention(
             too; `convergence` says what became of each system, `error_bound` how far off the output may be.
 
     All but the error bound are differentiable any number of times in query, key, value, weights, ridge and the kernel's
-    numbers. "cholesky" is right under `torch.func` transforms and `torch.compile`; in compiled code a singular matrix gives
-    NaN, and values are not checked. Half precision is computed in float32. Rounding is amplified by up to (largest eigenvalue of
-    G)/λ; a matrix singular to rounding is refused.
+    numbers. "cholesky" is right under `torch.func` transforms and `torch.compile`; compiled, a singular matrix gives
+    NaN, and values are not checked. Half precision is computed in float32. Rounding is amplified by up to (largest
+    eigenvalue of G)/λ; a matrix singular to rounding is refused.
 
     Raises:
         TypeError: not a tensor, a dtype or an option of another type.

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.errors import ConvergenceError
-from massieu.foundation.derivatives import reverse_derivative
 from massieu.regression.kernels import FeatureKernel, Kernel
 from massieu.regression.logarithms import lifted, with_last
 from massieu.regression.low_rank import pivoted_cholesky
@@ -108,18 +107,15 @@ class _KernelProduct(torch.autograd.Function):
     """Blocks are computed again in the backward pass."""
 
     @staticmethod
-    def forward(structure: Any, left: Tensor, right: Tensor, vectors: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, structure: Any, left: Tensor, right: Tensor, vectors: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.structure = structure
+        ctx.save_for_backward(left, right, vectors, *leaves)
         kernel = pytree.tree_unflatten(leaves, structure)
         # Room taken at once: blocks' results between their matrices would scatter memory.
         image = vectors.new_empty(*left.shape[:3], vectors.shape[-1])
         for rows, place in zip(left.split(_rows(right), 2), image.split(_rows(right), 2), strict=True):
             place.copy_(kernel(rows, right) @ vectors)
         return image
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.structure, *tensors = inputs
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,13 +128,28 @@ class _KernelProduct(torch.autograd.Function):
         pieces: list[Tensor] = []
         totals: list[Tensor | None] = [None] * len(others)
         for rows, cotangent in zip(left.split(size, 2), cotangents[0].split(size, 2), strict=True):
-            piece, *slopes = reverse_derivative(block, (rows, *others), cotangent, needed)
+            piece, *slopes = _slopes(block, (rows, *others), cotangent, needed)
             pieces += [] if piece is None else [piece]
             totals = [
                 slope if total is None or slope is None else total + slope
                 for total, slope in zip(totals, slopes, strict=True)
             ]
         return None, torch.cat(pieces, 2) if pieces else None, *totals
+
+
+def _slopes(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], cotangent: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The tensors' cotangents; they have derivatives where those are being taken, and else half the memory of `vjp`."""
+    if not any(needed):
+        return [None] * len(needed)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, so that only this use of them counts.
+        inputs = [tensor.view_as(tensor) for tensor in tensors]
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        found = iter(torch.autograd.grad(function(*inputs), wanted, cotangent, create_graph=again, allow_unused=True))
+    return [next(found) if need else None for need in needed]
 
 
 def _product(tokens: KeyValuePairs, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
@@ -262,13 +273,11 @@ class _Solve(torch.autograd.Function):
     """d(A⁻¹b) = A⁻¹(db − dA x): the cotangent of b is A⁻¹ of x's, and that of A's parameters that of −A x."""
 
     @staticmethod
-    def forward(system: _System, structure: Any, graded: bool, right: Tensor, *parameters: Tensor) -> Tensor:
-        return system.run(lambda vectors: _image(structure, vectors, parameters), right, graded)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.system, ctx.structure, ctx.graded, _, *parameters = inputs
-        ctx.save_for_backward(output, *parameters)
+    def forward(ctx: Any, system: _System, structure: Any, graded: bool, right: Tensor, *parameters: Tensor) -> Tensor:
+        solution = system.run(lambda vectors: _image(structure, vectors, parameters), right, graded)
+        ctx.system, ctx.structure, ctx.graded = system, structure, graded
+        ctx.save_for_backward(solution, *parameters)
+        return solution
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -278,4 +287,4 @@ class _Solve(torch.autograd.Function):
         def image(*parameters: Tensor) -> Tensor:
             return _image(ctx.structure, solution, parameters)
 
-        return None, None, None, pulled, *reverse_derivative(image, parameters, -pulled, ctx.needs_input_grad[4:])
+        return None, None, None, pulled, *_slopes(image, parameters, -pulled, ctx.needs_input_grad[4:])
