@@ -66,9 +66,8 @@ def permutation_gap(
         generator: Of the permutations; by default one seeded with 0.
 
     Raises:
-        ValueError: fewer than two tokens, equal tokens, shapes that do not fit, an output without the tokens' dimension or
-            one that is not finite or not the same each time, no draws.
-        TypeError: not tensors, or the function returns no floating-point tensor.
+        TypeError, ValueError: what is no tensor, fewer than two tokens, equal ones, shapes that do not fit, an output that is
+            not finite, not the same each time, no floating-point tensor or without the tokens' dimension.
     """
     if not callable(function):
         raise TypeError(f"function must be callable, got {described(function)}")
@@ -82,25 +81,24 @@ def permutation_gap(
         if bool((_read(function(tokens, **given), tokens, equivariant) - plain).abs().amax() > rounding * size):
             raise ValueError("the function must be deterministic, got two outputs for the same tokens: is dropout on?")
 
-        def gap(move_positions: bool, move_mask: bool) -> float:
-            largest = 0.0
+        def gap(*moved: str) -> float:
+            differences = []
             for order in orders:
-                moved = dict(given)
-                if move_positions and positions is not None:
-                    moved["positions"] = positions[:, order]
-                if move_mask and mask is not None:
-                    moved["mask"] = mask[..., order, :][..., order]
-                found = _read(function(tokens[:, order], **moved), tokens, equivariant)
-                difference = (found - (plain[:, order] if equivariant else plain)).abs().amax()
-                largest = max(largest, float(difference / size) if size > 0 else float(difference > 0))
-            return largest
+                permuted = {
+                    name: _permuted(name, value, order) if name in moved else value for name, value in given.items()
+                }
+                found = _read(function(tokens[:, order], **permuted), tokens, equivariant)
+                differences.append((found - (plain[:, order] if equivariant else plain)).abs().amax())
+            largest = torch.stack(differences).amax()
+            return float(largest / size) if size > 0 else float(largest > 0)
 
-        return PermutationGapResult(
-            gap(False, False),
-            None if positions is None else gap(True, False),
-            None if mask is None else gap(True, True),
-            rounding,
-        )
+        with_positions = None if positions is None else gap("positions")
+        with_mask = None if mask is None else gap("positions", "mask")
+        return PermutationGapResult(gap(), with_positions, with_mask, rounding)
+
+
+def _permuted(name: str, value: Tensor, order: Int[Tensor, "L"]) -> Tensor:
+    return value[..., order, :][..., order] if name == "mask" else value[:, order]
 
 
 def model_permutation_gap(
@@ -123,31 +121,25 @@ def model_permutation_gap(
         draws, generator: As of `permutation_gap`.
 
     Raises:
-        ValueError: a model in training mode, one that takes no `input_ids`, an encoder with a decoder, or as
-            `permutation_gap`.
-        TypeError: `input_ids` that are not whole numbers, a model that returns neither hidden states nor logits.
+        TypeError, ValueError: a model in training mode, one that takes no `input_ids` or returns neither hidden states nor
+            logits, an encoder with a decoder, or as `permutation_gap`.
     """
     known = inspect.signature(model.forward).parameters
     if "input_ids" not in known:
         raise ValueError(f"{type(model).__name__} takes no input_ids; use permutation_gap with a function of your own")
     if "decoder_input_ids" in known:
-        raise ValueError(
-            f"{type(model).__name__} has an encoder and a decoder: pass one of them, as model.get_encoder()"
-        )
+        raise ValueError(f"{type(model).__name__} has an encoder and a decoder: pass one, as model.get_encoder()")
     if any(module.training for module in model.modules()):
-        raise ValueError(
-            "the model must be in evaluation mode, or dropout differs from call to call: call model.eval()"
-        )
+        raise ValueError("the model must be in evaluation mode, or dropout changes each call: call model.eval()")
     check_shape("input_ids", integers("input_ids", input_ids), ("B", "L"))
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
     positions = _positions(model, input_ids) if "position_ids" in known else None
 
     def run(tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         # A mask is always given: without one, positions out of order are read as several sequences packed into one.
-        inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(tokens.shape) if mask is None else mask, **extra}
-        if positions is not None:
-            inputs["position_ids"] = positions
-        found = model(input_ids=tokens, **inputs)
+        placed = {} if positions is None else {"position_ids": positions}
+        mask = tokens.new_ones(tokens.shape) if mask is None else mask
+        found = model(input_ids=tokens, attention_mask=mask, **placed, **extra)
         for name in ("last_hidden_state", "logits"):
             if isinstance(getattr(found, name, None), Tensor):
                 return getattr(found, name)
@@ -161,8 +153,7 @@ def _positions(model: nn.Module, input_ids: Tensor) -> Int[Tensor, "B L"]:
     """The indices the model itself would give to a sequence without padding."""
     embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
-    padding = table.padding_idx if isinstance(table, nn.Embedding) else None
-    offset = 0 if padding is None else padding + 1
+    offset = table.padding_idx + 1 if isinstance(table, nn.Embedding) and table.padding_idx is not None else 0
     return (torch.arange(input_ids.shape[-1], device=input_ids.device) + offset).expand(input_ids.shape)
 
 

@@ -34,31 +34,6 @@ class Kernel(Value):
         return None
 
 
-class LogKernel(Kernel):
-    """A positive kernel whose values may leave the floating range: methods then work with its logarithm.
-
-    κ(a, b) = exp(h(a) + h(b))·κ'(a, b), where h is half the logarithm of κ(x, x), and κ' lies between 0 and 1.
-    """
-
-    @abstractmethod
-    def log(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
-        """log κ(left_i, right_n) for all pairs."""
-
-    @abstractmethod
-    def log_diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
-        """log κ(x, x) of each point."""
-
-    @abstractmethod
-    def normalized(self, points: Float[Tensor, "B H N D"]) -> Kernel:
-        """κ', for points of this size."""
-
-    def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
-        return self.log(left, right).exp()
-
-    def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
-        return self.log_diagonal(points).exp()
-
-
 class FeatureKernel(Kernel):
     """κ(a, b) = φ(a)·φ(b) for a map of one's own, such as harmonics, random features or a network.
 
@@ -103,7 +78,7 @@ class LinearKernel(Kernel):
         return points
 
 
-class ExponentialKernel(LogKernel):
+class ExponentialKernel(Kernel):
     """κ(a, b) = exp(scale·a·b), softmax attention's; on a sphere it is Gaussian up to a constant (Z7).
 
     Conditional means are found with logarithms of it, so that exp(scale·‖x‖²) may be beyond the dtype's range, at keys and
@@ -120,14 +95,22 @@ class ExponentialKernel(LogKernel):
         """By default of the scale D^-½."""
         return cls(None if scale is None else _positive("scale", scale))
 
+    def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
+        return self.log(left, right).exp()
+
+    def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
+        return self.log_diagonal(points).exp()
+
     def log(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
+        """log κ(left_i, right_n) for all pairs."""
         return _per_head(self._scale(left), left) * left @ right.mT
 
     def log_diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
+        """log κ(x, x) of each point."""
         return _per_head(self._scale(points), points).squeeze(-1) * points.square().sum(-1)
 
     def normalized(self, points: Float[Tensor, "B H N D"]) -> "GaussianKernel":
-        """The Gaussian kernel of variance 1/scale: −½scale·‖a − b‖² = scale·(a·b − ½‖a‖² − ½‖b‖²)."""
+        """κ' with κ(a, b) = exp(h(a) + h(b))·κ'(a, b), h half of `log_diagonal`: the Gaussian kernel of variance 1/scale."""
         scale = self._scale(points)
         _per_head(scale, points)
         return GaussianKernel(scale.rsqrt())

@@ -1,4 +1,4 @@
-"""A kernel that is given by its logarithm: what of it is exponentiated only at the end, beside what it multiplies."""
+"""The exponential kernel by its logarithm: what of it is exponentiated only at the end, beside what it multiplies."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.transforms import every, unwrapped
-from massieu.regression.kernels import Kernel, LogKernel
+from massieu.regression.kernels import ExponentialKernel, Kernel
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Logarithms:
     κ(q, key)·exp(−2h) in units of the largest of them.
     """
 
-    kernel: LogKernel
+    kernel: ExponentialKernel
     half: Float[Tensor, "B H N"]
     """h of each key."""
     centre: Float[Tensor, "B H 1"]
     """c, the middle of their range. Results do not depend on it: it has no derivative."""
 
     @classmethod
-    def of(cls, kernel: LogKernel, key: Float[Tensor, "B H N D"]) -> Self:
+    def of(cls, kernel: ExponentialKernel, key: Float[Tensor, "B H N D"]) -> Self:
         """Raises ValueError where κ(key, key) of one head span more than the dtype does."""
         half = kernel.log_diagonal(key) / 2
         fixed = half.detach() if key.shape[2] else half.new_zeros(*half.shape[:2], 1)
@@ -79,7 +79,7 @@ class Logarithms:
 class FromLargest(Kernel):
     """exp(log κ(q, k) − 2h(k) − largest(q)); the last coordinate of a query is its largest, that of a key its 2h."""
 
-    kernel: LogKernel
+    kernel: ExponentialKernel
 
     def __call__(self, left: Float[Tensor, "B H L D+1"], right: Float[Tensor, "B H N D+1"]) -> Tensor:
         """For all pairs."""

@@ -17,7 +17,7 @@ from massieu.foundation.arguments import (
 )
 from massieu.foundation.transforms import every, in_autocast_dtype, some, unwrapped, values_are_readable
 from massieu.ops.shapes import AttentionProblem, check_problem
-from massieu.regression.kernels import Kernel, LogKernel
+from massieu.regression.kernels import ExponentialKernel, Kernel
 from massieu.regression.logarithms import Logarithms
 
 Ridge = float | int | Tensor
@@ -87,7 +87,7 @@ def cholesky(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*l
     """The lower factor.
 
     Raises:
-        ValueError: the matrix is singular to rounding. Where values cannot be read (compiled, or in a transform), its
+        ValueError: the matrix is singular to rounding. Where values cannot be read (compiled), its
             factor is NaN instead.
     """
     factor, status = torch.linalg.cholesky_ex(matrix)
@@ -154,7 +154,7 @@ def check_tokens(
         if not every(tensor.isfinite()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
     target = root.unsqueeze(-1) * value
-    if not isinstance(kernel, LogKernel):
+    if not isinstance(kernel, ExponentialKernel):
         return problem, KeyValuePairs(kernel, key, target, root, matrix_ridge)
     logarithms = Logarithms.of(kernel, key)
     target = target * (-logarithms.relative).exp().unsqueeze(-1)

@@ -4,6 +4,8 @@ The chain: softmax is 1-Lipschitz from the largest logit's change to the total c
 with its parameters by no more than a number free of L; so finitely many heads cover all of a norm; so the gap between mean loss
 and empirical loss is bounded over all of them. The shape is that of Zhang et al. (arXiv 2212.14852) and its follow-up (arXiv
 2305.19420), whose constants could not be recovered: those here are this project's own, with proof in the docstrings.
+
+A number out of the range that is named for it raises a ValueError, and what is no number a TypeError.
 """
 
 import math
@@ -28,12 +30,8 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
     βR²‖M − M'‖, softmax's weights by no more than that in the 1-norm (the constant 1 is sharp), and their mean by R times it.
 
     Args:
-        radius: R > 0.
+        radius, scale: R > 0 and β > 0.
         value_norm: A bound of ‖W'‖, at least 0.
-        scale: β > 0.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     radius, scale = number("radius", radius, above=0), number("scale", scale, above=0)
     return AttentionLipschitzResult(radius, scale * radius**3 * number("value_norm", value_norm, least=0))
@@ -45,13 +43,9 @@ def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: f
     A ball of radius B in P dimensions, of any norm, has a cover of that many balls of radius ε/Lip.
 
     Args:
-        parameters: P ≥ 1.
+        parameters, accuracy: P ≥ 1 and ε > 0.
         radius: B > 0, of the parameters in the norm that `lipschitz` is for.
         lipschitz: Largest change of the output a unit of the parameters' norm.
-        accuracy: ε > 0.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     for name, value in (("radius", radius), ("lipschitz", lipschitz), ("accuracy", accuracy)):
         number(name, value, above=0)
@@ -77,16 +71,11 @@ def generalisation_bound(
     n is far above P: it says what does not matter, not how well a model does.
 
     Args:
-        parameters: P ≥ 1.
-        radius: B > 0.
-        sequences: n ≥ 1.
+        parameters, radius, sequences: P ≥ 1, B > 0 and n ≥ 1.
         lipschitz: Of the output in the parameters, such as the sum of `attention_lipschitz`.
         loss_range: b > 0; the loss lies in an interval of this length.
         loss_lipschitz: ℓ > 0, of the loss in the output.
         failure: δ in (0, 1).
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     whole_number("sequences", sequences, least=1)
     number("failure", failure, above=0, below=1)

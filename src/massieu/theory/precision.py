@@ -44,10 +44,9 @@ class GaussianTokens(Value):
         cross_covariance: Float[Tensor, "e d"],
         value_covariance: Float[Tensor, "e e"],
     ) -> Self:
-        """The law with these parameters, in their common dtype, at least float32.
+        """The law with these parameters, floating-point tensors, in their common dtype, at least float32.
 
         Raises:
-            TypeError: a parameter that is not floating-point.
             ValueError: shapes that do not fit; numbers that are not finite; a covariance that is not symmetric, a key
                 covariance that is not positive definite, a joint covariance that is not positive semidefinite.
         """
@@ -131,9 +130,7 @@ class GaussianTokens(Value):
         z ~ N(0, I) is finite only for s² < ½. It holds where e^{s²‖z‖²} is far below L.
 
         Args:
-            query: x.
-            share: s.
-            keys: L.
+            query, share, keys: x, s and L.
         """
         share = as_tensor("share", share, query, self.key_mean.dtype)
         check_finite(share=share)
@@ -188,11 +185,8 @@ class GaussianTokens(Value):
 def precision_matching_score(covariance: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
     """M = Σ⁻¹, the scale·W_QᵀW_K of an attention that estimates the conditional mean from centred Gaussian keys (X1).
 
-    Differentiable; works under vmap. Half precision is promoted to float32.
-
-    Raises:
-        TypeError: not floating-point.
-        ValueError: not square, or not symmetric and positive definite.
+    Differentiable; works under vmap. Half precision is promoted to float32. A ValueError is raised for a covariance that is
+    not square, symmetric and positive definite.
     """
     covariance = _checked(covariance)
     return torch.linalg.inv_ex(covariance).inverse
@@ -204,11 +198,8 @@ def denoising_score(
     """The M with which attention denoises: clean tokens N(0, Σ), a query with N(0, τ²I) added, keys = values (X1).
 
     The best output is Σ(Σ + τ²)⁻¹x̃. It is that of M = (Σ + τ²)⁻¹Σ(Σ + τ²)⁻¹ where keys and values are noisy too, and of
-    M = (Σ + τ²)⁻¹ where the context is clean. Half precision is promoted to float32.
-
-    Raises:
-        TypeError: not floating-point.
-        ValueError: not square, or not symmetric and positive definite; `noise_variance` that is not finite, or negative.
+    M = (Σ + τ²)⁻¹ where the context is clean. Errors are those of `precision_matching_score`, and ValueError for a negative
+    noise.
     """
     covariance = _checked(covariance)
     variance = as_tensor("noise_variance", noise_variance, covariance)

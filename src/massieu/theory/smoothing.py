@@ -3,7 +3,8 @@
 Keys k uniform on the unit sphere of R^d, values of conditional mean f(k) = Σ f_n(k), f_n a spherical harmonic of degree n,
 a query q on the sphere, weights e^{βk·q}. With infinitely many keys the output is Σ ρ_n(β) f_n(q) (Funk–Hecke) and not f(q).
 Functions f enter by the values of their `parts` f_n, or by the `power` E f_n² of each over the sphere; the last axis is
-the degree, from 0. Computed in float64 whatever the input.
+the degree, from 0. Computed in float64 whatever the input. Arguments out of their range, shapes that do not fit each
+other and numbers that are not finite raise a ValueError; what is neither a tensor nor numbers a TypeError.
 """
 
 import math
@@ -42,9 +43,6 @@ def sphere_multipliers(
         degree: The largest n, at least 0.
         dimension: d ≥ 2.
         scale: β ≥ 0.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     scale = _scale(scale, dimension, degree)
     products = [torch.ones_like(scale)]
@@ -61,9 +59,6 @@ def ridge_multipliers(
 
     Its kernel is softmax's own, e^{βk·k'}, and λ > 0 the ridge of the operator (of the Gram matrix: λ times the number of
     keys). As λ → 0 every degree with ρ_n > 0 comes back: it is the deconvolution that matches softmax.
-
-    Raises:
-        ValueError: as `sphere_multipliers`; `operator_ridge` that is not positive.
     """
     number("operator_ridge", operator_ridge, above=0)
     multipliers = sphere_multipliers(degree, dimension, scale)
@@ -78,7 +73,6 @@ def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[
 
     Raises:
         ValueError: `cut_off` is none of the degrees given, or a ρ_n up to it is not positive: nothing is left to enlarge.
-        TypeError: not a tensor, no whole number.
     """
     multipliers = _doubles("multipliers", multipliers)
     if not multipliers.ndim:
@@ -94,9 +88,6 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
     """P_n(t) for n = 0 … degree: the harmonic of degree n that depends on t = q·a alone, with P_n(1) = 1.
 
     Chebyshev's polynomials for d = 2, Legendre's for d = 3. E P_n(q·a)² = 1/`harmonic_count`(n, d) over the sphere.
-
-    Raises:
-        ValueError: `degree` < 0 or `dimension` < 2.
     """
     _check_sphere(degree, dimension)
     cosine = _doubles("cosine", cosine)
@@ -107,11 +98,7 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
 
 
 def harmonic_count(degree: int, dimension: int) -> int:
-    """How many linearly independent harmonics of this degree there are on the unit sphere of R^d.
-
-    Raises:
-        ValueError: `degree` < 0 or `dimension` < 2.
-    """
+    """How many linearly independent harmonics of this degree there are on the unit sphere of R^d."""
     _check_sphere(degree, dimension)
     lower = math.comb(degree + dimension - 3, degree - 2) if degree > 1 else 0
     return math.comb(degree + dimension - 1, degree) - lower
@@ -126,7 +113,6 @@ def spherical_kernel(
     `deconvolution`, the weight of deconvolved attention, (1/L) Σ K(q·k_j) v_j.
 
     Raises:
-        ValueError: `spectrum` is not a vector, `dimension` < 2.
         OverflowError: more harmonics of one degree than float64 can count.
     """
     spectrum = _doubles("spectrum", spectrum)
@@ -148,10 +134,6 @@ def softmax_limit(
     Args:
         parts: f_n(q) for n = 0, 1, …
         dimension, scale: as `sphere_multipliers`.
-
-    Raises:
-        ValueError: an argument outside its range, or no degree.
-        TypeError: not a tensor.
     """
     parts = _doubles("parts", parts)
     if not parts.ndim or not parts.shape[-1]:
@@ -181,9 +163,6 @@ def smoothing_floor(
     Args:
         power: E f_n² over the sphere, at least 0.
         dimension, scale: as `sphere_multipliers`.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     power = _power(power)
     multipliers = sphere_multipliers(power.shape[-1] - 1, dimension, scale)
@@ -231,9 +210,6 @@ def smoothing_error(
         power: E f_n², at least 0.
         noise_variance: Var(v | k) ≥ 0, the same for all keys.
         dimension, scale: as `sphere_multipliers`.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     number("noise_variance", noise_variance, least=0)
     keys, power = _keys(keys), _power(power)
@@ -254,9 +230,6 @@ def optimal_scale(
     It grows as L^{2/(d+3)}, and the root of the error falls as L^{−2/(d+3)} (Z7). With very little noise it is the β of
     E w² = L, beyond which less than one key counts and the error's formula does not hold. Not differentiable; right to
     1e-5 of itself.
-
-    Raises:
-        ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
     number("noise_variance", noise_variance, above=0)
     check_values(keys=keys, power=power)
@@ -281,9 +254,6 @@ def asymptotic_scale(
 
     Δf has the parts −n(n+d−2) f_n. From 1 − ρ_n ≈ n(n+d−2)/(2β) and E w² ≈ c β^{(d−1)/2}. Needs noise; arguments as
     `smoothing_error`.
-
-    Raises:
-        ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
     number("noise_variance", noise_variance, above=0)
     check_values(keys=keys, power=power)

@@ -7,6 +7,9 @@ constants), Ds is a linear probe on Gs, and the condition number says what an er
 For finitely many latents s is their posterior, a point of the simplex. Latents of infinite number enter through finitely many
 features φ(z), G φ(z) being the target's mean given z, and s = E[φ(z) | tokens]: for Dirichlet–multinomial tokens φ(z) = z, on
 the simplex again; for Gaussian ones φ(z) = z, in a space without that constraint.
+
+Shapes that do not fit each other, numbers that are not finite or out of their range raise a ValueError, and what is neither
+a tensor nor numbers a TypeError.
 """
 
 import math
@@ -17,7 +20,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import (
-    as_tensor,
     check_finite,
     check_log_probabilities,
     check_one_device,
@@ -29,6 +31,7 @@ from massieu.foundation.arguments import (
     real_tensor,
 )
 from massieu.foundation.transforms import every
+from massieu.posteriors import GaussianMean
 
 
 def masked_mean(
@@ -44,8 +47,7 @@ def masked_mean(
         log_prior: log π(z), up to a constant.
 
     Raises:
-        ValueError: the three do not have the same number k of latents, NaN or +inf, tokens that every latent excludes.
-        TypeError: not tensors.
+        ValueError: tokens that every latent excludes, NaN, +inf, shapes that do not fit.
     """
     targets, log_likelihood = real_tensor("targets", targets), real_tensor("log_likelihood", log_likelihood)
     log_prior = real_tensor("log_prior", log_prior)
@@ -69,27 +71,14 @@ def masked_gaussian_mean(
 ) -> Float[Tensor, "*lead d"]:
     """(κ₀m₀ + Σ x_ℓ)/(κ₀ + L), for tokens N(z, σ²) and z ~ N(m₀, σ²/κ₀): a masked token's best prediction (Z12, Z3).
 
-    As functionals of E[z | X_obs] the targets are G = I.
+    It is the mean of `massieu.posteriors.GaussianMean`. As functionals of E[z | X_obs] the targets are G = I.
 
     Args:
         observed: The L tokens that are not masked.
         prior_mean: m₀.
         prior_weight: κ₀ > 0, in tokens.
-
-    Raises:
-        ValueError: shapes that do not fit, numbers that are not finite, a weight that is not positive.
-        TypeError: not tensors, a weight that is no number.
     """
-    observed, prior_mean = real_tensor("observed", observed), real_tensor("prior_mean", prior_mean)
-    if observed.ndim < 2:
-        raise ValueError(f"observed must have shape (*lead, L, d), got {tuple(observed.shape)}")
-    check_shape("prior_mean", prior_mean, observed.shape[-1:])
-    weight = as_tensor("prior_weight", prior_weight, prior_mean)
-    check_shape("prior_weight", weight, ())
-    check_range("prior_weight", weight, above=0)
-    check_one_device(observed=observed, prior_mean=prior_mean)
-    check_finite(observed=observed, prior_mean=prior_mean)
-    return (weight * prior_mean + observed.sum(-2)) / (weight + observed.shape[-2])
+    return GaussianMean.create(prior_mean, prior_weight, 1.0).posterior(real_tensor("observed", observed)).mean
 
 
 def masked_token_probabilities(
@@ -102,11 +91,6 @@ def masked_token_probabilities(
     Args:
         counts: n_j, how often token j was observed; L is their sum.
         concentration: α > 0.
-
-    Raises:
-        ValueError: shapes that do not fit, numbers that are not finite, a concentration that is not positive, a negative
-            count.
-        TypeError: not tensors.
     """
     counts, concentration = real_tensor("counts", counts), real_tensor("concentration", concentration)
     check_shape("concentration", concentration, ("k",))
@@ -168,10 +152,6 @@ def transfer(
         tolerance: Singular values at most this share of the matrix's largest (of G or D) count as 0; by default machine
             precision times the larger of the matrix's sides, times 10. Estimated matrices need one of the size of
             their error.
-
-    Raises:
-        ValueError: shapes that do not fit, values that are not finite, a tolerance outside [0, 1).
-        TypeError: not tensors, a tolerance that is no number.
     """
     g, d = _checked("self_supervised", self_supervised), _checked("downstream", downstream)
     if g.shape[1] != d.shape[1]:
@@ -207,9 +187,6 @@ def excess_risk_bound(condition_number: float, self_supervised_excess: float, de
         condition_number: κ of `transfer`; ∞ gives ∞.
         self_supervised_excess: E‖ĝ(X) − Gs(X)‖², above the optimum's own risk.
         density_ratio: r, the largest ratio of the downstream inputs' density to the self-supervised ones'; at least 1.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     for name, value, least in (("condition_number", condition_number, 0), ("density_ratio", density_ratio, 1)):
         if isinstance(value, bool) or not isinstance(value, float | int):
