@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import (
+    as_tensor,
     check_finite,
     check_log_probabilities,
     check_one_device,
@@ -31,7 +32,6 @@ from massieu.foundation.arguments import (
     real_tensor,
 )
 from massieu.foundation.transforms import every
-from massieu.posteriors import GaussianMean
 
 
 def masked_mean(
@@ -71,14 +71,23 @@ def masked_gaussian_mean(
 ) -> Float[Tensor, "*lead d"]:
     """(κ₀m₀ + Σ x_ℓ)/(κ₀ + L), for tokens N(z, σ²) and z ~ N(m₀, σ²/κ₀): a masked token's best prediction (Z12, Z3).
 
-    It is the mean of `massieu.posteriors.GaussianMean`. As functionals of E[z | X_obs] the targets are G = I.
+    As functionals of E[z | X_obs] the targets are G = I.
 
     Args:
         observed: The L tokens that are not masked.
         prior_mean: m₀.
         prior_weight: κ₀ > 0, in tokens.
     """
-    return GaussianMean.create(prior_mean, prior_weight, 1.0).posterior(real_tensor("observed", observed)).mean
+    observed, prior_mean = real_tensor("observed", observed), real_tensor("prior_mean", prior_mean)
+    if observed.ndim < 2:
+        raise ValueError(f"observed must have shape (*lead, L, d), got {tuple(observed.shape)}")
+    check_shape("prior_mean", prior_mean, observed.shape[-1:])
+    weight = as_tensor("prior_weight", prior_weight, prior_mean)
+    check_shape("prior_weight", weight, ())
+    check_range("prior_weight", weight, above=0)
+    check_one_device(observed=observed, prior_mean=prior_mean)
+    check_finite(observed=observed, prior_mean=prior_mean)
+    return (weight * prior_mean + observed.sum(-2)) / (weight + observed.shape[-2])
 
 
 def masked_token_probabilities(
