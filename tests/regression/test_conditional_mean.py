@@ -368,6 +368,22 @@ def test_conjugate_gradients_that_stop_short_say_so():
         )
 
 
+def test_a_preconditioner_saves_steps():
+    """Of all keys it is the inverse, whose eigenvalues are all one; one's own takes its place."""
+    query, key, value = tokens(100, 5, batch=1, heads=1)
+    arguments = {"kernel": KERNELS["gaussian"], "ridge": 1e-3, "method": ConjugateGradients(max_steps=3)}
+    exact = conditional_mean_attention(query, key, value, **arguments | {"method": "cholesky"})
+    found = conditional_mean_attention(query, key, value, **arguments, preconditioner_rank=100)
+    torch.testing.assert_close(found.output, exact.output, **CLOSED_FORM)
+    with pytest.raises(ConvergenceError):
+        conditional_mean_attention(query, key, value, **arguments, preconditioner_rank=0)
+    gram = KERNELS["gaussian"](key, key) + 1e-3 * torch.eye(100, dtype=torch.float64)
+    inverse = torch.linalg.inv(gram)
+    arguments["method"] = ConjugateGradients(max_steps=3, preconditioner=lambda x: x @ inverse)
+    own = conditional_mean_attention(query, key, value, **arguments)
+    torch.testing.assert_close(own.output, exact.output, **CLOSED_FORM)
+
+
 @every_row("name", ["gaussian", "exponential"])
 def test_conjugate_gradients_told_to_go_on_say_how_far_off_they_are(name):
     query, key, value = tokens(200, 5)
