@@ -140,25 +140,20 @@ def check_mask(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Bool[Ten
     return mask
 
 
-def batch_of(name: str, parameter: Tensor, events: int) -> tuple[int, ...]:
-    """The batch shape of a parameter with so many event dimensions."""
-    if parameter.ndim < events:
-        raise ValueError(f"{name} must have at least {events} dimensions, got shape {tuple(parameter.shape)}")
-    return tuple(parameter.shape[: parameter.ndim - events])
+def numbers(events: int, positive: tuple[str, ...] = (), **given: Any) -> list[Tensor]:
+    """The parameters in one dtype of at least float32, finite, and those named positive.
 
-
-def numbers(
-    batch: tuple[int, ...], positive: tuple[str, ...] = (), **given: tuple[Any, tuple[int, ...]]
-) -> list[Tensor]:
-    """The parameters, each given with its event shape, in one dtype of at least float32: finite, and those named positive."""
-    like = next((value for value, _ in given.values() if isinstance(value, Tensor)), None)
-    tensors = {name: real_tensor(name, value, like) for name, (value, _) in given.items()}
+    The first has the batch's shape and so many event dimensions; the others are one number a law, or one for all of them.
+    """
+    like = next((value for value in given.values() if isinstance(value, Tensor)), None)
+    tensors = {name: real_tensor(name, value, like) for name, value in given.items()}
     check_one_device(**tensors)
-    dtype, checked = promoted_dtype(*tensors.values()), []
+    first, *_ = tensors
+    if tensors[first].ndim < events:
+        raise ValueError(f"{first} must have at least {events} dimensions, got shape {tuple(tensors[first].shape)}")
+    batch, dtype = tensors[first].shape[: tensors[first].ndim - events], promoted_dtype(*tensors.values())
     for name, tensor in tensors.items():
-        event = given[name][1]
-        tensor = tensor.expand(batch) if tensor.ndim == 0 and not event else tensor
-        check_shape(name, tensor, (*batch, *event))
         check_range(name, tensor, above=0 if name in positive else None)
-        checked.append(tensor.to(dtype))
-    return checked
+        if name != first and tensor.ndim:
+            check_shape(name, tensor, batch)
+    return [(tensor if name == first else tensor.expand(batch)).to(dtype) for name, tensor in tensors.items()]

@@ -8,10 +8,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from massieu.foundation.arguments import check_one_device, check_range, check_shape, floating, instance, real_tensor
+from massieu.foundation.arguments import check_one_device, check_range, check_shape, floating, instance
 from massieu.foundation.transforms import every, unwrapped, values_are_readable
 from massieu.measures import ConjugatePrior, Measure
-from massieu.posteriors.base import AttentionForm, Posterior, batch_of, numbers, with_sink
+from massieu.posteriors.base import AttentionForm, Posterior, numbers, with_sink
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -40,15 +40,7 @@ class GaussianMean(Posterior):
         variance: Float[Tensor, "*batch"] | float,
     ) -> Self:
         """The prior N(mean, (variance/strength)·I), of positive strength and variance."""
-        mean = real_tensor("mean", mean)
-        batch = batch_of("mean", mean, 1)
-        mean, strength, variance = numbers(
-            batch,
-            ("strength", "variance"),
-            mean=(mean, mean.shape[-1:]),
-            strength=(strength, ()),
-            variance=(variance, ()),
-        )
+        mean, strength, variance = numbers(1, ("strength", "variance"), mean=mean, strength=strength, variance=variance)
         return cls(mean, strength, variance, log_evidence=torch.zeros_like(strength))
 
     @property
@@ -144,12 +136,8 @@ class ExponentialFamily(Posterior):
                 `massieu.measures.ConjugatePrior` refuses.
         """
         instance("likelihood", likelihood, Measure, "a measure")
-        chi, strength = numbers(
-            tuple(likelihood.batch_shape),
-            ("strength",),
-            chi=(chi, tuple(likelihood.event_shape)),
-            strength=(strength, ()),
-        )
+        chi, strength = numbers(1, ("strength",), chi=chi, strength=strength)
+        check_shape("chi", chi, (*likelihood.batch_shape, *likelihood.event_shape))
         held = next((leaf for leaf in pytree.tree_leaves(likelihood) if isinstance(leaf, Tensor)), chi)
         check_one_device(likelihood=held, chi=chi, strength=strength)
         law = cls(likelihood, chi, strength, log_evidence=torch.zeros_like(strength))

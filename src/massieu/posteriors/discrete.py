@@ -20,7 +20,7 @@ from massieu.foundation.arguments import (
 )
 from massieu.foundation.transforms import every, some, unwrapped
 from massieu.foundation.values import need_batch, promoted_dtype
-from massieu.posteriors.base import AttentionForm, Posterior, batch_of, check_mask, numbers, with_sink
+from massieu.posteriors.base import AttentionForm, Posterior, check_mask, numbers, with_sink
 
 LogLikelihood = Float[Tensor, "*batch K V"] | Callable[[Tensor], Float[Tensor, "*tokens K"]]
 """log p(token | concept): a table whose last dimension tokens index, or a function of tokens."""
@@ -154,10 +154,8 @@ class DirichletMultinomial(Posterior):
     @classmethod
     def create(cls, concentration: Float[Tensor, "*batch V"]) -> Self:
         """The prior Dirichlet(concentration), which is positive."""
-        concentration = real_tensor("concentration", concentration)
-        batch = batch_of("concentration", concentration, 1)
-        (concentration,) = numbers(batch, ("concentration",), concentration=(concentration, concentration.shape[-1:]))
-        return cls(concentration, log_evidence=concentration.new_zeros(batch))
+        (concentration,) = numbers(1, ("concentration",), concentration=concentration)
+        return cls(concentration, log_evidence=concentration.new_zeros(concentration.shape[:-1]))
 
     @property
     def mean(self) -> Float[Tensor, "*batch V"]:

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_one_device, check_shape, floating, real_tensor
+from massieu.foundation.arguments import check_finite, check_one_device, check_shape, floating, real_tensor
 from massieu.foundation.matrices import is_singular
 from massieu.foundation.transforms import every, some, values_are_readable
 from massieu.foundation.values import promoted_dtype
-from massieu.posteriors.base import Posterior, batch_of, numbers
+from massieu.posteriors.base import Posterior, numbers
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -57,23 +57,19 @@ class LinearRegression(Posterior):
     @classmethod
     def _numbers(cls, mean: Any, precision: Any, **positive: Any) -> list[Tensor]:
         """The checked parameters, those after the precision being positive numbers of the batch."""
-        mean = real_tensor("mean", mean)
-        if mean.ndim < 2:
-            raise ValueError(f"mean must have shape (*batch, features, targets), got {tuple(mean.shape)}")
-        found = numbers(
-            batch_of("mean", mean, 2),
-            tuple(positive),
-            mean=(mean, tuple(mean.shape[-2:])),
-            precision=(precision, (mean.shape[-2], mean.shape[-2])),
-            **{name: (value, ()) for name, value in positive.items()},
-        )
-        precision = found[1]
+        mean, *found = numbers(2, tuple(positive), mean=mean, **positive)
+        precision = real_tensor("precision", precision, mean)
+        check_shape("precision", precision, (*mean.shape[:-2], mean.shape[-2], mean.shape[-2]))
+        check_finite(precision=precision)
+        check_one_device(mean=mean, precision=precision)
+        dtype = promoted_dtype(mean, precision)
+        mean, precision, *found = (tensor.to(dtype) for tensor in (mean, precision, *found))
         slack = 8 * torch.finfo(precision.dtype).eps * precision.abs().amax((-2, -1), keepdim=True)
         if not every((precision - precision.mT).abs() <= slack):
             raise ValueError("precision must be symmetric, got a matrix that is not")
         if values_are_readable(precision) and some(is_singular(precision)):
             raise ValueError("precision must be positive definite, got a matrix that is not")
-        return found
+        return [mean, precision, *found]
 
     def _read(self, tokens: Pairs, mask: Tensor | None) -> tuple[Self, Tensor, Tensor]:
         """The law, spread, the tokens in one tensor, 0 where they are masked, and how many are seen."""

@@ -64,7 +64,9 @@ def sufficiency(
     concepts = len(log_prior)
     check_shape("log_likelihood", log_likelihood, (concepts, "V"))
     tokens = log_likelihood.shape[1]
-    if whole_number("length", length) < 1 or tokens < 1 or tokens**length > _MOST_SEQUENCES:
+    # By logarithms: the power itself may be as long as memory.
+    whole_number("length", length)
+    if length < 1 or tokens < 1 or length * math.log(tokens) > math.log(_MOST_SEQUENCES) + 1e-9:
         raise ValueError(f"{tokens} tokens and length {length}: needed are 1 to {_MOST_SEQUENCES} sequences")
     counts = math.comb(tokens + length - 1, length)
     if counts > _MOST_COUNTS:
