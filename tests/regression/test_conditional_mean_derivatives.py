@@ -185,11 +185,11 @@ TWICE = torch.ones(1, 1, 2, 2)
 @every_row(
     ("changes", "error", "named"),
     [
-        ({"ridge": -1.0}, ValueError, "ridge must be finite and at least 0, got -1.0"),
+        ({"ridge": -1.0}, ValueError, "ridge must be finite and at least 0, got -1"),
         ({"ridge": float("nan")}, ValueError, "ridge must be finite and at least 0, got nan"),
         ({"ridge": torch.tensor([float("nan")])}, ValueError, r"ridge must be finite and at least 0, got nan"),
         ({"ridge": torch.ones(3)}, ValueError, r"1 \(one a key head\) or of shape \(1, 1\), got \(3,\)"),
-        ({"ridge": "large"}, TypeError, "ridge must be a number, got 'large'"),
+        ({"ridge": "large"}, TypeError, "ridge must be a number or a floating-point tensor, got 'large'"),
         ({"ridge": torch.tensor(1)}, TypeError, "ridge must be a floating-point tensor, got a tensor of torch.int64"),
         (
             {"ridge": None, "operator_ridge": 0.1, "is_causal": True},

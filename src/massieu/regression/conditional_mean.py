@@ -5,13 +5,21 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_broadcastable, check_one_device, described, whole_number
+from massieu.foundation.arguments import (
+    check_broadcastable,
+    check_one_device,
+    check_range,
+    described,
+    floating,
+    number,
+    whole_number,
+)
 from massieu.foundation.transforms import every, in_functorch, unwrapped, values_are_readable, without_autocast
 from massieu.regression.exact import exact
 from massieu.regression.iterative import iterative
 from massieu.regression.kernels import Kernel
 from massieu.regression.low_rank import LowRank, low_rank
-from massieu.regression.tokens import KeyValuePairs, Ridge, SystemsSolved, check_tokens, checked_ridge
+from massieu.regression.tokens import KeyValuePairs, Ridge, SystemsSolved, check_tokens
 from massieu.solve import ConjugateGradients
 
 Method = Literal["auto", "cholesky", "conjugate_gradient", "low_rank"] | ConjugateGradients | LowRank
@@ -59,12 +67,14 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
     Raises:
         ValueError, TypeError: a number out of its range, or no number.
     """
-    noise, prior = (
-        checked_ridge("noise_variance", noise_variance),
-        checked_ridge("prior_variance", prior_variance, above=0),
-    )
-    check_broadcastable(noise_variance=noise, prior_variance=prior)
-    return noise / prior
+    for name, value, least, above in (
+        ("noise_variance", noise_variance, 0.0, None),
+        ("prior_variance", prior_variance, None, 0.0),
+    ):
+        checked = floating(name, value) if isinstance(value, Tensor) else number(name, value)
+        check_range(name, checked, least=least, above=above)
+    check_broadcastable(noise_variance=noise_variance, prior_variance=prior_variance)
+    return noise_variance / prior_variance
 
 
 def conditional_mean_attention(

@@ -8,13 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import (
-    check_one_device,
-    check_range,
-    floating,
-    instance,
-    number,
-)
+from massieu.foundation.arguments import as_tensor, check_one_device, check_range, instance
 from massieu.foundation.transforms import every, in_autocast_dtype, some, unwrapped, values_are_readable
 from massieu.ops.shapes import AttentionProblem, check_problem
 from massieu.regression.kernels import ExponentialKernel, Kernel
@@ -142,7 +136,7 @@ def check_tokens(
         )
     root = _root(problem.log_weight, (batch, heads, length), query, dtype, operator_ridge is not None)
     name, given = ("ridge", ridge) if operator_ridge is None else ("operator_ridge", operator_ridge)
-    matrix_ridge = _layout_ridge(name, given, batch, heads, key.device, dtype)
+    matrix_ridge = _layout_ridge(name, given, root)
     if operator_ridge is not None:
         count = root.square().sum(-1)
         matrix_ridge = matrix_ridge * torch.where(count > 0, count, 1.0)
@@ -196,27 +190,15 @@ def _root(
     return root
 
 
-def _layout_ridge(
-    name: str, given: Ridge | None, batch: int, heads: int, device: torch.device, dtype: torch.dtype
-) -> Float[Tensor, "B H"]:
-    positive = checked_ridge(name, given)
-    if not isinstance(positive, Tensor):
-        return torch.full((batch, heads), positive, dtype=dtype, device=device)
-    if tuple(positive.shape) not in ((), (1,), (heads,), (batch, heads)):
+def _layout_ridge(name: str, given: Ridge | None, like: Tensor) -> Float[Tensor, "B H"]:
+    check_one_device(key=like, **{name: given})
+    ridge, layout = as_tensor(name, given, like), like.shape[:2]
+    check_range(name, ridge, least=0)
+    if tuple(ridge.shape) not in ((), (1,), (layout[1],), tuple(layout)):
         raise ValueError(
-            f"{name} must be one number, {heads} (one a key head) or of shape {(batch, heads)}, got {tuple(positive.shape)}"
+            f"{name} must be one number, {layout[1]} (one a key head) or of shape {tuple(layout)}, got {tuple(ridge.shape)}"
         )
-    check_one_device(key=torch.empty((1,), device=device), **{name: positive})
-    return positive.to(device, dtype).expand(batch, heads)
-
-
-def checked_ridge(name: str, value: Ridge | None, *, above: float | None = None) -> float | Tensor:
-    """The number, or the tensor of them: finite and at least 0, or above a bound."""
-    least = 0.0 if above is None else None
-    if not isinstance(value, Tensor):
-        return number(name, value, least=least, above=above)
-    check_range(name, floating(name, value), least=least, above=above)
-    return value
+    return ridge.expand(layout)
 
 
 def need_positive(ridge: Float[Tensor, "B H"], what: str) -> None:
