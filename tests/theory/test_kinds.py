@@ -52,7 +52,6 @@ CASES = {
         lambda **k: theory.deconvolution(cut_off=1, **k),
         {"multipliers": torch.tensor([1.0, 0.5]).double()},
     ),
-    "softmax_limit": (lambda **k: theory.softmax_limit(dimension=3, **k), {"parts": two, "scale": one}),
     "sphere_multipliers": (lambda **k: theory.sphere_multipliers(2, 3, **k), {"scale": one}),
     "ridge_multipliers": (lambda **k: theory.ridge_multipliers(2, 3, operator_ridge=0.1, **k), {"scale": one}),
     "spherical_kernel": (lambda **k: theory.spherical_kernel(dimension=3, **k), {"cosine": two, "spectrum": two}),

@@ -21,7 +21,6 @@ from massieu.theory import (
     ridge_multipliers,
     smoothing_error,
     smoothing_floor,
-    softmax_limit,
     sphere_multipliers,
     spherical_kernel,
     zonal_harmonics,
@@ -112,7 +111,7 @@ def test_the_limit_the_ridge_and_the_deconvolution_on_a_grid_of_the_circle():
     parts = torch.stack([0.3 + 0 * angle, angle.cos(), (2 * angle + 1).sin(), 0 * angle, 0.5 * (4 * angle).cos()], -1)
     value, scale = parts.sum(-1, keepdim=True), 3.0
     found = ops.attention(keys[None, None], keys[None, None], value[None, None], scale=scale).output.reshape(-1)
-    close(softmax_limit(parts, 2, scale), found, rtol=0, atol=1e-13)
+    close((sphere_multipliers(4, 2, scale) * parts).sum(-1), found, rtol=0, atol=1e-13)
     limit = sphere_multipliers(4, 2, scale)
     close((limit * deconvolution(limit, 4))[:5], torch.ones(5, dtype=torch.float64), rtol=0, atol=1e-15)
 
@@ -175,7 +174,8 @@ def simulated_sampling(keys: int, scale: float, noise: float, repetitions: int) 
     shape = (repetitions, 1)
     query, key = points[:, :1].unflatten(0, shape), points[:, 1:].unflatten(0, shape)
     output = ops.attention(query, key, value.unflatten(0, shape), scale=scale).output
-    error, floor = ((x - f[:, 0, 0]).square() for x in (output.reshape(-1), softmax_limit(parts[:, 0], 3, scale)))
+    limit = (sphere_multipliers(2, 3, scale) * parts[:, 0]).sum(-1)
+    error, floor = ((x - f[:, 0, 0]).square() for x in (output.reshape(-1), limit))
     return (error - floor).mean().item(), ((error - floor).std() / math.sqrt(repetitions)).item()
 
 

@@ -159,11 +159,6 @@ class ExponentialFamily(Posterior):
         """E η, the posterior mean of the natural parameter."""
         return self.prior.mean(self.chi)
 
-    @property
-    def natural_covariance(self) -> Float[Tensor, "*batch d d"]:
-        """The posterior covariance of the natural parameter."""
-        return self.prior.fisher(self.chi)
-
     def posterior(
         self, tokens: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None = None
     ) -> "ExponentialFamily":

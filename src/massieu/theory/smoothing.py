@@ -126,24 +126,6 @@ def spherical_kernel(
     return zonal_harmonics(cosine, degree, dimension) @ weights
 
 
-def softmax_limit(
-    parts: Float[Tensor, "*lead n"], dimension: int, scale: Float[Tensor, "*lead"] | float
-) -> Float[Tensor, "*lead"]:
-    """Σ ρ_n(β) f_n(q): softmax attention over infinitely many keys, uniform on the sphere (Z7).
-
-    Args:
-        parts: f_n(q) for n = 0, 1, …
-        dimension, scale: as `sphere_multipliers`.
-    """
-    parts = _doubles("parts", parts)
-    if not parts.ndim or not parts.shape[-1]:
-        raise ValueError(f"parts must have shape (*lead, degrees), got {tuple(parts.shape)}")
-    multipliers = sphere_multipliers(parts.shape[-1] - 1, dimension, scale)
-    check_broadcastable(parts=parts[..., 0], scale=multipliers[..., 0])
-    check_one_device(parts=parts, scale=multipliers)
-    return (multipliers * parts).sum(-1)
-
-
 class SmoothingFloorResult(NamedTuple):
     """How far softmax attention over infinitely many keys is from the conditional mean: root mean squares over queries."""
 
