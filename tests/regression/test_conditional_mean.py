@@ -87,12 +87,15 @@ def test_the_definition(name, keys):
 @every_row("method", ["cholesky", "conjugate_gradient", "low_rank"])
 def test_the_exponential_kernels_scale_is_softmaxs_by_default(method):
     query, key, value = tokens(size=5)
+    key.requires_grad_()
     found, given = (
         conditional_mean_attention(query, key, value, kernel=kernel, ridge=0.3, method=method, need_variance=True)
         for kernel in (ExponentialKernel.create(), ExponentialKernel.create(5**-0.5))
     )
     torch.testing.assert_close(found.output, given.output)
     torch.testing.assert_close(found.variance, given.variance)
+    slopes = (torch.autograd.grad(result.output.sum(), key, retain_graph=True)[0] for result in (found, given))
+    torch.testing.assert_close(*slopes)
 
 
 def test_kernels_take_numbers_lists_arrays_and_tensors():

@@ -138,7 +138,7 @@ class _KernelProduct(torch.autograd.Function):
 
 
 def _slopes(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor], cotangent: Tensor, needed: Sequence[bool]
+    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], cotangent: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """The tensors' cotangents; they have derivatives where those are being taken, and else half the memory of `vjp`."""
     if not any(needed):
@@ -146,20 +146,17 @@ def _slopes(
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Aliases, so that only this use of them counts.
-        inputs = [tensor.view_as(tensor) for tensor in tensors]
-        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need and tensor is not None]
         found = iter(torch.autograd.grad(function(*inputs), wanted, cotangent, create_graph=again, allow_unused=True))
     return [next(found) if need else None for need in needed]
 
 
 def _product(tokens: KeyValuePairs, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
     """A vectors."""
-    return _system_product(tokens.kernel, vectors, tokens.key, tokens.root, tokens.diagonal)
-
-
-def _system_product(kernel: Kernel, vectors: Tensor, key: Tensor, root: Tensor, diagonal: Tensor) -> Tensor:
-    root = root.unsqueeze(-1)
-    return root * kernel_product(kernel, key, key, root * vectors) + diagonal.unsqueeze(-1) * vectors
+    root = tokens.root.unsqueeze(-1)
+    image = root * kernel_product(tokens.kernel, tokens.key, tokens.key, root * vectors)
+    return image + tokens.diagonal.unsqueeze(-1) * vectors
 
 
 # --- the system ------------------------------------------------------------------------------------------------------
@@ -260,31 +257,27 @@ def _solve(
     system: _System, tokens: KeyValuePairs, right: Float[Tensor, "B H N C"], graded: bool = False
 ) -> Float[Tensor, "B H N C"]:
     """A⁻¹ right, with derivatives by one more solve each."""
-    leaves, structure = pytree.tree_flatten(tokens.kernel)
-    return _Solve.apply(system, structure, graded, right, tokens.key, tokens.root, tokens.diagonal, *leaves)
-
-
-def _image(structure: Any, vectors: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    key, root, diagonal, *leaves = parameters
-    return _system_product(pytree.tree_unflatten(leaves, structure), vectors, key, root, diagonal)
+    leaves, structure = pytree.tree_flatten(tokens)
+    return _Solve.apply(system, structure, graded, right, *leaves)
 
 
 class _Solve(torch.autograd.Function):
     """d(A⁻¹b) = A⁻¹(db − dA x): the cotangent of b is A⁻¹ of x's, and that of A's parameters that of −A x."""
 
     @staticmethod
-    def forward(ctx: Any, system: _System, structure: Any, graded: bool, right: Tensor, *parameters: Tensor) -> Tensor:
-        solution = system.run(lambda vectors: _image(structure, vectors, parameters), right, graded)
+    def forward(ctx: Any, system: _System, structure: Any, graded: bool, right: Tensor, *leaves: Tensor) -> Tensor:
+        tokens = pytree.tree_unflatten(leaves, structure)
+        solution = system.run(lambda vectors: _product(tokens, vectors), right, graded)
         ctx.system, ctx.structure, ctx.graded = system, structure, graded
-        ctx.save_for_backward(solution, *parameters)
+        ctx.save_for_backward(solution, *leaves)
         return solution
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        solution, *parameters = ctx.saved_tensors
-        pulled = _Solve.apply(ctx.system, ctx.structure, ctx.graded, cotangents[0], *parameters)
+        solution, *leaves = ctx.saved_tensors
+        pulled = _Solve.apply(ctx.system, ctx.structure, ctx.graded, cotangents[0], *leaves)
 
-        def image(*parameters: Tensor) -> Tensor:
-            return _image(ctx.structure, solution, parameters)
+        def image(*leaves: Tensor) -> Tensor:
+            return _product(pytree.tree_unflatten(leaves, ctx.structure), solution)
 
-        return None, None, None, pulled, *_slopes(image, parameters, -pulled, ctx.needs_input_grad[4:])
+        return None, None, None, pulled, *_slopes(image, leaves, -pulled, ctx.needs_input_grad[4:])

@@ -1,7 +1,6 @@
 """The exponential kernel by its logarithm: what of it is exponentiated only at the end, beside what it multiplies."""
 
 import math
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -9,11 +8,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.values import Value
 from massieu.regression.kernels import ExponentialKernel, Kernel
 
 
-@dataclass(frozen=True)
-class Logarithms:
+class Logarithms(Value):
     """κ(a, b) = exp(h(a) + h(b))·κ'(a, b) at the keys.
 
     Of a key's coefficient α only exp(2h − c)·α is formed, which is of the size of its value, and of a query's κ(q, key) only

@@ -1,7 +1,6 @@
 """Keys and values in the one layout that all methods work in, and what a ridge may be."""
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import as_tensor, check_one_device, check_range, instance
 from massieu.foundation.transforms import every, in_autocast_dtype, some, unwrapped, values_are_readable
+from massieu.foundation.values import Value
 from massieu.ops.shapes import AttentionProblem, check_problem
 from massieu.regression.kernels import ExponentialKernel, Kernel
 from massieu.regression.logarithms import Logarithms
@@ -35,8 +35,7 @@ class Prediction(NamedTuple):
     convergence: SystemsSolved | None = None
 
 
-@dataclass(frozen=True)
-class KeyValuePairs:
+class KeyValuePairs(Value):
     """Checked keys and values with weights w and ridge λ, in float32 or float64.
 
     The system of equations is A = W^½GW^½ + λI, in which a key of weight 0 has an equation of its own: 1·x = 0. Where the
