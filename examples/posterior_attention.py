@@ -238,7 +238,7 @@ def words(axes: Axes, generator: torch.Generator) -> None:
         axes.plot(lengths, mean, "o-", color=colour, label=name, markersize=3)
         numbers = ", ".join(f"{mean[place]:.3f} ± {error[place]:.3f}" for place in (2, 5, 8))
         print(f"{name:>24}: log-probability of a held-out word after 4, 32, 256 words {numbers}")
-        if "prior" in name:
+        if "sink" in name:
             best = found
         else:
             less = (best - found).mean(0)
