@@ -17,11 +17,12 @@ from torch import Tensor
 import cases
 import harness
 from cases import Case, Sides
-from massieu.regression import ConjugateGradient, GaussianKernel, LowRank, conditional_mean_attention
+from massieu.regression import GaussianKernel, LowRank, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
+from massieu.solve import ConjugateGradients
 
 SIZE, WIDTH, RIDGE, LENGTH = 8, 4.0, 0.1, 4096
-ITERATIVE, CENTRES = ConjugateGradient(), LowRank()
+ITERATIVE, CENTRES = ConjugateGradients(), LowRank()
 GRAM = "ours with the Gram matrix"
 
 

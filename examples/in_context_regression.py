@@ -73,9 +73,9 @@ def conditional_mean(given: Context) -> tuple[Tensor, Tensor]:
 
 def linear(given: Context) -> Tensor:
     """Ridge regression."""
-    ridge = choose_ridge(given.key, given.value, [1e3 * each for each in RIDGES], kernel=LinearKernel()).ridge
+    ridge = choose_ridge(given.key, given.value, [1e3 * each for each in RIDGES], kernel=LinearKernel.create()).ridge
     return conditional_mean_attention(
-        given.query, given.key, given.value, kernel=LinearKernel(), ridge=ridge
+        given.query, given.key, given.value, kernel=LinearKernel.create(), ridge=ridge
     ).output.flatten()
 
 

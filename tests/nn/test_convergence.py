@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from massieu.errors import ConvergenceError, ConvergenceWarning
 from massieu.nn import ConditionalMeanAttention, Hopfield, ImplicitAttention, SpinAttention, TAPAttention
-from massieu.regression import ConjugateGradient
-from massieu.solve import Status, fixed_point
+from massieu.solve import ConjugateGradients, Status, fixed_point
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -155,8 +154,8 @@ def test_a_transform_keeps_nothing():
 
 def conditional_means(**options) -> ConditionalMeanAttention:
     torch.manual_seed(0)
-    stopped = ConjugateGradient(max_steps=1, rank=0)
-    return ConditionalMeanAttention(8, 2, batch_first=True, ridge=1e-3, method=stopped, **options)
+    options |= {"method": ConjugateGradients(max_steps=1), "preconditioner_rank": 0}
+    return ConditionalMeanAttention(8, 2, batch_first=True, ridge=1e-3, **options)
 
 
 def test_conjugate_gradients_that_stop_short_end_no_training():
@@ -178,7 +177,7 @@ def test_conjugate_gradients_that_stop_short_end_no_training():
 
 def test_systems_that_have_converged_say_so():
     module, tokens = conditional_means(), draw(3, 9, 8)
-    module.method = ConjugateGradient()
+    module.method = ConjugateGradients()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module(tokens, tokens, tokens, need_weights=False)

@@ -6,91 +6,25 @@ import pytest
 import torch
 from tests.rows import every_row
 
-from massieu.posteriors import (
-    attention_with_prior,
-    averaging_regret,
-    model_permutation_gap,
-    permutation_gap,
-    sufficiency,
-)
-from massieu.theory import (
-    GaussianTokens,
-    attention_lipschitz,
-    deconvolution,
-    excess_risk_bound,
-    harmonic_count,
-    masked_gaussian_mean,
-    masked_mean,
-    masked_token_probabilities,
-    optimal_scale,
-    smoothing_error,
-    softmax_limit,
-    sphere_multipliers,
-    transfer,
-    urn_total_variation,
-)
+from massieu.posteriors import averaging_regret, model_permutation_gap, permutation_gap, sufficiency
 
 NAN, INF = math.nan, math.inf
 ONE, TWO = torch.ones(1, dtype=torch.float64), torch.eye(2)
-Q = torch.zeros(1, 1, 2, 2)
 
 
 @every_row(
     ("call", "error", "named"),
     [
-        (lambda: masked_mean(TWO, torch.full((2,), -INF), torch.zeros(2)), ValueError, "every latent excludes"),
-        (lambda: masked_mean([1.0], torch.zeros(2), torch.zeros(2)), TypeError, "targets must be a tensor"),
-        (
-            lambda: masked_mean(TWO, torch.tensor([NAN, 0]), torch.zeros(2)),
-            ValueError,
-            "log_likelihood must be finite or",
-        ),
-        (lambda: masked_gaussian_mean(TWO * NAN, torch.zeros(2), 1.0), ValueError, "observed must be finite, got nan"),
-        (lambda: masked_gaussian_mean(TWO, torch.zeros(2), "a"), TypeError, "prior_weight must be a number, got str"),
-        (
-            lambda: masked_token_probabilities(torch.tensor([INF, 1]), torch.ones(2)),
-            ValueError,
-            "counts must be finite",
-        ),
-        (lambda: transfer([[1.0]], TWO), TypeError, "self_supervised must be a tensor"),
-        (lambda: transfer(TWO, TWO, tolerance="a"), TypeError, "tolerance must be a number, got str"),
-        (lambda: excess_risk_bound("a", 1.0), TypeError, "condition_number must be a number, got str"),
-        (lambda: attention_lipschitz("a", 1.0), TypeError, "radius must be a number, got str"),
-        (lambda: harmonic_count(1.5, 3), TypeError, "degree must be a whole number, got float"),
-        (lambda: sphere_multipliers(1, 3.0, 1.0), TypeError, "dimension must be a whole number, got float"),
-        (lambda: sphere_multipliers(1, 3, "a"), TypeError, "scale must be a number or a tensor, got str"),
-        (lambda: softmax_limit(torch.tensor(1.0), 3, 1.0), ValueError, r"parts must have shape \(\*lead, degrees\)"),
-        (lambda: smoothing_error(-3, ONE, 0.1, 3, 1.0), ValueError, "keys must be finite and at least 1, got -3"),
-        (lambda: optimal_scale(NAN, ONE, 0.1, 3), ValueError, "keys must be finite and at least 1, got nan"),
-        (lambda: deconvolution([1.0], 0), TypeError, "multipliers must be a tensor"),
-        (lambda: urn_total_variation([1.5, 2], 2), TypeError, "every count must be a whole number, got float"),
-        (lambda: sufficiency(torch.tensor([NAN, 0]), TWO, 2), ValueError, "log_prior must be finite or −inf"),
+        (lambda: sufficiency(torch.tensor([NAN, 0]), TWO, 2), ValueError, "log_prior must be finite or -inf"),
         (lambda: sufficiency(torch.zeros(2), TWO, 2, label=-TWO), ValueError, "label must have rows of probabilities"),
         (lambda: averaging_regret(ONE * INF, torch.zeros(1, 2), torch.zeros(2)), ValueError, "log_predictive must be"),
         (lambda: averaging_regret(-ONE, torch.zeros(1, 2), torch.tensor([NAN, 0])), ValueError, "log_prior must be"),
-        (lambda: GaussianTokens.create([0.0], ONE, ONE, ONE, ONE), TypeError, "key_mean must be a floating-point"),
-        (lambda: GaussianTokens.create(ONE * NAN, ONE, *(ONE[None],) * 3), ValueError, "key_mean must be finite"),
-        (
-            lambda: GaussianTokens.create(*(torch.zeros(2),) * 2, TWO, 0 * TWO, TWO + torch.tensor([[0, 0.9], [0, 0]])),
-            ValueError,
-            "value_covariance must be symmetric",
-        ),
-        (
-            lambda: attention_with_prior(Q, Q, Q, prior_value=torch.zeros(2), log_strength=0.0),
-            TypeError,
-            "log_strength must be a floating-point tensor, got float",
-        ),
-        (
-            lambda: attention_with_prior(Q, Q, Q, prior_value=torch.full((2,), NAN), log_strength=torch.tensor(0.0)),
-            ValueError,
-            "prior_value must be finite, got nan",
-        ),
         (
             lambda: permutation_gap(lambda x: torch.nn.functional.dropout(x, 0.5), torch.randn(2, 5, 3)),
             ValueError,
             "the function must be deterministic",
         ),
-        (lambda: permutation_gap(3, torch.randn(2, 5, 3)), TypeError, "function must be callable, got int"),
+        (lambda: permutation_gap(3, torch.randn(2, 5, 3)), TypeError, "function must be callable, got 3"),
         (lambda: permutation_gap(abs, torch.randn(2, 5, 3), positions=[1]), TypeError, "positions must be a tensor"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from tests.posteriors.cases import cases
@@ -223,6 +224,47 @@ def test_families_in_lower_precision(dtype):
     torch.testing.assert_close(found.log_evidence.double(), exact.log_evidence, rtol=1e-5, atol=1e-5)
 
 
+@every_row("name", ["regression", "regression of unknown noise"])
+def test_pairs_are_features_and_targets_side_by_side(name):
+    prior, tokens = CASES[name].prior, CASES[name].tokens.clone()
+    tokens[0, 3] = torch.nan
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[0, 3] = False
+    pair = tokens[..., :3], tokens[..., 3:]
+    same(prior.posterior(pair, mask), prior.posterior(tokens, mask), rtol=0, atol=0)
+    law, token = prior.posterior(pair, mask), (pair[0][:, 0], pair[1][:, 0])
+    same(law.log_predictive(token), law.log_predictive(tokens[:, 0]), rtol=0, atol=0)
+    mixed = prior.posterior((pair[0].float(), pair[1]), mask)
+    assert mixed.mean.dtype == torch.float64
+    same(mixed.mean, law.mean, rtol=1e-4, atol=1e-4)
+    for wrong, named in (
+        ((tokens[..., :2], tokens[..., 2:]), r"features must have shape \(2, 6, 3\), got \(2, 6, 2\)"),
+        ((pair[0], pair[1][:, :5]), r"targets must have shape \(2, 6, 2\), got \(2, 5, 2\)"),
+        ((pair[0], pair[1], pair[1]), "a pair .* got a tuple of 3"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            prior.posterior(wrong)
+    with pytest.raises(TypeError, match="targets must be a floating-point tensor, got None"):
+        prior.posterior((pair[0], None))
+
+
+def test_numbers_lists_and_arrays_make_priors():
+    tokens = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+    made = GaussianMean.create([0.0, 1.0], 4, 0.5), GaussianMean.create(np.float32([0, 1]), np.float64(4.0), 0.5)
+    tensors = GaussianMean.create(torch.tensor([0.0, 1.0]), torch.tensor(4.0), torch.tensor(0.5))
+    for law in made:
+        same(law.posterior(tokens).mean, tensors.posterior(tokens).mean, check_dtype=False)
+    batch = GaussianMean.create(torch.zeros(3, 2), 4.0, 0.5)
+    assert batch.strength.shape == batch.variance.shape == (3,)
+    same(DirichletMultinomial.create([1, 2]), DirichletMultinomial.create(torch.tensor([1.0, 2.0])))
+    line = BayesianLinearRegression.create(np.zeros((2, 1)), [[1.0, 0.0], [0.0, 1.0]], 1)
+    assert line.mean.dtype == line.noise.dtype == torch.float64
+    chain = HiddenMarkov.create([0.0, 0.0], [[0.0, -1.0], [-1.0, 0.0]], [[0.0, -2.0], [-2.0, 0.0]])
+    assert chain.posterior(torch.tensor([0, 1])).log_evidence.isfinite()
+    with pytest.raises(TypeError, match=r"mean must be real, got a tensor of torch\.complex64"):
+        GaussianMean.create(torch.zeros(2, dtype=torch.complex64), 1.0, 1.0)
+
+
 def test_what_does_not_fit_is_refused():
     zeros, ones = torch.zeros(2, 3), torch.ones(2)
     law = GaussianMean.create(zeros, ones, ones)
@@ -232,9 +274,9 @@ def test_what_does_not_fit_is_refused():
         GaussianMean.create(zeros, ones, -ones)
     with pytest.raises(ValueError, match="mean must be finite"):
         GaussianMean.create(zeros * torch.nan, ones, ones)
-    with pytest.raises(ValueError, match=r"needs tokens of shape \('\*batch', 'n', 3\), got \(2, 5, 4\)"):
+    with pytest.raises(ValueError, match=r"needs tokens of shape \(2,\) \+ queries \+ \(n, 3\).*, got \(2, 5, 4\)"):
         law.posterior(torch.zeros(2, 5, 4))
-    with pytest.raises(ValueError, match=r"batch shape \(2,\) cannot read tokens of batch shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"needs tokens of shape \(2,\) \+ queries \+ \(n, 3\).*, got \(3, 5, 3\)"):
         law.posterior(torch.zeros(3, 5, 3))
     with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\).*got \(5,\)"):
         law.posterior(torch.zeros(2, 5, 3), torch.ones(5, dtype=torch.bool))

@@ -97,11 +97,11 @@ def test_what_does_not_fit_is_refused():
         permutation_gap(lambda x, mask: x, torch.randn(3, 4), mask=torch.zeros(4))
     with pytest.raises(ValueError, match=r"output must have shape \(B, 4, …\), got \(3,\)"):
         permutation_gap(lambda x: x.sum(1), torch.randn(3, 4))
-    with pytest.raises(TypeError, match="must return a floating-point tensor"):
+    with pytest.raises(TypeError, match="returns must be a floating-point tensor"):
         permutation_gap(lambda x: None, torch.randn(3, 4))
     with pytest.raises(ValueError, match="tokens of a sequence must differ"):
         permutation_gap(lambda x: x, torch.zeros(3, 4))
     with pytest.raises(ValueError, match="must be finite"):
         permutation_gap(lambda x: x * torch.nan, torch.randn(3, 4))
-    with pytest.raises(ValueError, match="draws must be at least 1"):
+    with pytest.raises(ValueError, match="draws must be a whole number, at least 1"):
         permutation_gap(lambda x: x, torch.randn(3, 4), draws=0)

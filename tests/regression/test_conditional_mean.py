@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError
 from massieu.regression import (
-    ConjugateGradient,
     ExponentialKernel,
     FeatureKernel,
     GaussianKernel,
@@ -24,7 +23,7 @@ from massieu.regression import (
     leave_one_out,
     ridge_from,
 )
-from massieu.solve import Status
+from massieu.solve import ConjugateGradients, Status
 
 CLOSED_FORM = {"rtol": 1e-8, "atol": 1e-8}
 
@@ -49,10 +48,10 @@ def many_features(points):
 
 
 KERNELS = {
-    "linear": LinearKernel(),
+    "linear": LinearKernel.create(),
     "exponential": ExponentialKernel.create(0.4),
     "gaussian": GaussianKernel.create(1.3),
-    "features": FeatureKernel(many_features),
+    "features": FeatureKernel.create(many_features),
 }
 
 
@@ -85,13 +84,44 @@ def test_the_definition(name, keys):
         np.testing.assert_allclose(found.variance[item], variance, **CLOSED_FORM)
 
 
+@every_row("method", ["cholesky", "conjugate_gradient", "low_rank"])
+def test_the_exponential_kernels_scale_is_softmaxs_by_default(method):
+    query, key, value = tokens(size=5)
+    key.requires_grad_()
+    found, given = (
+        conditional_mean_attention(query, key, value, kernel=kernel, ridge=0.3, method=method, need_variance=True)
+        for kernel in (ExponentialKernel.create(), ExponentialKernel.create(5**-0.5))
+    )
+    torch.testing.assert_close(found.output, given.output)
+    torch.testing.assert_close(found.variance, given.variance)
+    slopes = (torch.autograd.grad(result.output.sum(), key, retain_graph=True)[0] for result in (found, given))
+    torch.testing.assert_close(*slopes)
+
+
+def test_kernels_take_numbers_lists_arrays_and_tensors():
+    query, key, value = tokens()
+    for create in (GaussianKernel.create, ExponentialKernel.create):
+        for one, other in (
+            (0.7, torch.tensor(0.7, dtype=torch.float64)),
+            ([0.7, 1.1], np.array([0.7, 1.1])),
+            (2, np.float64(2)),
+        ):
+            found, same = (
+                conditional_mean_attention(query, key, value, kernel=create(number), ridge=0.3).output
+                for number in (one, other)
+            )
+            assert torch.equal(found, same)
+    with pytest.raises(TypeError, match="map must be a function, got 3"):
+        FeatureKernel.create(3)
+
+
 def test_scikit_learns_kernel_ridge_and_gaussian_process():
     query, key, value = tokens(40, batch=1, heads=1)
     q, k, v = (tensor[0, 0].numpy() for tensor in (query, key, value))
     found = conditional_mean_attention(query, key, value, kernel=GaussianKernel.create(1.3), ridge=0.3)
     theirs = KernelRidge(alpha=0.3, kernel="rbf", gamma=1 / (2 * 1.3**2)).fit(k, v).predict(q)
     np.testing.assert_allclose(found.output[0, 0], theirs, **CLOSED_FORM)
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.3)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.3)
     np.testing.assert_allclose(
         found.output[0, 0], Ridge(alpha=0.3, fit_intercept=False).fit(k, v).predict(q), **CLOSED_FORM
     )
@@ -127,9 +157,9 @@ def test_trap_19_the_operators_ridge_and_the_matrixs():
     ours = conditional_mean_attention(query, key, value, kernel=KERNELS["features"], operator_ridge=0.1)
     torch.testing.assert_close(ours.output, expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="exactly one of ridge and operator_ridge"):
-        conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.1, operator_ridge=0.1)
+        conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.1, operator_ridge=0.1)
     with pytest.raises(ValueError, match="operator_ridge must be given, got none"):
-        conditional_mean_attention(query, key, value, kernel=LinearKernel())
+        conditional_mean_attention(query, key, value, kernel=LinearKernel.create())
 
 
 @every_row("name", KERNELS)
@@ -246,7 +276,7 @@ def test_ridge_zero_interpolates_and_in_features_is_least_squares():
     torch.testing.assert_close(found.output, value, rtol=1e-9, atol=1e-9)
     assert found.variance.max() < 1e-9
     query, key, value = tokens(40)
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=0.0)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.0)
     model = LinearRegression(fit_intercept=False).fit(key[0, 0], value[0, 0])
     np.testing.assert_allclose(found.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
 
@@ -281,10 +311,11 @@ def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
     weight[..., 5] = -torch.inf
     arguments = {"kernel": KERNELS[name], "ridge": 0.1, "log_weight": weight, "need_variance": True}
     exact = conditional_mean_attention(query, key, value, **arguments, method="cholesky")
-    found = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradient(rank=rank))
+    arguments["preconditioner_rank"] = rank
+    found = conditional_mean_attention(query, key, value, **arguments, method="conjugate_gradient")
     torch.testing.assert_close(found.output, exact.output, **CLOSED_FORM)
     torch.testing.assert_close(found.variance, exact.variance, **CLOSED_FORM)
-    loose = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradient(rtol=1e-3, rank=rank))
+    loose = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradients(rtol=1e-3))
     error = (loose.output - exact.output).norm(dim=-1)
     assert (error <= loose.error_bound + 1e-9).all()
     # Three keys' worth of directions are solved for exactly; so is what the preconditioner holds.
@@ -309,9 +340,15 @@ def test_no_gram_matrix_is_ever_formed(monkeypatch):
     query, key, value = (tensor.requires_grad_() for tensor in tokens(300, 300, batch=1, heads=1))
     ridge = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
     with LargestTensor() as largest:
-        for method in (ConjugateGradient(rank=20), LowRank(20)):
+        for method in ("conjugate_gradient", LowRank(20)):
             found = conditional_mean_attention(
-                query, key, value, kernel=GaussianKernel(ridge / 2), ridge=ridge, method=method
+                query,
+                key,
+                value,
+                kernel=GaussianKernel(ridge / 2),
+                ridge=ridge,
+                method=method,
+                preconditioner_rank=20,
             )
             found.output.square().sum().backward()
     assert largest.size <= 9000
@@ -329,8 +366,25 @@ def test_conjugate_gradients_that_stop_short_say_so():
             value,
             kernel=KERNELS["gaussian"],
             ridge=1e-4,
-            method=ConjugateGradient(max_steps=3, rank=0),
+            method=ConjugateGradients(max_steps=3),
+            preconditioner_rank=0,
         )
+
+
+def test_a_preconditioner_saves_steps():
+    """Of all keys it is the inverse, whose eigenvalues are all one; one's own takes its place."""
+    query, key, value = tokens(100, 5, batch=1, heads=1)
+    arguments = {"kernel": KERNELS["gaussian"], "ridge": 1e-3, "method": ConjugateGradients(max_steps=3)}
+    exact = conditional_mean_attention(query, key, value, **arguments | {"method": "cholesky"})
+    found = conditional_mean_attention(query, key, value, **arguments, preconditioner_rank=100)
+    torch.testing.assert_close(found.output, exact.output, **CLOSED_FORM)
+    with pytest.raises(ConvergenceError):
+        conditional_mean_attention(query, key, value, **arguments, preconditioner_rank=0)
+    gram = KERNELS["gaussian"](key, key) + 1e-3 * torch.eye(100, dtype=torch.float64)
+    inverse = torch.linalg.inv(gram)
+    arguments["method"] = ConjugateGradients(max_steps=3, preconditioner=lambda x: x @ inverse)
+    own = conditional_mean_attention(query, key, value, **arguments)
+    torch.testing.assert_close(own.output, exact.output, **CLOSED_FORM)
 
 
 @every_row("name", ["gaussian", "exponential"])
@@ -338,8 +392,8 @@ def test_conjugate_gradients_told_to_go_on_say_how_far_off_they_are(name):
     query, key, value = tokens(200, 5)
     arguments = {"kernel": KERNELS[name], "ridge": 1e-2}
     exact = conditional_mean_attention(query, key, value, **arguments, method="cholesky")
-    short = ConjugateGradient(max_steps=3, rank=0)
-    found = conditional_mean_attention(query, key, value, **arguments, method=short, throw=False)
+    short = {"method": ConjugateGradients(max_steps=3), "preconditioner_rank": 0}
+    found = conditional_mean_attention(query, key, value, **arguments, **short, throw=False)
     assert exact.convergence is None
     assert found.convergence is not None
     assert bool((found.convergence.status == Status.MAX_STEPS).any())
@@ -393,7 +447,7 @@ def test_auto_forms_no_large_gram_matrix(monkeypatch):
     query, key, value = tokens(40)
     assert conditional_mean_attention(query, key, value, kernel=KERNELS["gaussian"], ridge=0.1).error_bound is not None
     for kernel, ridge, causal in (
-        (LinearKernel(), 0.1, False),
+        (LinearKernel.create(), 0.1, False),
         (KERNELS["gaussian"], 0.1, True),
         (KERNELS["gaussian"], 0.0, False),
     ):
@@ -472,4 +526,4 @@ def test_the_chosen_ridge_has_the_least_error():
     torch.testing.assert_close(best, found.mean_squared_error.amin(0))
     assert ((found.ridge > 1e-6) & (found.ridge < 1e3)).all()
     with pytest.raises(ValueError, match="at least one number"):
-        choose_ridge(key, value, [], kernel=LinearKernel())
+        choose_ridge(key, value, [], kernel=LinearKernel.create())

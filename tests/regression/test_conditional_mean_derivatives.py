@@ -6,7 +6,6 @@ from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.regression import (
-    ConjugateGradient,
     ExponentialKernel,
     FeatureKernel,
     GaussianKernel,
@@ -16,6 +15,7 @@ from massieu.regression import (
     leave_one_out,
     ridge_from,
 )
+from massieu.solve import ConjugateGradients
 
 
 def leaf(*shape, seed=0):
@@ -28,10 +28,10 @@ def number(value):
 
 
 KERNELS = {
-    "linear": lambda n: LinearKernel(),
+    "linear": lambda n: LinearKernel.create(),
     "exponential": ExponentialKernel,
     "gaussian": GaussianKernel,
-    "features": lambda n: FeatureKernel(lambda x: n * torch.cat([x, x.square()], -1)),
+    "features": lambda n: FeatureKernel.create(lambda x: n * torch.cat([x, x.square()], -1)),
 }
 
 
@@ -64,15 +64,28 @@ def test_first_and_second_derivatives_of_the_exact_methods(name, what, keys):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [("gaussian", ConjugateGradient(rank=0)), ("exponential", ConjugateGradient(rank=3)), ("gaussian", LowRank(3))],
+    ("name", "method", "rank"),
+    [
+        ("gaussian", "conjugate_gradient", 0),
+        ("exponential", "conjugate_gradient", 3),
+        ("gaussian", ConjugateGradients(preconditioner=lambda x: 2 * x), 0),
+        ("gaussian", LowRank(3), 0),
+    ],
 )
-def test_first_and_second_derivatives_without_the_gram_matrix(name, method, monkeypatch):
+def test_first_and_second_derivatives_without_the_gram_matrix(name, method, rank, monkeypatch):
     monkeypatch.setattr("massieu.regression.iterative.BLOCK_PAIRS", 10)  # two rows at a time
 
     def function(q, k, v, w, ridge, n):
         found = conditional_mean_attention(
-            q, k, v, kernel=KERNELS[name](n), ridge=ridge, log_weight=w, need_variance=True, method=method
+            q,
+            k,
+            v,
+            kernel=KERNELS[name](n),
+            ridge=ridge,
+            log_weight=w,
+            need_variance=True,
+            method=method,
+            preconditioner_rank=rank,
         )
         return found.output, found.variance
 
@@ -172,12 +185,12 @@ TWICE = torch.ones(1, 1, 2, 2)
 @every_row(
     ("changes", "error", "named"),
     [
-        ({"ridge": -1.0}, ValueError, "ridge must be finite and not negative, got -1.0"),
-        ({"ridge": float("nan")}, ValueError, "ridge must be finite and not negative, got nan"),
-        ({"ridge": torch.tensor([float("nan")])}, ValueError, r"ridge must be finite and not negative, got \[nan\]"),
+        ({"ridge": -1.0}, ValueError, "ridge must be finite and at least 0, got -1"),
+        ({"ridge": float("nan")}, ValueError, "ridge must be finite and at least 0, got nan"),
+        ({"ridge": torch.tensor([float("nan")])}, ValueError, r"ridge must be finite and at least 0, got nan"),
         ({"ridge": torch.ones(3)}, ValueError, r"1 \(one a key head\) or of shape \(1, 1\), got \(3,\)"),
-        ({"ridge": "large"}, TypeError, "ridge must be a number or a tensor, got str"),
-        ({"ridge": torch.tensor(1)}, TypeError, "ridge must be a floating-point tensor, got torch.int64"),
+        ({"ridge": "large"}, TypeError, "ridge must be a number or a floating-point tensor, got 'large'"),
+        ({"ridge": torch.tensor(1)}, TypeError, "ridge must be a floating-point tensor, got a tensor of torch.int64"),
         (
             {"ridge": None, "operator_ridge": 0.1, "is_causal": True},
             ValueError,
@@ -196,11 +209,16 @@ TWICE = torch.ones(1, 1, 2, 2)
         ({"value": None}, TypeError, "value must be a tensor, got None"),
         ({"kernel": "rbf"}, TypeError, "kernel must be a massieu.regression.Kernel, got 'rbf'"),
         ({"method": "qr"}, ValueError, "method must be 'auto', 'cholesky', 'conjugate_gradient', 'low_rank'"),
-        ({"method": 3.5}, TypeError, "method must be a name, ConjugateGradient or LowRank, got 3.5"),
+        ({"method": 3.5}, TypeError, "method must be a name, ConjugateGradients or LowRank, got 3.5"),
         ({"method": "low_rank", "is_causal": True}, ValueError, "is_causal goes with method 'cholesky' alone"),
         ({"method": "low_rank", "ridge": 0.0}, ValueError, "method 'low_rank' needs a positive ridge, got 0.0"),
         ({"method": "conjugate_gradient", "ridge": 0.0}, ValueError, "needs a positive ridge, got 0.0"),
-        ({"method": "conjugate_gradient", "kernel": FeatureKernel(lambda x: x)}, ValueError, "'cholesky' uses the map"),
+        (
+            {"method": "conjugate_gradient", "kernel": FeatureKernel.create(lambda x: x)},
+            ValueError,
+            "'cholesky' uses the map",
+        ),
+        ({"preconditioner_rank": -1}, ValueError, "preconditioner_rank must be a whole number, at least 0, got -1"),
         ({"log_weight": torch.zeros(3, 2)}, ValueError, r"one a key, for all queries .*\(1, 1, 1, 2\)"),
         ({"log_weight": torch.full((2,), torch.nan)}, ValueError, r"log_weight must be below \+inf and not NaN"),
     ],
@@ -213,31 +231,30 @@ def test_bad_calls_are_named(changes, error, named):
 
 def test_bad_numbers_are_named():
     for create, name in ((GaussianKernel.create, "lengthscale"), (ExponentialKernel.create, "scale")):
-        with pytest.raises(ValueError, match=f"{name} must be positive and finite, got 0.0"):
+        with pytest.raises(ValueError, match=f"{name} must be positive and finite, got 0"):
             create(0.0)
         with pytest.raises(ValueError, match=rf"{name} must be one number or one a head, got shape \(2, 2\)"):
             create(torch.ones(2, 2))
-        with pytest.raises(TypeError, match=f"{name} must be a number or a tensor, got str"):
+        with pytest.raises(
+            TypeError, match=f"{name} must be a floating-point tensor, or numbers to make one of, got 'wide'"
+        ):
             create("wide")
     for call, error, named in (
         (lambda: LowRank(0), ValueError, "rank must be a whole number, at least 1, got 0"),
-        (lambda: LowRank(2.5), TypeError, "rank must be a whole number, got float"),
-        (lambda: ConjugateGradient(rank=-1), ValueError, "rank must be a whole number, at least 0, got -1"),
-        (lambda: ConjugateGradient(rtol=-1.0), ValueError, "rtol must be positive and finite, got -1.0"),
-        (lambda: ConjugateGradient(max_steps=0), ValueError, "max_steps must be a whole number, at least 1, got 0"),
+        (lambda: LowRank(2.5), TypeError, "rank must be a whole number, got 2.5"),
     ):
         with pytest.raises(error, match=named):
             call()
     with pytest.raises(ValueError, match=r"prior_variance must be positive and finite, got 0.0"):
         ridge_from(noise_variance=1.0, prior_variance=0.0)
-    with pytest.raises(ValueError, match="noise_variance must be not negative"):
+    with pytest.raises(ValueError, match="noise_variance must be finite and at least 0"):
         ridge_from(noise_variance=torch.tensor(-1.0), prior_variance=1.0)
     with pytest.raises(ValueError, match="need_variance=True"):
         conditional_mean_attention(Q, K, V, kernel=G, ridge=1.0).predictive_variance(
             noise_variance=1.0, prior_variance=1.0
         )
     with pytest.raises(ValueError, match="leave-one-out in features needs a positive ridge"):
-        leave_one_out(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 1), kernel=LinearKernel(), ridge=0.0)
+        leave_one_out(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 1), kernel=LinearKernel.create(), ridge=0.0)
 
 
 def test_iterations_are_refused_inside_transforms():

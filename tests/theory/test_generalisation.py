@@ -94,9 +94,12 @@ def test_more_sequences_help_as_their_root():
         (lambda: attention_lipschitz(0.0, 1.0), "radius must be positive"),
         (lambda: attention_lipschitz(1.0, -1.0), "value_norm must be finite"),
         (lambda: attention_lipschitz(1.0, 1.0, math.inf), "scale must be positive and finite"),
-        (lambda: log_cover_size(0, 1.0, 1.0, 0.1), "parameters must be positive"),
-        (lambda: generalisation_bound(1, 1.0, 10, lipschitz=1.0, failure=1.0), "failure must be between 0 and 1"),
-        (lambda: generalisation_bound(1, 1.0, 0, lipschitz=1.0), "sequences must be positive"),
+        (lambda: log_cover_size(0, 1.0, 1.0, 0.1), "parameters must be a whole number, at least 1"),
+        (
+            lambda: generalisation_bound(1, 1.0, 10, lipschitz=1.0, failure=1.0),
+            "failure must be finite, above 0 and below 1",
+        ),
+        (lambda: generalisation_bound(1, 1.0, 0, lipschitz=1.0), "sequences must be a whole number, at least 1"),
     ],
 )
 def test_bad_input_is_refused(call, message):

@@ -221,7 +221,7 @@ def test_the_share_at_the_mean_has_a_finite_gradient():
         ),
         (
             lambda: GaussianTokens.create(torch.zeros(2, 1), torch.zeros(2), *(torch.eye(2),) * 3),
-            "key_mean and value_mean must have shapes",
+            "key_mean must have shape",
         ),
     ],
 )

@@ -21,7 +21,6 @@ from massieu.theory import (
     ridge_multipliers,
     smoothing_error,
     smoothing_floor,
-    softmax_limit,
     sphere_multipliers,
     spherical_kernel,
     zonal_harmonics,
@@ -112,7 +111,7 @@ def test_the_limit_the_ridge_and_the_deconvolution_on_a_grid_of_the_circle():
     parts = torch.stack([0.3 + 0 * angle, angle.cos(), (2 * angle + 1).sin(), 0 * angle, 0.5 * (4 * angle).cos()], -1)
     value, scale = parts.sum(-1, keepdim=True), 3.0
     found = ops.attention(keys[None, None], keys[None, None], value[None, None], scale=scale).output.reshape(-1)
-    close(softmax_limit(parts, 2, scale), found, rtol=0, atol=1e-13)
+    close((sphere_multipliers(4, 2, scale) * parts).sum(-1), found, rtol=0, atol=1e-13)
     limit = sphere_multipliers(4, 2, scale)
     close((limit * deconvolution(limit, 4))[:5], torch.ones(5, dtype=torch.float64), rtol=0, atol=1e-15)
 
@@ -175,7 +174,8 @@ def simulated_sampling(keys: int, scale: float, noise: float, repetitions: int) 
     shape = (repetitions, 1)
     query, key = points[:, :1].unflatten(0, shape), points[:, 1:].unflatten(0, shape)
     output = ops.attention(query, key, value.unflatten(0, shape), scale=scale).output
-    error, floor = ((x - f[:, 0, 0]).square() for x in (output.reshape(-1), softmax_limit(parts[:, 0], 3, scale)))
+    limit = (sphere_multipliers(2, 3, scale) * parts[:, 0]).sum(-1)
+    error, floor = ((x - f[:, 0, 0]).square() for x in (output.reshape(-1), limit))
     return (error - floor).mean().item(), ((error - floor).std() / math.sqrt(repetitions)).item()
 
 
@@ -277,12 +277,12 @@ def test_transforms_and_compilation():
 @every_row(
     ("call", "message"),
     [
-        (lambda: sphere_multipliers(-1, 3, 1.0), "degree must be at least 0"),
-        (lambda: sphere_multipliers(2, 1, 1.0), "dimension must be at least 2"),
+        (lambda: sphere_multipliers(-1, 3, 1.0), "degree must be a whole number, at least 0"),
+        (lambda: sphere_multipliers(2, 1, 1.0), "dimension must be a whole number, at least 2"),
         (lambda: sphere_multipliers(2, 3, -1.0), "scale must be finite and at least 0"),
         (lambda: sphere_multipliers(2, 3, math.nan), "scale must be finite"),
         (lambda: ridge_multipliers(2, 3, 1.0, 0.0), "operator_ridge must be positive"),
-        (lambda: deconvolution(torch.ones(3), 3), "cut_off must be a degree from 0 to 2"),
+        (lambda: deconvolution(torch.ones(3), 3), "cut_off must be a whole number, at least 0 and at most 2"),
         (lambda: spherical_kernel(torch.ones(3), torch.ones(2, 2), 3), "spectrum must have shape"),
         (lambda: smoothing_floor(double(-1.0), 3, 1.0), "power must be finite and at least 0"),
         (lambda: smoothing_floor(torch.tensor(1.0), 3, 1.0), "power must have shape"),
@@ -294,3 +294,14 @@ def test_transforms_and_compilation():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_where_the_output_is_zero_no_factor_helps():
+    """At β = 0 nothing of degree 1 is left; at β = 1e-200 its square is below floating point, and its factor is not."""
+    power = torch.tensor([0.0, 4.0])
+    floor = smoothing_floor(power, 3, 0.0)
+    assert (floor.error.item(), floor.factor.item(), floor.factor_error.item()) == (2.0, 0.0, 2.0)
+    tiny = smoothing_floor(power, 3, 1e-200)
+    assert tiny.factor.item() == pytest.approx(3e200, rel=1e-12) and tiny.factor_error.item() < 1e-12
+    with pytest.raises(ValueError, match="multipliers up to degree 1 must be positive and finite, got 0"):
+        deconvolution(sphere_multipliers(2, 3, 0.0), 1)

@@ -17,22 +17,22 @@ from massieu.verification.zhang import posterior as posterior_claims
 _BOUND = exchangeability.finite_extension_bound
 _SUFFICIENCY, _GAP = exchangeability.sufficiency, positions.permutation_gap
 _MERGED = sinks.attention_with_prior
-_DIRICHLET, _CONCEPTS, _PRIOR_TOKEN = DirichletMultinomial.posterior, DiscreteLatent.posterior, base.with_prior_token
+_DIRICHLET, _CONCEPTS, _SINK = DirichletMultinomial.posterior, DiscreteLatent.posterior, base.with_sink
 
 
 def _no_count(self, tokens, mask=None, *, precision=None):
     """An average: the right mean, but the strength of one token."""
     average = tokens.mean(-2)
-    return GaussianMean(average, self.strength + 1, self.variance, self.log_evidence)
+    return GaussianMean(average, self.strength + 1, self.variance, log_evidence=self.log_evidence)
 
 
 def _order_counts(self, tokens, mask=None):
     found = _DIRICHLET(self, tokens, mask)
-    return DirichletMultinomial(found.concentration, found.log_evidence + 0.1 * tokens[..., 0])
+    return DirichletMultinomial(found.concentration, log_evidence=found.log_evidence + 0.1 * tokens[..., 0])
 
 
 def _without_prior(value, strength, tokens, log_weight):
-    return _PRIOR_TOKEN(value, 1e-300 * strength, tokens, log_weight)
+    return _SINK(value, 1e-300 * strength, tokens, log_weight)
 
 
 def _in_bits(found):
@@ -50,14 +50,14 @@ WRONG = {
         "sufficiency",
         lambda *inputs, **label: _in_bits(_SUFFICIENCY(*inputs, **label)),
     ),
-    "Z3: no prior token": ("Z3", conjugate, "with_prior_token", _without_prior),
+    "Z3: no sink": ("Z3", conjugate, "with_sink", _without_prior),
     "Z3: a posterior that forgets the count": ("Z3", GaussianMean, "posterior", _no_count),
     "Z11: a predictor that is no average": (
         "Z11",
         DiscreteLatent,
         "posterior",
         lambda self, tokens: DiscreteLatent(
-            _CONCEPTS(self, tokens).log_weight.roll(1, -1), self.log_likelihood, self.log_evidence
+            _CONCEPTS(self, tokens).log_weight.roll(1, -1), self.log_likelihood, log_evidence=self.log_evidence
         ),
     ),
     "Z11: a best concept that loses more": (

@@ -80,7 +80,7 @@ WRONG = {
         "generalisation_bound",
         lambda *arguments, **named: generalisation_bound(*arguments, **named) / 3,
     ),
-    "Z12: a prior token a tenth too heavy": (
+    "Z12: a sink a tenth too heavy": (
         "Z12",
         transfer_claims,
         "masked_gaussian_mean",
@@ -92,7 +92,7 @@ WRONG = {
         "masked_mean",
         lambda targets, likelihood, prior: masked_mean(targets, likelihood, 0 * prior),
     ),
-    "Z12: no prior token": (
+    "Z12: no sink": (
         "Z12",
         transfer_claims,
         "masked_gaussian_mean",

@@ -41,6 +41,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
         width: float | None = None,
         ridge: float = 1.0,
         method: Method = "auto",
+        preconditioner_rank: int = 256,
         throw: bool = False,
     ) -> None:
         """The arguments of `torch.nn.MultiheadAttention` that apply, and:
@@ -50,9 +51,9 @@ class ConditionalMeanAttention(Converging, MultiHead):
                 width: in-context ridge regression.
             width: What each head's starts from; √head_dim by default, of keys of unit variance about a distance.
             ridge: What each head's λ starts from.
-            method: As for `massieu.regression.conditional_mean_attention`. Where conjugate gradients stop above their
-                tolerance the last iterate is used, `convergence` has status and residual of each value column, and a
-                warning says so once.
+            method, preconditioner_rank: As for `massieu.regression.conditional_mean_attention`. Where conjugate gradients
+                stop above their tolerance the last iterate is used, `convergence` has status and residual of each value
+                column, and a warning says so once.
             throw: Raise instead.
 
         Raises:
@@ -71,6 +72,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
                 raise ValueError(f"{name} must be positive and finite, got {number}")
         self.kernel_name = kernel
         self.method: Method = method
+        self.preconditioner_rank = preconditioner_rank
         self.throw = throw
         start = torch.ones(num_heads, device=device, dtype=dtype)
         self.log_ridge = nn.Parameter(math.log(ridge) * start)
@@ -85,7 +87,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
     def kernel(self) -> Kernel:
         """The heads' kernel."""
         if self.log_width is None:
-            return LinearKernel()
+            return LinearKernel.create()
         width = self.log_width.exp()
         return GaussianKernel(width) if self.kernel_name == "gaussian" else ExponentialKernel(width**-2)
 
@@ -157,6 +159,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
             is_causal=is_causal,
             need_variance=need_log_partition,
             method=self.method,
+            preconditioner_rank=self.preconditioner_rank,
             throw=self.throw,
         )
         if found.convergence is not None:

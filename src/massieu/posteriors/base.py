@@ -9,38 +9,44 @@ then has the batch (*batch, *more): one prior serves many sequences. Laws are fr
 """
 
 import dataclasses
-from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Self, dataclass_transform
+from abc import abstractmethod
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu import ops
-from massieu.measures import static_field
-from massieu.measures.value import register, values_are_readable
-from massieu.posteriors.arguments import check_device, check_finite, told
+from massieu.foundation.arguments import (
+    boolean,
+    check_finite,
+    check_one_device,
+    check_range,
+    check_shape,
+    floating,
+    real_tensor,
+)
+from massieu.foundation.values import Value, need_batch, promoted_dtype, spread
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field,))
-class Posterior(ABC):
+class Posterior(Value):
     """The law of a latent z given the tokens seen so far. See the module's docstring.
 
-    Every class has a `mean`: that of the latent, as the class parametrises it.
+    Every class has a `mean`: that of the latent, as the class parametrises it. `create` makes a prior from tensors, arrays,
+    lists or numbers, and a number stands for all of a batch. It raises a TypeError for what is none of these, and a
+    ValueError for shapes that do not fit each other, for NaN and infinities, and for numbers out of the range that it names.
 
     Attributes:
         log_evidence: log p(tokens seen so far) in nats, shape (*batch); 0 for a prior.
     """
 
-    log_evidence: Float[Tensor, "*batch"]
+    _family: ClassVar[str] = "posteriors"
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+    log_evidence: Float[Tensor, "*batch"] = dataclasses.field(kw_only=True)
 
     @abstractmethod
-    def posterior(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "..."] | None = None) -> Self:
+    def posterior(self, tokens: Any, mask: Bool[Tensor, "..."] | None = None) -> Self:
         """The law after these tokens too, of which `mask` is True for those that are seen (all by default).
 
         What a masked token holds is never read: NaN and infinities there change nothing, derivatives neither.
@@ -51,7 +57,7 @@ class Posterior(ABC):
         """
 
     @abstractmethod
-    def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "..."]:
+    def log_predictive(self, token: Any) -> Float[Tensor, "..."]:
         """log p(next token | tokens seen) in nats, at tokens of shape (*batch, *query, *event): (*batch, *query).
 
         Raises:
@@ -65,63 +71,35 @@ class Posterior(ABC):
 
     def _spread(self, lead: torch.Size) -> Self:
         """The law for every item of `lead`, of which its own batch shape is a prefix."""
-        own = len(self.batch_shape)
-        if lead[:own] != self.batch_shape:
-            raise ValueError(
-                f"{type(self).__name__} of batch shape {tuple(self.batch_shape)} cannot read tokens of batch shape "
-                f"{tuple(lead)}: the first must be a prefix of the second"
-            )
-        ones = (1,) * (len(lead) - own)
+        name, own = type(self).__name__, len(self.batch_shape)
 
-        def spread(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            event = leaf.shape[own:]
-            return leaf.reshape(*leaf.shape[:own], *ones, *event).expand(*lead, *event)
+        def widened(leaf: Any) -> Any:
+            return spread(name, leaf, lead, leaf.ndim - own) if isinstance(leaf, Tensor) else leaf
 
-        return pytree.tree_map(spread, self) if ones else self
-
-    def _in(self, dtype: torch.dtype) -> Self:
-        def cast(leaf: Any) -> Any:
-            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-        return self if self.log_evidence.dtype == dtype else pytree.tree_map(cast, self)
+        return pytree.tree_map(widened, self) if len(lead) > own else self
 
     def _admit(self, tokens: Tensor, mask: Tensor | None, event: tuple[int, ...]) -> tuple[Self, Tensor, Tensor]:
         """The law spread to the tokens' batch, the tokens with 0 where they are masked, and which are seen.
 
         Law and tokens come in one floating dtype of at least float32.
         """
-        law, tokens, lead = self._fit(tokens, event, "tokens", "n")
-        seen = check_mask(mask, (*lead, tokens.shape[len(lead)]), tokens)
-        visible = seen.reshape(*seen.shape, *[1] * len(event))
-        tokens = torch.where(visible, tokens, 0.0)
+        law, tokens = self._fit("tokens", tokens, ("n", *event))
+        seen = check_mask(mask, tokens.shape[: tokens.ndim - len(event)], tokens)
+        tokens = torch.where(seen.reshape(*seen.shape, *[1] * len(event)), tokens, 0.0)
         check_finite(tokens=tokens)
-        return law._spread(lead), tokens, seen
+        return law._spread(seen.shape[:-1]), tokens, seen
 
-    def _admit_token(self, token: Tensor, event: tuple[int, ...]) -> tuple[Self, Tensor]:
+    def _admit_token(self, token: Tensor, event: tuple[int, ...], name: str = "token") -> tuple[Self, Tensor]:
         """The law, spread, and the token, both in one dtype."""
-        law, token, lead = self._fit(token, event, "token")
-        check_finite(token=token)
-        return law._spread(lead), token
+        law, token = self._fit(name, token, event)
+        check_finite(**{name: token})
+        return law._spread(token.shape[: token.ndim - len(event)]), token
 
-    def _check_device(self, name: str, tokens: Tensor) -> None:
-        # No `max` with a key: compiled code cannot have it.
-        longest, *others = [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)]
-        for leaf in others:
-            longest = leaf if leaf.ndim > longest.ndim else longest
-        check_device(**{"the law": longest, name: tokens})
-
-    def _fit(self, tokens: Tensor, event: tuple[int, ...], name: str, *count: str) -> tuple[Self, Tensor, torch.Size]:
-        if not isinstance(tokens, Tensor) or not tokens.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {told(tokens)}")
-        ends = len(event) + len(count)
-        if tokens.ndim < ends or (event and tuple(tokens.shape[-len(event) :]) != event):
-            needed = ("*batch", *count, *event)
-            raise ValueError(f"{type(self).__name__} needs {name} of shape {needed}, got {tuple(tokens.shape)}")
-        self._check_device(name, tokens)
-        dtype = torch.promote_types(torch.promote_types(tokens.dtype, self.log_evidence.dtype), torch.float32)
-        return self._in(dtype), tokens.to(dtype), tokens.shape[: tokens.ndim - ends]
+    def _fit(self, name: str, tokens: Tensor, event: tuple[int | str, ...]) -> tuple[Self, Tensor]:
+        floating(name, tokens)
+        need_batch(type(self).__name__, name, tokens.shape, self.batch_shape, event)
+        self._check_device(**{name: tokens})
+        return self._promoted(tokens)
 
 
 class AttentionForm(NamedTuple):
@@ -140,46 +118,42 @@ class AttentionForm(NamedTuple):
         return ops.AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
 
 
-def with_prior_token(
-    value: Float[Tensor, "*batch d"],
+def with_sink(
+    sink_value: Float[Tensor, "*batch d"],
     strength: Float[Tensor, "*batch"],
     tokens: Float[Tensor, "*batch n d"],
     log_weight: Float[Tensor, "*batch n"],
 ) -> AttentionForm:
-    """Attention without scores over n + 1 slots: a prior token of this value and logit log(strength), then the tokens."""
-    values = torch.cat([value.unsqueeze(-2), tokens], -2).reshape(-1, tokens.shape[-2] + 1, tokens.shape[-1])
+    """Attention without scores over n + 1 slots: a sink of this value and logit log(strength), then the tokens."""
+    values = torch.cat([sink_value.unsqueeze(-2), tokens], -2).reshape(-1, tokens.shape[-2] + 1, tokens.shape[-1])
     logits = torch.cat([strength.log().unsqueeze(-1), log_weight], -1).reshape(len(values), 1, 1, -1)
     nothing = values.new_zeros(len(values), 1, values.shape[-2], 1)
-    return AttentionForm(nothing[:, :, :1], nothing, values.unsqueeze(1), logits, value.shape[:-1])
+    return AttentionForm(nothing[:, :, :1], nothing, values.unsqueeze(1), logits, sink_value.shape[:-1])
 
 
-def check_mask(mask: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Bool[Tensor, "..."]:
+def check_mask(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Bool[Tensor, "..."]:
     """The mask, True for tokens that are seen, or one of that shape that is True everywhere."""
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=like.device)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"mask must be a boolean tensor, got {told(mask)}")
-    if tuple(mask.shape) != shape:
-        raise ValueError(f"mask must have shape {shape} (one entry a token), got {tuple(mask.shape)}")
-    check_device(tokens=like, mask=mask)
+    check_shape("mask", boolean("mask", mask), shape)
+    check_one_device(tokens=like, mask=mask)
     return mask
 
 
-def check_numbers(
-    shapes: dict[str, tuple[int, ...]], *, positive: tuple[str, ...] = (), **tensors: Tensor
-) -> list[Tensor]:
-    """The tensors in one dtype of at least float32, once each is a floating-point tensor of its shape, finite and (those
-    named) positive."""
-    dtype = torch.float32
-    check_device(**tensors)
+def numbers(events: int, positive: tuple[str, ...] = (), **given: Any) -> list[Tensor]:
+    """The parameters in one dtype of at least float32, finite, and those named positive.
+
+    The first has the batch's shape and so many event dimensions; the others are one number a law, or one for all of them.
+    """
+    like = next((value for value in given.values() if isinstance(value, Tensor)), None)
+    tensors = {name: real_tensor(name, value, like) for name, value in given.items()}
+    check_one_device(**tensors)
+    first, *_ = tensors
+    if tensors[first].ndim < events:
+        raise ValueError(f"{first} must have at least {events} dimensions, got shape {tuple(tensors[first].shape)}")
+    batch, dtype = tensors[first].shape[: tensors[first].ndim - events], promoted_dtype(*tensors.values())
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {told(tensor)}")
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{name} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
-        if values_are_readable(tensor) and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {tensor[~tensor.isfinite()][0].item()}")
-        if name in positive and values_are_readable(tensor) and not bool((tensor > 0).all()):
-            raise ValueError(f"{name} must be positive, got {tensor.min().item():g}")
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return [tensor.to(dtype) for tensor in tensors.values()]
+        check_range(name, tensor, above=0 if name in positive else None)
+        if name != first and tensor.ndim:
+            check_shape(name, tensor, batch)
+    return [(tensor if name == first else tensor.expand(batch)).to(dtype) for name, tensor in tensors.items()]

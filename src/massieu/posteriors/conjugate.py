@@ -1,4 +1,4 @@
-"""Conjugate posteriors, which are attention with a prior token: Gaussian means and any exponential family (Z3.1–3, S16)."""
+"""Conjugate posteriors, which are attention with a sink: Gaussian means and any exponential family (Z3.1–3, S16)."""
 
 import math
 from typing import Self
@@ -8,10 +8,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from massieu.foundation.arguments import check_one_device, check_range, check_shape, floating, instance
+from massieu.foundation.transforms import every, unwrapped, values_are_readable
 from massieu.measures import ConjugatePrior, Measure
-from massieu.measures.value import values_are_readable
-from massieu.posteriors.arguments import check_device, told
-from massieu.posteriors.base import AttentionForm, Posterior, check_numbers, with_prior_token
+from massieu.posteriors.base import AttentionForm, Posterior, numbers, with_sink
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -19,40 +19,29 @@ _LOG_2PI = math.log(2 * math.pi)
 class GaussianMean(Posterior):
     """z ~ N(mean, (variance/strength)·I), and tokens x ~ N(z, (variance/τ)·I), with a relative precision τ each (Z3.1, Z3.2).
 
-    The posterior mean is attention over the tokens and a prior token of value m₀ and logit log κ₀; the tokens' logits are
+    The posterior mean is attention over the tokens and a sink of value m₀ and logit log κ₀; the tokens' logits are
     log τ, 0 by default. log κ, the new strength, is that attention's log-partition.
 
     Attributes:
         mean: m, shape (*batch, d).
         strength: κ, how many tokens of relative precision 1 the mean is worth, shape (*batch).
         variance: σ² of a token's coordinate given z, shape (*batch).
-        log_evidence: log-density of the tokens seen, shape (*batch).
     """
 
     mean: Float[Tensor, "*batch d"]
     strength: Float[Tensor, "*batch"]
     variance: Float[Tensor, "*batch"]
-    log_evidence: Float[Tensor, "*batch"]
 
     @classmethod
     def create(
-        cls, mean: Float[Tensor, "*batch d"], strength: Float[Tensor, "*batch"], variance: Float[Tensor, "*batch"]
+        cls,
+        mean: Float[Tensor, "*batch d"],
+        strength: Float[Tensor, "*batch"] | float,
+        variance: Float[Tensor, "*batch"] | float,
     ) -> Self:
-        """The prior N(mean, (variance/strength)·I).
-
-        Raises:
-            ValueError: shapes that do not fit, a number that is not finite, a strength or variance that is not positive.
-            TypeError: not floating-point tensors.
-        """
-        batch = _batch(mean, "mean", 1)
-        mean, strength, variance = check_numbers(
-            {"mean": (*batch, mean.shape[-1]), "strength": batch, "variance": batch},
-            positive=("strength", "variance"),
-            mean=mean,
-            strength=strength,
-            variance=variance,
-        )
-        return cls(mean, strength, variance, torch.zeros_like(strength))
+        """The prior N(mean, (variance/strength)·I), of positive strength and variance."""
+        mean, strength, variance = numbers(1, ("strength", "variance"), mean=mean, strength=strength, variance=variance)
+        return cls(mean, strength, variance, log_evidence=torch.zeros_like(strength))
 
     @property
     def covariance(self) -> Float[Tensor, "*batch d d"]:
@@ -86,16 +75,12 @@ class GaussianMean(Posterior):
         constant = constant + (total / law.strength).log1p()
         gain = -0.5 * (tokens.shape[-1] * constant + (spread + distance) / law.variance)
         mean = law.mean + (total / strength).unsqueeze(-1) * shift
-        return GaussianMean(mean, strength, law.variance, law.log_evidence + gain)
+        return GaussianMean(mean, strength, law.variance, log_evidence=law.log_evidence + gain)
 
     def log_predictive(
         self, token: Float[Tensor, "*batch_query d"], *, precision: Float[Tensor, "*batch_query"] | None = None
     ) -> Float[Tensor, "*batch_query"]:
-        """log N(token; mean, variance·(1/τ + 1/strength)·I), τ the token's relative precision (1 by default).
-
-        Raises:
-            ValueError, TypeError: as `posterior`.
-        """
+        """log N(token; mean, variance·(1/τ + 1/strength)·I), τ the token's relative precision (1 by default)."""
         law, token = self._admit_token(token, self.mean.shape[-1:])
         noise = torch.exp(-_log_precision(precision, token.shape[:-1], token))
         variance = law.variance * (noise + 1 / law.strength)
@@ -109,66 +94,53 @@ class GaussianMean(Posterior):
         *,
         precision: Float[Tensor, "*batch n"] | None = None,
     ) -> AttentionForm:
-        """The attention whose output is the posterior's mean and whose log-partition is the log of its strength (Z3.1, Z3.2).
-
-        Raises:
-            ValueError, TypeError: as `posterior`.
-        """
+        """The attention whose output is the posterior's mean and whose log-partition is log strength (Z3.1, Z3.2)."""
         law, tokens, seen, log_precision = self._read(tokens, mask, precision)
-        return with_prior_token(law.mean, law.strength, tokens, torch.where(seen, log_precision, -torch.inf))
+        return with_sink(law.mean, law.strength, tokens, torch.where(seen, log_precision, -torch.inf))
 
     def _read(
         self, tokens: Tensor, mask: Tensor | None, precision: Tensor | None
     ) -> tuple["GaussianMean", Tensor, Tensor, Tensor]:
         law, tokens, seen = self._admit(tokens, mask, tuple(self.mean.shape[-1:]))
         if isinstance(precision, Tensor) and precision.shape == seen.shape:
-            precision = torch.where(seen, precision, 1.0)
+            precision = torch.where(seen, floating("precision", precision), 1.0)
         return law, tokens, seen, _log_precision(precision, seen.shape, tokens)
 
 
 class ExponentialFamily(Posterior):
     """Tokens from a likelihood e^{η·x − A₀(η)}, and the conjugate prior e^{χ·η − νA₀(η)} on its natural parameter (Z3.3, S16).
 
-    `mean` is E ∇A₀(η) = χ/ν, the mean of the next token: attention over the tokens and a prior token of value χ/ν and logit
-    log ν. The count, log ν, is its log-partition.
+    `mean` is E ∇A₀(η) = χ/ν, the mean of the next token: attention over the tokens and a sink of value χ/ν and logit log ν.
+    The count, log ν, is its log-partition.
 
     Attributes:
         likelihood: The law of one token: Bernoulli, Spin, Poisson, Exponential, Gamma, or Gaussian with independent
             coordinates; batch (*batch), event (d,).
         chi: χ, the pseudo-sum of tokens, shape (*batch, d).
         strength: ν, the pseudo-count, shape (*batch).
-        log_evidence: log-probability (or -density) of the tokens seen, shape (*batch).
     """
 
     likelihood: Measure
     chi: Float[Tensor, "*batch d"]
     strength: Float[Tensor, "*batch"]
-    log_evidence: Float[Tensor, "*batch"]
 
     @classmethod
     def create(
-        cls, likelihood: Measure, chi: Float[Tensor, "*batch d"], strength: Float[Tensor, "*batch"]
+        cls, likelihood: Measure, chi: Float[Tensor, "*batch d"], strength: Float[Tensor, "*batch"] | float
     ) -> "ExponentialFamily":
-        """The prior worth `strength` tokens whose sum is `chi`.
+        """The prior worth `strength` > 0 tokens whose sum is `chi`.
 
         Raises:
-            ValueError: shapes that do not fit, numbers that are not finite, a strength that is not positive, a likelihood
-                that `massieu.measures.ConjugatePrior` refuses.
             DomainError: χ/ν is outside the range of the likelihood's means.
-            TypeError: another likelihood, or not floating-point tensors.
+            TypeError, ValueError: as for `Posterior`, and another likelihood, or one that
+                `massieu.measures.ConjugatePrior` refuses.
         """
-        if not isinstance(likelihood, Measure):
-            raise TypeError(f"likelihood must be a measure, got {told(likelihood)}")
-        batch = tuple(likelihood.batch_shape)
-        chi, strength = check_numbers(
-            {"chi": (*batch, *likelihood.event_shape), "strength": batch},
-            positive=("strength",),
-            chi=chi,
-            strength=strength,
-        )
+        instance("likelihood", likelihood, Measure, "a measure")
+        chi, strength = numbers(1, ("strength",), chi=chi, strength=strength)
+        check_shape("chi", chi, (*likelihood.batch_shape, *likelihood.event_shape))
         held = next((leaf for leaf in pytree.tree_leaves(likelihood) if isinstance(leaf, Tensor)), chi)
-        check_device(likelihood=held, chi=chi, strength=strength)
-        law = cls(likelihood, chi, strength, torch.zeros_like(strength))
+        check_one_device(likelihood=held, chi=chi, strength=strength)
+        law = cls(likelihood, chi, strength, log_evidence=torch.zeros_like(strength))
         ConjugatePrior.create(likelihood, law._per_coordinate()).log_partition(chi)
         return law
 
@@ -187,43 +159,40 @@ class ExponentialFamily(Posterior):
         """E η, the posterior mean of the natural parameter."""
         return self.prior.mean(self.chi)
 
-    @property
-    def natural_covariance(self) -> Float[Tensor, "*batch d d"]:
-        """The posterior covariance of the natural parameter."""
-        return self.prior.fisher(self.chi)
-
     def posterior(
         self, tokens: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None = None
     ) -> "ExponentialFamily":
         law, tokens, seen = self._admit(tokens, mask, tuple(self.chi.shape[-1:]))
         # In float64: a gain of the order of one is the difference of masses of the order of the count.
-        wide = law._in(torch.float64)
+        wide = law.to(torch.float64)
         log_base = wide._log_base(_in_support(tokens, seen).double())
-        strength, chi = wide.strength + seen.sum(-1), wide.chi + tokens.double().sum(-2)
-        after = ExponentialFamily(wide.likelihood, chi, strength, wide.log_evidence)
+        after = wide._after(tokens.double().sum(-2), seen.sum(-1))
         gain = after._log_mass() - wide._log_mass() + torch.where(seen, log_base, 0.0).sum(-1)
-        return ExponentialFamily(wide.likelihood, chi, strength, wide.log_evidence + gain)._in(tokens.dtype)
+        return ExponentialFamily(wide.likelihood, after.chi, after.strength, log_evidence=wide.log_evidence + gain).to(
+            tokens.dtype
+        )
 
     def log_predictive(self, token: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
         law, token = self._admit_token(token, tuple(self.chi.shape[-1:]))
-        wide, exact = law._in(torch.float64), token.double()
-        after = ExponentialFamily(wide.likelihood, wide.chi + exact, wide.strength + 1, wide.log_evidence)
-        gain = after._log_mass() - wide._log_mass() + wide._log_base(exact.unsqueeze(-2)).squeeze(-1)
-        return gain.to(token.dtype)
+        wide, exact = law.to(torch.float64), token.double()
+        gain = wide._after(exact, 1)._log_mass() - wide._log_mass()
+        return (gain + wide._log_base(exact.unsqueeze(-2)).squeeze(-1)).to(token.dtype)
 
     def as_attention(
         self, tokens: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None = None
     ) -> AttentionForm:
-        """The attention whose output is the posterior's mean and whose log-partition is the log of its strength (Z3.3).
-
-        Raises:
-            ValueError, TypeError: as `posterior`.
-        """
+        """The attention whose output is the posterior's mean and whose log-partition is log strength (Z3.3)."""
         law, tokens, seen = self._admit(tokens, mask, tuple(self.chi.shape[-1:]))
         if values_are_readable(tokens):
             law._check_support(_in_support(tokens, seen).movedim(-2, 0))
         logits = torch.where(seen, torch.zeros_like(tokens[..., 0]), -torch.inf)
-        return with_prior_token(law.mean, law.strength, tokens, logits)
+        return with_sink(law.mean, law.strength, tokens, logits)
+
+    def _after(self, total: Tensor, count: Tensor | int) -> "ExponentialFamily":
+        """The prior's parameters after so many tokens of this sum; their evidence is not counted."""
+        return ExponentialFamily(
+            self.likelihood, self.chi + total, self.strength + count, log_evidence=self.log_evidence
+        )
 
     def _per_coordinate(self) -> Tensor:
         return self.strength.unsqueeze(-1).expand(self.chi.shape)
@@ -246,8 +215,9 @@ class ExponentialFamily(Posterior):
         if not len(points):
             return
         inside = points.isfinite().all(-1) & (self.likelihood.log_prob(torch.zeros_like(self.chi), points) > -torch.inf)
-        if not bool(inside.all()):
-            wrong = ", ".join(f"{number:g}" for number in points[~inside][0].tolist())
+        if not every(inside):
+            outside = unwrapped(torch.where(inside.unsqueeze(-1), torch.nan, points)).reshape(-1, points.shape[-1])
+            wrong = ", ".join(f"{number:g}" for number in outside[~outside.isnan().any(-1)][0].tolist())
             raise ValueError(f"tokens must lie in the support of {type(self.likelihood).__name__}, got ({wrong})")
 
 
@@ -256,18 +226,10 @@ def _in_support(tokens: Tensor, seen: Tensor) -> Tensor:
     return torch.where(seen.unsqueeze(-1), tokens, 1.0)
 
 
-def _batch(tensor: object, name: str, events: int) -> tuple[int, ...]:
-    """The batch shape of a tensor with so many event dimensions."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a floating-point tensor, got {told(tensor)}")
-    if tensor.ndim < events:
-        raise ValueError(f"{name} must have at least {events} dimensions, got shape {tuple(tensor.shape)}")
-    return tuple(tensor.shape[: tensor.ndim - events])
-
-
 def _log_precision(precision: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     if precision is None:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    shapes = {"precision": tuple(shape)}
-    (precision,) = check_numbers(shapes, positive=("precision",), precision=precision)
+    check_shape("precision", floating("precision", precision), shape)
+    check_one_device(tokens=like, precision=precision)
+    check_range("precision", precision, above=0)
     return precision.to(like.dtype).log()

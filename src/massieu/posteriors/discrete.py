@@ -1,37 +1,86 @@
 """Posteriors of finitely many concepts and of the probabilities of categories (Z3.4, Z3.3)."""
 
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from massieu.measures import stable
-from massieu.measures.value import values_are_readable
-from massieu.posteriors.arguments import check_device, check_log_probabilities, told
-from massieu.posteriors.base import AttentionForm, Posterior, check_mask, check_numbers, with_prior_token
+from massieu.foundation import numerics
+from massieu.foundation.arguments import (
+    check_log_probabilities,
+    check_shape,
+    described,
+    floating,
+    instance,
+    integers,
+    real_tensor,
+)
+from massieu.foundation.transforms import every, some, unwrapped
+from massieu.foundation.values import need_batch, promoted_dtype
+from massieu.posteriors.base import AttentionForm, Posterior, check_mask, numbers, with_sink
 
 LogLikelihood = Float[Tensor, "*batch K V"] | Callable[[Tensor], Float[Tensor, "*tokens K"]]
 """log p(token | concept): a table whose last dimension tokens index, or a function of tokens."""
 
 
-class DiscreteLatent(Posterior):
-    """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4).
+class EmittingPosterior(Posterior):
+    """The law of which of K concepts emits a token, by the log-likelihoods of tokens under each.
 
     A function as `log_likelihood` takes tokens of shape (*batch, n, …) or (*batch, *query, …) and appends a last
     dimension K to what precedes its own event dimensions. What it returns for masked tokens is dropped.
 
     Attributes:
-        log_weight: log P(z | tokens seen), normalised, shape (*batch, K).
+        log_weight: log P(concept | tokens seen), normalised, shape (*batch, K).
         log_likelihood: The table (*batch, K, V), entries −inf for what a concept never emits, or the function.
-        log_evidence: log-probability of the tokens seen, shape (*batch).
     """
 
     log_weight: Float[Tensor, "*batch K"]
     log_likelihood: LogLikelihood
-    log_evidence: Float[Tensor, "*batch"]
+
+    @property
+    def mean(self) -> Float[Tensor, "*batch K"]:
+        """The concepts' probabilities, the mean of z as a one-hot vector."""
+        return self.log_weight.exp()
+
+    def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "*batch_query"]:
+        found = self._log_likelihoods(token)
+        check_log_probabilities(log_likelihood=found)
+        law, found = self._promoted(found)
+        return numerics.logsumexp(law._spread(found.shape[:-1]).log_weight + found)
+
+    def _emitted(self, tokens: Tensor, mask: Tensor | None) -> tuple[Self, Float[Tensor, "*batch n K"]]:
+        """The law, spread to the tokens' batch, and the tokens' log-likelihoods, 0 where they are masked."""
+        found = self._log_likelihoods(tokens, mask)
+        if found.ndim < 2:
+            raise ValueError(f"{type(self).__name__} needs tokens of shape (*batch, n, …), got {tuple(tokens.shape)}")
+        seen = check_mask(mask, found.shape[:-1], found)
+        found = torch.where(seen.unsqueeze(-1), found, 0.0)
+        check_log_probabilities(log_likelihood=found)
+        law, found = self._promoted(found)
+        return law._spread(found.shape[:-2]), found
+
+    def _log_likelihoods(self, tokens: Tensor, mask: Tensor | None = None) -> Float[Tensor, "*tokens K"]:
+        """log p(token | concept) at every token, by table or function. What a masked token indexes is not looked at."""
+        count = self.log_weight.shape[-1]
+        if isinstance(self.log_likelihood, Tensor):
+            seen = None if mask is None else check_mask(mask, integers("tokens", tokens).shape, tokens)
+            index = check_categories(tokens, self.log_likelihood.shape[-1], seen)
+            self._check_device(tokens=tokens)
+            need_batch(type(self).__name__, "tokens", index.shape, self.batch_shape, ())
+            flat = index.reshape(*self.batch_shape, 1, -1).expand(*self.batch_shape, count, -1)
+            return self.log_likelihood.gather(-1, flat).mT.reshape(*index.shape, count)
+        found = self.log_likelihood(instance("tokens", tokens, Tensor, "a tensor"))
+        if not isinstance(found, Tensor) or found.ndim == 0 or found.shape[-1] != count:
+            shape = tuple(found.shape) if isinstance(found, Tensor) else described(found)
+            raise ValueError(f"log_likelihood must return shape (*tokens, {count}), one entry a concept; got {shape}")
+        return found
+
+
+class DiscreteLatent(EmittingPosterior):
+    """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4)."""
 
     @classmethod
     def create(cls, log_weight: Float[Tensor, "*batch K"], log_likelihood: LogLikelihood) -> Self:
@@ -40,21 +89,10 @@ class DiscreteLatent(Posterior):
         Args:
             log_weight: Below +inf, not all −inf.
             log_likelihood: A table of shape (*batch, K, V) or (K, V), or a function.
-
-        Raises:
-            ValueError: shapes that do not fit, NaN or +inf, no concept of positive weight.
-            TypeError: not floating-point tensors, a log-likelihood that is neither tensor nor callable.
         """
-        check_log_weight(log_weight)
-        log_weight = log_weight.to(torch.promote_types(log_weight.dtype, torch.float32))
-        log_likelihood, dtype = read_log_likelihood(log_likelihood, log_weight)
-        log_weight = torch.log_softmax(log_weight.to(dtype), -1)
-        return cls(log_weight, log_likelihood, log_weight.new_zeros(log_weight.shape[:-1]))
-
-    @property
-    def mean(self) -> Float[Tensor, "*batch K"]:
-        """The concepts' probabilities, the mean of z as a one-hot vector."""
-        return self.log_weight.exp()
+        log_weight, log_likelihood = log_tables(log_weight, log_likelihood)
+        log_weight = torch.log_softmax(log_weight, -1)
+        return cls(log_weight, log_likelihood, log_evidence=log_weight.new_zeros(log_weight.shape[:-1]))
 
     @property
     def covariance(self) -> Float[Tensor, "*batch K K"]:
@@ -64,13 +102,8 @@ class DiscreteLatent(Posterior):
     def posterior(
         self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None
     ) -> "DiscreteLatent":
-        law, pooled = self._pool(tokens, mask)
-        joint, gain = law._joint(pooled)
-        return DiscreteLatent(joint - gain.unsqueeze(-1), law.log_likelihood, law.log_evidence + gain)
-
-    def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "*batch_query"]:
-        law, found = emitted_once(self, self.log_likelihood, self.log_weight, token)
-        return stable.logsumexp(law.log_weight + found)
+        law, _, joint, gain = self._read(tokens, mask)
+        return DiscreteLatent(joint - gain.unsqueeze(-1), law.log_likelihood, log_evidence=law.log_evidence + gain)
 
     def as_attention(
         self,
@@ -83,18 +116,11 @@ class DiscreteLatent(Posterior):
 
         Its query is the log-likelihoods averaged over tokens, as uniform attention averages them, times their number: the
         average alone loses the count. Its log-partition is the log-evidence of these tokens.
-
-        Raises:
-            ValueError, TypeError: as `posterior`.
         """
-        law, pooled = self._pool(tokens, mask)
-        law._joint(pooled)
+        law, pooled, _, _ = self._read(tokens, mask)
         batch, count = pooled.shape[:-1], pooled.shape[-1]
-        if values is not None and not (isinstance(values, Tensor) and values.is_floating_point()):
-            raise TypeError(f"values must be a floating-point tensor, got {told(values)}")
-        if values is not None and (values.ndim != 2 or len(values) != count):
-            raise ValueError(f"values must have shape {(count, 'E')}, one row a concept, got {tuple(values.shape)}")
         if values is not None:
+            check_shape("values", floating("values", values), (count, "E"))
             pooled = pooled.to(torch.promote_types(pooled.dtype, values.dtype))
         possible = pooled > -torch.inf
         flat = torch.where(possible, pooled, 0.0).reshape(-1, 1, 1, count)
@@ -103,46 +129,33 @@ class DiscreteLatent(Posterior):
         value = key if values is None else values.to(flat.dtype).expand(len(flat), 1, *values.shape)
         return AttentionForm(flat, key, value, logits, batch)
 
-    def _pool(self, tokens: Tensor, mask: Tensor | None) -> tuple["DiscreteLatent", Tensor]:
-        """The law, spread, and L times the average of the visible tokens' log-likelihoods."""
-        law, found = emitted(self, self.log_likelihood, self.log_weight, tokens, mask)
-        return law, found.sum(-2)
-
-    def _joint(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
-        """log P(z, tokens | tokens before), and log p(tokens | tokens before)."""
-        joint = self.log_weight + pooled
-        gain = stable.logsumexp(joint)
-        if values_are_readable(gain) and bool((gain == -torch.inf).any()):
+    def _read(self, tokens: Tensor, mask: Tensor | None) -> tuple["DiscreteLatent", Tensor, Tensor, Tensor]:
+        """The law, spread; the visible tokens' log-likelihoods, summed; log P(z, tokens | tokens before); its sum over z."""
+        law, found = self._emitted(tokens, mask)
+        pooled = found.sum(-2)
+        joint = law.log_weight + pooled
+        gain = numerics.logsumexp(joint)
+        if some(gain == -torch.inf):
             raise ValueError("tokens must be possible under a concept, got a sequence that every concept rules out")
-        return joint, gain
+        return law, pooled, joint, gain
 
 
 class DirichletMultinomial(Posterior):
     """Probabilities of V categories from a Dirichlet law, and tokens from the categories: P(next = j) = α_j/Σα (Z3.3).
 
-    The mean is attention over one-hot tokens and a prior token of value α/Σα and logit log Σα.
+    The mean is attention over one-hot tokens and a sink of value α/Σα and logit log Σα.
 
     Attributes:
         concentration: α, the prior's plus the counts, shape (*batch, V).
-        log_evidence: log-probability of the sequence seen, shape (*batch).
     """
 
     concentration: Float[Tensor, "*batch V"]
-    log_evidence: Float[Tensor, "*batch"]
 
     @classmethod
     def create(cls, concentration: Float[Tensor, "*batch V"]) -> Self:
-        """The prior Dirichlet(concentration).
-
-        Raises:
-            ValueError: a concentration that is not positive and finite, or without a dimension.
-            TypeError: not a floating-point tensor.
-        """
-        if isinstance(concentration, Tensor) and concentration.ndim == 0:
-            raise ValueError("concentration must have shape (*batch, V), got a single number")
-        shape = {"concentration": tuple(concentration.shape) if isinstance(concentration, Tensor) else ()}
-        (concentration,) = check_numbers(shape, positive=("concentration",), concentration=concentration)
-        return cls(concentration, concentration.new_zeros(concentration.shape[:-1]))
+        """The prior Dirichlet(concentration), which is positive."""
+        (concentration,) = numbers(1, ("concentration",), concentration=concentration)
+        return cls(concentration, log_evidence=concentration.new_zeros(concentration.shape[:-1]))
 
     @property
     def mean(self) -> Float[Tensor, "*batch V"]:
@@ -165,11 +178,12 @@ class DirichletMultinomial(Posterior):
         after = before + counts
         gain = (after.lgamma() - before.lgamma()).sum(-1) + before.sum(-1).lgamma() - after.sum(-1).lgamma()
         dtype = law.concentration.dtype
-        return DirichletMultinomial(after.to(dtype), (law.log_evidence.double() + gain).to(dtype))
+        return DirichletMultinomial(after.to(dtype), log_evidence=(law.log_evidence.double() + gain).to(dtype))
 
     def log_predictive(self, token: Int[Tensor, "*batch_query"]) -> Float[Tensor, "*batch_query"]:
         index = check_categories(token, self.concentration.shape[-1])
-        self._check_device("token", index)
+        need_batch(type(self).__name__, "token", index.shape, self.batch_shape, ())
+        self._check_device(token=index)
         law = self._spread(index.shape)
         chosen = law.concentration.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         return chosen.log() - law.concentration.sum(-1).log()
@@ -177,114 +191,52 @@ class DirichletMultinomial(Posterior):
     def as_attention(
         self, tokens: Int[Tensor, "*batch n"], mask: Bool[Tensor, "*batch n"] | None = None
     ) -> AttentionForm:
-        """The attention whose output is the posterior's mean and whose log-partition is log Σα (Z3.3).
-
-        Raises:
-            ValueError, TypeError: as `posterior`.
-        """
+        """The attention whose output is the posterior's mean and whose log-partition is log Σα (Z3.3)."""
         law, index, seen = self._read(tokens, mask)
         shown = F.one_hot(index, law.concentration.shape[-1]).to(law.concentration.dtype)
         logits = torch.where(seen, torch.zeros_like(shown[..., 0]), -torch.inf)
-        return with_prior_token(law.mean, law.concentration.sum(-1), shown, logits)
+        return with_sink(law.mean, law.concentration.sum(-1), shown, logits)
 
     def _read(self, tokens: Tensor, mask: Tensor | None) -> tuple["DirichletMultinomial", Tensor, Tensor]:
         """The law, spread, the tokens, 0 where they are masked, and which are seen."""
-        if isinstance(tokens, Tensor):
-            self._check_device("tokens", tokens)
-        seen = check_mask(mask, tuple(tokens.shape) if isinstance(tokens, Tensor) else (), self.concentration)
-        size = self.concentration.shape[-1]
-        index = check_categories(tokens, size, seen)
-        if index.ndim == 0:
-            raise ValueError("DirichletMultinomial needs tokens of shape (*batch, n), got a single number")
+        self._check_device(tokens=integers("tokens", tokens))
+        seen = check_mask(mask, tokens.shape, tokens)
+        index = check_categories(tokens, self.concentration.shape[-1], seen)
+        need_batch(type(self).__name__, "tokens", index.shape, self.batch_shape, ("n",))
         return self._spread(index.shape[:-1]), index, seen
 
 
-def check_categories(tokens: object, size: int, seen: Tensor | None = None) -> Int[Tensor, "..."]:
+def check_categories(tokens: Tensor, size: int, seen: Tensor | None = None) -> Int[Tensor, "..."]:
     """The tokens as indices into `size` categories, 0 where they are not seen."""
-    kinds = isinstance(tokens, Tensor) and not (tokens.is_floating_point() or tokens.is_complex())
-    if not isinstance(tokens, Tensor) or not kinds or tokens.dtype == torch.bool:
-        raise TypeError(f"tokens must be a tensor of whole numbers, got {told(tokens)}")
-    index = tokens.long() if seen is None else torch.where(seen, tokens.long(), 0)
-    if values_are_readable(index) and not bool(((index >= 0) & (index < size)).all()):
-        wrong = index[(index < 0) | (index >= size)][0].item()
-        raise ValueError(f"tokens must lie between 0 and {size - 1}, got {wrong}")
+    index = integers("tokens", tokens).long()
+    index = index if seen is None else torch.where(seen, index, 0)
+    right = (index >= 0) & (index < size)
+    if not every(right):
+        wrong = unwrapped(torch.where(right, 0, index))
+        raise ValueError(f"tokens must lie between 0 and {size - 1}, got {wrong[wrong != 0][0].item()}")
     return index
 
 
-def check_log_weight(log_weight: object, name: str = "log_weight") -> None:
-    """Floating-point log-weights (*batch, K), below +inf, some of each batch item finite."""
-    if not isinstance(log_weight, Tensor) or not log_weight.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {told(log_weight)}")
-    if log_weight.ndim == 0 or log_weight.shape[-1] == 0:
-        raise ValueError(f"{name} must have shape (*batch, K) with K ≥ 1, got {tuple(log_weight.shape)}")
-    if values_are_readable(log_weight):
-        if not bool((log_weight < torch.inf).all()):
-            raise ValueError(f"{name} must be finite or −inf, got NaN or +inf")
-        if not bool((log_weight > -torch.inf).any(-1).all()):
-            raise ValueError(f"{name} must have an entry above −inf in each row, got a row of −inf")
-
-
-def read_log_likelihood(given: LogLikelihood, log_weight: Tensor) -> tuple[LogLikelihood, torch.dtype]:
-    """The table expanded to the batch, or the function; and the dtype to work in."""
-    if not isinstance(given, Tensor):
-        if not callable(given):
-            raise TypeError(f"log_likelihood must be a tensor or a function, got {told(given)}")
-        return given, log_weight.dtype
-    check_log_weight(given, "log_likelihood")
+def log_tables(log_weight: Any, log_likelihood: LogLikelihood) -> tuple[Tensor, LogLikelihood]:
+    """Checked log-weights, and the table expanded to their batch, both in one dtype; or the function as it is."""
+    log_weight = check_log_weight("log_weight", log_weight)
+    if callable(log_likelihood) and not isinstance(log_likelihood, Tensor):
+        return log_weight, log_likelihood
+    table = check_log_weight("log_likelihood", log_likelihood)
     batch, count = log_weight.shape[:-1], log_weight.shape[-1]
-    if given.ndim < 2 or given.shape[-2] != count or (given.ndim > 2 and given.shape[:-2] != batch):
+    if table.ndim < 2 or table.shape[-2] != count or (table.ndim > 2 and table.shape[:-2] != batch):
         needed = f"{(*batch, count, 'V')} or {(count, 'V')}"
-        raise ValueError(f"log_likelihood must have shape {needed}, got {tuple(given.shape)}")
-    dtype = torch.promote_types(given.dtype, log_weight.dtype)
-    return given.to(dtype).expand(*batch, *given.shape[-2:]), dtype
+        raise ValueError(f"log_likelihood must have shape {needed}, got {tuple(table.shape)}")
+    dtype = torch.promote_types(table.dtype, log_weight.dtype)
+    return log_weight.to(dtype), table.to(dtype).expand(*batch, *table.shape[-2:])
 
 
-def log_likelihoods(
-    source: LogLikelihood, tokens: Tensor, log_weight: Tensor, mask: Tensor | None = None
-) -> Float[Tensor, "*tokens K"]:
-    """log p(token | concept) at every token, by table or function. What a masked token indexes is not looked at."""
-    count = log_weight.shape[-1]
-    if isinstance(source, Tensor):
-        seen = None if mask is None else check_mask(mask, tuple(tokens.shape), tokens)
-        if isinstance(tokens, Tensor):
-            check_device(log_likelihood=source, tokens=tokens)
-        index = check_categories(tokens, source.shape[-1], seen)
-        batch = source.shape[:-2]
-        if index.shape[: len(batch)] != batch:
-            raise ValueError(
-                f"tokens must have shape {(*batch, '…')} for laws of batch shape {tuple(batch)}, got {tuple(tokens.shape)}"
-            )
-        flat = index.reshape(*batch, 1, -1).expand(*batch, count, -1)
-        return source.gather(-1, flat).mT.reshape(*index.shape, count)
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens must be a tensor, got {told(tokens)}")
-    found = source(tokens)
-    if not isinstance(found, Tensor) or found.ndim == 0 or found.shape[-1] != count:
-        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"log_likelihood must return shape (*tokens, {count}), one entry a concept; got {shape}")
-    return found.to(torch.promote_types(found.dtype, log_weight.dtype))
-
-
-Law = TypeVar("Law", bound=Posterior)
-
-
-def emitted(
-    law: Law, source: LogLikelihood, log_weight: Tensor, tokens: Tensor, mask: Tensor | None
-) -> tuple[Law, Float[Tensor, "*batch n K"]]:
-    """The law, spread to the tokens' batch, and the tokens' log-likelihoods, 0 where they are masked."""
-    found = log_likelihoods(source, tokens, log_weight, mask)
-    if found.ndim < 2:
-        raise ValueError(f"{type(law).__name__} needs tokens of shape (*batch, n, …), got {tuple(tokens.shape)}")
-    seen = check_mask(mask, tuple(found.shape[:-1]), found)
-    found = torch.where(seen.unsqueeze(-1), found, 0.0)
-    check_log_probabilities(log_likelihood=found)
-    return law._in(torch.promote_types(found.dtype, log_weight.dtype))._spread(found.shape[:-2]), found
-
-
-def emitted_once(
-    law: Law, source: LogLikelihood, log_weight: Tensor, token: Tensor
-) -> tuple[Law, Float[Tensor, "*batch_query K"]]:
-    """The law, spread to the queries, and their log-likelihoods."""
-    found = log_likelihoods(source, token, log_weight)
-    check_log_probabilities(log_likelihood=found)
-    return law._in(torch.promote_types(found.dtype, log_weight.dtype))._spread(found.shape[:-1]), found
+def check_log_weight(name: str, given: Any) -> Float[Tensor, "*batch K"]:
+    """The log-weights, in at least float32: below +inf, some of each batch item finite."""
+    tensor = real_tensor(name, given)
+    if tensor.ndim == 0 or tensor.shape[-1] == 0:
+        raise ValueError(f"{name} must have shape (*batch, K) with K ≥ 1, got {tuple(tensor.shape)}")
+    check_log_probabilities(**{name: tensor})
+    if not every((tensor > -torch.inf).any(-1)):
+        raise ValueError(f"{name} must have an entry above −inf in each row, got a row of −inf")
+    return tensor.to(promoted_dtype(tensor))

@@ -6,16 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from massieu.measures import stable
-from massieu.measures.value import values_are_readable
-from massieu.posteriors.base import Posterior
-from massieu.posteriors.discrete import (
-    LogLikelihood,
-    check_log_weight,
-    emitted,
-    emitted_once,
-    read_log_likelihood,
-)
+from massieu.foundation import numerics
+from massieu.foundation.transforms import some
+from massieu.posteriors.discrete import EmittingPosterior, LogLikelihood, check_log_weight, log_tables
 
 
 class PathResult(NamedTuple):
@@ -29,22 +22,17 @@ class PathResult(NamedTuple):
     """log p(token ℓ | tokens before), 0 where it is masked; their sum is the log-evidence."""
 
 
-class HiddenMarkov(Posterior):
+class HiddenMarkov(EmittingPosterior):
     """A chain of K states, each of which emits a token. Tokens are not exchangeable: their order counts.
 
-    A masked token is one that was not observed: the chain moves on there.
+    A masked token is one that was not observed: the chain moves on there. The concept of `log_weight`, of `mean` and of the
+    log-likelihoods is the state behind the next token.
 
     Attributes:
-        log_weight: log P(state behind the next token | tokens seen), normalised, shape (*batch, K).
         log_transition: log P(next state j | state i) at [i, j], normalised, shape (*batch, K, K).
-        log_likelihood: log p(token | state): a table (*batch, K, V) or a function, as of `DiscreteLatent`.
-        log_evidence: log-probability of the tokens seen, shape (*batch).
     """
 
-    log_weight: Float[Tensor, "*batch K"]
     log_transition: Float[Tensor, "*batch K K"]
-    log_likelihood: LogLikelihood
-    log_evidence: Float[Tensor, "*batch"]
 
     @classmethod
     def create(
@@ -56,46 +44,34 @@ class HiddenMarkov(Posterior):
             log_weight: Below +inf, not all −inf.
             log_transition: Shape (*batch, K, K) or (K, K), row i the log-weights of what follows i, not all −inf.
             log_likelihood: A table of shape (*batch, K, V) or (K, V), or a function.
-
-        Raises:
-            ValueError: shapes that do not fit, NaN or +inf, a row of −inf.
-            TypeError: not floating-point tensors, a log-likelihood that is neither tensor nor callable.
         """
-        check_log_weight(log_weight)
-        check_log_weight(log_transition, "log_transition")
+        log_weight, log_likelihood = log_tables(log_weight, log_likelihood)
+        log_transition = check_log_weight("log_transition", log_transition)
         batch, count = log_weight.shape[:-1], log_weight.shape[-1]
         if tuple(log_transition.shape) != (count, count) and tuple(log_transition.shape) != (*batch, count, count):
             needed = f"{(*batch, count, count)} or {(count, count)}"
             raise ValueError(f"log_transition must have shape {needed}, got {tuple(log_transition.shape)}")
-        log_weight = log_weight.to(torch.promote_types(log_weight.dtype, torch.float32))
-        log_weight = log_weight.to(torch.promote_types(log_weight.dtype, log_transition.dtype))
-        log_likelihood, dtype = read_log_likelihood(log_likelihood, log_weight)
-        log_transition = log_transition.to(dtype).expand(*batch, count, count)
-        first = torch.log_softmax(log_weight.to(dtype), -1)
-        return cls(first, torch.log_softmax(log_transition, -1), log_likelihood, first.new_zeros(batch))
-
-    @property
-    def mean(self) -> Float[Tensor, "*batch K"]:
-        """Probabilities of the state behind the next token."""
-        return self.log_weight.exp()
+        law = cls(
+            torch.log_softmax(log_weight, -1),
+            log_likelihood,
+            torch.log_softmax(log_transition.expand(*batch, count, count), -1),
+            log_evidence=log_weight.new_zeros(batch),
+        )
+        return law._promoted()[0]
 
     def posterior(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> "HiddenMarkov":
-        law, likelihoods = emitted(self, self.log_likelihood, self.log_weight, tokens, mask)
+        law, likelihoods = self._emitted(tokens, mask)
         for found in likelihoods.unbind(-2):
             law, _, _ = law._move(found)
         return law
-
-    def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "*batch_query"]:
-        law, found = emitted_once(self, self.log_likelihood, self.log_weight, token)
-        return stable.logsumexp(law.log_weight + found)
 
     def path(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> PathResult:
         """Filtered and smoothed laws of every state, by one pass forwards and one backwards: O(nK²).
 
         Raises:
-            ValueError, TypeError: as `posterior`.
+            ValueError, TypeError: as `posterior`, and for no token at all.
         """
-        law, likelihoods = emitted(self, self.log_likelihood, self.log_weight, tokens, mask)
+        law, likelihoods = self._emitted(tokens, mask)
         if likelihoods.shape[-2] == 0:
             raise ValueError("a path needs at least one token, got none")
         transition = law.log_transition
@@ -106,20 +82,20 @@ class HiddenMarkov(Posterior):
             gains.append(gain)
         later = [torch.zeros_like(filtered[-1])]
         for found in likelihoods[..., 1:, :].flip(-2).unbind(-2):
-            message = stable.logsumexp(transition + (found + later[-1]).unsqueeze(-2))
+            message = numerics.logsumexp(transition + (found + later[-1]).unsqueeze(-2))
             # Of one state relative to the others; the whole would grow with the sequence, and lose their difference.
-            later.append(stable.log_softmax(message))
+            later.append(numerics.log_softmax(message))
         states = torch.stack(filtered, -2)
-        smoothed = stable.log_softmax(states + torch.stack(later[::-1], -2))
+        smoothed = numerics.log_softmax(states + torch.stack(later[::-1], -2))
         return PathResult(states, smoothed, torch.stack(gains, -1))
 
     def _move(self, found: Tensor) -> tuple["HiddenMarkov", Tensor, Tensor]:
         """The law after a token of these log-likelihoods, the filtered law of the state that emitted it, its log-predictive."""
         joint = self.log_weight + found
-        gain = stable.logsumexp(joint)
-        if values_are_readable(gain) and bool((gain == -torch.inf).any()):
+        gain = numerics.logsumexp(joint)
+        if some(gain == -torch.inf):
             raise ValueError("tokens must be possible under the chain, got a sequence of probability zero")
         state = joint - gain.unsqueeze(-1)
-        following = stable.logsumexp((state.unsqueeze(-1) + self.log_transition).mT)
-        law = HiddenMarkov(following, self.log_transition, self.log_likelihood, self.log_evidence + gain)
+        following = numerics.logsumexp((state.unsqueeze(-1) + self.log_transition).mT)
+        law = HiddenMarkov(following, self.log_likelihood, self.log_transition, log_evidence=self.log_evidence + gain)
         return law, state, gain

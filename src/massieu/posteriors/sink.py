@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.measures.value import values_are_readable
-from massieu.posteriors.arguments import check_device, check_finite, told
+from massieu.foundation.arguments import check_finite, check_one_device, described
+from massieu.foundation.transforms import every
 
 
 class PriorAttention(NamedTuple):
@@ -50,21 +50,21 @@ def attention_with_prior(
     """
     if not isinstance(query, Tensor) or query.ndim != 4:
         raise ValueError(
-            f"query must have shape (B, H, L, D), got {tuple(query.shape) if isinstance(query, Tensor) else told(query)}"
+            f"query must have shape (B, H, L, D), got {tuple(query.shape) if isinstance(query, Tensor) else described(query)}"
         )
     for name, tensor in (("value", value), ("prior_value", prior_value), ("log_strength", log_strength)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {told(tensor)}")
+            raise TypeError(f"{name} must be a floating-point tensor, got {described(tensor)}")
     if value.ndim != 4:
         raise ValueError(f"value must have shape (B, Hk, N, E), got {tuple(value.shape)}")
-    check_device(query=query, value=value, prior_value=prior_value, log_strength=log_strength)
+    check_one_device(query=query, value=value, prior_value=prior_value, log_strength=log_strength)
     heads, width = query.shape[1], value.shape[-1]
     if prior_value.shape not in (torch.Size((width,)), torch.Size((heads, width))):
         raise ValueError(f"prior_value must have shape {(width,)} or {(heads, width)}, got {tuple(prior_value.shape)}")
     if log_strength.shape not in (torch.Size(), torch.Size((heads,))):
         raise ValueError(f"log_strength must have shape () or {(heads,)}, got {tuple(log_strength.shape)}")
     check_finite(prior_value=prior_value)
-    if values_are_readable(log_strength) and not bool(log_strength.isfinite().all()):
+    if not every(log_strength.isfinite()):
         raise ValueError("log_strength must be finite; without a prior token, use massieu.ops.attention")
     found = ops.attention(query, key, value, log_weight=log_weight, scale=scale, is_causal=is_causal, sink=log_strength)
     strength = log_strength.to(found.log_partition.dtype).reshape(-1, 1).expand(heads, 1)

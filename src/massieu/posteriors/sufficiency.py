@@ -1,21 +1,26 @@
-"""De Finetti's theorem with finitely many tokens, what is sufficient, and the regret of averaging models (Z1, Z2, Z11)."""
+"""What is sufficient for a concept, and the regret of averaging models (Z2, Z11)."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.posteriors.arguments import check_log_probabilities, check_tensors, check_values, check_whole
+from massieu.foundation.arguments import (
+    check_log_probabilities,
+    check_one_device,
+    check_shape,
+    check_values,
+    real_tensor,
+    whole_number,
+)
+from massieu.foundation.values import promoted_dtype
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_COUNTS = 2048
 _SAME = 1e-9
 """Two laws whose entries are no further apart are one: computed from different counts they differ by rounding."""
-
-
-# --- what is sufficient (Z2) -------------------------------------------------------------------------------------------
 
 
 class SufficiencyResult(NamedTuple):
@@ -54,53 +59,49 @@ def sufficiency(
             sequences or 2048 that differ in their tokens' counts, one posterior alone (nothing to merge).
         TypeError: not tensors, a length that is no whole number.
     """
-    check_whole("length", length)
-    check_tensors(log_prior=log_prior, log_likelihood=log_likelihood)
-    check_values(log_prior=log_prior, log_likelihood=log_likelihood, label=label)
-    if log_prior.ndim != 1 or log_likelihood.ndim != 2 or len(log_prior) != len(log_likelihood):
-        raise ValueError(
-            f"log_prior and log_likelihood must have shapes (K,) and (K, V), got {tuple(log_prior.shape)} and "
-            f"{tuple(log_likelihood.shape)}"
-        )
-    concepts, tokens = log_likelihood.shape
-    check_log_probabilities(log_prior=log_prior, log_likelihood=log_likelihood)
+    log_prior, log_likelihood = _weights("log_prior", log_prior), _weights("log_likelihood", log_likelihood)
+    check_shape("log_prior", log_prior, ("K",))
+    concepts = len(log_prior)
+    check_shape("log_likelihood", log_likelihood, (concepts, "V"))
+    tokens = log_likelihood.shape[1]
+    # By logarithms: the power itself may be as long as memory.
+    whole_number("length", length)
     if length < 1 or tokens < 1 or length * math.log(tokens) > math.log(_MOST_SEQUENCES) + 1e-9:
         raise ValueError(f"{tokens} tokens and length {length}: needed are 1 to {_MOST_SEQUENCES} sequences")
-    if math.comb(tokens + length - 1, length) > _MOST_COUNTS:
+    counts = math.comb(tokens + length - 1, length)
+    if counts > _MOST_COUNTS:
         raise ValueError(
-            f"{tokens} tokens and length {length}: sequences have {math.comb(tokens + length - 1, length)} different counts "
-            f"of tokens, more than the {_MOST_COUNTS} that are compared with each other"
+            f"{tokens} tokens and length {length}: sequences have {counts} different counts of tokens, more than the "
+            f"{_MOST_COUNTS} that are compared with each other"
         )
-    if label is not None:
-        check_tensors(label=label)
-    else:
-        label = torch.eye(concepts, dtype=torch.float64)
-    if label.ndim != 2 or len(label) != concepts:
-        raise ValueError(f"label must have shape ({concepts}, Y), got {tuple(label.shape)}")
+    label = torch.eye(concepts) if label is None else real_tensor("label", label)
+    check_values(label=label)
+    check_shape("label", label, (concepts, "Y"))
     label = label.double().cpu()
     if not bool((label >= 0).all()) or not bool(((label.sum(-1) - 1).abs() < 1e-6).all()):
         raise ValueError("label must have rows of probabilities: entries at least 0, of sum 1")
     prior = torch.log_softmax(log_prior.double().cpu(), 0)
     likelihood = torch.log_softmax(log_likelihood.double().cpu(), 1)
     sequences = torch.cartesian_prod(*[torch.arange(tokens)] * length).reshape(-1, length)
-    joint = prior + likelihood[:, sequences].sum(-1).T
-    joint = joint.exp()
+    joint = (prior + likelihood[:, sequences].sum(-1).T).exp()
     reached = joint.sum(-1) > 0
     joint, sequences = joint[reached], sequences[reached]
     kind = _posteriors(joint, sequences, tokens)
     merged = torch.zeros(int(kind.max()) + 1, concepts, dtype=torch.float64).index_add_(0, kind, joint)
     if len(merged) < 2:
         raise ValueError("all sequences have one posterior: there is nothing to merge")
-    losses = _merger_losses(merged)
-    label_losses = _merger_losses(merged @ label)
+    least_loss, least_label_loss = (float(_merger_losses(law).min()) for law in (merged, merged @ label))
     return SufficiencyResult(
-        _information(joint),
-        _information(merged),
-        len(joint),
-        len(merged),
-        float(losses.min()),
-        float(label_losses.min()),
+        _information(joint), _information(merged), len(joint), len(merged), least_loss, least_label_loss
     )
+
+
+def _weights(name: str, given: Any) -> Tensor:
+    """Log-weights as a tensor with values, below +inf."""
+    tensor = real_tensor(name, given)
+    check_values(**{name: tensor})
+    check_log_probabilities(**{name: tensor})
+    return tensor
 
 
 def _posteriors(joint: Tensor, sequences: Int[Tensor, "S L"], tokens: int) -> Int[Tensor, "S"]:
@@ -167,14 +168,13 @@ def averaging_regret(
         ValueError: shapes that do not fit, NaN, +inf.
         TypeError: not tensors.
     """
-    check_tensors(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
-    if log_likelihoods.shape[:-1] != log_predictive.shape or log_prior.shape != log_likelihoods.shape[-1:]:
-        raise ValueError(
-            "log_predictive, log_likelihoods and log_prior must have shapes (*batch, t), (*batch, t, K) and (K,), got "
-            f"{tuple(log_predictive.shape)}, {tuple(log_likelihoods.shape)} and {tuple(log_prior.shape)}"
-        )
+    given = {"log_predictive": log_predictive, "log_likelihoods": log_likelihoods, "log_prior": log_prior}
+    log_predictive, log_likelihoods, log_prior = (real_tensor(name, value) for name, value in given.items())
+    check_shape("log_likelihoods", log_likelihoods, (*log_predictive.shape, "K"))
+    check_shape("log_prior", log_prior, log_likelihoods.shape[-1:])
+    check_one_device(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
     check_log_probabilities(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
-    dtype = torch.promote_types(torch.promote_types(log_predictive.dtype, log_likelihoods.dtype), torch.float32)
+    dtype = promoted_dtype(log_predictive, log_likelihoods)
     loss, each = -log_predictive.to(dtype).cumsum(-1), -log_likelihoods.to(dtype).cumsum(-2)
     prior = torch.log_softmax(log_prior.to(dtype), -1)
     return RegretResult(loss, each.amin(-1), (each - prior).amin(-1))

@@ -8,7 +8,15 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from massieu.posteriors.arguments import check_values, check_whole, told
+from massieu.foundation.arguments import (
+    check_shape,
+    check_values,
+    described,
+    floating,
+    instance,
+    integers,
+    whole_number,
+)
 
 
 class PermutationGapResult(NamedTuple):
@@ -58,12 +66,11 @@ def permutation_gap(
         generator: Of the permutations; by default one seeded with 0.
 
     Raises:
-        ValueError: fewer than two tokens, equal tokens, shapes that do not fit, an output without the tokens' dimension or
-            one that is not finite or not the same each time, no draws.
-        TypeError: not tensors, or the function returns no floating-point tensor.
+        TypeError, ValueError: what is no tensor, fewer than two tokens, equal ones, shapes that do not fit, an output that is
+            not finite, not the same each time, no floating-point tensor or without the tokens' dimension.
     """
     if not callable(function):
-        raise TypeError(f"function must be callable, got {told(function)}")
+        raise TypeError(f"function must be callable, got {described(function)}")
     length = _check(tokens, positions, mask, draws)
     generator = generator or torch.Generator().manual_seed(0)
     orders = [_order(length, generator).to(tokens.device) for _ in range(draws)]
@@ -74,25 +81,24 @@ def permutation_gap(
         if bool((_read(function(tokens, **given), tokens, equivariant) - plain).abs().amax() > rounding * size):
             raise ValueError("the function must be deterministic, got two outputs for the same tokens: is dropout on?")
 
-        def gap(move_positions: bool, move_mask: bool) -> float:
-            largest = 0.0
+        def gap(*moved: str) -> float:
+            differences = []
             for order in orders:
-                moved = dict(given)
-                if move_positions and positions is not None:
-                    moved["positions"] = positions[:, order]
-                if move_mask and mask is not None:
-                    moved["mask"] = mask[..., order, :][..., order]
-                found = _read(function(tokens[:, order], **moved), tokens, equivariant)
-                difference = (found - (plain[:, order] if equivariant else plain)).abs().amax()
-                largest = max(largest, float(difference / size) if size > 0 else float(difference > 0))
-            return largest
+                permuted = {
+                    name: _permuted(name, value, order) if name in moved else value for name, value in given.items()
+                }
+                found = _read(function(tokens[:, order], **permuted), tokens, equivariant)
+                differences.append((found - (plain[:, order] if equivariant else plain)).abs().amax())
+            largest = torch.stack(differences).amax()
+            return float(largest / size) if size > 0 else float(largest > 0)
 
-        return PermutationGapResult(
-            gap(False, False),
-            None if positions is None else gap(True, False),
-            None if mask is None else gap(True, True),
-            rounding,
-        )
+        with_positions = None if positions is None else gap("positions")
+        with_mask = None if mask is None else gap("positions", "mask")
+        return PermutationGapResult(gap(), with_positions, with_mask, rounding)
+
+
+def _permuted(name: str, value: Tensor, order: Int[Tensor, "L"]) -> Tensor:
+    return value[..., order, :][..., order] if name == "mask" else value[:, order]
 
 
 def model_permutation_gap(
@@ -115,39 +121,31 @@ def model_permutation_gap(
         draws, generator: As of `permutation_gap`.
 
     Raises:
-        ValueError: a model in training mode, one that takes no `input_ids`, an encoder with a decoder, or as
-            `permutation_gap`.
-        TypeError: `input_ids` that are not whole numbers, a model that returns neither hidden states nor logits.
+        TypeError, ValueError: a model in training mode, one that takes no `input_ids` or returns neither hidden states nor
+            logits, an encoder with a decoder, or as `permutation_gap`.
     """
     known = inspect.signature(model.forward).parameters
     if "input_ids" not in known:
         raise ValueError(f"{type(model).__name__} takes no input_ids; use permutation_gap with a function of your own")
     if "decoder_input_ids" in known:
-        raise ValueError(
-            f"{type(model).__name__} has an encoder and a decoder: pass one of them, as model.get_encoder()"
-        )
+        raise ValueError(f"{type(model).__name__} has an encoder and a decoder: pass one, as model.get_encoder()")
     if any(module.training for module in model.modules()):
-        raise ValueError(
-            "the model must be in evaluation mode, or dropout differs from call to call: call model.eval()"
-        )
-    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.is_complex():
-        raise TypeError(f"input_ids must be a tensor of whole numbers, got {told(input_ids)}")
+        raise ValueError("the model must be in evaluation mode, or dropout changes each call: call model.eval()")
+    check_shape("input_ids", integers("input_ids", input_ids), ("B", "L"))
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
-    batch, length = input_ids.shape if input_ids.ndim == 2 else (0, 0)
     positions = _positions(model, input_ids) if "position_ids" in known else None
 
     def run(tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         # A mask is always given: without one, positions out of order are read as several sequences packed into one.
-        inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(tokens.shape) if mask is None else mask, **extra}
-        if positions is not None:
-            inputs["position_ids"] = positions
-        found = model(input_ids=tokens, **inputs)
+        placed = {} if positions is None else {"position_ids": positions}
+        mask = tokens.new_ones(tokens.shape) if mask is None else mask
+        found = model(input_ids=tokens, attention_mask=mask, **placed, **extra)
         for name in ("last_hidden_state", "logits"):
             if isinstance(getattr(found, name, None), Tensor):
                 return getattr(found, name)
-        raise TypeError(f"the model must return last_hidden_state or logits, got {told(found)}")
+        raise TypeError(f"the model must return last_hidden_state or logits, got {described(found)}")
 
-    mask = _own_mask(run, model, input_ids, positions, batch, length)
+    mask = _own_mask(run, model, input_ids, positions)
     return permutation_gap(run, input_ids, positions=positions, mask=mask, draws=draws, generator=generator)
 
 
@@ -155,15 +153,15 @@ def _positions(model: nn.Module, input_ids: Tensor) -> Int[Tensor, "B L"]:
     """The indices the model itself would give to a sequence without padding."""
     embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
-    padding = table.padding_idx if isinstance(table, nn.Embedding) else None
-    offset = 0 if padding is None else padding + 1
+    offset = table.padding_idx + 1 if isinstance(table, nn.Embedding) and table.padding_idx is not None else 0
     return (torch.arange(input_ids.shape[-1], device=input_ids.device) + offset).expand(input_ids.shape)
 
 
 def _own_mask(
-    run: Callable[..., Tensor], model: nn.Module, input_ids: Tensor, positions: Tensor | None, batch: int, length: int
+    run: Callable[..., Tensor], model: nn.Module, input_ids: Tensor, positions: Tensor | None
 ) -> Float[Tensor, "B 1 L L"] | None:
     """The explicit mask under which the model says what it says by itself, or None."""
+    batch, length = input_ids.shape
     if length < 2 or positions is None:
         return None
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -187,29 +185,28 @@ def _order(length: int, generator: torch.Generator) -> Int[Tensor, "L"]:
 
 
 def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws: int) -> int:
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2:
-        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else told(tokens)
-        raise ValueError(f"tokens must have shape (B, L, …) with L ≥ 2, got {shape}")
+    """The length of checked sequences."""
+    instance("tokens", tokens, Tensor, "a tensor")
+    if tokens.ndim < 2 or tokens.shape[1] < 2:
+        raise ValueError(f"tokens must have shape (B, L, …) with L ≥ 2, got {tuple(tokens.shape)}")
     check_values(tokens=tokens)
-    for name, given in (("positions", positions), ("mask", mask)):
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {told(given)}")
-    check_whole("draws", draws)
+    whole_number("draws", draws, least=1)
     length = tokens.shape[1]
     if not bool((tokens != tokens[:, :1]).any()):
         raise ValueError("tokens of a sequence must differ, or a permutation changes nothing; got equal ones")
-    if positions is not None and (positions.ndim < 2 or positions.shape[1] != length):
-        raise ValueError(f"positions must have shape (B, {length}, …), got {tuple(positions.shape)}")
-    if mask is not None and tuple(mask.shape[-2:]) != (length, length):
-        raise ValueError(f"mask must have shape (…, {length}, {length}), got {tuple(mask.shape)}")
-    if draws < 1:
-        raise ValueError(f"draws must be at least 1, got {draws}")
+    if positions is not None:
+        shape = instance("positions", positions, Tensor, "a tensor").shape
+        if len(shape) < 2 or shape[1] != length:
+            raise ValueError(f"positions must have shape (B, {length}, …), got {tuple(shape)}")
+    if mask is not None:
+        shape = instance("mask", mask, Tensor, "a tensor").shape
+        if tuple(shape[-2:]) != (length, length):
+            raise ValueError(f"mask must have shape (…, {length}, {length}), got {tuple(shape)}")
     return length
 
 
-def _read(found: object, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        raise TypeError(f"the function must return a floating-point tensor, got {told(found)}")
+def _read(found: Any, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
+    floating("what the function returns", found)
     if not bool(found.isfinite().all()):
         raise ValueError("the function's output must be finite, got NaN or an infinity: nothing can be compared")
     if equivariant and (found.ndim < 2 or found.shape[1] != tokens.shape[1]):

@@ -1,21 +1,28 @@
 """Conditional mean attention: the mean of a value given a key, by kernel ridge regression over the tokens."""
 
-import math
 from typing import Literal, NamedTuple
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.measures.value import values_are_readable
-from massieu.ops.shapes import told, without_autocast
-from massieu.posteriors.arguments import check_device, check_fit
+from massieu.foundation.arguments import (
+    check_broadcastable,
+    check_one_device,
+    check_range,
+    described,
+    floating,
+    number,
+    whole_number,
+)
+from massieu.foundation.transforms import every, in_functorch, unwrapped, values_are_readable, without_autocast
 from massieu.regression.exact import exact
-from massieu.regression.iterative import ConjugateGradient, SystemsSolved, iterative
+from massieu.regression.iterative import iterative
 from massieu.regression.kernels import Kernel
 from massieu.regression.low_rank import LowRank, low_rank
-from massieu.regression.tokens import Ridge, Tokens, check_tokens
+from massieu.regression.tokens import KeyValuePairs, Ridge, SystemsSolved, check_tokens
+from massieu.solve import ConjugateGradients
 
-Method = Literal["auto", "cholesky", "conjugate_gradient", "low_rank"] | ConjugateGradient | LowRank
+Method = Literal["auto", "cholesky", "conjugate_gradient", "low_rank"] | ConjugateGradients | LowRank
 
 LONGEST_GRAM = 4096
 """Keys above which "auto" forms no Gram matrix."""
@@ -32,7 +39,7 @@ class ConditionalMeanResult(NamedTuple):
     """Of ‖output − exact output‖ in exact arithmetic, from what the method left out; None for "cholesky", or without any
     key, where nothing is. It has no gradient."""
     convergence: SystemsSolved | None
-    """Of `ConjugateGradient`: what became of the system of each value column; None of the other methods."""
+    """Of conjugate gradients: what became of the system of each value column; None of the other methods."""
 
     def predictive_variance(self, *, noise_variance: Ridge, prior_variance: Ridge) -> Float[Tensor, "*query"]:
         """Of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4).
@@ -60,19 +67,13 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
     Raises:
         ValueError, TypeError: a number out of its range, or no number.
     """
-    for name, number, positive in (("noise_variance", noise_variance, False), ("prior_variance", prior_variance, True)):
-        if isinstance(number, bool) or not isinstance(number, float | int | Tensor):
-            raise TypeError(f"{name} must be a number or a tensor, got {type(number).__name__}")
-        if isinstance(number, Tensor) and number.is_complex():
-            raise TypeError(f"{name} must be a number or a tensor of real numbers, got {number.dtype}")
-        wanted = f"{name} must be {'positive' if positive else 'not negative'} and finite, got "
-        if isinstance(number, Tensor):
-            above = (number > 0) if positive else (number >= 0)
-            if values_are_readable(number) and not bool((above & number.isfinite()).all()):
-                raise ValueError(wanted + str(number.tolist()))
-        elif not (0 < number < math.inf or (number == 0 and not positive)):
-            raise ValueError(wanted + str(number))
-    check_fit(noise_variance=noise_variance, prior_variance=prior_variance)
+    for name, value, least, above in (
+        ("noise_variance", noise_variance, 0.0, None),
+        ("prior_variance", prior_variance, None, 0.0),
+    ):
+        checked = floating(name, value) if isinstance(value, Tensor) else number(name, value)
+        check_range(name, checked, least=least, above=above)
+    check_broadcastable(noise_variance=noise_variance, prior_variance=prior_variance)
     return noise_variance / prior_variance
 
 
@@ -88,6 +89,7 @@ def conditional_mean_attention(
     is_causal: bool = False,
     need_variance: bool = False,
     method: Method = "auto",
+    preconditioner_rank: int = 256,
     throw: bool = True,
 ) -> ConditionalMeanResult:
     """Vᵀ(G + λI)⁻¹κ(K, q), G = κ(K, K): what the tokens (key, value) say of E[value | key = q] (Z4, Z5).
@@ -115,18 +117,20 @@ def conditional_mean_attention(
 
             - "cholesky": exact. By the features where the kernel has F < N of them (D for `LinearKernel`), in time N·F² and
               memory N·F, causal or not; else by the Gram matrix, N³ and N·(N + L); the variance and `is_causal` take N²·L.
-            - `ConjugateGradient`: to a residual, in memory linear in N and L, the gradient too; not causal. The
-              variance costs a solve a query.
+            - "conjugate_gradient", or `massieu.solve.ConjugateGradients` for another tolerance: to a residual, in memory
+              linear in N and L, the gradient too; not causal. The variance costs a solve a query.
             - `LowRank`: the kernel seen from few centres, in memory linear in N and L; not causal.
-            - "auto": "cholesky", but without features, beyond 4096 keys and where ConjugateGradient can:
-              `ConjugateGradient`.
+            - "auto": "cholesky", but without features, beyond 4096 keys and where conjugate gradients can, these.
+        preconditioner_rank: Of the pivoted Cholesky decomposition of the Gram matrix that preconditions conjugate
+            gradients; 0 for none. A preconditioner that `ConjugateGradients` has is used in its place, on vectors of shape
+            (B, Hk, columns, N).
         throw: Raise where conjugate gradients have not converged. Without it their last iterate is used, in the derivative
             too; `convergence` says what became of each system, `error_bound` how far off the output may be.
 
     All but the error bound are differentiable any number of times in query, key, value, weights, ridge and the kernel's
-    numbers. "cholesky" is right under `torch.func` transforms and `torch.compile`, where a singular matrix gives NaN and
-    values are not checked. Half precision is computed in float32. Rounding is amplified by up to (largest eigenvalue of
-    G)/λ; a matrix singular to rounding is refused.
+    numbers. "cholesky" is right under `torch.func` transforms and `torch.compile`; compiled, a singular matrix gives
+    NaN, and values are not checked. Half precision is computed in float32. Rounding is amplified by up to (largest
+    eigenvalue of G)/λ; a matrix singular to rounding is refused.
 
     Raises:
         TypeError: not a tensor, a dtype or an option of another type.
@@ -145,38 +149,40 @@ def conditional_mean_attention(
         is_causal=is_causal,
     )
     how = _method(method, tokens, is_causal)
+    whole_number("preconditioner_rank", preconditioner_rank, least=0)
     asked = problem.query.to(problem.dtype)
-    layout, solved = asked.shape[2:4], None
+    layout = asked.shape[2:4]
     with without_autocast(query.device):
-        if isinstance(how, ConjugateGradient):
-            output, variance, bound, solved = iterative(tokens, asked.flatten(2, 3), how, need_variance, throw)
+        if isinstance(how, ConjugateGradients):
+            found = iterative(tokens, asked.flatten(2, 3), how, preconditioner_rank, need_variance, throw)
         elif isinstance(how, LowRank):
-            output, variance, bound = low_rank(tokens, asked.flatten(2, 3), how.rank)
+            found = low_rank(tokens, asked.flatten(2, 3), how.rank)
         else:
-            (output, variance), bound = exact(tokens, asked, is_causal, need_variance), None
+            found = exact(tokens, asked, is_causal, need_variance)
 
     def restored(number: Tensor | None) -> Tensor | None:
         return None if number is None else problem.restore(number.unflatten(2, layout))
 
-    output = problem.restore(output.unflatten(2, layout)).to(problem.query.dtype)
-    variance = restored(variance) if need_variance else None
+    output = problem.restore(found.output.unflatten(2, layout)).to(problem.query.dtype)
+    variance = restored(found.variance) if need_variance else None
     _check_result(output=output, variance=variance)
-    return ConditionalMeanResult(output, variance, restored(bound), solved)
+    return ConditionalMeanResult(output, variance, restored(found.error_bound), found.convergence)
 
 
 def _check_result(**results: Tensor | None) -> None:
     """Arguments are finite: what is not has left the dtype's range."""
     for name, result in results.items():
-        if result is not None and values_are_readable(result) and not bool(result.isfinite().all()):
+        if result is not None and not every(result.isfinite()):
+            numbers = unwrapped(result)
             raise ValueError(
-                f"the {name} is beyond the range of {result.dtype} for {int((~result.isfinite()).sum())} of "
-                f"{result.numel()} numbers: queries, keys or a kernel's scale of a smaller size are needed, or a wider dtype"
+                f"the {name} is beyond the range of {result.dtype} for {int((~numbers.isfinite()).sum())} of "
+                f"{numbers.numel()} numbers: queries, keys or a kernel's scale of a smaller size are needed, or a wider dtype"
             )
 
 
 def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Ridge:
     """Numbers of key heads, to meet (B, H, L) or (B, Hk, G, L)."""
-    check_device(variance=variance, **{name: number})
+    check_one_device(variance=variance, **{name: number})
     if not isinstance(number, Tensor) or number.ndim == 0:
         return number
     batch, heads = variance.shape[:2]
@@ -192,31 +198,26 @@ def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Rid
     return number.reshape(*number.shape, *[1] * (variance.ndim - 2))
 
 
-def _method(method: Method, tokens: Tokens, is_causal: bool) -> ConjugateGradient | LowRank | None:
+def _method(method: Method, tokens: KeyValuePairs, is_causal: bool) -> ConjugateGradients | LowRank | None:
     """None for exact factors."""
-    named = {"cholesky": None, "conjugate_gradient": ConjugateGradient(), "low_rank": LowRank()}
+    named = {"cholesky": None, "conjugate_gradient": ConjugateGradients(), "low_rank": LowRank()}
+    # Iterations decide by values, and pivots too.
+    readable = not in_functorch() and values_are_readable(tokens.key, tokens.target, tokens.ridge)
     if isinstance(method, str):
         if method == "auto":
-            return None if _gram_is_best(tokens, is_causal) else ConjugateGradient()
+            long = readable and not is_causal and tokens.key.shape[2] > LONGEST_GRAM and tokens.features() is None
+            return ConjugateGradients() if long and bool((tokens.ridge > 0).all()) else None
         if method not in named:
             raise ValueError(f"method must be 'auto', {', '.join(map(repr, named))} or a value, got {method!r}")
         how = named[method]
-    elif isinstance(method, ConjugateGradient | LowRank):
+    elif isinstance(method, ConjugateGradients | LowRank):
         how = method
     else:
-        raise TypeError(f"method must be a name, ConjugateGradient or LowRank, got {told(method)}")
+        raise TypeError(f"method must be a name, ConjugateGradients or LowRank, got {described(method)}")
     if how is None:
         return None
     if is_causal:
-        raise ValueError(f"is_causal goes with method 'cholesky' alone, got {told(method)}")
-    if not values_are_readable(tokens.key, tokens.target, tokens.ridge):
+        raise ValueError(f"is_causal goes with method 'cholesky' alone, got {described(method)}")
+    if not readable:
         raise ValueError("inside torch.func transforms and torch.compile, use method 'cholesky'")
     return how if tokens.key.shape[2] else None
-
-
-def _gram_is_best(tokens: Tokens, is_causal: bool) -> bool:
-    length = tokens.key.shape[2]
-    readable = values_are_readable(tokens.key, tokens.target, tokens.ridge)
-    if length <= LONGEST_GRAM or is_causal or not readable:
-        return True
-    return tokens.features() is not None or not bool((tokens.ridge > 0).all())

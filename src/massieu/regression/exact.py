@@ -1,20 +1,11 @@
 """Conditional mean attention by Cholesky factors: of the Gram matrix, or of the features' second moments."""
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.regression.logarithms import lifted
-from massieu.regression.tokens import Tokens, cholesky
-
-
-class Found(NamedTuple):
-    """Queries of all heads that share a key head, side by side."""
-
-    output: Float[Tensor, "B H Q E"]
-    variance: Float[Tensor, "B H Q"] | None
+from massieu.regression.tokens import KeyValuePairs, Prediction, cholesky
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
@@ -22,7 +13,7 @@ def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor, right, upper=False)
 
 
-def exact(tokens: Tokens, query: Float[Tensor, "B H G L D"], is_causal: bool, need_variance: bool) -> Found:
+def exact(tokens: KeyValuePairs, query: Float[Tensor, "B H G L D"], is_causal: bool, need_variance: bool) -> Prediction:
     """By features where the kernel has fewer than there are keys, else by the Gram matrix.
 
     The variance comes where it was asked for, or costs nothing.
@@ -31,22 +22,22 @@ def exact(tokens: Tokens, query: Float[Tensor, "B H G L D"], is_causal: bool, ne
     if features is None:
         if is_causal or need_variance:
             return by_gram(tokens, query.flatten(2, 3), _seen(query, tokens) if is_causal else None)
-        return Found(_mean_by_gram(tokens, query.flatten(2, 3)), None)
+        return Prediction(_mean_by_gram(tokens, query.flatten(2, 3)), None)
     described = tokens.kernel.features(query.flatten(2, 3))
     assert described is not None
     if is_causal:
         return _causal(tokens, features, described.unflatten(2, query.shape[2:4]))
-    return Found(*by_features(features, tokens.target, tokens.ridge, described))
+    return Prediction(*by_features(features, tokens.target, tokens.ridge, described))
 
 
-def _seen(query: Tensor, tokens: Tokens) -> Bool[Tensor, "N Q"]:
+def _seen(query: Tensor, tokens: KeyValuePairs) -> Bool[Tensor, "N Q"]:
     """Key n is seen by query i: n ≤ i."""
     group, length = query.shape[2:4]
     keys = torch.arange(tokens.key.shape[2], device=query.device)
     return keys.unsqueeze(-1) <= torch.arange(length, device=query.device).repeat(group)
 
 
-def _mean_by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"]) -> Float[Tensor, "B H Q E"]:
+def _mean_by_gram(tokens: KeyValuePairs, query: Float[Tensor, "B H Q D"]) -> Float[Tensor, "B H Q E"]:
     """κᵀ(A⁻¹v): a system for each coordinate of the values, and none for each query."""
     factor = tokens.gram_factor()
     solved = torch.linalg.solve_triangular(factor.mT, solve_lower(factor, tokens.target), upper=True)
@@ -57,7 +48,7 @@ def _mean_by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"]) -> Float[Tens
     return lifted(pairs @ logs.coefficients(solved), largest.unsqueeze(-1))
 
 
-def by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"], seen: Bool[Tensor, "N Q"] | None) -> Found:
+def by_gram(tokens: KeyValuePairs, query: Float[Tensor, "B H Q D"], seen: Bool[Tensor, "N Q"] | None) -> Prediction:
     """κᵀA⁻¹v = (C⁻¹κ)·(C⁻¹v) for A = CCᵀ. The first i rows of C are the factor of the first i keys, so that forward
     substitution has solved the systems of all prefixes on its way, and a causal mask is one on its result.
     """
@@ -65,7 +56,7 @@ def by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"], seen: Bool[Tensor, 
     solved = solve_lower(factor, tokens.target)
     if logs is None:
         cross = _substituted(factor, tokens, tokens.kernel(tokens.key, query), seen)
-        return Found(cross.mT @ solved, (tokens.kernel.diagonal(query) - cross.square().sum(-2)).clamp(min=0.0))
+        return Prediction(cross.mT @ solved, (tokens.kernel.diagonal(query) - cross.square().sum(-2)).clamp(min=0.0))
     pairs, largest = logs.pairs(query, tokens.key, None if seen is None else seen.mT)
     # κ(q, k)·exp(−h(k)), which the target is multiplied by, in units of exp(largest + c).
     cross = _substituted(factor, tokens, (pairs * logs.relative.exp().unsqueeze(-2)).mT, seen)
@@ -74,11 +65,11 @@ def by_gram(tokens: Tokens, query: Float[Tensor, "B H Q D"], seen: Bool[Tensor, 
     # The same in units of exp(h(q)).
     unit = (logs.centre + largest - half).exp().unsqueeze(-2)
     share = (1 - (cross * unit).square().sum(-2)).clamp(min=0.0)
-    return Found(output, lifted(share, 2 * half))
+    return Prediction(output, lifted(share, 2 * half))
 
 
 def _substituted(
-    factor: Tensor, tokens: Tokens, pairs: Float[Tensor, "B H N Q"], seen: Bool[Tensor, "N Q"] | None
+    factor: Tensor, tokens: KeyValuePairs, pairs: Float[Tensor, "B H N Q"], seen: Bool[Tensor, "N Q"] | None
 ) -> Float[Tensor, "B H N Q"]:
     """C⁻¹W^½κ, of which a query gets the rows that it sees."""
     cross = solve_lower(factor, tokens.root.unsqueeze(-1) * pairs)
@@ -108,7 +99,7 @@ def _times_identity(ridge: Tensor, features: Tensor) -> Tensor:
     return ridge[..., None, None] * torch.eye(size, dtype=features.dtype, device=features.device)
 
 
-def _causal(tokens: Tokens, features: Float[Tensor, "B H N F"], query: Float[Tensor, "B H G L F"]) -> Found:
+def _causal(tokens: KeyValuePairs, features: Float[Tensor, "B H N F"], query: Float[Tensor, "B H G L F"]) -> Prediction:
     """Recursive least squares, a block of keys at a time: O(N·F²), and no N×N.
 
     What earlier blocks say is a Gaussian law of the map from features to values; within a block it is the prior of a
@@ -131,7 +122,7 @@ def _causal(tokens: Tokens, features: Float[Tensor, "B H N F"], query: Float[Ten
         output, variance = by_features(features, tokens.target, tokens.ridge, query[:, :, :, keys:].flatten(2, 3))
         outputs.append(output.unflatten(2, (group, -1)))
         variances.append(variance.unflatten(2, (group, -1)))
-    return Found(torch.cat(outputs, 3).flatten(2, 3), torch.cat(variances, 3).flatten(2, 3))
+    return Prediction(torch.cat(outputs, 3).flatten(2, 3), torch.cat(variances, 3).flatten(2, 3))
 
 
 def _block(precision: Tensor, moment: Tensor, features: Tensor, target: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:

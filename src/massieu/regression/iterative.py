@@ -2,21 +2,20 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from massieu import solve
 from massieu.errors import ConvergenceError
-from massieu.posteriors.arguments import check_number, check_whole
 from massieu.regression.kernels import FeatureKernel, Kernel
 from massieu.regression.logarithms import lifted, with_last
 from massieu.regression.low_rank import pivoted_cholesky
-from massieu.regression.tokens import Tokens, need_positive
+from massieu.regression.tokens import KeyValuePairs, Prediction, SystemsSolved, need_positive
+from massieu.solve import ConjugateGradients, Status
+from massieu.solve.linear import default_rtol
 
 Product = Callable[[Tensor], Tensor]
 
@@ -27,60 +26,26 @@ _ROUNDINGS = 32
 """Of an equation's size: below so many a residual is rounding."""
 
 
-@dataclass(frozen=True)
-class ConjugateGradient:
-    """Conjugate gradients (Hestenes & Stiefel 1952), preconditioned by a pivoted Cholesky decomposition of low rank.
-
-    Attributes:
-        rtol: Of each value column's norm, for the residual; None: 1e-10 in float64, 1e-6 in float32.
-        max_steps: None: twice the number of keys, at least 50.
-        rank: Of the preconditioner; 0 for none.
-    """
-
-    rtol: float | None = None
-    max_steps: int | None = None
-    rank: int = 256
-
-    def __post_init__(self) -> None:
-        """Raises TypeError or ValueError for a number out of its range."""
-        if self.rtol is not None:
-            check_number("rtol", self.rtol, None)
-        if self.max_steps is not None:
-            check_whole("max_steps", self.max_steps, 1)
-        check_whole("rank", self.rank, 0)
-
-
-class IterativeFound(NamedTuple):
-    """What conjugate gradients return, and how far at most the residuals they left let it lie from the exact result."""
-
-    output: Float[Tensor, "B H Q E"]
-    variance: Float[Tensor, "B H Q"] | None
-    error_bound: Float[Tensor, "B H Q"]
-    convergence: "SystemsSolved"
-
-
-class SystemsSolved(NamedTuple):
-    """What became of the systems of equations, one for each value column, without derivatives."""
-
-    status: Int[Tensor, "B H E"]
-    """Values of `massieu.solve.Status`; 0 is converged."""
-    residual: Float[Tensor, "B H E"]
-    """Relative to the right side's norm; where equations differ by powers of ten, of one equation's own size."""
-
-
 def iterative(
-    tokens: Tokens, query: Float[Tensor, "B H Q D"], settings: ConjugateGradient, need_variance: bool, throw: bool
-) -> IterativeFound:
+    tokens: KeyValuePairs,
+    query: Float[Tensor, "B H Q D"],
+    method: ConjugateGradients,
+    preconditioner_rank: int,
+    need_variance: bool,
+    throw: bool,
+) -> Prediction:
     """All value columns are solved for at once; the variance needs a system for each query.
 
-    Without `throw` a system that has not converged has its last iterate, in the derivative too.
+    Without `throw` a system that has not converged has its last iterate, in the derivative too. The bound is what the
+    residuals that are left let the output lie from the exact one.
     """
     need_positive(tokens.ridge, "method 'conjugate_gradient'")
     if isinstance(tokens.kernel, FeatureKernel):
         raise ValueError(
             "method 'conjugate_gradient' is for kernels without a map of features; 'cholesky' uses the map"
         )
-    system = _System(settings, _preconditioner(tokens, settings.rank), throw, [])
+    own = method.preconditioner is not None or not preconditioner_rank
+    system = _System(method, _same if own else _half_preconditioner(tokens, preconditioner_rank), throw, [])
     solution = _solve(system, tokens, tokens.target, tokens.logarithms is not None)
     output = _predicted(tokens, query, tokens.root.unsqueeze(-1) * solution)
     logs = tokens.logarithms
@@ -94,12 +59,14 @@ def iterative(
         bound = bound if logs is None or half is None else lifted(bound, half - logs.centre)
     solved = system.solved[0]
     if not need_variance:
-        return IterativeFound(output, None, bound, solved)
+        return Prediction(output, None, bound, solved)
     variance = _variance(system, tokens, query, prior)
-    return IterativeFound(output, variance if half is None else lifted(variance, 2 * half), bound, solved)
+    return Prediction(output, variance if half is None else lifted(variance, 2 * half), bound, solved)
 
 
-def _predicted(tokens: Tokens, query: Tensor, coefficients: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H Q E"]:
+def _predicted(
+    tokens: KeyValuePairs, query: Tensor, coefficients: Float[Tensor, "B H N E"]
+) -> Float[Tensor, "B H Q E"]:
     """κ(q, K) coefficients."""
     logs = tokens.logarithms
     if logs is None:
@@ -112,7 +79,7 @@ def _predicted(tokens: Tokens, query: Tensor, coefficients: Float[Tensor, "B H N
     return lifted(image, largest.unsqueeze(-1))
 
 
-def _variance(system: "_System", tokens: Tokens, query: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:
+def _variance(system: "_System", tokens: KeyValuePairs, query: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:
     found = []
     for asked in query.split(_rows(tokens.key), 2):
         cross = tokens.root.unsqueeze(-1) * tokens.kernel(tokens.key, asked)
@@ -153,46 +120,54 @@ class _KernelProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         left, *others = ctx.saved_tensors
-        again = torch.is_grad_enabled()
-        size = _rows(others[0])
+
+        def block(rows: Tensor, right: Tensor, vectors: Tensor, *leaves: Tensor) -> Tensor:
+            return pytree.tree_unflatten(leaves, ctx.structure)(rows, right) @ vectors
+
+        size, needed = _rows(others[0]), ctx.needs_input_grad[1:]
         pieces: list[Tensor] = []
         totals: list[Tensor | None] = [None] * len(others)
         for rows, cotangent in zip(left.split(size, 2), cotangents[0].split(size, 2), strict=True):
-            with torch.enable_grad():
-                # Aliases, so that only this block's use of them counts.
-                inputs = [tensor.view_as(tensor) for tensor in (rows, *others)]
-                right, vectors, *leaves = inputs[1:]
-                image = pytree.tree_unflatten(leaves, ctx.structure)(inputs[0], right) @ vectors
-                wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True) if needed]
-                slopes = iter(torch.autograd.grad(image, wanted, cotangent, create_graph=again, allow_unused=True))
-            for place, needed in enumerate(ctx.needs_input_grad[1:]):
-                slope = next(slopes) if needed else None
-                if place == 0:
-                    pieces += [] if slope is None else [slope]
-                elif slope is not None:
-                    total = totals[place - 1]
-                    totals[place - 1] = slope if total is None else total + slope
+            piece, *slopes = _slopes(block, (rows, *others), cotangent, needed)
+            pieces += [] if piece is None else [piece]
+            totals = [
+                slope if total is None or slope is None else total + slope
+                for total, slope in zip(totals, slopes, strict=True)
+            ]
         return None, torch.cat(pieces, 2) if pieces else None, *totals
 
 
-def _product(tokens: Tokens, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
+def _slopes(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], cotangent: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The tensors' cotangents; they have derivatives where those are being taken, and else half the memory of `vjp`."""
+    if not any(needed):
+        return [None] * len(needed)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, so that only this use of them counts.
+        inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need and tensor is not None]
+        found = iter(torch.autograd.grad(function(*inputs), wanted, cotangent, create_graph=again, allow_unused=True))
+    return [next(found) if need else None for need in needed]
+
+
+def _product(tokens: KeyValuePairs, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
     """A vectors."""
-    return _system_product(tokens.kernel, vectors, tokens.key, tokens.root, tokens.diagonal)
-
-
-def _system_product(kernel: Kernel, vectors: Tensor, key: Tensor, root: Tensor, diagonal: Tensor) -> Tensor:
-    root = root.unsqueeze(-1)
-    return root * kernel_product(kernel, key, key, root * vectors) + diagonal.unsqueeze(-1) * vectors
+    root = tokens.root.unsqueeze(-1)
+    image = root * kernel_product(tokens.kernel, tokens.key, tokens.key, root * vectors)
+    return image + tokens.diagonal.unsqueeze(-1) * vectors
 
 
 # --- the system ------------------------------------------------------------------------------------------------------
 
 
 class _System(NamedTuple):
-    """How A x = b is solved: neither part has a derivative."""
+    """How A x = b is solved, as HAH y = Hb with x = Hy: neither part has a derivative."""
 
-    settings: ConjugateGradient
-    preconditioner: "_Preconditioner | None"
+    method: ConjugateGradients
+    half: Product
+    """H, the root of a preconditioner: rounding costs the square root of what it costs in a product with H²."""
     throw: bool
     solved: list[SystemsSolved]
     """What became of each right side that was solved for, in the order of the calls."""
@@ -202,7 +177,7 @@ class _System(NamedTuple):
 
         Raises ConvergenceError where a column's residual stays above its tolerance, unless told not to.
         """
-        solution, solved = self._column(product, right)
+        solution, solved = self._columns(product, right)
         if graded and right.numel():
             solution, solved = self._refined(product, right, solution, solved)
         self.solved.append(solved)
@@ -213,7 +188,7 @@ class _System(NamedTuple):
     ) -> tuple[Tensor, SystemsSolved]:
         # A residual small beside the largest equations says nothing of those that are smaller by tens of powers of ten:
         # what is left is solved for anew until it is small in each equation (Oettli & Prager 1964). No entry of A is negative.
-        rtol = self.settings.rtol or (1e-10 if right.dtype == torch.float64 else 1e-6)
+        rtol = default_rtol(self.method.rtol, right.dtype)
         last = (math.inf, math.inf)
         while True:
             left = right - product(solution)
@@ -224,61 +199,53 @@ class _System(NamedTuple):
             if not (error < last[0] / 2 or norm < last[1] / 2):
                 if not self.throw:
                     worst = (left.abs() / size).amax(-2)
-                    lost = torch.where(worst.isfinite(), int(solve.Status.MAX_STEPS), int(solve.Status.NOT_FINITE))
+                    lost = torch.where(worst.isfinite(), int(Status.MAX_STEPS), int(Status.NOT_FINITE))
                     status = torch.where(worst <= rtol, solved.status, torch.maximum(lost, solved.status))
                     return solution, SystemsSolved(status, worst)
                 raise ConvergenceError(
                     f"conjugate gradients left a residual of {error:.1e} of one equation's size, beside others that are "
                     "larger by powers of ten; a larger rtol, float64, or method 'cholesky' may help"
                 )
-            last, solution = (error, norm), solution + self._column(product, left)[0]
+            last, solution = (error, norm), solution + self._columns(product, left)[0]
 
-    def _column(self, product: Product, right: Float[Tensor, "B H N C"]) -> tuple[Tensor, SystemsSolved]:
-        half = (lambda x: x) if self.preconditioner is None else self.preconditioner
-        method = solve.ConjugateGradients(rtol=self.settings.rtol, max_steps=self.settings.max_steps)
+    def _columns(self, product: Product, right: Float[Tensor, "B H N C"]) -> tuple[Tensor, SystemsSolved]:
+        method, half = self.method, self.half
         start = half(right)
         # In units of its own: squares of what a distant query has in common with the keys underflow.
         unit = start.abs().amax(-2, keepdim=True)
         unit = torch.where(unit > 0, unit, 1.0)
-        start = start / unit
-        found = method.solve(lambda x: half(product(half(x.mT))).mT, start.mT.contiguous())
-        failed = found.status != solve.Status.CONVERGED
-        norm = start.norm(dim=-2)
+        start = (start / unit).mT.contiguous()
+        found = method.solve(lambda x: half(product(half(x.mT))).mT, start)
+        near = start if method.preconditioner is None else method.preconditioner(start)
+        norm = (start * near).sum(-1).sqrt()
+        failed = found.status != Status.CONVERGED
         residual = found.residual / torch.where(norm > 0, norm, 1.0)
         if self.throw and bool(failed.any()):
-            relative = residual.max().item()
             raise ConvergenceError(
-                f"conjugate gradients left a relative residual of {relative:.1e} in {int(failed.sum())} of "
+                f"conjugate gradients left a relative residual of {residual.max().item():.1e} in {int(failed.sum())} of "
                 f"{failed.numel()} systems after {int(found.steps.max())} steps; a larger ridge, a larger rank of the "
                 "preconditioner, more max_steps, or method 'cholesky' may help"
             )
         return unit * half(found.value.mT), SystemsSolved(found.status, residual)
 
 
-class _Preconditioner(NamedTuple):
-    """M with M A M near λI: (FFᵀ/λ + I)^-½ for A ≈ FFᵀ + λI, as I + F core Fᵀ."""
-
-    factor: Float[Tensor, "B H N R"]
-    core: Float[Tensor, "B H R R"]
-
-    def __call__(self, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
-        return vectors + self.factor @ (self.core @ (self.factor.mT @ vectors))
+def _same(vectors: Tensor) -> Tensor:
+    return vectors
 
 
 @torch.no_grad()
-def _preconditioner(tokens: Tokens, rank: int) -> _Preconditioner | None:
-    if rank == 0:
-        return None
+def _half_preconditioner(tokens: KeyValuePairs, rank: int) -> Product:
+    """H with HAH near λI: (FFᵀ/λ + I)^-½ for A ≈ FFᵀ + λI, as I + F core Fᵀ."""
     *_, factor = pivoted_cholesky(tokens, rank)
     squares, basis = torch.linalg.eigh(factor.mT @ factor)
     squares, ridge = squares.clamp(min=0.0), _typical(tokens).unsqueeze(-1)
-    shrunk = (ridge / (squares + ridge)).sqrt()
-    # (shrunk − 1)/squares, without the division by what may be 0.
-    core = -1 / ((squares + ridge) * (1 + shrunk))
-    return _Preconditioner(factor, (basis * core.unsqueeze(-2)) @ basis.mT)
+    # (shrunk − 1)/squares for shrunk = √(λ/(squares + λ)), without the division by what may be 0.
+    core = -1 / ((squares + ridge) * (1 + (ridge / (squares + ridge)).sqrt()))
+    core = (basis * core.unsqueeze(-2)) @ basis.mT
+    return lambda vectors: vectors + factor @ (core @ (factor.mT @ vectors))
 
 
-def _typical(tokens: Tokens) -> Float[Tensor, "B H"]:
+def _typical(tokens: KeyValuePairs) -> Float[Tensor, "B H"]:
     """λ, or the geometric mean over visible keys where each has its own."""
     visible = tokens.root > 0
     mean = torch.where(visible, tokens.diagonal.log(), 0.0).sum(-1) / visible.sum(-1).clamp(min=1)
@@ -287,39 +254,30 @@ def _typical(tokens: Tokens) -> Float[Tensor, "B H"]:
 
 
 def _solve(
-    system: _System, tokens: Tokens, right: Float[Tensor, "B H N C"], graded: bool = False
+    system: _System, tokens: KeyValuePairs, right: Float[Tensor, "B H N C"], graded: bool = False
 ) -> Float[Tensor, "B H N C"]:
     """A⁻¹ right, with derivatives by one more solve each."""
-    leaves, structure = pytree.tree_flatten(tokens.kernel)
-    return _Solve.apply(system, structure, graded, right, tokens.key, tokens.root, tokens.diagonal, *leaves)
-
-
-def _image(structure: Any, vectors: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    key, root, diagonal, *leaves = parameters
-    return _system_product(pytree.tree_unflatten(leaves, structure), vectors, key, root, diagonal)
+    leaves, structure = pytree.tree_flatten(tokens)
+    return _Solve.apply(system, structure, graded, right, *leaves)
 
 
 class _Solve(torch.autograd.Function):
     """d(A⁻¹b) = A⁻¹(db − dA x): the cotangent of b is A⁻¹ of x's, and that of A's parameters that of −A x."""
 
     @staticmethod
-    def forward(ctx: Any, system: _System, structure: Any, graded: bool, right: Tensor, *parameters: Tensor) -> Tensor:
-        solution = system.run(lambda vectors: _image(structure, vectors, parameters), right, graded)
+    def forward(ctx: Any, system: _System, structure: Any, graded: bool, right: Tensor, *leaves: Tensor) -> Tensor:
+        tokens = pytree.tree_unflatten(leaves, structure)
+        solution = system.run(lambda vectors: _product(tokens, vectors), right, graded)
         ctx.system, ctx.structure, ctx.graded = system, structure, graded
-        ctx.save_for_backward(solution, *parameters)
+        ctx.save_for_backward(solution, *leaves)
         return solution
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        solution, *parameters = ctx.saved_tensors
-        again = torch.is_grad_enabled()
-        pulled = _Solve.apply(ctx.system, ctx.structure, ctx.graded, cotangents[0], *parameters)
-        needed = ctx.needs_input_grad[4:]
-        if not any(needed):
-            return None, None, None, pulled, *[None] * len(parameters)
-        with torch.enable_grad():
-            aliases = [tensor.view_as(tensor) for tensor in parameters]
-            image = _image(ctx.structure, solution, aliases)
-            wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need]
-            slopes = iter(torch.autograd.grad(image, wanted, -pulled, create_graph=again, allow_unused=True))
-        return None, None, None, pulled, *[next(slopes) if need else None for need in needed]
+        solution, *leaves = ctx.saved_tensors
+        pulled = _Solve.apply(ctx.system, ctx.structure, ctx.graded, cotangents[0], *leaves)
+
+        def image(*leaves: Tensor) -> Tensor:
+            return _product(pytree.tree_unflatten(leaves, ctx.structure), solution)
+
+        return None, None, None, pulled, *_slopes(image, leaves, -pulled, ctx.needs_input_grad[4:])

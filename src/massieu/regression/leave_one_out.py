@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.measures.value import values_are_readable
-from massieu.posteriors.arguments import check_number, check_tensors, check_values, told
+from massieu.foundation.arguments import check_range, check_values, real_tensor
+from massieu.foundation.transforms import every, unwrapped
 from massieu.regression.exact import features_factor, solve_lower
 from massieu.regression.kernels import Kernel
-from massieu.regression.tokens import Ridge, Tokens, check_tokens, need_positive
+from massieu.regression.tokens import KeyValuePairs, Ridge, check_tokens, need_positive
 
 
 class LeaveOneOutResult(NamedTuple):
@@ -78,16 +78,17 @@ def leave_one_out(
     return LeaveOneOutResult(residual.to(value.dtype), error)
 
 
-def _by_features(features: Float[Tensor, "B H N F"], tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _by_features(features: Float[Tensor, "B H N F"], tokens: KeyValuePairs) -> tuple[Tensor, Tensor]:
     """(I − H)v and the diagonal of I − H, both of the weighted problem."""
     need_positive(tokens.ridge, "leave-one-out in features")
     factor = features_factor(features, tokens.ridge)
     half = solve_lower(factor, features.mT)
     kept = 1 - half.square().sum(-2)
     least = 4 * math.sqrt(features.shape[-1]) * torch.finfo(kept.dtype).eps
-    if values_are_readable(kept) and not bool((kept > least).all()):
+    if not every(kept > least):
+        worst = unwrapped(kept).min().item()
         raise ValueError(
-            f"a key alone determines its own prediction to rounding in {kept.dtype} (1 − Hₙₙ is {kept.min().item():.1e}): a "
+            f"a key alone determines its own prediction to rounding in {kept.dtype} (1 − Hₙₙ is {worst:.1e}): a "
             "larger ridge is needed, or float64"
         )
     return tokens.target - half.mT @ (half @ tokens.target), kept
@@ -105,15 +106,9 @@ def choose_ridge(
 
     The choice has no gradient. Errors are those of `leave_one_out`, and ValueError for no ridge at all.
     """
-    if not isinstance(ridges, Tensor | Sequence) or isinstance(ridges, str):
-        raise TypeError(f"ridges must be a list of numbers, got {told(ridges)}")
-    if not isinstance(ridges, Tensor):
-        for ridge in ridges:
-            check_number("every ridge", ridge)
-    if isinstance(ridges, Tensor):
-        check_tensors(ridges=ridges)
-        check_values(ridges=ridges)
-    grid = torch.as_tensor(ridges, dtype=torch.float64)
+    grid = real_tensor("ridges", ridges, torch.empty((), dtype=torch.float64)).double()
+    check_values(ridges=grid)
+    check_range("every ridge", grid, least=0)
     if grid.ndim != 1 or len(grid) == 0:
         raise ValueError(f"ridges must be a list of at least one number, got shape {tuple(grid.shape)}")
     with torch.no_grad():

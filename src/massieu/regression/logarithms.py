@@ -1,43 +1,42 @@
-"""A kernel that is given by its logarithm: what of it is exponentiated only at the end, beside what it multiplies."""
+"""The exponential kernel by its logarithm: what of it is exponentiated only at the end, beside what it multiplies."""
 
 import math
-from dataclasses import dataclass
 from typing import Self
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.measures.value import values_are_readable
-from massieu.regression.kernels import Kernel, LogKernel
+from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.values import Value
+from massieu.regression.kernels import ExponentialKernel, Kernel
 
 
-@dataclass(frozen=True)
-class Logarithms:
+class Logarithms(Value):
     """κ(a, b) = exp(h(a) + h(b))·κ'(a, b) at the keys.
 
     Of a key's coefficient α only exp(2h − c)·α is formed, which is of the size of its value, and of a query's κ(q, key) only
     κ(q, key)·exp(−2h) in units of the largest of them.
     """
 
-    kernel: LogKernel
+    kernel: ExponentialKernel
     half: Float[Tensor, "B H N"]
     """h of each key."""
     centre: Float[Tensor, "B H 1"]
     """c, the middle of their range. Results do not depend on it: it has no derivative."""
 
     @classmethod
-    def of(cls, kernel: LogKernel, key: Float[Tensor, "B H N D"]) -> Self:
+    def of(cls, kernel: ExponentialKernel, key: Float[Tensor, "B H N D"]) -> Self:
         """Raises ValueError where κ(key, key) of one head span more than the dtype does."""
         half = kernel.log_diagonal(key) / 2
         fixed = half.detach() if key.shape[2] else half.new_zeros(*half.shape[:2], 1)
         low, high = fixed.amin(-1, keepdim=True), fixed.amax(-1, keepdim=True)
         widest = math.log(torch.finfo(key.dtype).max)
-        if values_are_readable(half) and not bool((high - low <= widest).all()):
+        if not every(high - low <= widest):
+            least, most = 2 * unwrapped(low).min().item(), 2 * unwrapped(high).max().item()
             raise ValueError(
-                f"the keys of one head have kernel values κ(key, key) from exp({2 * low.min().item():.4g}) to "
-                f"exp({2 * high.max().item():.4g}), farther apart than {key.dtype} holds: keys of a smaller scale are "
-                "needed, or float64"
+                f"the keys of one head have kernel values κ(key, key) from exp({least:.4g}) to exp({most:.4g}), farther "
+                f"apart than {key.dtype} holds: keys of a smaller scale are needed, or float64"
             )
         return cls(kernel, half, (low + high) / 2)
 
@@ -79,7 +78,7 @@ class Logarithms:
 class FromLargest(Kernel):
     """exp(log κ(q, k) − 2h(k) − largest(q)); the last coordinate of a query is its largest, that of a key its 2h."""
 
-    kernel: LogKernel
+    kernel: ExponentialKernel
 
     def __call__(self, left: Float[Tensor, "B H L D+1"], right: Float[Tensor, "B H N D+1"]) -> Tensor:
         """For all pairs."""

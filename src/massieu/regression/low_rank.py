@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.measures.value import values_are_readable
-from massieu.posteriors.arguments import check_whole
+from massieu.foundation.arguments import whole_number
+from massieu.foundation.transforms import values_are_readable
 from massieu.regression.exact import by_features, features_factor, solve_lower
 from massieu.regression.kernels import Kernel
 from massieu.regression.logarithms import Logarithms, lifted
-from massieu.regression.tokens import Tokens, cholesky, need_positive
+from massieu.regression.tokens import KeyValuePairs, Prediction, cholesky, need_positive
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,7 @@ class LowRank:
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError unless `rank` is a whole number, at least 1."""
-        check_whole("rank", self.rank, 1)
-
-
-class LowRankFound(NamedTuple):
-    """The approximation, and how far at most it lies from what it approximates."""
-
-    output: Float[Tensor, "B H Q E"]
-    variance: Float[Tensor, "B H Q"]
-    error_bound: Float[Tensor, "B H Q"]
+        whole_number("rank", self.rank, least=1)
 
 
 class Centres(NamedTuple):
@@ -54,7 +46,7 @@ class Centres(NamedTuple):
         return solve_lower(self.factor, cross).mT
 
 
-def centres(tokens: Tokens, rank: int) -> Centres:
+def centres(tokens: KeyValuePairs, rank: int) -> Centres:
     """The keys that a pivoted Cholesky decomposition takes first: each the one that those before explain least."""
     chosen, used, _ = pivoted_cholesky(tokens, rank)
     points = tokens.key.gather(2, chosen.unsqueeze(-1).expand(*chosen.shape, tokens.key.shape[-1]))
@@ -65,7 +57,7 @@ def centres(tokens: Tokens, rank: int) -> Centres:
 
 
 @torch.no_grad()
-def pivoted_cholesky(tokens: Tokens, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def pivoted_cholesky(tokens: KeyValuePairs, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Places of the centres (B, H, R), which of them count, and F (B, H, N, R) with FFᵀ near W^½GW^½."""
     rank = min(rank, tokens.key.shape[2])
     weight = tokens.root.square()
@@ -89,7 +81,7 @@ def pivoted_cholesky(tokens: Tokens, rank: int) -> tuple[Tensor, Tensor, Tensor]
     return torch.cat(chosen, -1), torch.cat(used, -1), columns
 
 
-def low_rank(tokens: Tokens, query: Float[Tensor, "B H Q D"], rank: int) -> LowRankFound:
+def low_rank(tokens: KeyValuePairs, query: Float[Tensor, "B H Q D"], rank: int) -> Prediction:
     """The features' regression (subset of regressors), with the variance that the centres leave of κ(q, q)."""
     need_positive(tokens.ridge, "method 'low_rank'")
     logs = tokens.logarithms
@@ -105,17 +97,17 @@ def low_rank(tokens: Tokens, query: Float[Tensor, "B H Q D"], rank: int) -> LowR
         trace = (tokens.root.square() * residual).sum(-1)
         bound = _bound(tokens, features, trace, missed, prior)
     if logs is None:
-        return LowRankFound(output, variance + missed, bound)
+        return Prediction(output, variance + missed, bound)
     half, own = logs.half_at(query), Logarithms.of(logs.kernel, chosen.points)
     # What a distant query has in common with the centres underflows in units of exp(h(q)): they are the largest's.
     pairs, largest = own.pairs(query, chosen.points)
     pairs = torch.where(chosen.used.unsqueeze(-2), pairs * own.relative.exp().unsqueeze(-2), 0.0)
     output, _ = by_features(features, tokens.target, tokens.ridge, solve_lower(chosen.factor, pairs.mT).mT)
     output = lifted(output, (largest + own.centre - logs.centre).unsqueeze(-1))
-    return LowRankFound(output, lifted(variance + missed, 2 * half), lifted(bound, half - logs.centre))
+    return Prediction(output, lifted(variance + missed, 2 * half), lifted(bound, half - logs.centre))
 
 
-def _with_one_ridge(tokens: Tokens, logs: Logarithms) -> Tokens:
+def _with_one_ridge(tokens: KeyValuePairs, logs: Logarithms) -> KeyValuePairs:
     """The same with κ(key, key) in the weights, in units of exp(2c): features have one ridge for all keys."""
     relative = logs.relative.exp()
     ridge = tokens.ridge * (-2 * logs.centre.squeeze(-1)).exp()
@@ -128,10 +120,12 @@ def _with_one_ridge(tokens: Tokens, logs: Logarithms) -> Tokens:
                 f"of {tokens.ridge.min().item():.3g}, farther apart than {ridge.dtype} holds: use method 'cholesky', or float64"
             )
     target = relative.unsqueeze(-1) * tokens.target
-    return Tokens(tokens.kernel, tokens.key, target, tokens.root * relative, ridge)
+    return KeyValuePairs(tokens.kernel, tokens.key, target, tokens.root * relative, ridge)
 
 
-def _bound(tokens: Tokens, features: Tensor, trace: Tensor, missed: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:
+def _bound(
+    tokens: KeyValuePairs, features: Tensor, trace: Tensor, missed: Tensor, prior: Tensor
+) -> Float[Tensor, "B H Q"]:
     """Of ‖output − exact output‖: ‖Ã⁻¹v‖·(√(tr E·e) + tr E·√κ(q, q)/(2√λ)).
 
     E = G − G̃ and e = κ(q, q) − κ̃(q, q) are what the centres leave out, both positive semidefinite. The difference is

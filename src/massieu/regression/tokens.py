@@ -1,23 +1,41 @@
 """Keys and values in the one layout that all methods work in, and what a ridge may be."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.measures.value import values_are_readable
-from massieu.ops.shapes import AttentionProblem, check_problem, in_autocast_dtype, told
-from massieu.posteriors.arguments import check_device
-from massieu.regression.kernels import Kernel, LogKernel
+from massieu.foundation.arguments import as_tensor, check_one_device, check_range, instance
+from massieu.foundation.transforms import every, in_autocast_dtype, some, unwrapped, values_are_readable
+from massieu.foundation.values import Value
+from massieu.ops.shapes import AttentionProblem, check_problem
+from massieu.regression.kernels import ExponentialKernel, Kernel
 from massieu.regression.logarithms import Logarithms
 
 Ridge = float | int | Tensor
 
 
-@dataclass(frozen=True)
-class Tokens:
+class SystemsSolved(NamedTuple):
+    """What became of the systems of equations, one for each value column, without derivatives."""
+
+    status: Int[Tensor, "B H E"]
+    """Values of `massieu.solve.Status`; 0 is converged."""
+    residual: Float[Tensor, "B H E"]
+    """Relative to the right side's norm; where equations differ by powers of ten, of one equation's own size."""
+
+
+class Prediction(NamedTuple):
+    """What a method found for queries of all heads that share a key head, side by side; see `ConditionalMeanResult`."""
+
+    output: Float[Tensor, "B H Q E"]
+    variance: Float[Tensor, "B H Q"] | None
+    error_bound: Float[Tensor, "B H Q"] | None = None
+    convergence: SystemsSolved | None = None
+
+
+class KeyValuePairs(Value):
     """Checked keys and values with weights w and ridge λ, in float32 or float64.
 
     The system of equations is A = W^½GW^½ + λI, in which a key of weight 0 has an equation of its own: 1·x = 0. Where the
@@ -62,7 +80,7 @@ def cholesky(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*l
     """The lower factor.
 
     Raises:
-        ValueError: the matrix is singular to rounding. Where values cannot be read (compiled, or in a transform), its
+        ValueError: the matrix is singular to rounding. Where values cannot be read (compiled), its
             factor is NaN instead.
     """
     factor, status = torch.linalg.cholesky_ex(matrix)
@@ -76,10 +94,10 @@ def cholesky(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*l
     singular = (status != 0) | ~(pivots > least).all(-1)
     if not values_are_readable(matrix):
         return torch.where(singular[..., None, None], torch.nan, factor)
-    if bool(singular.any()):
+    if some(singular):
         raise ValueError(
-            f"the {what} plus its ridge is singular to rounding in {matrix.dtype} (for {int(singular.sum())} of "
-            f"{singular.numel()} heads): a larger ridge is needed, or float64"
+            f"the {what} plus its ridge is singular to rounding in {matrix.dtype} (for {int(unwrapped(singular).sum())} of "
+            f"{unwrapped(singular).numel()} heads): a larger ridge is needed, or float64"
         )
     return factor
 
@@ -94,14 +112,13 @@ def check_tokens(
     operator_ridge: Ridge | None,
     log_weight: Tensor | None,
     is_causal: bool,
-) -> tuple[AttentionProblem, Tokens]:
+) -> tuple[AttentionProblem, KeyValuePairs]:
     """Check every argument and bring it to the common layout.
 
     Raises:
         TypeError, ValueError: as `conditional_mean_attention` says.
     """
-    if not isinstance(kernel, Kernel):
-        raise TypeError(f"kernel must be a massieu.regression.Kernel, got {told(kernel)}")
+    instance("kernel", kernel, Kernel, "a massieu.regression.Kernel")
     if value is None:
         raise TypeError("value must be a tensor, got None")
     query, key, value = in_autocast_dtype(query, key, value)
@@ -117,8 +134,8 @@ def check_tokens(
             "operator_ridge does not go with is_causal: the matrix's ridge would grow with each key; give ridge"
         )
     root = _root(problem.log_weight, (batch, heads, length), query, dtype, operator_ridge is not None)
-    name, number = ("ridge", ridge) if operator_ridge is None else ("operator_ridge", operator_ridge)
-    matrix_ridge = _layout_ridge(name, number, batch, heads, key.device, dtype)
+    name, given = ("ridge", ridge) if operator_ridge is None else ("operator_ridge", operator_ridge)
+    matrix_ridge = _layout_ridge(name, given, root)
     if operator_ridge is not None:
         count = root.square().sum(-1)
         matrix_ridge = matrix_ridge * torch.where(count > 0, count, 1.0)
@@ -127,14 +144,14 @@ def check_tokens(
         visible = (root > 0).unsqueeze(-1)
         key, value = torch.where(visible, key, _stand_in(key, root)), torch.where(visible, value, 0.0)
     for name, tensor in {"query": query, "key": key, "value": value}.items():
-        if values_are_readable(tensor) and not bool(tensor.isfinite().all()):
+        if not every(tensor.isfinite()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
     target = root.unsqueeze(-1) * value
-    if not isinstance(kernel, LogKernel):
-        return problem, Tokens(kernel, key, target, root, matrix_ridge)
+    if not isinstance(kernel, ExponentialKernel):
+        return problem, KeyValuePairs(kernel, key, target, root, matrix_ridge)
     logarithms = Logarithms.of(kernel, key)
     target = target * (-logarithms.relative).exp().unsqueeze(-1)
-    return problem, Tokens(kernel.normalized(), key, target, root, matrix_ridge, logarithms)
+    return problem, KeyValuePairs(kernel.normalized(key), key, target, root, matrix_ridge, logarithms)
 
 
 def _stand_in(key: Tensor, root: Tensor) -> Float[Tensor, "B H 1 D"]:
@@ -160,40 +177,30 @@ def _root(
     weight = log_weight[:, :, 0, 0].expand(shape)
     if weight.dtype == torch.bool:
         return weight.to(dtype)
-    if values_are_readable(weight) and not bool((weight < torch.inf).all()):
+    if not every(weight < torch.inf):
         raise ValueError("log_weight must be below +inf and not NaN")
     weight = weight.to(dtype)
     if relative and shape[-1]:
         largest = weight.detach().amax(-1, keepdim=True)
         weight = weight - torch.where(largest > -torch.inf, largest, 0.0)
     root = (0.5 * weight).exp()
-    if values_are_readable(root) and not bool((root.square() < torch.inf).all()):
-        raise ValueError(f"log_weight must have finite weights in {dtype}, got {weight.max().item():g}")
+    if not every(root.square() < torch.inf):
+        raise ValueError(f"log_weight must have finite weights in {dtype}, got {unwrapped(weight).max().item():g}")
     return root
 
 
-def _layout_ridge(
-    name: str, number: Ridge | None, batch: int, heads: int, device: torch.device, dtype: torch.dtype
-) -> Float[Tensor, "B H"]:
-    if isinstance(number, bool) or not isinstance(number, float | int | Tensor):
-        raise TypeError(f"{name} must be a number or a tensor, got {type(number).__name__}")
-    if not isinstance(number, Tensor):
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {number}")
-        return torch.full((batch, heads), number, dtype=dtype, device=device)
-    if not number.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {number.dtype}")
-    if tuple(number.shape) not in ((), (1,), (heads,), (batch, heads)):
+def _layout_ridge(name: str, given: Ridge | None, like: Tensor) -> Float[Tensor, "B H"]:
+    check_one_device(key=like, **{name: given})
+    ridge, layout = as_tensor(name, given, like), like.shape[:2]
+    check_range(name, ridge, least=0)
+    if tuple(ridge.shape) not in ((), (1,), (layout[1],), tuple(layout)):
         raise ValueError(
-            f"{name} must be one number, {heads} (one a key head) or of shape {(batch, heads)}, got {tuple(number.shape)}"
+            f"{name} must be one number, {layout[1]} (one a key head) or of shape {tuple(layout)}, got {tuple(ridge.shape)}"
         )
-    if values_are_readable(number) and not bool(((number >= 0) & number.isfinite()).all()):
-        raise ValueError(f"{name} must be finite and not negative, got {number.tolist()}")
-    check_device(key=torch.empty((1,), device=device), **{name: number})
-    return number.to(device, dtype).expand(batch, heads)
+    return ridge.expand(layout)
 
 
 def need_positive(ridge: Float[Tensor, "B H"], what: str) -> None:
     """Raises ValueError for a ridge of 0."""
-    if values_are_readable(ridge) and not bool((ridge > 0).all()):
-        raise ValueError(f"{what} needs a positive ridge, got {ridge.min().item()}")
+    if not every(ridge > 0):
+        raise ValueError(f"{what} needs a positive ridge, got {unwrapped(ridge).min().item()}")

@@ -4,12 +4,14 @@ The chain: softmax is 1-Lipschitz from the largest logit's change to the total c
 with its parameters by no more than a number free of L; so finitely many heads cover all of a norm; so the gap between mean loss
 and empirical loss is bounded over all of them. The shape is that of Zhang et al. (arXiv 2212.14852) and its follow-up (arXiv
 2305.19420), whose constants could not be recovered: those here are this project's own, with proof in the docstrings.
+
+A number out of the range that is named for it raises a ValueError, and what is no number a TypeError.
 """
 
 import math
 from typing import NamedTuple
 
-from massieu.posteriors.arguments import check_number, check_values
+from massieu.foundation.arguments import number, whole_number
 
 
 class AttentionLipschitzResult(NamedTuple):
@@ -28,17 +30,11 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
     βR²‖M − M'‖, softmax's weights by no more than that in the 1-norm (the constant 1 is sharp), and their mean by R times it.
 
     Args:
-        radius: R > 0.
+        radius, scale: R > 0 and β > 0.
         value_norm: A bound of ‖W'‖, at least 0.
-        scale: β > 0.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
-    check_values(radius=radius, scale=scale, value_norm=value_norm)
-    _check_positive(radius=radius, scale=scale)
-    check_number("value_norm", value_norm)
-    return AttentionLipschitzResult(radius, scale * radius**3 * value_norm)
+    radius, scale = number("radius", radius, above=0), number("scale", scale, above=0)
+    return AttentionLipschitzResult(radius, scale * radius**3 * number("value_norm", value_norm, least=0))
 
 
 def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: float) -> float:
@@ -47,17 +43,13 @@ def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: f
     A ball of radius B in P dimensions, of any norm, has a cover of that many balls of radius ε/Lip.
 
     Args:
-        parameters: P ≥ 1.
+        parameters, accuracy: P ≥ 1 and ε > 0.
         radius: B > 0, of the parameters in the norm that `lipschitz` is for.
         lipschitz: Largest change of the output a unit of the parameters' norm.
-        accuracy: ε > 0.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
-    check_values(parameters=parameters, radius=radius, lipschitz=lipschitz, accuracy=accuracy)
-    _check_positive(parameters=parameters, radius=radius, lipschitz=lipschitz, accuracy=accuracy)
-    return parameters * math.log1p(2 * radius * lipschitz / accuracy)
+    for name, value in (("radius", radius), ("lipschitz", lipschitz), ("accuracy", accuracy)):
+        number(name, value, above=0)
+    return whole_number("parameters", parameters, least=1) * math.log1p(2 * radius * lipschitz / accuracy)
 
 
 def generalisation_bound(
@@ -79,27 +71,16 @@ def generalisation_bound(
     n is far above P: it says what does not matter, not how well a model does.
 
     Args:
-        parameters: P ≥ 1.
-        radius: B > 0.
-        sequences: n ≥ 1.
+        parameters, radius, sequences: P ≥ 1, B > 0 and n ≥ 1.
         lipschitz: Of the output in the parameters, such as the sum of `attention_lipschitz`.
         loss_range: b > 0; the loss lies in an interval of this length.
         loss_lipschitz: ℓ > 0, of the loss in the output.
         failure: δ in (0, 1).
-
-    Raises:
-        ValueError: an argument outside its range.
     """
-    _check_positive(sequences=sequences, loss_range=loss_range, loss_lipschitz=loss_lipschitz)
-    check_number("failure", failure, None)
-    if not failure < 1:
-        raise ValueError(f"failure must be between 0 and 1, got {failure}")
-    accuracy = loss_range / (loss_lipschitz * sequences)
+    whole_number("sequences", sequences, least=1)
+    number("failure", failure, above=0, below=1)
+    loss_lipschitz = number("loss_lipschitz", loss_lipschitz, above=0)
+    accuracy = number("loss_range", loss_range, above=0) / (loss_lipschitz * sequences)
     log_size = log_cover_size(parameters, radius, lipschitz, accuracy)
     deviation = loss_range * math.sqrt((log_size + math.log(2 / failure)) / (2 * sequences))
     return 2 * loss_lipschitz * accuracy + deviation
-
-
-def _check_positive(**arguments: float) -> None:
-    for name, value in arguments.items():
-        check_number(name, value, None)

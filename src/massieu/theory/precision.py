@@ -1,25 +1,22 @@
 """Gaussian keys and values: the score at which softmax attention is the conditional mean, and the best at finite L (X1, X2)."""
 
-import math
-from dataclasses import dataclass
 from typing import Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import values_are_readable
-from massieu.measures.coordinates import check_floating
-from massieu.measures.definite import is_singular
-from massieu.posteriors.arguments import check_device, check_finite, check_number, check_tensors
+from massieu.foundation.arguments import as_tensor, check_finite, check_one_device, check_range, check_shape, floating
+from massieu.foundation.matrices import is_singular, solve
+from massieu.foundation.transforms import every, some, values_are_readable
+from massieu.foundation.values import Value, promoted_dtype
 
 _BISECTIONS = 55
 _ROUNDING = 1e4
 """Roundings that a covariance may be off symmetry, or Cov(v | k) below 0, relative to the largest entry or eigenvalue."""
 
 
-@dataclass(frozen=True)
-class GaussianTokens:
+class GaussianTokens(Value):
     """The law of a token's key and value given the sequence's latent: jointly Gaussian, tokens independent.
 
     Queries are taken in the parameters' dtype.
@@ -47,43 +44,36 @@ class GaussianTokens:
         cross_covariance: Float[Tensor, "e d"],
         value_covariance: Float[Tensor, "e e"],
     ) -> Self:
-        """The law with these parameters, in their common dtype, at least float32.
+        """The law with these parameters, floating-point tensors, in their common dtype, at least float32.
 
         Raises:
-            TypeError: a parameter that is not floating-point.
             ValueError: shapes that do not fit; numbers that are not finite; a covariance that is not symmetric, a key
                 covariance that is not positive definite, a joint covariance that is not positive semidefinite.
         """
-        check_floating("key_mean", key_mean)
-        check_floating("value_mean", value_mean)
-        if key_mean.ndim != 1 or value_mean.ndim != 1:
-            given = f"{tuple(key_mean.shape)} and {tuple(value_mean.shape)}"
-            raise ValueError(f"key_mean and value_mean must have shapes (d,) and (e,), got {given}")
+        check_shape("key_mean", floating("key_mean", key_mean), ("d",))
+        check_shape("value_mean", floating("value_mean", value_mean), ("e",))
         d, e = len(key_mean), len(value_mean)
-        needed = (
-            ("key_mean", key_mean, (d,)),
-            ("value_mean", value_mean, (e,)),
-            ("key_covariance", key_covariance, (d, d)),
-            ("cross_covariance", cross_covariance, (e, d)),
-            ("value_covariance", value_covariance, (e, e)),
-        )
-        dtype = torch.float32
-        for name, given, shape in needed:
-            check_floating(name, given)
-            dtype = torch.promote_types(dtype, given.dtype)
-            if tuple(given.shape) != shape:
-                raise ValueError(f"{name} must have shape {shape} for means of {d} and {e}, got {tuple(given.shape)}")
-        check_device(**{name: given for name, given, _ in needed})
-        tokens = cls(*(given.to(dtype) for _, given, _ in needed))
-        for name, given, _ in needed:
+        needed = {
+            "key_mean": (key_mean, (d,)),
+            "value_mean": (value_mean, (e,)),
+            "key_covariance": (key_covariance, (d, d)),
+            "cross_covariance": (cross_covariance, (e, d)),
+            "value_covariance": (value_covariance, (e, e)),
+        }
+        for name, (given, shape) in needed.items():
+            check_shape(name, floating(name, given), shape)
             check_finite(**{name: given})
+        check_one_device(**{name: given for name, (given, _) in needed.items()})
+        tokens, *_ = cls(*(given for given, _ in needed.values()))._promoted()
         _check_covariance("key_covariance", tokens.key_covariance)
         _check_symmetric("value_covariance", tokens.value_covariance)
         if values_are_readable(value_covariance) and e:
-            least = torch.linalg.eigvalsh(tokens.residual_covariance)[0]
+            least = torch.linalg.eigvalsh(tokens.residual_covariance)[..., 0]
             largest = torch.linalg.matrix_norm(tokens.value_covariance, 2)
-            if not bool(least >= -_ROUNDING * torch.finfo(dtype).eps * largest):
-                raise ValueError(f"no law has these covariances: Cov(v | k) has the eigenvalue {least.item():.3g}")
+            if some(least < -_ROUNDING * torch.finfo(least.dtype).eps * largest):
+                raise ValueError(
+                    f"no law has these covariances: Cov(v | k) has the eigenvalue {least.min().item():.3g}"
+                )
         return tokens
 
     @property
@@ -94,7 +84,7 @@ class GaussianTokens:
     @property
     def regression(self) -> Float[Tensor, "e d"]:
         """R = Σ_vk Σ_kk⁻¹: the slope of the conditional mean."""
-        return _solve(self.key_covariance, self.cross_covariance.mT).mT
+        return solve(self.key_covariance, self.cross_covariance.mT).mT
 
     @property
     def residual_covariance(self) -> Float[Tensor, "e e"]:
@@ -123,7 +113,9 @@ class GaussianTokens:
 
     def squared_distance(self, query: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
         """‖z‖² = (x − μ_k)ᵀΣ_kk⁻¹(x − μ_k): the logits' variance over keys, at the score sΣ_kk⁻¹ times s²."""
-        return _whitened(self.key_covariance, self._centred(query)).square().sum(-1)
+        factor = torch.linalg.cholesky_ex(self.key_covariance).L
+        centred = self._centred(query).unsqueeze(-2)
+        return torch.linalg.solve_triangular(factor.mT, centred, upper=True, left=False).square().sum((-2, -1))
 
     def error(
         self,
@@ -138,13 +130,10 @@ class GaussianTokens:
         z ~ N(0, I) is finite only for s² < ½. It holds where e^{s²‖z‖²} is far below L.
 
         Args:
-            query: x.
-            share: s.
-            keys: L.
+            query, share, keys: x, s and L.
         """
-        if not isinstance(share, Tensor):
-            check_number("share", share, -math.inf)
-        share = torch.as_tensor(share, dtype=self.key_mean.dtype, device=query.device)
+        share = as_tensor("share", share, query, self.key_mean.dtype)
+        check_finite(share=share)
         slope, spread, distance, log_keys = self._terms(query, keys)
         growth = (share.square() * distance - log_keys).exp()
         return (1 - share).square() * slope + growth * (spread + share * (2 - share) * slope)
@@ -174,61 +163,51 @@ class GaussianTokens:
 
     def _terms(self, query: Tensor, keys: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """b, tr RΣRᵀ + tr Cov(v | k) = tr Σ_vv, ‖z‖² and log L."""
-        if not isinstance(keys, Tensor):
-            check_number("keys", keys, 1.0)
-        keys = torch.as_tensor(keys, dtype=self.key_mean.dtype, device=query.device)
-        if values_are_readable(keys) and not bool((keys >= 1).all()):
-            raise ValueError(f"keys must be at least 1, got {keys.min().item():g}")
-        slope = (self._centred(query) @ self.regression.mT).square().sum(-1)
+        centred = self._centred(query)
+        keys = as_tensor("keys", keys, query, self.key_mean.dtype)
+        check_range("keys", keys, least=1)
+        slope = (centred @ self.regression.mT).square().sum(-1)
         return slope, self.value_covariance.diagonal().sum(), self.squared_distance(query), keys.log()
 
     def _centred(self, query: Tensor) -> Tensor:
         """x − μ_k."""
-        check_tensors(query=query)
-        check_device(key_mean=self.key_mean, query=query)
+        floating("query", query)
+        check_one_device(key_mean=self.key_mean, query=query)
         if query.shape[-1:] != self.key_mean.shape:
             raise ValueError(f"query must have shape (*lead, {len(self.key_mean)}), got {tuple(query.shape)}")
         return query.to(self.key_mean.dtype) - self.key_mean
 
     def _check_score(self, score: Tensor) -> None:
-        check_floating("score", score)
-        check_device(key_covariance=self.key_covariance, score=score)
-        if score.shape != self.key_covariance.shape:
-            raise ValueError(f"score must have shape {tuple(self.key_covariance.shape)}, got {tuple(score.shape)}")
+        check_shape("score", floating("score", score), self.key_covariance.shape)
+        check_one_device(key_covariance=self.key_covariance, score=score)
 
 
 def precision_matching_score(covariance: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
     """M = Σ⁻¹, the scale·W_QᵀW_K of an attention that estimates the conditional mean from centred Gaussian keys (X1).
 
-    Differentiable; works under vmap. Half precision is promoted to float32.
-
-    Raises:
-        TypeError: not floating-point.
-        ValueError: not square, or not symmetric and positive definite.
+    Differentiable; works under vmap. Half precision is promoted to float32. A ValueError is raised for a covariance that is
+    not square, symmetric and positive definite.
     """
     covariance = _checked(covariance)
-    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    return _solve(covariance, identity.expand_as(covariance))
+    return torch.linalg.inv_ex(covariance).inverse
 
 
 def denoising_score(
-    covariance: Float[Tensor, "*batch d d"], noise_variance: float, *, clean_context: bool = False
+    covariance: Float[Tensor, "*batch d d"], noise_variance: float | Tensor, *, clean_context: bool = False
 ) -> Float[Tensor, "*batch d d"]:
     """The M with which attention denoises: clean tokens N(0, Σ), a query with N(0, τ²I) added, keys = values (X1).
 
     The best output is Σ(Σ + τ²)⁻¹x̃. It is that of M = (Σ + τ²)⁻¹Σ(Σ + τ²)⁻¹ where keys and values are noisy too, and of
-    M = (Σ + τ²)⁻¹ where the context is clean. Half precision is promoted to float32.
-
-    Raises:
-        TypeError: not floating-point.
-        ValueError: not square, or not symmetric and positive definite; `noise_variance` that is not finite, or negative.
+    M = (Σ + τ²)⁻¹ where the context is clean. Errors are those of `precision_matching_score`, and ValueError for a negative
+    noise.
     """
-    check_number("noise_variance", noise_variance)
     covariance = _checked(covariance)
-    check_device(covariance=covariance, noise_variance=noise_variance)
-    noise = noise_variance * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    variance = as_tensor("noise_variance", noise_variance, covariance)
+    check_shape("noise_variance", variance, ())
+    check_range("noise_variance", variance, least=0)
+    noise = variance * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     inverse = precision_matching_score(covariance + noise)
-    return inverse if clean_context else inverse - noise_variance * inverse @ inverse
+    return inverse if clean_context else inverse - variance * inverse @ inverse
 
 
 def _slope(share: Tensor, slope: Tensor, spread: Tensor, distance: Tensor, log_keys: Tensor) -> Tensor:
@@ -247,23 +226,9 @@ def _curvature(share: Tensor, slope: Tensor, spread: Tensor, distance: Tensor, l
     return slope + growth * (2 * share * distance * first + change)
 
 
-def _solve(covariance: Tensor, right: Tensor) -> Tensor:
-    """Σ⁻¹ right, by triangular solves: `torch.linalg.solve` has wrong second derivatives within vmap (torch 2.13)."""
-    factor = torch.linalg.cholesky_ex(covariance).L
-    half = torch.linalg.solve_triangular(factor, right, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
-
-
-def _whitened(covariance: Tensor, vector: Tensor) -> Tensor:
-    """L⁻¹ vector for Σ = LLᵀ."""
-    factor = torch.linalg.cholesky_ex(covariance).L
-    return torch.linalg.solve_triangular(factor.mT, vector.unsqueeze(-2), upper=True, left=False).squeeze(-2)
-
-
 def _checked(covariance: Tensor) -> Tensor:
     """In at least float32."""
-    check_floating("covariance", covariance)
-    covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
+    covariance = floating("covariance", covariance).to(promoted_dtype(covariance))
     _check_covariance("covariance", covariance)
     return covariance
 
@@ -271,18 +236,14 @@ def _checked(covariance: Tensor) -> Tensor:
 def _check_covariance(name: str, covariance: Tensor) -> None:
     if covariance.ndim < 2 or covariance.shape[-1] != covariance.shape[-2]:
         raise ValueError(f"{name} must have shape (*batch, d, d), got {tuple(covariance.shape)}")
-    if not values_are_readable(covariance):
-        return
     _check_symmetric(name, covariance)
-    if bool(is_singular(covariance).any()):
+    if values_are_readable(covariance) and some(is_singular(covariance)):
         raise ValueError(f"{name} must be positive definite")
 
 
 def _check_symmetric(name: str, covariance: Tensor) -> None:
-    if not values_are_readable(covariance):
-        return
     # An asymmetry of rounding is a matrix product's; more is another matrix.
     largest = covariance.abs().amax() if covariance.numel() else covariance.new_zeros(())
     asymmetry = (covariance - covariance.mT).abs().amax() if covariance.numel() else largest
-    if not bool(asymmetry <= _ROUNDING * torch.finfo(covariance.dtype).eps * largest):
+    if not every(asymmetry <= _ROUNDING * torch.finfo(covariance.dtype).eps * largest):
         raise ValueError(f"{name} must be symmetric and finite")

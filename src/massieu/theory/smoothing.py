@@ -3,28 +3,28 @@
 Keys k uniform on the unit sphere of R^d, values of conditional mean f(k) = Σ f_n(k), f_n a spherical harmonic of degree n,
 a query q on the sphere, weights e^{βk·q}. With infinitely many keys the output is Σ ρ_n(β) f_n(q) (Funk–Hecke) and not f(q).
 Functions f enter by the values of their `parts` f_n, or by the `power` E f_n² of each over the sphere; the last axis is
-the degree, from 0. Computed in float64 whatever the input.
+the degree, from 0. Computed in float64 whatever the input. Arguments out of their range, shapes that do not fit each
+other and numbers that are not finite raise a ValueError; what is neither a tensor nor numbers a TypeError.
 """
 
 import math
-from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import values_are_readable
-from massieu.ops.bessel import bessel_ratios, log_sphere_partition
-from massieu.posteriors.arguments import (
-    check_device,
-    check_fit,
-    check_number,
-    check_tensors,
+from massieu.foundation.arguments import (
+    check_broadcastable,
+    check_one_device,
+    check_range,
+    check_shape,
     check_values,
-    check_whole,
-    told,
+    number,
+    real_tensor,
+    whole_number,
 )
+from massieu.ops.bessel import bessel_ratios, log_sphere_partition
 
 _SCALES = (1e-3, 1e6)
 _REFINEMENTS, _POINTS = 4, 65
@@ -43,9 +43,6 @@ def sphere_multipliers(
         degree: The largest n, at least 0.
         dimension: d ≥ 2.
         scale: β ≥ 0.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     scale = _scale(scale, dimension, degree)
     products = [torch.ones_like(scale)]
@@ -62,11 +59,8 @@ def ridge_multipliers(
 
     Its kernel is softmax's own, e^{βk·k'}, and λ > 0 the ridge of the operator (of the Gram matrix: λ times the number of
     keys). As λ → 0 every degree with ρ_n > 0 comes back: it is the deconvolution that matches softmax.
-
-    Raises:
-        ValueError: as `sphere_multipliers`; `operator_ridge` that is not positive.
     """
-    check_number("operator_ridge", operator_ridge, None)
+    number("operator_ridge", operator_ridge, above=0)
     multipliers = sphere_multipliers(degree, dimension, scale)
     log_mass = log_sphere_partition(_scale(scale, dimension, degree).square(), dimension).unsqueeze(-1)
     return multipliers / (multipliers + operator_ridge * (-log_mass).exp())  # Λ itself overflows from β = 700 on
@@ -79,17 +73,13 @@ def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[
 
     Raises:
         ValueError: `cut_off` is none of the degrees given, or a ρ_n up to it is not positive: nothing is left to enlarge.
-        TypeError: not a tensor, no whole number.
     """
-    check_tensors(multipliers=multipliers)
-    check_whole("cut_off", cut_off)
+    multipliers = _doubles("multipliers", multipliers)
     if not multipliers.ndim:
         raise ValueError("multipliers must have shape (*lead, degrees), got a single number")
-    if not 0 <= cut_off < multipliers.shape[-1]:
-        raise ValueError(f"cut_off must be a degree from 0 to {multipliers.shape[-1] - 1}, got {cut_off}")
+    whole_number("cut_off", cut_off, least=0, most=multipliers.shape[-1] - 1)
     known = multipliers[..., : cut_off + 1]
-    if values_are_readable(known) and not bool((known > 0).all()):
-        raise ValueError(f"multipliers must be positive up to degree {cut_off}, got {known.min().item():g}")
+    check_range(f"multipliers up to degree {cut_off}", known, above=0)
     kept = torch.arange(multipliers.shape[-1], device=multipliers.device) <= cut_off
     return torch.where(kept, torch.where(kept, multipliers, 1).reciprocal(), 0)
 
@@ -98,13 +88,9 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
     """P_n(t) for n = 0 … degree: the harmonic of degree n that depends on t = q·a alone, with P_n(1) = 1.
 
     Chebyshev's polynomials for d = 2, Legendre's for d = 3. E P_n(q·a)² = 1/`harmonic_count`(n, d) over the sphere.
-
-    Raises:
-        ValueError: `degree` < 0 or `dimension` < 2.
     """
     _check_sphere(degree, dimension)
-    check_tensors(cosine=cosine)
-    cosine = cosine.double()
+    cosine = _doubles("cosine", cosine)
     values = [torch.ones_like(cosine), cosine]
     for n in range(1, degree):
         values.append(((2 * n + dimension - 2) * cosine * values[n] - n * values[n - 1]) / (n + dimension - 2))
@@ -112,11 +98,7 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
 
 
 def harmonic_count(degree: int, dimension: int) -> int:
-    """How many linearly independent harmonics of this degree there are on the unit sphere of R^d.
-
-    Raises:
-        ValueError: `degree` < 0 or `dimension` < 2.
-    """
+    """How many linearly independent harmonics of this degree there are on the unit sphere of R^d."""
     _check_sphere(degree, dimension)
     lower = math.comb(degree + dimension - 3, degree - 2) if degree > 1 else 0
     return math.comb(degree + dimension - 1, degree) - lower
@@ -131,38 +113,17 @@ def spherical_kernel(
     `deconvolution`, the weight of deconvolved attention, (1/L) Σ K(q·k_j) v_j.
 
     Raises:
-        ValueError: `spectrum` is not a vector, `dimension` < 2.
         OverflowError: more harmonics of one degree than float64 can count.
     """
-    check_tensors(cosine=cosine, spectrum=spectrum)
-    if spectrum.ndim != 1 or not len(spectrum):
-        raise ValueError(f"spectrum must have shape (degrees,), got {tuple(spectrum.shape)}")
+    spectrum = _doubles("spectrum", spectrum)
+    check_shape("spectrum", spectrum, ("degrees",))
+    if not len(spectrum):
+        raise ValueError("spectrum must have at least one degree, got none")
+    check_one_device(cosine=cosine, spectrum=spectrum)
     degree = len(spectrum) - 1
     counts = [float(harmonic_count(n, dimension)) for n in range(degree + 1)]
-    weights = torch.tensor(counts, dtype=torch.float64, device=spectrum.device) * spectrum.double()
+    weights = torch.tensor(counts, dtype=torch.float64, device=spectrum.device) * spectrum
     return zonal_harmonics(cosine, degree, dimension) @ weights
-
-
-def softmax_limit(
-    parts: Float[Tensor, "*lead n"], dimension: int, scale: Float[Tensor, "*lead"] | float
-) -> Float[Tensor, "*lead"]:
-    """Σ ρ_n(β) f_n(q): softmax attention over infinitely many keys, uniform on the sphere (Z7).
-
-    Args:
-        parts: f_n(q) for n = 0, 1, …
-        dimension, scale: as `sphere_multipliers`.
-
-    Raises:
-        ValueError: an argument outside its range, or no degree.
-        TypeError: not a tensor.
-    """
-    check_tensors(parts=parts)
-    if not parts.ndim or not parts.shape[-1]:
-        raise ValueError(f"parts must have shape (*lead, degrees), got {tuple(parts.shape)}")
-    multipliers = sphere_multipliers(parts.shape[-1] - 1, dimension, scale)
-    check_device(parts=parts, scale=multipliers)
-    check_fit(parts=parts[..., 0], scale=multipliers[..., 0])
-    return (multipliers * parts.double()).sum(-1)
 
 
 class SmoothingFloorResult(NamedTuple):
@@ -184,13 +145,11 @@ def smoothing_floor(
     Args:
         power: E f_n² over the sphere, at least 0.
         dimension, scale: as `sphere_multipliers`.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
-    multipliers, power = sphere_multipliers(_degree(power), dimension, scale), power.double()
-    check_device(power=power, scale=multipliers)
-    check_fit(power=power[..., 0], scale=multipliers[..., 0])
+    power = _power(power)
+    multipliers = sphere_multipliers(power.shape[-1] - 1, dimension, scale)
+    check_broadcastable(power=power[..., 0], scale=multipliers[..., 0])
+    check_one_device(power=power, scale=multipliers)
     # In units of the largest ρ_n in use, so that no square underflows.
     used = torch.where(power > 0, multipliers, 0.0)
     unit = used.amax(-1)
@@ -233,15 +192,12 @@ def smoothing_error(
         power: E f_n², at least 0.
         noise_variance: Var(v | k) ≥ 0, the same for all keys.
         dimension, scale: as `sphere_multipliers`.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
-    check_number("noise_variance", noise_variance)
-    keys = _keys(keys)
-    degree, power = _degree(power), power.double()
+    number("noise_variance", noise_variance, least=0)
+    keys, power = _keys(keys), _power(power)
+    degree = power.shape[-1] - 1
     scale = _scale(scale, dimension, degree)
-    check_fit(keys=keys, power=power[..., 0], scale=scale)
+    check_broadcastable(keys=keys, power=power[..., 0], scale=scale)
     one, two = (sphere_multipliers(degree, dimension, factor * scale) for factor in (1, 2))
     spread = ((1 - 2 * one * two + one.square() + 2 * (1 - one) * (two - one)) * power).sum(-1)
     sampling = _log_mean_square(scale, dimension).exp() * (noise_variance + spread) / keys
@@ -256,13 +212,10 @@ def optimal_scale(
     It grows as L^{2/(d+3)}, and the root of the error falls as L^{−2/(d+3)} (Z7). With very little noise it is the β of
     E w² = L, beyond which less than one key counts and the error's formula does not hold. Not differentiable; right to
     1e-5 of itself.
-
-    Raises:
-        ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
-    check_number("noise_variance", noise_variance, None)
-    _degree(power)
+    number("noise_variance", noise_variance, above=0)
     check_values(keys=keys, power=power)
+    power = _power(power)
     keys = _keys(keys).to(power.device)
     low, high = (torch.full_like(keys, math.log(end)) for end in _SCALES)
     share = torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=power.device)
@@ -283,14 +236,12 @@ def asymptotic_scale(
 
     Δf has the parts −n(n+d−2) f_n. From 1 − ρ_n ≈ n(n+d−2)/(2β) and E w² ≈ c β^{(d−1)/2}. Needs noise; arguments as
     `smoothing_error`.
-
-    Raises:
-        ValueError: as `smoothing_error`; `noise_variance` that is 0.
     """
-    check_number("noise_variance", noise_variance, None)
+    number("noise_variance", noise_variance, above=0)
     check_values(keys=keys, power=power)
-    n = torch.arange(_degree(power) + 1, dtype=torch.float64, device=power.device)
-    roughness = ((n * (n + dimension - 2)).square() * power.double()).sum()
+    power = _power(power)
+    n = torch.arange(power.shape[-1], dtype=torch.float64, device=power.device)
+    roughness = ((n * (n + dimension - 2)).square() * power).sum()
     log_c = math.log(2) + 0.5 * math.log(math.pi) - (dimension - 1) * math.log(2) - math.lgamma(dimension / 2)
     ratio = roughness * _keys(keys).to(power.device) / ((dimension - 1) * noise_variance)
     return ((ratio.log() - log_c) * 2 / (dimension + 3)).exp()
@@ -302,44 +253,32 @@ def _log_mean_square(scale: Tensor, dimension: int) -> Tensor:
     return twice - 2 * once
 
 
+def _doubles(name: str, given: Any) -> Tensor:
+    """A tensor, numbers or one number, in float64."""
+    return real_tensor(name, given, torch.empty((), dtype=torch.float64)).double()
+
+
 def _keys(keys: Tensor | float) -> Tensor:
-    keys = _numbers("keys", keys)
-    if values_are_readable(keys) and not bool(((keys >= 1) & keys.isfinite()).all()):
-        raise ValueError(f"keys must be finite and at least 1, got {keys.min().item():g} to {keys.max().item():g}")
+    keys = _doubles("keys", keys)
+    check_range("keys", keys, least=1)
     return keys
 
 
-def _numbers(name: str, given: Tensor | float) -> Tensor:
-    """In float64."""
-    if isinstance(given, Tensor):
-        check_tensors(**{name: given})
-        return given.double()
-    if isinstance(given, bool) or not isinstance(given, Real):
-        raise TypeError(f"{name} must be a number or a tensor, got {told(given)}")
-    return torch.tensor(float(given), dtype=torch.float64)
-
-
 def _check_sphere(degree: int, dimension: int) -> None:
-    check_whole("degree", degree)
-    check_whole("the sphere's dimension", dimension)
-    if degree < 0:
-        raise ValueError(f"degree must be at least 0, got {degree}")
-    if dimension < 2:
-        raise ValueError(f"the sphere's dimension must be at least 2, got {dimension}")
+    whole_number("degree", degree, least=0)
+    whole_number("the sphere's dimension", dimension, least=2)
 
 
 def _scale(scale: Tensor | float, dimension: int, degree: int) -> Tensor:
     _check_sphere(degree, dimension)
-    scale = _numbers("scale", scale)
-    if values_are_readable(scale) and not bool(((scale >= 0) & scale.isfinite()).all()):
-        raise ValueError(f"scale must be finite and at least 0, got {scale.min().item():g} to {scale.max().item():g}")
+    scale = _doubles("scale", scale)
+    check_range("scale", scale, least=0)
     return scale
 
 
-def _degree(power: Tensor) -> int:
-    check_tensors(power=power)
+def _power(power: Tensor) -> Tensor:
+    power = _doubles("power", power)
     if not power.ndim or not power.shape[-1]:
         raise ValueError(f"power must have shape (*lead, degrees), got {tuple(power.shape)}")
-    if values_are_readable(power) and not bool(((power >= 0) & power.isfinite()).all()):
-        raise ValueError("power must be finite and at least 0 in every degree")
-    return power.shape[-1] - 1
+    check_range("power", power, least=0)
+    return power

@@ -7,6 +7,9 @@ constants), Ds is a linear probe on Gs, and the condition number says what an er
 For finitely many latents s is their posterior, a point of the simplex. Latents of infinite number enter through finitely many
 features φ(z), G φ(z) being the target's mean given z, and s = E[φ(z) | tokens]: for Dirichlet–multinomial tokens φ(z) = z, on
 the simplex again; for Gaussian ones φ(z) = z, in a space without that constraint.
+
+Shapes that do not fit each other, numbers that are not finite or out of their range raise a ValueError, and what is neither
+a tensor nor numbers a TypeError.
 """
 
 import math
@@ -16,16 +19,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import values_are_readable
-from massieu.posteriors.arguments import (
-    check_device,
+from massieu.foundation.arguments import (
+    as_tensor,
     check_finite,
     check_log_probabilities,
-    check_number,
-    check_tensors,
+    check_one_device,
+    check_range,
+    check_shape,
     check_values,
-    told,
+    described,
+    number,
+    real_tensor,
 )
+from massieu.foundation.transforms import every
 
 
 def masked_mean(
@@ -41,26 +47,27 @@ def masked_mean(
         log_prior: log π(z), up to a constant.
 
     Raises:
-        ValueError: the three do not have the same number k of latents, NaN or +inf, tokens that every latent excludes.
-        TypeError: not tensors.
+        ValueError: tokens that every latent excludes, NaN, +inf, shapes that do not fit.
     """
-    check_tensors(targets=targets, log_likelihood=log_likelihood, log_prior=log_prior)
+    targets, log_likelihood = real_tensor("targets", targets), real_tensor("log_likelihood", log_likelihood)
+    log_prior = real_tensor("log_prior", log_prior)
     if targets.ndim != 2 or log_prior.shape != targets.shape[1:] or log_likelihood.shape[-1:] != log_prior.shape:
         given = f"{tuple(targets.shape)}, {tuple(log_likelihood.shape)} and {tuple(log_prior.shape)}"
         raise ValueError(
             f"targets, log_likelihood and log_prior must have shapes (p, k), (*lead, k), (k,), got {given}"
         )
+    check_one_device(targets=targets, log_likelihood=log_likelihood, log_prior=log_prior)
     check_finite(targets=targets)
     check_log_probabilities(log_likelihood=log_likelihood, log_prior=log_prior)
     joint = log_likelihood + log_prior
-    if values_are_readable(joint) and not bool((joint > -math.inf).any(-1).all()):
+    if not every((joint > -math.inf).any(-1)):
         raise ValueError("every latent excludes the tokens: log_likelihood + log_prior must have an entry above −inf")
     dtype = torch.promote_types(joint.dtype, targets.dtype)
     return torch.softmax(joint.to(dtype), -1) @ targets.mT.to(dtype)
 
 
 def masked_gaussian_mean(
-    observed: Float[Tensor, "*lead L d"], prior_mean: Float[Tensor, "d"], prior_weight: float
+    observed: Float[Tensor, "*lead L d"], prior_mean: Float[Tensor, "d"], prior_weight: float | Tensor
 ) -> Float[Tensor, "*lead d"]:
     """(κ₀m₀ + Σ x_ℓ)/(κ₀ + L), for tokens N(z, σ²) and z ~ N(m₀, σ²/κ₀): a masked token's best prediction (Z12, Z3).
 
@@ -70,19 +77,17 @@ def masked_gaussian_mean(
         observed: The L tokens that are not masked.
         prior_mean: m₀.
         prior_weight: κ₀ > 0, in tokens.
-
-    Raises:
-        ValueError: shapes that do not fit, numbers that are not finite, a weight that is not positive.
-        TypeError: not tensors, a weight that is no number.
     """
-    check_tensors(observed=observed, prior_mean=prior_mean)
-    if observed.ndim < 2 or prior_mean.shape != observed.shape[-1:]:
-        given = f"{tuple(observed.shape)} and {tuple(prior_mean.shape)}"
-        raise ValueError(f"observed and prior_mean must have shapes (*lead, L, d) and (d,), got {given}")
-    check_number("prior_weight", prior_weight, None)
-    check_device(observed=observed, prior_weight=prior_weight)
+    observed, prior_mean = real_tensor("observed", observed), real_tensor("prior_mean", prior_mean)
+    if observed.ndim < 2:
+        raise ValueError(f"observed must have shape (*lead, L, d), got {tuple(observed.shape)}")
+    check_shape("prior_mean", prior_mean, observed.shape[-1:])
+    weight = as_tensor("prior_weight", prior_weight, prior_mean)
+    check_shape("prior_weight", weight, ())
+    check_range("prior_weight", weight, above=0)
+    check_one_device(observed=observed, prior_mean=prior_mean)
     check_finite(observed=observed, prior_mean=prior_mean)
-    return (prior_weight * prior_mean + observed.sum(-2)) / (prior_weight + observed.shape[-2])
+    return (weight * prior_mean + observed.sum(-2)) / (weight + observed.shape[-2])
 
 
 def masked_token_probabilities(
@@ -95,19 +100,14 @@ def masked_token_probabilities(
     Args:
         counts: n_j, how often token j was observed; L is their sum.
         concentration: α > 0.
-
-    Raises:
-        ValueError: shapes that do not fit, numbers that are not finite, a concentration that is not positive, a negative
-            count.
-        TypeError: not tensors.
     """
-    check_tensors(counts=counts, concentration=concentration)
-    if concentration.ndim != 1 or counts.shape[-1:] != concentration.shape:
-        given = f"{tuple(counts.shape)} and {tuple(concentration.shape)}"
-        raise ValueError(f"counts and concentration must have shapes (*lead, k) and (k,), got {given}")
-    check_finite(counts=counts, concentration=concentration)
-    if values_are_readable(counts, concentration) and not bool((concentration > 0).all() and (counts >= 0).all()):
-        raise ValueError("concentration must be positive and counts at least 0")
+    counts, concentration = real_tensor("counts", counts), real_tensor("concentration", concentration)
+    check_shape("concentration", concentration, ("k",))
+    if counts.shape[-1:] != concentration.shape:
+        raise ValueError(f"counts must have shape (*lead, {len(concentration)}), got {tuple(counts.shape)}")
+    check_one_device(counts=counts, concentration=concentration)
+    check_range("concentration", concentration, above=0)
+    check_range("counts", counts, least=0)
     posterior = counts + concentration
     return posterior / posterior.sum(-1, keepdim=True)
 
@@ -161,20 +161,12 @@ def transfer(
         tolerance: Singular values at most this share of the matrix's largest (of G or D) count as 0; by default machine
             precision times the larger of the matrix's sides, times 10. Estimated matrices need one of the size of
             their error.
-
-    Raises:
-        ValueError: shapes that do not fit, values that are not finite, a tolerance outside [0, 1).
-        TypeError: not tensors, a tolerance that is no number.
     """
     g, d = _checked("self_supervised", self_supervised), _checked("downstream", downstream)
     if g.shape[1] != d.shape[1]:
         raise ValueError(f"both need the same number of latents, got shapes {tuple(g.shape)} and {tuple(d.shape)}")
-    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, float | int)):
-        raise TypeError(f"tolerance must be a number, got {told(tolerance)}")
-    if tolerance is None:
-        tolerance = 10 * max(*g.shape, *d.shape) * torch.finfo(torch.float64).eps
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must be in [0, 1), got {tolerance}")
+    rounding = 10 * max(*g.shape, *d.shape) * torch.finfo(torch.float64).eps
+    tolerance = rounding if tolerance is None else number("tolerance", tolerance, least=0, below=1)
     g_tangent, d_tangent = (m - m.mean(1, keepdim=True) if simplex else m for m in (g, d))
     # Rounding of the centring is measured by the matrix it was made from.
     g_floor, d_floor = (tolerance * torch.linalg.matrix_norm(m, 2) for m in (g, d))
@@ -204,29 +196,22 @@ def excess_risk_bound(condition_number: float, self_supervised_excess: float, de
         condition_number: κ of `transfer`; ∞ gives ∞.
         self_supervised_excess: E‖ĝ(X) − Gs(X)‖², above the optimum's own risk.
         density_ratio: r, the largest ratio of the downstream inputs' density to the self-supervised ones'; at least 1.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
-    for name, value in (("condition_number", condition_number), ("density_ratio", density_ratio)):
+    for name, value, least in (("condition_number", condition_number, 0), ("density_ratio", density_ratio, 1)):
         if isinstance(value, bool) or not isinstance(value, float | int):
-            raise TypeError(f"{name} must be a number, got {told(value)}")
-    if not condition_number >= 0:
-        raise ValueError(f"condition_number must be at least 0, got {condition_number}")
-    check_number("self_supervised_excess", self_supervised_excess)
-    if not density_ratio >= 1:
-        raise ValueError(f"density_ratio is a largest ratio of two densities, at least 1, got {density_ratio}")
+            raise TypeError(f"{name} must be a number, got {described(value)}")
+        if not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    number("self_supervised_excess", self_supervised_excess, least=0)
     if math.inf in (condition_number, density_ratio):
         return math.inf
     return condition_number**2 * density_ratio * self_supervised_excess
 
 
 def _checked(name: str, matrix: Tensor) -> Tensor:
-    check_tensors(**{name: matrix})
+    matrix = real_tensor(name, matrix)
     check_values(**{name: matrix})
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(f"{name} must have shape (rows, latents) with at least one of each, got {tuple(matrix.shape)}")
-    matrix = matrix.detach().double()
-    if not bool(matrix.isfinite().all()):
-        raise ValueError(f"{name} must be finite")
-    return matrix
+    check_finite(**{name: matrix})
+    return matrix.detach().double()

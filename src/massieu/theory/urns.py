@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from massieu.posteriors.arguments import check_whole
+from massieu.foundation.arguments import whole_number
 
 _MOST_SEQUENCES = 1_000_000
 
@@ -29,14 +29,10 @@ def urn_total_variation(counts: Sequence[int], k: int) -> float:
     urn of n different balls, ``[1] * n``, has the largest, 1 − n!/((n − k)! nᵏ), and needs no visits.
 
     Raises:
-        ValueError: no ball, a negative count, k not between 1 and their number, more compositions than a million.
+        ValueError: a negative count, k not between 1 and the number of balls, more compositions than a million.
         TypeError: counts that are not whole numbers.
     """
-    for count in counts:
-        check_whole("every count", count)
-    if not counts or any(count < 0 for count in counts):
-        raise ValueError(f"counts must be whole numbers of balls, at least 0, got {list(counts)}")
-    balls = [count for count in counts if count]
+    balls = [count for count in counts if whole_number("every count", count, least=0)]
     total = sum(balls)
     _check_sizes(k, total)
     if len(balls) == total:
@@ -59,7 +55,7 @@ def urn_total_variation(counts: Sequence[int], k: int) -> float:
 
 
 def _check_sizes(k: int, n: int) -> None:
-    for name, value in (("k", k), ("n", n)):
-        check_whole(name, value)
+    whole_number("k", k)
+    whole_number("n", n)
     if not 1 <= k <= n:
         raise ValueError(f"k must lie between 1 and n = {n}, got {k}")

@@ -45,12 +45,12 @@ def regression_at_test_time(keys: int = 30, dimensions: int = 4, ridge: float = 
     fit = torch.linalg.lstsq(
         torch.cat([k, math.sqrt(ridge) * identity]), torch.cat([v, torch.zeros(dimensions, 3, dtype=torch.float64)])
     ).solution
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=ridge)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=ridge)
     yield close("conditional mean attention and the ridge solution", found.output[0, 0], q @ fit)
     # λ·(G + λI)⁻¹ differs from I by at most the largest eigenvalue over λ.
     large = 1e6
     step = (q @ k.T) @ v
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=large)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=large)
     most = torch.linalg.eigvalsh(k.T @ k)[-1] / large
     norm = torch.linalg.matrix_norm(k.T @ v) * q.norm(dim=-1).max()
     yield at_most(
@@ -72,7 +72,7 @@ def _boundary() -> Iterator[Check]:
     constant = ops.attention(*arguments, log_weight=log_weight, scale=width**-2).output.flatten()
     tilted = log_weight + query * key.mT / width**2 - 0.5 * (query / width).square()
     linear = conditional_mean_attention(
-        *arguments, kernel=FeatureKernel(_affine), ridge=0.0, log_weight=tilted
+        *arguments, kernel=FeatureKernel.create(_affine), ridge=0.0, log_weight=tilted
     ).output.flatten()
     truth = 1 + 2 * query.flatten()
     # The mean of a half-normal of this width is √(2/π)·width; the grid's midpoints err by O(1/2000²).

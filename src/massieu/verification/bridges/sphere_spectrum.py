@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.ops.bessel import log_sphere_partition
-from massieu.theory import deconvolution, ridge_multipliers, softmax_limit, sphere_multipliers, spherical_kernel
+from massieu.theory import deconvolution, ridge_multipliers, sphere_multipliers, spherical_kernel
 from massieu.verification.claim import CLOSED_FORM, Check, at_least, at_most, close
 from massieu.verification.registry import claim
 
@@ -75,7 +75,7 @@ def _on_the_circle(count: int = 128, scale: float = 3.0) -> Iterator[Check]:
     parts = torch.stack([0.4 + 0 * angle, angle.cos(), (2 * angle + 1).sin(), (3 * angle).cos()], -1)
     value = parts.sum(-1)
     output = ops.attention(key[None, None], key[None, None], value[None, None, :, None], scale=scale).output.flatten()
-    yield close("circle: softmax attention and Σ ρ_n f_n", output, softmax_limit(parts, 2, scale))
+    yield close("circle: softmax attention and Σ ρ_n f_n", output, (sphere_multipliers(3, 2, scale) * parts).sum(-1))
 
     gram = torch.exp(scale * key @ key.T)
     left = []

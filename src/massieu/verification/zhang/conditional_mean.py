@@ -53,7 +53,7 @@ def posterior_mean(
     coefficients = math.sqrt(prior_variance) * normal(phi.shape[-1], 2)
     value = (phi @ coefficients + noise * normal(keys, 2))[None, None]
     found = conditional_mean_attention(
-        query, key, value, kernel=FeatureKernel(_quadratic), ridge=ridge, need_variance=True
+        query, key, value, kernel=FeatureKernel.create(_quadratic), ridge=ridge, need_variance=True
     )
     assert found.variance is not None
     gram, cross = (1 + key[0, 0] @ key[0, 0].T).square(), (1 + key[0, 0] @ query[0, 0].T).square()
@@ -68,7 +68,7 @@ def posterior_mean(
     moment = torch.linalg.inv(phi.T @ phi + ridge * torch.eye(phi.shape[-1], dtype=torch.float64))
     feature_form = asked @ moment @ phi.T @ value[0, 0]
     few = conditional_mean_attention(
-        query, key[:, :, :4], value[:, :, :4], kernel=FeatureKernel(_quadratic), ridge=ridge, need_variance=True
+        query, key[:, :, :4], value[:, :, :4], kernel=FeatureKernel.create(_quadratic), ridge=ridge, need_variance=True
     )
     few_moment = torch.linalg.inv(phi[:4].T @ phi[:4] + ridge * torch.eye(phi.shape[-1], dtype=torch.float64))
     yield close("feature form and posterior mean", feature_form, mean)
@@ -79,7 +79,7 @@ def posterior_mean(
     )
     assert few.variance is not None
     yield close("4 keys: variances", few.variance[0, 0], ridge * ((asked @ few_moment) * asked).sum(-1))
-    line = conditional_mean_attention(query[..., :1], key[..., :1], value, kernel=LinearKernel(), ridge=ridge)
+    line = conditional_mean_attention(query[..., :1], key[..., :1], value, kernel=LinearKernel.create(), ridge=ridge)
     slope = (key[..., :1] * value).sum(2) / (key[..., :1].square().sum(2) + ridge)
     yield close("one dimension: q·Σkv/(Σk² + λ)", line.output, query[..., :1] * slope.unsqueeze(2))
     yield from _coverage(normal, keys, dimensions, noise, prior_variance)
@@ -92,7 +92,7 @@ def _coverage(normal: Normal, keys: int, dimensions: int, noise: float, prior_va
     weights = math.sqrt(prior_variance) * normal(draws, 1, dimensions, 1)
     value, new = (points @ weights + noise * normal(*points.shape[:-1], 1) for points in (key, query))
     ridge = ridge_from(noise_variance=noise**2, prior_variance=prior_variance)
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel(), ridge=ridge, need_variance=True)
+    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=ridge, need_variance=True)
     predictive = found.predictive_variance(noise_variance=noise**2, prior_variance=prior_variance)
     squares = (new - found.output).square().squeeze(-1) / predictive
     yield near_in_standard_errors(
@@ -131,9 +131,11 @@ def conditional_mean_operator(
             cross @ torch.linalg.inv(shifted) @ value[0, 0],
             operator,
         )
-        found = conditional_mean_attention(query, key, value, kernel=FeatureKernel(_quadratic), operator_ridge=ridge)
+        found = conditional_mean_attention(
+            query, key, value, kernel=FeatureKernel.create(_quadratic), operator_ridge=ridge
+        )
         yield close(f"ε = {ridge:g}: attention and operator", found.output[0, 0], operator)
-        mistaken = conditional_mean_attention(query, key, value, kernel=FeatureKernel(_quadratic), ridge=ridge)
+        mistaken = conditional_mean_attention(query, key, value, kernel=FeatureKernel.create(_quadratic), ridge=ridge)
         # Shrunk less by up to the factor L in each direction; the difference is no rounding.
         yield at_least(
             f"ε = {ridge:g}: what λ = ε would change", (mistaken.output[0, 0] - operator).abs().max(), 1e-3 * ridge
@@ -142,7 +144,7 @@ def conditional_mean_operator(
     alphabet = torch.eye(letters, dtype=torch.float64)
     means = torch.stack([value[0, 0, letter == each].mean(0) for each in range(letters)])
     found = conditional_mean_attention(
-        alphabet[None, None], alphabet[letter][None, None], value, kernel=LinearKernel(), operator_ridge=1e-13
+        alphabet[None, None], alphabet[letter][None, None], value, kernel=LinearKernel.create(), operator_ridge=1e-13
     )
     yield close("finite alphabet, ε = 1e-13: attention and means of the letters", found.output[0, 0], means)
 
@@ -180,7 +182,7 @@ def rates_of_the_ridge(repetitions: int = 40, noise: float = 0.3, seed: int = 0)
     check_at_least(20, repetitions=repetitions)
     normal = normal_draws(seed)
     query = torch.nn.functional.normalize(normal(1, 1, 200, 4), dim=-1)
-    kernel = FeatureKernel(_harmonics)
+    kernel = FeatureKernel.create(_harmonics)
     # Every coefficient of degrees 1 and 2 is ±½: prior variance ¼, and of degree 0 none.
     coefficients = 0.5 * normal(13, 1).sign()
     target = _harmonics(query)[..., 1:] @ coefficients
@@ -304,7 +306,7 @@ def _without_smoothing(query: Tensor, place: Tensor, value: Tensor, turned: Tens
 
     key = _circle(place).expand(-1, 2, -1, -1)
     found = conditional_mean_attention(
-        query.expand(-1, 2, -1, -1), key, heads, kernel=FeatureKernel(harmonics), ridge=noise**2
+        query.expand(-1, 2, -1, -1), key, heads, kernel=FeatureKernel.create(harmonics), ridge=noise**2
     )
     mean = found.output.squeeze(-1)
     expected = torch.stack([_target(turned), 3 - _target(turned)])

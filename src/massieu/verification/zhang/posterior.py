@@ -23,9 +23,9 @@ _EXACT = 1e-12
     "Z3",
     title="A posterior mean as attention",
     statement="Posterior means are attention: of a Gaussian mean, or of any exponential family's statistic, over the tokens "
-    "and a prior token of value χ/ν and logit log ν; with precisions τ, logits log τ; of finitely many concepts, over concepts "
+    "and a sink of value χ/ν and logit log ν; with precisions τ, logits log τ; of finitely many concepts, over concepts "
     "with sum-pooled log-likelihoods. The log-partition is the log of the posterior's count; uniform attention without the "
-    "prior token is off by κ₀/(κ₀ + L)·‖m₀ − x̄‖.",
+    "sink is off by κ₀/(κ₀ + L)·‖m₀ − x̄‖.",
     source="conjugate Bayes, derived",
     status="derived",
 )
@@ -39,7 +39,7 @@ def posterior_means_as_attention(
     yield from _families(normal, tokens)
     yield from _concepts(normal, tokens)
     yield from _dirichlet()
-    yield from _without_the_prior_token(normal, dimensions, repetitions)
+    yield from _without_the_sink(normal, dimensions, repetitions)
 
 
 def _gaussian(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
@@ -55,7 +55,7 @@ def _gaussian(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
         mean = prior.mean + width * solved[:, :-1].sum(0)
         variance = width - width.square() * solved[:, -1].sum()
         attended = prior.as_attention(seen, precision=given).attend()
-        yield close(f"{name}: attention with a prior token and E z", attended.output, mean, _EXACT)
+        yield close(f"{name}: attention with a sink and E z", attended.output, mean, _EXACT)
         count = prior.variance / variance
         yield close(f"{name}: exp(log Z) and σ²/Var z", attended.log_partition.exp(), count, CLOSED_FORM)
         found = prior.posterior(seen, precision=given)
@@ -116,7 +116,7 @@ def _dirichlet() -> Iterator[Check]:
     yield close("Dirichlet–multinomial: attention and the integral over the simplex", attended.output, mean, QUADRATURE)
 
 
-def _without_the_prior_token(normal: Normal, dimensions: int, repetitions: int) -> Iterator[Check]:
+def _without_the_sink(normal: Normal, dimensions: int, repetitions: int) -> Iterator[Check]:
     sizes, errors = [2**power for power in range(5, 11)], []
     prior = GaussianMean.create(normal(dimensions), torch.tensor(1.0).double(), torch.tensor(1.0).double())
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Finite exchangeability, sufficiency, regret: against enumeration, SciPy's laws, and what must fail."""
+"""Sufficiency and regret: against enumeration, and what must fail."""
 
 import itertools
 import math
@@ -6,57 +6,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from tests.rows import every_row
 
 from massieu.posteriors import DiscreteLatent, averaging_regret, sufficiency
-from massieu.theory import finite_extension_bound, urn_total_variation
 
 
 def tensor(value):
     return torch.as_tensor(np.asarray(value, dtype=np.float64))
 
 
-def test_two_draws_without_replacement_are_no_mixture():
-    """Trap 22: exchangeable, but of covariance −¼; a mixture's is a variance. The bound says nothing at n = k = 2."""
-    pairs = [(0, 1), (1, 0)]
-    left, right = np.array(pairs).T
-    assert np.mean(left * right) - left.mean() * right.mean() == -0.25
-    assert finite_extension_bound(2, 2) == urn_total_variation([1, 1], 2) == 0.5
-
-
-def test_the_urns_distance_and_its_bound():
-    assert urn_total_variation([1] * 10, 3) == pytest.approx(0.28, abs=1e-14)
-    assert finite_extension_bound(3, 10) == pytest.approx(0.3, abs=1e-14)
-    for counts in ([3, 4], [2, 2, 5], [1, 0, 6, 2]):
-        n = sum(counts)
-        for k in range(1, 5):
-            sequences = list(itertools.product(range(len(counts)), repeat=k))
-            distance = 0.0
-            for sequence in sequences:
-                without, left = 1.0, list(counts)
-                for drawn in sequence:
-                    without *= left[drawn] / sum(left)
-                    left[drawn] -= 1
-                distance += abs(without - math.prod(counts[drawn] / n for drawn in sequence)) / 2
-            assert urn_total_variation(counts, k) == pytest.approx(distance, abs=1e-13)
-            assert distance <= finite_extension_bound(k, n) + 1e-15
-    two = urn_total_variation([40, 60], 10)
-    points = np.arange(11)
-    expected = 0.5 * np.abs(stats.hypergeom(100, 40, 10).pmf(points) - stats.binom(10, 0.4).pmf(points)).sum()
-    assert two == pytest.approx(expected, abs=1e-12)
-
-
 @every_row(("call", "message"), [
-    (lambda: finite_extension_bound(4, 3), "between 1 and n = 3, got 4"),
-    (lambda: urn_total_variation([], 1), "counts must be whole numbers"),
-    (lambda: urn_total_variation([1, -1], 1), "at least 0"),
-    (lambda: urn_total_variation([50] * 40, 30), "outcomes, more than"),
-    (lambda: sufficiency(torch.zeros(2), torch.zeros(3, 2), 2), "must have shapes"),
+    (lambda: sufficiency(torch.zeros(2), torch.zeros(3, 2), 2), r"log_likelihood must have shape \(2, V\)"),
     (lambda: sufficiency(torch.zeros(2), torch.zeros(2, 10), 9), "sequences"),
     (lambda: sufficiency(torch.zeros(2), torch.zeros(2, 3), 2), "nothing to merge"),
     (lambda: sufficiency(torch.zeros(2), torch.randn(2, 3), 2, label=torch.ones(3, 2)), "label must have shape"),
-    (lambda: averaging_regret(torch.zeros(3), torch.zeros(4, 2), torch.zeros(2)), "must have shapes"),
+    (lambda: averaging_regret(torch.zeros(3), torch.zeros(4, 2), torch.zeros(2)), r"log_likelihoods must have shape \(3, K\)"),
     (lambda: averaging_regret(torch.zeros(3) * torch.nan, torch.zeros(3, 2), torch.zeros(2)), "NaN"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(call, message):
@@ -143,3 +107,12 @@ def test_one_token_that_tells_all_meets_the_bound():
     )
     assert found.loss.item() == pytest.approx(2.302585, abs=1e-6)
     assert found.loss.item() == pytest.approx(found.bound.item(), abs=1e-14)
+
+
+def test_sequences_too_rare_for_floating_point_are_left_out():
+    """A third token of probability e⁻⁹⁰⁰ changes nothing."""
+    prior, table = torch.zeros(2), torch.tensor([[0.6, 0.4], [0.2, 0.8]], dtype=torch.float64).log()
+    found = sufficiency(prior, torch.cat([table, torch.full((2, 1), -900.0)], 1), 2)
+    assert tuple(found) == pytest.approx(tuple(sufficiency(prior, table, 2)), rel=1e-12)
+    with pytest.raises(ValueError, match="500500 different counts of tokens, more than the 2048"):
+        sufficiency(torch.zeros(2), torch.randn(2, 1000), 2)
