@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from massieu import energy
+from massieu.energy.activations import LayerNorm
+from massieu.nn.activation import Activation
 from massieu.nn.arguments import check_device
-from massieu.nn.contraction import LayerNorm
 from massieu.nn.heads import Number, register_number
 from massieu.ops.shapes import without_autocast
 from massieu.solve.arguments import floating
@@ -72,10 +73,10 @@ class EnergyTransformer(nn.Module):
             raise ValueError(f"step_size must be positive and finite, or None, got {step_size}")
         register_number(self, "scale", scale, num_heads)
         spread = embed_dim**-0.5
-        self.key = nn.Parameter(spread * torch.randn(num_heads, size, embed_dim))
-        self.query = nn.Parameter(spread * torch.randn(num_heads, size, embed_dim))
+        self.key_weight = nn.Parameter(spread * torch.randn(num_heads, size, embed_dim))
+        self.query_weight = nn.Parameter(spread * torch.randn(num_heads, size, embed_dim))
         self.memories = nn.Parameter(spread * torch.randn(quantity, embed_dim))
-        self.normalisation = LayerNorm(embed_dim, eps=eps)
+        self.normalisation = Activation(LayerNorm.create(1.0, torch.zeros(embed_dim), eps=eps))
         self.steps, self.step_size = steps, step_size
 
     def energy(self, key_padding_mask: Bool[Tensor, "*lead n"] | None = None) -> energy.TransformerEnergy:
@@ -90,10 +91,10 @@ class EnergyTransformer(nn.Module):
             kind = key_padding_mask.dtype if isinstance(key_padding_mask, Tensor) else type(key_padding_mask).__name__
             raise TypeError(f"key_padding_mask must be boolean (True hides a token), got {kind}")
         return energy.TransformerEnergy.create(
-            self.key,
-            self.query,
+            self.key_weight,
+            self.query_weight,
             self.memories,
-            normalisation=self.normalisation.map(),
+            normalisation=self.normalisation.activation(),
             scale=self.scale,
             keep=None if key_padding_mask is None else ~key_padding_mask,
         )
@@ -125,7 +126,7 @@ class EnergyTransformer(nn.Module):
         Raises:
             ValueError, TypeError: shapes or dtypes that do not fit.
         """
-        check_device("tokens", floating("tokens", tokens), self.key)
+        check_device("tokens", floating("tokens", tokens), self.key_weight)
         with without_autocast(tokens.device):
             function = self.energy(key_padding_mask)
             if need_energies:
@@ -137,7 +138,7 @@ class EnergyTransformer(nn.Module):
         return moved.to(tokens.dtype)
 
     def extra_repr(self) -> str:
-        heads, size, width = self.key.shape
+        heads, size, width = self.key_weight.shape
         sizes = f"{width}, {heads}, hidden_size={size}, quantity={len(self.memories)}"
         return f"{sizes}, steps={self.steps}, step_size={self.step_size}"
 
@@ -157,7 +158,7 @@ class EnergyTransformerStack(nn.Module):
         if any(not isinstance(block, EnergyTransformer) for block in self.blocks):
             kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
             raise TypeError(f"blocks must be EnergyTransformer modules, got {kinds}")
-        sizes = sorted({block.key.shape[-1] for block in self._all()})
+        sizes = sorted({block.key_weight.shape[-1] for block in self._all()})
         if len(sizes) != 1:
             raise ValueError(f"blocks must take tokens of one size, got {sizes or 'no block'}")
 

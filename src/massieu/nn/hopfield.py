@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
-from massieu.measures import Atoms
+from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
+from massieu.nn.activation import Activation, as_module
 from massieu.nn.arguments import check_input
-from massieu.nn.contraction import Contraction
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import Mask, Number, log_weight_of, merge_heads, register_number, split_heads
 from massieu.nn.retrieval import descend, settle
@@ -60,7 +60,7 @@ class Hopfield(Converging, nn.Module):
         steps: int | None = 1,
         scale: Number = None,
         sink: Number = None,
-        contraction: Contraction | None = None,
+        activation: Activation | energy.activations.Activation | Measure | None = None,
         dropout: float = 0.0,
         batch_first: bool = True,
         max_steps: int = 1000,
@@ -78,7 +78,8 @@ class Hopfield(Converging, nn.Module):
             steps: Passes over the patterns; None: until retrieval has converged.
             scale: Inverse temperature; hidden_size^-½ by default. A number, a tensor or a Parameter, one or one a head.
             sink: Log-weight of a null pattern, 0 with value 0, of the same kinds.
-            contraction: What follows every pass but the last: the energy's reference, ½‖x‖² by default.
+            activation: What follows every pass but the last: the energy's reference, the identity by default. An
+                `nn.Activation`, or what it is made of.
             dropout: Of the weights of the last pass, in training; takes memory L×N.
             max_steps: For `steps=None`, when to give up: the last state is used, `convergence` has status and residual of each
                 state, and a warning says so once.
@@ -113,7 +114,7 @@ class Hopfield(Converging, nn.Module):
                 raise ValueError("input_size is needed to make the module `output`; or give that module")
             output = _linear(num_heads * size, output_size or input_size)
         self.output = output
-        self.contraction = contraction
+        self.activation = as_module(activation)
         register_number(self, "scale", scale, num_heads)
         register_number(self, "sink", sink, num_heads)
         self.num_heads, self.steps, self.dropout, self.batch_first = num_heads, steps, dropout, batch_first
@@ -176,7 +177,7 @@ class Hopfield(Converging, nn.Module):
             keys = F.pad(keys, (0, 0, 0, 1))
             log_weight = torch.cat([log_weight, sink.expand(*log_weight.shape[:2], 1)], -1)
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
-        reference = None if self.contraction is None else self.contraction.map()
+        reference = None if self.activation is None else self.activation.activation()
         return energy.HopfieldEnergy.create(Atoms.create(keys, log_weight), scale=scale, reference=reference)
 
     def query(self, state: Patterns) -> Float[Tensor, "B H L D"]:
@@ -225,11 +226,11 @@ class Hopfield(Converging, nn.Module):
 
     def _descended(self, query: Tensor, key: Tensor, log_weight: Mask | None) -> Tensor:
         """The state before the last pass."""
-        contraction = None if self.contraction is None else self.contraction.map()
+        activation = None if self.activation is None else self.activation.activation()
         if self.steps is not None:
             options = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
-            return descend(query, key, self.steps - 1, contraction, **options)
-        found = settle(query, key, contraction, log_weight, self.scale, self.sink, self.max_steps, self.throw)
+            return descend(query, key, self.steps - 1, activation, **options)
+        found = settle(query, key, activation, log_weight, self.scale, self.sink, self.max_steps, self.throw)
         self._keep(found.status, found.residual)
         return found.value.to(query.dtype)
 

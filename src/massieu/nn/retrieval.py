@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.energy.contraction import Contraction
+from massieu.energy.activations import Activation
 from massieu.nn.heads import Mask
 from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPointResult, fixed_point
@@ -17,21 +17,21 @@ def descend(
     state: Float[Tensor, "B H L D"],
     key: Float[Tensor, "B H N D"],
     steps: int,
-    contraction: Contraction | None,
+    activation: Activation | None,
     **options: Any,
 ) -> Float[Tensor, "B H L D"]:
-    """The state after so many steps x ↦ ∇R(Σ p_n key_n). Its backward pass keeps states, not weights: memory steps·(L + N)."""
+    """The state after so many steps x ↦ ∇L(Σ p_n key_n). Its backward pass keeps states, not weights: memory steps·(L + N)."""
     for _ in range(steps):
         state = ops.attention(state, key, key, **options).output.contiguous()
-        if contraction is not None:
-            state = contraction.mean(state).to(state.dtype)
+        if activation is not None:
+            state = activation(state).to(state.dtype)
     return state
 
 
 def settle(
     state: Float[Tensor, "B H L D"],
     key: Float[Tensor, "B H N D"],
-    contraction: Contraction | None,
+    activation: Activation | None,
     log_weight: Mask | None,
     scale: float | Tensor | None,
     sink: float | Tensor | None,
@@ -44,9 +44,9 @@ def settle(
     """
     tensors = {"log_weight": _as_number(log_weight, state), "scale": scale, "sink": sink}
     options = {name: value for name, value in tensors.items() if value is not None}
-    maps = () if contraction is None else (contraction,)
+    maps = () if activation is None else (activation,)
 
-    def step(point: Tensor, key: Tensor, options: dict[str, Any], maps: tuple[Contraction, ...]) -> Tensor:
+    def step(point: Tensor, key: Tensor, options: dict[str, Any], maps: tuple[Activation, ...]) -> Tensor:
         return descend(point, key, 1, maps[0] if maps else None, **options)
 
     with without_autocast(state.device):
@@ -56,7 +56,7 @@ def settle(
             (key, options, maps),
             method="picard",
             max_steps=max_steps,
-            # β times a covariance is symmetric; a contraction after it is not.
+            # β times a covariance is symmetric; an activation after it is not.
             linear_solver="auto" if maps else "cg",
             throw=throw,
             lost_derivative="nan" if throw else "zero",
