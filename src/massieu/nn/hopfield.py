@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
-from massieu.energy import activations
 from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
 from massieu.nn.activation import Activation, as_module
@@ -61,7 +60,7 @@ class Hopfield(Converging, nn.Module):
         steps: int | None = 1,
         scale: Number = None,
         sink: Number = None,
-        activation: Activation | activations.Activation | Measure | None = None,
+        activation: Activation | energy.activations.Activation | Measure | None = None,
         dropout: float = 0.0,
         batch_first: bool = True,
         max_steps: int = 1000,
