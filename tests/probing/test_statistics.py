@@ -8,7 +8,7 @@ import torch
 from tests.probing import oracle, zoo
 from tests.rows import every_row
 
-from massieu.probing.capture import AttentionCall, Site
+from massieu.probing.capture import AttentionCall, AttentionSite
 from massieu.probing.check import first_look
 from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics.attention import PER_QUERY, AttentionStatistics, Tokens, query_statistics
@@ -79,7 +79,17 @@ def test_a_constant_added_to_the_keys_moves_no_headline(causal):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, 40, 16) for _ in range(3))
     call = AttentionCall(
-        Site("a"), torch.nn.Identity(), query, key, value, None, causal, 0.25, None, None, torch.empty(2, 40, 3, 16)
+        AttentionSite("a"),
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        causal,
+        0.25,
+        None,
+        None,
+        torch.empty(2, 40, 3, 16),
     )
     tokens = Tokens(torch.ones(2, 40, dtype=torch.bool), torch.zeros(2, 40, dtype=torch.bool))
     positions = torch.arange(40)
@@ -146,7 +156,7 @@ def test_nan_is_reported_and_left_out():
     query, key = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4)
     query[0, 1, 3] = torch.nan
     call = AttentionCall(
-        Site("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
+        AttentionSite("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
     )
     tokens = Tokens(torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.bool))
     found = query_statistics(call, tokens, tokens, torch.arange(8), True)

@@ -18,15 +18,8 @@ from tests.rows import every_row
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from massieu.errors import InputError
-from massieu.probing.documents import PIECE, pieces
-from massieu.probing.text import (
-    Document,
-    TextBatches,
-    check_sources,
-    read_documents,
-    reference_documents,
-    token_strings,
-)
+from massieu.probing.documents import PIECE, Document, check_sources, pieces, read_documents, reference_documents
+from massieu.probing.text import TextBatches, token_strings
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 

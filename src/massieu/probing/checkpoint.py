@@ -262,3 +262,8 @@ def some(names: Iterable[str], shown: int = 3) -> str:
     """The first names of a list, and how many there are beside them."""
     listed = list(names)
     return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 weight" and "2,000 weights"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -18,9 +18,9 @@ from massieu.energy.contraction import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
 from massieu.probing.capture import capturing
-from massieu.probing.check import relative_difference
+from massieu.probing.check import check_evaluating
 from massieu.probing.model import as_loaded, dummy_inputs, model_inputs
-from massieu.probing.replay import AffineQuery, affine_projections, output_maps
+from massieu.probing.replay import AffineQuery, affine_projections, output_maps, relative_difference
 from massieu.probing.sites import SiteInfo, find_sites, noticing
 from massieu.probing.tokens import decoder_given
 from massieu.probing.wiring import Step, StreamTracer
@@ -57,8 +57,7 @@ def population_layers(
             no such layer; not a model of `transformers`, in training mode, or without weights (on the meta device).
     """
     trunk = as_loaded(model).module
-    if any(module.training for module in trunk.modules()):
-        raise InputError("the model is in training mode, so dropout would change its numbers; call model.eval() first")
+    check_evaluating(trunk)
     blocks = _blocks(_watched(trunk, inputs))
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer not in blocks):
         raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer!r}")

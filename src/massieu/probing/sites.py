@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from massieu.probing.capture import AttentionCall, Site, of_this_thread
+from massieu.probing.capture import AttentionCall, AttentionSite
+from massieu.probing.watching import hooked
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class SiteInfo:
     """
 
     index: int
-    site: Site
+    site: AttentionSite
     block: str
     layer: int
     kind: str  # "self", "causal" or "cross"
@@ -66,13 +67,8 @@ def noticing(model: nn.Module) -> Iterator[FirstPass]:
         if any(keywords.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")):
             found.cross.add(module)
 
-    look = of_this_thread(look)
-    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules()]
-    try:
+    with hooked(model.modules(), before=look):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def find_sites(model: nn.Module, seen: FirstPass, *, decoder_tokens: bool = False) -> list[SiteInfo]:
@@ -107,14 +103,9 @@ def find_sites(model: nn.Module, seen: FirstPass, *, decoder_tokens: bool = Fals
 def _kind(call: AttentionCall, cross: set[nn.Module]) -> str:
     if call.module in cross or call.key.shape[2] != call.query.shape[2]:
         return "cross"
-    return "causal" if _is_causal(call) else "self"
-
-
-def _is_causal(call: AttentionCall) -> bool:
-    visible = call.visible()
-    if visible.shape[-1] < 2:
-        return call.is_causal
-    return not bool(visible.triu(1).any())
+    if call.key.shape[2] < 2:
+        return "causal" if call.is_causal else "self"
+    return "self" if bool(call.visible().triu(1).any()) else "causal"
 
 
 def _list_items(model: nn.Module) -> list[str]:

@@ -6,35 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from jaxtyping import Bool
+from torch import Tensor
 
 from massieu.errors import InputError
-from massieu.probing.documents import (
-    Document,
-    check_sources,
-    pieces,
-    read_documents,
-    reference_documents,
-    string_documents,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "Batch",
-    "Document",
-    "TextBatches",
-    "TextReport",
-    "check_sources",
-    "read_documents",
-    "reference_documents",
-    "string_documents",
-    "token_strings",
-]
-
+from massieu.probing.checkpoint import counted
+from massieu.probing.documents import Document, pieces
 
 UNKNOWN_SHARE = 0.05
 """Above this share of unknown tokens a run warns."""
@@ -51,9 +31,9 @@ class Batch:
         names: For each row, the name of the document it starts in.
     """
 
-    inputs: "dict[str, Tensor]"
-    real: "Bool[Tensor, 'B L']"
-    special: "Bool[Tensor, 'B L']"
+    inputs: dict[str, Tensor]
+    real: Bool[Tensor, "B L"]
+    special: Bool[Tensor, "B L"]
     names: tuple[str, ...]
 
 
@@ -112,12 +92,12 @@ class _LeftOut:
         """What is left out, for the reader of a report."""
         parts = []
         if self.tail:
-            parts.append(f"the last {_number(self.tail, 'token')}, too few to fill a window, were left out")
+            parts.append(f"the last {counted(self.tail, 'token')}, too few to fill a window, were left out")
         if self.cut:
-            documents = _number(self.cut_documents, "document")
-            parts.append(f"{_number(self.cut, 'token')} of {documents}, beyond a length of {max_length}, were left out")
+            documents = counted(self.cut_documents, "document")
+            parts.append(f"{counted(self.cut, 'token')} of {documents}, beyond a length of {max_length}, were left out")
         if stopped_after is not None:
-            parts.append(f"text after the first {_number(stopped_after, 'token')} was not read (max_tokens)")
+            parts.append(f"text after the first {counted(stopped_after, 'token')} was not read (max_tokens)")
         return "; ".join(parts) or None
 
 
@@ -149,9 +129,15 @@ class TextBatches:
     """
 
     def __init__(
-        self, tokenizer: Any, documents: Iterable[Document] | Callable[[], Iterable[Document]], *, max_length: int,
-        max_tokens: int | None = None, batch_size: int = 8, packing: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        tokenizer: Any,
+        documents: Iterable[Document] | Callable[[], Iterable[Document]],
+        *,
+        max_length: int,
+        max_tokens: int | None = None,
+        batch_size: int = 8,
+        packing: bool = True,
+    ) -> None:
         self._tokenizer, self._documents = tokenizer, documents
         self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
         self._packing = packing
@@ -200,7 +186,7 @@ class TextBatches:
                 starts.append((taken + len(stream), number, name))
                 documents = number
             stream += ids
-            room = self._room()
+            room = self._length_for_text()
             whole = len(stream) - len(stream) % room
             for start in range(0, whole, room):
                 yield self._window(stream[start : start + room], taken + start, starts)
@@ -223,7 +209,7 @@ class TextBatches:
             kept: list[int] = []
             cut = 0
             for _, _, ids in parts:
-                fitting = ids[: self._room() - len(kept)]
+                fitting = ids[: self._length_for_text() - len(kept)]
                 kept += fitting
                 cut += len(ids) - len(fitting)
             left_out.cut += cut
@@ -245,7 +231,7 @@ class TextBatches:
                 begun = True
                 yield number, document.name, ids
 
-    def _room(self) -> int:
+    def _length_for_text(self) -> int:
         """Tokens of the text that a row has room for."""
         assert self._around is not None
         added = sum(map(len, self._around))
@@ -266,8 +252,6 @@ class TextBatches:
         return _Row([*before, *ids, *after], special, name, documents)
 
     def _batch(self, rows: list[_Row]) -> Batch:
-        import torch
-
         named = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         padding = next(identifier for identifier in named if identifier is not None)
         shape = len(rows), max(len(row.ids) for row in rows)
@@ -321,11 +305,8 @@ def _byte_of_character() -> dict[str, int]:
 
 def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
     # Windows are cut here, not by the tokenizer: `verbose` would warn that a text is longer than the model reads.
-    encoded = tokenizer(
-        text, add_special_tokens=add_special_tokens, truncation=False, padding=False, return_attention_mask=False,
-        return_token_type_ids=False, verbose=False,
-    )  # fmt: skip
-    return encoded["input_ids"]
+    off = ("truncation", "padding", "return_attention_mask", "return_token_type_ids", "verbose")
+    return tokenizer(text, add_special_tokens=add_special_tokens, **dict.fromkeys(off, False))["input_ids"]
 
 
 def _around(tokenizer: Any, text: str, ids: list[int]) -> tuple[list[int], list[int]]:
@@ -349,7 +330,3 @@ def _special_ids(tokenizer: Any) -> set[int]:
     return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {
         identifier for name in marks if (identifier := getattr(tokenizer, name)) is not None
     }
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -49,8 +49,8 @@ class BatchTokens:
     """
 
     inputs: dict[str, Any]
-    special: Bool[Tensor, "B L"] | None
-    follows: bool
+    special: Bool[Tensor, "B L"] | None = None
+    follows: bool = False
 
     def of(self, call: AttentionCall, *, decoder: bool, keys: bool = False) -> Tokens:
         """Tokens asked about, or attended to, in one attention call."""
@@ -91,7 +91,7 @@ class BatchTokens:
         return int(mask.bool().sum()) if mask is not None and mask.shape == shape else shape.numel()
 
     def positions(
-        self, row: int, length: int, most: int, *, decoder: bool, distinct: bool, generator: torch.Generator
+        self, row: int, length: int, most: int, decoder: bool, distinct: bool, generator: torch.Generator
     ) -> Int[Tensor, " S"]:
         """Some real positions of one item, in a stream of so many tokens; with ``distinct`` no two of the same token.
 
