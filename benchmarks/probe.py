@@ -20,8 +20,8 @@ import transformers
 
 import massieu
 from harness import compare_times
-from massieu.probing.model import load_model
 from massieu.probing.documents import reference_documents
+from massieu.probing.model import load_model
 from massieu.probing.text import TextBatches
 
 RESULTS = Path(__file__).parent / "results" / "probe.json"
