@@ -16,12 +16,13 @@ import massieu
 from massieu.cli.commands import app
 from massieu.errors import InputError
 from massieu.probing import capture
-from massieu.probing.accumulate import Ratio, Units
+from massieu.probing.accumulate import Ratio
 from massieu.probing.check import self_check_error
 from massieu.probing.population_layers import population_layers
 from massieu.probing.replay import relative_difference
 from massieu.probing.result import ProbeResult
 from massieu.probing.statistics.climb import _add, _slope_parts
+from massieu.probing.units import Units
 
 
 def batches(name="bert", number=2, **options):

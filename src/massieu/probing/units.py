@@ -62,7 +62,7 @@ class Sums(Protocol):
     def unit_count(self) -> int: ...
 
 
-class Blocks:
+class BlockSums:
     """Sums of (total, count) over blocks of consecutive rows."""
 
     def __init__(self, shape: tuple[int, ...], capacity: int) -> None:
@@ -100,7 +100,7 @@ class Blocks:
         self.size *= 2
 
     def merge(self, other: Sums) -> None:
-        assert isinstance(other, Blocks)
+        assert isinstance(other, BlockSums)
         if not other.row_count():
             return
         appended = other.copy()
@@ -118,8 +118,8 @@ class Blocks:
         self.sums[: len(rows)] = blocks
         self.rows = rows
 
-    def copy(self) -> "Blocks":
-        twin = Blocks(self.sums.shape[2:], self.capacity)
+    def copy(self) -> "BlockSums":
+        twin = BlockSums(self.sums.shape[2:], self.capacity)
         twin.size, twin.rows, twin.sums = self.size, self.rows.copy(), self.sums.copy()
         return twin
 
@@ -141,7 +141,7 @@ class Blocks:
         return len(self.rows)
 
 
-class Documents:
+class DocumentSums:
     """Moments of (total, count) over rows, apart for every other row.
 
     Totals are kept relative to a reference ratio c, the first row's: r = s − c·n. Around it the squared residuals
@@ -171,7 +171,7 @@ class Documents:
         self.rows += len(pairs)
 
     def merge(self, other: Sums) -> None:
-        assert isinstance(other, Documents)
+        assert isinstance(other, DocumentSums)
         reference = np.where(np.isnan(self.reference), other.reference, self.reference)
         moments = other.moved(reference)
         self.moments = self.moved(reference) + (moments[::-1] if self.rows % 2 else moments)

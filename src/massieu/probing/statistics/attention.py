@@ -12,8 +12,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu import ops
-from massieu.probing.accumulate import Histogram, Ratio, Spread, Units
+from massieu.probing.accumulate import Histogram, Ratio, Spread
 from massieu.probing.capture import AttentionCall
+from massieu.probing.units import Units
 
 PER_QUERY = (
     "selective_log_partition", "log_partition", "entropy", "entropy_fraction", "effective_keys",

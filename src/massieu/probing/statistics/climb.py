@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.probing.accumulate import Ratio, Units
+from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import AttentionCall
 from massieu.probing.inference import other_heads
 from massieu.probing.replay import Replay
+from massieu.probing.units import Units
 from massieu.probing.wiring import AttentionRead, Step
 
 _SLOPES = ("sharpens", "slope_selective", "slope_common")

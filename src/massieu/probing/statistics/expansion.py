@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.population.observables import covariance_spectrum, effective_rank, log_determinant, pairwise_distance
-from massieu.probing.accumulate import Ratio, Units
+from massieu.probing.accumulate import Ratio
+from massieu.probing.units import Units
 from massieu.probing.wiring import Step
 
 LEVELS = ("pairwise_distance", "log_determinant", "effective_rank")
