@@ -89,7 +89,7 @@ def test_a_change_that_is_nan_is_not_one_that_does_not_sharpen():
     ratio = Ratio((1, 3, 1), Units())
     _add(ratio, [_slope_parts(selective, selective)], torch.ones(1, 3, dtype=torch.bool))
     assert ratio.value()[0, 0, 0] == 0.5
-    assert ratio.count()[0, 0, 0] == 2
+    assert ratio.estimate().count[0, 0, 0] == 2
 
 
 def overflowing():

@@ -218,6 +218,10 @@ class Spread:
         """√(Σ (x − x̄)² / (n − 1)); NaN where fewer than two entries were seen."""
         return np.sqrt(np.where(self._count > 1, self._squares, np.nan) / np.maximum(self._count - 1, 1))
 
+    def count(self) -> Float64[np.ndarray, "*shape"]:
+        """Number of entries."""
+        return self._count.copy()
+
     def _add(self, count: np.ndarray, mean: np.ndarray, squares: np.ndarray) -> None:
         both = self._count + count
         share = count / np.maximum(both, 1.0)

@@ -83,7 +83,7 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
     Raises:
         InputError: no attention was seen, the self-check failed, or the model's output is random.
     """
-    prepared = model_inputs(model, {k: v[:2] if isinstance(v, Tensor) else v for k, v in inputs.items()})
+    prepared = model_inputs(model, inputs, items=2)
     with torch.no_grad():
         stock = model(**prepared)[0]
         with noticing(model) as seen, capturing(model, seen.attention) as capture:

@@ -249,25 +249,17 @@ class Reading:
         length, sample = call.query.shape[2], self.options.query_sample
         if queries.special is None or keys.special is None:
             self.results[info.index].unavailable["weight_special"] = "the batches do not say which tokens are special"
-        if sample is None or sample >= length:
-            positions = torch.arange(length, device=call.query.device)
-            found = query_statistics(call, queries, keys, positions, itself=info.kind != "cross")
-            self.results[info.index].attention.update(found, positions, self._rows)
-        else:
-            self._sampled_queries(info, call, queries, keys, sample)
-
-    def _sampled_queries(self, info: SiteInfo, call: AttentionCall, queries: Tokens, keys: Tokens, sample: int) -> None:
-        """Per-query statistics on some queries of each window, drawn window by window."""
-        length, parts = call.query.shape[2], call.query.shape[0] // self._rows
-        for row in range(self._rows):
-            positions = torch.randperm(length, generator=self._random(row, 2))[:sample].sort().values
-            positions, item = positions.to(call.query.device), slice(row * parts, (row + 1) * parts)
-            special = None if queries.special is None else queries.special[item, positions]
-            asked = Tokens(queries.real[item, positions], special)
-            attended = Tokens(keys.real[item], None if keys.special is None else keys.special[item])
-            part = call.rows(item).at(positions)
+        parts = [(slice(None), torch.arange(length), self._rows)]
+        if sample is not None and sample < length:  # some queries of each window, drawn window by window
+            items = call.query.shape[0] // self._rows
+            drawn = [torch.randperm(length, generator=self._random(row, 2)) for row in range(self._rows)]
+            parts = [(slice(i * items, (i + 1) * items), p[:sample].sort().values, 1) for i, p in enumerate(drawn)]
+        for item, positions, rows in parts:
+            positions = positions.to(call.query.device)
+            part = call.rows(item).at(positions) if len(positions) < length else call
+            asked, attended = _part(queries, item, positions), _part(keys, item, slice(None))
             found = query_statistics(part, asked, attended, positions, itself=info.kind != "cross")
-            self.results[info.index].attention.update(found, positions, 1)
+            self.results[info.index].attention.update(found, positions, rows)
 
     def _first_value(self, results: SiteResults, call: AttentionCall, keys: Tokens) -> None:
         norms = call.value.float().norm(dim=-1)
@@ -347,3 +339,8 @@ class Reading:
             return None
         results.replay_whole, results.query_map = replay.whole, replay.query_map(positions)
         return replace(replay, affine=results.query_map)
+
+
+def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:
+    special = None if tokens.special is None else tokens.special[item, positions]
+    return Tokens(tokens.real[item, positions], special)

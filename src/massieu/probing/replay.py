@@ -143,16 +143,26 @@ class Replay:
         Read off the module with basis vectors, then checked on the queries that it really computed; None where that
         check fails (rotary embeddings, normalised queries).
         """
-        one = Replay(self.capture, replace(self.read.item(0), norm=None))
-        size, like = self.read.state.shape[-1], self.read.state
-        basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
         try:
-            found = one.projections(basis, torch.zeros(1, dtype=torch.long, device=like.device))[0][:, :, 0]
+            found = self.read_off(None)[0]
         except Exception:  # of whatever class the module raises: then there is no such map, and it is replayed itself
             return None
         affine = ((found[1:] - found[0]).permute(1, 2, 0).contiguous(), found[0].contiguous())
         trial = replace(self, affine=affine)
         return affine if trial.why_not(positions) is None else None
+
+    def read_off(self, test: Float[Tensor, "1 1 D"] | None) -> list[Float[Tensor, "R H_or_Hk Dh"]]:
+        """Query, key and value of zero, of every basis vector and of a test vector, each a sequence of one token.
+
+        Raises:
+            Exception: as `projections`.
+        """
+        like, size = self.read.state, self.read.state.shape[-1]
+        basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
+        states = basis if test is None else torch.cat([basis, test])
+        one = Replay(self.capture, replace(self.read.item(0), norm=None))
+        found = one.projections(states, torch.zeros(1, dtype=torch.long, device=like.device))
+        return [result[:, :, 0] for result in found]
 
     def pulled_back(
         self, slopes: Sequence[Float[Tensor, "B H S Dh"]], positions: Int[Tensor, " S"]
@@ -234,19 +244,16 @@ def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuer
     token at position zero. The random vector must agree, else the maps are not affine (normalised queries and keys).
     Keys and values have as many heads as queries: grouped ones are repeated.
     """
-    like, size = read.state, read.state.shape[-1]
-    test = torch.randn(1, 1, size, generator=torch.Generator().manual_seed(0)).to(like)
-    basis = torch.cat([torch.zeros(1, 1, size).to(like), torch.eye(size).to(like)[:, None], test])
-    first = torch.zeros(1, dtype=torch.long, device=like.device)
-    one = Replay(capture, replace(read.item(0), norm=None))
+    like = read.state
+    test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
     try:
-        projections = one.projections(basis, first)
+        projections = Replay(capture, read).read_off(test)
     except Exception as error:  # of whatever class the module raises
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     maps, heads = [], projections[0].shape[1]
     for result in projections:
         # (D + 2, heads, size of a head)
-        values = result[:, :, 0].double().repeat_interleave(heads // result.shape[1], 1)
+        values = result.double().repeat_interleave(heads // result.shape[1], 1)
         linear = values[1:-1] - values[0]
         expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
         if not relative_difference(expected, values[-1]) <= tolerance(like.dtype):

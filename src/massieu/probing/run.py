@@ -72,41 +72,26 @@ def probe(
             does not reproduce the model's own attention.
     """
     wanted, groups = select(statistics)
-    for name, value, least in (
-        ("max_length", max_length, 4),
-        ("max_tokens", max_tokens, 1),
-        ("batch_size", batch_size, 1),
-        ("query_sample", query_sample, 1),
-    ):
+    named = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size, "query_sample": query_sample}
+    for name, value in named.items():
+        least = 4 if name == "max_length" else 1
         if value is not None and value < least:
             raise InputError(f"{name} must be at least {least}, got {value}")
-    settings = {
-        "statistics": None if statistics is None else list(statistics),
-        "max_length": max_length,
-        "max_tokens": max_tokens,
-        "batch_size": batch_size,
-        "packing": packing,
-        "query_sample": query_sample,
-        "device": device,
-        "dtype": dtype,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
-        "column": column,
-    }
+    loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    reading = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size, "packing": packing}
+    chosen = None if statistics is None else list(statistics)
+    settings = {"statistics": chosen, **reading, "query_sample": query_sample, **loading, "column": column}
     source, documents = _documents(text, texts, column, check=not isinstance(model, nn.Module))
     tell = progress or (lambda _: None)
     tell(ProbeProgress("loading the model"))
-    loaded = _load(model, tokenizer_or_batches, device, dtype, revision, trust_remote_code)
+    loaded = _load(model, tokenizer_or_batches, needs_tokenizer=tokenizer_or_batches is None, **loading)
     if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
         if text is not None or texts is not None:
             raise InputError("give either batches or text, not both")
         given = Input(tokenizer_or_batches, "batches", True, max_length, loaded.tokenizer)
     else:
         tokenizer = _tokenizer(loaded, tokenizer_or_batches, max_length)
-        batches = TextBatches(
-            tokenizer, documents, max_length=max_length, max_tokens=max_tokens, batch_size=batch_size, packing=packing
-        )
-        given = Input(batches, source, packing, max_length, tokenizer)
+        given = Input(TextBatches(tokenizer, documents, **reading), source, packing, max_length, tokenizer)
     units = Units(mode="window" if given.packing else "document")
     options = Options(groups, units, max_length, query_sample, seed=seed)
     with interruptible() as interruption:
@@ -144,27 +129,12 @@ def _documents(
     return ", ".join(map(str, sources)), lambda: read_documents(sources, column=column)
 
 
-def _load(
-    model: str | Path | nn.Module | None,
-    tokenizer: Any,
-    device: str | None,
-    dtype: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
-    needs_tokenizer: bool = True,
-) -> LoadedModel:
+def _load(model: str | Path | nn.Module | None, tokenizer: Any, needs_tokenizer: bool, **loading: Any) -> LoadedModel:
     if isinstance(model, nn.Module):
-        if device is not None or dtype is not None:
+        if loading["device"] is not None or loading["dtype"] is not None:
             raise InputError("device and dtype belong to models loaded by name; move a model in memory yourself")
         return as_loaded(model, tokenizer if callable(tokenizer) else None)
-    loaded = load_model(
-        model,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        tokenizer=needs_tokenizer and tokenizer is None,
-    )
+    loaded = load_model(model, tokenizer=needs_tokenizer, **loading)
     check_readable(loaded.module)
     return loaded
 
@@ -225,7 +195,8 @@ def describe(
     Raises:
         InputError: as for `probe`; also when the model reads neither tokens nor images and ``inputs`` is not given.
     """
-    loaded = _load(model, None, device, dtype, revision, trust_remote_code, needs_tokenizer=False)
+    loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    loaded = _load(model, None, needs_tokenizer=False, **loading)
     ready = dict(inputs) if inputs is not None else dummy_inputs(loaded.module)
     options = Options(frozenset({CLIMB, MAPS}), Units(), 256, climb_queries=4)
     given = Input([ready], "made-up input", True, 256, None)

@@ -1,6 +1,5 @@
 """From documents to batches: tokenised while they are read and cut into windows."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -175,33 +174,26 @@ class TextBatches:
 
     def _packed(self, left_out: _LeftOut) -> Iterator[_Row]:
         """Full windows of the stream of all documents' tokens."""
-        stream: list[int] = []
-        taken = documents = 0  # tokens of the stream that are gone from it; documents begun
-        starts: deque[tuple[int, int, str]] = deque()  # of documents: position, number, name
-        separator = self._separator()
+        stream: list[tuple[int, int, str]] = []  # tokens, each with its document's number and name
+        latest, separator, filled = None, self._separator(), False
         for number, name, ids in self._encoded():
-            if number > documents:
-                if documents and separator is not None:
-                    stream.append(separator)
-                starts.append((taken + len(stream), number, name))
-                documents = number
-            stream += ids
-            room = self._length_for_text()
-            whole = len(stream) - len(stream) % room
-            for start in range(0, whole, room):
-                yield self._window(stream[start : start + room], taken + start, starts)
+            if latest is not None and latest != (number, name) and separator is not None:
+                stream.append((separator, *latest))
+            latest = number, name
+            stream += [(token, number, name) for token in ids]
+            length = self._length_for_text()
+            whole = len(stream) - len(stream) % length
+            for start in range(0, whole, length):
+                yield self._window(stream[start : start + length])
             del stream[:whole]
-            taken += whole
-        if stream and not taken:
-            yield self._window(stream, 0, starts)
+            filled = filled or whole > 0
+        if stream and not filled:
+            yield self._window(stream)
         else:
             left_out.tail = len(stream)
 
-    def _window(self, ids: list[int], position: int, starts: deque[tuple[int, int, str]]) -> _Row:
-        while len(starts) > 1 and starts[1][0] <= position:
-            starts.popleft()
-        begun = max(number for start, number, _ in starts if start < position + len(ids))
-        return self._row(ids, starts[0][2], begun)
+    def _window(self, tokens: list[tuple[int, int, str]]) -> _Row:
+        return self._row([token for token, _, _ in tokens], tokens[0][2], tokens[-1][1])
 
     def _unpacked(self, left_out: _LeftOut) -> Iterator[_Row]:
         """A row for each document."""
