@@ -37,15 +37,21 @@ def explicit_attention(
 
 @dataclass
 class ExampleWindow:
-    """One window: its tokens, and for each site every query's selective log Z, entropy and five strongest keys."""
+    """One window: its tokens, and for each site every query's selective log Z, entropy and five strongest keys.
+
+    Attributes:
+        row: of the batch that the window is in.
+    """
 
     title: str
     tokens: dict[str, list[str]]
     length: int
+    row: int
     sites: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, info: SiteInfo, call: AttentionCall) -> None:
-        """Record one site; the call holds one item of the batch."""
+        """Record one site of the batch."""
+        call = call.rows(slice(self.row, self.row + 1))
         if call.query.shape[0] != 1:
             return
         positions = torch.arange(min(self.length, call.query.shape[2]), device=call.query.device)

@@ -113,7 +113,7 @@ class Reading:
         special: Tensor | None,
         sampled: Iterable[int],
         windows: Sequence[int],
-        example: tuple[int, ExampleWindow] | None = None,
+        example: ExampleWindow | None = None,
     ) -> None:
         """Run one batch and add it to the results.
 
@@ -122,7 +122,7 @@ class Reading:
             sampled: rows on which replays and clouds are measured.
             windows: number of each row's window in the whole text: what is drawn at random depends on it and the seed
                 alone, so that batch size changes no statistic.
-            example: a row to record token by token, and where to.
+            example: a window of the batch to record token by token.
         """
         self._windows = windows
         prepared = model_inputs(self.model, inputs)
@@ -133,8 +133,7 @@ class Reading:
         self._sampled_rows = list(sampled)
         self._chosen.clear()
         self.broken = False
-        self._example = None if example is None else example[1]
-        self._example_row = 0 if example is None else example[0]
+        self._example = example
         before = sum(self.seconds.values())
         with self._timed("forward"):
             traced = self._sampled_rows or not self.tracer.sublayers
@@ -152,7 +151,7 @@ class Reading:
         self.seconds["forward"] -= inside
         self.sampled["windows"] += len(self._sampled_rows)
         if example is not None:
-            self.examples.append(example[1])
+            self.examples.append(example)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -243,7 +242,7 @@ class Reading:
                 self._first_value(results, call, keys)
         if self._example is not None and _EXAMPLES not in self.failed:
             with self._computing(_EXAMPLES):
-                self._example.add(info, call.rows(slice(self._example_row, self._example_row + 1)))
+                self._example.add(info, call)
 
     def _query_statistics(self, info: SiteInfo, call: AttentionCall, queries: Tokens, keys: Tokens) -> None:
         length, sample = call.query.shape[2], self.options.query_sample

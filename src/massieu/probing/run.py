@@ -60,8 +60,12 @@ def probe(
         statistics: names of statistics or groups; None is all of them.
         max_length: tokens in a window.
         max_tokens: stop after this many tokens.
+        batch_size: windows in a batch; it changes no number beyond rounding.
         packing: cut the text into full windows; False keeps one document per row, with padding.
         query_sample: at most this many queries per window for the per-query statistics (long inputs).
+        device, dtype: where and in which type a model is loaded by name; a GPU where there is one, and float32.
+        seed: of everything that is drawn: samples, directions and the re-initialised copy.
+        revision, trust_remote_code: as for ``from_pretrained`` of ``transformers``.
         progress: called after every batch.
 
     Returns:
@@ -72,15 +76,14 @@ def probe(
             does not reproduce the model's own attention.
     """
     wanted, groups = select(statistics)
-    named = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size, "query_sample": query_sample}
-    for name, value in named.items():
+    sizes: dict[str, Any] = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size}
+    for name, value in {**sizes, "query_sample": query_sample}.items():
         least = 4 if name == "max_length" else 1
         if value is not None and value < least:
             raise InputError(f"{name} must be at least {least}, got {value}")
     loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
-    reading = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size, "packing": packing}
-    chosen = None if statistics is None else list(statistics)
-    settings = {"statistics": chosen, **reading, "query_sample": query_sample, **loading, "column": column}
+    settings = {"statistics": None if statistics is None else list(statistics), "column": column, "packing": packing}
+    settings |= {**sizes, "query_sample": query_sample, **loading}
     source, documents = _documents(text, texts, column, check=not isinstance(model, nn.Module))
     tell = progress or (lambda _: None)
     tell(ProbeProgress("loading the model"))
@@ -91,7 +94,8 @@ def probe(
         given = Input(tokenizer_or_batches, "batches", True, max_length, loaded.tokenizer)
     else:
         tokenizer = _tokenizer(loaded, tokenizer_or_batches, max_length)
-        given = Input(TextBatches(tokenizer, documents, **reading), source, packing, max_length, tokenizer)
+        batches = TextBatches(tokenizer, documents, **sizes, packing=packing)
+        given = Input(batches, source, packing, max_length, tokenizer)
     units = Units(mode="window" if given.packing else "document")
     options = Options(groups, units, max_length, query_sample, seed=seed)
     with interruptible() as interruption:

@@ -101,7 +101,7 @@ class Session:
         sampled = [row for row in range(rows) if _is_sampled(self.windows + row)]
         example = None
         if sampled and self.recorded < EXAMPLES and ATTENTION in self.options.groups:
-            example = (sampled[0], self._example(batch, inputs, sampled[0], self.windows + sampled[0]))
+            example = self._example(batch, inputs, sampled[0])
             self.recorded += 1
         numbers = range(self.windows, self.windows + rows)
         self.reading.forward(inputs, special, sampled, numbers, example)
@@ -143,7 +143,7 @@ class Session:
             self.control = Reading(fresh, look.sites, replace(self.options, groups=groups))
         self.begun = True
 
-    def _example(self, batch: Any, inputs: dict[str, Any], row: int, window: int) -> ExampleWindow:
+    def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow:
         names: dict[str, list[str]] = {}
         tokenizer = self.given.tokenizer
         if tokenizer is not None and isinstance(inputs.get("input_ids"), Tensor):
@@ -153,11 +153,11 @@ class Session:
                 if ids is not None:
                     kept = ids[row] if mask is None else ids[row][mask[row].bool()]
                     names[side] = token_strings(tokenizer, kept.tolist())
-        title = f"window {window}"
+        title = f"window {self.windows + row}"
         if isinstance(batch, Batch) and batch.names[row]:
             title += f" · {batch.names[row]}"
         length = example_length(sum(s.heads for s in self.reading.sites), EXAMPLES)
-        return ExampleWindow(title, names, min(length, len(names.get("text", range(length)))))
+        return ExampleWindow(title, names, min(length, len(names.get("text", range(length)))), row)
 
     # Result ------------------------------------------------------------------------------------------------------------
 
