@@ -9,13 +9,15 @@ Everything is kept in float64, in memory that does not grow with the length of t
 running result of another part of the text.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Real
 from torch import Tensor
 
 from massieu.foundation.arguments import boolean, check_shape
-from massieu.probing.units import WINDOWS, BlockSums, DocumentSums, Estimate, Sums, Units
+from massieu.probing.units import WINDOWS, BlockSums, DocumentSums, Estimate, Units
 
 
 class Ratio:
@@ -36,7 +38,7 @@ class Ratio:
     def __init__(self, shape: tuple[int, ...], units: Units = WINDOWS) -> None:
         self.shape = tuple(shape)
         self.units = units
-        self._sums: Sums = BlockSums(self.shape, units.capacity) if units.mode == "window" else DocumentSums(self.shape)
+        self._sums: Any = BlockSums(self.shape, units.capacity) if units.mode == "window" else DocumentSums(self.shape)
 
     def update(
         self,

@@ -136,7 +136,7 @@ class Capture:
     _latest: tuple[nn.Module, Tensor, Tensor, AttentionSite] | None = None
 
     def start_forward(self) -> None:
-        """Forget the call counts; to be called before each forward pass of the model."""
+        """Forget the call counts; to be called between two forward passes of the model."""
         self.fired.clear()
         self._latest = None
 

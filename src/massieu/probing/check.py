@@ -5,6 +5,7 @@ none: a NaN or an infinity is not within any tolerance, and is told apart from a
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +70,11 @@ def check_readable(model: nn.Module) -> None:
         raise InputError(_why_nothing_fired(model))
 
 
-def check_evaluating(model: nn.Module) -> None:
+def check_evaluating(modules: Iterable[nn.Module]) -> None:
     """Raises:
-    InputError: the model is in training mode.
+    InputError: one of them is in training mode.
     """
-    if any(module.training for module in model.modules()):
+    if any(module.training for module in modules):
         raise InputError("the model is in training mode, so dropout would change its numbers; call model.eval() first")
 
 
@@ -87,7 +88,6 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
     with torch.no_grad():
         stock = model(**prepared)[0]
         with noticing(model) as seen, capturing(model, seen.attention) as capture:
-            capture.start_forward()
             probed = model(**prepared)[0]
     if not seen.calls:
         raise InputError(_why_nothing_fired(model))

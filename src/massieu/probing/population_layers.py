@@ -58,7 +58,7 @@ def population_layers(
             no such layer; not a model of `transformers`, in training mode, or without weights (on the meta device).
     """
     trunk = as_loaded(model).module
-    check_evaluating(trunk)
+    check_evaluating(trunk.modules())
     blocks = _blocks(_forward_pass(trunk, inputs))
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer not in blocks):
         raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer!r}")

@@ -17,7 +17,7 @@ from massieu.probing.capture import AttentionCall, AttentionSite, Capture, captu
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.model import model_inputs
 from massieu.probing.nonfinite import Trouble, at_real, in_batch, in_call, kind_of
-from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps
+from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, output_maps
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.attention import AttentionStatistics, Tokens, query_statistics
 from massieu.probing.statistics.climb import Climb, ClimbStatistics
@@ -139,7 +139,6 @@ class Reading:
             traced = self._sampled_rows or not self.tracer.sublayers
             with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
                 self._capture = capture
-                capture.start_forward()
                 with self.tracer.watching() if traced else nullcontext():
                     output = self.model(**prepared)[0]
                 self.unexplained |= capture.unexplained
@@ -325,11 +324,9 @@ class Reading:
     def _checked(replay: Replay, positions: Tensor, results: SiteResults) -> Replay | None:
         """A replay that reproduces the module's queries, on part of the sequence or, more slowly, on all of it."""
         results.climb_checked = True
-        read = replay.read
-        if read.projection is None or not read.writes_linearly:
-            results.unavailable["own_write"] = (
-                "what the heads write is normalised, scaled or gated before it enters the stream"
-            )
+        writes = output_maps(replay.read, replay.read.call.query.shape[1])
+        if isinstance(writes, str):
+            results.unavailable["own_write"] = writes
         reason = replay.why_not(positions)
         if reason is not None and replace(replay, whole=True).why_not(positions) is None:
             reason, replay = None, replace(replay, whole=True)

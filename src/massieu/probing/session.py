@@ -125,7 +125,7 @@ class Session:
             InputError: what was checked does not hold.
         """
         module = self.loaded.module
-        check_evaluating(module)
+        check_evaluating([module])
         self.broken_weights = in_weights(module)
         look = first_look(module, inputs)
         self.check = look.check

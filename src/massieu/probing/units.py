@@ -1,8 +1,9 @@
 """The error unit: which rows of text count as one independent observation, and the sums kept over them."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float64
@@ -51,17 +52,6 @@ class Estimate:
         return iter((self.value, self.standard_error, self.count))
 
 
-class Sums(Protocol):
-    """The sums behind a `Ratio`: what the two kinds of unit have in common."""
-
-    def add(self, pairs: np.ndarray) -> None: ...
-    def merge(self, other: "Sums") -> None: ...
-    def estimate(self, part: slice) -> Estimate: ...
-    def row_count(self) -> int: ...
-    def unit(self) -> str: ...
-    def unit_count(self) -> int: ...
-
-
 class BlockSums:
     """Sums of (total, count) over blocks of consecutive rows."""
 
@@ -93,17 +83,18 @@ class BlockSums:
 
     def coarsen(self) -> None:
         """Merge neighbouring blocks pairwise; an odd one at the end becomes a partial block."""
-        used = len(self.rows)
-        starts = np.arange(0, used, 2)
-        self.sums[: len(starts)] = np.add.reduceat(self.sums[:used], starts, axis=0)
-        self.rows = np.add.reduceat(self.rows, starts)
+        self._keep_pairs(self.sums[: len(self.rows)], self.rows)
+
+    def _keep_pairs(self, sums: np.ndarray, rows: np.ndarray) -> None:
+        starts = np.arange(0, len(rows), 2)
+        self.sums[: len(starts)] = np.add.reduceat(sums, starts, axis=0)
+        self.rows = np.add.reduceat(rows, starts)
         self.size *= 2
 
-    def merge(self, other: Sums) -> None:
-        assert isinstance(other, BlockSums)
+    def merge(self, other: "BlockSums") -> None:
         if not other.row_count():
             return
-        appended = other.copy()
+        appended = deepcopy(other)
         while self.size < appended.size and len(self.rows):
             self.coarsen()
         self.size = max(self.size, appended.size)
@@ -112,16 +103,9 @@ class BlockSums:
         blocks = np.concatenate([self.sums[: len(self.rows)], appended.sums[: len(appended.rows)]])
         rows = np.concatenate([self.rows, appended.rows])
         if len(rows) > self.capacity:
-            starts = np.arange(0, len(rows), 2)
-            blocks, rows = np.add.reduceat(blocks, starts, axis=0), np.add.reduceat(rows, starts)
-            self.size *= 2
-        self.sums[: len(rows)] = blocks
-        self.rows = rows
-
-    def copy(self) -> "BlockSums":
-        twin = BlockSums(self.sums.shape[2:], self.capacity)
-        twin.size, twin.rows, twin.sums = self.size, self.rows.copy(), self.sums.copy()
-        return twin
+            self._keep_pairs(blocks, rows)
+        else:
+            self.sums[: len(rows)], self.rows = blocks, rows
 
     def estimate(self, part: slice) -> Estimate:
         totals, counts = np.moveaxis(self.sums[: len(self.rows)][part], 1, 0)
@@ -170,8 +154,7 @@ class DocumentSums:
             self.moments[(self.rows + start) % 2] += moments[start::2].sum(0)
         self.rows += len(pairs)
 
-    def merge(self, other: Sums) -> None:
-        assert isinstance(other, DocumentSums)
+    def merge(self, other: "DocumentSums") -> None:
         reference = np.where(np.isnan(self.reference), other.reference, self.reference)
         moments = other.moved(reference)
         self.moments = self.moved(reference) + (moments[::-1] if self.rows % 2 else moments)

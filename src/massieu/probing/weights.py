@@ -109,8 +109,7 @@ def _other_values(tensors: list[Tensor]) -> Iterator[None]:
 def _measured(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     prepared = model_inputs(model, inputs, items=2)
     calls: list[AttentionCall] = []
-    with torch.no_grad(), capturing(model, calls.append) as capture:
-        capture.start_forward()
+    with torch.no_grad(), capturing(model, calls.append):
         output: Any = model(**prepared)
     last = getattr(output, "last_hidden_state", None)
     return [*(t for c in calls for t in (c.query, c.key, c.value)), output[0] if last is None else last]

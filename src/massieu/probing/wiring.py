@@ -173,21 +173,17 @@ class StreamTracer(TorchFunctionMode):
             return
         _remember(self._normed, output, (module, source, output))
         # Whether the stream continues behind this norm (post-norm wiring) is known when something is added to it.
-        name = self._names[module]
-        self._report("norm", name, self._layer_of(module), source, output, None, self._in_decoder(name))
-
-    def _layer_of(self, module: nn.Module) -> int | None:
-        """Layer of the block around a module; for a block that is called several times, the current call's."""
-        name = self._names[module]
-        if self._block is not None and inside(name, self._block.block):
-            return self._block.layer
-        around = [info.layer for info in self.sites.values() if inside(name, info.block)]
-        return around[0] if around else None
-
-    def _in_decoder(self, name: str) -> bool:
-        """Whether the stream at a module is the decoder's; outside every block it is that of the latest attention."""
-        around = [info for info in self.sites.values() if inside(name, info.block)] or [self._block]
-        return any(info is not None and info.in_decoder for info in around)
+        name, block = self._names[module], self._block
+        around = [info for info in self.sites.values() if inside(name, info.block)]
+        if block is not None and inside(
+            name, block.block
+        ):  # of a block that is called several times, this call's layer
+            layer = block.layer
+        else:
+            layer = around[0].layer if around else None
+        # Outside every block the stream is that of the latest attention.
+        in_decoder = any(info is not None and info.in_decoder for info in around or [block])
+        self._report("norm", name, layer, source, output, None, in_decoder)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
