@@ -14,13 +14,13 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.probing.capture import AttentionCall, capturing, stock_implementations
+from massieu.probing.capture import AttentionCall, stock_implementations
 from massieu.probing.examples import explicit_attention
-from massieu.probing.model import READABLE, model_inputs
+from massieu.probing.model import READABLE, decoder_given, model_inputs
 from massieu.probing.nonfinite import at_real
 from massieu.probing.replay import relative_difference, tolerance
-from massieu.probing.sites import SiteInfo, find_sites, noticing
-from massieu.probing.tokens import decoder_given, real_tokens
+from massieu.probing.sites import SiteInfo, find_sites, first_pass, inside
+from massieu.probing.tokens import real_tokens
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,11 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
     prepared = model_inputs(model, inputs, items=2)
     with torch.no_grad():
         stock = model(**prepared)[0]
-        with noticing(model) as seen, capturing(model, seen.attention) as capture:
-            probed = model(**prepared)[0]
+    seen = first_pass(model, prepared)
     if not seen.calls:
         raise InputError(_why_nothing_fired(model))
-    sites = find_sites(model, seen, decoder_tokens=decoder_given(prepared))
-    check = _self_check(seen.calls, sites, prepared, stock, probed)
+    sites = find_sites(model, seen)
+    check = _self_check(seen.calls, sites, prepared, stock, seen.output[0])
     if check.finite and not check.passed:
         with torch.no_grad():
             again = _relative_error(model(**prepared)[0], stock)
@@ -106,7 +105,7 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
             f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong"
         )
     fired = {call.site.module_name for call in seen.calls}
-    return FirstLook(sites, check, sorted(capture.unexplained), _silent_attention(model, fired))
+    return FirstLook(sites, check, sorted(seen.unexplained), _silent_attention(model, fired))
 
 
 def _self_check(
@@ -156,8 +155,8 @@ def _why_nothing_fired(model: nn.Module) -> str:
 def _silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
     """Innermost modules that are called attention and were not seen attending."""
     names = [n for n, m in model.named_modules() if type(m).__name__.endswith("Attention")]
-    inner = [n for n in names if not any(o != n and o.startswith(n + ".") for o in names)]
-    return [n for n in inner if not any(f == n or f.startswith(n + ".") or n.startswith(f + ".") for f in fired)]
+    inner = [n for n in names if not any(o != n and inside(o, n) for o in names)]
+    return [n for n in inner if not any(inside(f, n) or inside(n, f) for f in fired)]
 
 
 def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: int = 64) -> float:

@@ -233,12 +233,16 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
         ready.setdefault("use_cache", False)
     config: Any = module.config
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
-        given = {"decoder_input_ids", "decoder_inputs_embeds"} & ready.keys()
-        if not given and "input_ids" in ready:
+        if not decoder_given(ready) and "input_ids" in ready:
             ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
             if "attention_mask" in ready:
                 ready["decoder_attention_mask"] = ready["attention_mask"]
     return ready
+
+
+def decoder_given(inputs: Mapping[str, Any]) -> bool:
+    """Whether a model is given tokens for a decoder beside those for its encoder."""
+    return any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
 def _shifted(tokens: Tensor, config: Any) -> Tensor:

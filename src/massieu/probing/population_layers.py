@@ -21,8 +21,7 @@ from massieu.probing.capture import capturing
 from massieu.probing.check import check_evaluating
 from massieu.probing.model import as_loaded, dummy_inputs, model_inputs
 from massieu.probing.replay import AffineQuery, affine_projections, output_maps, relative_difference
-from massieu.probing.sites import SiteInfo, find_sites, noticing
-from massieu.probing.tokens import decoder_given
+from massieu.probing.sites import SiteInfo, find_sites, first_pass
 from massieu.probing.watching import hooked, memory
 from massieu.probing.wiring import Step, StreamTracer
 
@@ -100,16 +99,15 @@ class _ForwardPass:
 def _forward_pass(model: nn.Module, inputs: Mapping[str, Tensor] | None) -> _ForwardPass:
     prepared = model_inputs(model, dummy_inputs(model) if inputs is None else dict(inputs))
     steps: list[Step] = []
+    seen = first_pass(model, prepared)
+    if not seen.calls:
+        raise InputError(f"{type(model).__name__} computes no attention that can be read")
+    sites = find_sites(model, seen)
     with torch.no_grad():
-        with noticing(model) as seen, capturing(model, seen.attention):
-            model(**prepared)
-        if not seen.calls:
-            raise InputError(f"{type(model).__name__} computes no attention that can be read")
-        sites = find_sites(model, seen, decoder_tokens=decoder_given(prepared))
         tracer = StreamTracer(model, sites, steps.append)
         with capturing(model, tracer.attention), tracer.watching(), _recording(model) as made:
             model(**prepared)
-        with capturing(model, seen.attention) as capture:
+        with capturing(model, lambda _: None) as capture:
             projections = {
                 index: affine_projections(capture, step.read)
                 for index, step in enumerate(steps)

@@ -15,7 +15,7 @@ from massieu.foundation.threads import one_thread
 from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import AttentionCall, AttentionSite, Capture, capturing
 from massieu.probing.examples import ExampleWindow
-from massieu.probing.model import model_inputs
+from massieu.probing.model import decoder_given, model_inputs
 from massieu.probing.nonfinite import Trouble, at_real, in_batch, in_call, kind_of
 from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, output_maps
 from massieu.probing.sites import SiteInfo
@@ -24,7 +24,7 @@ from massieu.probing.statistics.climb import Climb, ClimbStatistics
 from massieu.probing.statistics.expansion import ExpansionStatistics
 from massieu.probing.statistics.maps import MapStatistics, map_statistics
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
-from massieu.probing.tokens import BatchTokens, decoder_given
+from massieu.probing.tokens import BatchTokens
 from massieu.probing.units import Units
 from massieu.probing.wiring import AttentionRead, Step, StreamTracer
 

@@ -16,11 +16,6 @@ from massieu.probing.statistics.attention import Tokens
 from massieu.probing.statistics.expansion import distinct_positions
 
 
-def decoder_given(inputs: dict[str, Any]) -> bool:
-    """Whether a model is given tokens for a decoder beside those for its encoder."""
-    return any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-
-
 def real_tokens(
     call: AttentionCall, inputs: dict[str, Any], *, decoder: bool, keys: bool = False
 ) -> Bool[Tensor, "B L"]:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.probing.capture import AttentionCall, capturing
 from massieu.probing.checkpoint import some, weights_are
 from massieu.probing.model import LoadedModel, model_inputs
-from massieu.probing.sites import SiteInfo
+from massieu.probing.sites import SiteInfo, first_pass, inside
 
 _LAYER = re.compile(r"(.*\.)?\d+(?=\.|$)")
 _CONSTANTS = re.compile(r"(masked_bias|inv_freq|position_ids|num_batches_tracked)$")
@@ -34,7 +33,7 @@ def check_weights(loaded: LoadedModel, sites: Iterable[SiteInfo], inputs: dict[s
     """
     layers = {found.group() for info in sites if (found := _LAYER.match(info.site.module_name))}
     random = [name for name in (*loaded.missing, *loaded.reshaped) if not _is_computed(loaded.module, name)]
-    needed = {name for name in random if any(name.startswith(layer + ".") for layer in layers)}
+    needed = {name for name in random if any(inside(name, layer) for layer in layers)}
     outside: dict[str, list[str]] = defaultdict(list)
     for name in random:
         if name not in needed:
@@ -107,12 +106,9 @@ def _other_values(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _measured(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    prepared = model_inputs(model, inputs, items=2)
-    calls: list[AttentionCall] = []
-    with torch.no_grad(), capturing(model, calls.append):
-        output: Any = model(**prepared)
-    last = getattr(output, "last_hidden_state", None)
-    return [*(t for c in calls for t in (c.query, c.key, c.value)), output[0] if last is None else last]
+    seen = first_pass(model, model_inputs(model, inputs, items=2))
+    last = getattr(seen.output, "last_hidden_state", None)
+    return [*(t for c in seen.calls for t in (c.query, c.key, c.value)), seen.output[0] if last is None else last]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
