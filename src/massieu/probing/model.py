@@ -232,11 +232,11 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
     if "use_cache" in accepted:
         ready.setdefault("use_cache", False)
     config: Any = module.config
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
-        if not decoder_given(ready) and "input_ids" in ready:
-            ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
-            if "attention_mask" in ready:
-                ready["decoder_attention_mask"] = ready["attention_mask"]
+    decodes = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted
+    if decodes and not decoder_given(ready) and "input_ids" in ready:
+        ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
+        if "attention_mask" in ready:
+            ready["decoder_attention_mask"] = ready["attention_mask"]
     return ready
 
 

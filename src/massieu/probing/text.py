@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from massieu.errors import InputError
 from massieu.probing.checkpoint import counted
@@ -24,14 +25,13 @@ class Batch:
     """Rows of tokens for a model.
 
     Attributes:
-        inputs: ``input_ids`` and ``attention_mask``, each (B, L); what the model's forward is called with.
-        real: False where a row is padded.
+        inputs: ``input_ids`` and ``attention_mask`` (0 where a row is padded), each (B, L): the arguments of the model's
+            forward.
         special: The tokenizer's special tokens (CLS, SEP, BOS, EOS, …), but not the unknown token, which stands for text.
         names: For each row, the name of the document it starts in.
     """
 
     inputs: dict[str, Tensor]
-    real: Bool[Tensor, "B L"]
     special: Bool[Tensor, "B L"]
     names: tuple[str, ...]
 
@@ -246,15 +246,10 @@ class TextBatches:
     def _batch(self, rows: list[_Row]) -> Batch:
         named = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         padding = next(identifier for identifier in named if identifier is not None)
-        shape = len(rows), max(len(row.ids) for row in rows)
-        ids = torch.full(shape, padding)
-        real, special = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        for i, row in enumerate(rows):
-            ids[i, : len(row.ids)] = torch.tensor(row.ids)
-            special[i, : len(row.ids)] = torch.tensor(row.special)
-            real[i, : len(row.ids)] = True
-        inputs = {"input_ids": ids, "attention_mask": real.long()}
-        return Batch(inputs, real, special, tuple(row.name for row in rows))
+        ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True, padding_value=padding)
+        real = pad_sequence([torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True)
+        special = pad_sequence([torch.tensor(row.special) for row in rows], batch_first=True)
+        return Batch({"input_ids": ids, "attention_mask": real}, special, tuple(row.name for row in rows))
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
