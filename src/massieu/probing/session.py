@@ -201,6 +201,7 @@ class Session:
         return ProbeResult(run=run, details=self._details(), heads=heads, layers=layers)
 
     def model_record(self) -> dict[str, Any]:
+        """The model as ``run.json`` describes it."""
         sites = self.reading.sites
         described = self.loaded.describe()
         described["layers"] = len({(s.block, s.layer) for s in sites})
@@ -221,6 +222,7 @@ class Session:
         return {"unit": name, "count": number}
 
     def site_record(self, info: SiteInfo) -> dict[str, Any]:
+        """A site as ``run.json`` describes it."""
         decoder = info.in_decoder
         return {
             "index": info.index,
