@@ -110,7 +110,7 @@ class Ratio:
 
     def error_unit(self) -> tuple[str, int]:
         """What the error unit is, in words, and how many there are."""
-        return self._sums.unit(), self._sums.unit_count()
+        return self._sums.error_unit()
 
 
 class Histogram:

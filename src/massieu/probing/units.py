@@ -92,7 +92,7 @@ class BlockSums:
         self.size *= 2
 
     def merge(self, other: "BlockSums") -> None:
-        if not other.row_count():
+        if not len(other.rows):
             return
         appended = deepcopy(other)
         while self.size < appended.size and len(self.rows):
@@ -115,14 +115,8 @@ class BlockSums:
         # An entry that was never counted has value NaN; its residuals are not used.
         return _estimate(value, (residuals**2).sum(0), count, (counts > 0).sum(0))
 
-    def row_count(self) -> int:
-        return int(self.rows.sum())
-
-    def unit(self) -> str:
-        return "window" if self.size == 1 else f"block of {self.size} consecutive windows"
-
-    def unit_count(self) -> int:
-        return len(self.rows)
+    def error_unit(self) -> tuple[str, int]:
+        return "window" if self.size == 1 else f"block of {self.size} consecutive windows", len(self.rows)
 
 
 class DocumentSums:
@@ -173,14 +167,8 @@ class DocumentSums:
         residual = np.maximum(rr - 2 * above * rn + above**2 * nn, 0.0)
         return _estimate(self.reference + above, residual, n, units)
 
-    def row_count(self) -> int:
-        return self.rows
-
-    def unit(self) -> str:
-        return "document" if self.rows >= MINIMUM_DOCUMENTS else "window"
-
-    def unit_count(self) -> int:
-        return self.rows
+    def error_unit(self) -> tuple[str, int]:
+        return "document" if self.rows >= MINIMUM_DOCUMENTS else "window", self.rows
 
 
 def _estimate(value: np.ndarray, residual: np.ndarray, count: np.ndarray, units: np.ndarray) -> Estimate:
