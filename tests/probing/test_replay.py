@@ -11,7 +11,10 @@ from massieu.probing.wiring import StreamTracer
 
 
 def test_affine_maps_are_the_weights_and_biases_of_the_module():
-    model = zoo.model("bert")
+    model = zoo.fresh("bert")
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
     prepared = model_inputs(model, zoo.inputs("bert"))
     steps = []
     tracer = StreamTracer(model, find_sites(model, first_pass(model, prepared)), steps.append)
