@@ -120,7 +120,7 @@ class Capture:
 
     Attributes:
         observer: called with each `AttentionCall`, in order.
-        fired: how often each module was called in the current forward pass.
+        fired: how often each module was called; it numbers the calls, so a capture is for one forward pass.
         unexplained: keyword arguments that reached an attention function and that this file does not know.
         thread: the thread whose calls are read.
         disturbed: another thread called the model, or changed its attention implementation, in the meantime.
@@ -134,11 +134,6 @@ class Capture:
     thread: int = field(default_factory=threading.get_ident)
     disturbed: bool = False
     _latest: tuple[nn.Module, Tensor, Tensor, AttentionSite] | None = None
-
-    def start_forward(self) -> None:
-        """Forget the call counts; to be called between two forward passes of the model."""
-        self.fired.clear()
-        self._latest = None
 
     def place(self, module: nn.Module, query: Tensor, key: Tensor) -> tuple[AttentionSite, bool]:
         """The site of the next call, and whether it repeats the one before with the same queries and keys."""
@@ -331,7 +326,7 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], None]) -> It
                 config._attn_implementation_internal = name
             _CAPTURES.remove(capture)
         _ACTIVE.reset(token)
-        capture.start_forward()
+        capture._latest = None  # gives its memory back
     capture.check_undisturbed()
 
 
