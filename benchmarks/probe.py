@@ -20,8 +20,9 @@ import transformers
 
 import massieu
 from harness import compare_times
+from massieu.probing.documents import reference_documents
 from massieu.probing.model import load_model
-from massieu.probing.text import TextBatches, reference_documents
+from massieu.probing.text import TextBatches
 
 RESULTS = Path(__file__).parent / "results" / "probe.json"
 BATCH_TOKENS = 2048

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rows import every_row
 
-from massieu.probing.accumulate import Histogram, Ratio, Spread, Units
+from massieu.probing.accumulate import Histogram, Ratio, Spread
+from massieu.probing.units import Units
 
 DOCUMENTS = Units("document")
 WINDOWS = Units("window")
@@ -51,9 +52,11 @@ def textbook(total: np.ndarray, count: np.ndarray, block: int = 1) -> tuple[np.n
 
 def assert_same(first: Ratio, second: Ratio, errors: bool = True) -> None:
     np.testing.assert_allclose(first.value(), second.value(), rtol=1e-12)
-    np.testing.assert_array_equal(first.count(), second.count())
+    np.testing.assert_array_equal(first.estimate().count, second.estimate().count)
     if errors:
-        np.testing.assert_allclose(first.standard_error(), second.standard_error(), rtol=1e-8, atol=1e-12)
+        np.testing.assert_allclose(
+            first.estimate().standard_error, second.estimate().standard_error, rtol=1e-8, atol=1e-12
+        )
 
 
 # --- Ratio: value and error --------------------------------------------------------------------------------------
@@ -66,11 +69,8 @@ def test_ratio_of_few_rows_is_the_textbook_estimator(units, shape):
     ratio = ratio_of(total, count, units, cuts=(1, 5, 5, 17))
     value, error = textbook(total, count)
     np.testing.assert_allclose(ratio.value(), value, rtol=1e-13)
-    np.testing.assert_allclose(ratio.standard_error(), error, rtol=1e-10)
-    np.testing.assert_array_equal(ratio.count(), count.sum(0))
-    assert ratio.rows == count.reshape(40, -1).any(1).sum()
-    for part, expected in zip(ratio.estimate(), (ratio.value(), ratio.standard_error(), ratio.count()), strict=True):
-        np.testing.assert_array_equal(part, expected)
+    np.testing.assert_allclose(ratio.estimate().standard_error, error, rtol=1e-10)
+    np.testing.assert_array_equal(ratio.estimate().count, count.sum(0))
 
 
 def test_blocks_are_of_the_smallest_power_of_two_that_fits():
@@ -80,7 +80,7 @@ def test_blocks_are_of_the_smallest_power_of_two_that_fits():
     ratio = ratio_of(total, count)
     value, error = textbook(total, count, block)
     np.testing.assert_allclose(ratio.value(), value, rtol=1e-13)
-    np.testing.assert_allclose(ratio.standard_error(), error, rtol=1e-10)
+    np.testing.assert_allclose(ratio.estimate().standard_error, error, rtol=1e-10)
     assert ratio.error_unit() == (f"block of {block} consecutive windows", -(-kept // block))
 
 
@@ -89,7 +89,7 @@ def test_every_document_is_a_unit_however_many():
     ratio = ratio_of(total, count, DOCUMENTS, cuts=(700,))
     value, error = textbook(total, count)
     np.testing.assert_allclose(ratio.value(), value, rtol=1e-13)
-    np.testing.assert_allclose(ratio.standard_error(), error, rtol=1e-10)
+    np.testing.assert_allclose(ratio.estimate().standard_error, error, rtol=1e-10)
 
 
 @given(rows=st.integers(1, 400), capacity=st.sampled_from([2, 4, 64]))
@@ -114,7 +114,7 @@ def test_a_small_spread_around_a_large_ratio_keeps_its_digits(units):
     # Powers of two: the totals are exact up to rounding of 2^30·100 ~ 1e11 by 1e-5, far below the residuals.
     ratio = ratio_of(2.0**30 * count + residual, count, units)
     _, error = textbook(residual, count)
-    np.testing.assert_allclose(ratio.standard_error(), error, rtol=1e-3)
+    np.testing.assert_allclose(ratio.estimate().standard_error, error, rtol=1e-3)
 
 
 @pytest.mark.parametrize("units", MODES)
@@ -122,14 +122,14 @@ def test_what_is_not_counted_is_ignored_and_nothing_counted_is_nan(units):
     total = np.array([[np.nan, 3.0], [np.inf, 5.0], [np.nan, 100.0]])
     ratio = ratio_of(total, np.array([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]]), units)
     np.testing.assert_array_equal(ratio.value(), [np.nan, 4.0])
-    np.testing.assert_allclose(ratio.standard_error(), [np.nan, 1.0])
-    np.testing.assert_array_equal(ratio.count(), [0.0, 2.0])
+    np.testing.assert_allclose(ratio.estimate().standard_error, [np.nan, 1.0])
+    np.testing.assert_array_equal(ratio.estimate().count, [0.0, 2.0])
     empty = Ratio((2,), units)
     assert np.isnan(empty.value()).all()
-    assert np.isnan(empty.standard_error()).all()
+    assert np.isnan(empty.estimate().standard_error).all()
     assert empty.error_unit()[1] == 0
     one = ratio_of(np.ones((1, 2)), np.ones((1, 2)), units)
-    assert np.isnan(one.standard_error()).all()
+    assert np.isnan(one.estimate().standard_error).all()
 
 
 def test_counts_broadcast_and_tensors_are_taken():
@@ -146,7 +146,7 @@ def test_counts_broadcast_and_tensors_are_taken():
         (np.ones((4, 2)), np.ones((4, 2)), "total must have shape"),
         (np.float64(1), np.ones(4), "total must have shape"),
         (np.ones((4, 3)), np.ones((3, 3)), "must broadcast"),
-        (np.ones((4, 3)), np.ones((1, 3)), "must broadcast"),
+        (np.ones((4, 3)), np.ones((1, 3)), "a row for each"),
         (np.ones((4, 3)), np.ones(4), "must broadcast"),
         (np.ones((4, 3)), -np.ones((4, 3)), "≥ 0"),
         (np.ones((4, 3)), np.full((4, 3), np.nan), "≥ 0"),
@@ -210,13 +210,13 @@ def test_merged_blocks_are_the_union_of_both_sets_of_units():
     total, count = made_up_rows(5, 40), np.ones((40, 3))
     total = total[0]
     merged = joined(ratio_of(total[:15], count[:15]), ratio_of(total[15:], count[15:]))
-    np.testing.assert_allclose(merged.standard_error(), textbook(total, count)[1], rtol=1e-10)
+    np.testing.assert_allclose(merged.estimate().standard_error, textbook(total, count)[1], rtol=1e-10)
     # 100 rows are blocks of 2; the 7 rows that follow are joined to 3 such blocks and a partial one.
     long, short = np.random.default_rng(6).standard_normal((2, 100, 1))
     merged = joined(ratio_of(long, np.ones((100, 1))), ratio_of(short[:7], np.ones((7, 1))))
     assert merged.error_unit() == ("block of 2 consecutive windows", 54)
     both = np.concatenate([long, short[:7]])
-    np.testing.assert_allclose(merged.standard_error(), textbook(both, np.ones((107, 1)), 2)[1], rtol=1e-10)
+    np.testing.assert_allclose(merged.estimate().standard_error, textbook(both, np.ones((107, 1)), 2)[1], rtol=1e-10)
     # In the other order the partial block lies in the middle, and the text that follows starts a block of its own.
     merged = joined(ratio_of(short[:7], np.ones((7, 1))), ratio_of(long, np.ones((100, 1))))
     padded = np.concatenate([short[:7], np.zeros((1, 1)), long])
@@ -224,7 +224,7 @@ def test_merged_blocks_are_the_union_of_both_sets_of_units():
     s, n = (x.reshape(-1, 2).sum(1) for x in (padded, counts))
     m = s.sum() / n.sum()
     expected = np.sqrt(54 / 53 * ((s - m * n) ** 2).sum()) / n.sum()
-    np.testing.assert_allclose(merged.standard_error(), [expected], rtol=1e-10)
+    np.testing.assert_allclose(merged.estimate().standard_error, [expected], rtol=1e-10)
 
 
 @pytest.mark.parametrize("units", MODES)
@@ -319,7 +319,7 @@ def test_blocked_errors_cover_and_errors_over_tokens_do_not():
     n = counts.sum(1)
     naive = np.sqrt(((values - np.where(valid, ratio.value()[:, None, None], 0.0)) ** 2).sum((1, 2)) / n / (n - 1))
     # Each run's counts are independent of its values: the true mean is 0.
-    covered = (np.abs(ratio.value()) < 1.96 * ratio.standard_error()).mean()
+    covered = (np.abs(ratio.value()) < 1.96 * ratio.estimate().standard_error).mean()
     covered_naively = (np.abs(ratio.value()) < 1.96 * naive).mean()
     assert 0.9 <= covered <= 0.98
     assert covered_naively < 0.6
@@ -334,7 +334,7 @@ def test_document_errors_cover_when_the_length_goes_with_the_value():
     ratio = ratio_of(totals, counts, DOCUMENTS)
     lengths = np.arange(1, 40)
     truth = 0.05 * (lengths**2).sum() / lengths.sum()
-    assert 0.9 <= (np.abs(ratio.value() - truth) < 1.96 * ratio.standard_error()).mean() <= 0.98
+    assert 0.9 <= (np.abs(ratio.value() - truth) < 1.96 * ratio.estimate().standard_error).mean() <= 0.98
 
 
 # --- Histogram ---------------------------------------------------------------------------------------------------
@@ -403,8 +403,6 @@ def test_spread_is_the_standard_deviation_of_all_tokens_however_they_come(cuts, 
     for spread in (streamed, merged):
         # Deviations of size 1 are known to 1e6·2^-53 ≈ 1e-10.
         np.testing.assert_allclose(spread.value(), expected, rtol=1e-13 if offset == 0 else 1e-9)
-        np.testing.assert_array_equal(spread.count(), [valid.sum()] * 3)
-        np.testing.assert_allclose(spread.mean(), [values[:, h][valid[:, 0]].mean() for h in range(3)], rtol=1e-12)
 
 
 def test_spread_of_one_token_or_none_is_nan_and_of_equal_tokens_zero():
@@ -412,7 +410,6 @@ def test_spread_of_one_token_or_none_is_nan_and_of_equal_tokens_zero():
     valid = torch.tensor([[[False, False], [True, False], [True, True]]])
     spread.update(torch.tensor([[[np.nan, 1.0], [0.1, np.nan], [0.1, 0.1]]]), valid)
     np.testing.assert_array_equal(spread.value(), [np.nan, np.nan, 0.0])
-    np.testing.assert_array_equal(np.isnan(spread.mean()), [True, False, False])
     with pytest.raises(ValueError, match="cannot merge"):
         spread.merge(Spread((2,)))
 
@@ -429,5 +426,5 @@ def test_spread_of_one_token_or_none_is_nan_and_of_equal_tokens_zero():
     ],
 )
 def test_tokens_of_wrong_shape_are_refused(accumulator, values, valid, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if message == "boolean" else ValueError, match=message):
         accumulator.update(values, valid)

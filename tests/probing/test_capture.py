@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -9,7 +10,7 @@ from tests.probing import zoo
 from tests.rows import every_row
 
 from massieu.errors import InputError
-from massieu.probing.capture import capturing, stock_implementations
+from massieu.probing.capture import AttentionCall, AttentionSite, capturing, stock_implementations
 from massieu.probing.check import self_check_error
 from massieu.probing.model import model_inputs
 
@@ -21,7 +22,6 @@ def run(name: str, padded: bool, observer=lambda call: None):
     with torch.no_grad():
         stock = model(**prepared)[0]
         with capturing(model, observer) as capture:
-            capture.start_forward()
             probed = model(**prepared)[0]
     return batch, stock, probed, capture
 
@@ -165,3 +165,22 @@ def test_unknown_keywords_are_listed():
     with torch.no_grad(), capturing(model, lambda call: None) as capture:
         model(**zoo.inputs("llama"), use_cache=False, my_score_modification=torch.ones(1))
     assert capture.unexplained == {"my_score_modification"}
+
+
+def test_the_self_check_is_the_textbook_formula_with_bias_cap_and_sink():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 6, 5, generator=generator) for heads in (4, 2, 2))
+    bias, sink = torch.randn(1, 4, 6, 6, generator=generator), torch.randn(4, generator=generator)
+    bias[..., 4] = -torch.inf
+    output = torch.zeros(2, 6, 4, 5, dtype=torch.float64)
+    for b, h, i in np.ndindex(2, 4, 6):
+        scores = 0.7 * (key[b, h // 2] @ query[b, h, i]).double()
+        weights = (3 * torch.tanh(scores / 3) + bias[0, h, i]).exp()
+        output[b, i, h] = weights @ value[b, h // 2].double() / (weights.sum() + sink[h].double().exp())
+    call = AttentionCall(
+        AttentionSite("a"), torch.nn.Identity(), query, key, value, bias, False, 0.7, 3.0, sink, output.float()
+    )
+    real = torch.ones(2, 6, dtype=torch.bool)
+    assert self_check_error(call, real) < 1e-6
+    for wrong in ({"log_weight": -bias}, {"softcap": None}, {"sink": None}, {"scale": -0.7}, {"key": key.flip(1)}):
+        assert not self_check_error(replace(call, **wrong), real) < 1e-2, wrong

@@ -165,7 +165,7 @@ def test_whole_update_with_and_without_output_bias(case):
         part(climb, "update", "slope_selective"), layer.slope(whole)[0, 0].mean(-1), rtol=1e-5, atol=1e-7
     )
     if bias is None:
-        assert (climb.steps.count()[MOVERS.index("update_without_bias")] == 0).all()
+        assert (climb.steps.estimate().count[MOVERS.index("update_without_bias")] == 0).all()
     else:
         found = part(climb, "update_without_bias", "step_selective")
         assert np.allclose(found, layer.change(without)[0, 0].mean(-1), atol=1e-9)
@@ -181,7 +181,9 @@ def test_random_control_has_the_length_of_the_write_and_no_preference(case):
     """A random direction raises S to first order as often as it lowers it: within 5 standard errors of one half."""
     climb, _, reading = case
     shares = np.stack([part(r.climb, "random", "sharpens") for r in reading.results])
-    number = reading.results[0].climb.random.count()[0, 0, 0] * shares.size / 4  # one direction serves all four heads
+    number = (
+        reading.results[0].climb.random.estimate().count[0, 0, 0] * shares.size / 4
+    )  # one direction serves all four heads
     assert abs(shares.mean() - 0.5) <= 5 * 0.5 / np.sqrt(number)
 
 

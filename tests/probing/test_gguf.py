@@ -12,8 +12,9 @@ from tests import needs
 
 import massieu
 from massieu.errors import InputError
+from massieu.probing.documents import reference_documents
 from massieu.probing.model import load_model
-from massieu.probing.text import TextBatches, reference_documents
+from massieu.probing.text import TextBatches
 
 LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 2, 4, 2, 16
 WIDTH = HEADS * HEAD_SIZE

@@ -16,11 +16,13 @@ import massieu
 from massieu.cli.commands import app
 from massieu.errors import InputError
 from massieu.probing import capture
-from massieu.probing.accumulate import Ratio, Units
-from massieu.probing.check import relative_difference, self_check_error
+from massieu.probing.accumulate import Ratio
+from massieu.probing.check import self_check_error
 from massieu.probing.population_layers import population_layers
+from massieu.probing.replay import relative_difference
 from massieu.probing.result import ProbeResult
 from massieu.probing.statistics.climb import _add, _slope_parts
+from massieu.probing.units import Units
 
 
 def batches(name="bert", number=2, **options):
@@ -87,7 +89,7 @@ def test_a_change_that_is_nan_is_not_one_that_does_not_sharpen():
     ratio = Ratio((1, 3, 1), Units())
     _add(ratio, [_slope_parts(selective, selective)], torch.ones(1, 3, dtype=torch.bool))
     assert ratio.value()[0, 0, 0] == 0.5
-    assert ratio.count()[0, 0, 0] == 2
+    assert ratio.estimate().count[0, 0, 0] == 2
 
 
 def overflowing():

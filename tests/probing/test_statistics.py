@@ -8,7 +8,7 @@ import torch
 from tests.probing import oracle, zoo
 from tests.rows import every_row
 
-from massieu.probing.capture import AttentionCall, Site
+from massieu.probing.capture import AttentionCall, AttentionSite
 from massieu.probing.check import first_look
 from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics.attention import PER_QUERY, AttentionStatistics, Tokens, query_statistics
@@ -18,9 +18,9 @@ from massieu.probing.units import Units
 GROUPS = frozenset({ATTENTION, VALUES})
 
 
-def read(name, batches, special, **options) -> Reading:
+def read(name, batches, special, first=None, **options) -> Reading:
     model = zoo.fresh(name)
-    sites = first_look(model, batches[0]).sites
+    sites = first_look(model, batches[0] if first is None else first).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, **options))
     for batch, marks in zip(batches, special, strict=True):
         reading.forward(batch, marks, sampled=(), windows=range(len(batch["input_ids"])))
@@ -79,7 +79,17 @@ def test_a_constant_added_to_the_keys_moves_no_headline(causal):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, 40, 16) for _ in range(3))
     call = AttentionCall(
-        Site("a"), torch.nn.Identity(), query, key, value, None, causal, 0.25, None, None, torch.empty(2, 40, 3, 16)
+        AttentionSite("a"),
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        causal,
+        0.25,
+        None,
+        None,
+        torch.empty(2, 40, 3, 16),
     )
     tokens = Tokens(torch.ones(2, 40, dtype=torch.bool), torch.zeros(2, 40, dtype=torch.bool))
     positions = torch.arange(40)
@@ -146,7 +156,7 @@ def test_nan_is_reported_and_left_out():
     query, key = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4)
     query[0, 1, 3] = torch.nan
     call = AttentionCall(
-        Site("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
+        AttentionSite("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
     )
     tokens = Tokens(torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.bool))
     found = query_statistics(call, tokens, tokens, torch.arange(8), True)
@@ -184,3 +194,27 @@ def test_selection_of_statistics():
     assert names == {"entropy", "write_score_cosine", "symmetric_share", "antisymmetric_share"}
     with pytest.raises(ValueError, match=r"unknown statistic 'entropie'; known are .*entropy_fraction"):
         select(["entropie"])
+
+
+def test_first_value_against_the_mean_of_all():
+    batch = zoo.inputs("llama", padded=True)
+    reading = read("llama", [batch], [marks(batch)])
+    for site, layer in enumerate(oracle.attention_of("llama", batch)):
+        wanted = oracle.expected(layer, batch, marks(batch))["first_value_norm_ratio"]
+        np.testing.assert_allclose(values_of(reading, site)["first_value_norm_ratio"], wanted, rtol=1e-5)
+
+
+def test_sampled_queries_belong_to_their_window_however_windows_come():
+    batch = zoo.inputs("llama", rows=2)
+    special = marks(batch)
+    together, apart = (
+        read("llama", [batch], [special], query_sample=7),
+        read("llama", [], [], first=batch, query_sample=7),
+    )
+    for row in range(2):
+        part = {key: value[row : row + 1] for key, value in batch.items()}
+        apart.forward(part, special[row : row + 1], sampled=(), windows=[row])
+    for site in range(len(together.results)):
+        assert (together.results[site].attention.ratio.estimate().count[0] == 14).all()
+        for statistic, value in values_of(together, site).items():
+            np.testing.assert_allclose(value, values_of(apart, site)[statistic], atol=1e-5, err_msg=statistic)

@@ -11,11 +11,10 @@ from tests.probing import zoo
 from tests.rows import every_row
 
 import massieu
-from massieu.probing.capture import capturing
 from massieu.probing.check import first_look
 from massieu.probing.model import model_inputs
 from massieu.probing.reading import Options, Reading
-from massieu.probing.sites import find_sites, noticing
+from massieu.probing.sites import find_sites, first_pass
 from massieu.probing.statistics.attention import PER_QUERY
 from massieu.probing.units import Units
 
@@ -177,8 +176,7 @@ def test_a_module_that_attends_twice_is_one_layer_and_one_called_twice_is_two():
 
     attention.forward = both
     for model, layers in ((twice, [0, 0, 1, 2]), (zoo.model("albert"), [0, 1, 2])):
-        with torch.no_grad(), noticing(model) as seen, capturing(model, seen.attention):
-            model(**zoo.inputs("bert"))
+        seen = first_pass(model, zoo.inputs("bert"))
         assert [info.layer for info in find_sites(model, seen)] == layers
 
 

@@ -18,15 +18,8 @@ from tests.rows import every_row
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from massieu.errors import InputError
-from massieu.probing.documents import PIECE, pieces
-from massieu.probing.text import (
-    Document,
-    TextBatches,
-    check_sources,
-    read_documents,
-    reference_documents,
-    token_strings,
-)
+from massieu.probing.documents import PIECE, Document, check_sources, pieces, read_documents, reference_documents
+from massieu.probing.text import TextBatches, token_strings
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +120,7 @@ def _rows(batches: TextBatches) -> list[tuple[list[int], list[bool], str]]:
         (ids[real].tolist(), special[real].tolist(), name)
         for batch in batches
         for ids, real, special, name in zip(
-            batch.inputs["input_ids"], batch.real, batch.special, batch.names, strict=True
+            batch.inputs["input_ids"], batch.inputs["attention_mask"].bool(), batch.special, batch.names, strict=True
         )
     ]
 
@@ -191,7 +184,7 @@ def test_a_short_text_is_one_short_window():
     (batch,) = _batches(tokenizer, ["the cat"], max_length=64)
     assert batch.inputs["input_ids"].tolist() == [[2, 5, 6, 3]]
     assert batch.special.tolist() == [[True, False, False, True]]
-    assert batch.real.all()
+    assert batch.inputs["attention_mask"].bool().all()
 
 
 @every_row(("budget", "windows"), [(1, 1), (5, 1), (6, 2), (10, 2), (11, 3), (1000, 4)])
@@ -215,7 +208,7 @@ def test_no_more_is_read_than_the_budget_asks_for():
             yield Document(str(i), "the cat sat on a mat")
 
     batches = TextBatches(TOKENIZERS["bert"][0], endless, max_length=8, max_tokens=64, batch_size=2)
-    assert sum(batch.real.sum().item() for batch in batches) == 64
+    assert sum(batch.inputs["attention_mask"].bool().sum().item() for batch in batches) == 64
     assert len(list(batches)) == 4  # again, from the function
 
 
@@ -253,16 +246,15 @@ def test_unpacked_rows_are_the_documents_cut_and_padded(name, texts, max_length,
     for batch in batches:
         lengths = batch.inputs["attention_mask"].sum(1)
         assert batch.inputs["input_ids"].shape[1] == lengths.max()
-        assert torch.equal(batch.inputs["attention_mask"].bool(), batch.real)
         expected = torch.arange(int(lengths.max())) < lengths[:, None]  # padded on the right
-        assert torch.equal(batch.real, expected)
-        assert not (batch.special & ~batch.real).any()
+        assert torch.equal(batch.inputs["attention_mask"].bool(), expected)
+        assert not (batch.special & ~batch.inputs["attention_mask"].bool()).any()
 
 
 @every_row(("name", "padding"), [("bert", 0), ("t5", 0), ("gpt2", 0), ("llama", 1), ("bare", 0)])
 def test_padding_falls_back_to_the_end_token_and_then_to_zero(name, padding):
     (batch,) = _batches(TOKENIZERS[name][0], ["the cat sat on a mat", "mat"], max_length=32, packing=False)
-    assert set(batch.inputs["input_ids"][~batch.real].tolist()) == {padding}
+    assert set(batch.inputs["input_ids"][~batch.inputs["attention_mask"].bool()].tolist()) == {padding}
 
 
 # --- special tokens --------------------------------------------------------------------------------------------------

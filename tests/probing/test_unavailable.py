@@ -16,8 +16,7 @@ from massieu.probing import reading as reading_module
 from massieu.probing.capture import capturing
 from massieu.probing.model import model_inputs
 from massieu.probing.replay import Replay
-from massieu.probing.sites import find_sites, noticing
-from massieu.probing.tokens import decoder_given
+from massieu.probing.sites import find_sites, first_pass
 from massieu.probing.wiring import StreamTracer
 
 _COMMON = {
@@ -95,9 +94,7 @@ def reads(name):
     prepared = model_inputs(model, {key: value[:1] for key, value in given(name).items()})
     steps = []
     with torch.no_grad():
-        with noticing(model) as seen, capturing(model, seen.attention):
-            model(**prepared)
-        tracer = StreamTracer(model, find_sites(model, seen, decoder_tokens=decoder_given(prepared)), steps.append)
+        tracer = StreamTracer(model, find_sites(model, first_pass(model, prepared)), steps.append)
         with capturing(model, tracer.attention), tracer.watching():
             model(**prepared)
         with capturing(model, lambda call: None) as capture:

@@ -7,8 +7,7 @@ from tests.rows import every_row
 
 from massieu.probing.capture import capturing
 from massieu.probing.model import model_inputs
-from massieu.probing.sites import find_sites, noticing
-from massieu.probing.tokens import decoder_given
+from massieu.probing.sites import find_sites, first_pass
 from massieu.probing.wiring import StreamTracer
 
 A, F, N, X, B = "attention", "feed_forward", "norm", "cross_attention", "attention_and_feed_forward"
@@ -36,9 +35,7 @@ def trace(name, batch=None):
     prepared = model_inputs(model, zoo.inputs(name) if batch is None else batch)
     steps = []
     with torch.no_grad():
-        with noticing(model) as seen, capturing(model, seen.attention):
-            model(**prepared)
-        sites = find_sites(model, seen, decoder_tokens=decoder_given(prepared))
+        sites = find_sites(model, first_pass(model, prepared))
         tracer = StreamTracer(model, sites, steps.append)
         with capturing(model, tracer.attention), tracer.watching():
             final = model(**prepared)[0]

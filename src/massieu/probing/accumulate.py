@@ -9,14 +9,15 @@ Everything is kept in float64, in memory that does not grow with the length of t
 running result of another part of the text.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Real
 from torch import Tensor
 
-from massieu.probing.units import WINDOWS, Blocks, Documents, Estimate, Sums, Units
-
-__all__ = ["Estimate", "Histogram", "Ratio", "Spread", "Units"]
+from massieu.foundation.arguments import boolean, check_shape
+from massieu.probing.units import WINDOWS, BlockSums, DocumentSums, Estimate, Units
 
 
 class Ratio:
@@ -37,7 +38,7 @@ class Ratio:
     def __init__(self, shape: tuple[int, ...], units: Units = WINDOWS) -> None:
         self.shape = tuple(shape)
         self.units = units
-        self._sums: Sums = Blocks(self.shape, units.capacity) if units.mode == "window" else Documents(self.shape)
+        self._sums: Any = BlockSums(self.shape, units.capacity) if units.mode == "window" else DocumentSums(self.shape)
 
     def update(
         self,
@@ -56,18 +57,15 @@ class Ratio:
         Raises:
             ValueError: the shapes do not fit, or a count is negative or NaN.
         """
-        totals, counts = _numpy(total), _numpy(count)
-        rows = totals.shape[0] if totals.ndim else 0
-        if totals.shape != (rows, *self.shape):
-            raise ValueError(f"total must have shape (rows, {_words(self.shape)}), got {totals.shape}")
-        fits = counts.ndim == totals.ndim and all(
-            given in (1, wanted) for given, wanted in zip(counts.shape[1:], self.shape, strict=True)
-        )
-        if not fits or counts.shape[0] != rows:
-            raise ValueError(f"count of shape {counts.shape} must broadcast to total's shape {totals.shape}")
+        totals, counts = (_tensor(given).cpu().double() for given in (total, count))
+        check_shape("total", totals, ("rows", *self.shape))
+        _check_expands("count", counts, totals)
+        if len(counts) != len(totals):
+            raise ValueError(f"count must have a row for each of total's {len(totals)}, got {len(counts)}")
+        totals, counts = totals.numpy(), counts.numpy()
         if not (counts >= 0).all():
             raise ValueError("count must hold numbers ≥ 0")
-        pairs = np.zeros((rows, 2, *self.shape))
+        pairs = np.zeros((len(totals), 2, *self.shape))
         np.copyto(pairs[:, 0], totals, where=counts > 0)
         pairs[:, 1] = counts
         # A row that counts nowhere is no unit; on a sample of the text's rows it must not take a place in the order.
@@ -88,11 +86,6 @@ class Ratio:
             )
         self._sums.merge(other._sums)
 
-    @property
-    def rows(self) -> int:
-        """Number of rows that counted anywhere."""
-        return self._sums.row_count()
-
     def estimate(self) -> Estimate:
         """Value, standard error and count from the whole text."""
         return self._sums.estimate(slice(None))
@@ -100,14 +93,6 @@ class Ratio:
     def value(self) -> Float64[np.ndarray, "*shape"]:
         """Σ totals / Σ counts; NaN where nothing was counted."""
         return self.estimate().value
-
-    def standard_error(self) -> Float64[np.ndarray, "*shape"]:
-        """Standard error of `value`; NaN where there are fewer than two units."""
-        return self.estimate().standard_error
-
-    def count(self) -> Float64[np.ndarray, "*shape"]:
-        """Σ counts."""
-        return self.estimate().count
 
     def first_half(self) -> Estimate:
         """The same from the first, third, fifth … unit alone.
@@ -125,7 +110,7 @@ class Ratio:
 
     def error_unit(self) -> tuple[str, int]:
         """What the error unit is, in words, and how many there are."""
-        return self._sums.unit(), self._sums.unit_count()
+        return self._sums.error_unit()
 
 
 class Histogram:
@@ -160,6 +145,7 @@ class Histogram:
         """Count the values where ``valid`` is true.
 
         Raises:
+            TypeError: ``valid`` is not boolean.
             ValueError: the shapes do not fit.
         """
         heads, bins = self.counts.shape
@@ -210,6 +196,7 @@ class Spread:
         """Add the values where ``valid`` is true. A NaN or an infinity among them makes the result NaN.
 
         Raises:
+            TypeError: ``valid`` is not boolean.
             ValueError: the shapes do not fit.
         """
         numbers, mask = _values_and_mask(values, valid, self.shape)
@@ -233,10 +220,6 @@ class Spread:
         """√(Σ (x − x̄)² / (n − 1)); NaN where fewer than two entries were seen."""
         return np.sqrt(np.where(self._count > 1, self._squares, np.nan) / np.maximum(self._count - 1, 1))
 
-    def mean(self) -> Float64[np.ndarray, "*shape"]:
-        """Mean of the entries; NaN where there were none."""
-        return np.where(self._count > 0, self._mean, np.nan)
-
     def count(self) -> Float64[np.ndarray, "*shape"]:
         """Number of entries."""
         return self._count.copy()
@@ -248,12 +231,6 @@ class Spread:
         self._squares = self._squares + squares + step**2 * self._count * share
         self._mean = self._mean + step * share
         self._count = both
-
-
-def _numpy(array: np.ndarray | Tensor) -> np.ndarray:
-    if isinstance(array, Tensor):
-        array = array.detach().cpu().double().numpy()
-    return np.asarray(array, dtype=np.float64)
 
 
 def _tensor(array: np.ndarray | Tensor) -> Tensor:
@@ -270,17 +247,13 @@ def _values_and_mask(
         numbers = numbers.cpu()
     numbers = numbers.double()
     mask = _tensor(valid).to(numbers.device)
-    if tuple(numbers.shape[1:-1]) != shape or numbers.ndim != len(shape) + 2:
-        raise ValueError(f"values must have shape (rows, {_words(shape)}, entries), got {tuple(numbers.shape)}")
-    if mask.dtype != torch.bool:
-        raise ValueError(f"valid must be boolean, got {mask.dtype}")
-    fits = mask.ndim == numbers.ndim and all(
-        given in (1, wanted) for given, wanted in zip(mask.shape, numbers.shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"valid of shape {tuple(mask.shape)} must broadcast to values of shape {tuple(numbers.shape)}")
+    check_shape("values", numbers, ("rows", *shape, "entries"))
+    boolean("valid", mask)
+    _check_expands("valid", mask, numbers)
     return numbers, mask.expand(numbers.shape)
 
 
-def _words(shape: tuple[int, ...]) -> str:
-    return ", ".join(map(str, shape)) or "no more"
+def _check_expands(name: str, value: Tensor, whole: Tensor) -> None:
+    fits = value.ndim == whole.ndim and all(a in (1, b) for a, b in zip(value.shape, whole.shape, strict=True))
+    if not fits:
+        raise ValueError(f"{name} of shape {tuple(value.shape)} must broadcast to shape {tuple(whole.shape)}")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -24,40 +23,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
+from massieu.probing.watching import same_tensor
 
 FUSED = "massieu_fused"  # delegates to the model's sdpa function, with sdpa's mask function
 EAGER = "massieu_eager"  # delegates to the eager function of the model's own file, with the eager mask function
 
 # Keywords that change nothing about (query, key, value, mask, scale), or that `_call_from` reads.
-_UNDERSTOOD = frozenset(
-    [
-        "dropout",
-        "scaling",
-        "is_causal",
-        "position_bias",
-        "softcap",
-        "s_aux",
-        "sliding_window",
-        "deterministic",
-        "output_attentions",
-        "output_hidden_states",
-        "use_cache",
-        "cache_position",
-        "position_ids",
-        "past_key_values",
-        "past_key_value",
-        "return_dict",
-        "layer_idx",
-        "num_items_in_batch",
-        "token_type_ids",
-        "training",
-        "output_router_logits",
-    ]
+_UNDERSTOOD = (
+    {"scaling", "is_causal", "position_bias", "softcap", "s_aux", "sliding_window"}
+    | {"dropout", "deterministic", "training", "layer_idx", "num_items_in_batch", "token_type_ids", "return_dict"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits"}
+    | {"use_cache", "cache_position", "position_ids", "past_key_values", "past_key_value"}
 )
 
 
 @dataclass(frozen=True)
-class Site:
+class AttentionSite:
     """One place where attention is computed: a module and which of its calls in one forward pass.
 
     A shared module (ALBERT) is one module and several sites.
@@ -87,7 +68,7 @@ class AttentionCall:
         repeated: the same queries and keys as in the call before, of the same module: its weights applied to other values.
     """
 
-    site: Site
+    site: AttentionSite
     module: nn.Module
     query: Float[Tensor, "B H L D"]
     key: Float[Tensor, "B Hk N D"]
@@ -115,23 +96,18 @@ class AttentionCall:
         weight = self.log_weight
         if weight is not None and weight.shape[0] > 1:
             weight = weight[index]
-        return replace(
-            self, query=self.query[index], key=self.key[index], value=self.value[index], log_weight=weight,
-            output=self.output[index],
-        )  # fmt: skip
+        parts = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output")}
+        return replace(self, log_weight=weight, **parts)
 
     def at(self, positions: Int[Tensor, " S"]) -> "AttentionCall":
         """The same call for some of the queries, all keys kept; causality becomes a mask."""
         weight = self.log_weight
         if self.is_causal:
-            weight = positions[:, None] >= torch.arange(self.key.shape[2], device=self.key.device)
-            weight = weight[None, None]
+            weight = (positions[:, None] >= torch.arange(self.key.shape[2], device=self.key.device))[None, None]
         elif weight is not None and weight.shape[2] > 1:
             weight = weight[:, :, positions]
-        return replace(
-            self, query=self.query[:, :, positions], output=self.output[:, positions], log_weight=weight,
-            is_causal=False,
-        )  # fmt: skip
+        query, output = self.query[:, :, positions], self.output[:, positions]
+        return replace(self, query=query, output=output, log_weight=weight, is_causal=False)
 
 
 class StopAfterQuery(Exception):  # noqa: N818 - a signal, not an error
@@ -144,7 +120,7 @@ class Capture:
 
     Attributes:
         observer: called with each `AttentionCall`, in order.
-        fired: how often each module was called in the current forward pass.
+        fired: how often each module was called; it numbers the calls, so a capture is for one forward pass.
         unexplained: keyword arguments that reached an attention function and that this file does not know.
         thread: the thread whose calls are read.
         disturbed: another thread called the model, or changed its attention implementation, in the meantime.
@@ -157,25 +133,20 @@ class Capture:
     projections: list[tuple[Tensor, Tensor, Tensor]] | None = None
     thread: int = field(default_factory=threading.get_ident)
     disturbed: bool = False
-    _latest: tuple[nn.Module, Tensor, Tensor, Site] | None = None
+    _latest: tuple[nn.Module, Tensor, Tensor, AttentionSite] | None = None
 
-    def start_forward(self) -> None:
-        """Forget the call counts; to be called before each forward pass of the model."""
-        self.fired.clear()
-        self._latest = None
-
-    def place(self, module: nn.Module, query: Tensor, key: Tensor) -> tuple[Site, bool]:
+    def place(self, module: nn.Module, query: Tensor, key: Tensor) -> tuple[AttentionSite, bool]:
         """The site of the next call, and whether it repeats the one before with the same queries and keys."""
         name = self.names.get(module)
         if name is None:
             raise InputError(f"an attention module of class {type(module).__name__} is not part of the probed model")
         latest = self._latest
         # The latest queries and keys are held, so that their memory cannot have been given to others.
-        if latest is not None and latest[0] is module and _same(latest[1], query) and _same(latest[2], key):
+        if latest is not None and latest[0] is module and same_tensor(latest[1], query) and same_tensor(latest[2], key):
             return latest[3], True
         ordinal = self.fired.get(name, 0)
         self.fired[name] = ordinal + 1
-        site = Site(name, ordinal)
+        site = AttentionSite(name, ordinal)
         self._latest = (module, query, key, site)
         return site, False
 
@@ -202,23 +173,6 @@ class Capture:
 _ACTIVE: ContextVar[Capture | None] = ContextVar("massieu_capture", default=None)
 _CAPTURES: list[Capture] = []  # of all threads
 _LOCK = threading.Lock()
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    """One tensor in memory."""
-    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
-
-
-def of_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
-    """A module's hook that looks away when another thread calls the module."""
-    thread = threading.get_ident()
-
-    @wraps(hook)
-    def look(*arguments: Any, **keywords: Any) -> None:
-        if threading.get_ident() == thread:
-            hook(*arguments, **keywords)
-
-    return look
 
 
 def _own_capture(module: nn.Module) -> Capture | None:
@@ -264,11 +218,17 @@ def _log_weight(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) ->
 
 
 def _call_from(
-    capture: Capture, implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    mask: Tensor | None, keywords: dict[str, Any], output: Tensor,
-) -> AttentionCall:  # fmt: skip
+    capture: Capture,
+    implementation: str,
+    module: nn.Module,
+    given: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    keywords: dict[str, Any],
+    output: Tensor,
+) -> AttentionCall:
     capture.unexplained.update(k for k, v in keywords.items() if v is not None and k not in _UNDERSTOOD)
-    given = query, key
+    query, key, value = given
+    site, repeated = capture.place(module, query, key)
     length, keys = query.shape[2], key.shape[2]
     causal = False
     if implementation == FUSED and mask is None and length > 1:
@@ -277,30 +237,17 @@ def _call_from(
         causal = bool(getattr(module, "is_causal", True) if declared is None else declared)
     if causal and keys > length:
         key, value = key[:, :, :length], value[:, :, :length]
-    bias = keywords.get("position_bias")
-    weight = _log_weight(mask, bias, query.dtype)
+    weight = _log_weight(mask, keywords.get("position_bias"), query.dtype)
     if causal and weight is not None:
         keep = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
         weight, causal = weight.float().masked_fill(~keep, -torch.inf), False
-    scale = keywords.get("scaling")
     # sdpa knows neither caps nor sinks: a model that runs on it goes without them, and so do its statistics
-    softcap = keywords.get("softcap") if implementation == EAGER else None
-    sink = keywords.get("s_aux") if implementation == EAGER else None
-    site, repeated = capture.place(module, given[0], given[1])
-    return AttentionCall(
-        site=site,
-        module=module,
-        query=query,
-        key=key,
-        value=value,
-        log_weight=weight,
-        is_causal=causal,
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=None if softcap is None else float(softcap),
-        sink=None if sink is None else sink.detach().float().reshape(-1),
-        output=output,
-        repeated=repeated,
-    )
+    read = keywords if implementation == EAGER else {}
+    scale, softcap, sink = keywords.get("scaling"), read.get("softcap"), read.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    softcap = None if softcap is None else float(softcap)
+    sink = None if sink is None else sink.detach().float().reshape(-1)
+    return AttentionCall(site, module, query, key, value, weight, causal, scale, softcap, sink, output, repeated)
 
 
 def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -314,8 +261,8 @@ def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]
         output, weights = _own_function(module, implementation)(module, query, key, value, attention_mask, **keywords)
         if capture is not None:
             capture.check_undisturbed()
-            call = _call_from(capture, implementation, module, query, key, value, attention_mask, keywords, output)
-            capture.observer(call)
+            given = query, key, value
+            capture.observer(_call_from(capture, implementation, module, given, attention_mask, keywords, output))
         return output, weights
 
     return attention
@@ -379,7 +326,7 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], None]) -> It
                 config._attn_implementation_internal = name
             _CAPTURES.remove(capture)
         _ACTIVE.reset(token)
-        capture.start_forward()
+        capture._latest = None  # gives its memory back
     capture.check_undisturbed()
 
 

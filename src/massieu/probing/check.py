@@ -5,20 +5,22 @@ none: a NaN or an infinity is not within any tolerance, and is told apart from a
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.probing.capture import AttentionCall, capturing, stock_implementations
-from massieu.probing.model import READABLE, model_inputs
+from massieu.probing.capture import AttentionCall, stock_implementations
+from massieu.probing.examples import explicit_attention
+from massieu.probing.model import READABLE, decoder_given, model_inputs
 from massieu.probing.nonfinite import at_real
-from massieu.probing.replay import tolerance
-from massieu.probing.sites import SiteInfo, find_sites, noticing
-from massieu.probing.tokens import decoder_given, real_tokens
+from massieu.probing.replay import relative_difference, tolerance
+from massieu.probing.sites import SiteInfo, find_sites, first_pass, inside
+from massieu.probing.tokens import real_tokens
 
 
 @dataclass(frozen=True)
@@ -68,22 +70,28 @@ def check_readable(model: nn.Module) -> None:
         raise InputError(_why_nothing_fired(model))
 
 
+def check_evaluating(modules: Iterable[nn.Module]) -> None:
+    """Raises:
+    InputError: one of them is in training mode.
+    """
+    if any(module.training for module in modules):
+        raise InputError("the model is in training mode, so dropout would change its numbers; call model.eval() first")
+
+
 def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
     """Find the attention sites by one forward pass and compare everything with the stock model.
 
     Raises:
         InputError: no attention was seen, the self-check failed, or the model's output is random.
     """
-    prepared = model_inputs(model, {k: v[:2] if isinstance(v, Tensor) else v for k, v in inputs.items()})
+    prepared = model_inputs(model, inputs, items=2)
     with torch.no_grad():
         stock = model(**prepared)[0]
-        with noticing(model) as seen, capturing(model, seen.attention) as capture:
-            capture.start_forward()
-            probed = model(**prepared)[0]
+    seen = first_pass(model, prepared)
     if not seen.calls:
         raise InputError(_why_nothing_fired(model))
-    sites = find_sites(model, seen, decoder_tokens=decoder_given(prepared))
-    check = _self_check(seen.calls, sites, prepared, stock, probed)
+    sites = find_sites(model, seen)
+    check = _self_check(seen.calls, sites, prepared, stock, seen.output[0])
     if check.finite and not check.passed:
         with torch.no_grad():
             again = _relative_error(model(**prepared)[0], stock)
@@ -97,7 +105,7 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
             f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong"
         )
     fired = {call.site.module_name for call in seen.calls}
-    return FirstLook(sites, check, sorted(capture.unexplained), _silent_attention(model, fired))
+    return FirstLook(sites, check, sorted(seen.unexplained), _silent_attention(model, fired))
 
 
 def _self_check(
@@ -147,8 +155,8 @@ def _why_nothing_fired(model: nn.Module) -> str:
 def _silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
     """Innermost modules that are called attention and were not seen attending."""
     names = [n for n, m in model.named_modules() if type(m).__name__.endswith("Attention")]
-    inner = [n for n in names if not any(o != n and o.startswith(n + ".") for o in names)]
-    return [n for n in inner if not any(f == n or f.startswith(n + ".") or n.startswith(f + ".") for f in fired)]
+    inner = [n for n in names if not any(o != n and inside(o, n) for o in names)]
+    return [n for n in inner if not any(inside(f, n) or inside(n, f) for f in fired)]
 
 
 def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: int = 64) -> float:
@@ -158,30 +166,17 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
     out. It catches a wrong scale, mask, bias, cap or sink, and score modifications that this package does not know.
     """
     call = call.rows(slice(0, 2))
-    picked = torch.linspace(0, call.query.shape[2] - 1, min(queries, call.query.shape[2])).long()
-    groups = call.query.shape[1] // call.key.shape[1]
-    query = call.query[:, :, picked].double()
-    key, value = (t.double().repeat_interleave(groups, dim=1) for t in (call.key, call.value))
-    scores = call.scale * query @ key.mT
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
-        scores = scores + call.log_weight.expand(-1, -1, call.query.shape[2], -1)[:, :, picked].double()
-    visible = call.visible()[:, :, picked]
-    scores = scores.masked_fill(~visible, -torch.inf)
+    length = call.query.shape[2]
+    picked = torch.linspace(0, length - 1, min(queries, length), device=call.query.device).long()
+    call = call.at(picked)
+    scores, weight = explicit_attention(call, torch.float64)
+    visible = weight > -torch.inf
+    scores = torch.where(visible, scores + weight, -torch.inf)
+    value = call.value.double().repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
     if call.sink is not None:
         sink = call.sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
         value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=2)
         scores = torch.cat([scores, sink], dim=-1)
     expected = (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
     known = real[:2][:, picked] & visible.any(-1).all(1).expand(expected.shape[0], -1)
-    return relative_difference(call.output[:, picked].double()[known], expected[known])
-
-
-def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
-    """Largest difference over the largest expected size; NaN where a number of either is not finite, 0 where there is none."""
-    if not expected.numel():
-        return 0.0
-    if not bool(expected.isfinite().all() & found.isfinite().all()):
-        return float("nan")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    return relative_difference(call.output.double()[known], expected[known])

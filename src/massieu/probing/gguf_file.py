@@ -60,15 +60,12 @@ def contents(file: Path) -> Contents:
     if not reader.tensors:
         raise InputError(f"{file} holds no weights, only a description or a vocabulary")
     architecture = str(reader.fields["general.architecture"].contents())
-    settings = {
-        key.removeprefix(f"{architecture}."): field
-        for key, field in reader.fields.items()
-        if key.startswith(f"{architecture}.")
-    }
+    of_architecture = f"{architecture}."
+    settings = {k.removeprefix(of_architecture): f for k, f in reader.fields.items() if k.startswith(of_architecture)}
     reading = require_extra("transformers.modeling_gguf_pytorch_utils", "probe").GGUF_TO_TRANSFORMERS_MAPPING["config"]
     known = reading.get(architecture) or reading.get(architecture.replace("moe", "_moe").replace("-", "_")) or settings
     scaling = settings.get("rope.scaling.type")
-    scaled = [name for name in (tensor.name for tensor in reader.tensors) if name.startswith(_ROTARY)]
+    scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_ROTARY)]
     if scaling is not None and scaling.contents() != "none":
         scaled.append(f"rope.scaling.type = {scaling.contents()}")
     if scaled and not architecture.startswith("gpt-oss"):

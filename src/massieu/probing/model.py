@@ -13,10 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
-from massieu.probing.checkpoint import Checkpoint, default_model, file_hash, find_checkpoint, quiet, sentence, some
+from massieu.probing.checkpoint import (
+    Checkpoint,
+    default_model,
+    file_hash,
+    find_checkpoint,
+    quiet,
+    sentence,
+    some,
+    weights_are,
+)
 from massieu.probing.seeding import OwnGenerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_RANDOM = "not read from the checkpoint but random, and nothing here depends on them"
 READABLE = (
     "BERT, RoBERTa, ModernBERT, GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT and others"
 )
@@ -54,57 +64,32 @@ class LoadedModel:
         first = next(self.module.parameters())
         config = getattr(self.module, "config", None)
         return {
-            "name": self.name,
+            **{name: getattr(self, name) for name in ("name", "hash", "revision", "weights")},
             "architecture": type(self.module).__name__,
-            "hash": self.hash,
-            "revision": self.revision,
             "parameters": sum(p.numel() for p in self.module.parameters()),
             "dtype": str(first.dtype).removeprefix("torch."),
             "device": str(first.device),
             "layers": None,
             "heads": None,
             "hidden_size": getattr(config, "hidden_size", None),
-            "weights": self.weights,
-            "missing_weights": self._listed(
-                (*self.missing, *self.reshaped),
-                "not read from the checkpoint but random, and nothing here depends on them",
-            ),
+            "missing_weights": self._listed((*self.missing, *self.reshaped), _RANDOM),
             "unexpected_weights": self._listed(self.unexpected, "in the checkpoint but not in the model, and not used"),
         }
 
     def _listed(self, names: Collection[str], what: str) -> str | None:
         if not self.from_files:
             return None
-        number = "1 weight is" if len(names) == 1 else f"{len(names):,} weights are"
-        return f"{number} {what}: {some(names)}" if names else "none"
+        return f"{weights_are(names)} {what}: {some(names)}" if names else "none"
 
 
-def check_device(device: str | None) -> torch.device:
-    """The device to run on; None picks a GPU where there is one.
-
-    Raises:
-        InputError: no such device here.
-    """
-    if device is None:
+def _device(name: str | None) -> torch.device:
+    if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r} is not there: {str(error).splitlines()[0]}") from error
-    return torch.device(device)
-
-
-def check_dtype(dtype: str | None) -> torch.dtype:
-    """The parameters' type to load with; None is float32.
-
-    Raises:
-        InputError: not a floating type that models run in.
-    """
-    if dtype is None:
-        return torch.float32
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+        raise InputError(f"device {name!r} is not there: {str(error).splitlines()[0]}") from error
+    return torch.device(name)
 
 
 def load_model(
@@ -122,6 +107,8 @@ def load_model(
     `massieu.probing.weights` whether it matters.
 
     Args:
+        device: where to run; None picks a GPU where there is one.
+        dtype: the parameters' type; None is float32.
         tokenizer: whether to read the tokenizer too.
 
     Raises:
@@ -129,20 +116,22 @@ def load_model(
         MissingExtraError: a GGUF file without the packages that read it.
     """
     transformers = require_extra("transformers", "probe")
-    target, kind = check_device(device), check_dtype(dtype)
+    target, kind = _device(device), DTYPES.get(dtype or "float32")
+    if kind is None:
+        raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
     shown = "sentence-transformers/all-MiniLM-L6-v2 (the default model)" if name is None else str(name)
     with quiet():
         checkpoint = find_checkpoint(default_model() if name is None else name, revision)
         # Of a folder with a GGUF file the file says which model it is.
         shown = shown if checkpoint.gguf is None else checkpoint.files[0].name
-        options = {**checkpoint.options, "trust_remote_code": trust_remote_code}
+        named = {**checkpoint.options, "trust_remote_code": trust_remote_code}
         with _one_sentence(shown):
-            config = transformers.AutoConfig.from_pretrained(checkpoint.place, **options)
+            config = transformers.AutoConfig.from_pretrained(checkpoint.place, **named)
+            options = {**named, "output_loading_info": True, "ignore_mismatched_sizes": True}
             module, report = transformers.AutoModel.from_pretrained(
-                checkpoint.place, config=config, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True,
-                **options,
-            )  # fmt: skip
-        read, problem = _tokenizer(checkpoint, options) if tokenizer else (None, None)
+                checkpoint.place, config=config, dtype=kind, **options
+            )
+        read, problem = _tokenizer(checkpoint, named) if tokenizer else (None, None)
     module = module.to(target).eval()
     return LoadedModel(
         module,
@@ -231,21 +220,29 @@ def reinitialised(module: nn.Module, seed: int) -> nn.Module:
     return fresh.to(device=first.device, dtype=first.dtype).eval()
 
 
-def model_inputs(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the model's forward is called with: on its device, without a cache, with decoder tokens where it needs them."""
+def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None = None) -> dict[str, Any]:
+    """What the model's forward is called with: on its device, without a cache, with decoder tokens where it needs them.
+
+    Args:
+        items: at most so many of the batch; None is all.
+    """
     device = next(module.parameters()).device
-    ready = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    ready = {k: (v[:items] if v.dim() else v).to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     accepted = inspect.signature(module.forward).parameters
     if "use_cache" in accepted:
         ready.setdefault("use_cache", False)
     config: Any = module.config
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
-        given = {"decoder_input_ids", "decoder_inputs_embeds"} & ready.keys()
-        if not given and "input_ids" in ready:
-            ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
-            if "attention_mask" in ready:
-                ready["decoder_attention_mask"] = ready["attention_mask"]
+    decodes = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted
+    if decodes and not decoder_given(ready) and "input_ids" in ready:
+        ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
+        if "attention_mask" in ready:
+            ready["decoder_attention_mask"] = ready["attention_mask"]
     return ready
+
+
+def decoder_given(inputs: Mapping[str, Any]) -> bool:
+    """Whether a model is given tokens for a decoder beside those for its encoder."""
+    return any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
 def _shifted(tokens: Tensor, config: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """NaN and infinities in a model: noticed in every batch, and traced to the first place where they arise."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from massieu.probing.capture import AttentionCall, of_this_thread
+from massieu.probing.capture import AttentionCall
+from massieu.probing.watching import hooked
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,13 @@ def in_batch(model: nn.Module, inputs: dict[str, Any], real: Tensor | None, batc
     found: list[tuple[str, str]] = []
     names = {module: name for name, module in model.named_modules()}
 
-    def look(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if found:
-            return
-        for tensor in _tensors(output):
-            what = kind_of(at_real(tensor, real))
-            if what:
-                found.append((names[module] or type(module).__name__, what))
-                return
+    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        if not found:
+            kinds = (kind_of(at_real(tensor, real)) for tensor in _tensors(output))
+            found.extend((names[module] or type(module).__name__, what) for what in kinds if what)
 
-    hook = of_this_thread(look)
-    handles = [module.register_forward_hook(hook) for module in names]
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), hooked(names, after=look):
+        model(**inputs)
     if not found:
         return None
     first, what = found[0]
@@ -108,12 +99,6 @@ def at_real(tensor: Tensor, real: Tensor | None) -> Tensor:
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, dict):
-        yield from _each(output.values())
-    elif isinstance(output, list | tuple):
-        yield from _each(output)
-
-
-def _each(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        yield from _tensors(value)
+    elif isinstance(output, dict | list | tuple):
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(part)

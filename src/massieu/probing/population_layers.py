@@ -18,11 +18,11 @@ from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
 from massieu.probing.capture import capturing
-from massieu.probing.check import relative_difference
+from massieu.probing.check import check_evaluating
 from massieu.probing.model import as_loaded, dummy_inputs, model_inputs
-from massieu.probing.replay import AffineQuery, affine_projections, output_maps
-from massieu.probing.sites import SiteInfo, find_sites, noticing
-from massieu.probing.tokens import decoder_given
+from massieu.probing.replay import AffineQuery, affine_projections, output_maps, relative_difference
+from massieu.probing.sites import SiteInfo, find_sites, first_pass
+from massieu.probing.watching import hooked, memory
 from massieu.probing.wiring import Step, StreamTracer
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -57,9 +57,8 @@ def population_layers(
             no such layer; not a model of `transformers`, in training mode, or without weights (on the meta device).
     """
     trunk = as_loaded(model).module
-    if any(module.training for module in trunk.modules()):
-        raise InputError("the model is in training mode, so dropout would change its numbers; call model.eval() first")
-    blocks = _blocks(_watched(trunk, inputs))
+    check_evaluating(trunk.modules())
+    blocks = _blocks(_forward_pass(trunk, inputs))
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer not in blocks):
         raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer!r}")
     with torch.no_grad():
@@ -85,7 +84,7 @@ class _Chain(nn.Sequential):
 
 
 @dataclass(frozen=True, eq=False)
-class _Watched:
+class _ForwardPass:
     """One forward pass: the steps along the stream, where attention sits, and what each module made of what."""
 
     name: str
@@ -97,26 +96,25 @@ class _Watched:
     """By a step's index, `affine_projections` of its attention."""
 
 
-def _watched(model: nn.Module, inputs: Mapping[str, Tensor] | None) -> _Watched:
+def _forward_pass(model: nn.Module, inputs: Mapping[str, Tensor] | None) -> _ForwardPass:
     prepared = model_inputs(model, dummy_inputs(model) if inputs is None else dict(inputs))
     steps: list[Step] = []
+    seen = first_pass(model, prepared)
+    if not seen.calls:
+        raise InputError(f"{type(model).__name__} computes no attention that can be read")
+    sites = find_sites(model, seen)
     with torch.no_grad():
-        with noticing(model) as seen, capturing(model, seen.attention):
-            model(**prepared)
-        if not seen.calls:
-            raise InputError(f"{type(model).__name__} computes no attention that can be read")
-        sites = find_sites(model, seen, decoder_tokens=decoder_given(prepared))
         tracer = StreamTracer(model, sites, steps.append)
         with capturing(model, tracer.attention), tracer.watching(), _recording(model) as made:
             model(**prepared)
-        with capturing(model, seen.attention) as capture:
+        with capturing(model, lambda _: None) as capture:
             projections = {
                 index: affine_projections(capture, step.read)
                 for index, step in enumerate(steps)
                 if step.read is not None and tracer.sites[step.read.call.site].kind == "self"
             }
     known = {info.site.name: info for info in sites}
-    return _Watched(type(model).__name__, dict(model.named_modules()), steps, known, made, projections)
+    return _ForwardPass(type(model).__name__, dict(model.named_modules()), steps, known, made, projections)
 
 
 @contextmanager
@@ -128,32 +126,27 @@ def _recording(model: nn.Module) -> Iterator[list[_Call]]:
         if len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor) and isinstance(result, Tensor):
             made.append(_Call(module, arguments[0], result))
 
-    handles = [m.register_forward_hook(look, with_kwargs=True) for m in model.modules()]
-    try:
+    with hooked(model.modules(), after=look):
         yield made
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _blocks(watched: _Watched) -> dict[int, "_Block"]:
+def _blocks(watched: _ForwardPass) -> dict[int, "_Block"]:
     """By layer, the residual steps of each block and the norms behind them."""
     steps, found = watched.steps, {}
     residual = [index for index, step in enumerate(steps) if step.sublayer.kind != "norm"]
     for place, index in enumerate(residual):
         step = steps[index]
         later = residual[place + 1] if place + 1 < len(residual) else None
-        continues = None if later is None else steps[later].before
+        goes_on = None if later is None else memory(steps[later].before)
         # A norm of the sum is behind the step if the stream goes on from its result.
         behind = None
         for norm in steps[index + 1 : later]:
             last = later is None and norm.sublayer.layer == step.sublayer.layer
-            if _same(norm.before, step.after) and (last or (continues is not None and _same(norm.after, continues))):
+            if memory(norm.before) == memory(step.after) and (last or memory(norm.after) == goes_on):
                 behind = norm
-        if step.sublayer.layer is not None:
-            found.setdefault(step.sublayer.layer, _Block(watched, step.sublayer.layer, [])).parts.append(
-                (index, behind)
-            )
+        layer = step.sublayer.layer
+        if layer is not None:
+            found.setdefault(layer, _Block(watched, layer, [])).parts.append((index, behind))
     return found
 
 
@@ -161,7 +154,7 @@ def _blocks(watched: _Watched) -> dict[int, "_Block"]:
 class _Block:
     """One block: the indices of its residual steps, with the norm behind each."""
 
-    watched: _Watched
+    watched: _ForwardPass
     layer: int
     parts: list[tuple[int, Step | None]]
 
@@ -176,7 +169,7 @@ class _Block:
             elif kind == "feed_forward":
                 operator = self._feed_forward(step, behind)
             else:
-                raise self._refused(_NO_STEP[kind])
+                raise self._cannot(_NO_STEP[kind])
             self._check(operator, step, behind)
             operators.append(operator)
         return Composition.create(operators)
@@ -187,26 +180,23 @@ class _Block:
         assert read is not None
         call = read.call
         if call.key.shape[-2] < 2:
-            raise self._refused("its one token shows neither positions nor an order; inputs of several tokens do")
+            raise self._cannot("its one token shows neither positions nor an order; inputs of several tokens do")
         if self.watched.sites[call.site.name].kind == "causal":
-            raise self._refused("attention is causal, so a token moves by its place in the order")
+            raise self._cannot("attention is causal, so a token moves by its place in the order")
         if not bool(call.visible().all()):
-            raise self._refused("tokens do not all see each other (a window, or padding in the inputs of the check)")
+            raise self._cannot("tokens do not all see each other (a window, or padding in the inputs of the check)")
         if call.log_weight is not None and call.log_weight.dtype != torch.bool and bool(call.log_weight.any()):
-            raise self._refused("scores have a bias by position")
+            raise self._cannot("scores have a bias by position")
         if call.softcap is not None or call.sink is not None:
-            raise self._refused("its scores are capped, or it has a sink")
+            raise self._cannot("its scores are capped, or it has a sink")
         projections, output = self.watched.projections[index], output_maps(read, call.query.shape[1])
         if isinstance(projections, str):
-            raise self._refused(projections)
+            raise self._cannot(projections)
         if isinstance(output, str):
-            raise self._refused(output)
+            raise self._cannot(output)
         (query, query_bias), (key, key_bias), (value, value_bias) = projections
-        for name, actual, matrix, offset in (
-            ("queries", call.query, query, query_bias),
-            ("keys", call.key, key, key_bias),
-        ):
-            self._need_no_positions(name, actual, read.state, matrix, offset)
+        self._check_no_positions("queries", call.query, read.state, query, query_bias)
+        self._check_no_positions("keys", call.key, read.state, key, key_bias)
         dtype = torch.promote_types(torch.float32, read.state.dtype)
         bias = (output @ value_bias.unsqueeze(-1)).sum((0, -1))
         if read.bias is not None:
@@ -221,13 +211,13 @@ class _Block:
             contraction=self._behind(behind),
         )
 
-    def _need_no_positions(self, name: str, actual: Tensor, state: Tensor, matrix: Tensor, offset: Tensor) -> None:
+    def _check_no_positions(self, name: str, actual: Tensor, state: Tensor, matrix: Tensor, offset: Tensor) -> None:
         """Raise unless the map at position zero gives what the module has at all positions (trap 35)."""
         groups = len(matrix) // actual.shape[1]
         expected = torch.einsum("bnd,hkd->bhnk", state.double().cpu(), matrix) + offset.unsqueeze(1)
         error = relative_difference(actual.double().cpu().repeat_interleave(groups, 1), expected)
         if not error <= max(1e-4, 10 * _allowed(state.dtype)):
-            raise self._refused(f"its {name} depend on the position (rotary embeddings): they differ by {error:.1e}")
+            raise self._cannot(f"its {name} depend on the position (rotary embeddings): they differ by {error:.1e}")
 
     def _feed_forward(self, step: Step, behind: Step | None) -> FeedForward:
         chain = self._chain(step)
@@ -240,16 +230,16 @@ class _Block:
     def _chain(self, step: Step) -> list[nn.Module]:
         """The fewest modules that lead from the stream to what is added to it."""
         pending = deque([(step.before, [])])
-        seen = {_place(step.before)}
+        seen = {memory(step.before)}
         while pending:
             tensor, chain = pending.popleft()
             if chain and tensor.shape == step.before.shape and torch.equal(step.before + tensor, step.after):
                 return chain
             for call in self.watched.calls:
-                if _same(call.source, tensor) and _place(call.result) not in seen:
-                    seen.add(_place(call.result))
+                if memory(call.source) == memory(tensor) and memory(call.result) not in seen:
+                    seen.add(memory(call.result))
                     pending.append((call.result, [*chain, call.module]))
-        raise self._refused("its feed-forward part is no chain of modules of one input each")
+        raise self._cannot("its feed-forward part is no chain of modules of one input each")
 
     def _behind(self, behind: Step | None) -> Normalisation | None:
         if behind is None:
@@ -274,17 +264,17 @@ class _Block:
             norm = Normalisation.create(kind, (gained / kind(signs.double())).to(dtype), origin.to(dtype))
             if relative_difference(norm(tests).to(own), expected) <= 10 * _allowed(own):
                 return norm
-        raise self._refused(f"its {type(module).__name__} is neither a LayerNorm nor an RMSNorm")
+        raise self._cannot(f"its {type(module).__name__} is neither a LayerNorm nor an RMSNorm")
 
     def _check(self, operator: AttentionLayer | FeedForward, step: Step, behind: Step | None) -> None:
         expected = step.after if behind is None else behind.after
         error = relative_difference(operator(step.before).double(), expected.double())
         if not error <= _allowed(expected.dtype):
-            raise self._refused(
+            raise self._cannot(
                 f"{step.sublayer.name}: what was read differs from the module's own output by {error:.1e}"
             )
 
-    def _refused(self, reason: str) -> InputError:
+    def _cannot(self, reason: str) -> InputError:
         return InputError(
             f"layer {self.layer} of {self.watched.name} is no operator on a population of tokens: {reason}"
         )
@@ -292,12 +282,3 @@ class _Block:
 
 def _allowed(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, 3e-2)
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel()
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    """One tensor in memory, whatever its views."""
-    return _place(left) == _place(right)

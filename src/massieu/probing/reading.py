@@ -3,7 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.foundation.threads import one_thread
 from massieu.probing.accumulate import Ratio
-from massieu.probing.capture import AttentionCall, Capture, Site, capturing
+from massieu.probing.capture import AttentionCall, AttentionSite, Capture, capturing
 from massieu.probing.examples import ExampleWindow
-from massieu.probing.model import model_inputs
+from massieu.probing.model import decoder_given, model_inputs
 from massieu.probing.nonfinite import Trouble, at_real, in_batch, in_call, kind_of
-from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps
+from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, output_maps
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.attention import AttentionStatistics, Tokens, query_statistics
 from massieu.probing.statistics.climb import Climb, ClimbStatistics
 from massieu.probing.statistics.expansion import ExpansionStatistics
 from massieu.probing.statistics.maps import MapStatistics, map_statistics
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
-from massieu.probing.tokens import BatchTokens, decoder_given
+from massieu.probing.tokens import BatchTokens
 from massieu.probing.units import Units
 from massieu.probing.wiring import AttentionRead, Step, StreamTracer
 
@@ -65,6 +65,15 @@ class SiteResults:
     query_map: AffineQuery | None = None
 
 
+def _no_results(info: SiteInfo, options: Options) -> SiteResults:
+    units = options.units
+    attention = AttentionStatistics(info.heads, units, options.max_length)
+    results = SiteResults(attention, ClimbStatistics(info.heads, units), Ratio((1, info.heads), units))
+    if info.value_sets > 1:
+        results.unavailable[VALUES] = f"the same attention weights are applied to {info.value_sets} sets of values"
+    return results
+
+
 class Reading:
     """Running results of one model over many batches.
 
@@ -78,8 +87,8 @@ class Reading:
         self.model = model
         self.sites = sites
         self.options = options
-        self.by_site: dict[Site, SiteInfo] = {info.site: info for info in sites}
-        self.results = [self._new_results(info) for info in sites]
+        self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
+        self.results = [_no_results(info, options) for info in sites]
         self.expansion = ExpansionStatistics(options.units)
         self.tracer = StreamTracer(model, sites, self._on_step)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -91,23 +100,12 @@ class Reading:
         self.trouble: Trouble | None = None
         self.broken = False  # the current batch has numbers that are not finite
         self.read_queries = 0
-        self._tokens = BatchTokens({}, None, False)
+        self._tokens = BatchTokens({})
         self._rows = 0
         self._windows: Sequence[int] = ()
         self._sampled_rows: list[int] = []
         self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
         self._example: ExampleWindow | None = None
-
-    def _new_results(self, info: SiteInfo) -> SiteResults:
-        units = self.options.units
-        results = SiteResults(
-            AttentionStatistics(info.heads, units, self.options.max_length),
-            ClimbStatistics(info.heads, units),
-            Ratio((1, info.heads), units),
-        )
-        if info.value_sets > 1:
-            results.unavailable[VALUES] = f"the same attention weights are applied to {info.value_sets} sets of values"
-        return results
 
     def forward(
         self,
@@ -115,7 +113,7 @@ class Reading:
         special: Tensor | None,
         sampled: Iterable[int],
         windows: Sequence[int],
-        example: tuple[int, ExampleWindow] | None = None,
+        example: ExampleWindow | None = None,
     ) -> None:
         """Run one batch and add it to the results.
 
@@ -124,7 +122,7 @@ class Reading:
             sampled: rows on which replays and clouds are measured.
             windows: number of each row's window in the whole text: what is drawn at random depends on it and the seed
                 alone, so that batch size changes no statistic.
-            example: a row to record token by token, and where to.
+            example: a window of the batch to record token by token.
         """
         self._windows = windows
         prepared = model_inputs(self.model, inputs)
@@ -135,25 +133,32 @@ class Reading:
         self._sampled_rows = list(sampled)
         self._chosen.clear()
         self.broken = False
-        self._example = None if example is None else example[1]
-        self._example_row = 0 if example is None else example[0]
-        started, before = time.perf_counter(), sum(self.seconds.values())
-        with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
-            self._capture = capture
-            capture.start_forward()
-            if self._sampled_rows or not self.tracer.sublayers:
-                with self.tracer.watching():
+        self._example = example
+        before = sum(self.seconds.values())
+        with self._timed("forward"):
+            traced = self._sampled_rows or not self.tracer.sublayers
+            with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
+                self._capture = capture
+                with self.tracer.watching() if traced else nullcontext():
                     output = self.model(**prepared)[0]
-            else:
-                output = self.model(**prepared)[0]
-            self.unexplained |= capture.unexplained
-        self._look_for_trouble(output)
-        self._finish_expansion()
+                self.unexplained |= capture.unexplained
+            self._look_for_trouble(output)
+            if self._wants(EXPANSION):
+                with self._timed("expansion"), self._computing(EXPANSION), one_thread():
+                    self.expansion.finish()
+            inside = sum(self.seconds.values()) - before
+        self.seconds["forward"] -= inside
         self.sampled["windows"] += len(self._sampled_rows)
         if example is not None:
-            self.examples.append(example[1])
-        elapsed = time.perf_counter() - started
-        self.seconds["forward"] += elapsed - (sum(self.seconds.values()) - before)
+            self.examples.append(example)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - started
 
     def _look_for_trouble(self, output: Tensor) -> None:
         """Where the batch has numbers that are not finite, find out where they begin; once."""
@@ -169,13 +174,6 @@ class Reading:
                 f"the model's numbers break down in {windows}", "NaN", "attention"
             )
 
-    def _finish_expansion(self) -> None:
-        started = time.perf_counter()
-        if self._wants(EXPANSION):
-            with self._computing(EXPANSION), one_thread():
-                self.expansion.finish()
-        self.seconds["expansion"] += time.perf_counter() - started
-
     # Tokens ----------------------------------------------------------------------------------------------------------
 
     def _positions(self, row: int, step: Step, *, cloud: bool) -> Tensor:
@@ -183,10 +181,8 @@ class Reading:
         length = step.before.shape[1]
         place = (row, length, step.in_decoder, cloud)
         if place not in self._chosen:
-            self._chosen[place] = self._tokens.positions(
-                row, length, self.options.climb_queries, decoder=step.in_decoder, distinct=cloud,
-                generator=self._random(row, 0 if cloud else 1),
-            )  # fmt: skip
+            generator, most = self._random(row, 0 if cloud else 1), self.options.climb_queries
+            self._chosen[place] = self._tokens.positions(row, length, most, step.in_decoder, cloud, generator)
         return self._chosen[place]
 
     def _random(self, row: int, purpose: int) -> torch.Generator:
@@ -206,9 +202,9 @@ class Reading:
         except InputError:
             raise
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
-            for part in parts:
-                self.failed[part] = f"{type(error).__name__}{': ' if said else ''}{said}"
+            message = " ".join(str(error).split())[:200]
+            reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
+            self.failed.update(dict.fromkeys(parts, reason))
 
     def _wants(self, group: str) -> bool:
         return group in self.options.groups and group not in self.failed
@@ -220,11 +216,10 @@ class Reading:
     # Observers ---------------------------------------------------------------------------------------------------------
 
     def _on_attention(self, call: AttentionCall) -> None:
-        with self.tracer.unobserved():
+        with self.tracer.unobserved(), self._timed("attention statistics"):
             self._read_attention(call)
 
     def _read_attention(self, call: AttentionCall) -> None:
-        started = time.perf_counter()
         info = self.by_site.get(call.site)
         if info is None:
             raise InputError(f"{call.site.name} computed attention in this batch but not in the first one")
@@ -246,32 +241,23 @@ class Reading:
                 self._first_value(results, call, keys)
         if self._example is not None and _EXAMPLES not in self.failed:
             with self._computing(_EXAMPLES):
-                self._example.add(info, call.rows(slice(self._example_row, self._example_row + 1)))
-        self.seconds["attention statistics"] += time.perf_counter() - started
+                self._example.add(info, call)
 
     def _query_statistics(self, info: SiteInfo, call: AttentionCall, queries: Tokens, keys: Tokens) -> None:
         length, sample = call.query.shape[2], self.options.query_sample
         if queries.special is None or keys.special is None:
             self.results[info.index].unavailable["weight_special"] = "the batches do not say which tokens are special"
-        if sample is None or sample >= length:
-            positions = torch.arange(length, device=call.query.device)
-            found = query_statistics(call, queries, keys, positions, itself=info.kind != "cross")
-            self.results[info.index].attention.update(found, positions, self._rows)
-        else:
-            self._sampled_queries(info, call, queries, keys, sample)
-
-    def _sampled_queries(self, info: SiteInfo, call: AttentionCall, queries: Tokens, keys: Tokens, sample: int) -> None:
-        """Per-query statistics on some queries of each window, drawn window by window."""
-        length, parts = call.query.shape[2], call.query.shape[0] // self._rows
-        for row in range(self._rows):
-            positions = torch.randperm(length, generator=self._random(row, 2))[:sample].sort().values
-            positions, item = positions.to(call.query.device), slice(row * parts, (row + 1) * parts)
-            special = None if queries.special is None else queries.special[item, positions]
-            asked = Tokens(queries.real[item, positions], special)
-            attended = Tokens(keys.real[item], None if keys.special is None else keys.special[item])
-            part = call.rows(item).at(positions)
+        parts = [(slice(None), torch.arange(length), self._rows)]
+        if sample is not None and sample < length:  # some queries of each window, drawn window by window
+            items = call.query.shape[0] // self._rows
+            drawn = [torch.randperm(length, generator=self._random(row, 2)) for row in range(self._rows)]
+            parts = [(slice(i * items, (i + 1) * items), p[:sample].sort().values, 1) for i, p in enumerate(drawn)]
+        for item, positions, rows in parts:
+            positions = positions.to(call.query.device)
+            part = call.rows(item).at(positions) if len(positions) < length else call
+            asked, attended = _part(queries, item, positions), _part(keys, item, slice(None))
             found = query_statistics(part, asked, attended, positions, itself=info.kind != "cross")
-            self.results[info.index].attention.update(found, positions, 1)
+            self.results[info.index].attention.update(found, positions, rows)
 
     def _first_value(self, results: SiteResults, call: AttentionCall, keys: Tokens) -> None:
         norms = call.value.float().norm(dim=-1)
@@ -280,30 +266,24 @@ class Reading:
         first = norms.gather(2, keys.first()[:, None, None].expand(-1, norms.shape[1], -1))[..., 0]
         ratio = (first / mean).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
         usable = ratio.isfinite() & keys.real.any(-1)[:, None]
-        totals, counts = torch.where(usable, ratio, 0.0).double(), usable.double()
-        shape = (self._rows, -1, ratio.shape[1])
-        results.first_value.update(
-            totals.reshape(shape).sum(1, keepdim=True), counts.reshape(shape).sum(1, keepdim=True)
-        )
+        pair = torch.stack([torch.where(usable, ratio, 0.0), usable]).double()
+        results.first_value.update(*pair.reshape(2, self._rows, -1, ratio.shape[1]).sum(2, keepdim=True))
 
     def _on_step(self, step: Step) -> None:
         if step.before.dim() != 3 or step.before.shape[0] != self._rows:
             return
         if self._wants(EXPANSION):
-            started = time.perf_counter()
-            with self._computing(EXPANSION):
+            with self._timed("expansion"), self._computing(EXPANSION):
                 for row in self._sampled_rows:
                     self.expansion.collect(step, row, self._positions(row, step, cloud=True))
-            self.seconds["expansion"] += time.perf_counter() - started
         if step.read is not None:
-            started = time.perf_counter()
-            if self._wants(MAPS):
-                with self._computing(MAPS):
-                    self._read_maps(step.read)
-            if self._wants(CLIMB) or (self._wants(VALUES) and _WRITE_NORM not in self.failed):
-                with self._computing(*self.options.groups & {CLIMB}, _WRITE_NORM):
-                    self._read_climb(step)
-            self.seconds["climb"] += time.perf_counter() - started
+            with self._timed("climb"):
+                if self._wants(MAPS):
+                    with self._computing(MAPS):
+                        self._read_maps(step.read)
+                if self._wants(CLIMB) or (self._wants(VALUES) and _WRITE_NORM not in self.failed):
+                    with self._computing(*self.options.groups & {CLIMB}, _WRITE_NORM):
+                        self._read_climb(step)
 
     def _read_maps(self, read: AttentionRead) -> None:
         assert self._capture is not None
@@ -344,11 +324,9 @@ class Reading:
     def _checked(replay: Replay, positions: Tensor, results: SiteResults) -> Replay | None:
         """A replay that reproduces the module's queries, on part of the sequence or, more slowly, on all of it."""
         results.climb_checked = True
-        read = replay.read
-        if read.projection is None or not read.writes_linearly:
-            results.unavailable["own_write"] = (
-                "what the heads write is normalised, scaled or gated before it enters the stream"
-            )
+        writes = output_maps(replay.read, replay.read.call.query.shape[1])
+        if isinstance(writes, str):
+            results.unavailable["own_write"] = writes
         reason = replay.why_not(positions)
         if reason is not None and replace(replay, whole=True).why_not(positions) is None:
             reason, replay = None, replace(replay, whole=True)
@@ -357,3 +335,8 @@ class Reading:
             return None
         results.replay_whole, results.query_map = replay.whole, replay.query_map(positions)
         return replace(replay, affine=results.query_map)
+
+
+def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:
+    special = None if tokens.special is None else tokens.special[item, positions]
+    return Tokens(tokens.real[item, positions], special)

@@ -14,20 +14,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from massieu.probing.capture import Capture, StopAfterQuery
+from massieu.probing.watching import mapped, same_tensor
 from massieu.probing.wiring import AttentionRead, along_batch
 
 # Masks matter only behind the query; a cache must not see the same tokens twice.
-_LEFT_OUT = frozenset(
-    [
-        "attention_mask",
-        "mask",
-        "position_bias",
-        "encoder_attention_mask",
-        "causal_mask",
-        "past_key_values",
-        "past_key_value",
-    ]
-)
+_LEFT_OUT = {"attention_mask", "mask", "position_bias", "encoder_attention_mask", "causal_mask"}
+_LEFT_OUT |= {"past_key_values", "past_key_value"}
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # half precisions: see `tolerance`
 
 
@@ -36,37 +28,34 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, 3e-2)
 
 
-def _at_positions(value: Any, positions: Tensor, length: int, batch: int, copies: int) -> Any:
-    """Position information (rotary tables, position indices) for some positions, repeated along the batch.
+def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
+    """Largest difference over the largest expected size; NaN where a number of either is not finite, 0 where there is none."""
+    if not expected.numel():
+        return 0.0
+    if not bool(expected.isfinite().all() & found.isfinite().all()):
+        return float("nan")
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def _at_positions(value: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Position information (rotary tables, position indices) for some positions.
 
     A table of fewer rows than there are tokens is taken to be about the last of them, as where the first tokens (class
     and registers of an image model) have no position.
     """
-    if isinstance(value, tuple | list):
-        return type(value)(_at_positions(v, positions, length, batch, copies) for v in value)
-    if not isinstance(value, Tensor):
-        return value
-    by_item = along_batch(value, batch)
     if value.dim() >= 2 and (value.is_floating_point() or value.is_complex()):
         rows = value.shape[-2]
         if rows == length:
-            value = value.index_select(-2, positions)
-        elif 1 < rows < length:
-            value = value.index_select(-2, positions[positions >= length - rows] - (length - rows))
+            return value.index_select(-2, positions)
+        if 1 < rows < length:
+            return value.index_select(-2, positions[positions >= length - rows] - (length - rows))
     elif value.dim() <= 2 and value.shape[-1:] == (length,):
-        value = value.index_select(-1, positions)
-    return _repeated(value, copies) if by_item else value
+        return value.index_select(-1, positions)
+    return value
 
 
 def _repeated(value: Tensor, copies: int) -> Tensor:
     return value.repeat(copies, *([1] * (value.dim() - 1)))
-
-
-def _for_copies(value: Any, batch: int, copies: int) -> Any:
-    """An argument as it was, repeated along the batch."""
-    if isinstance(value, tuple | list):
-        return type(value)(_for_copies(v, batch, copies) for v in value)
-    return _repeated(value, copies) if isinstance(value, Tensor) and along_batch(value, batch) else value
 
 
 def _call(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -76,11 +65,6 @@ def _call(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywo
         except StopAfterQuery:
             return recorded[0]
     raise RuntimeError(f"{type(module).__name__} did not compute attention when it was replayed")
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    """One tensor in memory."""
-    return left.data_ptr() == right.data_ptr() and left.shape == right.shape
 
 
 AffineQuery = tuple[Float[Tensor, "H Dh D"], Float[Tensor, "H Dh"]]
@@ -116,16 +100,17 @@ class Replay:
         if self.whole:
             states = _repeated(state, copies).index_copy(1, positions, states)
 
-        def given(value: Any) -> Any:
-            if isinstance(value, Tensor) and _same(value, state):  # as query, key and value, in some models
+        def given(value: Tensor) -> Tensor:
+            if same_tensor(value, state):  # as query, key and value, in some models
                 return states
-            if self.whole:
-                return _for_copies(value, batch, copies)
-            return _at_positions(value, positions, length, batch, copies)
+            by_item = along_batch(value, batch)
+            value = value if self.whole else _at_positions(value, positions, length)
+            return _repeated(value, copies) if by_item else value
 
-        keywords = {n: None if n in _LEFT_OUT else given(value) for n, value in self.read.keywords.items()}
-        arguments = [None if isinstance(a, Tensor) and a.dim() == 4 else given(a) for a in self.read.arguments]
-        query, key, value = _call(self.capture, self.read.call.module, tuple(arguments), keywords)
+        keywords = {n: None if n in _LEFT_OUT else mapped(value, given) for n, value in self.read.keywords.items()}
+        arguments = (None if isinstance(a, Tensor) and a.dim() == 4 else a for a in self.read.arguments)
+        arguments = mapped(tuple(arguments), given)
+        query, key, value = _call(self.capture, self.read.call.module, arguments, keywords)
         return query[:, :, positions] if self.whole else query, key, value
 
     def queries(self, residual: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "R H S Dh"]:
@@ -134,12 +119,8 @@ class Replay:
         if self.affine is None:
             return self.projections(states, positions)[0]
         weight, bias = self.affine
-        heads, size, _ = weight.shape
-        return (
-            torch.nn.functional.linear(states, weight.flatten(0, 1), bias.flatten())
-            .unflatten(-1, (heads, size))
-            .transpose(1, 2)
-        )
+        queries = torch.nn.functional.linear(states, weight.flatten(0, 1), bias.flatten())
+        return queries.unflatten(-1, bias.shape).transpose(1, 2)
 
     def own_queries(
         self, residual: Float[Tensor, "H B S D"], positions: Int[Tensor, " S"]
@@ -162,16 +143,26 @@ class Replay:
         Read off the module with basis vectors, then checked on the queries that it really computed; None where that
         check fails (rotary embeddings, normalised queries).
         """
-        one = Replay(self.capture, replace(self.read.item(0), norm=None))
-        size, like = self.read.state.shape[-1], self.read.state
-        basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
         try:
-            found = one.projections(basis, torch.zeros(1, dtype=torch.long, device=like.device))[0][:, :, 0]
+            found = self.read_off(None)[0]
         except Exception:  # of whatever class the module raises: then there is no such map, and it is replayed itself
             return None
         affine = ((found[1:] - found[0]).permute(1, 2, 0).contiguous(), found[0].contiguous())
         trial = replace(self, affine=affine)
         return affine if trial.why_not(positions) is None else None
+
+    def read_off(self, test: Float[Tensor, "1 1 D"] | None) -> list[Float[Tensor, "R H_or_Hk Dh"]]:
+        """Query, key and value of zero, of every basis vector and of a test vector, each a sequence of one token.
+
+        Raises:
+            Exception: as `projections`.
+        """
+        like, size = self.read.state, self.read.state.shape[-1]
+        basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
+        states = basis if test is None else torch.cat([basis, test])
+        one = Replay(self.capture, replace(self.read.item(0), norm=None))
+        found = one.projections(states, torch.zeros(1, dtype=torch.long, device=like.device))
+        return [result[:, :, 0] for result in found]
 
     def pulled_back(
         self, slopes: Sequence[Float[Tensor, "B H S Dh"]], positions: Int[Tensor, " S"]
@@ -197,15 +188,11 @@ class Replay:
         with torch.enable_grad():
             residual = residual.requires_grad_()
             query = self.queries(residual, positions)
-            return [
-                torch.stack(
-                    [
-                        torch.autograd.grad(query[:, h], residual, slope[:, h], retain_graph=True)[0]
-                        for h in range(query.shape[1])
-                    ]
-                )
-                for slope in slopes
-            ]
+
+            def pulled(slope: Tensor, head: int) -> Tensor:
+                return torch.autograd.grad(query[:, head], residual, slope[:, head], retain_graph=True)[0]
+
+            return [torch.stack([pulled(slope, head) for head in range(query.shape[1])]) for slope in slopes]
 
     def why_not(self, positions: Int[Tensor, " S"]) -> str | None:
         """None when the replay reproduces the queries the module really computed, else one sentence that says why not."""
@@ -218,7 +205,7 @@ class Replay:
             return f"the module cannot be replayed at other states ({type(error).__name__})"
         if found.shape != expected.shape:
             return "the replayed queries have another shape"
-        error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+        error = relative_difference(found, expected)
         return None if error <= tolerance(expected.dtype) else f"the replayed queries differ by {error:.1e}"
 
 
@@ -257,27 +244,19 @@ def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuer
     token at position zero. The random vector must agree, else the maps are not affine (normalised queries and keys).
     Keys and values have as many heads as queries: grouped ones are repeated.
     """
-    size = read.state.shape[-1]
     like = read.state
-    generator = torch.Generator().manual_seed(0)
-    test = torch.randn(1, 1, size, generator=generator).to(like)
-    basis = torch.cat([torch.zeros(1, 1, size).to(like), torch.eye(size).to(like)[:, None], test])
-    first = torch.zeros(1, dtype=torch.long, device=like.device)
-    one = Replay(capture, replace(read.item(0), norm=None))
+    test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
     try:
-        projections = one.projections(basis, first)
+        projections = Replay(capture, read).read_off(test)
     except Exception as error:  # of whatever class the module raises
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
-    maps = []
-    heads = projections[0].shape[1]
+    maps, heads = [], projections[0].shape[1]
     for result in projections:
-        values = (
-            result[:, :, 0].double().repeat_interleave(heads // result.shape[1], 1)
-        )  # (D + 2, heads, size of a head)
+        # (D + 2, heads, size of a head)
+        values = result.double().repeat_interleave(heads // result.shape[1], 1)
         linear = values[1:-1] - values[0]
         expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
-        error = float((expected - values[-1]).abs().max() / values[-1].abs().max().clamp_min(1e-30))
-        if not error <= tolerance(like.dtype):
+        if not relative_difference(expected, values[-1]) <= tolerance(like.dtype):
             return "queries, keys or values are not linear in the stream (normalised queries and keys)"
         maps.append((linear.permute(1, 2, 0).cpu(), values[0].cpu()))
     return maps

@@ -1,8 +1,7 @@
 """`probe`: a model and text in, a result out; and `describe`: what would be read, without any text."""
 
-import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,13 @@ from massieu.errors import InputError
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.capture import stock_implementations
 from massieu.probing.check import check_readable
+from massieu.probing.documents import Document, check_sources, read_documents, reference_documents, string_documents
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
 from massieu.probing.reading import Options
 from massieu.probing.result import ProbeResult
 from massieu.probing.session import Input, ProbeProgress, Session
 from massieu.probing.statistics.registry import CLIMB, MAPS, select
-from massieu.probing.text import (
-    Document,
-    TextBatches,
-    check_sources,
-    read_documents,
-    reference_documents,
-    string_documents,
-)
+from massieu.probing.text import TextBatches
 from massieu.probing.tokenizers import check_tokenizer
 from massieu.probing.units import Units
 
@@ -67,8 +60,12 @@ def probe(
         statistics: names of statistics or groups; None is all of them.
         max_length: tokens in a window.
         max_tokens: stop after this many tokens.
+        batch_size: windows in a batch; it changes no number beyond rounding.
         packing: cut the text into full windows; False keeps one document per row, with padding.
         query_sample: at most this many queries per window for the per-query statistics (long inputs).
+        device, dtype: where and in which type a model is loaded by name; a GPU where there is one, and float32.
+        seed: of everything that is drawn: samples, directions and the re-initialised copy.
+        revision, trust_remote_code: as for ``from_pretrained`` of ``transformers``.
         progress: called after every batch.
 
     Returns:
@@ -79,28 +76,28 @@ def probe(
             does not reproduce the model's own attention.
     """
     wanted, groups = select(statistics)
-    _check_numbers(max_length, max_tokens, batch_size, query_sample)
-    if text is not None and texts is not None:
-        raise InputError("give either text (files and folders) or texts (strings), not both")
-    strings = None if texts is None else string_documents(texts)
-    if not isinstance(model, nn.Module) and text is not None:
-        check_sources(_sources(text), column=column)
+    sizes: dict[str, Any] = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size}
+    for name, value in {**sizes, "query_sample": query_sample}.items():
+        least = 4 if name == "max_length" else 1
+        if value is not None and value < least:
+            raise InputError(f"{name} must be at least {least}, got {value}")
+    loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    settings = {"statistics": None if statistics is None else list(statistics), "column": column, "packing": packing}
+    settings |= {**sizes, "query_sample": query_sample, **loading}
+    source, documents = _documents(text, texts, column, check=not isinstance(model, nn.Module))
     tell = progress or (lambda _: None)
     tell(ProbeProgress("loading the model"))
-    loaded = _load(model, tokenizer_or_batches, device, dtype, revision, trust_remote_code)
-    given = _input(
-        loaded, tokenizer_or_batches, text, strings, column, max_length=max_length, max_tokens=max_tokens,
-        batch_size=batch_size, packing=packing,
-    )  # fmt: skip
-    options = Options(
-        groups, Units(mode="window" if given.packing else "document"), given.max_length, query_sample, seed=seed
-    )
-    settings = {
-        "statistics": None if statistics is None else list(statistics), "max_length": max_length,
-        "max_tokens": max_tokens, "batch_size": batch_size, "packing": packing, "query_sample": query_sample,
-        "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
-        "column": column,
-    }  # fmt: skip
+    loaded = _load(model, tokenizer_or_batches, needs_tokenizer=tokenizer_or_batches is None, **loading)
+    if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
+        if text is not None or texts is not None:
+            raise InputError("give either batches or text, not both")
+        given = Input(tokenizer_or_batches, "batches", True, max_length, loaded.tokenizer)
+    else:
+        tokenizer = _tokenizer(loaded, tokenizer_or_batches, max_length)
+        batches = TextBatches(tokenizer, documents, **sizes, packing=packing)
+        given = Input(batches, source, packing, max_length, tokenizer)
+    units = Units(mode="window" if given.packing else "document")
+    options = Options(groups, units, max_length, query_sample, seed=seed)
     with interruptible() as interruption:
         session = Session(loaded, given, options, _holding(tell, interruption), max_tokens)
         complete = session.read_all(interruption.asked)
@@ -111,50 +108,44 @@ def probe(
 def _holding(tell: Callable[[ProbeProgress], None], interruption: Interruption) -> Callable[[ProbeProgress], None]:
     """Once a batch was measured, an interruption waits for what can be kept of it."""
 
-    def told(state: ProbeProgress) -> None:
+    def tell_and_hold(state: ProbeProgress) -> None:
         if state.windows:
             interruption.hold()
         tell(state)
 
-    return told
+    return tell_and_hold
 
 
-def _check_numbers(max_length: int, max_tokens: int | None, batch_size: int, query_sample: int | None) -> None:
-    named = (("max_length", max_length, 4), ("max_tokens", max_tokens, 1), ("batch_size", batch_size, 1))
-    for name, value, least in (*named, ("query_sample", query_sample, 1)):
-        if value is not None and value < least:
-            raise InputError(f"{name} must be at least {least}, got {value}")
+def _documents(
+    text: Sequence[str | Path] | str | Path | None, texts: Sequence[str] | str | None, column: str | None, check: bool
+) -> tuple[str, Callable[[], Iterable[Document]]]:
+    """What the text is, in words, and a function that reads it."""
+    if text is not None and texts is not None:
+        raise InputError("give either text (files and folders) or texts (strings), not both")
+    if texts is not None:
+        strings = string_documents(texts)
+        return "1 string" if len(strings) == 1 else f"{len(strings):,} strings", lambda: strings
+    if text is None:
+        return "pydoc_data.topics (the reference text that ships with Python)", reference_documents
+    sources = [text] if isinstance(text, str | Path) else list(text)
+    if check:
+        check_sources(sources, column=column)
+    return ", ".join(map(str, sources)), lambda: read_documents(sources, column=column)
 
 
-def _sources(text: Sequence[str | Path] | str | Path) -> list[str | Path]:
-    return [text] if isinstance(text, str | Path) else list(text)
-
-
-def _load(
-    model: str | Path | nn.Module | None, tokenizer: Any, device: str | None, dtype: str | None, revision: str | None,
-    trust_remote_code: bool, needs_tokenizer: bool = True,
-) -> LoadedModel:  # fmt: skip
+def _load(model: str | Path | nn.Module | None, tokenizer: Any, needs_tokenizer: bool, **loading: Any) -> LoadedModel:
     if isinstance(model, nn.Module):
-        if device is not None or dtype is not None:
+        if loading["device"] is not None or loading["dtype"] is not None:
             raise InputError("device and dtype belong to models loaded by name; move a model in memory yourself")
         return as_loaded(model, tokenizer if callable(tokenizer) else None)
-    loaded = load_model(
-        model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code,
-        tokenizer=needs_tokenizer and tokenizer is None,
-    )  # fmt: skip
+    loaded = load_model(model, tokenizer=needs_tokenizer, **loading)
     check_readable(loaded.module)
     return loaded
 
 
-def _input(
-    loaded: LoadedModel, tokenizer_or_batches: Any, text: Any, strings: list[Document] | None, column: str | None, *,
-    max_length: int, max_tokens: int | None, batch_size: int, packing: bool,
-) -> Input:  # fmt: skip
-    if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
-        if text is not None or strings is not None:
-            raise InputError("give either batches or text, not both")
-        return Input(tokenizer_or_batches, "batches", True, max_length, None, loaded.tokenizer)
-    tokenizer = tokenizer_or_batches if tokenizer_or_batches is not None else loaded.tokenizer
+def _tokenizer(loaded: LoadedModel, tokenizer: Any, max_length: int) -> Any:
+    """The tokenizer that was given or else the model's own, once it is sure that the model reads what comes of it."""
+    tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
     if tokenizer is None:
         reason = f" ({loaded.tokenizer_problem})" if loaded.tokenizer_problem else ""
         raise InputError(
@@ -165,17 +156,7 @@ def _input(
     longest = _longest(loaded.module)
     if longest is not None and max_length > longest:
         raise InputError(f"max_length {max_length} is more than the {longest} positions that {loaded.name} has")
-    if strings is not None:
-        documents, source = (lambda: strings), "1 string" if len(strings) == 1 else f"{len(strings):,} strings"
-    elif text is None:
-        documents, source = reference_documents, "pydoc_data.topics (the reference text that ships with Python)"
-    else:
-        sources = _sources(text)
-        documents, source = (lambda: read_documents(sources, column=column)), ", ".join(map(str, sources))
-    batches = TextBatches(
-        tokenizer, documents, max_length=max_length, max_tokens=max_tokens, batch_size=batch_size, packing=packing
-    )
-    return Input(batches, source, packing, max_length, batches, tokenizer)
+    return tokenizer
 
 
 def _longest(module: nn.Module) -> int | None:
@@ -184,8 +165,7 @@ def _longest(module: nn.Module) -> int | None:
     for name in ("max_position_embeddings", "n_positions"):
         positions = getattr(config, name, None)
         if isinstance(positions, int) and positions > 0:
-            offset = 2 if config.model_type in ("roberta", "xlm-roberta", "camembert") else 0
-            return positions - offset
+            return positions - 2 if config.model_type in ("roberta", "xlm-roberta", "camembert") else positions
     return None
 
 
@@ -219,15 +199,15 @@ def describe(
     Raises:
         InputError: as for `probe`; also when the model reads neither tokens nor images and ``inputs`` is not given.
     """
-    loaded = _load(model, None, device, dtype, revision, trust_remote_code, needs_tokenizer=False)
+    loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    loaded = _load(model, None, needs_tokenizer=False, **loading)
     ready = dict(inputs) if inputs is not None else dummy_inputs(loaded.module)
     options = Options(frozenset({CLIMB, MAPS}), Units(), 256, climb_queries=4)
-    given = Input(itertools.repeat(ready, 1), "made-up input", True, 256, None, None)
+    given = Input([ready], "made-up input", True, 256, None)
     session = Session(loaded, given, options, lambda _: None, None)
     session.begin(dict(ready))
     session.control = None
     session.read_all(threading.Event())
-    assert session.reading is not None
     route = f"transformers attention interface, {' and '.join(stock_implementations(loaded.module))}"
     sites = [session.site_record(info) for info in session.reading.sites]
     reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site["unavailable"].items()})

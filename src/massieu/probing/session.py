@@ -3,7 +3,7 @@
 import platform
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 import massieu
 from massieu.errors import InputError, require_extra
 from massieu.probing.capture import stock_implementations
-from massieu.probing.check import SelfCheck, first_look
+from massieu.probing.check import SelfCheck, check_evaluating, first_look
+from massieu.probing.checkpoint import some
 from massieu.probing.examples import ExampleWindow, example_length
 from massieu.probing.findings import findings
 from massieu.probing.model import LoadedModel, model_inputs, reinitialised
@@ -53,25 +54,29 @@ class Input:
     source: str
     packing: bool
     max_length: int
-    text: TextBatches | None
     tokenizer: Any
 
 
+@dataclass(eq=False)
 class Session:
-    """One probe under way."""
+    """One probe under way; what it reads and checks is there once it has begun."""
 
-    def __init__(
-        self, loaded: LoadedModel, given: Input, options: Options, tell: Callable[[ProbeProgress], None],
-        max_tokens: int | None,
-    ) -> None:  # fmt: skip
-        self.loaded, self.given, self.options, self.tell, self.max_tokens = loaded, given, options, tell, max_tokens
-        self.tokens = self.windows = self.sampled = self.recorded = 0
-        self.reading: Reading | None = None
-        self.control: Reading | None = None
-        self.check: SelfCheck | None = None
-        self.broken_weights: Trouble | None = None
-        self.unexplained: set[str] = set()
-        self.warnings: list[str] = []
+    loaded: LoadedModel
+    given: Input
+    options: Options
+    tell: Callable[[ProbeProgress], None]
+    max_tokens: int | None
+    begun: bool = False
+    reading: Reading = field(init=False)
+    check: SelfCheck = field(init=False)
+    control: Reading | None = None
+    tokens: int = 0
+    windows: int = 0
+    sampled: int = 0
+    recorded: int = 0
+    broken_weights: Trouble | None = None
+    unexplained: set[str] = field(default_factory=set)
+    warnings: list[str] = field(default_factory=list)
 
     def read_all(self, interrupted: threading.Event) -> bool:
         """Read every batch; False when interrupted before the end."""
@@ -80,58 +85,47 @@ class Session:
                 break
             self._read(batch)
             self.tell(ProbeProgress("reading", self.tokens, self.max_tokens, self.windows))
-        else:
-            if self.reading is None:
-                raise InputError("there was no batch to read")
-            return not interrupted.is_set()
-        if self.reading is None:
+        if not self.begun and interrupted.is_set():
             raise KeyboardInterrupt
-        return False
+        if not self.begun:
+            raise InputError("there was no batch to read")
+        return not interrupted.is_set()
 
     def _read(self, batch: Batch | Mapping[str, Tensor]) -> None:
         inputs = dict(batch.inputs) if isinstance(batch, Batch) else dict(batch)
         special = batch.special if isinstance(batch, Batch) else None
         rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
         check_ids(self.loaded.module, inputs)
-        if self.reading is None:
+        if not self.begun:
             self.begin(inputs)
-        assert self.reading is not None
-        sampled = [row for row in range(rows) if self._is_sampled(self.windows + row)]
+        sampled = [row for row in range(rows) if _is_sampled(self.windows + row)]
         example = None
         if sampled and self.recorded < EXAMPLES and ATTENTION in self.options.groups:
-            example = (sampled[0], self._example(batch, inputs, sampled[0], self.windows + sampled[0]))
+            example = self._example(batch, inputs, sampled[0])
             self.recorded += 1
         numbers = range(self.windows, self.windows + rows)
         self.reading.forward(inputs, special, sampled, numbers, example)
         if self.control is not None:
             chosen = [row for i, row in enumerate(sampled, self.sampled) if i % CONTROL_EVERY == 0 or i == 1]
             if chosen:
-                part = {
-                    k: v[chosen] if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows else v
-                    for k, v in inputs.items()
-                }
+                along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows}
+                part = {k: v[chosen] if k in along else v for k, v in inputs.items()}
                 marks = None if special is None else special[chosen]
                 self.control.forward(part, marks, range(len(chosen)), [numbers[row] for row in chosen])
         self.sampled += len(sampled)
         self.windows += rows
-        counted = BatchTokens(inputs, None, False).counted()
-        if counted is None:  # no text: what the first attention layer asks about, such as patches
-            self.tokens = self.reading.read_queries
-        else:
-            self.tokens += counted
-
-    @staticmethod
-    def _is_sampled(window: int) -> bool:
-        if window < SAMPLE_LEAST:
-            return True
-        return int((window + 1) * SAMPLE_SHARE) > int(window * SAMPLE_SHARE)
+        counted = BatchTokens(inputs).counted()
+        # Where there is no text, what the first attention layer asks about, such as patches.
+        self.tokens = self.reading.read_queries if counted is None else self.tokens + counted
 
     def begin(self, inputs: dict[str, Any]) -> None:
+        """Check the model and the first batch, and make ready to read.
+
+        Raises:
+            InputError: what was checked does not hold.
+        """
         module = self.loaded.module
-        if module.training:
-            raise InputError(
-                "the model is in training mode, so dropout would change its numbers; call model.eval() first"
-            )
+        check_evaluating([module])
         self.broken_weights = in_weights(module)
         look = first_look(module, inputs)
         self.check = look.check
@@ -140,44 +134,42 @@ class Session:
         if look.silent:
             self.warnings.append(
                 f"{len(look.silent)} modules look like attention but were not seen attending, so they are not in the "
-                f"result: {', '.join(look.silent[:5])}{' …' if len(look.silent) > 5 else ''}"
+                f"result: {some(look.silent, 5)}"
             )
         self.reading = Reading(module, look.sites, self.options)
         if self.options.groups & {ATTENTION, VALUES, CLIMB, EXPANSION}:
             groups = self.options.groups - {MAPS}
             fresh = reinitialised(module, self.options.seed)
-            self.control = Reading(fresh, look.sites, Options(**{**vars(self.options), "groups": groups}))
+            self.control = Reading(fresh, look.sites, replace(self.options, groups=groups))
+        self.begun = True
 
-    def _example(self, batch: Any, inputs: dict[str, Any], row: int, window: int) -> ExampleWindow:
-        assert self.reading is not None
-        ids = inputs.get("input_ids")
-        mask = inputs.get("attention_mask")
+    def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow:
         names: dict[str, list[str]] = {}
-        if isinstance(ids, Tensor) and self.given.tokenizer is not None:
-            kept = ids[row][mask[row].bool()] if isinstance(mask, Tensor) else ids[row]
-            names["text"] = token_strings(self.given.tokenizer, kept.tolist())
-            read = BatchTokens(model_inputs(self.loaded.module, inputs), None, False)
-            started, kept = read.ids(decoder=True), read.mask(decoder=True)
-            if started is not None:
-                started = started[row] if kept is None else started[row][kept[row].bool()]
-                names["decoder"] = token_strings(self.given.tokenizer, started.tolist())
-        title = f"window {window}"
+        tokenizer = self.given.tokenizer
+        if tokenizer is not None and isinstance(inputs.get("input_ids"), Tensor):
+            read = BatchTokens(model_inputs(self.loaded.module, inputs))
+            for side in ("text", "decoder"):
+                ids, mask = read.ids(decoder=side == "decoder"), read.mask(decoder=side == "decoder")
+                if ids is not None:
+                    kept = ids[row] if mask is None else ids[row][mask[row].bool()]
+                    names[side] = token_strings(tokenizer, kept.tolist())
+        title = f"window {self.windows + row}"
         if isinstance(batch, Batch) and batch.names[row]:
             title += f" · {batch.names[row]}"
         length = example_length(sum(s.heads for s in self.reading.sites), EXAMPLES)
-        if "text" in names:
-            length = min(length, len(names["text"]))
-        return ExampleWindow(title, names, length)
+        return ExampleWindow(title, names, min(length, len(names.get("text", range(length)))), row)
 
     # Result ------------------------------------------------------------------------------------------------------------
 
     def result(self, wanted: frozenset[str], settings: dict[str, Any], complete: bool) -> ProbeResult:
-        reading = self.reading
-        assert reading is not None and self.check is not None
+        """The tables and the record of the run, of the statistics that are wanted and could be computed."""
+        reading, transformers = self.reading, require_extra("transformers", "probe")
+        libraries = (("massieu", massieu), ("torch", torch), ("transformers", transformers), ("numpy", np))
         wanted = wanted - reading.left_out()
         heads = head_table(reading, self.control, wanted).frame()
         layers = layer_table(reading, self.control, wanted).frame()
         trouble = self.trouble()
+        own = " and ".join(stock_implementations(self.loaded.module))
         run = {
             "schema_version": SCHEMA_VERSION,
             "massieu_version": massieu.__version__,
@@ -188,8 +180,7 @@ class Session:
             "error_unit": self._error_unit(),
             "self_check": {**vars(self.check), "passed": self.check.passed},
             "capture": {
-                "route": "transformers attention interface; output computed by the model's own "
-                + " and ".join(stock_implementations(self.loaded.module)) + " attention",
+                "route": f"transformers attention interface; output computed by the model's own {own} attention",
                 "attention_sites": len(reading.sites),
                 "unexplained_keywords": sorted(self.unexplained | reading.unexplained),
             },
@@ -197,22 +188,20 @@ class Session:
             "sublayers": [vars(s) for s in reading.tracer.sublayers],
             "settings": settings,
             "seed": self.options.seed,
-            "versions": _versions(),
+            "versions": {"python": platform.python_version(), **{name: used.__version__ for name, used in libraries}},
             "timing": self._timing(),
             "sample": {"windows": reading.sampled["windows"], "queries": reading.sampled["queries"]},
-            "statistics": [
-                {**vars(s), "cost": s.cost} for s in STATISTICS.values() if s.name in wanted
-            ],
+            "statistics": [{**vars(s), "cost": s.cost} for s in STATISTICS.values() if s.name in wanted],
             "findings": findings(heads, layers),
             "warnings": self.all_warnings(),
             "unavailable": self._unavailable(),
             "nonfinite": self._nonfinite(),
             "trouble": None if trouble is None else vars(trouble),
-        }  # fmt: skip
+        }
         return ProbeResult(run=run, details=self._details(), heads=heads, layers=layers)
 
     def model_record(self) -> dict[str, Any]:
-        assert self.reading is not None
+        """The model as ``run.json`` describes it."""
         sites = self.reading.sites
         described = self.loaded.describe()
         described["layers"] = len({(s.block, s.layer) for s in sites})
@@ -220,73 +209,55 @@ class Session:
         return described
 
     def _text(self) -> dict[str, Any]:
-        report = None if self.given.text is None else self.given.text.report
-        return {
-            "source": self.given.source,
-            "documents": None if report is None else report.documents,
-            "tokens": self.tokens,
-            "windows": self.windows,
-            "max_length": self.given.max_length,
-            "packing": self.given.packing,
-            "dropped": None if report is None else report.dropped,
-            "unknown_share": None if report is None else report.unknown_share,
-        }
+        batches = self.given.batches
+        report = batches.report if isinstance(batches, TextBatches) else None
+        counted = {"tokens": self.tokens, "windows": self.windows}
+        asked = {"source": self.given.source, "max_length": self.given.max_length, "packing": self.given.packing}
+        return {**asked, **counted, **{n: getattr(report, n, None) for n in ("documents", "dropped", "unknown_share")}}
 
     def _error_unit(self) -> dict[str, Any]:
-        assert self.reading is not None
         name, number = self.reading.results[0].attention.ratio.error_unit()
         if ATTENTION not in self.options.groups:
             name, number = "window", self.windows
         return {"unit": name, "count": number}
 
     def site_record(self, info: SiteInfo) -> dict[str, Any]:
-        assert self.reading is not None
+        """A site as ``run.json`` describes it."""
         decoder = info.in_decoder
         return {
-            "index": info.index, "name": info.site.name, "layer": info.layer, "kind": info.kind, "heads": info.heads,
-            "key_heads": info.key_heads, "head_size": info.head_size,
+            "index": info.index,
+            "name": info.site.name,
+            **{name: getattr(info, name) for name in ("layer", "kind", "heads", "key_heads", "head_size")},
             "query_tokens": "decoder" if decoder else "text",
             "key_tokens": "decoder" if decoder and info.kind != "cross" else "text",
             "unavailable": self.reading.results[info.index].unavailable,
-        }  # fmt: skip
+        }
 
     def _timing(self) -> dict[str, float]:
-        assert self.reading is not None
         times = {name: round(seconds, 3) for name, seconds in self.reading.seconds.items()}
         if self.control is not None:
             times["re-initialised control"] = round(sum(self.control.seconds.values()), 3)
         return times
 
     def _nonfinite(self) -> list[dict[str, Any]]:
-        assert self.reading is not None
-        return [
-            {
-                "site": info.site.name,
-                "layer": info.layer,
-                "head": int(head),
-                "count": int(results.attention.broken[head]),
-            }
-            for info, results in zip(self.reading.sites, self.reading.results, strict=True)
-            for head in np.nonzero(results.attention.broken)[0]
-        ]
+        pairs = zip(self.reading.sites, self.reading.results, strict=True)
+        counts = [(info, head, int(n)) for info, found in pairs for head, n in enumerate(found.attention.broken) if n]
+        return [{"site": info.site.name, "layer": info.layer, "head": head, "count": n} for info, head, n in counts]
 
     def trouble(self) -> Trouble | None:
         """What breaks the model's numbers, if anything does: first its weights, then what arises on the way."""
-        return self.broken_weights or (None if self.reading is None else self.reading.trouble)
+        return self.broken_weights or self.reading.trouble
 
     def _unavailable(self) -> list[dict[str, str]]:
         """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
-        readings = (("model", self.reading), ("re-initialised control", self.control))
-        return [
-            {"of": name, "statistic": part, "reason": reason}
-            for name, reading in readings if reading is not None
-            for part, reason in reading.failed.items()
-        ]  # fmt: skip
+        readings = {"model": self.reading, "re-initialised control": self.control}
+        failed = [(of, part, why) for of, read in readings.items() if read for part, why in read.failed.items()]
+        return [{"of": of, "statistic": part, "reason": reason} for of, part, reason in failed]
 
     def all_warnings(self) -> list[str]:
         """Sentences for the terminal and the page."""
         found = list(self.warnings)
-        if self.given.text is not None and (many := self.given.text.report.many_unknown()):
+        if isinstance(self.given.batches, TextBatches) and (many := self.given.batches.report.many_unknown()):
             found.append(many)
         nonfinite = self._nonfinite()
         for entry in self._unavailable():
@@ -305,23 +276,14 @@ class Session:
         return found
 
     def _details(self) -> dict[str, Any]:
-        assert self.reading is not None
         histograms: dict[str, Any] = {}
         if ATTENTION in self.options.groups:
-            for name, first in self.reading.results[0].attention.histograms.items():
-                counts = {
-                    str(i): r.attention.histograms[name].counts.tolist() for i, r in enumerate(self.reading.results)
-                }
+            every = [results.attention.histograms for results in self.reading.results]
+            for name, first in every[0].items():
+                counts = {str(i): found[name].counts.tolist() for i, found in enumerate(every)}
                 histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
         return {"histograms": histograms, "examples": [e.to_dict() for e in self.reading.examples]}
 
 
-def _versions() -> dict[str, str]:
-    transformers = require_extra("transformers", "probe")
-    return {
-        "massieu": massieu.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numpy": np.__version__,
-    }
+def _is_sampled(window: int) -> bool:
+    return window < SAMPLE_LEAST or int((window + 1) * SAMPLE_SHARE) > int(window * SAMPLE_SHARE)

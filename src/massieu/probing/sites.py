@@ -5,14 +5,16 @@ block was called; the decoder of an encoder–decoder is the stack that attends 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from massieu.probing.capture import AttentionCall, Site, of_this_thread
+from massieu.probing.capture import AttentionCall, AttentionSite, capturing
+from massieu.probing.model import decoder_given
+from massieu.probing.watching import hooked
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class SiteInfo:
     """
 
     index: int
-    site: Site
+    site: AttentionSite
     block: str
     layer: int
     kind: str  # "self", "causal" or "cross"
@@ -42,45 +44,46 @@ class FirstPass:
     """What one forward pass showed: its attention calls in order, and which modules attend to another sequence.
 
     Attributes:
+        decoder_tokens: the model was given tokens for a decoder beside those for the encoder.
         visits: for each call, how often its module's forward had been entered by then.
+        output: the model's.
+        unexplained: keyword arguments of attention that are not known.
     """
 
+    decoder_tokens: bool
     calls: list[AttentionCall] = field(default_factory=list)
     visits: list[int] = field(default_factory=list)
     cross: set[nn.Module] = field(default_factory=set)
-    entered: Counter[nn.Module] = field(default_factory=Counter)
-
-    def attention(self, call: AttentionCall) -> None:
-        """To be called with every `AttentionCall` of the pass."""
-        self.calls.append(call)
-        self.visits.append(self.entered[call.module])
+    output: Any = None
+    unexplained: set[str] = field(default_factory=set)
 
 
-@contextmanager
-def noticing(model: nn.Module) -> Iterator[FirstPass]:
-    """Notices during a forward pass how often modules are entered, and which are given another stream's states as keys."""
-    found = FirstPass()
+def first_pass(model: nn.Module, prepared: dict[str, Any]) -> FirstPass:
+    """Run a model once and record where it attends.
 
-    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        found.entered[module] += 1
+    Args:
+        prepared: what its forward is called with, from `model_inputs`.
+    """
+    found = FirstPass(decoder_given(prepared))
+    entered = Counter[nn.Module]()
+
+    def enter(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        entered[module] += 1
         if any(keywords.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")):
             found.cross.add(module)
 
-    look = of_this_thread(look)
-    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules()]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    def attend(call: AttentionCall) -> None:
+        found.calls.append(call)
+        found.visits.append(entered[call.module])
+
+    with torch.no_grad(), hooked(model.modules(), before=enter), capturing(model, attend) as capture:
+        found.output = model(**prepared)
+    found.unexplained = capture.unexplained
+    return found
 
 
-def find_sites(model: nn.Module, seen: FirstPass, *, decoder_tokens: bool = False) -> list[SiteInfo]:
-    """Place every attention site of one forward pass.
-
-    Args:
-        decoder_tokens: the model was given tokens for a decoder beside those for the encoder.
-    """
+def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
+    """Place every attention site of one forward pass."""
     items = _list_items(model)
     names = list(dict.fromkeys(call.site.module_name for call in seen.calls))
     layers: dict[str, dict[tuple[str, int], int]] = {}
@@ -97,24 +100,17 @@ def find_sites(model: nn.Module, seen: FirstPass, *, decoder_tokens: bool = Fals
         if call.repeated:
             continue
         sizes = (call.query.shape[1], call.key.shape[1], call.query.shape[3], call.value.shape[3])
-        in_decoder = decoder_tokens and stack in decoders
-        found.append(
-            SiteInfo(len(found), call.site, block, layer, kinds[call.site], *sizes, in_decoder, sets[call.site])
-        )
+        decoder = seen.decoder_tokens and stack in decoders
+        found.append(SiteInfo(len(found), call.site, block, layer, kinds[call.site], *sizes, decoder, sets[call.site]))
     return found
 
 
 def _kind(call: AttentionCall, cross: set[nn.Module]) -> str:
     if call.module in cross or call.key.shape[2] != call.query.shape[2]:
         return "cross"
-    return "causal" if _is_causal(call) else "self"
-
-
-def _is_causal(call: AttentionCall) -> bool:
-    visible = call.visible()
-    if visible.shape[-1] < 2:
-        return call.is_causal
-    return not bool(visible.triu(1).any())
+    if call.key.shape[2] < 2:
+        return "causal" if call.is_causal else "self"
+    return "self" if bool(call.visible().triu(1).any()) else "causal"
 
 
 def _list_items(model: nn.Module) -> list[str]:

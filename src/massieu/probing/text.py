@@ -1,40 +1,20 @@
 """From documents to batches: tokenised while they are read and cut into windows."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from jaxtyping import Bool
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from massieu.errors import InputError
-from massieu.probing.documents import (
-    Document,
-    check_sources,
-    pieces,
-    read_documents,
-    reference_documents,
-    string_documents,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "Batch",
-    "Document",
-    "TextBatches",
-    "TextReport",
-    "check_sources",
-    "read_documents",
-    "reference_documents",
-    "string_documents",
-    "token_strings",
-]
-
+from massieu.probing.checkpoint import counted
+from massieu.probing.documents import Document, pieces
 
 UNKNOWN_SHARE = 0.05
 """Above this share of unknown tokens a run warns."""
@@ -45,15 +25,14 @@ class Batch:
     """Rows of tokens for a model.
 
     Attributes:
-        inputs: ``input_ids`` and ``attention_mask``, each (B, L); what the model's forward is called with.
-        real: False where a row is padded.
+        inputs: ``input_ids`` and ``attention_mask`` (0 where a row is padded), each (B, L): the arguments of the model's
+            forward.
         special: The tokenizer's special tokens (CLS, SEP, BOS, EOS, …), but not the unknown token, which stands for text.
         names: For each row, the name of the document it starts in.
     """
 
-    inputs: "dict[str, Tensor]"
-    real: "Bool[Tensor, 'B L']"
-    special: "Bool[Tensor, 'B L']"
+    inputs: dict[str, Tensor]
+    special: Bool[Tensor, "B L"]
     names: tuple[str, ...]
 
 
@@ -112,12 +91,12 @@ class _LeftOut:
         """What is left out, for the reader of a report."""
         parts = []
         if self.tail:
-            parts.append(f"the last {_number(self.tail, 'token')}, too few to fill a window, were left out")
+            parts.append(f"the last {counted(self.tail, 'token')}, too few to fill a window, were left out")
         if self.cut:
-            documents = _number(self.cut_documents, "document")
-            parts.append(f"{_number(self.cut, 'token')} of {documents}, beyond a length of {max_length}, were left out")
+            documents = counted(self.cut_documents, "document")
+            parts.append(f"{counted(self.cut, 'token')} of {documents}, beyond a length of {max_length}, were left out")
         if stopped_after is not None:
-            parts.append(f"text after the first {_number(stopped_after, 'token')} was not read (max_tokens)")
+            parts.append(f"text after the first {counted(stopped_after, 'token')} was not read (max_tokens)")
         return "; ".join(parts) or None
 
 
@@ -149,9 +128,15 @@ class TextBatches:
     """
 
     def __init__(
-        self, tokenizer: Any, documents: Iterable[Document] | Callable[[], Iterable[Document]], *, max_length: int,
-        max_tokens: int | None = None, batch_size: int = 8, packing: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        tokenizer: Any,
+        documents: Iterable[Document] | Callable[[], Iterable[Document]],
+        *,
+        max_length: int,
+        max_tokens: int | None = None,
+        batch_size: int = 8,
+        packing: bool = True,
+    ) -> None:
         self._tokenizer, self._documents = tokenizer, documents
         self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
         self._packing = packing
@@ -189,33 +174,26 @@ class TextBatches:
 
     def _packed(self, left_out: _LeftOut) -> Iterator[_Row]:
         """Full windows of the stream of all documents' tokens."""
-        stream: list[int] = []
-        taken = documents = 0  # tokens of the stream that are gone from it; documents begun
-        starts: deque[tuple[int, int, str]] = deque()  # of documents: position, number, name
-        separator = self._separator()
+        stream: list[tuple[int, int, str]] = []  # tokens, each with its document's number and name
+        latest, separator, filled = None, self._separator(), False
         for number, name, ids in self._encoded():
-            if number > documents:
-                if documents and separator is not None:
-                    stream.append(separator)
-                starts.append((taken + len(stream), number, name))
-                documents = number
-            stream += ids
-            room = self._room()
-            whole = len(stream) - len(stream) % room
-            for start in range(0, whole, room):
-                yield self._window(stream[start : start + room], taken + start, starts)
+            if latest is not None and latest != (number, name) and separator is not None:
+                stream.append((separator, *latest))
+            latest = number, name
+            stream += [(token, number, name) for token in ids]
+            length = self._length_for_text()
+            whole = len(stream) - len(stream) % length
+            for start in range(0, whole, length):
+                yield self._window(stream[start : start + length])
             del stream[:whole]
-            taken += whole
-        if stream and not taken:
-            yield self._window(stream, 0, starts)
+            filled = filled or whole > 0
+        if stream and not filled:
+            yield self._window(stream)
         else:
             left_out.tail = len(stream)
 
-    def _window(self, ids: list[int], position: int, starts: deque[tuple[int, int, str]]) -> _Row:
-        while len(starts) > 1 and starts[1][0] <= position:
-            starts.popleft()
-        begun = max(number for start, number, _ in starts if start < position + len(ids))
-        return self._row(ids, starts[0][2], begun)
+    def _window(self, tokens: list[tuple[int, int, str]]) -> _Row:
+        return self._row([token for token, _, _ in tokens], tokens[0][2], tokens[-1][1])
 
     def _unpacked(self, left_out: _LeftOut) -> Iterator[_Row]:
         """A row for each document."""
@@ -223,7 +201,7 @@ class TextBatches:
             kept: list[int] = []
             cut = 0
             for _, _, ids in parts:
-                fitting = ids[: self._room() - len(kept)]
+                fitting = ids[: self._length_for_text() - len(kept)]
                 kept += fitting
                 cut += len(ids) - len(fitting)
             left_out.cut += cut
@@ -245,7 +223,7 @@ class TextBatches:
                 begun = True
                 yield number, document.name, ids
 
-    def _room(self) -> int:
+    def _length_for_text(self) -> int:
         """Tokens of the text that a row has room for."""
         assert self._around is not None
         added = sum(map(len, self._around))
@@ -266,19 +244,12 @@ class TextBatches:
         return _Row([*before, *ids, *after], special, name, documents)
 
     def _batch(self, rows: list[_Row]) -> Batch:
-        import torch
-
         named = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         padding = next(identifier for identifier in named if identifier is not None)
-        shape = len(rows), max(len(row.ids) for row in rows)
-        ids = torch.full(shape, padding)
-        real, special = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        for i, row in enumerate(rows):
-            ids[i, : len(row.ids)] = torch.tensor(row.ids)
-            special[i, : len(row.ids)] = torch.tensor(row.special)
-            real[i, : len(row.ids)] = True
-        inputs = {"input_ids": ids, "attention_mask": real.long()}
-        return Batch(inputs, real, special, tuple(row.name for row in rows))
+        ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True, padding_value=padding)
+        real = pad_sequence([torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True)
+        special = pad_sequence([torch.tensor(row.special) for row in rows], batch_first=True)
+        return Batch({"input_ids": ids, "attention_mask": real}, special, tuple(row.name for row in rows))
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -321,11 +292,8 @@ def _byte_of_character() -> dict[str, int]:
 
 def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
     # Windows are cut here, not by the tokenizer: `verbose` would warn that a text is longer than the model reads.
-    encoded = tokenizer(
-        text, add_special_tokens=add_special_tokens, truncation=False, padding=False, return_attention_mask=False,
-        return_token_type_ids=False, verbose=False,
-    )  # fmt: skip
-    return encoded["input_ids"]
+    off = ("truncation", "padding", "return_attention_mask", "return_token_type_ids", "verbose")
+    return tokenizer(text, add_special_tokens=add_special_tokens, **dict.fromkeys(off, False))["input_ids"]
 
 
 def _around(tokenizer: Any, text: str, ids: list[int]) -> tuple[list[int], list[int]]:
@@ -349,7 +317,3 @@ def _special_ids(tokenizer: Any) -> set[int]:
     return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {
         identifier for name in marks if (identifier := getattr(tokenizer, name)) is not None
     }
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

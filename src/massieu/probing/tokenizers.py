@@ -20,7 +20,9 @@ def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> None:
     """
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "all_special_ids"):
         raise InputError(f"{type(tokenizer).__name__} is not a tokenizer of transformers")
-    words = set(tokenizer.get_vocab().values()) - _special(tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(identifier for identifier, token in added.items() if token.special)}
+    words = set(tokenizer.get_vocab().values()) - special
     if len(words) < 2:  # a SentencePiece one without its files still knows the space
         raise InputError(
             f"the tokenizer of {name} has no vocabulary beside its special tokens, so it cannot read text: its files "
@@ -32,11 +34,6 @@ def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> None:
         raise InputError(
             f"the tokenizer cannot be that of {name}: it has {tokenizer.vocab_size:,} tokens, and the model embeds {rows:,}"
         )
-
-
-def _special(tokenizer: Any) -> set[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return set(tokenizer.all_special_ids) | {identifier for identifier, token in added.items() if token.special}
 
 
 def check_ids(model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -69,9 +66,6 @@ def embedded(model: nn.Module) -> int | None:
 
 def _placeholders(config: Any) -> list[int]:
     """Tokens that stand for an image or a sound, which models put in the place of before they embed."""
-    named = vars(config).items() if config is not None else ()
-    return [
-        value
-        for name, value in named
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and not isinstance(value, bool)
-    ]
+    named = {} if config is None else vars(config)
+    values = [value for name, value in named.items() if name.endswith(("_token_id", "_token_index"))]
+    return [value for value in values if type(value) is int]

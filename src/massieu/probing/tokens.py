@@ -16,11 +16,6 @@ from massieu.probing.statistics.attention import Tokens
 from massieu.probing.statistics.expansion import distinct_positions
 
 
-def decoder_given(inputs: dict[str, Any]) -> bool:
-    """Whether a model is given tokens for a decoder beside those for its encoder."""
-    return any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-
-
 def real_tokens(
     call: AttentionCall, inputs: dict[str, Any], *, decoder: bool, keys: bool = False
 ) -> Bool[Tensor, "B L"]:
@@ -49,8 +44,8 @@ class BatchTokens:
     """
 
     inputs: dict[str, Any]
-    special: Bool[Tensor, "B L"] | None
-    follows: bool
+    special: Bool[Tensor, "B L"] | None = None
+    follows: bool = False
 
     def of(self, call: AttentionCall, *, decoder: bool, keys: bool = False) -> Tokens:
         """Tokens asked about, or attended to, in one attention call."""
@@ -91,7 +86,7 @@ class BatchTokens:
         return int(mask.bool().sum()) if mask is not None and mask.shape == shape else shape.numel()
 
     def positions(
-        self, row: int, length: int, most: int, *, decoder: bool, distinct: bool, generator: torch.Generator
+        self, row: int, length: int, most: int, decoder: bool, distinct: bool, generator: torch.Generator
     ) -> Int[Tensor, " S"]:
         """Some real positions of one item, in a stream of so many tokens; with ``distinct`` no two of the same token.
 

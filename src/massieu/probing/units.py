@@ -1,8 +1,9 @@
 """The error unit: which rows of text count as one independent observation, and the sums kept over them."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float64
@@ -51,18 +52,7 @@ class Estimate:
         return iter((self.value, self.standard_error, self.count))
 
 
-class Sums(Protocol):
-    """The sums behind a `Ratio`: what the two kinds of unit have in common."""
-
-    def add(self, pairs: np.ndarray) -> None: ...
-    def merge(self, other: "Sums") -> None: ...
-    def estimate(self, part: slice) -> Estimate: ...
-    def row_count(self) -> int: ...
-    def unit(self) -> str: ...
-    def unit_count(self) -> int: ...
-
-
-class Blocks:
+class BlockSums:
     """Sums of (total, count) over blocks of consecutive rows."""
 
     def __init__(self, shape: tuple[int, ...], capacity: int) -> None:
@@ -93,17 +83,18 @@ class Blocks:
 
     def coarsen(self) -> None:
         """Merge neighbouring blocks pairwise; an odd one at the end becomes a partial block."""
-        used = len(self.rows)
-        starts = np.arange(0, used, 2)
-        self.sums[: len(starts)] = np.add.reduceat(self.sums[:used], starts, axis=0)
-        self.rows = np.add.reduceat(self.rows, starts)
+        self._keep_pairs(self.sums[: len(self.rows)], self.rows)
+
+    def _keep_pairs(self, sums: np.ndarray, rows: np.ndarray) -> None:
+        starts = np.arange(0, len(rows), 2)
+        self.sums[: len(starts)] = np.add.reduceat(sums, starts, axis=0)
+        self.rows = np.add.reduceat(rows, starts)
         self.size *= 2
 
-    def merge(self, other: Sums) -> None:
-        assert isinstance(other, Blocks)
-        if not other.row_count():
+    def merge(self, other: "BlockSums") -> None:
+        if not len(other.rows):
             return
-        appended = other.copy()
+        appended = deepcopy(other)
         while self.size < appended.size and len(self.rows):
             self.coarsen()
         self.size = max(self.size, appended.size)
@@ -112,16 +103,9 @@ class Blocks:
         blocks = np.concatenate([self.sums[: len(self.rows)], appended.sums[: len(appended.rows)]])
         rows = np.concatenate([self.rows, appended.rows])
         if len(rows) > self.capacity:
-            starts = np.arange(0, len(rows), 2)
-            blocks, rows = np.add.reduceat(blocks, starts, axis=0), np.add.reduceat(rows, starts)
-            self.size *= 2
-        self.sums[: len(rows)] = blocks
-        self.rows = rows
-
-    def copy(self) -> "Blocks":
-        twin = Blocks(self.sums.shape[2:], self.capacity)
-        twin.size, twin.rows, twin.sums = self.size, self.rows.copy(), self.sums.copy()
-        return twin
+            self._keep_pairs(blocks, rows)
+        else:
+            self.sums[: len(rows)], self.rows = blocks, rows
 
     def estimate(self, part: slice) -> Estimate:
         totals, counts = np.moveaxis(self.sums[: len(self.rows)][part], 1, 0)
@@ -131,17 +115,11 @@ class Blocks:
         # An entry that was never counted has value NaN; its residuals are not used.
         return _estimate(value, (residuals**2).sum(0), count, (counts > 0).sum(0))
 
-    def row_count(self) -> int:
-        return int(self.rows.sum())
-
-    def unit(self) -> str:
-        return "window" if self.size == 1 else f"block of {self.size} consecutive windows"
-
-    def unit_count(self) -> int:
-        return len(self.rows)
+    def error_unit(self) -> tuple[str, int]:
+        return "window" if self.size == 1 else f"block of {self.size} consecutive windows", len(self.rows)
 
 
-class Documents:
+class DocumentSums:
     """Moments of (total, count) over rows, apart for every other row.
 
     Totals are kept relative to a reference ratio c, the first row's: r = s − c·n. Around it the squared residuals
@@ -170,8 +148,7 @@ class Documents:
             self.moments[(self.rows + start) % 2] += moments[start::2].sum(0)
         self.rows += len(pairs)
 
-    def merge(self, other: Sums) -> None:
-        assert isinstance(other, Documents)
+    def merge(self, other: "DocumentSums") -> None:
         reference = np.where(np.isnan(self.reference), other.reference, self.reference)
         moments = other.moved(reference)
         self.moments = self.moved(reference) + (moments[::-1] if self.rows % 2 else moments)
@@ -190,14 +167,8 @@ class Documents:
         residual = np.maximum(rr - 2 * above * rn + above**2 * nn, 0.0)
         return _estimate(self.reference + above, residual, n, units)
 
-    def row_count(self) -> int:
-        return self.rows
-
-    def unit(self) -> str:
-        return "document" if self.rows >= MINIMUM_DOCUMENTS else "window"
-
-    def unit_count(self) -> int:
-        return self.rows
+    def error_unit(self) -> tuple[str, int]:
+        return "document" if self.rows >= MINIMUM_DOCUMENTS else "window", self.rows
 
 
 def _estimate(value: np.ndarray, residual: np.ndarray, count: np.ndarray, units: np.ndarray) -> Estimate:

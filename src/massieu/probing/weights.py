@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.probing.capture import AttentionCall, capturing
-from massieu.probing.checkpoint import some
+from massieu.probing.checkpoint import some, weights_are
 from massieu.probing.model import LoadedModel, model_inputs
-from massieu.probing.sites import SiteInfo
+from massieu.probing.sites import SiteInfo, first_pass, inside
 
 _LAYER = re.compile(r"(.*\.)?\d+(?=\.|$)")
 _CONSTANTS = re.compile(r"(masked_bias|inv_freq|position_ids|num_batches_tracked)$")
@@ -34,28 +33,29 @@ def check_weights(loaded: LoadedModel, sites: Iterable[SiteInfo], inputs: dict[s
     """
     layers = {found.group() for info in sites if (found := _LAYER.match(info.site.module_name))}
     random = [name for name in (*loaded.missing, *loaded.reshaped) if not _is_computed(loaded.module, name)]
-    inside = [name for name in random if _in_layer(name, layers)]
-    outside = _by_module(name for name in random if name not in set(inside))
-    needed = {*inside, *(name for part in outside if _matters(loaded.module, part, inputs) for name in part)}
+    needed = {name for name in random if any(inside(name, layer) for layer in layers)}
+    outside: dict[str, list[str]] = defaultdict(list)
+    for name in random:
+        if name not in needed:
+            outside[name.rpartition(".")[0]].append(name)
+    for names in outside.values():
+        if _matters(loaded.module, names, inputs):
+            needed.update(names)
     if needed:
-        raise InputError(_refusal(loaded, [name for name in random if name in needed]))
+        raise InputError(_why_not(loaded, [name for name in random if name in needed]))
     kinds = {f".{_generic(layer)}" for layer in layers}
     unused = [
         name
         for name in loaded.unexpected
         if any(f".{_generic(name)}".endswith(kind) for kind in kinds) and not _CONSTANTS.search(name)
     ]
-    if not unused:
-        return [*loaded.doubts]
-    return [
-        *loaded.doubts,
-        f"the checkpoint has {len(unused):,} weights in layers like those measured that the model does not use, as if its "
-        f"config.json were of another model: {some(unused)}",
-    ]
-
-
-def _in_layer(name: str, layers: Collection[str]) -> bool:
-    return any(name.startswith(layer + ".") for layer in layers)
+    warnings = [*loaded.doubts]
+    if unused:
+        warnings.append(
+            f"the checkpoint has {len(unused):,} weights in layers like those measured that the model does not use, as if "
+            f"its config.json were of another model: {some(unused)}"
+        )
+    return warnings
 
 
 def _generic(name: str) -> str | None:
@@ -67,10 +67,9 @@ def _generic(name: str) -> str | None:
 def _tensor(model: nn.Module, name: str) -> Tensor | None:
     module, _, last = name.rpartition(".")
     try:
-        owner = model.get_submodule(module)
+        entry = getattr(model.get_submodule(module), last)
     except AttributeError:
         return None
-    entry = getattr(owner, last, None)
     return entry if isinstance(entry, Tensor) else None
 
 
@@ -78,13 +77,6 @@ def _is_computed(model: nn.Module, name: str) -> bool:
     """Integers, such as positions: no weights but what the model's own code works out from its configuration."""
     tensor = _tensor(model, name)
     return tensor is not None and not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _by_module(names: Iterable[str]) -> Collection[list[str]]:
-    parts: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        parts[name.rpartition(".")[0]].append(name)
-    return parts.values()
 
 
 def _matters(model: nn.Module, names: list[str], inputs: dict[str, Any]) -> bool:
@@ -114,13 +106,9 @@ def _other_values(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _measured(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    prepared = model_inputs(model, {k: v[:2] if isinstance(v, Tensor) else v for k, v in inputs.items()})
-    calls: list[AttentionCall] = []
-    with torch.no_grad(), capturing(model, calls.append) as capture:
-        capture.start_forward()
-        output: Any = model(**prepared)
-    last = getattr(output, "last_hidden_state", None)
-    return [*(t for c in calls for t in (c.query, c.key, c.value)), output[0] if last is None else last]
+    seen = first_pass(model, model_inputs(model, inputs, items=2))
+    last = getattr(seen.output, "last_hidden_state", None)
+    return [*(t for c in seen.calls for t in (c.query, c.key, c.value)), seen.output[0] if last is None else last]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -130,24 +118,20 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # --- saying it ---------------------------------------------------------------------------------------------------------
 
 
-def _refusal(loaded: LoadedModel, names: list[str]) -> str:
+def _why_not(loaded: LoadedModel, names: list[str]) -> str:
     shapes = [name for name in names if name in loaded.reshaped]
     absent = [name for name in names if name not in loaded.reshaped]
     parts = []
     if absent:
-        parts.append(f"{_count(absent)} missing from its files ({some(absent)})")
+        parts.append(f"{weights_are(absent)} missing from its files ({some(absent)})")
     if shapes:
         found, needed = loaded.reshaped[shapes[0]]
-        parts.append(f"{_count(shapes)} of another shape there ({some(shapes)}; the first {found}, not {needed})")
+        parts.append(f"{weights_are(shapes)} of another shape there ({some(shapes)}; the first {found}, not {needed})")
     clue = _clue(absent, loaded.unexpected)
     return (
         f"{loaded.name} cannot be measured: {' and '.join(parts)}, so random numbers would stand in their place"
         f"{f'; {clue}' if clue else ''}"
     )
-
-
-def _count(names: list[str]) -> str:
-    return "1 weight is" if len(names) == 1 else f"{len(names):,} weights are"
 
 
 def _clue(missing: Collection[str], unexpected: Collection[str]) -> str | None:

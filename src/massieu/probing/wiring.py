@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from massieu.probing.capture import AttentionCall, of_this_thread
+from massieu.probing.capture import AttentionCall
 from massieu.probing.sites import SiteInfo, inside
+from massieu.probing.watching import Place, hooked, mapped, memory
 
-_ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
-_AFFINE = {torch.addmm}  # Conv1D of the GPT-2 family: addmm(bias, input, weight)
+_ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, *_ADD_IN_PLACE}
 _HELD = 6  # stream tensors, norm outputs and projections remembered at a time
 
 
@@ -74,20 +74,13 @@ class AttentionRead:
         """The same read for one item of the batch."""
         batch, part = self.state.shape[0], slice(row, row + 1)
 
-        def pick(value: Any) -> Any:
-            if isinstance(value, tuple | list):
-                return type(value)(pick(v) for v in value)
-            return value[part] if isinstance(value, Tensor) and along_batch(value, batch) else value
+        def pick(value: Tensor) -> Tensor:
+            return value[part] if along_batch(value, batch) else value
 
-        return replace(
-            self,
-            call=self.call.rows(part) if self.call.query.shape[0] == batch else self.call,
-            state=self.state[part],
-            residual=pick(self.residual),
-            arguments=tuple(pick(a) for a in self.arguments),
-            keywords={name: pick(value) for name, value in self.keywords.items()},
-            update=pick(self.update),
-        )
+        parts = {n: mapped(getattr(self, n), pick) for n in ("state", "residual", "update", "arguments")}
+        keywords = {name: mapped(value, pick) for name, value in self.keywords.items()}
+        call = self.call.rows(part) if self.call.query.shape[0] == batch else self.call
+        return replace(self, call=call, keywords=keywords, **parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,33 +129,28 @@ class StreamTracer(TorchFunctionMode):
         self._position = 0
         self._block: SiteInfo | None = None
         self._pending: AttentionRead | None = None
-        self._stream: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
-        self._normed: OrderedDict[tuple[int, int], tuple[nn.Module, Tensor, Tensor]] = OrderedDict()
-        self._carriers: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
-        self._mixed: set[tuple[int, int]] = set()
+        self._stream: OrderedDict[Place, Tensor] = OrderedDict()
+        self._normed: OrderedDict[Place, tuple[nn.Module, Tensor, Tensor]] = OrderedDict()
+        self._carriers: OrderedDict[Place, Tensor] = OrderedDict()
+        self._mixed: set[Place] = set()
         self._called: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     @contextmanager
     def watching(self) -> Iterator["StreamTracer"]:
         """Install the hooks and the function mode for the duration of a block."""
         attention_modules = {self.model.get_submodule(site.module_name) for site in self.sites}
-        handles = []
-        for module, name in self._names.items():
-            if module in attention_modules:
-                before, after = of_this_thread(self._before_attention), of_this_thread(self._after_attention)
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(after))
-            if name in self._blocks:
-                handles.append(module.register_forward_pre_hook(of_this_thread(self._before_block), with_kwargs=True))
-            if "Norm" in type(module).__name__:
-                handles.append(module.register_forward_hook(of_this_thread(self._after_norm)))
-        try:
-            with self:
+        blocks = [module for module, name in self._names.items() if name in self._blocks]
+        norms = [module for module in self._names if "Norm" in type(module).__name__]
+        with (
+            hooked(attention_modules, before=self._before_attention, after=self._after_attention),
+            hooked(blocks, before=self._before_block),
+            hooked(norms, after=self._after_norm),
+            self,
+        ):
+            try:
                 yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.start_forward()
+            finally:
+                self.start_forward()
 
     # What the hooks see --------------------------------------------------------------------------------------------
 
@@ -175,33 +163,27 @@ class StreamTracer(TorchFunctionMode):
         if not self._paused:
             self._called[module] = (arguments, keywords)
 
-    def _after_attention(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    def _after_attention(self, module: nn.Module, *_: Any) -> None:
         if not self._paused:
             self._called.pop(module, None)
 
-    def _after_norm(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if self._paused or not arguments or not isinstance(output, Tensor):
-            return
-        source = arguments[0]
-        if _key(source) not in self._stream:
+    def _after_norm(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        source = arguments[0] if arguments else None
+        if self._paused or not isinstance(output, Tensor) or memory(source) not in self._stream:
             return
         _remember(self._normed, output, (module, source, output))
         # Whether the stream continues behind this norm (post-norm wiring) is known when something is added to it.
-        name = self._names[module]
-        self._report("norm", name, self._layer_of(module), source, output, None, self._in_decoder(name))
-
-    def _layer_of(self, module: nn.Module) -> int | None:
-        """Layer of the block around a module; for a block that is called several times, the current call's."""
-        name = self._names[module]
-        if self._block is not None and inside(name, self._block.block):
-            return self._block.layer
-        around = [info.layer for info in self.sites.values() if inside(name, info.block)]
-        return around[0] if around else None
-
-    def _in_decoder(self, name: str) -> bool:
-        """Whether the stream at a module is the decoder's; outside every block it is that of the latest attention."""
-        around = [info for info in self.sites.values() if inside(name, info.block)] or [self._block]
-        return any(info is not None and info.in_decoder for info in around)
+        name, block = self._names[module], self._block
+        around = [info for info in self.sites.values() if inside(name, info.block)]
+        if block is not None and inside(
+            name, block.block
+        ):  # of a block that is called several times, this call's layer
+            layer = block.layer
+        else:
+            layer = around[0].layer if around else None
+        # Outside every block the stream is that of the latest attention.
+        in_decoder = any(info is not None and info.in_decoder for info in around or [block])
+        self._report("norm", name, layer, source, output, None, in_decoder)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -221,7 +203,7 @@ class StreamTracer(TorchFunctionMode):
         if state is None:
             self._pending = None
             return
-        key = _key(state) or (0, 0)
+        key = memory(state) or (0, 0)
         norm, residual, _ = self._normed.get(key, (None, state, None))
         known = norm is not None or key in self._stream
         self._carriers.clear()
@@ -234,23 +216,19 @@ class StreamTracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func in _ADD or func in _ADD_IN_PLACE:
+        if func in _ADD:
             return self._add(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._pending is not None and self._pending.projection is None:
             if func is torch.nn.functional.linear:
                 self._project(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias"), result)
-            elif func in _AFFINE:
+            elif func is torch.addmm:  # Conv1D of the GPT-2 family: addmm(bias, input, weight)
                 self._project(args[1], args[2].mT, args[0], result)
         return result
 
     def _project(self, source: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
         read = self._pending
-        if (
-            read is None
-            or source.data_ptr() != read.call.output.data_ptr()
-            or source.numel() != read.call.output.numel()
-        ):
+        if read is None or memory(source) != memory(read.call.output):
             return
         shape = (*read.state.shape[:-1], weight.shape[0])
         update = result.view(shape) if result.numel() == read.state[..., :1].numel() * weight.shape[0] else None
@@ -258,18 +236,18 @@ class StreamTracer(TorchFunctionMode):
         _remember(self._carriers, result, result)
 
     def _add(self, func: Any, args: Any, kwargs: Any) -> Any:
-        operands = [_key(a) for a in args[:2]]
+        operands = [memory(a) for a in args[:2]]
         on_stream = [k is not None and (k in self._stream or k in self._normed) for k in operands]
         if kwargs.get("alpha", 1) != 1 or len(operands) < 2 or sum(on_stream) != 1:
             result = func(*args, **kwargs)
             if any(k in self._carriers for k in operands) and isinstance(result, Tensor):
                 _remember(self._carriers, result, result)
-                self._mixed.add(_key(result) or (0, 0))
+                self._mixed.add(memory(result) or (0, 0))
             return result
         before, update = (args[0], args[1]) if on_stream[0] else (args[1], args[0])
         if not isinstance(update, Tensor) or update.shape != before.shape:
             return func(*args, **kwargs)
-        carried = _key(update)
+        carried = memory(update)
         if func in _ADD_IN_PLACE:
             before, update = before.clone(), update.clone()
         result = func(*args, **kwargs)
@@ -277,29 +255,28 @@ class StreamTracer(TorchFunctionMode):
         self._residual_step(before, result, carried)
         return result
 
-    def _residual_step(self, before: Tensor, after: Tensor, carried: tuple[int, int] | None) -> None:
+    def _residual_step(self, before: Tensor, after: Tensor, carried: Place | None) -> None:
         read = self._pending
         self._pending = None
         block = self._block
-        layer = block.layer if block is not None else None
-        if read is None or block is None:
-            name = block.block if block is not None else "stream"
-            in_decoder = block is not None and block.in_decoder
-            self._report("feed_forward", f"{name} feed-forward", layer, before, after, None, in_decoder)
+        if block is None:
+            self._report("feed_forward", "stream feed-forward", None, before, after, None, False)
             return
-        if _key(before) == _key(read.state):  # post-norm wiring: what the module read is the stream itself
+        if read is None:
+            name = f"{block.block} feed-forward"
+            self._report("feed_forward", name, block.layer, before, after, None, block.in_decoder)
+            return
+        if memory(before) == memory(read.state):  # post-norm wiring: what the module read is the stream itself
             read = replace(read, residual=before, norm=None)
         kind, label = ("cross_attention", "cross-attention") if block.kind == "cross" else ("attention", "attention")
         if carried in self._mixed:
             kind, label = "attention_and_feed_forward", "attention and feed-forward"
         read = replace(read, writes_linearly=carried in self._carriers)
         ordinal = f" (call {block.site.ordinal + 1})" if block.site.ordinal else ""
-        self._report(kind, f"{block.block}{ordinal} {label}", layer, before, after, read, block.in_decoder)
+        self._report(kind, f"{block.block}{ordinal} {label}", block.layer, before, after, read, block.in_decoder)
 
-    def _report(
-        self, kind: str, name: str, layer: int | None, before: Tensor, after: Tensor, read: AttentionRead | None,
-        in_decoder: bool,
-    ) -> None:  # fmt: skip
+    def _report(self, kind: str, name: str, layer: int | None, *step: Any) -> None:
+        """Give the observer a step: before, after, how it was read, and whether it is the decoder's."""
         if self._position == len(self.sublayers):
             taken = sum(s.name == name or s.name.startswith(f"{name} (call ") for s in self.sublayers)
             unique = name if not taken else f"{name} (call {taken + 1})"
@@ -307,7 +284,7 @@ class StreamTracer(TorchFunctionMode):
         sublayer = self.sublayers[self._position]
         self._position += 1
         with self.unobserved():
-            self.observer(Step(sublayer, before, after, read, in_decoder))
+            self.observer(Step(sublayer, *step))
 
 
 def _hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
@@ -315,13 +292,9 @@ def _hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tenso
     return state if isinstance(state, Tensor) and state.dim() == 3 else None
 
 
-def _key(value: Any) -> tuple[int, int] | None:
-    return (value.data_ptr(), value.numel()) if isinstance(value, Tensor) and value.numel() else None
-
-
-def _remember(store: OrderedDict[tuple[int, int], Any], tensor: Tensor, value: Any) -> None:
+def _remember(store: OrderedDict[Place, Any], tensor: Tensor, value: Any) -> None:
     """Hold ``value`` under the tensor's identity; holding it keeps its memory from being reused while it is known."""
-    key = _key(tensor)
+    key = memory(tensor)
     if key is None:
         return
     store.pop(key, None)

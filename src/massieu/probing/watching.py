@@ -1,0 +1,57 @@
+"""Watching a model's forward pass: hooks of one thread, and which tensors are one in memory."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+Place = tuple[int, int]
+
+
+@contextmanager
+def hooked(
+    modules: Iterable[nn.Module], *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Call ``before(module, arguments, keywords)`` and ``after(module, arguments, keywords, output)`` around each forward.
+
+    Calls that other threads make of the modules are not shown.
+    """
+    thread = threading.get_ident()
+
+    def of_this_thread(look: Callable[..., None]) -> Callable[..., None]:
+        def hook(*given: Any) -> None:
+            if threading.get_ident() == thread:
+                look(*given)
+
+        return hook
+
+    handles = []
+    for module in modules:
+        if before is not None:
+            handles.append(module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True))
+        if after is not None:
+            handles.append(module.register_forward_hook(of_this_thread(after), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def memory(value: Any) -> Place | None:
+    """Where a tensor's numbers lie, whatever its views; None for an empty tensor, or what is none."""
+    return (value.data_ptr(), value.numel()) if isinstance(value, Tensor) and value.numel() else None
+
+
+def same_tensor(left: Tensor, right: Tensor) -> bool:
+    """One tensor in memory, in the same view."""
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A value with ``change`` applied to it where it is a tensor, and to the tensors in tuples and lists."""
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(v, change) for v in value)
+    return change(value) if isinstance(value, Tensor) else value
