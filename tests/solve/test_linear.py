@@ -1,5 +1,7 @@
 """Linear solvers by products against `torch.linalg.solve`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,3 +126,50 @@ def test_single_precision(solver):
     found = solver.solve(times, right, (matrix,))
     assert (found.status == Status.CONVERGED).all()
     assert torch.allclose(found.value, torch.linalg.solve(matrix, right), rtol=1e-4, atol=1e-4)
+
+
+def test_a_preconditioner_changes_the_way_and_not_the_solution():
+    """Against the system split by a root of the preconditioner, S A S y = S b with x = S y: the same steps and norms."""
+    size, columns = 40, 3
+    scales = torch.logspace(-3, 3, size, dtype=DOUBLE)
+    matrix = scales[:, None] * definite(2, size, 20.0, 0) * scales
+    right = normal(2, columns, size, seed=1)
+    jacobi = matrix.diagonal(dim1=-2, dim2=-1).reciprocal()
+    operands = (matrix.unsqueeze(1), jacobi.unsqueeze(1))
+
+    def product(vector, matrix, _):
+        return times(vector, matrix)
+
+    root = operands[1].sqrt()
+    for limit in (1, 2, 7, 10):
+        solver = ConjugateGradients(max_steps=limit, preconditioner=lambda x, _, jacobi: jacobi * x)
+        found = solver.solve(product, right, operands)
+        split = ConjugateGradients(max_steps=limit).solve(lambda x: root * times(root * x, operands[0]), root * right)
+        assert torch.allclose(found.value, root * split.value, rtol=1e-6, atol=0)
+        assert torch.allclose(found.residual, split.residual, rtol=1e-6, atol=0)
+    found = replace(solver, max_steps=None).solve(product, right, operands)
+    assert (found.status == Status.CONVERGED).all()
+    left = root * (right - times(found.value, operands[0]))
+    assert (left.norm(dim=-1) <= 1.1e-10 * (root * right).norm(dim=-1)).all()
+    plain = ConjugateGradients(max_steps=10_000).solve(product, right, operands)
+    assert (found.steps < plain.steps / 2).all()
+
+    exact = torch.linalg.inv(matrix).unsqueeze(1)
+    best = ConjugateGradients(preconditioner=lambda x, *_: times(x, exact)).solve(product, right, operands)
+    assert (best.steps <= 3).all() and torch.allclose(best.value, found.value, rtol=1e-7, atol=0)
+
+
+def test_settings_out_of_range():
+    for name, value, error in (
+        ("rtol", 0.0, "rtol must be positive and finite, got 0.0"),
+        ("rtol", -1.0, "rtol must be positive and finite"),
+        ("max_steps", 0, "max_steps must be a whole number, at least 1, got 0"),
+        ("max_steps", 2.5, "max_steps must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            ConjugateGradients(**{name: value})
+    for name in ("memory", "cycles"):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number, at least 1, got 0"):
+            GMRES(**{name: 0})
+    with pytest.raises(TypeError, match="rtol must be a number"):
+        GMRES(rtol="small")

@@ -1,5 +1,6 @@
 """Linear systems known by their products with vectors, each item on its own."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from massieu.solve.arguments import floating, is_dense, told
+from massieu.solve.arguments import floating, is_dense, real, told
 from massieu.solve.loops import readable, repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -24,7 +25,7 @@ class LinearSolveResult(NamedTuple):
         value: x.
         status: Of `Status`: CONVERGED, MAX_STEPS, SINGULAR or NOT_FINITE.
         steps: Products until the item stopped.
-        residual: ‖right − A x‖₂, as the recurrences of the method have it.
+        residual: ‖right − A x‖₂, as the recurrences of the method have it; √(xᵀMx) is the norm with a preconditioner M.
     """
 
     value: Float[Tensor, "*items n"]
@@ -51,47 +52,64 @@ class ConjugateGradients(LinearSolver):
     """For symmetric positive definite A, which choosing it declares (Hestenes & Stiefel 1952).
 
     Attributes:
-        rtol: Of ‖right‖, for the residual; None: 1e-10 in float64, 1e-6 in float32.
+        rtol: Of right's norm, for the residual; None: 1e-10 in float64, 1e-6 in float32.
         max_steps: None: twice the size of an item, at least 50.
+        preconditioner: ``preconditioner(x, *constants)`` is M x, with M symmetric positive definite and near A⁻¹ but for a
+            factor: the nearer, the fewer steps. Both norms above are then √(xᵀMx).
     """
 
     rtol: float | None = None
     max_steps: int | None = None
+    preconditioner: Product | None = None
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a number out of its range."""
+        check_settings(self.rtol, max_steps=self.max_steps)
 
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR at a direction of no or negative curvature, with the x before it."""
-        target = default_rtol(self.rtol, _checked(right).dtype) * right.norm(dim=-1)
+        rtol = default_rtol(self.rtol, _checked(right).dtype)
         limit = max(2 * right.shape[-1], 50) if self.max_steps is None else self.max_steps
-        square = right.square().sum(-1)
+        start = right if self.preconditioner is None else _image(self.preconditioner, right, constants)
+        square = (right * start).sum(-1)
+        size, nothing = square.sqrt(), torch.zeros_like(square)
         count = torch.zeros_like(square, dtype=torch.int64)
-        start = _Conjugate(
-            torch.zeros_like(right), right, right, square, 0 * square, _begin(square.sqrt(), target), count, target
+        begun = _Conjugate(
+            torch.zeros_like(right),
+            right,
+            start,
+            square,
+            square,
+            nothing,
+            _begin(size, rtol * size),
+            count,
+            rtol * size,
         )
 
         def step(state: _Conjugate, *constants: Tensor) -> _Conjugate:
             image = _image(product, state.direction, constants)
             curvature = (state.direction * image).sum(-1)
             running = state.status == RUNNING
-            length = state.direction.square().sum(-1)
-            steepest = torch.maximum(state.steepest, curvature / length)
+            steepest = torch.maximum(state.steepest, curvature / state.length)
             # Less than rounding of the steepest direction's is nothing.
-            good = running & (curvature > 16 * torch.finfo(curvature.dtype).eps * steepest * length)
+            good = running & (curvature > 16 * torch.finfo(curvature.dtype).eps * steepest * state.length)
             step = torch.where(good, state.square / curvature, 0.0).unsqueeze(-1)
             value = state.value + step * state.direction
             residual = state.residual - step * torch.where(good.unsqueeze(-1), image, 0.0)
-            square = torch.where(good, residual.square().sum(-1), state.square)
-            onward = torch.where(good, square / state.square, 0.0).unsqueeze(-1)
-            direction = torch.where(good.unsqueeze(-1), residual + onward * state.direction, state.direction)
+            near = residual if self.preconditioner is None else _image(self.preconditioner, residual, constants)
+            square = torch.where(good, (residual * near).sum(-1), state.square)
+            onward = torch.where(good, square / state.square, 0.0)
+            direction = torch.where(good.unsqueeze(-1), near + onward.unsqueeze(-1) * state.direction, state.direction)
+            length = torch.where(good, square + onward.square() * state.length, state.length)
             bad = torch.where(curvature.isfinite(), SINGULAR, NOT_FINITE)
             status = torch.where(running & ~good, bad, state.status)
             status = torch.where(good & (square.sqrt() <= state.target), CONVERGED, status)
-            return _Conjugate(
-                value, residual, direction, square, steepest, status, state.steps + running.long(), state.target
-            )
+            steps = state.steps + running.long()
+            return _Conjugate(value, residual, direction, square, length, steepest, status, steps, state.target)
 
-        end = repeat(step, start, lambda state: state.status == RUNNING, limit, constants)
+        end = repeat(step, begun, lambda state: state.status == RUNNING, limit, constants)
         return LinearSolveResult(end.value, _conclude(end.status), end.steps, end.square.sqrt())
 
 
@@ -109,6 +127,10 @@ class GMRES(LinearSolver):
     rtol: float | None = None
     memory: int | None = None
     cycles: int = 10
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a number out of its range."""
+        check_settings(self.rtol, memory=self.memory, cycles=self.cycles)
 
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
@@ -198,6 +220,15 @@ def dense(product: Product, like: Float[Tensor, "*items n"]) -> Float[Tensor, "*
     return torch.func.vmap(product, out_dims=-1)(basis.expand(size, *like.shape))
 
 
+def check_settings(rtol: float | None, **counts: int | None) -> None:
+    """Raises TypeError or ValueError if a solver's tolerance or one of its numbers of steps is out of its range."""
+    if rtol is not None and not 0 < real("rtol", rtol) < math.inf:
+        raise ValueError(f"rtol must be positive and finite, got {rtol!r}")
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(f"{name} must be a whole number, at least 1, got {count!r}")
+
+
 def default_rtol(rtol: float | None, dtype: torch.dtype) -> float:
     if rtol is not None:
         return rtol
@@ -208,7 +239,8 @@ class _Conjugate(NamedTuple):
     value: Tensor
     residual: Tensor
     direction: Tensor
-    square: Tensor  # ‖residual‖²
+    square: Tensor  # ‖residual‖², in the preconditioner's norm
+    length: Tensor  # ‖direction‖², in that of its inverse
     steepest: Tensor  # the largest xᵀAx/‖x‖² so far
     status: Tensor
     steps: Tensor
