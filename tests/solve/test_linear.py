@@ -171,6 +171,6 @@ def test_settings_out_of_range():
     for name in ("memory", "cycles"):
         with pytest.raises(ValueError, match=f"{name} must be a whole number, at least 1, got 0"):
             GMRES(**{name: 0})
-    for settings, error in (({"rtol": "small"}, "rtol must be a number"), ({"memory": 2.5}, "memory must be a whole")):
+    for given_settings, error in (({"rtol": "small"}, "rtol must be a number"), ({"memory": 2.5}, "memory must be a whole")):
         with pytest.raises(TypeError, match=error):
-            GMRES(**settings)
+            GMRES(**given_settings)
