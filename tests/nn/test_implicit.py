@@ -114,7 +114,7 @@ def test_items_do_not_depend_on_their_batch_mates():
     [pytest.param({"alpha": 0.9}, marks=pytest.mark.slow), {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}],
 )
 def test_a_contraction_is_kept_whatever_the_weights(options):
-    module = layer(**options, contraction=0.7)
+    module = layer(**options, max_lipschitz=0.7)
     with torch.no_grad():
         module.key_proj.weight.mul_(20)
     query, key = inputs()
@@ -142,7 +142,7 @@ def test_a_contraction_is_kept_whatever_the_weights(options):
 def test_a_contraction_that_holds_anyway_changes_nothing():
     query, key = inputs()
     torch.testing.assert_close(
-        layer(alpha=0.1, scale=0.01, contraction=0.99)(query, key),
+        layer(alpha=0.1, scale=0.01, max_lipschitz=0.99)(query, key),
         layer(alpha=0.1, scale=0.01)(query, key),
         rtol=0,
         atol=0,
@@ -186,11 +186,11 @@ def test_wrong_numbers_and_calls():
         ({"alpha": 1.0, "learn_alpha": True}, r"\(0, 1\) to be learned"),
         ({"alpha": nn.Parameter(torch.tensor(0.5))}, "learn_alpha=True trains it"),
         ({"num_heads": 4}, "multiple of num_heads, got 6 and 4"),
-        ({"contraction": 1.0}, "contraction must be a number between 0 and 1 or None, got 1.0"),
+        ({"max_lipschitz": 1.0}, "max_lipschitz must be finite, above 0 and below 1, got 1.0"),
         ({"scale": torch.ones(3)}, "one for each of 1 heads"),
         ({"beta": 1.0}, "unexpected keyword"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             ImplicitAttention(6, **options)
-    with pytest.raises(ValueError, match="query must have three dimensions"):
+    with pytest.raises(ValueError, match=r"query must have shape \(batch, length, 6\), got"):
         layer()(torch.randn(4, 6).double())

@@ -10,6 +10,9 @@
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Scalar`, `Whitening`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
 - `RestrictedBoltzmannMachine` has any units.
+
+Constructors raise a TypeError or ValueError for an argument of a wrong kind or out of its range, calls for inputs and masks
+that do not fit the module or each other. With `throw`, a call whose iteration does not end raises a ConvergenceError.
 """
 
 from massieu.nn.attention import Attention
@@ -58,3 +61,7 @@ __all__ = [
     "TAPAttention",
     "Whitening",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.transforms import without_autocast
 from massieu.measures import Measure
-from massieu.nn.heads import Mask, Number, added, merge_log_weights, per_head, position_mask, register_number
+from massieu.nn.heads import Mask, added, attention_weights, per_head, with_positions
+from massieu.nn.modules import Number, register_number
 from massieu.nn.multihead import Attended, MultiHead
-from massieu.nn.weights import attention_weights
-from massieu.ops.shapes import without_autocast
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
 """From points (key, value), side by side, and their log-weights to a measure."""
@@ -80,6 +80,23 @@ class Attention(MultiHead):
         register_number(self, "sink", sink, num_heads)
         self.window, self.softcap, self.measure = window, softcap, measure
 
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        query: Float[Tensor, "*batch L embed_dim"],
+        key: Float[Tensor, "*batch N kdim"],
+        value: Float[Tensor, "*batch N vdim"],
+        key_padding_mask: Mask | None = None,
+        need_weights: bool = True,
+        attn_mask: Mask | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        need_log_partition: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """`MultiHead`'s call; the potential is log Z in nats, −inf for a query that sees no key."""
+        options = need_weights, attn_mask, average_attn_weights, is_causal
+        return super().forward(query, key, value, key_padding_mask, *options, need_potential=need_log_partition)
+
     def _attend(
         self,
         query: Tensor,
@@ -89,10 +106,10 @@ class Attention(MultiHead):
         log_weight: Mask | None,
         is_causal: bool,
         need_weights: bool,
-        need_log_partition: bool,
+        need_potential: bool,
     ) -> Attended:
         if self.measure is not None:
-            return self._through_measure(query, key, value, log_weight, is_causal, need_log_partition)
+            return self._through_measure(query, key, value, log_weight, is_causal, need_potential)
         if need_weights or self._drops:
             return self._with_weights(query, key, value, log_weight, is_causal)
         found = ops.attention(
@@ -112,13 +129,12 @@ class Attention(MultiHead):
         self, query: Tensor, key: Tensor, value: Tensor, log_weight: Mask | None, is_causal: bool
     ) -> Attended:
         """The same by the matrix of weights."""
-        seen = position_mask(query.shape[2], key.shape[2], is_causal, self.window, query.device)
         with without_autocast(query.device):
             weights, log_partition = attention_weights(
                 query,
                 key,
                 scale=self.scale,
-                log_weight=merge_log_weights(log_weight, seen),
+                log_weight=with_positions(log_weight, query, key, is_causal, self.window),
                 sink=self.sink,
                 softcap=self.softcap,
             )
@@ -132,7 +148,7 @@ class Attention(MultiHead):
         value: Tensor,
         log_weight: Mask | None,
         is_causal: bool,
-        need_log_partition: bool,
+        need_potential: bool,
     ) -> Attended:
         assert self.measure is not None
         if is_causal or (log_weight is not None and (log_weight.shape[1], log_weight.shape[2]) != (1, 1)):
@@ -148,5 +164,5 @@ class Attention(MultiHead):
             field = query.to(dtype) * (self.head_dim**-0.5 if self.scale is None else per_head(self.scale))
             eta = torch.cat([field, torch.zeros_like(field)], -1)
             output = measure.mean(eta)[..., self.head_dim :]
-            log_partition = measure.log_partition(eta) if need_log_partition else None
+            log_partition = measure.log_partition(eta) if need_potential else None
         return Attended(output.to(query.dtype), None, log_partition)

@@ -7,14 +7,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.nn.convergence import Converging
+from massieu.foundation.arguments import choice, number
 from massieu.nn.heads import Mask
+from massieu.nn.modules import Iterating
 from massieu.nn.multihead import Attended, MultiHead
 from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, LinearKernel, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
 
 
-class ConditionalMeanAttention(Converging, MultiHead):
+class ConditionalMeanAttention(Iterating, MultiHead):
     """In each head Vᵀ(G + λI)⁻¹κ(K, q), kernel ridge regression of values on keys within the sequence (Z4).
 
     Call and state dict are `torch.nn.MultiheadAttention`'s, with one ridge λ a head, and one width, as further parameters,
@@ -61,14 +62,12 @@ class ConditionalMeanAttention(Converging, MultiHead):
         super().__init__(
             embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype
         )
-        if kernel not in ("gaussian", "exponential", "linear"):
-            raise ValueError(f"kernel must be 'gaussian', 'exponential' or 'linear', got {kernel!r}")
+        choice("kernel", kernel, "gaussian", "exponential", "linear")
         if kernel == "linear" and width is not None:
             raise ValueError(f"the linear kernel has no width, got {width}")
         width = math.sqrt(self.head_dim) if width is None else width
-        for name, number in {"width": width, "ridge": ridge}.items():
-            if not 0 < number < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {number}")
+        number("width", width, above=0)
+        number("ridge", ridge, above=0)
         self.kernel_name = kernel
         self.method: Method = method
         self.throw = throw
@@ -118,17 +117,8 @@ class ConditionalMeanAttention(Converging, MultiHead):
                 "key_padding_mask and is_causal"
             )
         # The frame passes on what the heads return beside output and weights, whatever it is.
-        return super().forward(
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            None,
-            average_attn_weights,
-            is_causal,
-            need_log_partition=need_variance,
-        )
+        options = need_weights, None, average_attn_weights, is_causal
+        return super().forward(query, key, value, key_padding_mask, *options, need_potential=need_variance)
 
     def _attend(
         self,
@@ -139,7 +129,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
         log_weight: Mask | None,
         is_causal: bool,
         need_weights: bool,
-        need_log_partition: bool,
+        need_potential: bool,
     ) -> Attended:
         width = value.shape[-1]
         if need_weights:
@@ -155,7 +145,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
             ridge=self.ridge,
             log_weight=log_weight,
             is_causal=is_causal,
-            need_variance=need_log_partition,
+            need_variance=need_potential,
             method=self.method,
             throw=self.throw,
         )

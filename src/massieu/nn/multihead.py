@@ -2,25 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from massieu.nn.arguments import check_input
-from massieu.nn.heads import (
-    Mask,
-    log_weight_of,
-    merge_heads,
-    merge_log_weights,
-    position_mask,
-    split_heads,
-    with_more_keys,
-)
-from massieu.nn.nested import like, padded
-from massieu.solve.arguments import floating
+from massieu.foundation.arguments import floating, number
+from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with_more_keys, with_positions
+from massieu.nn.modules import check_heads, check_input
 
 
 class Attended(NamedTuple):
@@ -28,7 +19,7 @@ class Attended(NamedTuple):
 
     output: Float[Tensor, "B H L E"]
     weights: Float[Tensor, "B H L N"] | None
-    log_partition: Float[Tensor, "B H L"] | None
+    potential: Float[Tensor, "B H L"] | None
 
 
 class MultiHead(nn.Module, ABC):
@@ -53,10 +44,8 @@ class MultiHead(nn.Module, ABC):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and {num_heads}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        check_heads(embed_dim, num_heads)
+        number("dropout", dropout, least=0, below=1)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
@@ -99,9 +88,9 @@ class MultiHead(nn.Module, ABC):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        need_log_partition: bool = False,
+        need_potential: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """`torch.nn.MultiheadAttention`'s call, with the log-partition on request.
+        """`torch.nn.MultiheadAttention`'s call, with the potential on request.
 
         Args:
             query, key, value: (L, B, ·) and (N, B, ·); batch first with `batch_first=True`; or (L, ·) and (N, ·). Nested
@@ -112,72 +101,49 @@ class MultiHead(nn.Module, ABC):
             attn_mask: (L, N) or (B·H, L, N). Booleans of which True hides, or numbers added to the scores.
             average_attn_weights: Weights averaged over the heads, or (B, H, L, N).
             is_causal: Query i sees keys 0 … i, whether a mask is given or not.
-            need_log_partition: Return the potential that the module's output is the gradient of, too.
+            need_potential: Return the potential of which the heads' output is the gradient, too.
 
         Returns:
-            The output, in the query's shape; the weights, or None; and, asked for, log Z in nats: (B, H, L), float32 or
-            float64, −inf for a query that sees no key. The heads' output for that query is 0.
+            The output, in the query's shape; the weights, or None; and, asked for, the potential: (B, H, L), float32 or
+            float64. The heads' output for a query that sees no key is 0.
 
         Raises:
             TypeError, ValueError: shapes or masks that do not fit; both shapes are named.
         """
+        nested, hidden = query, None
         if isinstance(query, Tensor) and query.is_nested:
-            options = {"need_weights": need_weights, "attn_mask": attn_mask, "is_causal": is_causal}
-            options |= {"average_attn_weights": average_attn_weights, "need_log_partition": need_log_partition}
-            return self._of_nested(query, key, value, key_padding_mask, **options)
+            self._check_nested(key, value, key_padding_mask)
+            (query, hidden), (key, key_padding_mask), (value, _) = padded(query), padded(key), padded(value)
         batched = self._check(query, key, value)
         query, key, value = (self._batch_first(tensor, batched) for tensor in (query, key, value))
         if not batched and isinstance(key_padding_mask, Tensor):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         heads, key_heads, value_heads = self._project(query, key, value)
-        layout = (*heads.shape[:3], key.shape[1])
-        log_weight = log_weight_of(key_padding_mask, attn_mask, layout)
+        log_weight = log_weight_of(key_padding_mask, attn_mask, heads, key_heads)
         more = (self.bias_k is not None) + self.add_zero_attn
         if more:
             # Keys behind the others would be in the future.
-            log_weight = merge_log_weights(
-                log_weight, position_mask(heads.shape[2], key.shape[1], is_causal, None, query.device)
-            )
-            log_weight, is_causal = with_more_keys(log_weight, more), False
+            log_weight = with_more_keys(with_positions(log_weight, heads, key_heads, is_causal), more)
         found = self._attend(
             heads,
             *self._with_more_keys(key_heads, value_heads),
             log_weight=log_weight,
-            is_causal=is_causal,
+            is_causal=is_causal and not more,
             need_weights=need_weights,
-            need_log_partition=need_log_partition,
+            need_potential=need_potential,
         )
         output = self.out_proj(merge_heads(found.output))
-        weights, log_partition = found.weights if need_weights else None, found.log_partition
+        weights, potential = found.weights if need_weights else None, found.potential
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
             output = output.squeeze(0)
-            weights = None if weights is None else weights.squeeze(0)
-            log_partition = None if log_partition is None else log_partition.squeeze(0)
+            weights, potential = (tensor if tensor is None else tensor.squeeze(0) for tensor in (weights, potential))
         elif not self.batch_first:
             output = output.transpose(0, 1)
-        return (output, weights, log_partition) if need_log_partition else (output, weights)
-
-    def _of_nested(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Mask | None, **options: Any
-    ) -> tuple[Tensor | None, ...]:
-        """The call on sequences of several lengths: the output is nested as the query is, all else padded."""
-        if (
-            not self.batch_first
-            or key_padding_mask is not None
-            or not all(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (key, value))
-        ):
-            raise ValueError(
-                "nested tensors need batch_first=True, keys and values that are nested too, and no key_padding_mask, "
-                "which their lengths are"
-            )
-        dense, hidden = padded(query)
-        (keys, hidden_keys), (values, _) = padded(key), padded(value)
-        # By name, so that a class may leave arguments out.
-        output, *rest = MultiHead.forward(self, dense, keys, values, hidden_keys, **options)
-        assert output is not None
-        return like(output, hidden, query), *rest
+        if hidden is not None:
+            output = nested_like(output, hidden, nested)
+        return (output, weights, potential) if need_potential else (output, weights)
 
     @abstractmethod
     def _attend(
@@ -189,7 +155,7 @@ class MultiHead(nn.Module, ABC):
         log_weight: Mask | None,
         is_causal: bool,
         need_weights: bool,
-        need_log_partition: bool,
+        need_potential: bool,
     ) -> Attended:
         """What the heads do. `log_weight` is boolean (True keeps) or a number, of N in its last dimension."""
 
@@ -231,6 +197,14 @@ class MultiHead(nn.Module, ABC):
             zero = torch.zeros_like(key[:1, :1, :1])
             yield zero, zero
 
+    def _check_nested(self, key: object, value: object, key_padding_mask: object) -> None:
+        nested = all(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (key, value))
+        if not self.batch_first or key_padding_mask is not None or not nested:
+            raise ValueError(
+                "nested tensors need batch_first=True, keys and values that are nested too, and no key_padding_mask, "
+                "which their lengths are"
+            )
+
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether there is a batch dimension."""
         sizes = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
@@ -248,3 +222,20 @@ class MultiHead(nn.Module, ABC):
         if query.ndim == 3 and query.shape[batch] != key.shape[batch]:
             raise ValueError(f"query and key must have one batch size, got {shapes['query']} and {shapes['key']}")
         return query.ndim == 3
+
+
+def padded(nested: Tensor) -> tuple[Float[Tensor, "B L d"], Bool[Tensor, "B L"]]:
+    """The sequences of a nested tensor in one dense tensor, 0 behind their ends, and where that padding is."""
+    lengths = torch.tensor([len(sequence) for sequence in nested.unbind()], device=nested.device)
+    dense = torch.nested.to_padded_tensor(nested, 0.0)
+    return dense, torch.arange(dense.shape[1], device=nested.device) >= lengths.unsqueeze(-1)
+
+
+def nested_like(dense: Float[Tensor, "B L d"], padding: Bool[Tensor, "B L"], nested: Tensor) -> Tensor:
+    """The sequences of a dense tensor, in the layout of `nested`."""
+    if nested.layout == torch.jagged:
+        # With its own offsets, since sums of nested tensors ask whether these are the same.
+        offsets = nested.offsets()  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.nested.nested_tensor_from_jagged(dense[~padding], offsets)
+    rows = zip(dense, (~padding).sum(-1).tolist(), strict=True)
+    return torch.nested.as_nested_tensor([row[:length] for row, length in rows])
