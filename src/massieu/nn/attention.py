@@ -11,7 +11,7 @@ from massieu.foundation.transforms import without_autocast
 from massieu.measures import Measure
 from massieu.nn.heads import Mask, added, attention_weights, per_head, with_positions
 from massieu.nn.modules import Number, register_number
-from massieu.nn.multihead import Attended, MultiHead
+from massieu.nn.multihead import Asked, Attended, MultiHead
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
 """From points (key, value), side by side, and their log-weights to a measure."""
@@ -97,61 +97,38 @@ class Attention(MultiHead):
         options = need_weights, attn_mask, average_attn_weights, is_causal
         return super().forward(query, key, value, key_padding_mask, *options, need_potential=need_log_partition)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_weights: bool,
-        need_potential: bool,
-    ) -> Attended:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Attended:
         if self.measure is not None:
-            return self._through_measure(query, key, value, log_weight, is_causal, need_potential)
-        if need_weights or self._drops:
-            return self._with_weights(query, key, value, log_weight, is_causal)
+            return self._through_measure(query, key, value, asked)
+        if asked.need_weights or self._drops:
+            return self._with_weights(query, key, value, asked)
         found = ops.attention(
             query,
             key,
             value,
-            log_weight=log_weight,
+            log_weight=asked.log_weight,
             scale=self.scale,
-            is_causal=is_causal,
+            is_causal=asked.is_causal,
             window=self.window,
             softcap=self.softcap,
             sink=self.sink,
         )
         return Attended(found.output, None, found.log_partition)
 
-    def _with_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, log_weight: Mask | None, is_causal: bool
-    ) -> Attended:
+    def _with_weights(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Attended:
         """The same by the matrix of weights."""
+        log_weight = with_positions(asked.log_weight, query, key, asked.is_causal, self.window)
         with without_autocast(query.device):
             weights, log_partition = attention_weights(
-                query,
-                key,
-                scale=self.scale,
-                log_weight=with_positions(log_weight, query, key, is_causal, self.window),
-                sink=self.sink,
-                softcap=self.softcap,
+                query, key, scale=self.scale, log_weight=log_weight, sink=self.sink, softcap=self.softcap
             )
             output = self._dropped(weights) @ value.to(weights.dtype)
         return Attended(output.to(query.dtype), weights.to(query.dtype), log_partition)
 
-    def _through_measure(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_potential: bool,
-    ) -> Attended:
+    def _through_measure(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Attended:
         assert self.measure is not None
-        if is_causal or (log_weight is not None and (log_weight.shape[1], log_weight.shape[2]) != (1, 1)):
+        given = asked.log_weight
+        if asked.is_causal or (given is not None and (given.shape[1], given.shape[2]) != (1, 1)):
             raise ValueError(
                 "a measure holds weights of keys, one for all queries: with `measure`, mask by key_padding_mask, not by "
                 "attn_mask or is_causal"
@@ -159,10 +136,10 @@ class Attention(MultiHead):
         dtype = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device):
             points = torch.cat([key, value], -1).to(dtype)
-            weight = added(log_weight, points.new_zeros(key.shape[0], 1, 1, key.shape[2])).squeeze(2)
+            weight = added(given, points.new_zeros(key.shape[0], 1, 1, key.shape[2])).squeeze(2)
             measure = self.measure(points, weight.expand(points.shape[:-1]))
             field = query.to(dtype) * (self.head_dim**-0.5 if self.scale is None else per_head(self.scale))
             eta = torch.cat([field, torch.zeros_like(field)], -1)
             output = measure.mean(eta)[..., self.head_dim :]
-            log_partition = measure.log_partition(eta) if need_potential else None
+            log_partition = measure.log_partition(eta) if asked.need_potential else None
         return Attended(output.to(query.dtype), None, log_partition)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from massieu.foundation.arguments import choice, number
 from massieu.nn.heads import Mask
 from massieu.nn.modules import Iterating
-from massieu.nn.multihead import Attended, MultiHead
+from massieu.nn.multihead import Asked, Attended, MultiHead
 from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, LinearKernel, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
 
@@ -120,19 +120,9 @@ class ConditionalMeanAttention(Iterating, MultiHead):
         options = need_weights, None, average_attn_weights, is_causal
         return super().forward(query, key, value, key_padding_mask, *options, need_potential=need_variance)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_weights: bool,
-        need_potential: bool,
-    ) -> Attended:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Attended:
         width = value.shape[-1]
-        if need_weights:
+        if asked.need_weights:
             # The weights are what attention returns for values that are unit vectors.
             length = key.shape[2]
             units = torch.eye(length, dtype=value.dtype, device=key.device).expand(*key.shape[:2], length, length)
@@ -143,13 +133,13 @@ class ConditionalMeanAttention(Iterating, MultiHead):
             value,
             kernel=self.kernel,
             ridge=self.ridge,
-            log_weight=log_weight,
-            is_causal=is_causal,
-            need_variance=need_potential,
+            log_weight=asked.log_weight,
+            is_causal=asked.is_causal,
+            need_variance=asked.need_potential,
             method=self.method,
             throw=self.throw,
         )
         if found.convergence is not None:
             self._keep(*found.convergence)
-        weights = found.output[..., width:] if need_weights else None
+        weights = found.output[..., width:] if asked.need_weights else None
         return Attended(found.output[..., :width], weights, found.variance)

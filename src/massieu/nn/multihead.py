@@ -14,6 +14,16 @@ from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with
 from massieu.nn.modules import check_heads, check_input
 
 
+class Asked(NamedTuple):
+    """What a call wants of the heads."""
+
+    log_weight: Mask | None
+    """Boolean (True keeps) or a number, of N in its last dimension."""
+    is_causal: bool
+    need_weights: bool
+    need_potential: bool
+
+
 class Attended(NamedTuple):
     """What the heads of a module return; what was not asked for may be None."""
 
@@ -124,14 +134,8 @@ class MultiHead(nn.Module, ABC):
         if more:
             # Keys behind the others would be in the future.
             log_weight = with_more_keys(with_positions(log_weight, heads, key_heads, is_causal), more)
-        found = self._attend(
-            heads,
-            *self._with_more_keys(key_heads, value_heads),
-            log_weight=log_weight,
-            is_causal=is_causal and not more,
-            need_weights=need_weights,
-            need_potential=need_potential,
-        )
+        asked = Asked(log_weight, is_causal and not more, need_weights, need_potential)
+        found = self._attend(heads, *self._with_more_keys(key_heads, value_heads), asked)
         output = self.out_proj(merge_heads(found.output))
         weights, potential = found.weights if need_weights else None, found.potential
         if weights is not None and average_attn_weights:
@@ -151,13 +155,9 @@ class MultiHead(nn.Module, ABC):
         query: Float[Tensor, "B H L D"],
         key: Float[Tensor, "B H N D"],
         value: Float[Tensor, "B H N D"],
-        *,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_weights: bool,
-        need_potential: bool,
+        asked: Asked,
     ) -> Attended:
-        """What the heads do. `log_weight` is boolean (True keeps) or a number, of N in its last dimension."""
+        """What the heads do."""
 
     def _dropped(self, weights: Tensor) -> Tensor:
         return F.dropout(weights, self.dropout) if self._drops else weights

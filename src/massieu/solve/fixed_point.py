@@ -14,28 +14,13 @@ from massieu.foundation.transforms import may_be_differentiated, repeat, some, u
 from massieu.solve.adjoint import Implicit, implicit, one_step
 from massieu.solve.attraction import PRODUCTS, spectrum
 from massieu.solve.linear import GMRES, ConjugateGradients, Dense, LinearSolver
-from massieu.solve.methods import (
-    METHODS,
-    IterationState,
-    Method,
-    Newton,
-    Picard,
-    Tolerance,
-    begin,
-    judge,
-    lipschitz_estimate,
-)
+from massieu.solve.methods import METHODS, IterationState, Method, Newton, Picard, Tolerance
 from massieu.solve.problem import BoundFunction, FixedPointProblem, pose, refuse_captured
 from massieu.solve.status import CONVERGED, DIVERGED, MAX_STEPS, NOT_ATTRACTING, NOT_FINITE, FixedPointResult, Status
 
 Adjoint = Literal["implicit", "one_step", "unrolled"]
 
-_LINEAR: dict[str, LinearSolver] = {
-    "auto": GMRES(),
-    "gmres": GMRES(),
-    "cg": ConjugateGradients(),
-    "dense": Dense(),
-}
+_LINEAR: dict[str, LinearSolver] = {"auto": GMRES(), "gmres": GMRES(), "cg": ConjugateGradients(), "dense": Dense()}
 _LOST = {"nan": math.nan, "zero": 0.0}
 
 
@@ -146,9 +131,9 @@ def _iterate(
     unrolled: bool = False,
 ) -> IterationState:
     def step(state: IterationState, *leaves: Tensor) -> IterationState:
-        return judge(method.advance(BoundFunction(problem, leaves), state, damping), tolerance)
+        return tolerance.judge(method.advance(BoundFunction(problem, leaves), state, damping))
 
-    begun = begin(start, image, tolerance, method.memory)
+    begun = tolerance.begin(start, image, method.memory)
     state = repeat(step, begun, lambda state: state.running, max_steps, leaves, unrolled)
     return state._replace(status=torch.where(state.running, MAX_STEPS, state.status))
 
@@ -173,7 +158,7 @@ def _finish(
     failed, value = state.status != CONVERGED, state.point
     if throw and torch.compiler.is_compiling():
         value = torch.where(failed.unsqueeze(-1), torch.nan, value)
-    size, ratio = state.size.detach(), lipschitz_estimate(state).detach()
+    size, ratio = state.size.detach(), state.lipschitz_estimate.detach()
     if throw and some(failed):
         raise ConvergenceError(_reason(state, size, ratio, tolerance, max_steps))
     return FixedPointResult(problem.shaped(value), state.status, state.steps, state.evaluations, size, ratio)

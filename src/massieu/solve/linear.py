@@ -265,17 +265,9 @@ def _begin_cycle(residual: Tensor, state: LinearSolveResult, target: Tensor, mem
     items = state.residual.shape
     wide = torch.eye(memory + 1, dtype=residual.dtype, device=residual.device).expand(*items, -1, -1)
     zero = torch.zeros_like(state.residual).unsqueeze(-1).expand(*items, memory)
-    return _Cycle(
-        krylov(residual, memory + 1),
-        wide[..., :-1, :-1],
-        wide,
-        zero,
-        state.residual,
-        torch.zeros((), dtype=torch.int64, device=residual.device),
-        state.status,
-        state.steps,
-        target,
-    )
+    turn = torch.zeros((), dtype=torch.int64, device=residual.device)
+    basis, triangle = krylov(residual, memory + 1), wide[..., :-1, :-1]
+    return _Cycle(basis, triangle, wide, zero, state.residual, turn, state.status, state.steps, target)
 
 
 def _grown(state: _Cycle) -> _Cycle:
@@ -331,17 +323,10 @@ def _arnoldi(product: Product) -> Callable[..., _Cycle]:
         status = torch.where(running & ~good, bad, state.status)
         status = torch.where(good & (size.abs() <= state.target), CONVERGED, status)
         basis = torch.where(after.bool().unsqueeze(-1), vector.unsqueeze(-2), state.basis)
-        return _Cycle(
-            torch.where(good[..., None, None], basis, state.basis),
-            triangle,
-            torch.where(good[..., None, None], rotation, state.rotation),
-            projected,
-            size,
-            state.turn + 1,
-            status,
-            state.steps + running.long(),
-            state.target,
-        )
+        basis = torch.where(good[..., None, None], basis, state.basis)
+        rotation = torch.where(good[..., None, None], rotation, state.rotation)
+        steps = state.steps + running.long()
+        return _Cycle(basis, triangle, rotation, projected, size, state.turn + 1, status, steps, state.target)
 
     return step
 

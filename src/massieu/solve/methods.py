@@ -48,6 +48,12 @@ class IterationState(NamedTuple):
     def running(self) -> Tensor:
         return self.status == RUNNING
 
+    @property
+    def lipschitz_estimate(self) -> Tensor:
+        """The largest ratio in the window; NaN where there is none."""
+        largest = torch.where(self.ratios.isnan(), -torch.inf, self.ratios).amax(-1)
+        return torch.where(largest < 0, torch.nan, largest)
+
 
 class Tolerance(NamedTuple):
     """An item has converged where ‖f(z) − z‖ ≤ absolute + relative·max(‖z‖, ‖f(z)‖)."""
@@ -58,29 +64,27 @@ class Tolerance(NamedTuple):
     def of(self, state: IterationState) -> Tensor:
         return self.absolute + self.relative * torch.maximum(state.point.norm(dim=-1), state.image.norm(dim=-1))
 
+    def judge(self, state: IterationState) -> IterationState:
+        """Stop the items that are there, or will not be."""
+        # A start that happens to be near a fixed point is no measure of growth: the size of z there is another.
+        diverged = state.size > _GROWTH * (state.first + state.point.norm(dim=-1).clamp_max(1.0))
+        status = torch.where(diverged, DIVERGED, RUNNING)
+        status = torch.where(state.size <= self.of(state), CONVERGED, status)
+        status = torch.where(state.size.isfinite(), status, NOT_FINITE)
+        return state._replace(status=torch.where(state.running, status, state.status))
 
-def begin(start: Tensor, image: Tensor, tolerance: Tolerance, memory: int) -> IterationState:
-    size = (image - start).norm(dim=-1)
-    count = torch.zeros_like(size, dtype=torch.int64)
-    # A loop of a compiled graph wants all room from the beginning, others are faster without.
-    room = 0 if not torch.compiler.is_compiling() else memory
-    history = torch.zeros_like(start).unsqueeze(-2).expand(*start.shape[:-1], room, start.shape[-1])
-    ratios = torch.full_like(size, torch.nan).unsqueeze(-1).expand(*size.shape, _WINDOW)
-    running, one = count + RUNNING, count + 1
-    state = IterationState(
-        start, image, size, size, size, running, count, one, ratios, history, history, count, one, count.bool()
-    )
-    return judge(state, tolerance)
-
-
-def judge(state: IterationState, tolerance: Tolerance) -> IterationState:
-    """Stop the items that are there, or will not be."""
-    # A start that happens to be near a fixed point is no measure of growth: the size of z there is another.
-    diverged = state.size > _GROWTH * (state.first + state.point.norm(dim=-1).clamp_max(1.0))
-    status = torch.where(diverged, DIVERGED, RUNNING)
-    status = torch.where(state.size <= tolerance.of(state), CONVERGED, status)
-    status = torch.where(state.size.isfinite(), status, NOT_FINITE)
-    return state._replace(status=torch.where(state.running, status, state.status))
+    def begin(self, start: Tensor, image: Tensor, memory: int) -> IterationState:
+        size = (image - start).norm(dim=-1)
+        count = torch.zeros_like(size, dtype=torch.int64)
+        # A loop of a compiled graph wants all room from the beginning, others are faster without.
+        room = memory if torch.compiler.is_compiling() else 0
+        none = torch.zeros_like(start).unsqueeze(-2).expand(*start.shape[:-1], room, start.shape[-1])
+        ratios = torch.full_like(size, torch.nan).unsqueeze(-1).expand(*size.shape, _WINDOW)
+        running, one = count + RUNNING, count + 1
+        state = IterationState(
+            start, image, size, size, size, running, count, one, ratios, none, none, count, one, count.bool()
+        )
+        return self.judge(state)
 
 
 def move(
@@ -134,12 +138,6 @@ def _remember(history: Tensor, new: Tensor, moved: Tensor, failed: Tensor, memor
     longer = torch.cat([new.unsqueeze(-2), history], -2)
     same = torch.cat([torch.where(failed[..., None, None], 0.0, history), torch.zeros_like(new).unsqueeze(-2)], -2)
     return torch.where(moved[..., None, None], longer, same)[..., :memory, :]
-
-
-def lipschitz_estimate(state: IterationState) -> Tensor:
-    """The largest ratio in the window; NaN where there is none."""
-    largest = torch.where(state.ratios.isnan(), -torch.inf, state.ratios).amax(-1)
-    return torch.where(largest < 0, torch.nan, largest)
 
 
 class Method(ABC):
