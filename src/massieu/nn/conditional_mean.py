@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from massieu.foundation.arguments import choice, number
 from massieu.nn.heads import Mask
 from massieu.nn.modules import Iterating
-from massieu.nn.multihead import Asked, Attended, MultiHead
+from massieu.nn.multihead import HeadsResult, MultiHead, Request
 from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, LinearKernel, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
 
@@ -52,12 +52,8 @@ class ConditionalMeanAttention(Iterating, MultiHead):
             width: What each head's starts from; √head_dim by default, of keys of unit variance about a distance.
             ridge: What each head's λ starts from.
             method: As for `massieu.regression.conditional_mean_attention`. Where conjugate gradients stop above their
-                tolerance the last iterate is used, `convergence` has status and residual of each value column, and a
-                warning says so once.
+                tolerance the last iterate is used; `convergence` tells of each value column.
             throw: Raise instead.
-
-        Raises:
-            ValueError: an unknown kernel, or a number that is not positive and finite.
         """
         super().__init__(
             embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype
@@ -108,7 +104,7 @@ class ConditionalMeanAttention(Iterating, MultiHead):
             variance, (B, H, L), float32 or float64. Weights cost memory L×N.
 
         Raises:
-            TypeError, ValueError: shapes or masks that do not fit, a mask of pairs.
+            ValueError: a mask of pairs.
             ConvergenceError: with `throw`, conjugate gradients stopped above their tolerance.
         """
         if attn_mask is not None:
@@ -120,9 +116,9 @@ class ConditionalMeanAttention(Iterating, MultiHead):
         options = need_weights, None, average_attn_weights, is_causal
         return super().forward(query, key, value, key_padding_mask, *options, need_potential=need_variance)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Attended:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         width = value.shape[-1]
-        if asked.need_weights:
+        if request.need_weights:
             # The weights are what attention returns for values that are unit vectors.
             length = key.shape[2]
             units = torch.eye(length, dtype=value.dtype, device=key.device).expand(*key.shape[:2], length, length)
@@ -133,13 +129,13 @@ class ConditionalMeanAttention(Iterating, MultiHead):
             value,
             kernel=self.kernel,
             ridge=self.ridge,
-            log_weight=asked.log_weight,
-            is_causal=asked.is_causal,
-            need_variance=asked.need_potential,
+            log_weight=request.log_weight,
+            is_causal=request.is_causal,
+            need_variance=request.need_potential,
             method=self.method,
             throw=self.throw,
         )
         if found.convergence is not None:
             self._keep(*found.convergence)
-        weights = found.output[..., width:] if asked.need_weights else None
-        return Attended(found.output[..., :width], weights, found.variance)
+        weights = found.output[..., width:] if request.need_weights else None
+        return HeadsResult(found.output[..., :width], weights, found.variance)

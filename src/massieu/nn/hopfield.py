@@ -80,8 +80,7 @@ class Hopfield(Iterating, nn.Module):
             sink: Log-weight of a null pattern, 0 with value 0, of the same kinds.
             contraction: What follows every pass but the last: the energy's reference, ½‖x‖² by default.
             dropout: Of the weights of the last pass, in training; takes memory L×N.
-            max_steps: For `steps=None`, when to give up: the last state is used, `convergence` has status and residual of each
-                state, and a warning says so once.
+            max_steps: For `steps=None`, when to give up: the last state is used; `convergence` tells of each.
             throw: Raise instead.
 
         Raises:

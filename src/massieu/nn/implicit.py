@@ -54,7 +54,7 @@ class ImplicitAttention(HeadsOfTokens):
                 distance to it falls by this factor a step or faster. By default keys are as they come, and training may
                 lead to queries for which iteration is slow or has several ends.
             method, max_steps: As for `massieu.solve.fixed_point`. Where a query's fixed point is not found the last state is
-                used, `convergence` has status and residual of each query, and a warning says so once.
+                used; `convergence` tells of each query.
             throw: Raise instead.
         """
         super().__init__(embed_dim, num_heads, bias, batch_first, query=embed_dim, key=kdim or embed_dim)
@@ -83,7 +83,6 @@ class ImplicitAttention(HeadsOfTokens):
             key_padding_mask, attn_mask, is_causal: As for `Attention`.
 
         Raises:
-            ValueError, TypeError: shapes that do not fit.
             ConvergenceError: with `throw`, a query has no fixed point, with its residual and what to try.
         """
         found = self.solve(query, key, key_padding_mask, attn_mask, is_causal)

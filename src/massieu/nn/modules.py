@@ -112,7 +112,7 @@ class Iterating:
 
     An item that has not goes on with its last state, so that one slow query ends no training run. It has that state's
     derivative if it ran out of steps, and none if it diverged, so that the parameters of the others train on. In transforms
-    of `torch.func` nothing is kept; compiled code keeps it and cannot warn.
+    of `torch.func` nothing is kept; compiled code keeps it and cannot warn. With `throw` a ConvergenceError is raised instead.
     """
 
     convergence: Convergence | None = None

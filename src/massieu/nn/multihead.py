@@ -1,7 +1,6 @@
 """The frame of every attention module: `torch.nn.MultiheadAttention`'s parameters and call, with the heads' work left open."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with
 from massieu.nn.modules import check_heads, check_input
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What a call wants of the heads."""
 
     log_weight: Mask | None
@@ -24,7 +23,7 @@ class Asked(NamedTuple):
     need_potential: bool
 
 
-class Attended(NamedTuple):
+class HeadsResult(NamedTuple):
     """What the heads of a module return; what was not asked for may be None."""
 
     output: Float[Tensor, "B H L E"]
@@ -116,9 +115,6 @@ class MultiHead(nn.Module, ABC):
         Returns:
             The output, in the query's shape; the weights, or None; and, asked for, the potential: (B, H, L), float32 or
             float64. The heads' output for a query that sees no key is 0.
-
-        Raises:
-            TypeError, ValueError: shapes or masks that do not fit; both shapes are named.
         """
         nested, hidden = query, None
         if isinstance(query, Tensor) and query.is_nested:
@@ -134,8 +130,9 @@ class MultiHead(nn.Module, ABC):
         if more:
             # Keys behind the others would be in the future.
             log_weight = with_more_keys(with_positions(log_weight, heads, key_heads, is_causal), more)
-        asked = Asked(log_weight, is_causal and not more, need_weights, need_potential)
-        found = self._attend(heads, *self._with_more_keys(key_heads, value_heads), asked)
+        request = Request(log_weight, is_causal and not more, need_weights, need_potential)
+        keys, values = self._with_more(key_heads, self.bias_k), self._with_more(value_heads, self.bias_v)
+        found = self._attend(heads, keys, values, request)
         output = self.out_proj(merge_heads(found.output))
         weights, potential = found.weights if need_weights else None, found.potential
         if weights is not None and average_attn_weights:
@@ -155,8 +152,8 @@ class MultiHead(nn.Module, ABC):
         query: Float[Tensor, "B H L D"],
         key: Float[Tensor, "B H N D"],
         value: Float[Tensor, "B H N D"],
-        asked: Asked,
-    ) -> Attended:
+        request: Request,
+    ) -> HeadsResult:
         """What the heads do."""
 
     def _dropped(self, weights: Tensor) -> Tensor:
@@ -173,29 +170,21 @@ class MultiHead(nn.Module, ABC):
 
     def _project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value by head."""
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
-        else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        packed = self.in_proj_weight
+        apart = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        weights = apart if packed is None else packed.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return tuple(
             split_heads(F.linear(tensor, weight, bias), self.num_heads)  # pyright: ignore[reportArgumentType]
             for tensor, weight, bias in zip(inputs, weights, biases, strict=True)
         )
 
-    def _with_more_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The learned key and value, and the zero ones, behind the others."""
-        for extra_key, extra_value in self._more_keys(key):
-            key = torch.cat([key, extra_key.to(key.dtype).expand(*key.shape[:2], 1, -1)], 2)
-            value = torch.cat([value, extra_value.to(value.dtype).expand(*value.shape[:2], 1, -1)], 2)
-        return key, value
-
-    def _more_keys(self, key: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.bias_k is not None and self.bias_v is not None:
-            yield split_heads(self.bias_k, self.num_heads), split_heads(self.bias_v, self.num_heads)
-        if self.add_zero_attn:
-            zero = torch.zeros_like(key[:1, :1, :1])
-            yield zero, zero
+    def _with_more(self, heads: Tensor, learned: Tensor | None) -> Tensor:
+        """Keys or values with the learned one, and the zero one, behind the others."""
+        if learned is not None:
+            learned = split_heads(learned, self.num_heads).to(heads.dtype)
+            heads = torch.cat([heads, learned.expand(*heads.shape[:2], 1, -1)], 2)
+        return F.pad(heads, (0, 0, 0, 1)) if self.add_zero_attn else heads
 
     def _check_nested(self, key: object, value: object, key_padding_mask: object) -> None:
         nested = all(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (key, value))

@@ -8,7 +8,7 @@ from massieu.foundation.arguments import number
 from massieu.foundation.numerics import log_softmax
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import added, per_head, with_positions
-from massieu.nn.multihead import Asked, Attended, MultiHead
+from massieu.nn.multihead import HeadsResult, MultiHead, Request
 
 
 class NormalizedAttention(MultiHead):
@@ -52,20 +52,20 @@ class NormalizedAttention(MultiHead):
         self.gain = nn.Parameter(torch.ones(num_heads, device=device, dtype=dtype))
         self.level = nn.Parameter(torch.ones(num_heads, device=device, dtype=dtype))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Attended:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        given = asked.log_weight
-        per_key = not asked.is_causal and (given is None or given.shape[1] == given.shape[2] == 1)
-        log_weight = with_positions(given, query, key, asked.is_causal)
+        given = request.log_weight
+        per_key = not request.is_causal and (given is None or given.shape[1] == given.shape[2] == 1)
+        log_weight = with_positions(given, query, key, request.is_causal)
         # Weights of the keys that sum to one, or are all 0.
         shares = log_softmax(added(log_weight, key.new_zeros(1, 1, 1, key.shape[2], dtype=dtype))).exp()
         with without_autocast(query.device):
             parts = query.to(dtype) * self.head_dim**-0.5, key.to(dtype), value.to(dtype), shares
-            if per_key and not asked.need_weights and not self._drops:
+            if per_key and not request.need_weights and not self._drops:
                 output, potential = self._by_covariance(*parts)
-                return Attended(output.to(query.dtype), None, potential)
+                return HeadsResult(output.to(query.dtype), None, potential)
             output, weights, potential = self._by_weights(*parts)
-        return Attended(output.to(query.dtype), weights.to(query.dtype), potential)
+        return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)
 
     def _by_weights(
         self, query: Tensor, key: Tensor, value: Tensor, shares: Tensor

@@ -9,7 +9,7 @@ from massieu.energy.entmax import entmax, entmax_conjugate
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import attention_scores, per_head, with_positions
 from massieu.nn.modules import LearnableAlpha, Number, register_number
-from massieu.nn.multihead import Asked, Attended, MultiHead
+from massieu.nn.multihead import HeadsResult, MultiHead, Request
 
 
 class SparseAttention(MultiHead):
@@ -57,11 +57,11 @@ class SparseAttention(MultiHead):
         """α: a number, or a tensor of one or one a head."""
         return self.order()
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Attended:
-        log_weight, alpha = with_positions(asked.log_weight, query, key, asked.is_causal), per_head(self.alpha)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        log_weight, alpha = with_positions(request.log_weight, query, key, request.is_causal), per_head(self.alpha)
         with without_autocast(query.device):
             scores = attention_scores(query, key, self.scale)
             weights = entmax(scores, alpha, log_weight=log_weight)
-            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if asked.need_potential else None
+            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if request.need_potential else None
             output = self._dropped(weights) @ value.to(weights.dtype)
-        return Attended(output.to(query.dtype), weights.to(query.dtype), potential)
+        return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)

@@ -58,8 +58,7 @@ class SpinAttention(HeadsOfTokens):
             coupling_scale: Inverse temperature of the softmax, of the same kinds; by default D to the −½.
             method: As for `massieu.solve.fixed_point`, to the fixed point.
             max_steps: As there; of each step's own equation too, to second order. What is not found by then goes on with its
-                last state; `convergence` has status and residual of each head, or of each spin's equation, the worst of all
-                steps, and a warning says so once.
+                last state: `convergence` tells of each head, or of each spin's equation, at its worst step.
             throw: Raise instead.
         """
         super().__init__(embed_dim, num_heads, bias, batch_first, drive=embed_dim, query=embed_dim, key=embed_dim)
@@ -89,7 +88,6 @@ class SpinAttention(HeadsOfTokens):
                 acts is alone with its drive.
 
         Raises:
-            ValueError, TypeError: shapes that do not fit.
             ConvergenceError: with `throw`, there is no fixed point, with its residual and what to try.
         """
         model = self.model(tokens, key_padding_mask, attn_mask, is_causal)
@@ -113,11 +111,7 @@ class SpinAttention(HeadsOfTokens):
             return KineticSpins.create(drive, coupling, scale=self.scale, exact=self.exact)
 
     def state(self, model: KineticSpins) -> Float[Tensor, "B H L D"]:
-        """θ, the spins' local fields once they have moved.
-
-        Raises:
-            ConvergenceError: as a call.
-        """
+        """θ, the spins' local fields once they have moved; a ConvergenceError as for a call."""
         lost = "nan" if self.throw else "zero"
         options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw, "lost_derivative": lost}
         if self.steps is None:

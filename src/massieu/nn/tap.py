@@ -62,7 +62,7 @@ class TAPAttention(HeadsOfTokens):
             strength: What a token's couplings add up to; a number, a tensor or a Parameter, one or one a head.
             scale: Inverse temperature of the softmax, of the same kinds; by default the head's size to the −½.
             method, damping, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
-                state is used, `convergence` has status and residual of each head, and a warning says so once.
+                state is used; `convergence` tells of each head.
             throw: Raise instead.
         """
         super().__init__(embed_dim, num_heads, bias, batch_first, field=embed_dim, query=embed_dim, key=embed_dim)
@@ -90,7 +90,6 @@ class TAPAttention(HeadsOfTokens):
                 it: put zeros there.
 
         Raises:
-            ValueError, TypeError: shapes that do not fit.
             ConvergenceError: with `throw`, a head found no fixed point, with its residual and what to try.
         """
         found = self.solve(tokens, key_padding_mask, attn_mask, is_causal, coupling=coupling)
