@@ -105,6 +105,13 @@ def test_layouts(batch_first):
     assert got[2].shape == (HEADS, LENGTH)
 
 
+def test_more_keys_are_seen_by_all_whatever_hides_the_others():
+    theirs, ours = pair(add_bias_kv=True, add_zero_attn=True)
+    for kind in ("boolean", "float"):
+        arguments, given = inputs(theirs), masks(kind)
+        torch.testing.assert_close(ours(*arguments, **given), theirs(*arguments, **given), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_takes_its_place_in_a_transformer_also_when_that_has_a_fast_path(norm_first):
     torch.manual_seed(0)

@@ -52,6 +52,10 @@ def test_at_one_it_is_softmax(alpha):
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
 
 
+def test_a_learned_alpha_starts_where_it_is_told():
+    torch.testing.assert_close(module(alpha=1.25, learn_alpha=True).alpha, torch.full((2,), 1.25).double())
+
+
 def test_at_two_weights_are_the_projection_to_the_simplex():
     made, (query, key, value) = module(alpha=2.0), inputs()
     _, weights, potential = made(query, key, value, **KEYWORDS)

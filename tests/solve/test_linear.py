@@ -103,6 +103,14 @@ def test_conjugate_gradients_refuse_what_is_not_definite():
     assert found.status == Status.SINGULAR
 
 
+def test_conjugate_gradients_stop_where_the_range_ends():
+    """What is left of the right side then is out of reach, and directions grow along it without end."""
+    factor = normal(8, 40, 30)
+    found = ConjugateGradients(max_steps=1000).solve(times, normal(8, 40, seed=1), (factor @ factor.mT,))
+    assert (found.status == Status.SINGULAR).all()
+    assert (found.steps <= 40).all()
+
+
 def test_products_run_out():
     matrix, right = definite(2, 30, 1e4, 0), normal(2, 30, seed=1)
     for solver in (ConjugateGradients(max_steps=3), GMRES(memory=3, cycles=1)):
@@ -171,6 +179,9 @@ def test_settings_out_of_range():
     for name in ("memory", "cycles"):
         with pytest.raises(ValueError, match=f"{name} must be a whole number, at least 1, got 0"):
             GMRES(**{name: 0})
-    for given_settings, error in (({"rtol": "small"}, "rtol must be a number"), ({"memory": 2.5}, "memory must be a whole")):
+    for given_settings, error in (
+        ({"rtol": "small"}, "rtol must be a number"),
+        ({"memory": 2.5}, "memory must be a whole"),
+    ):
         with pytest.raises(TypeError, match=error):
             GMRES(**given_settings)
