@@ -41,7 +41,7 @@ def report(memory: HopfieldEnergy, images: Tensor, queries: Tensor) -> Tensor:
     close = (end.state - images).norm(dim=-1) < 0.1 * images.norm(dim=-1)
     print(
         f"β = {memory.scale.item():4.1f}: {int((recalled & close).sum()):2d} of {STORED} images recalled within a tenth; "
-        f"contraction factor ≤ {bounds.contraction_factor(memory).item():.1f}; "
+        f"Lipschitz constant ≤ {bounds.lipschitz(memory).item():.1f}; "
         f"largest rise of the energy in a step {rise:+.1e}"
     )
     bound = bounds.retrieval_bound(memory, queries).distance.diagonal()

@@ -23,7 +23,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from massieu import ops
-from massieu.energy.contraction import RMSNorm
+from massieu.energy.activations import RMSNorm
 from massieu.population import (
     CloudMoments,
     CloudShape,

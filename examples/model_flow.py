@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 import massieu
-from massieu.energy.contraction import Identity
+from massieu.energy.activations import Identity
 from massieu.measures import Gaussian
 from massieu.population import (
     AlignmentResult,

@@ -8,7 +8,7 @@ from scipy.special import logsumexp
 from torch import Tensor
 
 from massieu import measures
-from massieu.energy import contraction
+from massieu.energy import activations
 
 F64 = torch.float64
 
@@ -25,17 +25,17 @@ def cloud(width: int) -> Tensor:
     return draw(6 * width, width, seed=7) * torch.linspace(0.5, 2.0, width, dtype=F64)
 
 
-CONTRACTIONS: dict[str, Callable[[int], contraction.Contraction]] = {
-    "identity": lambda width: contraction.Identity(),
-    "scalar": lambda width: contraction.Scalar.create(constant(0.6)),
-    "spin": lambda width: contraction.Spin(),
-    "soft sphere": lambda width: contraction.SoftSphere.create(constant(1.5)),
-    "sphere": lambda width: contraction.SphereProjection.create(constant(1.5)),
-    "sphere, softened": lambda width: contraction.SphereProjection.create(constant(1.5), eps=0.3),
-    "RMSNorm": lambda width: contraction.RMSNorm.create(constant(0.8)),
-    "LayerNorm": lambda width: contraction.LayerNorm.create(constant(0.8), draw(width, seed=3)),
-    "LayerNorm, eps 0": lambda width: contraction.LayerNorm.create(constant(1.2), eps=0.0),
-    "whitening": lambda width: contraction.Whitening.of(cloud(width)),
+ACTIVATIONS: dict[str, Callable[[int], activations.Activation]] = {
+    "identity": lambda width: activations.Identity.create(),
+    "scalar": lambda width: activations.Scalar.create(constant(0.6)),
+    "spin": lambda width: activations.Tanh.create(),
+    "soft sphere": lambda width: activations.SoftSphere.create(constant(1.5)),
+    "sphere": lambda width: activations.SphereProjection.create(constant(1.5)),
+    "sphere, softened": lambda width: activations.SphereProjection.create(constant(1.5), eps=0.3),
+    "RMSNorm": lambda width: activations.RMSNorm.create(constant(0.8)),
+    "LayerNorm": lambda width: activations.LayerNorm.create(constant(0.8), draw(width, seed=3)),
+    "LayerNorm, eps 0": lambda width: activations.LayerNorm.create(constant(1.2), eps=0.0),
+    "whitening": lambda width: activations.Whitening.of(cloud(width)),
 }
 """By the width of the state."""
 
@@ -47,7 +47,7 @@ MEASURES: dict[str, Callable[[int], measures.Measure]] = {
     "Atoms": lambda width: measures.Atoms.create(draw(3 * width, width, seed=6)),
 }
 
-REFERENCES: dict[str, Callable[[int], contraction.Contraction | measures.Measure]] = {**CONTRACTIONS, **MEASURES}
+REFERENCES: dict[str, Callable[[int], activations.Activation | measures.Measure]] = {**ACTIVATIONS, **MEASURES}
 
 MEMORIES: dict[str, Callable[[tuple[int, ...], int], measures.Measure]] = {
     "Gaussian": lambda batch, width: measures.Gaussian.create(

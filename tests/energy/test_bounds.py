@@ -11,7 +11,7 @@ from tests.energy.cases import F64, constant, draw
 from tests.rows import every_row
 
 from massieu import measures
-from massieu.energy import HopfieldEnergy, bounds, contraction
+from massieu.energy import HopfieldEnergy, activations, bounds
 from massieu.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
 
 MANY = 2000
@@ -69,23 +69,21 @@ def test_damped_steps_descend(damping: float):
 
 def test_the_contraction_factor_bounds_the_jacobian_and_the_force():
     energy, state = memories(4)
-    factor = bounds.contraction_factor(energy)
+    factor = bounds.lipschitz(energy)
     jacobian = torch.eye(4, dtype=F64) - energy.hessian(state)
     steepest = torch.linalg.matrix_norm(jacobian, ord=2)
     assert (steepest <= factor * (1 + 1e-9) + 1e-12).all()
     after = energy.step(state)
     assert (energy.force(after).norm(dim=-1) <= factor * (state - after).norm(dim=-1) * (1 + 1e-9) + 1e-10).all()
-    rough = bounds.contraction_factor(energy, method="radius")
+    rough = bounds.lipschitz(energy, method="radius")
     assert (factor <= rough * (1 + 1e-12)).all()
     assert (rough <= 4 * factor * (1 + 1e-12) + 1e-12).all()
 
 
 def test_below_one_the_path_is_as_short_as_the_bound_says():
     energy, state = memories(5)
-    energy = HopfieldEnergy.create(
-        energy.memory, scale=energy.scale * (0.4 / bounds.contraction_factor(energy)).clamp(max=1)
-    )
-    factor = bounds.contraction_factor(energy)
+    energy = HopfieldEnergy.create(energy.memory, scale=energy.scale * (0.4 / bounds.lipschitz(energy)).clamp(max=1))
+    factor = bounds.lipschitz(energy)
     assert (factor <= 0.4 + 1e-9).all()
     path = energy.descend(state, steps=28).states
     length = (path[1:] - path[:-1]).norm(dim=-1)
@@ -154,7 +152,7 @@ def test_what_a_basin_promises():
 def test_the_pitchfork_is_at_one(squared: float, splits: bool):
     a = torch.tensor([0.6, 0.8], dtype=F64)
     energy = HopfieldEnergy.create(torch.stack([a, -a]), scale=squared)
-    torch.testing.assert_close(bounds.contraction_factor(energy), constant(squared))
+    torch.testing.assert_close(bounds.lipschitz(energy), constant(squared))
     end = energy.retrieve(0.5 * a, steps=1000).state.norm()
     # x = tanh(squared·x) on the line through ±a.
     expected = 0.0
@@ -195,18 +193,18 @@ def test_diameter_in_blocks():
 @every_row(
     ("reference", "constant_"),
     [
-        (contraction.Scalar.create(0.5), 0.5),
-        (contraction.Spin(), 1.0),
-        (contraction.RMSNorm.create(2.0, eps=0.25), 4.0),
+        (activations.Scalar.create(0.5), 0.5),
+        (activations.Tanh.create(), 1.0),
+        (activations.RMSNorm.create(2.0, eps=0.25), 4.0),
     ],
 )
 def test_the_references_constant_is_a_factor(reference, constant_: float):
     patterns = draw(6, 4)
-    plain = bounds.contraction_factor(HopfieldEnergy.create(patterns, scale=2.0))
-    found = bounds.contraction_factor(HopfieldEnergy.create(patterns, reference=reference, scale=2.0))
+    plain = bounds.lipschitz(HopfieldEnergy.create(patterns, scale=2.0))
+    found = bounds.lipschitz(HopfieldEnergy.create(patterns, reference=reference, scale=2.0))
     torch.testing.assert_close(found, constant_ * plain)
     gaussian = measures.Gaussian.create(torch.zeros(4, dtype=F64), torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=F64))
-    found = bounds.contraction_factor(HopfieldEnergy.create(patterns, reference=gaussian, scale=2.0))
+    found = bounds.lipschitz(HopfieldEnergy.create(patterns, reference=gaussian, scale=2.0))
     torch.testing.assert_close(found, 3 * plain)
 
 
@@ -237,12 +235,12 @@ def test_capacity_beyond_the_range_of_floats(dimension: int, scale: float, radiu
 
 
 def test_capacity_constants_of_the_literature():
-    first, second = bounds.capacity(20, radius=3.0), bounds.capacity(75)
+    first, second = bounds.capacity(20, scale=1.0, radius=3.0), bounds.capacity(75, scale=1.0)
     assert abs(first.base - 3.1546) < 5e-5
     assert abs(second.base - 1.3718) < 5e-4
     assert first.holds
     assert second.holds
-    assert not bounds.capacity(5).holds
+    assert not bounds.capacity(5, scale=1.0).holds
 
 
 REFUSED = {
@@ -252,12 +250,12 @@ REFUSED = {
         "stored patterns, got Spin",
     ),
     "another reference": (
-        lambda: energy_range(HopfieldEnergy.create(draw(4, 3), reference=contraction.Spin())),
+        lambda: energy_range(HopfieldEnergy.create(draw(4, 3), reference=activations.Tanh.create())),
         TypeError,
         "identity",
     ),
     "a reference without a constant": (
-        lambda: bounds.contraction_factor(HopfieldEnergy.create(draw(4, 3), reference=measures.Sphere.create(3))),
+        lambda: bounds.lipschitz(HopfieldEnergy.create(draw(4, 3), reference=measures.Sphere.create(3))),
         TypeError,
         "Sphere",
     ),

@@ -103,7 +103,7 @@ def test_a_layer_with_reparametrised_projections_cannot_collapse():
         (lambda: least_entropy(torch.ones(2), 0), ValueError, "keys must be at least 1"),
         (lambda: least_entropy(torch.ones(2), 2.0), TypeError, "whole number"),
         (lambda: least_entropy(torch.ones(2, dtype=torch.long), 2), TypeError, "got a tensor of torch.int64"),
-        (lambda: least_entropy(torch.ones(2), torch.ones(3, dtype=torch.long)), ValueError, r"\(2,\) and \(3,\)"),
+        (lambda: least_entropy(torch.ones(2), torch.ones(3, dtype=torch.long)), ValueError, r"\(2,\) and keys \(3,\)"),
     ],
 )
 def test_bad_input_is_one_clear_sentence(call, error, message):

@@ -11,7 +11,8 @@ from tests.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu import measures
-from massieu.energy import Energy, HopfieldEnergy, contraction
+from massieu.energy import Energy, HopfieldEnergy, LogSumReLU, activations, boosting_energy, bounds, ood_score
+from massieu.energy.activations import MeasureActivation
 
 EPS = torch.finfo(F64).eps
 
@@ -72,7 +73,9 @@ def test_a_memory_that_is_masked_altogether_remembers_nothing(name: str):
     state = start.clone().requires_grad_()
     value = energy(state)
     assert value.isfinite().all()
-    torch.testing.assert_close(energy.step(state)[1], reference.mean(torch.zeros(3, 4, dtype=F64)))
+    torch.testing.assert_close(
+        energy.step(state)[1], MeasureActivation.of("reference", reference)(torch.zeros(3, 4, dtype=F64))
+    )
     (slope,) = torch.autograd.grad(energy.step(state).sum(), state)
     assert (slope[1] == 0).all()
     assert slope.isfinite().all()
@@ -252,7 +255,7 @@ def test_gradients_of_first_and_second_order(name: str):
 
     def energy(patterns: Tensor, scale: Tensor, log_weight: Tensor, state: Tensor) -> Tensor:
         built = HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), reference=reference, scale=scale)
-        inside = reference.mean(state)
+        inside = MeasureActivation.of("reference", reference)(state)
         return built(inside) + built.step(inside).sum(-1)
 
     inputs = tuple(point.requires_grad_() for point in points)
@@ -329,6 +332,18 @@ def test_large_scores_stay_finite(name: str):
     assert slope.isfinite().all()
 
 
+def test_the_inverse_temperature_is_by_default_that_of_attention():
+    points, state = draw(2, 7, 16), draw(2, 3, 16, seed=1)
+    for energy in (HopfieldEnergy.create(points), LogSumReLU.create(0.1 * points)):
+        torch.testing.assert_close(energy.scale, torch.full((2,), 0.25, dtype=F64), rtol=1e-15, atol=0)
+    expected = ood_score(state, kind="she", memory=points, scale=0.25)
+    torch.testing.assert_close(ood_score(state, kind="she", memory=points), expected)
+    expected = boosting_energy(state, points, points + 1, scale=0.25)
+    torch.testing.assert_close(boosting_energy(state, points, points + 1), expected)
+    torch.testing.assert_close(ood_score(state), -torch.logsumexp(state, -1))
+    assert bounds.capacity(16, radius=4.0) == bounds.capacity(16, radius=4.0, scale=0.25)
+
+
 # --- input -----------------------------------------------------------------------------------------------------------
 
 PATTERNS = draw(2, 5, 4)
@@ -346,7 +361,7 @@ REFUSED = {
         ValueError,
         "broadcast",
     ),
-    "scale a bool": (lambda: HopfieldEnergy.create(PATTERNS, scale=True), TypeError, "bool"),
+    "scale a bool": (lambda: HopfieldEnergy.create(PATTERNS, scale=True), TypeError, "True"),
     "scale whole numbers": (lambda: HopfieldEnergy.create(PATTERNS, scale=torch.ones(2).long()), TypeError, "int64"),
     "NaN patterns": (lambda: HopfieldEnergy.create(PATTERNS * torch.nan), ValueError, "finite"),
     "no patterns": (lambda: HopfieldEnergy.create(PATTERNS[:, :0]), ValueError, r"\(2, 0, 4\)"),
@@ -369,7 +384,7 @@ REFUSED = {
     "damping 0": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=0.0), ValueError, r"\(0, 2\)"),
     "damping 2": (lambda: HopfieldEnergy.create(PATTERNS).step(draw(2, 4), damping=2.0), ValueError, r"\(0, 2\)"),
     "damping beyond 1": (
-        lambda: HopfieldEnergy.create(PATTERNS, reference=contraction.Spin()).step(draw(2, 4), damping=1.1),
+        lambda: HopfieldEnergy.create(PATTERNS, reference=activations.Tanh.create()).step(draw(2, 4), damping=1.1),
         ValueError,
         r"\(0, 1\]",
     ),

@@ -8,8 +8,8 @@ import torch
 from tests.rows import every_row
 from tests.sentences import works_or_says, wrongs
 
-from massieu import energy, measures
-from massieu.energy import bounds, contraction, density
+from massieu import energy, measures, theory
+from massieu.energy import activations, bounds
 from massieu.theory import damped_descent, least_descent, path_length, smallest_move
 
 POINTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -18,12 +18,12 @@ NONE, SIGNS = torch.zeros(6, 6), measures.Spin.create(torch.zeros(4))
 
 ENERGIES = {
     "Hopfield": lambda: energy.HopfieldEnergy.create(POINTS),
-    "Hopfield with a contraction": lambda: energy.HopfieldEnergy.create(POINTS, reference=contraction.Spin()),
+    "Hopfield with an activation": lambda: energy.HopfieldEnergy.create(POINTS, reference=activations.Tanh.create()),
     "Hopfield of measures": lambda: energy.HopfieldEnergy.create(SIGNS, reference=SIGNS),
     "Hopfield of SparseAtoms": lambda: energy.HopfieldEnergy.create(energy.SparseAtoms.create(POINTS)),
     "Hopfield of ScoreDeviation": lambda: energy.HopfieldEnergy.create(energy.ScoreDeviation.create(POINTS)),
     "LogSumReLU": lambda: energy.LogSumReLU.create(POINTS, scale=0.1),
-    "Clustering": lambda: theory.Clustering.create(2.0),
+    "Clustering": lambda: theory.ClusteringEnergy.create(2.0),
     "BinaryHopfield": lambda: energy.BinaryHopfieldEnergy.of_patterns(POINTS.sign()),
     "DenseHopfield": lambda: energy.DenseHopfieldEnergy.create(POINTS.sign()),
     "TwoLayer": lambda: energy.TwoLayer.create(POINTS.mT.contiguous()),
@@ -60,6 +60,10 @@ def hopfield() -> energy.HopfieldEnergy:
     return energy.HopfieldEnergy.create(POINTS)
 
 
+def density() -> energy.HopfieldDensity:
+    return energy.HopfieldDensity.create(hopfield())
+
+
 def spins() -> energy.KineticSpins:
     return energy.KineticSpins.create(POINTS, NONE)
 
@@ -68,10 +72,10 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "SparseAtoms.mean": lambda x: energy.SparseAtoms.create(POINTS).mean(x),
     "SparseAtoms.lead": lambda x: energy.SparseAtoms.create(POINTS).lead(x),
     "ScoreDeviation.log_partition": lambda x: energy.ScoreDeviation.create(POINTS).log_partition(x),
-    "Identity.mean": lambda x: contraction.Identity().mean(x),
-    "LayerNorm.conjugate": lambda x: contraction.LayerNorm.create().conjugate(x),
-    "LayerNorm, bias": lambda x: contraction.LayerNorm.create(1.0, x),
-    "Whitening.of": lambda x: contraction.Whitening.of(x),
+    "Identity": lambda x: activations.Identity.create()(x),
+    "LayerNorm.conjugate": lambda x: activations.LayerNorm.create().conjugate(x),
+    "LayerNorm, bias": lambda x: activations.LayerNorm.create(1.0, x),
+    "Whitening.of": lambda x: activations.Whitening.of(x),
     "Hopfield.create": lambda x: energy.HopfieldEnergy.create(x),
     "Hopfield, scale": lambda x: energy.HopfieldEnergy.create(POINTS, scale=x),
     "Hopfield, reference": lambda x: energy.HopfieldEnergy.create(POINTS, reference=x),
@@ -86,7 +90,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "ScoreDeviation, gain": lambda x: energy.ScoreDeviation.create(POINTS, gain=x),
     "ScoreDeviation, bias": lambda x: energy.ScoreDeviation.create(POINTS, bias=x),
     "ScoreDeviation, eps": lambda x: energy.ScoreDeviation.create(POINTS, eps=x),
-    "Clustering.create": lambda x: theory.Clustering.create(x),
+    "Clustering.create": lambda x: theory.ClusteringEnergy.create(x),
     "BinaryHopfield.create": lambda x: energy.BinaryHopfieldEnergy.create(x),
     "DenseHopfield.create": lambda x: energy.DenseHopfieldEnergy.create(x),
     "TwoLayer.create": lambda x: energy.TwoLayer.create(x),
@@ -124,11 +128,11 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "BoltzmannMachine.effective_energy": lambda x: energy.BoltzmannMachine.create(
         SIGNS, measures.Spin.create(torch.zeros(6)), POINTS.mT.contiguous()
     ).effective_energy(x),
-    "density.responsibilities": lambda x: density.responsibilities(hopfield(), x),
-    "density.score": lambda x: density.score(hopfield(), x),
-    "density.negative_log_likelihood": lambda x: density.negative_log_likelihood(hopfield(), x),
-    "density.density": lambda x: density.density(x),
-    "density.sample": lambda x: density.sample(hopfield(), x),
+    "density.responsibilities": lambda x: density().responsibilities(x),
+    "density.score": lambda x: density().score(x),
+    "density.log_prob": lambda x: density().log_prob(x),
+    "HopfieldDensity.create": lambda x: energy.HopfieldDensity.create(x),
+    "density.sample": lambda x: density().sample(x),
     "bounds.separation": lambda x: bounds.separation(hopfield(), x),
     "bounds.basin": lambda x: bounds.basin(hopfield(), x),
     "least_descent": lambda x: least_descent(x, x),

@@ -275,10 +275,10 @@ def test_wrong_inputs():
             {},
             "coupling must be a floating-point tensor, got a tensor of torch.int64",
         ),
-        (KineticSpins.create, (drive, coupling), {"scale": 0.0}, "positive and finite, got 0.0"),
-        (KineticSpins.create, (drive, coupling), {"scale": torch.ones(2)}, r"batch's shape \(\), got \(2,\)"),
+        (KineticSpins.create, (drive, coupling), {"scale": 0.0}, "positive and finite, got 0"),
+        (KineticSpins.create, (drive, coupling), {"scale": torch.ones(2)}, r"\(2,\) does not broadcast"),
         (KineticIsing.create, (torch.tensor(1.0), coupling), {}, r"shape \(\*batch, N\)"),
-        (KineticIsing.create, ("x", coupling), {}, "drive must be a floating-point tensor, got str"),
+        (KineticIsing.create, ("x", coupling), {}, "drive must be a floating-point tensor, got 'x'"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             create(*arguments, **options)

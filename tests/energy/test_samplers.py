@@ -9,8 +9,7 @@ import scipy.stats
 import torch
 from tests.rows import every_row
 
-from massieu.energy import BoltzmannMachine, HopfieldEnergy
-from massieu.energy.density import density
+from massieu.energy import BoltzmannMachine, HopfieldDensity, HopfieldEnergy
 from massieu.inference import gibbs_init, gibbs_step, langevin_init, langevin_noise, langevin_step
 from massieu.measures import (
     Atoms,
@@ -263,7 +262,7 @@ def test_langevin_on_a_hopfield_energy_has_the_moments_of_its_density(form):
     """exp(−βE) by the trapezoidal rule on a grid, E written out; chains start far from it."""
     patterns, scale = drawn(6, 2, size=1.3, seed=4), 1.4
     hopfield = HopfieldEnergy.create(patterns, scale=scale)
-    mixture = density(hopfield)
+    mixture = HopfieldDensity.create(hopfield).measure()
     log_density = {
         "density": lambda x: mixture.log_prob(torch.zeros_like(x), x),
         "energy": lambda x: -scale * hopfield(x),

@@ -9,14 +9,14 @@ from scipy.special import logsumexp, softmax
 from tests.rows import every_row
 
 from massieu.energy import HopfieldEnergy
-from massieu.energy.contraction import LayerNorm, Spin
+from massieu.energy.activations import LayerNorm, Tanh
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.two_layer import TwoLayer
 
 LAYERS = {
     "Hopfield": (lambda: None, lambda: None),
     "LayerNorm": (lambda: LayerNorm.create(eps=1e-2), lambda: None),
-    "spins": (Spin, Spin),
+    "spins": (Tanh.create, Tanh.create),
     "sparse": (lambda: None, lambda: SparseAtoms.create(torch.eye(5, dtype=torch.float64), 1.5)),
 }
 
@@ -88,7 +88,7 @@ def test_the_energy_falls_at_the_rate_of_the_theorem(name):
     rate = (path.energies[2] - path.energies[0]).item() / (2 * time)
     v, h = layers.split(path.states[1])
     velocity = (path.states[2] - path.states[0]) / (2 * time)
-    curvature = [torch.func.jacfwd(part.mean)(x) for part, x in ((layers.visible, v), (layers.hidden, h))]
+    curvature = [torch.func.jacfwd(part)(x) for part, x in ((layers.visible, v), (layers.hidden, h))]
     moved = velocity.split((3, 5))
     expected = -0.5 * moved[0] @ curvature[0] @ moved[0] - 2.0 * moved[1] @ curvature[1] @ moved[1]
     assert rate == pytest.approx(expected.item(), rel=1e-4)
@@ -96,7 +96,7 @@ def test_the_energy_falls_at_the_rate_of_the_theorem(name):
 
 def test_at_the_hidden_limit_it_is_the_hopfield_network():
     layers, query = network("Hopfield"), draw(6, 3, seed=6)
-    hopfield = HopfieldEnergy.create(layers.coupling.T.contiguous())
+    hopfield = HopfieldEnergy.create(layers.coupling.T.contiguous(), scale=1.0)
     state = layers.join(query)
     assert torch.allclose(layers(state), hopfield(query) - hopfield.constant, atol=1e-14)
     assert torch.allclose(layers.step(state)[..., :3], hopfield.step(query), atol=1e-14)
@@ -139,8 +139,12 @@ def test_shapes_gradients_and_precision():
         (lambda: TwoLayer.create(torch.tensor([[1]])), TypeError, "got a tensor of torch.int64"),
         (lambda: TwoLayer.create(torch.tensor([[torch.nan]])), ValueError, "coupling must be finite"),
         (lambda: TwoLayer.create(torch.eye(2), hidden_time=0.0), ValueError, "hidden_time must be positive"),
-        (lambda: TwoLayer.create(torch.eye(2), visible=3), TypeError, "visible must be a potential, got int"),
-        (lambda: network("Hopfield")(torch.zeros(7)), ValueError, r"\(\) \+ queries \+ \(8,\), got \(7,\)"),
+        (
+            lambda: TwoLayer.create(torch.eye(2), visible=3),
+            TypeError,
+            "visible must be an activation or a measure, got 3",
+        ),
+        (lambda: network("Hopfield")(torch.zeros(7)), ValueError, r"\(\) \+ queries \+ \(8,\).*, got \(7,\)"),
         (
             lambda: network("Hopfield").step(torch.zeros(8), damping=0.5),
             ValueError,

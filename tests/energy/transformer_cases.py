@@ -5,7 +5,7 @@ from tests.energy.cases import F64, constant, draw
 from torch import Tensor
 
 from massieu.energy import TransformerEnergy
-from massieu.energy.contraction import LayerNorm
+from massieu.energy.activations import LayerNorm
 
 
 def weights(heads=3, size=4, width=6, quantity=10, seed=0):
@@ -31,7 +31,7 @@ def padding(batch=3, count=5) -> Tensor:
 def explicit_energy(energy: TransformerEnergy, g: Tensor) -> Tensor:
     """Of one item of tokens that are all there, by explicit matrices."""
     total = -0.5 * torch.relu(g @ energy.memories.T).square().sum()
-    for key, query, scale in zip(energy.key, energy.query, energy.scale, strict=True):
+    for key, query, scale in zip(energy.key_weight, energy.query_weight, energy.scale, strict=True):
         scores = scale * (g @ key.T) @ (g @ query.T).T
         scores = scores.masked_fill(torch.eye(len(g), dtype=torch.bool), -torch.inf)
         if len(g) > 1:

@@ -99,6 +99,20 @@ def test_described(value, words):
         (lambda: a.number("x", math.nan), ValueError, "x must be finite, got nan"),
         (lambda: a.number("x", math.inf, least=0), ValueError, "x must be finite and at least 0, got inf"),
         (lambda: a.number("x", 1, below=1), ValueError, "x must be finite and below 1, got 1"),
+        (lambda: a.positive("x", "1"), TypeError, "x must be a number or a floating-point tensor, got '1'"),
+        (
+            lambda: a.positive("x", torch.arange(2)),
+            TypeError,
+            "x must be a floating-point tensor, got a tensor of torch.int64",
+        ),
+        (lambda: a.positive("x", torch.tensor([1.0, 0.0])), ValueError, "x must be positive and finite, got 0"),
+        (lambda: a.positive("x", math.inf), ValueError, "x must be positive and finite, got inf"),
+        (
+            lambda: a.expanded("x", torch.ones(3), (3, 2), "the memory's batch"),
+            ValueError,
+            "x of shape (3,) does not broadcast to the memory's batch (3, 2)",
+        ),
+        (lambda: a.expanded("x", ONES, (3,)), ValueError, "x of shape (2, 3) does not broadcast to the batch (3,)"),
         (lambda: a.whole_number("n", 1.0), TypeError, "n must be a whole number, got 1.0"),
         (lambda: a.whole_number("n", False), TypeError, "n must be a whole number, got False"),
         (lambda: a.whole_number("n", 0, least=1), ValueError, "n must be a whole number, at least 1, got 0"),
@@ -120,7 +134,7 @@ def test_described(value, words):
         ),
         (lambda: a.check_fits("cap", math.nan, torch.float16), ValueError, "cap must be finite, got nan"),
     ],
-    ids=range(40),
+    ids=range(46),
 )
 def test_messages(call, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
@@ -156,6 +170,9 @@ def test_numbers_become_tensors():
     assert a.real_tensor("x", np.ones(2), ONES).dtype == torch.float64
     assert a.as_tensor("x", 1, ONES.double()).dtype == torch.float64
     assert a.as_tensor("x", 1, ONES, torch.float64).dtype == torch.float64
+    assert a.positive("x", 0.1).dtype == torch.float64
+    assert a.positive("x", ONES) is ONES
+    assert a.expanded("x", torch.ones(2, 1), (4, 2, 3)).shape == (4, 2, 3)
     assert a.as_tensor("x", ONES.to("meta"), ONES.to("meta")).is_meta
 
 

@@ -24,7 +24,7 @@ def tokens(*lead, count=5):
 def unrolled(module, x, scale, steps=3, step_size=0.1):
     """The paper's update for one item, ∂E/∂g by autograd of the explicit energy."""
     for _ in range(steps):
-        g = module.normalisation.log_size.exp() * F.layer_norm(x, (8,), eps=1e-5) + module.normalisation.bias
+        g = module.normalisation.log_gain.exp() * F.layer_norm(x, (8,), eps=1e-5) + module.normalisation.bias
         level = -0.5 * torch.relu(g @ module.memories.T).square().sum()
         for h in range(2):
             scores = scale[h] * (g @ module.key_weight[h].T) @ (g @ module.query_weight[h].T).T
@@ -111,7 +111,7 @@ def test_compiled():
         module, x = block(steps=2, step_size=step_size).float(), tokens(2).float().requires_grad_()
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         outputs = [call(x, mask, need_energies=True) for call in (module, compiled)]
-        of = [x, module.key_weight, module.memories, module.normalisation.log_size]
+        of = [x, module.key_weight, module.memories, module.normalisation.log_gain]
         gradients = [torch.autograd.grad(output.square().sum(), of) for output, _ in outputs]
         for eager, got in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
             torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
@@ -126,12 +126,12 @@ def test_compiled():
         (lambda: block(quantity=-1), ValueError, "quantity must be a whole number, at least 0, got -1"),
         (lambda: block(scale=torch.ones(3)), ValueError, "one for each of 2 heads"),
         (lambda: block(values=True), TypeError, "unexpected keyword"),
-        (lambda: block()(tokens(2)[..., :7]), ValueError, r"\(\*queries, n, 8\), got \(2, 5, 7\)"),
+        (lambda: block()(tokens(2)[..., :7]), ValueError, r"queries \+ \(n, 8\).*, got \(2, 5, 7\)"),
         (lambda: block()(tokens(2).long()), TypeError, "got a tensor of torch.int64"),
         (
             lambda: block()(tokens(2), torch.zeros(2, 4, dtype=torch.bool)),
             ValueError,
-            r"\(\*queries, 4, 8\), got \(2, 5, 8\)",
+            r"queries \+ \(4, 8\).*, got \(2, 5, 8\)",
         ),
         (lambda: block()(tokens(2), torch.zeros(2, 5)), TypeError, "True hides a token.*got a tensor of torch.float32"),
     ],

@@ -7,8 +7,9 @@ import torch
 from tests.rows import every_row
 from torch import nn
 
+from massieu.energy.activations import RMSNorm, Tanh
 from massieu.errors import ConvergenceError
-from massieu.nn import Hopfield, HopfieldLayer, HopfieldPooling, RMSNorm, Spin
+from massieu.nn import Activation, Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.solve import Status
 
 STEPS = [1, 2, 4]
@@ -97,13 +98,13 @@ def test_noise_is_taken_off_stored_patterns():
     assert (found - stored).norm(dim=-1).max() < 1e-2
 
 
-@every_row("contraction", [None, RMSNorm(0.9), Spin()])
+@every_row("activation", [None, Activation(RMSNorm.create(0.9)), Tanh.create()])
 @every_row("sink", [None, 0.4])
-def test_every_step_lowers_the_energy_of_the_memory(contraction, sink):
+def test_every_step_lowers_the_energy_of_the_memory(activation, sink):
     stored, state, _ = patterns()
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[1, 4:] = True
-    layer = bare(2, contraction=contraction, scale=torch.tensor([1.0, 3.0]).double(), sink=sink)
+    layer = bare(2, activation=activation, scale=torch.tensor([1.0, 3.0]).double(), sink=sink)
     energy = layer.memory(stored, padding)
     point = layer.query(state)
     for steps in (2, 3):
@@ -279,7 +280,7 @@ def test_what_an_option_advertises_changes_the_output():
         {"steps": None},
         {"scale": 3.0},
         {"sink": 0.0},
-        {"steps": 3, "contraction": Spin()},
+        {"steps": 3, "activation": Tanh.create()},
         {"space": nn.LayerNorm(3)},
     )
     outputs = [spread(Hopfield(6, 2, **options)).double()(inputs) for options in table]

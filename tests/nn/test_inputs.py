@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from massieu import measures
 from massieu import nn as modules
+from massieu.energy import activations
 
 SIZE = 8
 
@@ -33,13 +34,13 @@ def build() -> dict[str, nn.Module]:
         "SpinAttention, solved": modules.SpinAttention(SIZE, 2, steps=None, order="second"),
         "EnergyTransformer": modules.EnergyTransformer(SIZE, 2, steps=2),
         "EnergyTransformerStack": modules.EnergyTransformerStack([modules.EnergyTransformer(SIZE, 2, steps=2)]),
-        "LayerNorm": modules.LayerNorm(SIZE),
-        "RMSNorm": modules.RMSNorm(),
-        "SphereProjection": modules.SphereProjection(),
-        "SoftSphere": modules.SoftSphere(),
-        "Spin": modules.Spin(),
-        "Scalar": modules.Scalar(),
-        "Whitening": modules.Whitening(SIZE),
+        "LayerNorm": modules.Activation(activations.LayerNorm.create(1.0, torch.zeros(SIZE))),
+        "RMSNorm": modules.Activation(activations.RMSNorm.create()),
+        "SphereProjection": modules.Activation(activations.SphereProjection.create(eps=1e-6)),
+        "SoftSphere": modules.Activation(activations.SoftSphere.create()),
+        "Tanh": modules.Activation(activations.Tanh.create()),
+        "Scalar": modules.Activation(activations.Scalar.create()),
+        "Whitening": modules.Activation(activations.Whitening.create(torch.zeros(SIZE), torch.eye(SIZE))),
         "SigmaReparametrization": modules.SigmaReparametrization(),
         "RestrictedBoltzmannMachine": modules.RestrictedBoltzmannMachine(bits, signs),
     }

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from tests.population.cases import draw, layer, weights
 from torch.utils import _pytree as pytree
 
-from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.population import (
     AttentionLayer,
     CloudMoments,

@@ -9,7 +9,7 @@ from tests.population.cases import by_hand, covariance, draw, hermite, law, laye
 from tests.rows import every_row, some_slow
 from torch.utils import _pytree as pytree
 
-from massieu.energy.contraction import Identity, LayerNorm, RMSNorm, Scalar, Spin, Whitening
+from massieu.energy.activations import Identity, LayerNorm, RMSNorm, Scalar, Tanh, Whitening
 from massieu.measures import Atoms, Gaussian, MissingFormError, Sphere
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation, Operator
 
@@ -107,7 +107,7 @@ def test_norms_before_and_behind():
     torch.testing.assert_close(layer(normalisation=norm)(x), moved, rtol=1e-12, atol=1e-12)
     behind = layer(normalisation=norm, contraction=RMSNorm.create(eps=1e-6))(x)
     torch.testing.assert_close(behind, F.rms_norm(moved, (4,), eps=1e-6), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(layer(contraction=Spin())(x), plain(x).tanh(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer(contraction=Tanh.create())(x), plain(x).tanh(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(layer(contraction=Centred())(x).mean(-2), torch.zeros(2, 4).double(), atol=1e-12, rtol=0)
 
 
@@ -119,7 +119,7 @@ def test_it_is_a_function_of_the_set():
 
 def test_feed_forward_and_composition():
     x = draw(3, 4, seed=9)
-    step = FeedForward.create(torch.sin, step_size=0.5, normalisation=Spin(), contraction=Scalar.create(2.0))
+    step = FeedForward.create(torch.sin, step_size=0.5, normalisation=Tanh.create(), contraction=Scalar.create(2.0))
     torch.testing.assert_close(step(x), 2 * (x + 0.5 * torch.sin(torch.tanh(x))), rtol=1e-13, atol=1e-13)
     tied = Composition.repeat(step, 3)
     torch.testing.assert_close(tied(x), step(step(step(x))))
@@ -187,13 +187,13 @@ def test_precision(dtype, tolerance):
 def _by_quadrature(given: AttentionLayer, before: Gaussian, population: Gaussian | None) -> tuple:
     """Mean and covariance behind the layer: attention at each node is an integral over the nodes of the population."""
     x, weight = hermite(before, 40)
-    z = given.normalisation.mean(x)
+    z = given.normalisation(x)
     y, share = (z, weight) if population is None else hermite(population, 40)
     move = given.bias.expand_as(x)
     for h in range(len(given.query)):
         scores = given.scale[h] * (z @ given.query[h].T + given.query_bias[h]) @ given.key[h] @ y.T
         move = move + torch.softmax(scores + share.log(), -1) @ y @ given.value[h].T @ given.output[h].T
-    moved = given.contraction.mean(given.residual * x + given.step_size * move)
+    moved = given.contraction(given.residual * x + given.step_size * move)
     mean = weight @ moved
     return mean, (weight.unsqueeze(-1) * (moved - mean)).T @ (moved - mean)
 
@@ -255,7 +255,7 @@ def test_laws_through_compositions_and_population_maps():
         (layer(normalisation=Centred()), "Centred has no method affine"),
         (layer(population=draw(3, 4)), "a frozen Atoms is not affine"),
         (FeedForward.create(torch.tanh), "FeedForward is not affine"),
-        (Normalisation.create(Spin(), torch.ones(4)), "Spin is not affine"),
+        (Normalisation.create(Tanh.create(), torch.ones(4)), "Tanh is not affine"),
         (Composition.create([layer(), FeedForward.create(torch.tanh)]), "FeedForward is not affine"),
     ],
 )
@@ -278,8 +278,8 @@ def test_what_keeps_no_law_gaussian_says_so(operator, named):
         (lambda: layer(step_size=torch.ones(2)), ValueError, "step_size must be one number"),
         (lambda: layer(population=draw(3, 5)), ValueError, "live in 4 dimensions"),
         (lambda: layer(population=3), TypeError, "must be a measure"),
-        (lambda: layer(contraction=torch.tanh), TypeError, "contraction must be a Contraction"),
-        (lambda: layer(normalisation=3), TypeError, "normalisation must be a Contraction"),
+        (lambda: layer(contraction=torch.tanh), TypeError, "contraction must be an Activation"),
+        (lambda: layer(normalisation=3), TypeError, "normalisation must be an Activation"),
         (lambda: layer(population=Atoms.create(draw(3, 6, 4)))(draw(2, 5, 4)), ValueError, r"batch shape \(3,\)"),
         (lambda: AttentionLayer.create(*draw(4, 1, 2, 3)), ValueError, r"output \(1, 2, 3\)"),
         (lambda: AttentionLayer.create(*(draw(4, 1, 2, 2) / 0)), ValueError, "finite"),
@@ -292,8 +292,8 @@ def test_what_keeps_no_law_gaussian_says_so(operator, named):
         (lambda: FeedForward.create(lambda x: x[..., :1])(draw(3, 4)), ValueError, "must keep the shape"),
         (lambda: Composition.create([torch.tanh]), TypeError, "method gaussian"),
         (lambda: Composition.repeat(layer(), -1), ValueError, "negative"),
-        (lambda: Normalisation.create(Spin(), draw(2, 2)), ValueError, "vectors"),
-        (lambda: Normalisation.create(torch.tanh, draw(2)), TypeError, "must be a Contraction"),
+        (lambda: Normalisation.create(Tanh.create(), draw(2, 2)), ValueError, "vectors"),
+        (lambda: Normalisation.create(torch.tanh, draw(2)), TypeError, "must be an Activation"),
         (lambda: layer(contraction=Centred()).sharded(draw(3, 4)), ValueError, "no method sharded"),
         (lambda: Composition.create([Centred()]).sharded(draw(3, 4)), ValueError, "no method sharded"),
     ],

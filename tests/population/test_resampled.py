@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.population import cases
 
-from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.measures import MissingFormError
 from massieu.population import Flow, ResampledLayer
 
@@ -113,7 +113,7 @@ def test_options_and_bad_calls():
         layer(key=torch.ones(2, 2))(points)
     with pytest.raises(ValueError, match="scale and step_size must be finite"):
         layer(scale=math.inf)
-    with pytest.raises(TypeError, match="contraction must be a Contraction, or an operator"):
+    with pytest.raises(TypeError, match="contraction must be an Activation, or an operator"):
         layer(contraction=torch.tanh)
     with pytest.raises(ValueError, match="at least 1 draw"):
         layer(draws=0)(points)

@@ -9,7 +9,7 @@ from scipy.special import ive
 from tests.rows import every_row
 from torch import Tensor
 
-from massieu.energy import contraction
+from massieu.energy import activations
 from massieu.measures import Atoms, Gaussian
 from massieu.population import Renormalisation, TraceRenormalisation
 from massieu.theory import (
@@ -145,7 +145,7 @@ def test_trap_16_with_the_trace_alone_held_rank_one_is_left():
 def test_trap_16_a_norm_of_each_token_has_another_equilibrium():
     """LayerNorm puts every token at one length: N(0, 1) is gone after one layer, and whitening is not what it does."""
     cloud = draw(200, 3)
-    after = contraction.LayerNorm.create(eps=0.0).mean(2 * cloud)
+    after = activations.LayerNorm.create(eps=0.0)(2 * cloud)
     torch.testing.assert_close(after.norm(dim=-1), torch.full((200,), math.sqrt(3), dtype=F64))
     covariance = torch.cov(after.T, correction=0)
     assert torch.linalg.eigvalsh(covariance)[0] < 1e-12  # the mean of the coordinates is lost as well
@@ -246,7 +246,7 @@ def test_the_report_sees_what_is_planted():
     turned = equilibrium_report(mixed, torch.diag(torch.tensor([1.0, 0.1, 3.0], dtype=F64)), 0.5)
     assert turned.commutator > 0.05
     assert turned.displacement > 0.05
-    sphere = contraction.RMSNorm.create(eps=0.0).mean(draw(2, 400, 3))
+    sphere = activations.RMSNorm.create(eps=0.0)(draw(2, 400, 3))
     on_it = equilibrium_report(sphere, torch.eye(3, dtype=F64))
     assert on_it.norm_spread.shape == (2,)
     assert on_it.norm_spread.max() < 1e-12

@@ -55,9 +55,9 @@ WRONG = {
     "S13: a trace not held": ("S13", TraceRenormalisation, "_size", lambda self, own: 1.1 * _SIZE(self, own)),
     "S13: LayerNorm that keeps the mean": (
         "S13",
-        equilibrium.contraction,
+        equilibrium.activations,
         "LayerNorm",
-        equilibrium.contraction.RMSNorm,
+        equilibrium.activations.RMSNorm,
     ),
     "S13: harmonics of the next degree": (
         "S13",

@@ -1,28 +1,30 @@
 """Energies: functions of a state, with a map that never raises them. Attention is the map of one.
 
-- `HopfieldEnergy`: the energy of any memory under any reference; `contraction`: the references that are normalisations;
-- `bounds`: what is known of a memory in advance; `density`: the memory as a mixture of Gaussians, its samples, its denoiser;
+- `HopfieldEnergy`: the energy of any memory under any reference; `activations`: the references that are normalisations;
+- `bounds`: what is known of a memory in advance; `HopfieldDensity`: the memory as a mixture of Gaussians, its samples, its
+  denoiser;
 - `ood_score`, `boosting_energy`: how foreign a state is to a memory; `newton_step`: faster descent near a minimum;
 - `BinaryHopfieldEnergy`, `DenseHopfieldEnergy`: networks of two-valued units;
 - `SparseAtoms`, `ScoreDeviation`, `fenchel_young_loss`, `LogSumReLU`: memories other than by softmax; `TwoLayer`: two layers
   with Lagrangians of their own; `jacobian_asymmetry`, `is_conservative`: whether a map is a gradient at all;
 - `TransformerEnergy`: tokens that attend to each other, and memories; `least_entropy`: of attention whose scores are bounded;
 - `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants;
-- `SphericalSpins`, `KineticSpins`, `KineticIsing`: vector spins of many components in equilibrium; synchronous dynamics.
+- `KineticSpins`, `KineticIsing`: synchronous dynamics of vector spins and signs.
 """
 
-from massieu.energy import bounds, contraction, density
-from massieu.energy.base import DescentResult, Energy, Potential, RetrievalResult
+from massieu.energy import activations, bounds
+from massieu.energy.base import Energy
 from massieu.energy.boltzmann import BoltzmannMachine
+from massieu.energy.density import HopfieldDensity
 from massieu.energy.discrete import BinaryHopfieldEnergy, DenseHopfieldEnergy
 from massieu.energy.entropy import least_entropy
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
-from massieu.energy.foreign import boosting_energy, ood_score
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.energy.kinetic import KineticIsing, KineticSpins
 from massieu.energy.newton import newton_step
 from massieu.energy.normalized import ScoreDeviation
+from massieu.energy.out_of_distribution import boosting_energy, ood_score
 from massieu.energy.rectified import LogSumReLU
 from massieu.energy.spins import SpinModel
 from massieu.energy.transformer import TransformerEnergy
@@ -32,23 +34,20 @@ __all__ = [
     "BinaryHopfieldEnergy",
     "BoltzmannMachine",
     "DenseHopfieldEnergy",
-    "DescentResult",
     "Energy",
+    "HopfieldDensity",
     "HopfieldEnergy",
     "KineticIsing",
     "KineticSpins",
     "LogSumReLU",
-    "Potential",
-    "RetrievalResult",
     "ScoreDeviation",
     "SparseAtoms",
     "SpinModel",
     "TransformerEnergy",
     "TwoLayer",
+    "activations",
     "boosting_energy",
     "bounds",
-    "contraction",
-    "density",
     "fenchel_young_loss",
     "is_conservative",
     "jacobian_asymmetry",
@@ -56,3 +55,7 @@ __all__ = [
     "newton_step",
     "ood_score",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,22 +6,32 @@ V_i = Σ_jk J_ij G⁽ⁱ⁾_jk J_ki, G⁽ⁱ⁾ the response of the other sites 
 sites that cannot move in some direction, such as Potts's along (1, …, 1), or at all, need no special care.
 """
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import matrices, sites
-from massieu.energy.magnetisation import (
-    Magnetisation,
-    as_matrix,
-    block_diagonal,
-    diagonal_blocks,
-    identity_like,
-)
+from massieu.energy import sites
+from massieu.energy.sites import as_matrix, block_diagonal, diagonal_blocks, identity_like
 from massieu.errors import ConvergenceError
+from massieu.foundation import matrices
+from massieu.foundation.transforms import every, unwrapped, values_are_readable
 from massieu.measures import Measure
-from massieu.measures.base import values_are_readable
 from massieu.solve import FixedPointResult, Status, fixed_point
+
+
+class MagnetisationResult(NamedTuple):
+    """What a spin model's sites do."""
+
+    mean: Float[Tensor, "N d"]
+    """⟨S_i⟩."""
+    covariance: Float[Tensor, "N d N d"]
+    """⟨S_i S_jᵀ⟩ − ⟨S_i⟩⟨S_j⟩ᵀ: exact, or by linear response, ∂⟨S_i⟩/∂field_j."""
+    log_partition: Float[Tensor, ""]
+    """log E exp(½ Σ SᵀJS) over the sites' probabilities: 0 without couplings. Nats."""
+    solution: FixedPointResult | None
+    """Of the equations that were solved: status, residual, steps; None for exact results."""
 
 
 def adaptive_tap(
@@ -32,7 +42,7 @@ def adaptive_tap(
     rtol: float | None,
     max_steps: int,
     throw: bool,
-) -> Magnetisation:
+) -> MagnetisationResult:
     """See `massieu.energy.SpinModel.adaptive_tap`."""
     law = sites.law(site, coupling)
     found = fixed_point(
@@ -59,11 +69,11 @@ def adaptive_tap(
     found, stable = _judged(found, response, throw)
     # Of a matrix that is not positive definite, log det has no meaning.
     level = torch.where(stable, level, torch.nan)
-    return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), level, found)
+    return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), level, found)
 
 
 @torch.no_grad()
-def _start(law: sites.Listed | sites.Normal, coupling: Tensor) -> Tensor:
+def _start(law: sites.SiteLaw, coupling: Tensor) -> Tensor:
     """Means of the sites alone, and the V that follow from V to second order: for Gaussian sites the solution."""
     alone = law.tilted(torch.zeros_like(coupling[0, :, 0]), torch.zeros_like(coupling[0]))
     echo = torch.einsum("ijab,jbc,ijdc->iad", coupling, alone.covariance, coupling)
@@ -71,7 +81,7 @@ def _start(law: sites.Listed | sites.Normal, coupling: Tensor) -> Tensor:
     return torch.cat([mean, _equations(torch.cat([mean, echo], -1), law, coupling)[..., 1:]], -1)
 
 
-def _equations(point: Tensor, law: sites.Listed | sites.Normal, coupling: Tensor) -> Tensor:
+def _equations(point: Tensor, law: sites.SiteLaw, coupling: Tensor) -> Tensor:
     """Means and V, (N, d, 1 + d), that follow from means and V: those of the Gaussian of precision Λ − J."""
     mean, curvature = point[..., 0], point[..., 1:]
     field = torch.einsum("ijab,jb->ia", coupling, mean) - torch.einsum("iab,ib->ia", curvature, mean)
@@ -103,9 +113,10 @@ def _judged(found: FixedPointResult, response: Tensor, throw: bool) -> tuple[Fix
     eigenvalues = torch.linalg.eigvalsh(symmetric)
     least = eigenvalues[0]
     stable = usable & (least >= -(torch.finfo(values.dtype).eps ** 0.5) * eigenvalues[-1])
-    if throw and values_are_readable(values) and not bool(stable):
+    if throw and not every(stable):
+        lowest = unwrapped(least).min().item()
         raise ConvergenceError(
-            f"adaptive TAP came to a saddle: (Λ − J)⁻¹ has the eigenvalue {least.item():.3g} and is no covariance; the "
+            f"adaptive TAP came to a saddle: (Λ − J)⁻¹ has the eigenvalue {lowest:.3g} and is no covariance; the "
             "couplings are too strong for one state, as in a glass: make them weaker, or pass throw=False"
         )
     status = torch.where(found.converged & ~stable, int(Status.NOT_ATTRACTING), found.status)

@@ -1,39 +1,29 @@
 """The contract every energy keeps.
 
 An energy E is a function of a state, with a map that walks down it: E(step(x)) ≤ E(x), for every x and every damping that
-`step` accepts. It is built as potential − log Z, so its map is attention, or attention followed by a contraction. An author
+`step` accepts. It is built as potential − log Z, so its map is attention, or attention followed by an activation. An author
 writes two hooks, `_energy` and `_step`; the force −∇E and the Hessian are derived with `torch.func`.
 
-Like a measure, an energy is a value: a frozen dataclass of tensors and measures (deriving from `Energy` makes it one), and
-a pytree. It is rebuilt in every forward pass and owns no parameter; checks go into a `create` classmethod. A class of
-energies is abstract or final.
-
-A *potential* is an object with ``log_partition(eta)``, convex in eta, and ``mean(eta)``, its gradient: every measure is
-one, and so is every contraction.
+Like a measure, an energy is a value (`massieu.foundation.values`): rebuilt in every forward pass, it owns no parameter, and
+checks go into a `create` classmethod.
 
 Shapes: batch dimensions on the left, query dimensions in the middle, event dimensions on the right, as for measures. Energies
 drop the event dimensions; they are in nats/scale and at least float32, states in half precision are promoted.
 """
 
-import dataclasses
-import inspect
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, dataclass_transform, final
+from typing import NamedTuple, Protocol, TypeGuard, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from massieu.measures.value import register, static_field
+from massieu.energy.gradients import jacobian
+from massieu.foundation.arguments import floating, number, whole_number
+from massieu.foundation.values import Value, promoted_dtype
 from massieu.solve import Status, fixed_point
-from massieu.solve.arguments import floating, need_device, real
 from massieu.solve.telling import tell
-
-__all__ = ["DescentResult", "Energy", "Potential", "RetrievalResult", "promoted", "static_field"]
-
 
 _DAMPINGS: dict[str, Callable[[float], bool]] = {
     "(0, 2)": lambda damping: 0 < damping < 2,
@@ -43,11 +33,22 @@ _DAMPINGS: dict[str, Callable[[float], bool]] = {
 
 
 class Potential(Protocol):
-    """A convex function and its gradient; both take eta of shape (*batch, *query, *event)."""
+    """A convex function and its gradient, of eta of shape (*batch, *query, *event): a measure, or a `PatternPotential`."""
+
+    @property
+    def batch_shape(self) -> torch.Size: ...
+
+    @property
+    def event_shape(self) -> torch.Size: ...
 
     def log_partition(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]: ...
 
     def mean(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]: ...
+
+
+def is_potential(value: object) -> TypeGuard[Potential]:
+    """Whether it has what a potential has; compiled code cannot ask `isinstance` of a protocol."""
+    return all(hasattr(value, name) for name in ("batch_shape", "event_shape", "log_partition", "mean"))
 
 
 class DescentResult(NamedTuple):
@@ -71,16 +72,14 @@ class RetrievalResult(NamedTuple):
     status: Int[Tensor, "*batch_query"]
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field,))
-class Energy(ABC):
-    """A function of a state that its own `step` never raises. See the module's docstring for the contract."""
+class Energy(Value):
+    """A function of a state that its own `step` never raises. See the module's docstring for the contract.
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        for parent in cls.__mro__[1:]:
-            if issubclass(parent, Energy) and parent is not Energy and not inspect.isabstract(parent):
-                raise TypeError(f"{parent.__name__} is final; compose energies instead of deriving {cls.__name__}")
-        register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+    Every method raises a ValueError at a state of another shape than the energy's or on another device, and a TypeError at
+    one that is not floating-point.
+    """
+
+    _family = "energies"
 
     # What an author writes.
 
@@ -106,12 +105,7 @@ class Energy(ABC):
 
     @final
     def __call__(self, state: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]:
-        """E(state), in nats/scale and at least float32; +inf outside the potential's domain.
-
-        Raises:
-            ValueError: the state has another shape than the energy's.
-            TypeError: it is not floating-point.
-        """
+        """E(state), in nats/scale and at least float32; +inf outside the potential's domain."""
         return self._energy(self._given(state))
 
     @final
@@ -120,13 +114,8 @@ class Energy(ABC):
     ) -> Float[Tensor, "*batch_query_event"]:
         """state + damping·(T(state) − state), T the descent map. The energy never rises.
 
-        Args:
-            state: Where the step starts.
-            damping: In (0, 1]; in (0, 2) where the reference is quadratic (B5.4), as a Gaussian is; 1 for two-valued units.
-
-        Raises:
-            ValueError: `damping` is outside its interval, or the state has another shape than the energy's.
-            TypeError: the state is not floating-point.
+        `damping` lies in (0, 1]; in (0, 2) where the reference is quadratic (B5.4), as a Gaussian is; it is 1 for two-valued
+        units. Raises a ValueError where it lies outside.
         """
         self._check_damping(damping)
         target = self._step(self._given(state))
@@ -134,31 +123,19 @@ class Energy(ABC):
 
     @final
     def force(self, state: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]:
-        """−∇E(state).
-
-        Raises:
-            ValueError, TypeError: as for a call.
-        """
+        """−∇E(state)."""
         return self._force(promoted(self._given(state)))
 
     @final
     def hessian(self, state: Float[Tensor, "*batch_query event"]) -> Float[Tensor, "*batch_query event event"]:
-        """∇²E(state): its eigenvalues are positive at a strict local minimum, one is negative at a saddle.
-
-        Raises:
-            ValueError, TypeError: as for a call.
-        """
+        """∇²E(state): its eigenvalues are positive at a strict local minimum, one is negative at a saddle."""
         return self._hessian(promoted(self._given(state)))
 
     @final
     def descend(self, state: Float[Tensor, "*batch_query_event"], *, steps: int, damping: float = 1.0) -> DescentResult:
-        """The states and energies along `steps` steps, the start included. Differentiable through all of them.
-
-        Raises:
-            ValueError, TypeError: as for `step`; or `steps` is negative.
-        """
+        """The states and energies along `steps` steps, the start included. Differentiable through all of them."""
         self._check_damping(damping)
-        check_steps(steps)
+        whole_number("steps", steps, least=0)
         states = [self._widened(state)]
         for _ in range(steps):
             states.append(self.step(states[-1], damping=damping))
@@ -183,23 +160,20 @@ class Energy(ABC):
         ends does not depend on where in the basin it began (B12). An item stops on its own, whatever its batch mates do.
 
         Args:
-            state: The query.
-            steps: How many steps.
             tol: Stop at ‖T(x) − x‖ ≤ tol·(1 + ‖x‖); by default 2e-6, in float64 1e-10. Not together with `steps`.
-            damping: As for `step`.
             max_steps: Where a descent to the end gives up.
             throw: Raise where a descent has not ended. If not, `status` and `residual` tell, item by item. In compiled code,
                 where nothing can be raised, such items are NaN; a number of steps never raises.
 
         Raises:
-            ValueError, TypeError: as for `step`; `steps` and `tol` are both given; one of them is negative.
+            ValueError: `steps` and `tol` are both given; one of them is negative; `damping` is outside its interval.
             ConvergenceError: a descent has not ended, with its residual and what to try.
         """
         self._check_damping(damping)
         if steps is not None and tol is not None:
             raise ValueError("retrieve takes a number of steps or a tolerance, not both")
-        if tol is not None and not (0 < real("tol", tol) < math.inf):
-            raise ValueError(f"tol must be positive and finite, got {tol}")
+        if tol is not None:
+            number("tol", tol, above=0)
         start = self._widened(state)
         if steps is None:
             # Plain moves alone are known to descend.
@@ -216,7 +190,7 @@ class Energy(ABC):
                 throw=throw,
             )
             return RetrievalResult(found.value, self._energy(found.value), found.residual, found.steps, found.status)
-        check_steps(steps)
+        whole_number("steps", steps, least=0)
         end = start
         for _ in range(steps):
             end = self.step(end, damping=damping)
@@ -235,12 +209,7 @@ class Energy(ABC):
         return -torch.func.grad(lambda point: self._energy(point).sum())(state)
 
     def _hessian(self, state: Tensor) -> Tensor:
-        event = state.shape[state.ndim - self._event_dims :]
-        basis = torch.eye(event.numel(), dtype=state.dtype, device=state.device).reshape(event.numel(), *event)
-        pull = torch.func.vjp(self._force, state)[1]
-        # The Hessian is symmetric, so the transposed product is the product.
-        columns = torch.func.vmap(lambda vector: -pull(vector.expand_as(state))[0])(basis)
-        return columns.movedim(0, -1).reshape(*state.shape, *event)
+        return -jacobian(self._force, state, self._event_dims)
 
     # Helpers for authors.
 
@@ -250,29 +219,26 @@ class Energy(ABC):
 
     def _widened(self, state: Tensor) -> Tensor:
         """The state in the dtype that a step returns."""
-        dtype = promoted(self._given(state)).dtype
-        for leaf in pytree.tree_leaves(self):
-            if leaf.is_floating_point():
-                dtype = torch.promote_types(dtype, leaf.dtype)
-        return state.to(dtype)
+        return self._given(state).to(promoted_dtype(state, *self._leaves()))
 
     def _given(self, state: Tensor) -> Tensor:
         """The state, if it is a tensor that this energy can have."""
-        state = floating("state", state)
-        need_device(type(self).__name__, "the state", state, *pytree.tree_leaves(self))
+        self._check_device(state=floating("state", state))
         return state
 
     def _check_damping(self, damping: float) -> None:
-        real("damping", damping)
-        if not _DAMPINGS[self._dampings](damping):
+        if not _DAMPINGS[self._dampings](number("damping", damping)):
             raise ValueError(f"damping must lie in {self._dampings} for this {type(self).__name__}, got {damping}")
 
 
 def promoted(tensor: Tensor) -> Tensor:
     """The tensor in at least float32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(promoted_dtype(tensor))
 
 
-def check_steps(steps: int) -> None:
-    if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"steps must be a whole number, at least 0, got {steps!r}")
+def times(
+    vectors: Float[Tensor, "*batch_query n"], matrix: Float[Tensor, "*batch n m"]
+) -> Float[Tensor, "*batch_query m"]:
+    """Each query's vector times the matrix of its batch item."""
+    flat = vectors.reshape(*matrix.shape[:-2], -1, matrix.shape[-2])
+    return (flat @ matrix).reshape(*vectors.shape[:-1], matrix.shape[-1])

@@ -8,7 +8,6 @@ so given v the hidden units have the law b tilted by Wᵀv, and summed out they 
 B2). Binary, Gaussian, spin, Poisson, … units differ by their measure alone; a categorical hidden layer is attention.
 """
 
-import dataclasses
 import math
 from typing import Literal, Self
 
@@ -17,17 +16,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import inference
-from massieu.energy import states
+from massieu.energy import sites
 from massieu.energy.normalisable import why_not_normalisable
+from massieu.foundation.arguments import check_finite, check_shape, choice, floating, instance, whole_number
+from massieu.foundation.transforms import in_functorch, some, unwrapped, values_are_readable
+from massieu.foundation.values import Value
 from massieu.measures import Measure
-from massieu.measures.base import values_are_readable
-from massieu.measures.value import register
-from massieu.solve.arguments import floating, need_device
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class BoltzmannMachine:
+class BoltzmannMachine(Value):
     """The machine of `visible`, `hidden` and `weight`. Energies are in nats, relative to the two probabilities.
+
+    Methods raise a ValueError at units of another shape than a layer's, and a TypeError at ones that are not floating-point.
 
     Attributes:
         visible: A probability on R^V, the law of the visible units at weight 0.
@@ -49,25 +49,18 @@ class BoltzmannMachine:
                 always is for Poisson hidden and Gaussian visible units.
         """
         for name, measure in (("visible", visible), ("hidden", hidden)):
-            if not isinstance(measure, Measure):
-                raise TypeError(f"{name} must be a measure, got {type(measure).__name__}")
+            instance(name, measure, Measure, "a measure")
             if measure.batch_shape or len(measure.event_shape) != 1:
-                raise ValueError(
-                    f"{name} must be one measure on vectors, got batch shape {tuple(measure.batch_shape)} and event "
-                    f"shape {tuple(measure.event_shape)}"
-                )
-        floating("weight", weight)
-        wanted = (*visible.event_shape, *hidden.event_shape)
-        if tuple(weight.shape) != wanted:
-            raise ValueError(f"weight must have shape {wanted}, visible by hidden units, got {tuple(weight.shape)}")
-        machine = cls(visible, hidden, weight)
-        if values_are_readable(weight):
-            if not bool(weight.isfinite().all()):
-                raise ValueError("weight must be finite")
+                shapes = f"batch shape {tuple(measure.batch_shape)} and event shape {tuple(measure.event_shape)}"
+                raise ValueError(f"{name} must be one measure on vectors, got {shapes}")
+        # Visible by hidden units.
+        check_shape("weight", floating("weight", weight), (*visible.event_shape, *hidden.event_shape))
+        check_finite(weight=weight)
+        if values_are_readable(weight) and not in_functorch():
             reason = why_not_normalisable(visible, hidden, weight.detach())
             if reason is not None:
                 raise ValueError(f"this machine has no normaliser: {reason}")
-        return machine
+        return cls(visible, hidden, weight)
 
     # Energies.
 
@@ -76,7 +69,6 @@ class BoltzmannMachine:
 
         Raises:
             MissingFormError: one of the measures has no density in closed form.
-            ValueError: shapes that do not fit.
         """
         self._need_units("hidden", hidden)
         coupling = (self.hidden_field(visible) * hidden).sum(-1)
@@ -89,7 +81,6 @@ class BoltzmannMachine:
 
         Raises:
             MissingFormError: the visible units have no density in closed form.
-            ValueError: the shape does not fit.
         """
         self._need_units("visible", visible)
         return -_log_density(self.visible, visible) - self._log_partition_of_hidden(visible)
@@ -100,11 +91,7 @@ class BoltzmannMachine:
     # The laws of one layer given the other.
 
     def hidden_field(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
-        """Wᵀv: the eta of the hidden units, whose law is `hidden.tilt` of it (B8).
-
-        Raises:
-            ValueError: the shape does not fit; so do all methods below.
-        """
+        """Wᵀv: the eta of the hidden units, whose law is `hidden.tilt` of it (B8)."""
         self._need_units("visible", visible)
         return _product(visible, self.weight)
 
@@ -116,26 +103,18 @@ class BoltzmannMachine:
     def sample_hidden(
         self, visible: Float[Tensor, "*items V"], generator: torch.Generator | None = None
     ) -> Float[Tensor, "*items H"]:
-        """Exact draws of the hidden units given the visible ones.
-
-        Raises:
-            ValueError: a visible unit is not finite.
-        """
+        """Exact draws of the hidden units given the visible ones. Raises ValueError at units that are not finite."""
         return self.hidden.sample(_finite("visible", self.hidden_field(visible)), generator=generator)
 
     def sample_visible(
         self, hidden: Float[Tensor, "*items H"], generator: torch.Generator | None = None
     ) -> Float[Tensor, "*items V"]:
-        """Exact draws of the visible units given the hidden ones.
-
-        Raises:
-            ValueError: a hidden unit is not finite.
-        """
+        """Exact draws of the visible units given the hidden ones. Raises ValueError at units that are not finite."""
         return self.visible.sample(_finite("hidden", self.visible_field(hidden)), generator=generator)
 
     def _need_units(self, name: Literal["visible", "hidden"], state: Tensor) -> None:
-        wanted = self.weight.shape[0 if name == "visible" else 1]
-        need_device("the machine", f"the {name} units", floating(name, state), self.weight)
+        self._check_device(**{name: floating(name, state)})
+        wanted = self.weight.shape[name == "hidden"]
         if state.ndim == 0 or state.shape[-1] != wanted:
             raise ValueError(f"{name} must have shape (*items, {wanted}), got {tuple(state.shape)}")
 
@@ -145,18 +124,16 @@ class BoltzmannMachine:
         """The effective interactions J⁽¹⁾ … of the visible units: −E(v) = log a(v) + Σ_n ⟨J⁽ⁿ⁾, v⊗…⊗v⟩/n! (B10).
 
         J⁽ⁿ⁾_{i…k} = Σ_μ κ⁽ⁿ⁾_μ W_{iμ}…W_{kμ} with the cumulants of the hidden units: the Taylor series of their
-        log-partition, which converges where |Wᵀv| is below its radius (B2). The hidden units must be independent.
+        log-partition, which converges where |Wᵀv| is below its radius (B2).
 
-        Raises:
-            ValueError: `order` is not 1, 2, 3 or 4, or the hidden units are not independent of each other.
+        Raises a ValueError at other orders, and at hidden units that depend on each other.
         """
-        if order not in (1, 2, 3, 4):
-            raise ValueError(f"order must be 1, 2, 3 or 4, got {order!r}")
+        whole_number("order", order, least=1, most=4)
         count = self.hidden.event_shape[0]
         basis = torch.eye(count, dtype=self.weight.dtype, device=self.weight.device)
         zero = torch.zeros_like(basis)
         covariance = self.hidden.fisher(zero[0])
-        if values_are_readable(covariance) and bool((covariance - covariance.diagonal().diag()).abs().max() > 0):
+        if some(covariance != covariance.diagonal().diag()):
             raise ValueError(
                 f"effective couplings need independent hidden units, which {type(self.hidden).__name__} has not"
             )
@@ -173,21 +150,21 @@ class BoltzmannMachine:
     def log_partition(self) -> Float[Tensor, ""]:
         """log Σ exp(vᵀWh) a b, exactly, by going through all states of the layer that has fewer; 0 at weight 0.
 
-        Raises:
-            ValueError: neither layer has a finite number of states that is at most 2^20.
+        Raises a ValueError where both layers have more than 2^20.
         """
-        sides = [(self.visible, self.hidden, self.weight), (self.hidden, self.visible, self.weight.mT)]
-        counted = [(states.count(listed), index) for index, (listed, _, _) in enumerate(sides)]
-        number, index = min((number if number is not None else math.inf, index) for number, index in counted)
-        if number > states.MOST:
+        counts = [math.inf if (count := sites.count(each)) is None else count for each in (self.visible, self.hidden)]
+        if min(counts) > sites.MOST:
+            told = ["infinitely many" if count == math.inf else str(count) for count in counts]
             raise ValueError(
-                f"an exact normaliser needs a layer of at most 2^20 states, got {_states_in_words(counted[0][0])} visible "
-                f"and {_states_in_words(counted[1][0])} hidden; `estimate_log_partition` has no such bound"
+                f"an exact normaliser needs a layer of at most 2^20 states, got {told[0]} visible and {told[1]} hidden; "
+                "`estimate_log_partition` has no such bound"
             )
-        listed, summed, weight = sides[index]
+        listed, summed, weight = self.visible, self.hidden, self.weight
+        if counts[1] < counts[0]:
+            listed, summed, weight = self.hidden, self.visible, self.weight.mT
         levels = [
             torch.logsumexp(_log_density(listed, block) + _rise(summed, block @ weight), 0)
-            for block in states.blocks(listed, weight)
+            for block in sites.blocks(listed, weight)
         ]
         return torch.stack(levels).logsumexp(0)
 
@@ -201,16 +178,12 @@ class BoltzmannMachine:
     ) -> inference.AnnealResult:
         """log Σ exp(vᵀWh) a b with its standard error, from chains whose weight W grows from 0.
 
-        `Annealed.position` are visible units, `Annealed.history` what each step of the schedule met. "importance":
+        `AnnealResult.position` are visible units, `AnnealResult.history` what each step of the schedule met. "importance":
         annealed importance sampling; "sequential": sequential Monte Carlo, chains in 16 groups, within which those that
-        have lost their weight are replaced.
-
-        Raises:
-            ValueError: fewer than two chains, or an unknown method.
+        have lost their weight are replaced. `chains` is at least 2, for "sequential" a multiple of 16.
         """
-        if method not in ("importance", "sequential"):
-            raise ValueError(f"method must be 'importance' or 'sequential', got {method!r}")
-        if chains < 2 or (method == "sequential" and chains % 16):
+        choice("method", method, "importance", "sequential")
+        if whole_number("chains", chains) < 2 or (method == "sequential" and chains % 16):
             raise ValueError(f"chains must be at least 2, and a multiple of 16 for 'sequential', got {chains}")
         zero = self.weight.new_zeros(chains, *self.visible.event_shape)
 
@@ -229,9 +202,6 @@ class BoltzmannMachine:
             start = self.visible.sample(zero, generator=generator)
             groups = None if method == "importance" else 16
             return inference.anneal(start, path, move, schedule=schedule, groups=groups, generator=generator)
-
-
-register(BoltzmannMachine)
 
 
 def _product(units: Tensor, weight: Tensor) -> Tensor:
@@ -253,11 +223,7 @@ def _log_density(measure: Measure, point: Tensor) -> Tensor:
 
 def _finite(name: str, field: Tensor) -> Tensor:
     """The field that units of that layer make, if it is one."""
-    if values_are_readable(field) and not bool(field.isfinite().all()):
-        wrong = int((~field.isfinite()).reshape(-1, field.shape[-1]).any(-1).sum())
+    if some(~field.isfinite()):
+        wrong = int((~unwrapped(field).isfinite()).reshape(-1, field.shape[-1]).any(-1).sum())
         raise ValueError(f"{name} units must be finite and make finite fields, which those of {wrong} items do not")
     return field
-
-
-def _states_in_words(number: int | None) -> str:
-    return "infinitely many" if number is None else str(number)

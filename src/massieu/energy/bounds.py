@@ -1,8 +1,9 @@
 """What is known in advance of a Hopfield memory: parts (6) to (8) of B5, as numbers; `theory.descent` has (2) to (5).
 
-(6) `contraction_factor`; (7) `separation`, `retrieval_bound`, `basin`; (8) `capacity`. Constants of Ramsauer et al.
+(6) `lipschitz`; (7) `separation`, `retrieval_bound`, `basin`; (8) `capacity`. Constants of Ramsauer et al.
 (arXiv 2008.02217), generalised to weights w_n: a pattern's score is x_n·ξ + log(w_n)/β, so that what a mask leaves out
-counts for nothing.
+counts for nothing. All but `capacity` take the energy of stored patterns, and raise a TypeError at another; but for
+`diameter` and `lipschitz` its reference must be the identity.
 """
 
 import math
@@ -13,45 +14,48 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.energy.base import promoted
-from massieu.energy.contraction import Contraction, Identity
-from massieu.energy.contraction.base import align
+from massieu.energy.activations import Identity
+from massieu.energy.base import promoted, times
 from massieu.energy.hopfield import HopfieldEnergy
-from massieu.measures import Atoms, Gaussian, Spin
-from massieu.solve.arguments import floating, need_device, real, told
+from massieu.foundation.arguments import check_one_device, choice, floating, instance, number, whole_number
+from massieu.foundation.values import align, need_batch, promoted_dtype
+from massieu.measures import Atoms
+
+__all__ = ["basin", "capacity", "diameter", "lipschitz", "retrieval_bound", "separation"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 _BLOCK = 1024
 
 
 class RetrievalBoundResult(NamedTuple):
-    """For every pattern, how far one step may leave it."""
+    """For every pattern, how far one step may leave it: 1 − p_i ≤ `weight` and ‖T(ξ) − x_i‖ ≤ `distance`."""
 
     weight: Float[Tensor, "*batch_query N"]
-    """1 − p_i is at most this."""
     distance: Float[Tensor, "*batch_query N"]
-    """‖T(ξ) − x_i‖ is at most this."""
 
 
 class BasinResult(NamedTuple):
-    """For every pattern, what is certain of the ball about it."""
+    """For every pattern, what is certain of the ball about it.
+
+    `exists`: the descent map takes the ball into itself, and so has a fixed point there, at most `distance` from the pattern;
+    `unique`: it contracts there too, so that every start in the ball goes to that point.
+    """
 
     exists: Bool[Tensor, "*batch N"]
-    """The descent map takes the ball into itself, and so has a fixed point there."""
     unique: Bool[Tensor, "*batch N"]
-    """And it contracts there: every start in the ball goes to the one fixed point."""
     distance: Float[Tensor, "*batch N"]
-    """That fixed point is at most this far from the pattern."""
 
 
 class CapacityResult(NamedTuple):
-    """How many random patterns can be stored."""
+    """How many random `patterns` can be stored, √p·base^((d−1)/4); whether the theorem's condition on the base `holds`."""
 
     base: float
-    """c: the number grows like c^((d−1)/4)."""
     patterns: float
-    """√p·c^((d−1)/4)."""
     holds: bool
-    """Whether the theorem's condition on c is met."""
 
 
 def stored(hopfield: HopfieldEnergy, *, plain: bool = True) -> Atoms:
@@ -60,12 +64,10 @@ def stored(hopfield: HopfieldEnergy, *, plain: bool = True) -> Atoms:
     Raises:
         TypeError: the memory is not a set of patterns, or, if `plain`, the reference is not the identity.
     """
-    if not isinstance(hopfield, HopfieldEnergy):
-        raise TypeError(f"this needs a Hopfield energy, got {told(hopfield)}")
-    if not isinstance(hopfield.memory, Atoms):
-        raise TypeError(f"this needs a memory of stored patterns, got {type(hopfield.memory).__name__}")
-    if plain and not isinstance(hopfield.reference, Identity):
-        raise TypeError(f"this is known for the identity as reference, got {type(hopfield.reference).__name__}")
+    memory = instance("the energy", hopfield, HopfieldEnergy, "a HopfieldEnergy").memory
+    instance("the memory", memory, Atoms, "a set of stored patterns")
+    if plain:
+        instance("the reference", hopfield.reference, Identity, "the identity, for which alone this is known")
     return Atoms(promoted(hopfield.memory.points), promoted(hopfield.memory.log_weight))
 
 
@@ -81,16 +83,11 @@ def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "
         hopfield: A memory of stored patterns, under any reference.
         method: "exact" compares all pairs, 1024 patterns at a time, at N²·d operations; "radius" returns twice the largest
             distance from the mean pattern, between D and 2D, at N·d.
-
-    Raises:
-        TypeError: the memory is not a set of patterns.
-        ValueError: there is no such method.
     """
+    choice("method", method, "exact", "radius")
     points = _kept_points(stored(hopfield, plain=False))
     if method == "radius":
         return 2 * (points - points.mean(-2, keepdim=True)).norm(dim=-1).amax(-1)
-    if method != "exact":
-        raise ValueError(f'method must be "exact" or "radius", got {method!r}')
     # By products of matrices near points would lose their distance.
     by_differences = "donot_use_mm_for_euclid_dist"
     rows = [
@@ -99,27 +96,18 @@ def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "
     return torch.stack(rows).amax(0)
 
 
-def contraction_factor(
-    hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "exact"
-) -> Float[Tensor, "*batch"]:
-    """βD²/4, times the reference's Lipschitz constant: one of the descent map (B5.6).
+def lipschitz(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
+    """βD²/4, times the reference's Lipschitz constant: a Lipschitz constant of the descent map (B5.6).
 
     Below 1 the fixed point is unique and reached at this rate; above 1 there may be several. For patterns ±a the change is
     exactly at β‖a‖² = 1. `method` is `diameter`'s; "radius" gives a bound between one and four times as large.
 
     Raises:
-        TypeError: the memory is not a set of patterns, or the reference's constant is not known.
+        TypeError: the reference's constant is not known.
     """
-    reference, spread = hopfield.reference, diameter(hopfield, method=method)
-    if isinstance(reference, Contraction):
-        constant = reference.lipschitz.to(spread)
-    elif isinstance(reference, Gaussian):
-        constant = torch.linalg.matrix_norm(reference.fisher(torch.zeros_like(reference.location)), ord=2)
-    elif isinstance(reference, Spin):
-        constant = torch.ones(reference.batch_shape, device=spread.device)
-    else:
-        raise TypeError(f"the Lipschitz constant of {type(reference).__name__} as reference is not known")
-    return align(constant, spread.ndim) * promoted(hopfield.scale) * spread.square() / 4
+    spread = diameter(hopfield, method=method)
+    constant = align(hopfield.reference.lipschitz.to(spread), spread.ndim)
+    return constant * promoted(hopfield.scale) * spread.square() / 4
 
 
 def separation(
@@ -134,7 +122,6 @@ def separation(
         state: ξ; without one, Δ_i(x_i) of every pattern.
 
     Raises:
-        TypeError: as `stored`.
         ValueError: the state's shape does not fit.
     """
     memory = stored(hopfield)
@@ -153,9 +140,6 @@ def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query
     """(N−1)e^(−βΔ_i(ξ)) and 2M times that: the weight that one step gives to others than i, and its distance from x_i.
 
     N counts the patterns that no mask leaves out (B5.7; Ramsauer et al., theorem 4).
-
-    Raises:
-        TypeError, ValueError: as `separation`.
     """
     lead = separation(hopfield, state)
     weight = _missed(hopfield, lead)
@@ -169,11 +153,9 @@ def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
     the map contracts where 4βM²(N−1)e^(−βΔ) < 1 too.
 
     Raises:
-        TypeError: as `stored`.
         ValueError: a radius that is not positive and finite.
     """
-    if not (0 < real("radius", radius) < math.inf):
-        raise ValueError(f"radius must be positive and finite, got {radius}")
+    number("radius", radius, above=0)
     own = separation(hopfield)
     norm, scale = align(largest_norm(hopfield), own.ndim), align(promoted(hopfield.scale), own.ndim)
     weight = _missed(hopfield, own - 2 * norm * radius)
@@ -182,7 +164,9 @@ def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
     return BasinResult(exists, exists & (4 * scale * norm.square() * weight < 1), distance)
 
 
-def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure: float = 0.001) -> CapacityResult:
+def capacity(
+    dimension: int, *, scale: float | None = None, radius: float = 1.0, failure: float = 0.001
+) -> CapacityResult:
     """How many random patterns on the sphere of radius·√(d−1) can be stored and retrieved, all but with `failure`.
 
     N ≥ √p·c^((d−1)/4) with c = b/W₀(exp(a + ln b)), a = (2/(d−1))(1 + ln(2βK²p(d−1))), b = 2K²β/5, W₀ Lambert's function,
@@ -190,20 +174,17 @@ def capacity(dimension: int, *, scale: float = 1.0, radius: float = 1.0, failure
 
     Args:
         dimension: d, at least 2.
-        scale: β.
+        scale: β, d^-½ by default.
         radius: K.
         failure: p, between 0 and 1.
 
     Raises:
         ValueError: an argument is out of range.
     """
-    for name, number in (("dimension", dimension), ("scale", scale), ("radius", radius), ("failure", failure)):
-        real(name, number)
-    if not (dimension >= 2 and 0 < scale < math.inf and 0 < radius < math.inf and 0 < failure < 1):
-        raise ValueError(
-            "capacity needs dimension ≥ 2, scale > 0, radius > 0 and 0 < failure < 1, got "
-            f"{dimension}, {scale}, {radius}, {failure}"
-        )
+    whole_number("dimension", dimension, least=2)
+    scale = number("scale", dimension**-0.5 if scale is None else scale, above=0)
+    number("radius", radius, above=0)
+    number("failure", failure, above=0, below=1)
     # In logarithms, since numbers of patterns leave the range of floats in a few thousand dimensions.
     freedom, log_size = dimension - 1, 2 * math.log(radius) + math.log(scale)
     a = 2 / freedom * (1 + math.log(2) + log_size + math.log(failure) + math.log(freedom))
@@ -239,10 +220,10 @@ def _kept_points(memory: Atoms) -> Tensor:
 
 def _scores(hopfield: HopfieldEnergy, memory: Atoms, state: Tensor) -> Tensor:
     """x_n·ξ + log(w_n/max w)/β, shape (*batch, *query, N)."""
-    need_device("the memory", "the state", floating("state", state), memory.points)
-    memory, state = memory._fit(state=state)
-    flat = state.reshape(*memory.batch_shape, -1, state.shape[-1])
-    scores = (flat @ memory.points.mT).reshape(*state.shape[:-1], memory.points.shape[-2])
+    check_one_device(state=floating("state", state), memory=memory.points)
+    need_batch("the memory", "a state", state.shape, memory.batch_shape, memory.event_shape)
+    dtype = promoted_dtype(state, memory.points, memory.log_weight)
+    scores = times(state.to(dtype), memory.points.mT.to(dtype))
     # Only differences count, and next to a large number that all have in common the scores would be lost to rounding.
     top = memory.log_weight.amax(-1, keepdim=True)
     excess = memory.log_weight - top.masked_fill(top == -torch.inf, 0.0)

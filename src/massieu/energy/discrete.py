@@ -1,16 +1,15 @@
 """Hopfield networks of two-valued units, classical and modern, with asynchronous updates (B4)."""
 
-from collections.abc import Callable
 from typing import Literal, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy.base import Energy, promoted, static_field
-from massieu.energy.contraction.base import align
-from massieu.measures.value import values_are_readable
-from massieu.solve.arguments import floating
+from massieu.energy.base import Energy, promoted, times
+from massieu.foundation.arguments import check_finite, check_shape, choice, floating, whole_number
+from massieu.foundation.transforms import every
+from massieu.foundation.values import align, need_batch, static_field
 
 Values = Literal["spins", "bits"]
 """Units of ±1, or of 0 and 1."""
@@ -19,7 +18,36 @@ _ROUNDINGS = 8
 """Differences of energy below so many roundings of their terms are none."""
 
 
-class BinaryHopfieldEnergy(Energy):
+class _TwoValued(Energy):
+    """An energy of units with two values each: its fields `bias` (*batch, d) and `values` say what states are."""
+
+    bias: Float[Tensor, "*batch d"]
+    values: Values = static_field()
+
+    @property
+    def _dampings(self) -> str:
+        return "{1}"
+
+    @property
+    def _pair(self) -> tuple[float, float]:
+        return (-1.0, 1.0) if self.values == "spins" else (0.0, 1.0)
+
+    def _checked(self, state: Tensor) -> Tensor:
+        """The state, of two values and in at least float32."""
+        state, (low, high) = promoted(state), self._pair
+        need_batch(type(self).__name__, "a state", state.shape, self.bias.shape[:-1], self.bias.shape[-1:])
+        if not every((state == low) | (state == high)):
+            raise ValueError(f"a state of {self.values} holds {low:g} and {high:g} alone")
+        return state
+
+    def _choose(self, gain: Tensor, size: Tensor, unit: Tensor) -> Tensor:
+        """The value of lower energy: high where gain = E(low) − E(high) > 0; on a tie, but for rounding, the unit as it is."""
+        low, high = self._pair
+        tie = gain.abs() <= _ROUNDINGS * torch.finfo(gain.dtype).eps * size
+        return torch.where(tie, unit, torch.where(gain > 0, high, low))
+
+
+class BinaryHopfieldEnergy(_TwoValued):
     """E(v) = −bias·v − ½ vᵀ couplings v over v ∈ {±1}^d or {0, 1}^d: the classical network.
 
     One step visits every unit once, in order, and gives it the value of lower energy, the others as they are; on a tie it
@@ -31,13 +59,10 @@ class BinaryHopfieldEnergy(Energy):
 
     Attributes:
         couplings: Symmetric, shape (*batch, d, d).
-        bias: Shape (*batch, d).
-        values: "spins" or "bits".
+        bias, values: Shape (*batch, d); "spins" or "bits".
     """
 
     couplings: Float[Tensor, "*batch d d"]
-    bias: Float[Tensor, "*batch d"]
-    values: Values = static_field()
 
     @classmethod
     def create(
@@ -53,16 +78,14 @@ class BinaryHopfieldEnergy(Energy):
             ValueError: couplings that are not square, symmetric and finite; a bias of another shape; unknown values.
             TypeError: a tensor is not floating-point.
         """
-        _check_values(values)
-        _check_floating(couplings=couplings)
+        check_finite(couplings=floating("couplings", couplings))
         if couplings.ndim < 2 or couplings.shape[-1] != couplings.shape[-2] or couplings.shape[-1] == 0:
             raise ValueError(f"couplings must have shape (*batch, d, d) with d ≥ 1, got {tuple(couplings.shape)}")
-        if values_are_readable(couplings):
-            size = couplings.abs().amax((-2, -1), keepdim=True)
-            uneven = (couplings - couplings.mT).abs() > 8 * torch.finfo(couplings.dtype).eps * size
-            if bool(uneven.any()):
-                raise ValueError("couplings must be symmetric: other networks have no energy")
-        return cls(couplings, _bias(bias, couplings.shape[:-1], couplings), values)
+        size = couplings.abs().amax((-2, -1), keepdim=True)
+        if not every((couplings - couplings.mT).abs() <= 8 * torch.finfo(couplings.dtype).eps * size):
+            raise ValueError("couplings must be symmetric: other networks have no energy")
+        values = choice("values", values, "spins", "bits")
+        return cls(_bias(bias, couplings.shape[:-1], couplings), values, couplings)
 
     @classmethod
     def of_patterns(
@@ -72,33 +95,21 @@ class BinaryHopfieldEnergy(Energy):
         *,
         values: Values = "spins",
     ) -> Self:
-        """Hebb's rule: couplings Σ_n x_n x_nᵀ of the patterns.
-
-        Raises:
-            ValueError, TypeError: as `create`; no pattern.
-        """
+        """Hebb's rule: couplings Σ_n x_n x_nᵀ of the patterns. Raises as `create`."""
         _check_patterns(patterns)
         return cls.create(patterns.mT @ patterns, bias, values=values)
 
-    @property
-    def _dampings(self) -> str:
-        return "{1}"
-
     def _energy(self, state: Tensor) -> Tensor:
-        state = promoted(state)
-        _need_state(self, self.bias, state)
+        state = self._checked(state)
         return -(state * (align(self.bias, state.ndim, 1) + 0.5 * self._couple(state))).sum(-1)
 
     def _couple(self, state: Tensor) -> Tensor:
-        flat = state.reshape(*self.couplings.shape[:-2], -1, state.shape[-1])
-        return (flat @ self.couplings.to(state.dtype)).reshape(state.shape)
+        return times(state, self.couplings.to(state.dtype))
 
     def _step(self, state: Tensor) -> Tensor:
-        state = promoted(state)
-        _need_state(self, self.bias, state)
-        couplings = self.couplings.to(state.dtype)
+        state = self._checked(state)
+        couplings, (low, high) = self.couplings.to(state.dtype), self._pair
         field = self._couple(state) + align(self.bias, state.ndim, 1)
-        low, high = _pair(self.values)
         units = list(state.unbind(-1))
         for index, unit in enumerate(units):
             column = align(couplings[..., index], state.ndim, 1)
@@ -106,12 +117,12 @@ class BinaryHopfieldEnergy(Energy):
             others = field[..., index] - column[..., index] * unit
             gain = (high - low) * others + 0.5 * (high**2 - low**2) * column[..., index]
             size = column.abs().sum(-1) + align(self.bias, state.ndim, 1)[..., index].abs()
-            units[index] = _choose(gain, size, unit, low, high)
+            units[index] = self._choose(gain, size, unit)
             field = field + column * (units[index] - unit).unsqueeze(-1)
         return torch.stack(units, -1)
 
 
-class DenseHopfieldEnergy(Energy):
+class DenseHopfieldEnergy(_TwoValued):
     """E(v) = −bias·v − Σ_n F(x_n·v) over v ∈ {±1}^d or {0, 1}^d: dense associative memory.
 
     F is z^degree, or exp. As in `BinaryHopfieldEnergy`, a step visits every unit once and never raises E. Degree n stores of
@@ -123,15 +134,12 @@ class DenseHopfieldEnergy(Energy):
 
     Attributes:
         patterns: Shape (*batch, N, d).
-        bias: Shape (*batch, d).
+        bias, values: Shape (*batch, d); "spins" or "bits".
         degree: 2 or more; None stands for exp.
-        values: "spins" or "bits".
     """
 
     patterns: Float[Tensor, "*batch N d"]
-    bias: Float[Tensor, "*batch d"]
     degree: int | None = static_field()
-    values: Values = static_field()
 
     @classmethod
     def create(
@@ -148,45 +156,34 @@ class DenseHopfieldEnergy(Energy):
             ValueError: no pattern, or one that is not finite; a bias of another shape; a degree below 2; unknown values.
             TypeError: a tensor is not floating-point.
         """
-        _check_values(values)
         _check_patterns(patterns)
-        if degree is not None and (not isinstance(degree, int) or degree < 2):
-            raise ValueError(f"degree must be a whole number, at least 2, or None for exp, got {degree!r}")
+        if degree is not None:
+            whole_number("degree (None stands for exp)", degree, least=2)
         shape = torch.Size((*patterns.shape[:-2], patterns.shape[-1]))
-        return cls(patterns, _bias(bias, shape, patterns), degree, values)
-
-    @property
-    def _dampings(self) -> str:
-        return "{1}"
+        values = choice("values", values, "spins", "bits")
+        return cls(_bias(bias, shape, patterns), values, patterns, degree)
 
     def _energy(self, state: Tensor) -> Tensor:
-        state = promoted(state)
-        _need_state(self, self.bias, state)
+        state = self._checked(state)
         overlap = self._overlap(state)
         total = overlap.exp() if self.degree is None else overlap**self.degree
         return -(align(self.bias, state.ndim, 1) * state).sum(-1) - total.sum(-1)
 
     def _overlap(self, state: Tensor) -> Tensor:
         """x_n·v, shape (*batch, *query, N)."""
-        flat = state.reshape(*self.patterns.shape[:-2], -1, state.shape[-1])
-        product = flat @ self.patterns.to(state.dtype).mT
-        return product.reshape(*state.shape[:-1], self.patterns.shape[-2])
+        return times(state, self.patterns.to(state.dtype).mT)
 
     def _step(self, state: Tensor) -> Tensor:
-        state = promoted(state)
-        _need_state(self, self.bias, state)
-        patterns, bias = self.patterns.to(state.dtype), self.bias.to(state.dtype)
-        low, high = _pair(self.values)
-        gain_of: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = (
-            self._gain_power if self.degree else _gain_exp
-        )
+        state = self._checked(state)
+        patterns, bias, (low, high) = self.patterns.to(state.dtype), self.bias.to(state.dtype), self._pair
+        gain_of = self._gain_power if self.degree else _gain_exp
         overlap, units = self._overlap(state), list(state.unbind(-1))
         for index, unit in enumerate(units):
             column = align(patterns[..., index], overlap.ndim, 1)
             others = overlap - column * unit.unsqueeze(-1)
             pull = (high - low) * align(bias[..., index], unit.ndim)
             gain, size = gain_of(others + low * column, others + high * column, pull)
-            units[index] = _choose(gain, size, unit, low, high)
+            units[index] = self._choose(gain, size, unit)
             overlap = others + column * units[index].unsqueeze(-1)
         return torch.stack(units, -1)
 
@@ -204,48 +201,15 @@ def _gain_exp(low: Tensor, high: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
     return pull + (above - below).sum(-1), pull.abs() + (above + below).sum(-1)
 
 
-def _choose(gain: Tensor, size: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
-    """The value of lower energy: high where gain = E(low) − E(high) > 0; on a tie, but for rounding, the unit as it is."""
-    tie = gain.abs() <= _ROUNDINGS * torch.finfo(gain.dtype).eps * size
-    return torch.where(tie, unit, torch.where(gain > 0, high, low))
-
-
-def _pair(values: Values) -> tuple[float, float]:
-    return (-1.0, 1.0) if values == "spins" else (0.0, 1.0)
-
-
-def _need_state(energy: "BinaryHopfieldEnergy | DenseHopfieldEnergy", bias: Tensor, state: Tensor) -> None:
-    batch, width = tuple(bias.shape[:-1]), bias.shape[-1]
-    shape = tuple(state.shape)
-    if len(shape) <= len(batch) or shape[: len(batch)] != batch or shape[-1] != width:
-        raise ValueError(f"{type(energy).__name__} needs a state of shape {batch} + queries + {(width,)}, got {shape}")
-    low, high = _pair(energy.values)
-    if values_are_readable(state) and not bool(((state == low) | (state == high)).all()):
-        raise ValueError(f"a state of {energy.values} holds {low:g} and {high:g} alone")
-
-
 def _bias(bias: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     if bias is None:
         return like.new_zeros(shape)
-    _check_floating(bias=bias)
-    if bias.shape != shape:
-        raise ValueError(f"bias must have shape {tuple(shape)}, got {tuple(bias.shape)}")
+    check_finite(bias=floating("bias", bias))
+    check_shape("bias", bias, shape)
     return bias
 
 
 def _check_patterns(patterns: Tensor) -> None:
-    _check_floating(patterns=patterns)
+    check_finite(patterns=floating("patterns", patterns))
     if patterns.ndim < 2 or 0 in patterns.shape[-2:]:
         raise ValueError(f"patterns must have shape (*batch, N, d) with N, d ≥ 1, got {tuple(patterns.shape)}")
-
-
-def _check_floating(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        floating(name, tensor)
-        if values_are_readable(tensor) and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} must be finite")
-
-
-def _check_values(values: str) -> None:
-    if values not in ("spins", "bits"):
-        raise ValueError(f'values must be "spins" or "bits", got {values!r}')

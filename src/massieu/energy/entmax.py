@@ -7,18 +7,17 @@ Derivatives are those of the exact solution, written in the weights themselves, 
 and every way of differentiating; near α = 1 nothing is divided by α − 1.
 """
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.energy.entmax_solver import first_phi, second_phi, solve, solve_differentiably
-from massieu.measures import stable
-from massieu.measures.value import values_are_readable
-from massieu.ops.shapes import in_nested_forward_mode
-from massieu.solve.arguments import floating, is_floating, told
+from massieu.foundation.arguments import check_range, expanded, floating, number
+from massieu.foundation.numerics import log_softmax, logsumexp
+from massieu.foundation.transforms import in_nested_forward_mode
+from massieu.foundation.values import promoted_dtype
 
 Alpha = float | int | Tensor
 
@@ -46,9 +45,9 @@ def entmax(
 
     Raises:
         TypeError: scores, `alpha` or `log_weight` are of the wrong kind.
-        ValueError: α < 1 or NaN (a tensor is not read while compiling or inside a transform), or shapes do not fit.
+        ValueError: α < 1 or NaN (a tensor is not read while compiling), or shapes do not fit.
     """
-    return _solve(scores, alpha, log_weight, dim).weights.movedim(-1, dim)
+    return _solve(scores, alpha, log_weight, dim)[0].movedim(-1, dim)
 
 
 def entmax_conjugate(
@@ -63,7 +62,7 @@ def entmax_conjugate(
     In nats at α = 1. It lies between the largest score and that plus H_α of the uniform weights; −inf, without gradient,
     where everything is left out. Arguments, precision, derivatives and errors are those of `entmax`; `dim` is gone.
     """
-    return _solve(scores, alpha, log_weight, dim).value
+    return _solve(scores, alpha, log_weight, dim)[1]
 
 
 def tsallis_entropy(weights: Float[Tensor, "..."], alpha: Alpha = 1.5, *, dim: int = -1) -> Float[Tensor, "..."]:
@@ -72,81 +71,53 @@ def tsallis_entropy(weights: Float[Tensor, "..."], alpha: Alpha = 1.5, *, dim: i
     Raises:
         TypeError, ValueError: as `entmax`.
     """
-    weights, order, dim = checked(weights, alpha, dim)
-    return _entropy(weights.movedim(dim, -1), _moved(order, weights.ndim, dim)).squeeze(-1)
+    return _entropy(*checked(weights, alpha, dim)).squeeze(-1)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-class _Solved(NamedTuple):
-    weights: Float[Tensor, "... N"]
-    value: Float[Tensor, "..."]
-
-
-def _solve(scores: Tensor, alpha: Alpha, log_weight: Tensor | None, dim: int) -> _Solved:
-    scores, order, dim = checked(scores, alpha, dim)
+def _solve(scores: Tensor, alpha: Alpha, log_weight: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
+    """Weights, along the last dimension, and Ω*."""
     if log_weight is not None:
-        scores = _weighted(scores, log_weight)
-    scores, order = scores.movedim(dim, -1), _moved(order, scores.ndim, dim)
+        scores = _weighted(floating("scores", scores), log_weight)
+    scores, order = checked(scores, alpha, dim)
     if isinstance(order, float) and order == 1:
-        log_weights = stable.log_softmax(scores)
-        return _Solved(log_weights.exp(), stable.logsumexp(scores))
+        return log_softmax(scores).exp(), logsumexp(scores)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     top = torch.where(empty, 0.0, scores.detach().amax(-1, keepdim=True))
     # What is left out stands far below, where weight and gradient are exactly 0.
     distance = torch.where(empty, 0.0, (scores - top).clamp_min(-_FAR))
     weights, excess = _differentiable(distance, order)
     value = torch.where(empty, -torch.inf, top + excess)
-    return _Solved(torch.where(empty, 0.0, weights), value.squeeze(-1))
+    return torch.where(empty, 0.0, weights), value.squeeze(-1)
 
 
 _FAR = 1e15
 
 
-def checked(scores: Tensor, alpha: Alpha, dim: int) -> tuple[Tensor, float | Tensor, int]:
-    """The tensor in at least float32, α as a float or a tensor of its dtype, `dim` as a positive number; or an error."""
-    if not is_floating(scores):
-        raise TypeError(f"entmax needs a floating-point tensor, got {told(scores)}")
-    shape = tuple(scores.shape)
+def checked(scores: Tensor, alpha: Alpha, dim: int) -> tuple[Tensor, float | Tensor]:
+    """The tensor in at least float32, `dim` its last, and α as a float or a tensor of its dtype; or an error."""
+    shape = tuple(floating("scores", scores).shape)
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"dim must be a dimension of a tensor of shape {shape}, got {dim}")
-    dim = dim % len(shape)
     if shape[dim] == 0:
-        raise ValueError(f"entmax needs at least one entry along dimension {dim}, got shape {shape}")
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        raise ValueError(f"entmax needs at least one entry along dimension {dim % len(shape)}, got shape {shape}")
+    scores = scores.to(promoted_dtype(scores))
     if not isinstance(alpha, Tensor):
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-            raise TypeError(f"alpha must be a number or a tensor, got {type(alpha).__name__}")
-        if not 1 <= alpha < math.inf:
-            raise ValueError(f"alpha must be finite and at least 1, got {alpha}")
-        return scores, float(alpha), dim
-    floating("alpha", alpha)
-    wanted = (*shape[:dim], 1, *shape[dim + 1 :])
-    padded = (1,) * (len(shape) - alpha.ndim) + tuple(alpha.shape)
-    if alpha.ndim > len(shape) or any(a not in (1, b) for a, b in zip(padded, wanted, strict=True)):
-        raise ValueError(f"alpha must broadcast to {wanted} for scores of shape {shape}, got {tuple(alpha.shape)}")
-    if values_are_readable(alpha) and not bool(((alpha >= 1) & (alpha < torch.inf)).all()):
-        raise ValueError("alpha must be finite and at least 1 everywhere")
-    return scores, alpha.to(scores.dtype).expand(wanted), dim
+        return scores.movedim(dim, -1), float(number("alpha", alpha, least=1))
+    check_range("alpha", floating("alpha", alpha), least=1)
+    wanted = tuple(1 if place == dim % len(shape) else size for place, size in enumerate(shape))
+    order = expanded("alpha", alpha.to(scores.dtype), wanted, f"scores of shape {shape}, by")
+    return scores.movedim(dim, -1), order.movedim(dim, -1)
 
 
 def _weighted(scores: Tensor, log_weight: Tensor) -> Tensor:
-    if not isinstance(log_weight, Tensor):
-        raise TypeError(f"log_weight must be a tensor, got {type(log_weight).__name__}")
-    shape, own = tuple(scores.shape), tuple(log_weight.shape)
-    padded = (1,) * (len(shape) - len(own)) + own
-    if len(own) > len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
-        raise ValueError(f"log_weight must broadcast to the scores' shape {shape}, got {own}")
-    if log_weight.dtype == torch.bool:
-        return torch.where(log_weight, scores, -torch.inf)
-    if not log_weight.is_floating_point():
-        raise TypeError(f"log_weight must be boolean (True keeps) or floating-point, got {log_weight.dtype}")
-    return scores + log_weight
-
-
-def _moved(order: float | Tensor, ndim: int, dim: int) -> float | Tensor:
-    return order.movedim(dim, -1) if isinstance(order, Tensor) else order
+    weight = floating("log_weight", log_weight, or_boolean=True)
+    weight = expanded("log_weight", weight, scores.shape, "scores of shape")
+    if weight.dtype == torch.bool:
+        return torch.where(weight, scores, -torch.inf)
+    return scores.to(promoted_dtype(scores)) + weight
 
 
 # --- derivatives -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from massieu.solve.loops import repeat
+from massieu.foundation.numerics import TAYLOR_RADIUS, second_phi_series
+from massieu.foundation.transforms import repeat
 
 _CONVEX_STEPS = 16
 """Enough for α ≤ 2, where Newton's method is monotone; 8 are the most that were seen."""
@@ -24,8 +25,6 @@ _UNDERFLOW = -1000.0
 """e_a(D) ≤ e^D is 0 in every dtype below."""
 _SERIES_RADIUS = 0.1
 _SERIES_TERMS = 17
-_TAYLOR_RADIUS = 0.5
-_TAYLOR_TERMS = 14
 
 
 def solve(distance: Tensor, a: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -48,19 +47,16 @@ def solve_differentiably(distance: Tensor, a: float | Tensor) -> tuple[Tensor, T
 
 def first_phi(y: Tensor) -> Tensor:
     """φ₁(y) = (eʸ − 1)/y."""
-    small = y.abs() < _TAYLOR_RADIUS
+    small = y.abs() < TAYLOR_RADIUS
     near, away = torch.where(small, y, 0.0), torch.where(small, 1.0, y)
     return torch.where(small, 1 + near * second_phi(near), torch.expm1(away) / away)
 
 
 def second_phi(y: Tensor) -> Tensor:
     """φ₂(y) = (eʸ − 1 − y)/y²."""
-    small = y.abs() < _TAYLOR_RADIUS
-    series, near = torch.ones_like(y), torch.where(small, y, 0.0)
-    for power in range(_TAYLOR_TERMS + 2, 2, -1):
-        series = 1 + near / power * series
-    away = torch.where(small, 1.0, y)
-    return torch.where(small, 0.5 * series, (torch.expm1(away) - away) / away.square())
+    small = y.abs() < TAYLOR_RADIUS
+    near, away = torch.where(small, y, 0.0), torch.where(small, 1.0, y)
+    return torch.where(small, second_phi_series(near), (torch.expm1(away) - away) / away.square())
 
 
 class _State(NamedTuple):

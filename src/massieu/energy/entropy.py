@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.energy.base import promoted
-from massieu.measures.value import values_are_readable
-from massieu.solve.arguments import is_floating, told
+from massieu.foundation.arguments import check_broadcastable, check_range, floating, integers, number, whole_number
+from massieu.foundation.transforms import every
+from massieu.foundation.values import promoted_dtype
 
 
 def least_entropy(score_norm: Float[Tensor, "..."] | float, keys: Int[Tensor, "..."] | int) -> Float[Tensor, "..."]:
@@ -31,37 +31,17 @@ def least_entropy(score_norm: Float[Tensor, "..."] | float, keys: Int[Tensor, ".
         ValueError: a σ that is negative or not finite, fewer than one key, or shapes that do not broadcast.
         TypeError: σ that is no number and not floating-point, or keys that are not whole numbers.
     """
-    sigma, count = _norm(score_norm), _count(keys)
-    try:
-        shape = torch.broadcast_shapes(sigma.shape, count.shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"score_norm and keys must broadcast, got {tuple(sigma.shape)} and {tuple(count.shape)}"
-        ) from error
-    sigma, count = sigma.expand(shape), count.to(sigma.device, sigma.dtype).expand(shape)
+    if not isinstance(score_norm, Tensor):
+        score_norm = torch.tensor(float(number("score_norm", score_norm)))
+    sigma = floating("score_norm", score_norm).to(promoted_dtype(score_norm))
+    check_range("score_norm", sigma, least=0)
+    count = integers("keys", keys) if isinstance(keys, Tensor) else torch.tensor(whole_number("keys", keys))
+    if not every(count >= 1):
+        raise ValueError("keys must be at least 1")
+    check_broadcastable(score_norm=sigma, keys=count)
+    sigma, count = torch.broadcast_tensors(sigma, count.to(sigma))
     others = (count - 1).clamp_min(1)
     # How far the one score leads, and the log-odds of all others together.
     lead = sigma * (count / others).sqrt()
     odds = others.log() - lead
     return torch.where(count > 1, F.softplus(odds) + lead * torch.sigmoid(odds), 0.0)
-
-
-def _norm(score_norm: Tensor | float) -> Tensor:
-    if isinstance(score_norm, int | float) and not isinstance(score_norm, bool):
-        score_norm = torch.tensor(float(score_norm))
-    if not isinstance(score_norm, Tensor) or not is_floating(score_norm):
-        raise TypeError(f"score_norm must be a number or a floating-point tensor, got {told(score_norm)}")
-    if values_are_readable(score_norm) and not bool(((score_norm >= 0) & (score_norm < torch.inf)).all()):
-        raise ValueError(f"score_norm must be finite and at least 0, got {score_norm.detach().flatten()[:6].tolist()}")
-    return promoted(score_norm)
-
-
-def _count(keys: Tensor | int) -> Tensor:
-    if isinstance(keys, int) and not isinstance(keys, bool):
-        keys = torch.tensor(keys)
-    if not isinstance(keys, Tensor) or keys.is_floating_point() or keys.is_complex() or keys.dtype == torch.bool:
-        kind = f"a tensor of {keys.dtype}" if isinstance(keys, Tensor) else type(keys).__name__
-        raise TypeError(f"keys must be a whole number or a tensor of them, got {kind}")
-    if values_are_readable(keys) and not bool((keys >= 1).all()):
-        raise ValueError(f"keys must be at least 1, got {keys.flatten()[:6].tolist()}")
-    return keys

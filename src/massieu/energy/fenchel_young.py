@@ -12,16 +12,17 @@ from torch import Tensor
 
 from massieu.energy.entmax import Alpha, checked, entmax, entmax_conjugate, tsallis_entropy
 from massieu.energy.patterns import PatternPotential
+from massieu.foundation.arguments import check_one_device, check_shape, expanded, floating
+from massieu.foundation.values import align, promoted_dtype, static_field
 from massieu.measures import Atoms
-from massieu.measures.value import static_field
-from massieu.solve.arguments import floating, need_device, told
 
 
 class SparseAtoms(PatternPotential):
     """A(eta) = Ω*(Xeta + log w), ∇A(eta) = Xᵀ α-entmax(Xeta + log w). α = 1 is the measure `Atoms`.
 
-    No measure has this log-partition for α > 1, but it is convex, and a memory: ``Hopfield.create(SparseAtoms.create(X))`` has
-    the energy ½‖x‖² − Ω*(βXx)/β + constants, which each step lowers by at least ½‖x⁺ − x‖² (N2).
+    No measure has this log-partition for α > 1, but it is convex, and a memory: the energy of
+    ``HopfieldEnergy.create(SparseAtoms.create(X))``, ½‖x‖² − Ω*(βXx)/β + constants, falls with each step by at least
+    ½‖x⁺ − x‖² (N2).
 
     Attributes:
         atoms: Points and log-weights.
@@ -51,19 +52,16 @@ class SparseAtoms(PatternPotential):
             ValueError: shapes that do not fit, no point, a NaN, an infinite point or weight, α < 1.
             TypeError: `points` or `alpha` are not floating-point.
         """
-        if log_weight is not None and not (isinstance(log_weight, Tensor) and log_weight.layout == torch.strided):
-            raise TypeError(f"log_weight must be a tensor of numbers or booleans, got {told(log_weight)}")
+        if log_weight is not None:
+            floating("log_weight", log_weight, or_boolean=True)
         atoms = Atoms.create(floating("points", points), log_weight)
-        batch = tuple(atoms.batch_shape)
-        if isinstance(alpha, Tensor):
-            own = tuple(alpha.shape)
-            padded = (1,) * (len(batch) - len(own)) + own
-            if len(own) > len(batch) or any(a not in (1, b) for a, b in zip(padded, batch, strict=True)):
-                raise ValueError(f"alpha of shape {own} does not broadcast to the batch {batch} of the points")
-        checked(atoms.points[..., 0], alpha.unsqueeze(-1) if isinstance(alpha, Tensor) else alpha, -1)
-        if isinstance(alpha, Tensor):
-            return cls(atoms, alpha.expand(batch), None)
-        return cls(atoms, atoms.points.new_full(batch, alpha), float(alpha))
+        scores = atoms.points[..., 0]
+        if not isinstance(alpha, Tensor):
+            checked(scores, alpha, -1)
+            return cls(atoms, atoms.points.new_full(atoms.batch_shape, alpha), float(alpha))
+        order = expanded("alpha", floating("alpha", alpha), atoms.batch_shape)
+        checked(scores, order.unsqueeze(-1), -1)
+        return cls(atoms, order, None)
 
     @property
     def alpha(self) -> float | Float[Tensor, "*batch"]:
@@ -76,11 +74,7 @@ class SparseAtoms(PatternPotential):
         return torch.inf if self.constant == 1 else 1 / (self.alpha - 1)
 
     def lead(self, eta: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
-        """The largest score less the second largest, log-weights included; +inf where no second point is left.
-
-        Raises:
-            ValueError, TypeError: as `log_partition`.
-        """
+        """The largest score less the second largest, log-weights included; +inf where no second point is left."""
         potential, eta = self._admit(eta)
         scores = potential._weighted(potential._scores(eta))
         if scores.shape[-1] == 1:
@@ -92,13 +86,10 @@ class SparseAtoms(PatternPotential):
         """Whether `mean` is one of the points exactly: the lead is at least the margin (N2).
 
         With the identity as reference the Hopfield step from x is then that point, eta = scale·x.
-
-        Raises:
-            ValueError, TypeError: as `log_partition`.
         """
         lead, margin = self.lead(eta), self.margin
         if isinstance(margin, Tensor):
-            margin = margin.reshape((*margin.shape, *[1] * (lead.ndim - margin.ndim))).to(lead.dtype)
+            margin = align(margin, lead.ndim).to(lead.dtype)
         return lead >= margin
 
     def loss(
@@ -109,7 +100,7 @@ class SparseAtoms(PatternPotential):
         Its gradient in eta is ∇A(eta) − Σ target_n x_n.
 
         Raises:
-            ValueError, TypeError: as `log_partition`; or `target` has another shape.
+            ValueError: `target` has another shape than the weights.
         """
         potential, eta = self._admit(eta)
         scores = potential._weighted(potential._scores(eta))
@@ -147,10 +138,9 @@ def fenchel_young_loss(
         TypeError: something is not floating-point.
     """
     floating("scores", scores)
-    need_device("scores", "target", floating("target", target), scores)
-    if target.shape != scores.shape:
-        raise ValueError(f"target must have the scores' shape {tuple(scores.shape)}, got {tuple(target.shape)}")
-    dtype = torch.promote_types(torch.promote_types(scores.dtype, target.dtype), torch.float32)
+    check_shape("target", floating("target", target), scores.shape)
+    check_one_device(scores=scores, target=target)
+    dtype = promoted_dtype(scores, target)
     scores, target = scores.to(dtype), target.to(dtype)
     reached = torch.where(target == 0, 0.0, target * scores).sum(-1)
     centre = torch.where(reached.isfinite(), reached, 0.0).detach()

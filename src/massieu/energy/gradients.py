@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.solve.arguments import floating
+from massieu.foundation.arguments import floating, number
+from massieu.foundation.values import promoted_dtype
 
 Map = Callable[[Float[Tensor, "*lead d"]], Float[Tensor, "*lead d"]]
 
@@ -25,9 +26,11 @@ def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[
         ValueError: the function changes the state's shape.
         TypeError: the state is not floating-point.
     """
-    jacobian = _jacobian(function, state)
-    size = torch.linalg.matrix_norm(jacobian)
-    return torch.linalg.matrix_norm(jacobian - jacobian.mT) / torch.where(size == 0, 1.0, size)
+    if floating("state", state).ndim == 0:
+        raise ValueError("state must have at least one dimension, got a scalar")
+    matrix = jacobian(function, state.to(promoted_dtype(state)))
+    size = torch.linalg.matrix_norm(matrix)
+    return torch.linalg.matrix_norm(matrix - matrix.mT) / torch.where(size == 0, 1.0, size)
 
 
 def is_conservative(
@@ -45,21 +48,20 @@ def is_conservative(
     Raises:
         ValueError, TypeError: as `jacobian_asymmetry`; or the tolerance is negative.
     """
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    if tolerance is not None:
+        number("tolerance", tolerance, least=0)
     asymmetry = jacobian_asymmetry(function, state)
     if tolerance is None:
         tolerance = 64 * state.shape[-1] * torch.finfo(asymmetry.dtype).eps
     return asymmetry <= tolerance
 
 
-def _jacobian(function: Map, state: Tensor) -> Float[Tensor, "*lead d d"]:
-    if floating("state", state).ndim == 0:
-        raise ValueError("state must have at least one dimension, got a scalar")
-    state = state.to(torch.promote_types(state.dtype, torch.float32))
+def jacobian(function: Map, state: Tensor, event_dims: int = 1) -> Float[Tensor, "*lead_event_event"]:
+    """The derivative of each item of the function, of shape (*state.shape, *event)."""
     value, pull = torch.func.vjp(function, state)[:2]
     if value.shape != state.shape:
         raise ValueError(f"the function must keep the state's shape {tuple(state.shape)}, got {tuple(value.shape)}")
-    basis = torch.eye(state.shape[-1], dtype=value.dtype, device=value.device)
+    event = state.shape[state.ndim - event_dims :]
+    basis = torch.eye(event.numel(), dtype=value.dtype, device=value.device).reshape(event.numel(), *event)
     rows = torch.func.vmap(lambda vector: pull(vector.expand_as(value))[0])(basis)
-    return rows.movedim(0, -2)
+    return rows.movedim(0, state.ndim - event_dims).reshape(*state.shape, *event)

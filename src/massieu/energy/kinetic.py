@@ -9,9 +9,8 @@ spin j at t − 1 (trap 30) and v_i = −echo_i. A state is the spins' local fie
 equilibrium and no free energy, and none is claimed.
 """
 
-import dataclasses
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -19,26 +18,30 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import duality
+from massieu.foundation.arguments import as_tensor, check_one_device, check_range, choice, expanded, floating
+from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.values import Value, need_batch, promoted_dtype, static_field
 from massieu.measures import Sphere
-from massieu.measures.base import values_are_readable
-from massieu.measures.value import register, static_field
 from massieu.ops.bessel import sphere_slopes
 from massieu.solve import FixedPointResult, Method, fixed_point
-from massieu.solve.arguments import as_tensor, floating, need_device
 from massieu.solve.telling import tell
 
 Order = Literal["first", "second"]
 Lost = Literal["nan", "zero"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Kinetic(ABC):
+class Kinetic(Value):
     """What the kinetic models share: a drive, couplings, and a state that is moved by `step`.
+
+    Methods raise a ValueError at a state of another shape than the drive's, or on another device, and a TypeError at one
+    that is not floating-point, or of another dtype.
 
     Attributes:
         drive: x, (*batch, N) or (*batch, N, D).
         coupling: J, (*batch, N, N); J[i, j] is what spin j does to spin i.
     """
+
+    _family = "models"
 
     drive: Tensor
     coupling: Float[Tensor, "*batch N N"]
@@ -69,11 +72,11 @@ class Kinetic(ABC):
         their cube to second.
 
         Raises:
-            ValueError: another order, or a state of another shape than the drive's.
+            ValueError: another order.
             ConvergenceError: the equation of a spin was not solved, and `throw`; otherwise a warning says so, and
                 `second_order_step` tells which.
         """
-        if _check_order(order) == "first":
+        if choice("order", order, "first", "second") == "first":
             return self.field(self._checked(state))
         found = self.second_order_step(state, max_steps=max_steps, throw=throw)
         if not throw:
@@ -83,15 +86,9 @@ class Kinetic(ABC):
     def second_order_step(
         self, state: Tensor, *, max_steps: int = 200, throw: bool = True, lost_derivative: Lost = "nan"
     ) -> FixedPointResult:
-        """The step to second order, with status, residual and steps of each spin's equation.
+        """The step to second order, with status, residual and steps of each spin's equation. Raises as `step`.
 
-        Args:
-            state: θ.
-            max_steps, throw, lost_derivative: As for `massieu.solve.fixed_point`.
-
-        Raises:
-            ValueError: a state of another shape than the drive's.
-            ConvergenceError: as `step`.
+        Options are those of `massieu.solve.fixed_point`.
         """
         field = self.field(self._checked(state))
         options = {"max_steps": max_steps, "throw": throw, "lost_derivative": lost_derivative}
@@ -109,26 +106,30 @@ class Kinetic(ABC):
     ) -> FixedPointResult:
         """θ = step(θ), with its derivatives by the implicit function theorem, and status, residual and steps (B12).
 
-        Args:
-            order: Of the equations.
-            start: By default the drive.
-            method, max_steps, throw, lost_derivative: As for `massieu.solve.fixed_point`.
+        The start is by default the drive; options are those of `massieu.solve.fixed_point`.
 
         Raises:
-            ValueError: another order, or a start of another shape than the drive's.
+            ValueError: another order.
             ConvergenceError: no fixed point was found, and `throw`.
         """
-        _check_order(order)
+        choice("order", order, "first", "second")
         start = self._checked(self.drive if start is None else start, "start")
-        equations = _first_order if order == "first" else _second_order
-        options = {"method": method, "max_steps": max_steps, "throw": throw, "lost_derivative": lost_derivative}
-        return fixed_point(equations, start.detach(), (self,), item_dims=self._spin_dims + 1, **options)
+        return fixed_point(
+            _first_order if order == "first" else _second_order,
+            start.detach(),
+            (self,),
+            item_dims=self._spin_dims + 1,
+            method=method,
+            max_steps=max_steps,
+            throw=throw,
+            lost_derivative=lost_derivative,
+        )
 
     def _checked(self, state: Tensor, name: str = "state") -> Tensor:
         """The state in at least the dtype of the drive, whose shape it has."""
         if floating(name, state).shape != self.drive.shape:
             raise ValueError(f"{name} must have the drive's shape {tuple(self.drive.shape)}, got {tuple(state.shape)}")
-        need_device(type(self).__name__, f"the {name}", state, self.drive)
+        self._check_device(**{name: state})
         if state.dtype != self.drive.dtype:
             raise TypeError(f"{name} must be of the drive's dtype {self.drive.dtype}, got {state.dtype}")
         return state
@@ -148,7 +149,6 @@ def _same_time(state: Tensor, model: Kinetic, before: Tensor, field: Tensor) -> 
     return state + (target - state) / (1 + model._stiffness())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class KineticIsing(Kinetic):
     """Spins of ±1: m = tanh θ, and the echo −m_i Σ_j J_ij² (1 − m_j²) (B16). Use `create`."""
 
@@ -156,12 +156,7 @@ class KineticIsing(Kinetic):
 
     @classmethod
     def create(cls, drive: Float[Tensor, "*batch N"], coupling: Float[Tensor, "*batch N N"]) -> Self:
-        """N spins.
-
-        Raises:
-            TypeError: a tensor that is not floating-point.
-            ValueError: shapes that do not fit.
-        """
+        """N spins. Raises a TypeError at tensors that are not floating-point, a ValueError at shapes that do not fit."""
         _check(drive, coupling, 0)
         return cls(drive, coupling)
 
@@ -189,7 +184,6 @@ class _Radial(NamedTuple):
     bend: Tensor
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class KineticSpins(Kinetic):
     """Vectors on the sphere of radius R, R² = D/2 − 1, in R^D (B16). Use `create`.
 
@@ -197,8 +191,6 @@ class KineticSpins(Kinetic):
     γ = √(1 + β²‖θ‖²/R²), which is off by O(1/D). The latter keeps the former's bounds: ‖m‖ < R, and slopes of at most β/2.
 
     Attributes:
-        drive: x, (*batch, N, D).
-        coupling: J, (*batch, N, N).
         scale: β, shaped like the batch or broadcasting to it.
         exact: Whether means are Bessel functions' ratios.
     """
@@ -219,20 +211,14 @@ class KineticSpins(Kinetic):
     ) -> Self:
         """N spins of D ≥ 3 components; half precision is promoted to float32.
 
-        Raises:
-            TypeError: a tensor that is not floating-point.
-            ValueError: shapes that do not fit; a scale that is not positive and finite.
+        Raises a TypeError at tensors that are not floating-point, a ValueError at shapes that do not fit and at a scale that
+        is not positive and finite.
         """
         _check(drive, coupling, 1)
-        dtype = torch.promote_types(torch.promote_types(drive.dtype, coupling.dtype), torch.float32)
+        dtype = promoted_dtype(drive, coupling)
         scale = as_tensor("scale", scale, drive, dtype)
-        lead = drive.shape[:-2]
-        if scale.ndim > len(lead) or any(
-            size not in (1, wanted) for size, wanted in zip(scale.shape[::-1], lead[::-1], strict=False)
-        ):
-            raise ValueError(f"scale must broadcast to the batch's shape {tuple(lead)}, got {tuple(scale.shape)}")
-        if values_are_readable(scale) and not bool((scale.isfinite() & (scale > 0)).all()):
-            raise ValueError(f"scale must be positive and finite, got {scale.tolist()}")
+        check_range("scale", scale, above=0)
+        expanded("scale", scale, drive.shape[:-2])
         return cls(drive.to(dtype), coupling.to(dtype), scale, exact)
 
     @property
@@ -259,8 +245,8 @@ class KineticSpins(Kinetic):
         """
         self._vectors("mean", mean)
         room = self.radius**2 - mean.square().sum(-1, keepdim=True)
-        if values_are_readable(room) and not bool((room > 0).all()):
-            longest = mean.detach().norm(dim=-1).amax().item()
+        if not every(room > 0):
+            longest = unwrapped(mean.detach().norm(dim=-1)).amax().item()
             raise ValueError(f"means must be shorter than the radius {self.radius:.6g}, got a length of {longest:.6g}")
         if not self.exact:
             return 2 * self.radius**2 * mean / (self._beta * room)
@@ -289,10 +275,8 @@ class KineticSpins(Kinetic):
 
     def _vectors(self, name: str, vectors: Tensor) -> Tensor:
         """Any number of vectors of the spins' size."""
-        size = self.drive.shape[-1]
-        if floating(name, vectors).ndim == 0 or vectors.shape[-1] != size:
-            raise ValueError(f"{name} must have {size} numbers in its last dimension, got shape {tuple(vectors.shape)}")
-        need_device(type(self).__name__, f"the {name}", vectors, self.drive)
+        need_batch("KineticSpins", name, floating(name, vectors).shape, (), self.drive.shape[-1:])
+        self._check_device(**{name: vectors})
         return vectors
 
     @property
@@ -332,10 +316,6 @@ class KineticSpins(Kinetic):
         return self._beta.square() / 4 * (1 + 1 / self.radius**2) * squared
 
 
-register(KineticIsing)
-register(KineticSpins)
-
-
 def _by_bessel(size: Tensor, beta: Tensor, dimension: int) -> _Radial:
     """c = βR²·A(κ)/κ with κ² = β²R²s, and its derivatives in s."""
     factor = beta * (dimension / 2 - 1)
@@ -347,20 +327,10 @@ def _by_bessel(size: Tensor, beta: Tensor, dimension: int) -> _Radial:
     return _Radial(factor * slopes.chord, -0.5 * factor * inner * slopes.bend, -0.5 * factor * inner**2 * by_square)
 
 
-def _check_order(order: str) -> str:
-    if order not in ("first", "second"):
-        raise ValueError(f"order must be 'first' or 'second', got {order!r}")
-    return order
-
-
 def _check(drive: Tensor, coupling: Tensor, spin_dims: int) -> None:
-    for name, tensor in (("drive", drive), ("coupling", coupling)):
-        floating(name, tensor)
-    need_device("drive", "coupling", coupling, drive)
+    check_one_device(drive=floating("drive", drive), coupling=floating("coupling", coupling))
     lead = drive.shape[: drive.ndim - spin_dims]
     if not lead or coupling.shape != (*lead, lead[-1]) or (spin_dims and drive.shape[-1] < 3):
         wanted = "(*batch, N, D), D at least 3," if spin_dims else "(*batch, N)"
-        raise ValueError(
-            f"drive must have shape {wanted} and coupling (*batch, N, N), got {tuple(drive.shape)} and "
-            f"{tuple(coupling.shape)}"
-        )
+        shapes = f"{tuple(drive.shape)} and {tuple(coupling.shape)}"
+        raise ValueError(f"drive must have shape {wanted} and coupling (*batch, N, N), got {shapes}")

@@ -17,9 +17,6 @@ def newton_step(energy: Energy, state: Float[Tensor, "*batch_query d"]) -> Float
     every step, where plain steps shrink it by a factor; far from it the Hessian may be indefinite and Newton's step climb, so
     that it is not taken there: the energy never rises, but for rounding. A step costs a d × d matrix and its factorisation
     for each state.
-
-    Raises:
-        ValueError, TypeError: as `Energy.step`.
     """
     plain, state = energy.step(state), promoted(state)
     if energy._event_dims != 1:

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.energy.contraction.base import positive
 from massieu.energy.patterns import PatternPotential
-from massieu.measures import Atoms, stable
-from massieu.measures.value import static_field, values_are_readable
-from massieu.solve.arguments import floating, real
+from massieu.foundation.arguments import as_tensor, check_range, expanded, floating, number
+from massieu.foundation.numerics import log_softmax
+from massieu.foundation.values import promoted_dtype, static_field
+from massieu.measures import Atoms
 
 
 class ScoreDeviation(PatternPotential):
@@ -51,8 +51,7 @@ class ScoreDeviation(PatternPotential):
 
         Args:
             points: Finite points, at least one.
-            gain: Positive; a tensor broadcasts to the batch, as one for each head does.
-            bias: The sum of the weights; a tensor broadcasts to the batch.
+            gain: Positive; a tensor broadcasts to the batch, as one for each head does, and so does the bias.
             eps: At least 0, in squared units of the scores.
             log_weight: The log of each point's multiplicity, or booleans of which True keeps it.
 
@@ -61,25 +60,15 @@ class ScoreDeviation(PatternPotential):
             TypeError: something is not floating-point.
         """
         atoms = Atoms.create(floating("points", points), log_weight)
-        batch, like = atoms.batch_shape, atoms.points
-        if not 0 <= real("eps", eps) < torch.inf:
-            raise ValueError(f"eps must be finite and at least 0, got {eps}")
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        named = {"gain": gain, "bias": bias}
-        tensors = {
-            name: floating(name, value)
-            if isinstance(value, Tensor)
-            else torch.tensor(float(real(name, value)), dtype=dtype, device=like.device)
-            for name, value in named.items()
-        }
-        positive("gain", tensors["gain"])
-        if values_are_readable(tensors["bias"]) and not bool(tensors["bias"].isfinite().all()):
-            raise ValueError(f"bias must be finite, got {tensors['bias'].flatten()[:6].tolist()}")
-        for name, value in tensors.items():
-            padded = (1,) * (len(batch) - value.ndim) + tuple(value.shape)
-            if value.ndim > len(batch) or any(a not in (1, b) for a, b in zip(padded, batch, strict=True)):
-                raise ValueError(f"{name} of shape {tuple(value.shape)} does not broadcast to the batch {tuple(batch)}")
-        return cls(atoms, tensors["gain"].expand(batch), tensors["bias"].expand(batch), float(eps))
+        dtype = promoted_dtype(atoms.points)
+        spread, level = (
+            floating(name, value) if isinstance(value, Tensor) else as_tensor(name, value, atoms.points, dtype)
+            for name, value in (("gain", gain), ("bias", bias))
+        )
+        check_range("gain", spread, above=0)
+        check_range("bias", level)
+        spread, level = expanded("gain", spread, atoms.batch_shape), expanded("bias", level, atoms.batch_shape)
+        return cls(atoms, spread, level, float(number("eps", eps, least=0)))
 
     @property
     def covariance(self) -> Float[Tensor, "*batch d d"]:
@@ -100,7 +89,7 @@ class ScoreDeviation(PatternPotential):
 
     @property
     def _share(self) -> Tensor:
-        return stable.log_softmax(self.log_weight.to(torch.promote_types(self.points.dtype, torch.float32))).exp()
+        return log_softmax(self.log_weight.to(promoted_dtype(self.points))).exp()
 
     def _normalised(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Shares, the mean score, centred scores and their deviation, the last two 0 where there is none."""

@@ -4,41 +4,30 @@ Every such attention is a gradient, whatever the points (B19). Φ = log Σ exp i
 from `PatternPotential` are no log-partition of a measure, but serve as a memory all the same.
 """
 
-import dataclasses
-import inspect
-from abc import ABC, abstractmethod
-from typing import Any, Self, dataclass_transform, final
+from abc import abstractmethod
+from typing import Self, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from massieu.energy.base import times
+from massieu.foundation.arguments import floating
+from massieu.foundation.values import Value, align, need_batch
 from massieu.measures import Atoms
-from massieu.measures.value import register, static_field
-from massieu.solve.arguments import floating, need_device
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field,))
-class PatternPotential(ABC):
-    """A convex function of scores. A value and a pytree, as measures are; a class is abstract or final.
+class PatternPotential(Value):
+    """A convex function of scores. Its methods raise a ValueError at an eta of another shape than ``(*batch, *query, d)``,
+    and a TypeError at one that is not floating-point.
 
     Attributes:
         atoms: The points and their log-weights: the first field of each class that derives from this one.
     """
 
-    atoms: Atoms
+    _family = "potentials"
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        for parent in cls.__mro__[1:]:
-            if (
-                issubclass(parent, PatternPotential)
-                and parent is not PatternPotential
-                and not inspect.isabstract(parent)
-            ):
-                raise TypeError(f"{parent.__name__} is final; derive {cls.__name__} from PatternPotential")
-        register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+    atoms: Atoms
 
     @property
     def points(self) -> Float[Tensor, "*batch N d"]:
@@ -62,34 +51,19 @@ class PatternPotential(ABC):
 
     @final
     def log_partition(self, eta: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
-        """A(eta), convex, at least float32; −inf where all points are left out.
-
-        Raises:
-            ValueError: `eta` has not the shape ``(*batch, *query, d)``.
-            TypeError: it is not floating-point.
-        """
+        """A(eta), convex, at least float32; −inf where all points are left out."""
         potential, eta = self._admit(eta)
         return potential._of_scores(potential._scores(eta))
 
     @final
     def mean(self, eta: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query d"]:
-        """∇A(eta) = Σ weights_n x_n; 0 where all points are left out.
-
-        Raises:
-            ValueError, TypeError: as `log_partition`.
-        """
+        """∇A(eta) = Σ weights_n x_n; 0 where all points are left out."""
         potential, eta = self._admit(eta)
-        weights = potential._weights_of_scores(potential._scores(eta))
-        flat = weights.reshape(*potential.points.shape[:-2], -1, weights.shape[-1])
-        return (flat @ potential.points).reshape(eta.shape)
+        return times(potential._weights_of_scores(potential._scores(eta)), potential.points)
 
     @final
     def weights(self, eta: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query N"]:
-        """∇Φ: what the mean multiplies the points with.
-
-        Raises:
-            ValueError, TypeError: as `log_partition`.
-        """
+        """∇Φ: what the mean multiplies the points with."""
         potential, eta = self._admit(eta)
         return potential._weights_of_scores(potential._scores(eta))
 
@@ -106,19 +80,14 @@ class PatternPotential(ABC):
     # Helpers.
 
     def _scores(self, eta: Tensor) -> Tensor:
-        flat = eta.reshape(*self.points.shape[:-2], -1, eta.shape[-1])
-        return (flat @ self.points.mT).reshape(*eta.shape[:-1], self.points.shape[-2])
+        return times(eta, self.points.mT)
 
-    def _align(self, tensor: Tensor, scores: Tensor, rest: int = 1) -> Tensor:
-        """`tensor` (*batch, *rest) with singleton query dimensions, to broadcast against the scores."""
-        own = tensor.ndim - rest
-        return tensor.reshape((*tensor.shape[:own], *[1] * (scores.ndim - tensor.ndim), *tensor.shape[own:]))
+    def _align(self, tensor: Tensor, scores: Tensor) -> Tensor:
+        """`tensor` (*batch, 1 or N) with singleton query dimensions, to broadcast against the scores."""
+        return align(tensor, scores.ndim, 1)
 
     def _admit(self, eta: Tensor) -> tuple[Self, Tensor]:
         """Check the shape; promote the potential and eta to one dtype of at least float32."""
-        need_device(type(self).__name__, "eta", floating("eta", eta), self.points)
-        _, eta = self.atoms._fit(eta=eta)
-        dtype = eta.dtype
-        for leaf in pytree.tree_leaves(self):
-            dtype = torch.promote_types(dtype, leaf.dtype)
-        return pytree.tree_map(lambda leaf: leaf.to(dtype), self), eta.to(dtype)
+        self._check_device(eta=floating("eta", eta))
+        need_batch(type(self).__name__, "eta", eta.shape, self.batch_shape, self.event_shape)
+        return self._promoted(eta)

@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.energy.base import Energy
-from massieu.energy.contraction.base import positive
+from massieu.energy.base import Energy, times
+from massieu.energy.hopfield import checked_scale
+from massieu.foundation.arguments import floating
+from massieu.foundation.values import align, need_batch
 from massieu.measures import Atoms
-from massieu.solve.arguments import as_tensor, floating, need_device
 
 
 class LogSumReLU(Energy):
@@ -34,14 +35,14 @@ class LogSumReLU(Energy):
         cls,
         points: Float[Tensor, "*batch N d"],
         *,
-        scale: Float[Tensor, "..."] | float = 1.0,
+        scale: Float[Tensor, "..."] | float | None = None,
         log_weight: Float[Tensor, "*batch N"] | Bool[Tensor, "*batch N"] | None = None,
     ) -> Self:
         """The energy of patterns.
 
         Args:
             points: Finite points, at least one.
-            scale: Positive; a tensor broadcasts to the batch, as one for each head does. Gradients flow to it.
+            scale: Positive; d^-½ by default. A tensor broadcasts to the batch, as one for each head does. Gradients flow to it.
             log_weight: The log of each pattern's multiplicity, or booleans of which True keeps it.
 
         Raises:
@@ -49,14 +50,7 @@ class LogSumReLU(Energy):
             TypeError: something is not floating-point.
         """
         atoms = Atoms.create(floating("points", points), log_weight)
-        if not isinstance(scale, Tensor):
-            scale = as_tensor("scale", scale, points, torch.promote_types(points.dtype, torch.float32))
-        positive("scale", scale)
-        batch, own = tuple(atoms.batch_shape), tuple(scale.shape)
-        padded = (1,) * (len(batch) - len(own)) + own
-        if len(own) > len(batch) or any(a not in (1, b) for a, b in zip(padded, batch, strict=True)):
-            raise ValueError(f"scale of shape {own} does not broadcast to the memory's batch {batch}")
-        return cls(atoms, scale.expand(batch))
+        return cls(atoms, checked_scale(atoms, scale))
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -69,12 +63,7 @@ class LogSumReLU(Energy):
         return (2 / self.scale).sqrt()
 
     def active(self, state: Float[Tensor, "*batch_query d"]) -> Bool[Tensor, "*batch_query N"]:
-        """Which patterns are within `radius` of the state, the boundary left out.
-
-        Raises:
-            ValueError: the state has another shape than ``(*batch, *query, d)``.
-            TypeError: it is not floating-point.
-        """
+        """Which patterns are within `radius` of the state, the boundary left out."""
         _, _, rise = self._rises(state)
         return rise > 0
 
@@ -90,19 +79,18 @@ class LogSumReLU(Energy):
         return torch.where(inside, value, torch.inf)
 
     def _step(self, state: Tensor) -> Tensor:
-        atoms, _, rise = self._rises(state)
-        weight = torch.where(rise > 0, atoms._align(atoms.log_weight, state).exp(), 0.0)
+        energy, _, rise = self._rises(state)
+        weight = torch.where(rise > 0, align(energy.atoms.log_weight, state.ndim, 1).exp(), 0.0)
         total = weight.sum(-1, keepdim=True)
-        flat = weight.reshape(*atoms.points.shape[:-2], -1, weight.shape[-1])
-        centroid = (flat @ atoms.points).reshape(state.shape) / torch.where(total > 0, total, 1.0)
+        centroid = times(weight, energy.atoms.points) / torch.where(total > 0, total, 1.0)
         return torch.where(total > 0, centroid, state.to(centroid.dtype))
 
-    def _rises(self, state: Tensor) -> tuple[Atoms, Tensor, Tensor]:
-        """The atoms in the common dtype, scale (*batch, 1…, 1) and w_n relu(1 − scale·‖x − x_n‖²/2)."""
-        need_device("LogSumReLU", "the state", floating("state", state), self.atoms.points)
-        atoms, state = self.atoms._fit(eta=state)
-        scale = atoms._align(self.scale.to(state.dtype).unsqueeze(-1), state)
+    def _rises(self, state: Tensor) -> tuple[Self, Tensor, Tensor]:
+        """The energy in the common dtype, scale (*batch, 1…, 1) and w_n relu(1 − scale·‖x − x_n‖²/2)."""
+        need_batch("LogSumReLU", "a state", self._given(state).shape, self.batch_shape, self.atoms.event_shape)
+        energy, state = self._promoted(state)
+        scale = align(energy.scale.unsqueeze(-1), state.ndim, 1)
         # Differences, not expanded squares: at a memory the distance is 0.
-        squares = (state.unsqueeze(-2) - atoms._align(atoms.points, state, 2)).square().sum(-1)
+        squares = (state.unsqueeze(-2) - align(energy.atoms.points, state.ndim + 1, 2)).square().sum(-1)
         rise = torch.relu(1 - 0.5 * scale * squares)
-        return atoms, scale, rise * atoms._align(atoms.log_weight, state).exp()
+        return energy, scale, rise * align(energy.atoms.log_weight, state.ndim, 1).exp()

@@ -13,9 +13,9 @@ from numpy.polynomial.legendre import legvander
 from torch import Tensor
 
 from massieu.energy.base import Potential
-from massieu.energy.contraction.base import align
-from massieu.measures.hooks import GAUSS_LEGENDRE
-from massieu.solve.loops import readable, some
+from massieu.foundation.numerics import GAUSS_LEGENDRE
+from massieu.foundation.transforms import some, values_are_readable
+from massieu.foundation.values import align
 
 _CANCELS = 0.25
 """A difference below this share of what is subtracted, and of one, loses digits."""
@@ -33,22 +33,22 @@ def rise(
     memory: Potential,
     state: Float[Tensor, "*batch_query_event"],
     scale: Float[Tensor, "*batch"],
-    event_dims: int = 1,
 ) -> Float[Tensor, "*batch_query"]:
     """(A(scale·state) − A(0))/scale, and 0 for a memory of mass zero.
 
     Eager code integrates where an item needs it; compiled code, which cannot look, computes both forms.
     """
     eta = state * align(scale, state.ndim)
-    level, ground = log_partition(memory, eta), at_zero(memory, eta, scale.ndim, event_dims)
+    origin = eta.new_zeros((*eta.shape[: scale.ndim], *memory.event_shape))
+    level, ground = log_partition(memory, eta), log_partition(memory, origin)
     rate, ground = align(scale, level.ndim), align(ground, level.ndim)
     difference = level - ground
     with torch.no_grad():
         size = 1 + level.abs() + ground.abs()
         small = difference.abs() < _CANCELS * size
-    if readable() and not some(small):
+    if values_are_readable(small) and not some(small):
         return difference / rate
-    integral, last = _integral(memory, state, eta, event_dims)
+    integral, last = _integral(memory, state, eta)
     with torch.no_grad():
         rounding = torch.finfo(level.dtype).eps * size / rate
         # Coefficients of an analytic function fall geometrically, so that the rule's error, of order 16, is about the
@@ -65,14 +65,9 @@ def log_partition(memory: Potential, eta: Tensor) -> Tensor:
     return torch.where(value == -torch.inf, 0.0, value)
 
 
-def at_zero(memory: Potential, eta: Tensor, batch_dims: int, event_dims: int) -> Float[Tensor, "*batch"]:
-    """A(0), for an eta of (*batch, *query, *event)."""
-    event = eta.shape[eta.ndim - event_dims :]
-    return log_partition(memory, eta.new_zeros((*eta.shape[:batch_dims], *event)))
-
-
-def _integral(memory: Potential, state: Tensor, eta: Tensor, event_dims: int) -> tuple[Tensor, Tensor]:
+def _integral(memory: Potential, state: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
     """∫₀¹ ∇A(t·eta)·state dt by Gauss's rule of eight nodes, and the size of its last two Legendre coefficients."""
+    event_dims = len(memory.event_shape)
     place, event = eta.ndim - event_dims, [1] * event_dims
     nodes = eta.new_tensor(_NODES)
     means = memory.mean(eta.unsqueeze(place) * nodes.reshape(-1, *event))

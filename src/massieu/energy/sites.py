@@ -1,22 +1,70 @@
-"""One-site laws with a quadratic tilt, e^{field·S + ½ SᵀVS} ρ(dS), of the measures for which they can be had (B13).
+"""What a site of a spin model is: its states, its law under a quadratic tilt (B13), and block matrices over sites.
 
-A measure's log-partition knows linear tilts alone. Where there are finitely many states a quadratic one is a sum over
-them; a Gaussian stays Gaussian; on the circle and on the sphere in three dimensions it is a sum over the nodes of a rule
-that is exact to rounding for all but the sharpest laws.
+A measure's log-partition knows linear tilts alone. Where there are finitely many states a quadratic one,
+e^{field·S + ½ SᵀVS} ρ(dS), is a sum over them; a Gaussian stays Gaussian; on the circle and on the sphere in three
+dimensions it is a sum over the nodes of a rule that is exact to rounding for all but the sharpest laws.
 """
 
-import dataclasses
 import math
+from abc import abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
+from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
-from massieu.energy import matrices, states
-from massieu.energy.magnetisation import identity_like
-from massieu.measures import Gaussian, Measure, Sphere, Tilted
-from massieu.measures.value import register
+from massieu.foundation import matrices
+from massieu.foundation.values import Value
+from massieu.measures import Atoms, Bernoulli, Categorical, Constant, Gaussian, Measure, Sphere, Spin, Tilted
+
+MOST = 1 << 20
+"""So many states at most are gone through."""
+_BLOCK = 1 << 14
+
+
+def count(measure: Measure) -> int | None:
+    """How many states there are; None for infinitely many, or where it is not known."""
+    size = measure.event_shape[0]
+    if isinstance(measure, Spin | Bernoulli):
+        return 2**size
+    if isinstance(measure, Categorical):
+        return size
+    return 1 if isinstance(measure, Constant) else None
+
+
+def blocks(measure: Measure, like: Tensor) -> Iterator[Float[Tensor, "block d"]]:
+    """All states, in blocks, of the dtype and on the device of `like`."""
+    number, size = count(measure), measure.event_shape[0]
+    if number is None:
+        raise ValueError(f"{type(measure).__name__} has no finite list of states")
+    if isinstance(measure, Categorical):
+        yield torch.eye(size, dtype=like.dtype, device=like.device)
+        return
+    if isinstance(measure, Constant):
+        yield measure.value.to(like).unsqueeze(0)
+        return
+    powers = 2 ** torch.arange(size - 1, -1, -1, device=like.device)
+    for first in range(0, number, _BLOCK):
+        index = torch.arange(first, min(first + _BLOCK, number), device=like.device)
+        bits = (index.unsqueeze(1) // powers % 2).to(like.dtype)
+        yield 2 * bits - 1 if isinstance(measure, Spin) else bits
+
+
+def count_at(site: Measure) -> int | None:
+    """How many states each of N sites has; None as for `count`."""
+    return site.points.shape[-2] if isinstance(site, Atoms) else count(site)
+
+
+def of_sites(site: Measure, like: Tensor) -> tuple[Float[Tensor, "N K d"], Float[Tensor, "N K"]]:
+    """The states of each of N sites, and the logarithms of their probabilities."""
+    if isinstance(site, Atoms):
+        return site.points.to(like), torch.log_softmax(site.log_weight.to(like), -1)
+    points = torch.cat(list(blocks(site, like))) if not isinstance(site, Constant) else site.value.to(like).unsqueeze(1)
+    points = points.expand(*site.batch_shape, *points.shape[-2:])
+    return points, site.log_prob(torch.zeros_like(points), points).to(like)
+
 
 SHARPEST = 100.0
 """radius·|field| + ½ radius²·|V| up to which the rules on spheres are exact to 1e-12."""
@@ -32,8 +80,15 @@ class SiteMoments(NamedTuple):
     covariance: Float[Tensor, "N d d"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Listed:
+class SiteLaw(Value):
+    """What one knows of N sites: the moments of every law that they can be tilted to."""
+
+    @abstractmethod
+    def tilted(self, field: Float[Tensor, "N d"], curvature: Float[Tensor, "N d d"]) -> SiteMoments:
+        """Of the laws e^{field·S + ½ SᵀVS} ρ(dS), V the curvature."""
+
+
+class Listed(SiteLaw):
     """Sites of finitely many states, or of the nodes of a rule: probabilities exp(log_weight) at points."""
 
     points: Float[Tensor, "N K d"]
@@ -49,8 +104,7 @@ class Listed:
         return SiteMoments(score.logsumexp(-1), mean, torch.einsum("nk,nka,nkb->nab", p, deviation, deviation))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Normal:
+class Normal(SiteLaw):
     """Gaussian sites; degenerate covariances are allowed."""
 
     location: Float[Tensor, "N d"]
@@ -66,15 +120,10 @@ class Normal:
         return SiteMoments(level, self.location + move, covariance)
 
 
-register(Listed)
-register(Normal)
-
-
-def law(site: Measure, like: Tensor) -> Listed | Normal:
+def law(site: Measure, like: Tensor) -> SiteLaw:
     """Sites of batch shape (N,) and event shape (d,), of the dtype and on the device of `like`.
 
-    Raises:
-        ValueError: of these sites there are no quadratically tilted laws here, or they have too many states.
+    Raises a ValueError at sites of other kinds than those of the module's docstring, and at too many states.
     """
     if isinstance(site, Gaussian):
         zero = like.new_zeros(site.location.shape)
@@ -88,15 +137,15 @@ def law(site: Measure, like: Tensor) -> Listed | Normal:
             log_weight = log_weight + torch.einsum("nka,na->nk", points, site.eta.to(like))
         return Listed(points, torch.log_softmax(log_weight, -1))
     kind = f"{type(sphere).__name__} in {sphere.dim} dimensions" if isinstance(sphere, Sphere) else type(site).__name__
-    levels = states.count_at(site)
+    levels = count_at(site)
     if levels is None:
         raise ValueError(
             "adaptive TAP needs sites of finitely many states (Spin, Bernoulli, Categorical, Atoms), Gaussian ones, or "
             f"a Sphere in 2 or 3 dimensions, got {kind}"
         )
-    if levels * site.batch_shape[0] > states.MOST:
+    if levels * site.batch_shape[0] > MOST:
         raise ValueError(f"adaptive TAP goes through at most 2^20 states of sites, got {site.batch_shape[0]}·{levels}")
-    return Listed(*states.of_sites(site, like))
+    return Listed(*of_sites(site, like))
 
 
 def too_sharp(site: Measure, field: Float[Tensor, "N d"], curvature: Float[Tensor, "N d d"]) -> float | None:
@@ -119,11 +168,31 @@ def _sphere_rule(dim: int, like: Tensor) -> tuple[Float[Tensor, "K dim"], Float[
     circle = torch.stack([angle.cos(), angle.sin()], -1)
     if dim == 2:
         return circle.to(like), like.new_full((around,), 1 / around)
-    # Golub and Welsch: Gauss–Legendre nodes are eigenvalues of the recurrence's matrix.
-    order = torch.arange(1, count, dtype=torch.float64)
-    beside = order / (4 * order.square() - 1).sqrt()
-    height, vectors = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1))
-    weight = vectors[0].square()
+    height, weight = (torch.from_numpy(each) for each in leggauss(count))
     ring = (1 - height.square()).sqrt()[:, None, None] * circle
     nodes = torch.cat([ring, height[:, None, None].expand(count, around, 1)], -1).reshape(-1, 3)
-    return nodes.to(like), (weight / around).repeat_interleave(around).to(like)
+    return nodes.to(like), (weight / (2 * around)).repeat_interleave(around).to(like)
+
+
+def block_diagonal(blocks: Float[Tensor, "N d d"]) -> Float[Tensor, "Nd Nd"]:
+    """The matrix with these blocks on its diagonal."""
+    number, size, _ = blocks.shape
+    same = torch.eye(number, dtype=blocks.dtype, device=blocks.device)
+    return torch.einsum("ij,iab->iajb", same, blocks).reshape(number * size, number * size)
+
+
+def diagonal_blocks(matrix: Float[Tensor, "Nd Nd"], number: int) -> Float[Tensor, "N d d"]:
+    """The blocks on the diagonal of a matrix."""
+    size = len(matrix) // number
+    return matrix.reshape(number, size, number, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+def as_matrix(coupling: Float[Tensor, "N N d d"]) -> Float[Tensor, "Nd Nd"]:
+    """Blocks laid out as one matrix."""
+    number, _, size, _ = coupling.shape
+    return coupling.transpose(1, 2).reshape(number * size, number * size)
+
+
+def identity_like(matrix: Float[Tensor, "*lead n n"]) -> Float[Tensor, "n n"]:
+    """The unit matrix of this size, dtype and device."""
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)

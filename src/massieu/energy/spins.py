@@ -7,7 +7,6 @@ with fields in the measures ρ_i, which a field tilts: `Spin.create(field)` make
 log Z it stands for, and how its fixed point was found (B13, B14).
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Self
 
@@ -15,17 +14,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import adaptive, matrices, states
-from massieu.energy.magnetisation import Magnetisation, as_matrix, block_diagonal, identity_like
+from massieu.energy import sites
+from massieu.energy.adaptive import MagnetisationResult, adaptive_tap
+from massieu.energy.sites import as_matrix, block_diagonal, identity_like
+from massieu.foundation import matrices
+from massieu.foundation.arguments import check_finite, floating, instance
+from massieu.foundation.transforms import every, unwrapped, values_are_readable
+from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, Spin
-from massieu.measures.base import values_are_readable
-from massieu.measures.value import register
 from massieu.solve import FixedPointResult, fixed_point
-from massieu.solve.arguments import floating, need_device
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SpinModel:
+class SpinModel(Value):
     """Sites and couplings. Use `create`, which checks.
 
     Attributes:
@@ -48,36 +48,29 @@ class SpinModel:
             ValueError: shapes that do not fit; couplings that are not finite, not symmetric, or of a site with itself;
                 Gaussian sites for which Z is infinite.
         """
-        if not isinstance(site, Measure):
-            raise TypeError(f"site must be a measure, got {type(site).__name__}")
+        instance("site", site, Measure, "a measure")
         floating("coupling", coupling)
         if isinstance(site, Spin) and site.batch_shape == ():
             site = Spin(site.field.unsqueeze(-1))
         if len(site.batch_shape) != 1 or len(site.event_shape) != 1:
-            raise ValueError(
-                f"site must have batch shape (N,) and event shape (d,), got {tuple(site.batch_shape)} and "
-                f"{tuple(site.event_shape)}"
-            )
+            shapes = f"{tuple(site.batch_shape)} and {tuple(site.event_shape)}"
+            raise ValueError(f"site must have batch shape (N,) and event shape (d,), got {shapes}")
         number, size = site.batch_shape[0], site.event_shape[0]
-        if tuple(coupling.shape) not in ((number, number), (number, number, size, size)):
-            raise ValueError(
-                f"coupling must have shape {(number, number)} or {(number, number, size, size)}, got "
-                f"{tuple(coupling.shape)}"
-            )
+        fitting, shape = ((number, number), (number, number, size, size)), tuple(coupling.shape)
+        if shape not in fitting:
+            raise ValueError(f"coupling must have shape {fitting[0]} or {fitting[1]}, got {shape}")
         if coupling.ndim == 2:
             coupling = coupling[:, :, None, None] * torch.eye(size, dtype=coupling.dtype, device=coupling.device)
         coupling = coupling.to(site.mean(coupling.new_zeros(number, size)).dtype)
-        if values_are_readable(coupling):
-            _check_coupling(coupling.detach())
-        model = cls(site, coupling)
+        _check_coupling(coupling.detach())
         if isinstance(site, Gaussian) and values_are_readable(coupling):
-            smallest = torch.linalg.eigvalsh(_gaussian_margin(site, coupling.detach())).amin().item()
+            smallest = unwrapped(torch.linalg.eigvalsh(_gaussian_margin(site, coupling.detach()))).amin().item()
             if smallest <= 0:
                 raise ValueError(
                     f"Gaussian sites have a normaliser where I − Σ^½ J Σ^½ is positive definite; its smallest eigenvalue "
                     f"is {smallest:.4g}"
                 )
-        return model
+        return cls(site, coupling)
 
     def interaction(self, state: Float[Tensor, "*items N d"]) -> Float[Tensor, "*items"]:
         """½ Σ_ij S_iᵀ J_ij S_j, nats: minus the energy, the sites' measures apart."""
@@ -90,16 +83,14 @@ class SpinModel:
             TypeError: a state that is not floating-point.
             ValueError: one that is not of shape (*items, N, d).
         """
-        wanted = tuple(self.coupling.shape[1::2])
-        if tuple(floating("state", state).shape[-2:]) != wanted:
-            raise ValueError(f"state must have shape (*items, {wanted[0]}, {wanted[1]}), got {tuple(state.shape)}")
-        need_device("the model", "the state", state, self.coupling)
+        need_batch("SpinModel", "a state", floating("state", state).shape, (), self.coupling.shape[1::2])
+        self._check_device(state=state)
         dtype = torch.promote_types(state.dtype, self.coupling.dtype)
         return torch.einsum("ijab,...jb->...ia", self.coupling.to(dtype), state.to(dtype))
 
     # Exact results.
 
-    def exact(self) -> Magnetisation:
+    def exact(self) -> MagnetisationResult:
         """Means, covariances and log Z by going through all states, or in closed form for Gaussian sites (B14).
 
         Raises:
@@ -107,14 +98,14 @@ class SpinModel:
         """
         if isinstance(self.site, Gaussian):
             return self._exact_gaussian()
-        number, size = self.site.batch_shape[0], self.site.event_shape[0]
-        levels = states.count_at(self.site)
-        if levels is None or levels**number > states.MOST:
+        number = self.site.batch_shape[0]
+        levels = sites.count_at(self.site)
+        if levels is None or levels**number > sites.MOST:
             raise ValueError(
                 f"exact results need at most 2^20 states, or Gaussian sites, got {number} sites of "
                 f"{'infinitely many' if levels is None else levels} states"
             )
-        points, log_weight = states.of_sites(self.site, self.coupling)
+        points, log_weight = sites.of_sites(self.site, self.coupling)
         which = torch.arange(number, device=self.coupling.device)
         index = torch.cartesian_prod(*[torch.arange(levels, device=self.coupling.device)] * number).reshape(-1, number)
         state = points[which, index]
@@ -123,10 +114,9 @@ class SpinModel:
         p = (log_p - log_z).exp()
         mean = torch.einsum("s,sia->ia", p, state)
         deviation = (state - mean).flatten(1)
-        covariance = (p.unsqueeze(-1) * deviation).mT @ deviation
-        return Magnetisation(mean, covariance.reshape(number, size, number, size), log_z, None)
+        return _result(mean, (p.unsqueeze(-1) * deviation).mT @ deviation, log_z)
 
-    def _exact_gaussian(self) -> Magnetisation:
+    def _exact_gaussian(self) -> MagnetisationResult:
         """Through I − ΣJ, which degenerate covariances leave invertible."""
         assert isinstance(self.site, Gaussian)
         location = self.site.location
@@ -134,14 +124,13 @@ class SpinModel:
         system = identity_like(covariance) - covariance @ as_matrix(self.coupling)
         mean = matrices.solve(system, location.flatten().unsqueeze(-1)).reshape(location.shape)
         log_z = 0.5 * (location * self.field(mean)).sum() - 0.5 * matrices.log_determinant(system)
-        response = matrices.solve(system, covariance)
-        return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), log_z, None)
+        return _result(mean, matrices.solve(system, covariance), log_z)
 
     # Approximations.
 
     def mean_field(
         self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
-    ) -> Magnetisation:
+    ) -> MagnetisationResult:
         """m_i = ∇A_i(Σ_j J_ij m_j), each site in the mean field of the others; log Z is a lower bound (B13).
 
         Its error in the means falls as the square of the couplings' strength. Exact means for Gaussian sites (B14).
@@ -159,19 +148,16 @@ class SpinModel:
         level = self._free(found.value) + self.interaction(mean)
         block = block_diagonal(covariance)
         response = matrices.solve(identity_like(block) - block @ as_matrix(self.coupling), block)
-        return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), level, found)
+        return _result(mean, response, level, found)
 
     def tap(
         self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
-    ) -> Magnetisation:
+    ) -> MagnetisationResult:
         """The mean field less each site's own echo: the second order in the couplings (Thouless, Anderson, Palmer; B13).
 
         The field of site i is Σ_j J_ij m_j + ½ C_i⁻¹ ∇ Σ_j tr(J_ij C_j J_ji C_i), C the sites' covariances, which is
         −m_i Σ_j J_ij² (1 − m_j²) for spins and 0 for Gaussian sites (trap 31). Errors fall as the cube of the couplings.
-        Arguments as for `mean_field`.
-
-        Raises:
-            ConvergenceError: as `mean_field`.
+        Arguments and errors are those of `mean_field`.
         """
         found = self._solve(_tap, damping, rtol, max_steps, throw)
         eta = found.value
@@ -181,11 +167,11 @@ class SpinModel:
         # A field adds to eta as the map does: ∂mean/∂field = C (I − ∂map/∂eta)⁻¹.
         jacobian = torch.func.jacrev(lambda eta: eta - _tap(eta, self))(eta).reshape(eta.numel(), -1)
         response = block_diagonal(covariance) @ torch.linalg.inv(jacobian)
-        return Magnetisation(mean, response.reshape(*mean.shape, *mean.shape), level, found)
+        return _result(mean, response, level, found)
 
     def adaptive_tap(
         self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
-    ) -> Magnetisation:
+    ) -> MagnetisationResult:
         """Each site's reaction to itself solved for, not expanded (Opper and Winther 2001; B13).
 
         The law of site i is tilted by Σ_j J_ij m_j − V_i m_i and by ½ SᵀV_iS; Λ_i = V_i + C_i⁻¹, and the V_i are those at
@@ -203,9 +189,7 @@ class SpinModel:
             ConvergenceError: as `mean_field`; also at a saddle, where (Λ − J)⁻¹ is no covariance. With
                 ``throw=False`` the status is then NOT_ATTRACTING and log Z is NaN.
         """
-        return adaptive.adaptive_tap(
-            self.site, self.coupling, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw
-        )
+        return adaptive_tap(self.site, self.coupling, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw)
 
     def _free(self, eta: Tensor) -> Tensor:
         """Σ_i A_i(eta_i) − A_i(0) − eta_i·mean_i: minus the divergence of the sites' laws from their measures.
@@ -228,7 +212,10 @@ class SpinModel:
         )
 
 
-register(SpinModel)
+def _result(
+    mean: Tensor, response: Tensor, level: Tensor, solution: FixedPointResult | None = None
+) -> MagnetisationResult:
+    return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), level, solution)
 
 
 def _mean_field(eta: Tensor, model: SpinModel) -> Tensor:
@@ -260,13 +247,12 @@ def _gaussian_margin(site: Gaussian, coupling: Tensor) -> Tensor:
 
 
 def _check_coupling(coupling: Tensor) -> None:
-    if not bool(coupling.isfinite().all()):
-        raise ValueError("coupling must be finite")
-    own = coupling.diagonal(dim1=0, dim2=1).abs().amax().item()
-    if own > 0:
-        raise ValueError(f"a site must not couple to itself, got a coupling[i, i] of size {own:.4g}")
-    difference = (coupling - coupling.permute(1, 0, 3, 2)).abs().amax().item()
-    if difference > 1e-6 * max(1.0, coupling.abs().amax().item()):
-        raise ValueError(
-            f"coupling[i, j] must be the transpose of coupling[j, i], got a difference of {difference:.4g}"
-        )
+    check_finite(coupling=coupling)
+    own = coupling.diagonal(dim1=0, dim2=1).abs()
+    if not every(own == 0):
+        size = unwrapped(own).amax().item()
+        raise ValueError(f"a site must not couple to itself, got a coupling[i, i] of size {size:.4g}")
+    difference = (coupling - coupling.permute(1, 0, 3, 2)).abs()
+    if not every(difference <= 1e-6 * coupling.abs().amax().clamp_min(1.0)):
+        size = unwrapped(difference).amax().item()
+        raise ValueError(f"coupling[i, j] must be the transpose of coupling[j, i], got a difference of {size:.4g}")

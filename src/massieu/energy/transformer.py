@@ -5,13 +5,22 @@ from typing import Self
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from massieu.energy.base import DescentResult, Energy, check_steps, promoted
-from massieu.energy.contraction import LayerNorm
-from massieu.energy.contraction.base import align, positive
+from massieu.energy.activations import Activation, LayerNorm
+from massieu.energy.base import DescentResult, Energy, promoted
 from massieu.energy.mutual import mutual_attention, mutual_log_partition
-from massieu.solve.arguments import floating, need_device
+from massieu.foundation.arguments import (
+    as_tensor,
+    boolean,
+    check_range,
+    check_shape,
+    expanded,
+    floating,
+    instance,
+    number,
+    whole_number,
+)
+from massieu.foundation.values import align, need_batch, promoted_dtype
 
 _LEAST = 1e-6
 """A smaller curvature is taken for this: what lies above a bound is a bound."""
@@ -35,15 +44,15 @@ class TransformerEnergy(Energy):
     Use `create`. A pure function of its tensors: gradients flow to all of them.
 
     Attributes:
-        key, query: W_K and W_Q, shape (H, Z, d).
+        key_weight, query_weight: W_K and W_Q, shape (H, Z, d).
         memories: ξ, shape (M, d).
         normalisation: ∇L, of one gain and a bias.
         scale: β of each head, shape (H).
         keep: Which tokens there are, shape (*batch, n), or () for all.
     """
 
-    key: Float[Tensor, "H Z d"]
-    query: Float[Tensor, "H Z d"]
+    key_weight: Float[Tensor, "H Z d"]
+    query_weight: Float[Tensor, "H Z d"]
     memories: Float[Tensor, "M d"]
     normalisation: LayerNorm
     scale: Float[Tensor, "H"]
@@ -52,20 +61,20 @@ class TransformerEnergy(Energy):
     @classmethod
     def create(
         cls,
-        key: Float[Tensor, "H Z d"],
-        query: Float[Tensor, "H Z d"],
+        key_weight: Float[Tensor, "H Z d"],
+        query_weight: Float[Tensor, "H Z d"],
         memories: Float[Tensor, "M d"],
         *,
-        normalisation: LayerNorm | None = None,
+        normalisation: Activation | None = None,
         scale: Float[Tensor, "..."] | float | None = None,
         keep: Bool[Tensor, "*batch n"] | None = None,
     ) -> Self:
         """The energy of these weights.
 
         Args:
-            key, query: Of at least one head.
+            key_weight, query_weight: Of at least one head.
             memories: Any number of them, none too.
-            normalisation: By default of gain 1 and bias 0.
+            normalisation: A LayerNorm, by default of gain 1 and bias 0.
             scale: Positive: one number, or one a head; Z^-½ by default.
             keep: True for tokens that are there, False for padding.
 
@@ -73,39 +82,47 @@ class TransformerEnergy(Energy):
             ValueError: shapes that do not fit, or a scale that is not positive and finite.
             TypeError: weights that are not floating-point, a `keep` that is not boolean, another normalisation.
         """
-        _check_weights(key, query, memories)
-        heads, size, width = key.shape
-        dtype = promoted(key).dtype
+        for name, weight in (("key_weight", key_weight), ("query_weight", query_weight), ("memories", memories)):
+            floating(name, weight)
+        if key_weight.ndim != 3 or 0 in key_weight.shape or query_weight.shape != key_weight.shape:
+            shapes = f"{tuple(key_weight.shape)} and {tuple(query_weight.shape)}"
+            raise ValueError(f"key_weight and query_weight must have one shape (H, Z, d) without zeros, got {shapes}")
+        heads, size, width = key_weight.shape
+        check_shape("memories", memories, ("M", width))
+        dtype = promoted_dtype(key_weight)
         if normalisation is None:
-            normalisation = LayerNorm.create(torch.ones((), dtype=dtype, device=key.device))
-        _check_normalisation(normalisation, width)
-        keep = torch.ones((), dtype=torch.bool, device=key.device) if keep is None else _checked_keep(keep)
-        scale = positive("scale", size**-0.5 if scale is None else scale)
-        if tuple(scale.shape) not in ((), (heads,)):
-            raise ValueError(f"scale must be one number or one for each of {heads} heads, got {tuple(scale.shape)}")
-        return cls(key, query, memories, normalisation, scale.to(key.device, dtype).expand(heads), keep)
+            normalisation = LayerNorm.create(torch.ones((), dtype=dtype, device=key_weight.device))
+        normalisation = instance("normalisation", normalisation, LayerNorm, "a LayerNorm")
+        if normalisation.gain.ndim or normalisation.bias.shape[-1] not in (1, width):
+            shapes = f"{tuple(normalisation.gain.shape)} and {tuple(normalisation.bias.shape)}"
+            raise ValueError(f"normalisation must have one gain and a bias of {width} numbers, got shapes {shapes}")
+        if keep is None:
+            keep = torch.ones((), dtype=torch.bool, device=key_weight.device)
+        elif boolean("keep (True keeps a token)", keep).ndim == 0 or keep.shape[-1] == 0:
+            raise ValueError(f"keep must have shape (*batch, n) with at least one token, got {tuple(keep.shape)}")
+        scale = as_tensor("scale", size**-0.5 if scale is None else scale, key_weight, dtype)
+        check_range("scale", scale, above=0)
+        return cls(
+            key_weight, query_weight, memories, normalisation, expanded("scale", scale, (heads,), "the heads"), keep
+        )
 
     def normalise(self, tokens: Float[Tensor, "*lead n d"]) -> Float[Tensor, "*lead n d"]:
-        """g = ∇L(tokens), the state that tokens stand for, at least float32.
-
-        Raises:
-            ValueError, TypeError: as for a call of the energy.
-        """
+        """g = ∇L(tokens), the state that tokens stand for, at least float32."""
         x = self._present(tokens)
         # A large common part, to which a LayerNorm is blind, would leave its rounding in Σ(g − bias).
-        return self.normalisation.mean(x - x.mean(-1, keepdim=True))
+        return self.normalisation(x - x.mean(-1, keepdim=True))
 
     def curvature(self, state: Float[Tensor, "*lead n d"]) -> Float[Tensor, "*lead"]:
         """A bound of ∇²E at every g: 2√(n − 1) Σ_h ‖W_K‖‖W_Q‖, n the tokens kept, spectral norms; whatever the scale.
 
         The memories' part is concave, and so is −β times a variance in the attention's. What is left is, along v,
         −2 Σ_BC p_BC v_Bᵀ W_Kᵀ W_Q v_C; columns of p sum to 1, its rows to at most n − 1, so ‖p‖² ≤ n − 1 (Schur).
-
-        Raises:
-            ValueError, TypeError: as for a call of the energy.
         """
         lead, dtype = self._check(state), self._dtype(state)
-        size = torch.linalg.svdvals(self.key.to(dtype))[..., 0] * torch.linalg.svdvals(self.query.to(dtype))[..., 0]
+        size = (
+            torch.linalg.svdvals(self.key_weight.to(dtype))[..., 0]
+            * torch.linalg.svdvals(self.query_weight.to(dtype))[..., 0]
+        )
         keep = self._kept(state)
         others = torch.full(lead, state.shape[-2], device=state.device) if keep is None else keep.sum(-1)
         return (2 * (others - 1).clamp_min(0).to(dtype).sqrt() * size.sum()).clamp_min(_LEAST)
@@ -116,22 +133,15 @@ class TransformerEnergy(Energy):
         With ℓ = √(d·(var + eps)), r = gain·√d and (g, s) the point of the sphere of radius r in d + 1 dimensions that tokens
         of softening s are mapped to, (x⁺ − x)·(g⁺ − g) = (ℓ⁺ + ℓ)/(2r)·‖(g⁺, s⁺) − (g, s)‖². So E falls by at least
         Σ_B ((ℓ⁺ + ℓ)/(2r·step_size) − ½·curvature)‖g_B⁺ − g_B‖²: for any step size of at most (ℓ⁺ + ℓ)/(r·curvature).
-
-        Raises:
-            ValueError, TypeError: as for a call of the energy.
         """
         x = self._present(tokens)
-        spread = (x.var(-1, correction=0) + self.normalisation.eps.to(x)).sqrt()
+        spread = (x.var(-1, correction=0) + self.normalisation.eps).sqrt()
         return spread / (self.normalisation.gain.to(x) * self.curvature(tokens).unsqueeze(-1))
 
     def move(
         self, tokens: Float[Tensor, "*lead n d"], step_size: Float[Tensor, "..."] | float | None = None
     ) -> Float[Tensor, "*lead n d"]:
-        """x − step_size·∂E/∂g at g = ∇L(x): one step of `flow`.
-
-        Raises:
-            ValueError, TypeError: as `flow`.
-        """
+        """x − step_size·∂E/∂g at g = ∇L(x): one step of `flow`."""
         return self._moved(tokens, step_size)[0]
 
     def flow(
@@ -150,10 +160,10 @@ class TransformerEnergy(Energy):
                 each step.
 
         Raises:
-            ValueError: tokens of another shape, a negative number of steps, a step size that is negative or of another shape.
-            TypeError: tokens or a step size that are not floating-point.
+            ValueError: a negative number of steps, a step size that is negative or of another shape.
+            TypeError: a step size that is not floating-point.
         """
-        check_steps(steps)
+        whole_number("steps", steps, least=0)
         self._check(tokens)
         states, energies = [tokens.to(self._dtype(tokens))], []
         for _ in range(steps):
@@ -207,8 +217,8 @@ class TransformerEnergy(Energy):
         query, key = energy._heads(g)
         found = mutual_attention(query, key, energy.scale, keep)
         hidden = energy._hidden(g)
-        force = torch.einsum("bhnz,hzd->bnd", found.of_keys, energy.query)
-        force = force + torch.einsum("bhnz,hzd->bnd", found.of_queries, energy.key) + hidden @ energy.memories
+        force = torch.einsum("bhnz,hzd->bnd", found.of_keys, energy.query_weight)
+        force = force + torch.einsum("bhnz,hzd->bnd", found.of_queries, energy.key_weight) + hidden @ energy.memories
         if keep is not None:
             force = torch.where(keep.unsqueeze(-1), force, 0.0)
         value = energy._of_parts(found.log_partition, hidden)
@@ -220,7 +230,7 @@ class TransformerEnergy(Energy):
 
     def _heads(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, (B, H, n, Z)."""
-        return torch.einsum("bnd,hzd->bhnz", g, self.query), torch.einsum("bnd,hzd->bhnz", g, self.key)
+        return torch.einsum("bnd,hzd->bhnz", g, self.query_weight), torch.einsum("bnd,hzd->bhnz", g, self.key_weight)
 
     def _hidden(self, g: Tensor) -> Tensor:
         return torch.relu(g @ self.memories.mT)
@@ -231,8 +241,7 @@ class TransformerEnergy(Energy):
         """The energy and the state in one dtype, the state and what is kept with one batch dimension, padding 0."""
         g = self._present(state)
         keep = self._kept(state)
-        energy = pytree.tree_map(lambda leaf: leaf.to(g.dtype) if leaf.is_floating_point() else leaf, self)
-        return energy, g.reshape(-1, *g.shape[-2:]), None if keep is None else keep.reshape(-1, g.shape[-2])
+        return self.to(g.dtype), g.reshape(-1, *g.shape[-2:]), None if keep is None else keep.reshape(-1, g.shape[-2])
 
     def _present(self, state: Tensor) -> Tensor:
         """The state with zeros for padding, which may hold anything, NaN too."""
@@ -250,65 +259,22 @@ class TransformerEnergy(Energy):
         return (outside if keep is None else outside & keep).any(-1)
 
     def _dtype(self, state: Tensor) -> torch.dtype:
-        dtype = promoted(state).dtype
-        for leaf in (self.key, self.query, self.memories, self.scale):
-            dtype = torch.promote_types(dtype, leaf.dtype)
-        return dtype
+        # The normalisation's own numbers have no say.
+        return promoted_dtype(state, self.key_weight, self.query_weight, self.memories, self.scale)
 
     def _check(self, state: Tensor) -> tuple[int, ...]:
         """The dimensions before the tokens'."""
-        need_device("TransformerEnergy", "the tokens", floating("tokens", state), self.key)
-        batch, padded = tuple(self.keep.shape[:-1]), self.keep.ndim > 0
-        count = self.keep.shape[-1] if padded else "n"
-        shape, width = tuple(state.shape), self.key.shape[-1]
-        fits = len(shape) >= len(batch) + 2 and shape[: len(batch)] == batch and shape[-1] == width and shape[-2] > 0
-        if not fits or (padded and shape[-2] != count):
-            raise ValueError(
-                f"TransformerEnergy needs tokens of shape {batch} + (*queries, {count}, {width}), got {shape}"
-            )
-        return shape[:-2]
+        self._check_device(tokens=floating("tokens", state))
+        batch, count = self.keep.shape[:-1], self.keep.shape[-1] if self.keep.ndim else "n"
+        need_batch("TransformerEnergy", "tokens", state.shape, batch, (count, self.key_weight.shape[-1]))
+        if state.shape[-2] == 0:
+            raise ValueError(f"TransformerEnergy needs at least one token, got shape {tuple(state.shape)}")
+        return tuple(state.shape[:-2])
 
 
 def _step_size(step_size: Tensor | float, force: Tensor) -> Tensor:
     """A given step size, as a tensor that broadcasts to one for each token."""
-    if not isinstance(step_size, Tensor | int | float) or isinstance(step_size, bool):
-        raise TypeError(f"step_size must be a number or a tensor, got {type(step_size).__name__}")
-    if not isinstance(step_size, Tensor):
-        if not 0 <= step_size < float("inf"):
-            raise ValueError(f"step_size must be finite and at least 0, got {step_size}")
-        return force.new_full((), step_size)
-    wanted, shape = tuple(force.shape[:-1]), tuple(step_size.shape)
-    padded = (1,) * (len(wanted) - len(shape)) + shape
-    if len(shape) > len(wanted) or any(own not in (1, size) for own, size in zip(padded, wanted, strict=True)):
-        raise ValueError(f"step_size must broadcast to one for each token, {wanted}, got {shape}")
-    return step_size.to(force)
-
-
-def _check_weights(key: Tensor, query: Tensor, memories: Tensor) -> None:
-    for name, weight in (("key", key), ("query", query), ("memories", memories)):
-        floating(name, weight)
-    if key.ndim != 3 or 0 in key.shape or query.shape != key.shape:
-        raise ValueError(
-            f"key and query must have one shape (H, Z, d) without zeros, got {tuple(key.shape)} and {tuple(query.shape)}"
-        )
-    if memories.ndim != 2 or memories.shape[-1] != key.shape[-1]:
-        raise ValueError(f"memories must have shape (M, {key.shape[-1]}), got {tuple(memories.shape)}")
-
-
-def _check_normalisation(normalisation: LayerNorm, width: int) -> None:
-    if not isinstance(normalisation, LayerNorm):
-        raise TypeError(f"normalisation must be a LayerNorm, got {type(normalisation).__name__}")
-    if normalisation.gain.ndim or normalisation.bias.shape[-1] not in (1, width):
-        raise ValueError(
-            f"normalisation must have one gain and a bias of {width} numbers, got shapes "
-            f"{tuple(normalisation.gain.shape)} and {tuple(normalisation.bias.shape)}"
-        )
-
-
-def _checked_keep(keep: Tensor) -> Tensor:
-    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        kind = f"a tensor of {keep.dtype}" if isinstance(keep, Tensor) else type(keep).__name__
-        raise TypeError(f"keep must be a boolean tensor (True keeps a token), got {kind}")
-    if keep.ndim == 0 or keep.shape[-1] == 0:
-        raise ValueError(f"keep must have shape (*batch, n) with at least one token, got {tuple(keep.shape)}")
-    return keep
+    if isinstance(step_size, Tensor):
+        given = floating("step_size", step_size).to(force)
+        return expanded("step_size", given, force.shape[:-1], "one for each token,")
+    return force.new_full((), number("step_size", step_size, least=0))

@@ -4,17 +4,17 @@
 """
 
 import math
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy.base import DescentResult, Energy, Potential, promoted, static_field
-from massieu.energy.contraction import Contraction, Identity
+from massieu.energy.activations import Activation, Identity, MeasureActivation
+from massieu.energy.base import DescentResult, Energy, Potential, promoted, times
+from massieu.foundation.arguments import check_finite, choice, floating, number, whole_number
+from massieu.foundation.values import need_batch, static_field
 from massieu.measures import Atoms
-from massieu.measures.value import values_are_readable
-from massieu.solve.arguments import floating, real
 
 Method = Literal["split", "runge_kutta"]
 
@@ -30,13 +30,13 @@ class TwoLayer(Energy):
 
     Attributes:
         coupling: W, shape (*batch, n_v, n_h).
-        visible, hidden: L_v and L_h.
+        visible, hidden: The activations ∇L_v and ∇L_h.
         visible_time, hidden_time: τ_v and τ_h.
     """
 
     coupling: Float[Tensor, "*batch n_v n_h"]
-    visible: Any
-    hidden: Any
+    visible: Activation
+    hidden: Activation
     visible_time: float = static_field()
     hidden_time: float = static_field()
 
@@ -45,8 +45,8 @@ class TwoLayer(Energy):
         cls,
         coupling: Float[Tensor, "*batch n_v n_h"],
         *,
-        visible: Potential | Contraction | None = None,
-        hidden: Potential | Contraction | None = None,
+        visible: Activation | Potential | None = None,
+        hidden: Activation | Potential | None = None,
         visible_time: float = 1.0,
         hidden_time: float = 1.0,
     ) -> Self:
@@ -54,30 +54,25 @@ class TwoLayer(Energy):
 
         Args:
             coupling: W; its columns are the memories of the hidden units.
-            visible: L_v, any convex function of v; ½‖v‖² by default.
-            hidden: L_h, any convex function of h; log Σ exp by default.
+            visible: g_v, an activation, a measure or another potential; the identity, of L_v = ½‖v‖², by default.
+            hidden: g_h, likewise; the softmax, of L_h = log Σ exp, by default.
             visible_time, hidden_time: Positive.
 
         Raises:
             ValueError: the coupling is no matrix or not finite, or a time is not positive.
-            TypeError: the coupling is not floating-point, or a Lagrangian is no potential.
+            TypeError: the coupling is not floating-point, or a layer is given no activation.
         """
         if floating("coupling", coupling).ndim < 2 or 0 in coupling.shape[-2:]:
             raise ValueError(f"coupling must have shape (*batch, n_v, n_h), got {tuple(coupling.shape)}")
-        if values_are_readable(coupling) and not bool(coupling.isfinite().all()):
-            raise ValueError("coupling must be finite")
-        for name, time in {"visible_time": visible_time, "hidden_time": hidden_time}.items():
-            if not 0 < real(name, time) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {time}")
-        for name, lagrangian in {"visible": visible, "hidden": hidden}.items():
-            if lagrangian is not None and not (hasattr(lagrangian, "log_partition") and hasattr(lagrangian, "mean")):
-                raise TypeError(f"{name} must be a potential, got {type(lagrangian).__name__}")
+        check_finite(coupling=coupling)
+        number("visible_time", visible_time, above=0)
+        number("hidden_time", hidden_time, above=0)
         coupling = promoted(coupling)
         units = torch.eye(coupling.shape[-1], dtype=coupling.dtype, device=coupling.device)
         return cls(
             coupling,
-            Identity() if visible is None else visible,
-            Atoms.create(units) if hidden is None else hidden,
+            Identity() if visible is None else MeasureActivation.of("visible", visible),
+            MeasureActivation.of("hidden", Atoms.create(units) if hidden is None else hidden),
             float(visible_time),
             float(hidden_time),
         )
@@ -88,26 +83,18 @@ class TwoLayer(Energy):
         """The state (v, h); with h = Wᵀg_v, its limit, where it is not given."""
         batch, sizes = self.coupling.shape[:-2], self.coupling.shape[-2:]
         for name, layer, size in (("visible", visible, sizes[0]), ("hidden", hidden, sizes[1])):
-            if layer is not None and (floating(name, layer).ndim <= len(batch) or layer.shape[-1] != size):
-                raise ValueError(
-                    f"{name} must have shape {tuple(batch)} + queries + ({size},), got {tuple(layer.shape)}"
-                )
+            if layer is not None:
+                need_batch("TwoLayer", name, floating(name, layer).shape, batch, (size,))
         if hidden is None:
-            hidden = self._drive(self.visible.mean(visible), upwards=True)
+            hidden = self._drive(self.visible(visible), upwards=True)
         return torch.cat([visible, hidden], -1)
 
     def split(
         self, state: Float[Tensor, "*batch_query n"]
     ) -> tuple[Float[Tensor, "*batch_query n_v"], Float[Tensor, "*batch_query n_h"]]:
-        """v and h of a state.
-
-        Raises:
-            ValueError: the state has not the shape ``(*batch, *query, n_v + n_h)``.
-        """
-        batch, sizes = tuple(self.coupling.shape[:-2]), self.coupling.shape[-2:]
-        shape = tuple(self._given(state).shape)
-        if len(shape) <= len(batch) or shape[: len(batch)] != batch or shape[-1] != sum(sizes):
-            raise ValueError(f"state must have shape {batch} + queries + ({sum(sizes)},), got {shape}")
+        """v and h of a state."""
+        sizes = self.coupling.shape[-2:]
+        need_batch("TwoLayer", "a state", self._given(state).shape, self.coupling.shape[:-2], (sum(sizes),))
         visible, hidden = promoted(state).split(tuple(sizes), -1)
         return visible, hidden
 
@@ -117,9 +104,7 @@ class TwoLayer(Energy):
         """The path of the dynamics over `duration`, in equal steps, the start included.
 
         Args:
-            state: (v, h) at the start.
             duration: How long, in the unit of the times τ.
-            steps: How many steps.
             method: "split" moves one layer while the other stands still, v for half of the step, h, then v again, each along
                 its exact exponential: second order, and ℰ never rises, however long the step. "runge_kutta" is the
                 classical method: fourth order; ℰ may rise by O(dt⁵) in a step, and for dt > 2.8 τ the path may diverge.
@@ -127,12 +112,9 @@ class TwoLayer(Energy):
         Raises:
             ValueError: the duration is negative or not finite, `steps` is not at least 1, or there is no such method.
         """
-        if not 0 <= real("duration", duration) < math.inf:
-            raise ValueError(f"duration must be finite and at least 0, got {duration}")
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be a whole number, at least 1, got {steps!r}")
-        if method not in ("split", "runge_kutta"):
-            raise ValueError(f"method must be 'split' or 'runge_kutta', got {method!r}")
+        number("duration", duration, least=0)
+        whole_number("steps", steps, least=1)
+        choice("method", method, "split", "runge_kutta")
         advance = self._advance_split if method == "split" else self._advance_runge_kutta
         self.split(state)
         states = [promoted(state)]
@@ -146,33 +128,31 @@ class TwoLayer(Energy):
 
     def _energy(self, state: Tensor) -> Tensor:
         visible, hidden = self.split(state)
-        active_v, active_h = self.visible.mean(visible), self.hidden.mean(hidden)
+        active_v, active_h = self.visible(visible), self.hidden(hidden)
         own = _conjugate(self.visible, visible, active_v) + _conjugate(self.hidden, hidden, active_h)
         return own - (active_v * self._drive(active_h, upwards=False)).sum(-1)
 
     def _step(self, state: Tensor) -> Tensor:
         visible, _ = self.split(state)
-        hidden = self._drive(self.visible.mean(visible), upwards=True)
-        return self.join(self._drive(self.hidden.mean(hidden), upwards=False), hidden)
+        hidden = self._drive(self.visible(visible), upwards=True)
+        return self.join(self._drive(self.hidden(hidden), upwards=False), hidden)
 
     def _drive(self, activation: Tensor, upwards: bool) -> Tensor:
         """Wᵀg_v or W g_h."""
         matrix = self.coupling.to(torch.promote_types(self.coupling.dtype, activation.dtype))
-        flat = activation.to(matrix.dtype).reshape(*matrix.shape[:-2], -1, activation.shape[-1])
-        driven = flat @ (matrix if upwards else matrix.mT)
-        return driven.reshape(*activation.shape[:-1], driven.shape[-1])
+        return times(activation.to(matrix.dtype), matrix if upwards else matrix.mT)
 
     def _velocity(self, state: Tensor) -> Tensor:
         visible, hidden = self.split(state)
-        v = (self._drive(self.hidden.mean(hidden), upwards=False) - visible) / self.visible_time
-        h = (self._drive(self.visible.mean(visible), upwards=True) - hidden) / self.hidden_time
+        v = (self._drive(self.hidden(hidden), upwards=False) - visible) / self.visible_time
+        h = (self._drive(self.visible(visible), upwards=True) - hidden) / self.hidden_time
         return torch.cat([v, h], -1)
 
     def _advance_split(self, state: Tensor, time: float) -> Tensor:
         visible, hidden = self.split(state)
-        visible = self._relax(visible, self._drive(self.hidden.mean(hidden), False), 0.5 * time / self.visible_time)
-        hidden = self._relax(hidden, self._drive(self.visible.mean(visible), True), time / self.hidden_time)
-        visible = self._relax(visible, self._drive(self.hidden.mean(hidden), False), 0.5 * time / self.visible_time)
+        visible = self._relax(visible, self._drive(self.hidden(hidden), False), 0.5 * time / self.visible_time)
+        hidden = self._relax(hidden, self._drive(self.visible(visible), True), time / self.hidden_time)
+        visible = self._relax(visible, self._drive(self.hidden(hidden), False), 0.5 * time / self.visible_time)
         return self.join(visible, hidden)
 
     @staticmethod
@@ -188,6 +168,6 @@ class TwoLayer(Energy):
         return state + time / 6 * (first + 2 * second + 2 * third + fourth)
 
 
-def _conjugate(lagrangian: Potential, at: Tensor, activation: Tensor) -> Tensor:
+def _conjugate(activation: Activation, at: Tensor, active: Tensor) -> Tensor:
     """L*(g) = x·g − L(x), at g = ∇L(x)."""
-    return (at * activation).sum(-1) - lagrangian.log_partition(at)
+    return (at * active).sum(-1) - activation.lagrangian(at)

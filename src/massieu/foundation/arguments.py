@@ -111,6 +111,29 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype | None 
     return torch.tensor(float(value), dtype=dtype, device=like.device)  # pyright: ignore[reportArgumentType]
 
 
+def positive(name: str, value: object) -> Tensor:
+    """A positive number or floating-point tensor as a tensor; a number is held in float64, for what it meets to convert.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is not positive and finite.
+    """
+    if not isinstance(value, Tensor) and not _is_number(value):
+        raise TypeError(f"{name} must be a number or a floating-point tensor, got {described(value)}")
+    given = floating(name, value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)  # pyright: ignore[reportArgumentType]
+    check_range(name, given, above=0)
+    return given
+
+
+def expanded(name: str, value: Tensor, shape: Sequence[int], whose: str = "the batch") -> Tensor:
+    """The tensor, expanded to a shape that it broadcasts to; a ValueError if it does not, as of more dimensions."""
+    own, wanted = tuple(value.shape), tuple(shape)
+    paired = zip(reversed(own), reversed(wanted), strict=False)
+    if len(own) > len(wanted) or any(size not in (1, room) for size, room in paired):
+        raise ValueError(f"{name} of shape {own} does not broadcast to {whose} {wanted}")
+    return value.expand(wanted)
+
+
 def check_dense(name: str, value: Tensor) -> None:
     """Raise a TypeError at sparse and nested tensors. Compiled code may not ask, and is not asked."""
     if not _is_dense(value):

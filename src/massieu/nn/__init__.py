@@ -8,26 +8,17 @@
 - `EnergyTransformer` walks down one energy of all tokens, `EnergyTransformerStack` down several;
 - `SigmaReparametrization` bounds a weight's spectral norm;
 - `SpinAttention` moves tokens as spins that attention couples;
-- `Scalar`, `Whitening`, `Spin`, `SphereProjection`, `SoftSphere`, `RMSNorm`, `LayerNorm` are contractions;
+- `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
 - `RestrictedBoltzmannMachine` has any units.
 
 Constructors raise a TypeError or ValueError for an argument of a wrong kind or out of its range, calls for inputs and masks
 that do not fit the module or each other. With `throw`, a call whose iteration does not end raises a ConvergenceError.
 """
 
+from massieu.nn.activation import Activation
 from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.conditional_mean import ConditionalMeanAttention
-from massieu.nn.contraction import (
-    Contraction,
-    LayerNorm,
-    RMSNorm,
-    Scalar,
-    SoftSphere,
-    SphereProjection,
-    Spin,
-    Whitening,
-)
 from massieu.nn.energy_transformer import EnergyTransformer, EnergyTransformerStack
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitAttention
@@ -38,28 +29,21 @@ from massieu.nn.spin import SpinAttention
 from massieu.nn.tap import TAPAttention
 
 __all__ = [
+    "Activation",
     "Attention",
     "ConditionalMeanAttention",
-    "Contraction",
     "EnergyTransformer",
     "EnergyTransformerStack",
     "Hopfield",
     "HopfieldLayer",
     "HopfieldPooling",
     "ImplicitAttention",
-    "LayerNorm",
     "NormalizedAttention",
-    "RMSNorm",
     "RestrictedBoltzmannMachine",
-    "Scalar",
     "SigmaReparametrization",
-    "SoftSphere",
     "SparseAttention",
-    "SphereProjection",
-    "Spin",
     "SpinAttention",
     "TAPAttention",
-    "Whitening",
 ]
 
 

@@ -8,9 +8,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from massieu import energy
+from massieu.energy.activations import LayerNorm
 from massieu.foundation.arguments import boolean, check_one_device, floating, number, whole_number
 from massieu.foundation.transforms import without_autocast
-from massieu.nn.contraction import LayerNorm
+from massieu.nn.activation import Activation
 from massieu.nn.modules import Number, check_heads, register_number
 
 _Tokens = Float[Tensor, "*lead n embed_dim"]
@@ -68,7 +69,7 @@ class EnergyTransformer(nn.Module):
         self.key_weight = nn.Parameter(spread * torch.randn(num_heads, hidden_size, embed_dim))
         self.query_weight = nn.Parameter(spread * torch.randn(num_heads, hidden_size, embed_dim))
         self.memories = nn.Parameter(spread * torch.randn(quantity, embed_dim))
-        self.normalisation = LayerNorm(embed_dim, eps=eps)
+        self.normalisation = Activation(LayerNorm.create(1.0, torch.zeros(embed_dim), eps=eps))
 
     def energy(self, key_padding_mask: Bool[Tensor, "*lead n"] | None = None) -> energy.TransformerEnergy:
         """The energy at the current parameters: no training needed to call it. True in the mask hides a token."""
@@ -76,7 +77,7 @@ class EnergyTransformer(nn.Module):
             self.key_weight,
             self.query_weight,
             self.memories,
-            normalisation=self.normalisation.map(),
+            normalisation=self.normalisation.activation(),
             scale=self.scale,
             keep=None
             if key_padding_mask is None

@@ -9,12 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
-from massieu.energy import contraction as maps
 from massieu.foundation.arguments import check_shape, floating, number, whole_number
 from massieu.foundation.transforms import without_autocast
-from massieu.measures import Atoms
+from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
-from massieu.nn.contraction import Contraction
+from massieu.nn.activation import Activation, as_module
 from massieu.nn.heads import Mask, added, attention_weights, log_weight_of, merge_heads, split_heads
 from massieu.nn.modules import Iterating, Number, check_input, register_number
 from massieu.solve import fixed_point
@@ -60,7 +59,7 @@ class Hopfield(Iterating, nn.Module):
         steps: int | None = 1,
         scale: Number = None,
         sink: Number = None,
-        contraction: Contraction | None = None,
+        activation: Activation | energy.activations.Activation | Measure | None = None,
         dropout: float = 0.0,
         batch_first: bool = True,
         max_steps: int = 1000,
@@ -78,7 +77,8 @@ class Hopfield(Iterating, nn.Module):
             steps: Passes over the patterns; None: until retrieval has converged.
             scale: Inverse temperature; hidden_size^-½ by default. A number, a tensor or a Parameter, one or one a head.
             sink: Log-weight of a null pattern, 0 with value 0, of the same kinds.
-            contraction: What follows every pass but the last: the energy's reference, ½‖x‖² by default.
+            activation: What follows every pass but the last: the energy's reference, the identity by default. An
+                `nn.Activation`, or what it is made of.
             dropout: Of the weights of the last pass, in training; takes memory L×N.
             max_steps: For `steps=None`, when to give up: the last state is used; `convergence` tells of each.
             throw: Raise instead.
@@ -111,7 +111,7 @@ class Hopfield(Iterating, nn.Module):
                 raise ValueError("input_size is needed to make the module `output`; or give that module")
             output = _linear(num_heads * size, output_size or input_size)
         self.output = output
-        self.contraction = contraction
+        self.activation = as_module(activation)
         register_number(self, "scale", scale, num_heads)
         register_number(self, "sink", sink, num_heads)
         self.num_heads, self.steps, self.dropout, self.batch_first = num_heads, steps, dropout, batch_first
@@ -173,7 +173,7 @@ class Hopfield(Iterating, nn.Module):
             keys = F.pad(keys, (0, 0, 0, 1))
             log_weight = torch.cat([log_weight, sink.expand(*log_weight.shape[:2], 1)], -1)
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
-        reference = None if self.contraction is None else self.contraction.map()
+        reference = None if self.activation is None else self.activation.activation()
         return energy.HopfieldEnergy.create(Atoms.create(keys, log_weight), scale=scale, reference=reference)
 
     def query(self, state: Patterns) -> Float[Tensor, "B H L D"]:
@@ -221,11 +221,11 @@ class Hopfield(Iterating, nn.Module):
 
     def _descended(self, query: Tensor, key: Tensor, log_weight: Mask | None) -> Tensor:
         """The state before the last pass."""
-        contraction = None if self.contraction is None else self.contraction.map()
+        activation = None if self.activation is None else self.activation.activation()
         options = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
         if self.steps is not None:
-            return descend(query, key, self.steps - 1, contraction, **options)
-        found = settle(query, key, contraction, self.max_steps, self.throw, **options)
+            return descend(query, key, self.steps - 1, activation, **options)
+        found = settle(query, key, activation, self.max_steps, self.throw, **options)
         self._keep(found.status, found.residual)
         return found.value.to(query.dtype)
 
@@ -332,21 +332,21 @@ def descend(
     state: Float[Tensor, "B H L D"],
     key: Float[Tensor, "B H N D"],
     steps: int,
-    contraction: maps.Contraction | None,
+    activation: energy.activations.Activation | None,
     **options: Any,
 ) -> Float[Tensor, "B H L D"]:
-    """The state after so many steps x ↦ ∇R(Σ p_n key_n). Its backward pass keeps states, not weights: memory steps·(L + N)."""
+    """The state after so many steps x ↦ ∇L(Σ p_n key_n). Its backward pass keeps states, not weights: memory steps·(L + N)."""
     for _ in range(steps):
         state = ops.attention(state, key, key, **options).output.contiguous()
-        if contraction is not None:
-            state = contraction.mean(state).to(state.dtype)
+        if activation is not None:
+            state = activation(state).to(state.dtype)
     return state
 
 
 def settle(
     state: Float[Tensor, "B H L D"],
     key: Float[Tensor, "B H N D"],
-    contraction: maps.Contraction | None,
+    activation: energy.activations.Activation | None,
     max_steps: int,
     throw: bool,
     **options: Any,
@@ -359,9 +359,11 @@ def settle(
     hidden = given.get("log_weight")
     if hidden is not None and hidden.dtype == torch.bool:
         given["log_weight"] = added(hidden, state.new_zeros((), dtype=torch.promote_types(state.dtype, torch.float32)))
-    behind = () if contraction is None else (contraction,)
+    behind = () if activation is None else (activation,)
 
-    def step(point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[maps.Contraction, ...]) -> Tensor:
+    def step(
+        point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[energy.activations.Activation, ...]
+    ) -> Tensor:
         return descend(point, key, 1, behind[0] if behind else None, **options)
 
     with without_autocast(state.device):
@@ -371,7 +373,7 @@ def settle(
             (key, given, behind),
             method="picard",
             max_steps=max_steps,
-            # β times a covariance is symmetric; a contraction after it is not.
+            # β times a covariance is symmetric; an activation after it is not.
             linear_solver="auto" if behind else "cg",
             throw=throw,
             lost_derivative="nan" if throw else "zero",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu import ops
-from massieu.energy.contraction import Identity
+from massieu.energy.activations import Identity
 from massieu.measures import Atoms, Gaussian, Measure, MissingFormError
 from massieu.measures.value import static_field
 from massieu.ops import sharded
@@ -60,7 +60,7 @@ class AttentionLayer(Value):
         bias: Shape (d).
         scale: Inverse temperature of each head, shape (H).
         step_size: Shape ().
-        normalisation: Before attention (pre-norm): a `massieu.energy.contraction.Contraction`, or an operator.
+        normalisation: Before attention (pre-norm): a `massieu.energy.activations.Activation`, or an operator.
         contraction: After the step (post-norm): the same.
         population: `Moving()`, or the frozen one, behind the normalisation.
         residual: Whether x_i itself is in the sum.

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu import ops, solve
-from massieu.energy import matrices
+from massieu.foundation import matrices
 from massieu.measures import Gaussian
 from massieu.measures.value import values_are_readable
 from massieu.population.arguments import (

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy.contraction import Identity
+from massieu.energy.activations import Identity
 from massieu.measures import Gaussian
 from massieu.population.operator import AffineMap, Map, ParticleMoments, apply, apply_to_law, need_law, need_map, pushed
 from massieu.population.reading import check_cloud
@@ -23,7 +23,7 @@ class Head:
         scale: Inverse temperature of the scores.
         step_size: A number.
         residual: Whether x_i itself is in the sum; without it tokens are replaced.
-        contraction: Of the moved tokens: a `massieu.energy.contraction.Contraction`, or an operator.
+        contraction: Of the moved tokens: a `massieu.energy.activations.Activation`, or an operator.
     """
 
     query: Float[Tensor, "k d"] | None = None

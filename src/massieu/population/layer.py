@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy.contraction import Contraction, Identity
+from massieu.energy.activations import Activation, Identity
 from massieu.measures import Gaussian, MissingFormError
 from massieu.measures.value import static_field
 from massieu.ops.sharded.keys import Processes
@@ -29,35 +29,35 @@ from massieu.population.operator import (
 
 
 class Normalisation(Value):
-    """x ↦ gain ⊙ ∇R(x) + bias: a contraction, then a gain and a bias for each coordinate, as models' norms have them.
+    """x ↦ gain ⊙ ∇L(x) + bias: an activation, then a gain and a bias for each coordinate, as models' norms have them.
 
-    With gains that differ it is no gradient, and so no `Contraction`. Use `create`.
+    With gains that differ it is no gradient, and so no `Activation`. Use `create`.
 
     Attributes:
-        contraction: ∇R.
+        activation: ∇L.
         gain, bias: Shape (d).
     """
 
-    contraction: Contraction
+    activation: Activation
     gain: Float[Tensor, "d"]
     bias: Float[Tensor, "d"]
 
     @classmethod
-    def create(cls, contraction: Contraction, gain: Float[Tensor, "d"], bias: Float[Tensor, "d"] | None = None) -> Self:
+    def create(cls, activation: Activation, gain: Float[Tensor, "d"], bias: Float[Tensor, "d"] | None = None) -> Self:
         """Of no bias by default.
 
         Raises:
             ValueError: gain and bias are not vectors of one length.
-            TypeError: another kind of contraction.
+            TypeError: something else than an activation.
         """
-        if not isinstance(contraction, Contraction):
-            raise TypeError(f"contraction must be a Contraction, got {type(contraction).__name__}")
+        if not isinstance(activation, Activation):
+            raise TypeError(f"activation must be an Activation, got {type(activation).__name__}")
         bias = torch.zeros_like(gain) if bias is None else bias
         if gain.ndim != 1 or bias.shape != gain.shape:
             raise ValueError(
                 f"gain and bias must be vectors of one length, got {tuple(gain.shape)} and {tuple(bias.shape)}"
             )
-        return cls(contraction, gain, bias)
+        return cls(activation, gain, bias)
 
     def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The particles after it, at least float32.
@@ -66,7 +66,7 @@ class Normalisation(Value):
             ValueError, TypeError: another shape, or not floating-point.
         """
         x = admit(self, particles, len(self.gain), self.gain.dtype)
-        return self.gain.to(x.dtype) * self.contraction.mean(x) + self.bias.to(x.dtype)
+        return self.gain.to(x.dtype) * self.activation(x) + self.bias.to(x.dtype)
 
     def sharded(
         self, particles: Float[Tensor, "*batch n d"], *, group: Processes = None
@@ -78,9 +78,9 @@ class Normalisation(Value):
         """As an affine map, for a law of that batch.
 
         Raises:
-            MissingFormError: the contraction is not affine.
+            MissingFormError: the activation is not affine.
         """
-        matrix, offset = affine_of(self.contraction, law)
+        matrix, offset = affine_of(self.activation, law)
         gain, bias = self.gain.to(matrix.dtype), self.bias.to(matrix.dtype)
         return AffineMap(gain.unsqueeze(-1) * matrix, gain * offset + bias)
 
@@ -88,7 +88,7 @@ class Normalisation(Value):
         """The law after it.
 
         Raises:
-            MissingFormError: the contraction is not affine.
+            MissingFormError: the activation is not affine.
             ValueError, TypeError: a law in another number of dimensions, or another measure.
         """
         before = need_law(self, law, len(self.gain), self.gain.dtype)

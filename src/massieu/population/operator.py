@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from massieu.energy.contraction import Contraction
+from massieu.energy.activations import Activation
 from massieu.measures import Gaussian, MissingFormError
 from massieu.measures.value import register, static_field
 from massieu.ops.sharded.agreement import Call, need_values, together
@@ -33,7 +33,7 @@ class Operator(Protocol):
         ...
 
 
-Map = Contraction | Operator
+Map = Activation | Operator
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field,))
@@ -79,7 +79,7 @@ def affine_of(any_map: Map, law: ParticleMoments) -> AffineMap:
     Raises:
         MissingFormError: it is not affine.
     """
-    if isinstance(any_map, Contraction):
+    if isinstance(any_map, Activation):
         if not any_map.quadratic:
             raise MissingFormError(
                 f"{type(any_map).__name__} is not affine: a Gaussian law does not stay Gaussian under it; "
@@ -88,7 +88,7 @@ def affine_of(any_map: Map, law: ParticleMoments) -> AffineMap:
         batch, size = law.mean.shape[:-1], law.mean.shape[-1]
         basis = torch.eye(size, dtype=law.mean.dtype, device=law.mean.device)
         points = torch.cat([basis.new_zeros(1, size), basis]).expand(*batch, size + 1, size)
-        images = any_map.mean(points).to(basis.dtype)
+        images = any_map(points).to(basis.dtype)
         return AffineMap((images[..., 1:, :] - images[..., :1, :]).mT, images[..., 0, :])
     found: Any = getattr(any_map, "affine", None)
     if found is None:
@@ -99,17 +99,17 @@ def affine_of(any_map: Map, law: ParticleMoments) -> AffineMap:
 
 
 def apply(any_map: Map, particles: Tensor) -> Tensor:
-    """The particles after a contraction or an operator."""
-    return any_map.mean(particles) if isinstance(any_map, Contraction) else any_map(particles)
+    """The particles after an activation or an operator."""
+    return any_map(particles)
 
 
 def apply_to_law(any_map: Map, law: ParticleMoments) -> ParticleMoments:
-    """The law after a contraction or an operator.
+    """The law after an activation or an operator.
 
     Raises:
         MissingFormError: it is Gaussian no more.
     """
-    if isinstance(any_map, Contraction):
+    if isinstance(any_map, Activation):
         return pushed(affine_of(any_map, law), law)
     return moments(any_map.gaussian(Gaussian.create(*law)))
 
@@ -139,8 +139,8 @@ def admit_share(
 
 def apply_sharded(any_map: Map, particles: Tensor, group: Any) -> Tensor:
     """`apply` to this process's particles of a population that is spread over a group."""
-    if isinstance(any_map, Contraction):
-        return any_map.mean(particles)
+    if isinstance(any_map, Activation):
+        return any_map(particles)
     sharded: Any = getattr(any_map, "sharded")  # noqa: B009 - optional in the protocol; `need_sharded` has looked
     return sharded(particles, group=group)
 
@@ -152,7 +152,7 @@ def need_sharded(*maps: Map) -> None:
         ValueError: it has no method `sharded`.
     """
     for each in maps:
-        if not isinstance(each, Contraction) and not hasattr(each, "sharded"):
+        if not isinstance(each, Activation) and not hasattr(each, "sharded"):
             raise ValueError(
                 f"{type(each).__name__} has no method sharded: it needs the whole population, which is spread over "
                 "processes here"
@@ -160,14 +160,14 @@ def need_sharded(*maps: Map) -> None:
 
 
 def need_map(name: str, given: object) -> None:
-    """Raise unless it is a contraction or an operator.
+    """Raise unless it is an activation or an operator.
 
     Raises:
         TypeError: it is something else.
     """
-    if not isinstance(given, (Contraction, Operator)):
+    if not isinstance(given, (Activation, Operator)):
         raise TypeError(
-            f"{name} must be a Contraction, or an operator with a call and a method gaussian, got {type(given).__name__}"
+            f"{name} must be an Activation, or an operator with a call and a method gaussian, got {type(given).__name__}"
         )
 
 

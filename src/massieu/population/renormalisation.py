@@ -2,7 +2,7 @@
 
 Both are operators: on particles, whose own moments they use, on particles that are spread over processes, by the moments of
 all of them, and on Gaussian laws. Neither is LayerNorm, which sees one token at a time (trap 16); those are in
-`massieu.energy.contraction`.
+`massieu.energy.activations`.
 """
 
 from typing import Self
@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import matrices
-from massieu.energy.contraction.base import positive
+from massieu.foundation import matrices
+from massieu.foundation.arguments import positive
 from massieu.measures import Gaussian, static_field
 from massieu.measures.value import values_are_readable
 from massieu.ops.sharded.collectives import Group, replicate, total

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from massieu.energy.contraction import LayerNorm, RMSNorm
+from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
 from massieu.probing.capture import capturing
@@ -271,7 +271,7 @@ class _Block:
         tests = torch.randn(1, 8, width, generator=torch.Generator().manual_seed(0)).to(device, own)
         expected = module(tests)
         for kind in kinds.values():
-            norm = Normalisation.create(kind, (gained / kind.mean(signs.double())).to(dtype), origin.to(dtype))
+            norm = Normalisation.create(kind, (gained / kind(signs.double())).to(dtype), origin.to(dtype))
             if relative_difference(norm(tests).to(own), expected) <= 10 * _allowed(own):
                 return norm
         raise self._refused(f"its {type(module).__name__} is neither a LayerNorm nor an RMSNorm")

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.energy.base import Energy, promoted
-from massieu.energy.contraction.base import align, positive
+from massieu.foundation.arguments import positive
+from massieu.foundation.values import align
 
 _ROUNDINGS = 16
 """How many roundings of its dtype a token may lie outside the sphere."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.energy import matrices
+from massieu.foundation import matrices
 from massieu.measures import Gaussian
 from massieu.population.arguments import need_finite, need_gaussians, need_one_device, need_tensors
 from massieu.population.renormalisation import Renormalisation

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from massieu.energy import matrices
+from massieu.foundation import matrices
 from massieu.measures import Measure
 from massieu.population.arguments import need_finite, need_one_device, need_tensors
 

@@ -119,7 +119,7 @@ def _work(function: Scalar, circle: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
 
 def _descent(keys: Tensor, query: Tensor) -> Iterator[Check]:
     for alpha in (1.0, 1.5, 2.0):
-        hopfield = HopfieldEnergy.create(SparseAtoms.create(keys, alpha))
+        hopfield = HopfieldEnergy.create(SparseAtoms.create(keys, alpha), scale=1.0)
         later = hopfield.step(query)
         drop = hopfield(query) - hopfield(later) - 0.5 * (later - query).square().sum(-1)
         unit = 1 + hopfield(query).abs().max().item()

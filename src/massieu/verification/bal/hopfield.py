@@ -113,7 +113,7 @@ def _descent(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
 
 def _contraction(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
     """(5) and (6)."""
-    factor = bounds.contraction_factor(energy)
+    factor = bounds.lipschitz(energy)
     jacobian = torch.eye(state.shape[-1], dtype=torch.float64) - energy.hessian(state)
     yield at_most("‖∂f/∂ξ‖/(βD²/4)", torch.linalg.matrix_norm(jacobian, ord=2) / factor, 1 + _EDGE)
     other = state.flip(0)
@@ -125,7 +125,7 @@ def _contraction(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
     calm = HopfieldEnergy.create(energy.memory, scale=energy.scale * (0.4 / factor).clamp(max=1.0))
     path = calm.descend(state, steps=28).states
     moves = (path[1:] - path[:-1]).norm(dim=-1)
-    limit = path_length(moves[0], bounds.contraction_factor(calm))
+    limit = path_length(moves[0], bounds.lipschitz(calm))
     yield at_most("length of the path by ‖Δ₀‖/(1 − L), L ≤ 0.4", moves.sum(0) / limit, 1 + 1e-9)
     elsewhere = calm.descend(other, steps=28).states[-1]
     # 0.4²⁸ = 7e-12.
@@ -189,7 +189,7 @@ def _pitchfork(normal: Normal, dimensions: int) -> Iterator[Check]:
     for product in (0.95, 1.05):
         scale = product / float(a.square().sum())
         energy = HopfieldEnergy.create(torch.stack([a, -a]), scale=scale)
-        yield close(f"β‖a‖² = {product}: βD²/4", bounds.contraction_factor(energy), product)
+        yield close(f"β‖a‖² = {product}: βD²/4", bounds.lipschitz(energy), product)
         end = energy.retrieve(a, steps=500).state.norm() / a.norm()
         # ξ = t·a is fixed where t = tanh(β‖a‖²t): bisection for the largest root.
         low, high = (1e-3, 1.0) if product > 1 else (0.0, 0.0)
@@ -202,7 +202,7 @@ def _pitchfork(normal: Normal, dimensions: int) -> Iterator[Check]:
 def _capacity() -> Iterator[Check]:
     """(8): the constants of the literature, to the digits printed there."""
     for dimension, radius, expected in ((20, 3.0, 3.1546), (75, 1.0, 1.3718)):
-        found = bounds.capacity(dimension, radius=radius)
+        found = bounds.capacity(dimension, scale=1.0, radius=radius)
         yield close(f"c for β = 1, K = {radius:g}, d = {dimension}, p = 0.001", found.base, expected, 5e-5)
         argument = 2 / (dimension - 1) * (1 + math.log(2 * radius**2 * 0.001 * (dimension - 1)))
         b = 0.4 * radius**2

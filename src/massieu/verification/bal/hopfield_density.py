@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import HopfieldEnergy, density
+from massieu.energy import HopfieldDensity, HopfieldEnergy
 from massieu.measures import Atoms, Categorical, affine
 from massieu.verification.claim import BAL, QUADRATURE, Check, as_published, at_least, close, near_in_standard_errors
 from massieu.verification.inputs import Normal, need, normal_draws
@@ -32,16 +32,22 @@ def hopfield_density(patterns: int = 5, draws: int = 20_000, seed: int = 0) -> I
     scale = 1.6
     stored = normal(patterns, 2)
     energy = HopfieldEnergy.create(stored, scale=scale)
+    density = HopfieldDensity.create(energy)
     bare = 0.5 * scale * stored.square().sum(-1)
     weights = torch.softmax(bare, -1)
-    yield close("w and softmax(½β‖W‖²)", density.log_pattern_weights(energy).exp(), weights)
+    yield close("w and softmax(½β‖W‖²)", density.log_pattern_weights.exp(), weights)
 
     # The mixture's width is 0.8: beyond 8 from every pattern there is nothing left.
     reach = 8 + float(stored.abs().max())
     nodes, log_weight = quadrature(-reach, reach, panels=12)
     grid, log_cell = torch.cartesian_prod(nodes, nodes), torch.cartesian_prod(log_weight, log_weight).sum(-1)
     total = torch.logsumexp(log_cell - scale * energy(grid), -1)
-    yield close("log ∫ e^(−βE) by quadrature and in closed form", density.log_normaliser(energy), total, QUADRATURE)
+    yield close(
+        "log ∫ e^(−βE) by quadrature and in closed form",
+        density.log_normaliser,
+        total,
+        QUADRATURE,
+    )
     without = total + scale * energy.constant
     formula = math.log(2 * math.pi / scale) + torch.logsumexp(bare, -1)
     yield close("the same for E without constants, and its formula", without, formula, QUADRATURE)
@@ -50,13 +56,13 @@ def hopfield_density(patterns: int = 5, draws: int = 20_000, seed: int = 0) -> I
     gaps = points.unsqueeze(-2) - stored
     logs = weights.log() - 0.5 * scale * gaps.square().sum(-1) + math.log(scale / (2 * math.pi))
     log_density = torch.logsumexp(logs, -1)
-    yield close("log p and −βE − log Z", -scale * energy(points) - density.log_normaliser(energy), log_density)
+    yield close("log p and −βE − log Z", -scale * energy(points) - density.log_normaliser, log_density)
     attention = torch.softmax(scale * points @ stored.T, -1)
     yield close("P(μ|v) by Bayes and attention weights", torch.softmax(logs, -1), attention)
-    yield close("responsibilities of the library", density.responsibilities(energy, points), attention)
+    yield close("responsibilities of the library", density.responsibilities(points), attention)
     slope = torch.func.grad(lambda v: _log_mixture(v, stored, weights, scale).sum())(points)
     yield close("v + β⁻¹∇log p and attention", points + slope / scale, attention @ stored)
-    yield close("score of the library and ∇log p", density.score(energy, points), slope)
+    yield close("score of the library and ∇log p", density.score(points), slope)
 
     shares = bare.exp() / (2 * math.pi / scale * bare.exp().sum())
     yield as_published(close("Σ Z_μ/Z with Z_μ = e^(½β‖W_μ‖²)", shares.sum(), 1.0))
@@ -79,7 +85,7 @@ def _log_mixture(v: Tensor, stored: Tensor, weights: Tensor, scale: float) -> Te
 def _samples(
     energy: HopfieldEnergy, stored: Tensor, weights: Tensor, scale: float, draws: int, seed: int
 ) -> Iterator[Check]:
-    drawn = density.sample(energy, (draws,), generator=torch.Generator().manual_seed(seed))
+    drawn = HopfieldDensity.create(energy).sample((draws,), generator=torch.Generator().manual_seed(seed))
     for name, value, expected in (
         ("mean", drawn, weights @ stored),
         ("second moments", drawn.square(), weights @ stored.square() + 1 / scale),
@@ -94,7 +100,7 @@ def _categorical_machine(normal: Normal, stored: Tensor) -> Iterator[Check]:
     unit = affine(Categorical.create(torch.full((count,), 1 / count, dtype=torch.float64)), stored.T)
     state = normal(20, 2)
     machine = 0.5 * state.square().sum(-1) - unit.log_partition(state)
-    energy = HopfieldEnergy.create(stored)
+    energy = HopfieldEnergy.create(stored, scale=1.0)
     norm = 0.5 * stored.square().sum(-1).max()
     yield close("one categorical hidden unit, β = 1, and E − ½M²", machine, energy(state) - norm)
 
@@ -124,12 +130,12 @@ def maximum_likelihood_patterns(
         norms = 0.5 * columns.square().sum(0)
         return fit.mean() + torch.logsumexp(norms, -1) + 0.5 * dimensions * math.log(2 * math.pi)
 
-    ours = density.negative_log_likelihood(HopfieldEnergy.create(columns.T.contiguous()), data).mean()
-    yield close("loss of the library and the formula", ours, loss(columns))
+    def of_library(columns: Tensor) -> Tensor:
+        return -HopfieldDensity.create(HopfieldEnergy.create(columns.T, scale=1.0)).log_prob(data).mean()
+
+    yield close("loss of the library and the formula", of_library(columns), loss(columns))
     slope = torch.func.grad(loss)(columns)
-    by_library = torch.func.grad(lambda x: density.negative_log_likelihood(HopfieldEnergy.create(x.T), data).mean())(
-        columns
-    )
+    by_library = torch.func.grad(of_library)(columns)
     yield close("gradient of the library and of the formula", by_library, slope)
     attended = data.T @ torch.softmax(data @ columns, -1) / draws
     prior = torch.softmax(0.5 * columns.square().sum(0), -1)
@@ -145,4 +151,4 @@ def _other_temperature(normal: Normal, dimensions: int) -> Iterator[Check]:
     energy = HopfieldEnergy.create(Atoms.create(stored, log_weight), scale=scale)
     weights = torch.softmax(log_weight + 0.5 * scale * stored.square().sum(-1), -1)
     expected = -_log_mixture(data, stored, weights, scale) - 0.5 * dimensions * math.log(scale / (2 * math.pi))
-    yield close("β = 0.4, weighted patterns: −log p", density.negative_log_likelihood(energy, data), expected)
+    yield close("β = 0.4, weighted patterns: −log p", -HopfieldDensity.create(energy).log_prob(data), expected)

@@ -74,7 +74,7 @@ def _principal_axes(normal: Normal, atoms: int, query: Tensor) -> Iterator[Check
     axes = torch.linalg.qr(normal(dimensions, dimensions))[0]
     spread = torch.cat([torch.ones(1), torch.linspace(_GAP**-0.5, 0.25, dimensions - 1)]).double()
     memory = ScoreDeviation.create(white * spread @ axes.T, gain=c)
-    hopfield = HopfieldEnergy.create(memory)
+    hopfield = HopfieldEnergy.create(memory, scale=1.0)
 
     values, fixed = memory.principal_axes()
     yield close("eigenvalues of Σ̂ and those that the keys were made with", values, spread.square())

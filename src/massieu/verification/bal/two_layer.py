@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from massieu.energy import HopfieldEnergy
-from massieu.energy.contraction import LayerNorm, Spin
+from massieu.energy.activations import LayerNorm, Tanh
 from massieu.energy.two_layer import TwoLayer
 from massieu.verification.claim import Check, at_least, at_most, close
 from massieu.verification.inputs import need, normal_draws
@@ -35,7 +35,7 @@ def two_layer_dynamics(
     networks = {
         "½‖v‖² and log Σ exp": TwoLayer.create(coupling, visible_time=0.5, hidden_time=2.0),
         "LayerNorm and log Σ exp": TwoLayer.create(coupling, visible=LayerNorm.create(eps=1e-2), hidden_time=0.5),
-        "spins and spins": TwoLayer.create(coupling, visible=Spin(), hidden=Spin()),
+        "spins and spins": TwoLayer.create(coupling, visible=Tanh.create(), hidden=Tanh.create()),
     }
     for name, layers in networks.items():
         yield from _falls(name, layers, state, steps)
@@ -63,7 +63,7 @@ def _rate(layers: TwoLayer, state: Tensor) -> Iterator[Check]:
     time = 1e-3
     path = layers.flow(state, 2 * time, steps=2, method="runge_kutta")
     visible, hidden = layers.split(path.states[1])
-    up, down = layers.hidden.mean(hidden), visible
+    up, down = layers.hidden(hidden), visible
     v = (up @ layers.coupling.T - visible) / layers.visible_time
     h = (down @ layers.coupling - hidden) / layers.hidden_time
     spread = (up * h.square()).sum(-1) - (up * h).sum(-1).square()
@@ -75,7 +75,7 @@ def _rate(layers: TwoLayer, state: Tensor) -> Iterator[Check]:
 
 
 def _limit(coupling: Tensor, query: Tensor) -> Iterator[Check]:
-    layers, hopfield = TwoLayer.create(coupling), HopfieldEnergy.create(coupling.T.contiguous())
+    layers, hopfield = TwoLayer.create(coupling), HopfieldEnergy.create(coupling.T.contiguous(), scale=1.0)
     state = layers.join(query)
     log_sum = torch.logsumexp(query @ coupling, -1)
     yield close("ℰ at h = Wᵀv and ½‖v‖² − lse(Wᵀv)", layers(state), 0.5 * query.square().sum(-1) - log_sum)

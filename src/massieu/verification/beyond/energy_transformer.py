@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import TransformerEnergy, contraction, is_conservative
+from massieu.energy import TransformerEnergy, activations, is_conservative
 from massieu.verification.claim import CLOSED_FORM, GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
@@ -43,13 +43,15 @@ def energy_transformer(
 def _energy(normal: Normal, heads: int, dimensions: int, memories: int, scale: float) -> TransformerEnergy:
     key, query = normal(heads, 4, dimensions), normal(heads, 4, dimensions)
     gain = torch.tensor(_GAIN, dtype=torch.float64)
-    normalisation = contraction.LayerNorm.create(gain, normal(dimensions), eps=_EPS)
+    normalisation = activations.LayerNorm.create(gain, normal(dimensions), eps=_EPS)
     return TransformerEnergy.create(key, query, normal(memories, dimensions), normalisation=normalisation, scale=scale)
 
 
 def _scores(energy: TransformerEnergy, g: Tensor) -> Tensor:
     """β K_B·Q_C, (…, H, B, C), −∞ for B = C."""
-    keys, queries = (torch.einsum("...nd,hzd->...hnz", g, weight) for weight in (energy.key, energy.query))
+    keys, queries = (
+        torch.einsum("...nd,hzd->...hnz", g, weight) for weight in (energy.key_weight, energy.query_weight)
+    )
     scores = energy.scale[:, None, None] * keys @ queries.mT
     return scores.masked_fill(torch.eye(g.shape[-2], dtype=torch.bool), -torch.inf)
 
@@ -64,9 +66,11 @@ def _energy_and_force(energy: TransformerEnergy, x: Tensor, scale: float) -> Ite
     yield close(f"β = {scale}: E and its formula", energy(g), _by_hand(energy, g), 1e-12)
     force = energy.force(g)
     weights = torch.softmax(_scores(energy, g), -2)
-    keys, queries = (torch.einsum("...nd,hzd->...hnz", g, weight) for weight in (energy.key, energy.query))
-    as_queries = torch.einsum("...hnz,hzd->...nd", weights.mT @ keys, energy.query)
-    as_keys = torch.einsum("...hnz,hzd->...nd", weights @ queries, energy.key)
+    keys, queries = (
+        torch.einsum("...nd,hzd->...hnz", g, weight) for weight in (energy.key_weight, energy.query_weight)
+    )
+    as_queries = torch.einsum("...hnz,hzd->...nd", weights.mT @ keys, energy.query_weight)
+    as_keys = torch.einsum("...hnz,hzd->...nd", weights @ queries, energy.key_weight)
     layer = torch.relu(g @ energy.memories.T) @ energy.memories
     yield close(f"β = {scale}: −∂E/∂g and its three terms", force, as_queries + as_keys + layer)
     one = g[0].flatten()
@@ -93,7 +97,7 @@ def _descent(energy: TransformerEnergy, x: Tensor, scale: float) -> Iterator[Che
     path = energy.flow(x, steps=10)
     rise = path.energies.diff(dim=0) / (1 + path.energies[:-1].abs())
     yield at_most(f"β = {scale}: rise of E in steps of the certain size, relative", rise, 1e-13)
-    norms = [torch.linalg.matrix_norm(weight, 2) for weight in (energy.key, energy.query)]
+    norms = [torch.linalg.matrix_norm(weight, 2) for weight in (energy.key_weight, energy.query_weight)]
     curvature = 2 * (x.shape[-2] - 1) ** 0.5 * (norms[0] * norms[1]).sum()
     size = (x.var(-1, correction=0) + _EPS).sqrt() / (_GAIN * curvature)
     yield close(f"β = {scale}: certain step size and its formula", energy.safe_step_size(x), size)
@@ -111,7 +115,7 @@ def _descent(energy: TransformerEnergy, x: Tensor, scale: float) -> Iterator[Che
 def _padding(energy: TransformerEnergy, x: Tensor) -> Iterator[Check]:
     """Tokens that are not kept contribute nothing, whatever is in them."""
     keep = torch.arange(x.shape[-2]) < x.shape[-2] - 1
-    weights = (energy.key, energy.query, energy.memories)
+    weights = (energy.key_weight, energy.query_weight, energy.memories)
     masked = TransformerEnergy.create(
         *weights, normalisation=energy.normalisation, scale=energy.scale, keep=keep.expand(x.shape[:-1])
     )
@@ -127,9 +131,9 @@ def _parallel_attention(energy: TransformerEnergy, x: Tensor) -> Iterator[Check]
 
     def attention(flat: Tensor) -> Tensor:
         own = flat.reshape(g.shape)
-        keys = torch.einsum("nd,hzd->hnz", own, energy.key)
+        keys = torch.einsum("nd,hzd->hnz", own, energy.key_weight)
         weights = torch.softmax(_scores(energy, own), -2)
-        return torch.einsum("hnz,hzd->nd", weights.mT @ keys, energy.query).flatten()
+        return torch.einsum("hnz,hzd->nd", weights.mT @ keys, energy.query_weight).flatten()
 
     whole = is_conservative(
         lambda flat: energy.force(flat.reshape(g.shape)).flatten(), g.flatten(), tolerance=CLOSED_FORM

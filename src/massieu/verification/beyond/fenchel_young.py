@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.energy import HopfieldEnergy
-from massieu.energy.contraction import LayerNorm, SphereProjection
+from massieu.energy.activations import LayerNorm, SphereProjection
 from massieu.energy.entmax import entmax, entmax_conjugate, tsallis_entropy
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close

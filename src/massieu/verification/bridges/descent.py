@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import HopfieldEnergy, contraction
+from massieu.energy import HopfieldEnergy, activations
 from massieu.measures import Atoms, Gaussian, Measure, Sphere, mixture
 from massieu.theory import damped_descent
 from massieu.verification.claim import CLOSED_FORM, Check, at_least, at_most, close
@@ -74,5 +74,5 @@ def _fixed_points(normal: Normal) -> Iterator[Check]:
     ends = [energy.retrieve(start, damping=rate / (1 + rate), tol=1e-13).state for rate in (0.5, 2.0, 50.0)]
     for rate, end in zip((0.5, 2.0), ends, strict=False):
         yield close(f"fixed point of γ = {rate} and of γ = 50", end, ends[-1], CLOSED_FORM)
-    shrunk = HopfieldEnergy.create(patterns, reference=contraction.Scalar.create(0.5), scale=12.0)
+    shrunk = HopfieldEnergy.create(patterns, reference=activations.Scalar.create(0.5), scale=12.0)
     yield close("reference ½‖·‖²/2: its step and half of attention", shrunk.step(start), 0.5 * energy.step(start))

@@ -7,7 +7,7 @@ import torch
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
-from massieu.energy import contraction
+from massieu.energy import activations
 from massieu.measures import Atoms, Gaussian, Sphere
 from massieu.population import Renormalisation, TraceRenormalisation, pairwise_distance
 from massieu.theory import after_layer, entropy_gain, equilibrium, harmonic_growth, key_law, sample_error, whitened_map
@@ -147,10 +147,10 @@ def _layer_norm(normal: Normal) -> Iterator[Check]:
     """
     draws = 2000
     for width in (4, 64, 768):
-        norm = contraction.LayerNorm.create(eps=0.0)
+        norm = activations.LayerNorm.create(eps=0.0)
         law = Gaussian.create(torch.zeros(width, dtype=torch.float64), torch.ones((), dtype=torch.float64))
         points = normal(draws, width)
-        squares = (norm.mean(points + 0.5 * law.mean(points)) - points).square().sum(-1)
+        squares = (norm(points + 0.5 * law.mean(points)) - points).square().sum(-1)
         half = torch.tensor(width / 2, dtype=torch.float64)
         length = math.sqrt(2) * (torch.lgamma(half) - torch.lgamma(half - 0.5)).exp()
         expected = 2 * width - 2 * math.sqrt(width) * length
@@ -165,12 +165,12 @@ def _layer_norm(normal: Normal) -> Iterator[Check]:
 
 
 def _each_token(normal: Normal, width: int, layers: int) -> Iterator[Check]:
-    norm = contraction.RMSNorm.create(eps=0.0)
+    norm = activations.RMSNorm.create(eps=0.0)
     keys = Sphere.create(width, torch.tensor(math.sqrt(width), dtype=torch.float64))
-    points = norm.mean(normal(50, width))
+    points = norm(normal(50, width))
     for step in (0.5, 30.0):
         for beta in (0.2, 3.0):
-            after = norm.mean(points + step * keys.mean(beta * points))
+            after = norm(points + step * keys.mean(beta * points))
             yield close(
                 f"uniform on the sphere, β = {beta}, γ = {step:g}: points after RMSNorm∘T", after, points, _ROUNDING
             )

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from massieu.energy import HopfieldEnergy, contraction
+from massieu.energy import HopfieldEnergy, activations
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.measures import Atoms
 from massieu.population import FeedForward
@@ -104,7 +104,7 @@ def residual_and_quadratic_term(
     need(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     memory = Atoms.create(normal(atoms, dimensions), normal(atoms))
-    energy, state = HopfieldEnergy.create(memory), normal(draws, dimensions)
+    energy, state = HopfieldEnergy.create(memory, scale=1.0), normal(draws, dimensions)
     for rate in (0.1, 1.0, 7.0):
         ascent = state + rate * memory.mean(state)
         shrunk, damping = ascent / (1 + rate), rate / (1 + rate)
@@ -119,10 +119,10 @@ def residual_and_quadratic_term(
 
 def _on_the_sphere(memory: Atoms, state: Tensor, rate: float) -> Iterator[Check]:
     """RMSNorm(ξ + γ∇A): A never falls."""
-    norm = contraction.RMSNorm.create(eps=0.0)
-    start = norm.mean(state)
+    norm = activations.RMSNorm.create(eps=0.0)
+    start = norm(state)
     gradient = memory.mean(start)
-    after = norm.mean(start + rate * gradient)
+    after = norm(start + rate * gradient)
     yield at_least(
         f"γ = {rate}: rise of A under RMSNorm", memory.log_partition(after) - memory.log_partition(start), -_ROUNDING
     )
@@ -130,10 +130,10 @@ def _on_the_sphere(memory: Atoms, state: Tensor, rate: float) -> Iterator[Check]
 
 
 def _along_the_sphere(memory: Atoms, state: Tensor) -> Iterator[Check]:
-    norm = contraction.RMSNorm.create(eps=0.0)
-    start = norm.mean(state)
+    norm = activations.RMSNorm.create(eps=0.0)
+    start = norm(state)
     gradient, square = memory.mean(start), start.square().sum(-1, keepdim=True)
     tangential = gradient - (start * gradient).sum(-1, keepdim=True) / square * start
     small = 1e-6
-    slope = (norm.mean(start + small * gradient) - norm.mean(start - small * gradient)) / (2 * small)
+    slope = (norm(start + small * gradient) - norm(start - small * gradient)) / (2 * small)
     yield close("direction of a small step under RMSNorm and the tangential ∇A", slope, tangential, 1e-8)

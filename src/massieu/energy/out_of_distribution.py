@@ -1,19 +1,19 @@
 """How foreign a state is to a memory: out-of-distribution scores that are free energies (N14)."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.energy.base import promoted
-from massieu.energy.contraction.base import align, positive
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.energy.rise import rise
+from massieu.foundation.arguments import check_one_device, check_shape, choice, floating, instance, integers, positive
+from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.values import align
 from massieu.measures import Atoms, Measure
-from massieu.measures.value import values_are_readable
-from massieu.solve.arguments import floating, need_device, told
 
 _NEEDS = {"energy": ((), ()), "she": (("memory",), ("label",)), "hopfield_boosting": (("memory", "outliers"), ())}
 """What each kind needs of memory, outliers and label, and what it can use."""
@@ -26,7 +26,7 @@ def ood_score(
     memory: Measure | Float[Tensor, "*batch N d"] | None = None,
     outliers: Measure | Float[Tensor, "*batch O d"] | None = None,
     label: Int[Tensor, "*batch_query"] | None = None,
-    scale: Float[Tensor, "*batch"] | float = 1.0,
+    scale: Float[Tensor, "*batch"] | float | None = None,
 ) -> Float[Tensor, "*batch_query"]:
     """How foreign a state is: larger = more foreign. +inf beside a memory that is masked altogether.
 
@@ -42,15 +42,14 @@ def ood_score(
         memory: What is familiar: a measure, or patterns of weight one.
         outliers: A memory of what is known to be foreign.
         label: Indices of patterns.
-        scale: The inverse temperature; one for each batch item or one for all.
+        scale: The inverse temperature, one for each batch item or one for all; by default 1 for logits, d^-½ for features.
 
     Raises:
         ValueError: no such kind; what it needs is missing, or something it does not use is given; shapes that do not fit.
         TypeError: the memory is no measure; beside a label, no set of patterns.
     """
     floating("state", state)
-    if kind not in _NEEDS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, _NEEDS))}, got {kind!r}")
+    choice("kind", kind, *_NEEDS)
     given = {"memory": memory, "outliers": outliers, "label": label}
     needed, optional = _NEEDS[kind]
     for name, value in given.items():
@@ -60,13 +59,13 @@ def ood_score(
             raise ValueError(f"ood_score of kind {kind!r} does not use {name}")
     if memory is None:
         logits = promoted(state)
-        rate = positive("scale", scale)
+        rate = positive("scale", 1.0 if scale is None else scale)
         if logits.ndim == 0 or rate.shape != logits.shape[: rate.ndim] or rate.ndim >= logits.ndim:
             raise ValueError(
                 f"scale must be one number or have the batch's shape, the first dimensions of the state's "
                 f"{tuple(logits.shape)} but for the last, got {tuple(rate.shape)}"
             )
-        need_device("scale", "the state", logits, rate)
+        check_one_device(scale=rate, state=logits)
         rate = align(rate.to(logits), logits.ndim - 1)
         return -torch.logsumexp(logits * rate.unsqueeze(-1), -1) / rate
     if label is not None:
@@ -82,15 +81,12 @@ def boosting_energy(
     memory: Measure | Float[Tensor, "*batch N d"],
     outliers: Measure | Float[Tensor, "*batch O d"],
     *,
-    scale: Float[Tensor, "*batch"] | float = 1.0,
+    scale: Float[Tensor, "*batch"] | float | None = None,
 ) -> Float[Tensor, "*batch_query"]:
     """log(p(1 − p))/scale, p the memory's share of the attention over both: Hopfield Boosting's energy (arXiv 2405.08766).
 
     It equals −2 lse(both) + lse(memory) + lse(outliers), is largest, −log(4)/scale, on the boundary between the two, and
-    weights the samples near it.
-
-    Raises:
-        ValueError, TypeError: as `ood_score`.
+    weights the samples near it. Raises as `ood_score`.
     """
     energy = HopfieldEnergy.create(memory, scale=scale)
     floating("state", state)
@@ -108,13 +104,13 @@ def _log_cosh(y: Tensor) -> Tensor:
     )
 
 
-def _excess(state: Tensor, first: Measure | Tensor, second: Measure | Tensor, scale: Tensor | float) -> Tensor:
+def _excess(state: Tensor, first: Measure | Tensor, second: Measure | Tensor, scale: Tensor | float | None) -> Tensor:
     """(A_first(scale·x) − A_second(scale·x))/scale: what both have at 0 goes first, so that a small rest keeps its digits."""
     (own, ground), (other, level) = (_free(state, memory, scale) for memory in (first, second))
     return (own - other) + (ground - level)
 
 
-def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
     """The parts of A(scale·x)/scale: what it is above that at 0, and that."""
     energy = HopfieldEnergy.create(memory, scale=scale)
     energy._check_shape(energy._given(state))
@@ -124,26 +120,16 @@ def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float) -> tup
     return above, align(energy.memory.log_partition(origin) / rate, above.ndim)
 
 
-def _familiarity(state: Tensor, memory: Measure | Tensor, label: Tensor) -> Tensor:
+def _familiarity(state: Tensor, memory: Any, label: Tensor) -> Tensor:
     """x·x_label."""
     memory = Atoms.create(memory) if isinstance(memory, Tensor) else memory
-    if not isinstance(memory, Atoms):
-        raise TypeError(f"a label needs class means as patterns, got {type(memory).__name__}")
-    lead = tuple(state.shape[:-1])
-    if not isinstance(label, Tensor):
-        raise TypeError(f"label must be a tensor of whole numbers, got {told(label)}")
-    if tuple(label.shape) != lead or label.dtype not in (
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-    ):
-        raise ValueError(f"label must hold whole numbers of shape {lead}, got {label.dtype} of {tuple(label.shape)}")
+    instance("memory", memory, Atoms, "class means as patterns, where a label is given")
     batch, points = memory.batch_shape, promoted(memory.points)
     count = points.shape[-2]
-    if values_are_readable(label) and bool(((label < 0) | (label >= count)).any()):
-        raise ValueError(f"label must lie in 0 … {count - 1}, got {int(label.min())} … {int(label.max())}")
-    flat = label.reshape(*batch, -1)
+    check_shape("label", integers("label", label), state.shape[:-1])
+    if not every((label >= 0) & (label < count)):
+        numbers = unwrapped(label)
+        raise ValueError(f"label must lie in 0 … {count - 1}, got {int(numbers.min())} … {int(numbers.max())}")
+    flat = label.long().reshape(*batch, -1)
     chosen = points.take_along_dim(flat.unsqueeze(-1), -2).reshape(state.shape)
     return (promoted(state) * chosen).sum(-1)

@@ -5,7 +5,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import hessian, vmap
 
-from massieu.energy import SpinModel, matrices
+from massieu.energy import SpinModel
+from massieu.foundation import matrices
 from massieu.measures import Gaussian, Spin
 
 

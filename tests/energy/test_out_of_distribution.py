@@ -97,7 +97,7 @@ REFUSED = {
     ),
     "label's shape": ({"kind": "she", "memory": MEMORY, "label": torch.zeros(3).long()}, ValueError, r"\(9,\).*\(3,\)"),
     "label's range": ({"kind": "she", "memory": MEMORY, "label": torch.full((9,), 6)}, ValueError, "0 … 5"),
-    "label of logits": ({"kind": "she", "memory": MEMORY, "label": torch.zeros(9)}, ValueError, "whole"),
+    "label of logits": ({"kind": "she", "memory": MEMORY, "label": torch.zeros(9)}, TypeError, "whole"),
     "no patterns": (
         {"kind": "she", "memory": measures.Spin.create(4), "label": torch.zeros(9).long()},
         TypeError,

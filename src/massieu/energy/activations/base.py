@@ -1,0 +1,149 @@
+"""What every activation offers, what its author writes, and measures as activations."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar, Self, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu import duality
+from massieu.energy.base import is_potential
+from massieu.foundation.arguments import described, floating
+from massieu.foundation.values import Value, need_batch
+from massieu.measures import Gaussian, Measure, MissingFormError, Spin
+
+_ROUNDINGS = 16
+"""How many roundings of its dtype a point may lie outside the range of a map and still count as inside."""
+
+
+class Activation(Value):
+    """A map ∇L. Authors write `_activate` (∇L), `_lagrangian` (L) and `_conjugate` (L*); hooks get float32 or wider."""
+
+    _family = "activations"
+
+    trained: ClassVar[dict[str, bool]] = {}
+    """The fields that `massieu.nn.Activation` trains, and whether they must stay positive; others are statistics."""
+
+    @final
+    def __call__(self, x: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query d"]:
+        """∇L(x), at least float32.
+
+        Raises:
+            ValueError: `x` has not the shape (*batch, *query, d).
+            TypeError: it is not floating-point.
+        """
+        activation, x, _ = self._admit(x)
+        return activation._activate(x)
+
+    @final
+    def lagrangian(self, x: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
+        """L(x), convex and twice differentiable. Raises as the call."""
+        activation, x, _ = self._admit(x)
+        return activation._lagrangian(x)
+
+    @final
+    def conjugate(self, y: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
+        """L*(y) = sup x·y − L(x): finite on the closed range of the map, within roundings of y's dtype; +inf elsewhere.
+
+        Raises as the call.
+        """
+        activation, y, rounding = self._admit(y)
+        return activation._conjugate(y, rounding)
+
+    @property
+    @abstractmethod
+    def lipschitz(self) -> Float[Tensor, "*batch"]:
+        """A Lipschitz constant of the map: sup ‖∇²L‖ or, where that depends on the dimension, its largest value."""
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether L is quadratic and the map affine, so that descent allows a damping up to 2."""
+        return False
+
+    @abstractmethod
+    def _activate(self, x: Tensor) -> Tensor:
+        """∇L(x)."""
+
+    @abstractmethod
+    def _lagrangian(self, x: Tensor) -> Tensor:
+        """L(x)."""
+
+    @abstractmethod
+    def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
+        """L*(y), where `rounding` is that of a number of size one."""
+
+    def _admit(self, x: Tensor) -> tuple[Self, Tensor, float]:
+        """The map and x in one dtype of at least float32, and how far roundings may have moved a point of size one."""
+        name = type(self).__name__
+        if floating(f"x of {name}", x).ndim == 0:
+            raise ValueError(f"{name} needs x of shape (*batch, *query, d), got a scalar")
+        self._check_device(x=x)
+        need_batch(name, "x", x.shape, *self._shape)
+        activation, promoted = self._promoted(x, numbers_follow=True)
+        return activation, promoted, _ROUNDINGS * torch.finfo(x.dtype).eps
+
+    @property
+    def _shape(self) -> tuple[torch.Size | tuple[int, ...], tuple[int | str]]:
+        """The batch shape, by default that of the first tensor, and the width of x or a word for any."""
+        tensors = self._tensors()
+        return tensors[0].shape if tensors else (), ("d",)
+
+
+class MeasureActivation(Activation):
+    """x ↦ ∇A(x), the mean map of a measure, whose log-partition A is the Lagrangian.
+
+    Any other potential serves too, such as `massieu.energy.SparseAtoms`, of which no conjugate is known. Where an activation
+    is expected a measure may be given as it is.
+
+    Attributes:
+        measure: A measure, or another potential.
+    """
+
+    measure: Any
+
+    @classmethod
+    def of(cls, name: str, value: object) -> Activation:
+        """An activation as it is, a measure or another potential as one.
+
+        Raises:
+            TypeError: it is neither; the message begins with `name`.
+        """
+        if isinstance(value, Activation):
+            return value
+        if is_potential(value):
+            return cls(value)
+        raise TypeError(f"{name} must be an activation or a measure, got {described(value)}")
+
+    @property
+    def lipschitz(self) -> Tensor:
+        """Of a Gaussian the largest eigenvalue of the covariance, of signs 1.
+
+        Raises:
+            MissingFormError: it is not known.
+        """
+        measure = self.measure
+        if isinstance(measure, Gaussian):
+            return torch.linalg.matrix_norm(measure.fisher(torch.zeros_like(measure.location)), ord=2)
+        if isinstance(measure, Spin):
+            return torch.ones(measure.batch_shape, device=measure.field.device)
+        raise MissingFormError(f"the Lipschitz constant of the mean of {type(measure).__name__} is not known")
+
+    @property
+    def quadratic(self) -> bool:
+        return isinstance(self.measure, Gaussian)
+
+    def _admit(self, x: Tensor) -> tuple[Self, Tensor, float]:
+        # The measure checks, and its conjugate is told the dtype of x, of which roundings may lie outside its domain.
+        return self, x, 0.0
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return self.measure.mean(x)
+
+    def _lagrangian(self, x: Tensor) -> Tensor:
+        return self.measure.log_partition(x)
+
+    def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
+        if not isinstance(self.measure, Measure):
+            raise MissingFormError(f"the conjugate of {type(self.measure).__name__} is not known")
+        return duality.conjugate(self.measure, y)

@@ -1,0 +1,237 @@
+"""Activations of bounded range: tanh, the mean on a sphere, and normalisations, each with its Lagrangian.
+
+Normalisations are x ↦ r·u/√(‖u‖² + s²) + bias, u = x or x less its mean, and L = r√(‖u‖² + s²) + bias·x. The range is the
+ball of radius r about the bias (for LayerNorm, where it meets the hyperplane Σ(y − bias) = 0), L* = −s√(r² − ‖y − bias‖²)
+there.
+"""
+
+import math
+from abc import abstractmethod
+from typing import Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu import duality, measures
+from massieu.energy.activations.base import Activation
+from massieu.foundation.arguments import check_finite, floating, number, positive
+from massieu.foundation.values import align, static_field
+
+
+class Tanh(Activation):
+    """x ↦ tanh x, L = Σ log cosh x: coordinates are the means of signs (`massieu.measures.Spin`), of any number.
+
+    L* = Σ ½(1 + y) log(1 + y) + ½(1 − y) log(1 − y), without a gradient at ±1.
+    """
+
+    @classmethod
+    def create(cls) -> Self:
+        """It has no numbers."""
+        return cls()
+
+    @property
+    def lipschitz(self) -> Tensor:
+        return torch.ones(())
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    def _lagrangian(self, x: Tensor) -> Tensor:
+        return measures.Spin(x.new_zeros(x.shape[-1:])).log_partition(x)
+
+    def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
+        size = y.detach().abs()
+        inner = torch.where(size < 1, y, 0.0)
+        value = 0.5 * ((1 + inner) * torch.log1p(inner) + (1 - inner) * torch.log1p(-inner))
+        edge = torch.where(size <= 1 + rounding, math.log(2), torch.inf)
+        return torch.where(size < 1, value, edge).sum(-1)
+
+
+class SoftSphere(Activation):
+    """x ↦ radius·A_d(radius‖x‖)·x/‖x‖: the mean of von Mises–Fisher's law (`massieu.measures.Sphere`), in any d ≥ 2.
+
+    Short vectors shrink, long ones come near the sphere. Use `create`.
+
+    Attributes:
+        radius: Shape (*batch), positive.
+    """
+
+    radius: Float[Tensor, "*batch"]
+    trained = {"radius": True}
+
+    @classmethod
+    def create(cls, radius: Float[Tensor, "*batch"] | float = 1.0) -> Self:
+        """Raises ValueError unless `radius` is positive and finite."""
+        return cls(positive("radius", radius))
+
+    @property
+    def lipschitz(self) -> Tensor:
+        """radius²/2, which is attained in two dimensions; in d it is radius²/d."""
+        return self.radius.square() / 2
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return self._sphere(x).mean(x)
+
+    def _lagrangian(self, x: Tensor) -> Tensor:
+        return self._sphere(x).log_partition(x)
+
+    def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
+        return duality.conjugate(self._sphere(y), y)
+
+    def _sphere(self, x: Tensor) -> measures.Sphere:
+        if x.shape[-1] < 2:
+            raise ValueError(f"SoftSphere needs at least two dimensions (in one, use Tanh), got shape {tuple(x.shape)}")
+        return measures.Sphere(self.radius, x.shape[-1])
+
+
+class _Normalisation(Activation):
+    """r·u/√(‖u‖² + s²) + bias. Authors say what r, s², u and the bias are."""
+
+    eps: float = static_field(default=0.0, kw_only=True)
+
+    @abstractmethod
+    def _scales(self, x: Tensor) -> tuple[Tensor, float]:
+        """r, with as many dimensions as L(x), and s²."""
+
+    def _centred(self, x: Tensor) -> Tensor:
+        """u, a projection of x."""
+        return x
+
+    def _offset(self, x: Tensor) -> Tensor | None:
+        """The bias, aligned with x, or None."""
+        return None
+
+    @property
+    def lipschitz(self) -> Tensor:
+        """The radius or gain over √eps, approached where u = 0; infinite for eps = 0."""
+        size = self._tensors()[0]
+        return size / math.sqrt(self.eps) if self.eps else torch.full_like(size, torch.inf)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        (radius, softening), u, offset = self._scales(x), self._centred(x), self._offset(x)
+        length = _length(u, softening)
+        # At u = s = 0 the subgradient of least norm.
+        value = radius.unsqueeze(-1) * u / torch.where(length == 0, 1.0, length).unsqueeze(-1)
+        return value if offset is None else value + offset
+
+    def _lagrangian(self, x: Tensor) -> Tensor:
+        (radius, softening), offset = self._scales(x), self._offset(x)
+        value = radius * _length(self._centred(x), softening)
+        return value if offset is None else value + (offset * x).sum(-1)
+
+    def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
+        (radius, softening), offset = self._scales(y), self._offset(y)
+        deviation = y if offset is None else y - offset
+        inner = self._centred(deviation)
+        gap = radius.square() - inner.square().sum(-1)
+        # What rounding may have made of a point of the range: of the point itself, and of what its bias moved.
+        slack = rounding * (radius + y.detach().norm(dim=-1) + deviation.detach().norm(dim=-1))
+        outside = (gap < -2 * radius * slack) | ((deviation - inner).detach().norm(dim=-1) > slack)
+        # On the sphere itself the root has no derivative.
+        within = (gap > 0) & (softening > 0)
+        value = -torch.where(within, softening * gap, 1.0).sqrt()
+        return torch.where(within, value, 0.0).masked_fill(outside, torch.inf)
+
+
+def _length(u: Tensor, softening: float) -> Tensor:
+    """√(‖u‖² + s²), with derivative 0 where both are 0."""
+    square = u.square().sum(-1) + softening
+    above = square > 0
+    return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0)
+
+
+class SphereProjection(_Normalisation):
+    """x ↦ radius·x/√(‖x‖² + eps), L = radius·√(‖x‖² + eps). Use `create`.
+
+    With eps = 0 that is the point of the sphere nearest to x, and at x = 0, where there is none, 0.
+
+    Attributes:
+        radius: Shape (*batch), positive.
+        eps: At least 0.
+    """
+
+    radius: Float[Tensor, "*batch"]
+    trained = {"radius": True}
+
+    @classmethod
+    def create(cls, radius: Float[Tensor, "*batch"] | float = 1.0, *, eps: float = 0.0) -> Self:
+        """Raises ValueError unless `radius` is positive and `eps` at least 0, both finite."""
+        return cls(positive("radius", radius), eps=number("eps", eps, least=0))
+
+    def _scales(self, x: Tensor) -> tuple[Tensor, float]:
+        return align(self.radius, x.ndim - 1), self.eps
+
+
+class RMSNorm(_Normalisation):
+    """x ↦ gain·x/√(mean x² + eps), L = d·gain·√(mean x² + eps). Use `create`.
+
+    Attributes:
+        gain: Shape (*batch), positive: one for all coordinates.
+        eps: At least 0.
+    """
+
+    gain: Float[Tensor, "*batch"]
+    trained = {"gain": True}
+
+    @classmethod
+    def create(cls, gain: Float[Tensor, "*batch"] | float = 1.0, *, eps: float = 1e-6) -> Self:
+        """Raises ValueError unless `gain` is positive and `eps` at least 0, both finite."""
+        return cls(positive("gain", gain), eps=number("eps", eps, least=0))
+
+    def _scales(self, x: Tensor) -> tuple[Tensor, float]:
+        return math.sqrt(x.shape[-1]) * align(self.gain, x.ndim - 1), x.shape[-1] * self.eps
+
+
+class LayerNorm(_Normalisation):
+    """x ↦ gain·(x − mean x)/√(var x + eps) + bias, L = d·gain·√(var x + eps) + bias·x. Use `create`.
+
+    The variance is divided by d, as in `torch.nn.LayerNorm`. A constant x is mapped to the bias.
+
+    Attributes:
+        gain: Shape (*batch), positive: one for all coordinates.
+        bias: Shape (*batch, d), or (*batch, 1) for one bias everywhere.
+        eps: At least 0.
+    """
+
+    gain: Float[Tensor, "*batch"]
+    bias: Float[Tensor, "*batch d"]
+    trained = {"gain": True, "bias": False}
+
+    @classmethod
+    def create(
+        cls,
+        gain: Float[Tensor, "*batch"] | float = 1.0,
+        bias: Float[Tensor, "*batch d"] | None = None,
+        *,
+        eps: float = 1e-5,
+    ) -> Self:
+        """One gain for all coordinates, a bias for each, zero by default.
+
+        Raises:
+            ValueError: `gain` is not positive or `eps` negative; `bias` has not the shape (*gain.shape, d) or is not
+                finite. A gain for every coordinate makes the map no gradient (its Jacobian is not symmetric).
+        """
+        gain = positive("gain", gain)
+        bias = gain.new_zeros((*gain.shape, 1)) if bias is None else floating("bias", bias)
+        if bias.ndim != gain.ndim + 1 or bias.shape[:-1] != gain.shape:
+            raise ValueError(
+                f"bias must have shape {(*gain.shape, 'd')} for a gain of shape {tuple(gain.shape)} (one gain for all "
+                f"coordinates; with one for each, LayerNorm is no gradient), got {tuple(bias.shape)}"
+            )
+        check_finite(bias=bias)
+        return cls(gain, bias, eps=number("eps", eps, least=0))
+
+    @property
+    def _shape(self) -> tuple[torch.Size, tuple[int | str]]:
+        width = self.bias.shape[-1]
+        return self.gain.shape, (width if width > 1 else "d",)
+
+    def _scales(self, x: Tensor) -> tuple[Tensor, float]:
+        return math.sqrt(x.shape[-1]) * align(self.gain, x.ndim - 1), x.shape[-1] * self.eps
+
+    def _centred(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    def _offset(self, x: Tensor) -> Tensor:
+        return align(self.bias, x.ndim, 1)

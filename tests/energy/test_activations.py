@@ -1,0 +1,277 @@
+"""Activations: each is the gradient of its Lagrangian, and L* is its conjugate; against SciPy, NumPy and torch's norms."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from tests.energy.cases import ACTIVATIONS, F64, MEASURES, cloud, constant, draw
+from tests.rows import every_row
+
+from massieu import measures
+from massieu.energy import SparseAtoms, activations
+from massieu.energy.activations import MeasureActivation
+
+WIDTH = 4
+
+
+def lagrangian(name: str, x: np.ndarray) -> float:
+    """L in NumPy, from its formula."""
+    bias = draw(WIDTH, seed=3).numpy()
+    variance = np.var(x)
+    forms = {
+        "identity": lambda: 0.5 * x @ x,
+        "scalar": lambda: 0.3 * x @ x,
+        "spin": lambda: np.sum(np.logaddexp(x, -x) - np.log(2)),
+        "sphere": lambda: 1.5 * np.linalg.norm(x),
+        "sphere, softened": lambda: 1.5 * np.sqrt(x @ x + 0.3),
+        "RMSNorm": lambda: 0.8 * WIDTH * np.sqrt(np.mean(x**2) + 1e-6),
+        "LayerNorm": lambda: 0.8 * WIDTH * np.sqrt(variance + 1e-5) + bias @ x,
+        "LayerNorm, eps 0": lambda: 1.2 * WIDTH * np.sqrt(variance),
+        "whitening": lambda: _whitening(x),
+    }
+    return float(forms[name]())
+
+
+def _whitening(x: np.ndarray) -> float:
+    points = cloud(WIDTH).numpy()
+    values, vectors = np.linalg.eigh(np.cov(points.T, bias=True))
+    deviation = x - points.mean(0)
+    return 0.5 * deviation @ (vectors / np.sqrt(values)) @ vectors.T @ deviation
+
+
+KNOWN = [name for name in ACTIVATIONS if name != "soft sphere"]
+
+
+@every_row("name", KNOWN)
+def test_lagrangian_against_its_formula(name: str):
+    x = draw(20, WIDTH, seed=1)
+    expected = [lagrangian(name, row) for row in x.numpy()]
+    np.testing.assert_allclose(ACTIVATIONS[name](WIDTH).lagrangian(x), expected, rtol=1e-11)
+
+
+@every_row("name", KNOWN)
+def test_map_is_the_lagrangians_gradient(name: str):
+    x, size = draw(8, WIDTH, seed=1), 1e-6
+    found = ACTIVATIONS[name](WIDTH)(x).numpy()
+    for row, point in zip(found, x.numpy(), strict=True):
+        basis = size * np.eye(WIDTH)
+        slope = [(lagrangian(name, point + e) - lagrangian(name, point - e)) / (2 * size) for e in basis]
+        np.testing.assert_allclose(row, slope, atol=1e-8)
+
+
+@pytest.mark.medium
+@every_row("name", KNOWN)
+def test_conjugate_against_the_numerical_supremum(name: str):
+    map_ = ACTIVATIONS[name](WIDTH)
+    inside = map_(draw(4, WIDTH, seed=1))
+    inside = inside[:2] + 0.6 * (inside[2:] - inside[:2])  # in the interior of the range, which is convex
+    for y in inside:
+
+        def loss(x, target):
+            return lagrangian(name, x) - x @ target
+
+        best = min(minimize(loss, start, (y.numpy(),), tol=1e-14).fun for start in (np.zeros(WIDTH), y.numpy()))
+        np.testing.assert_allclose(map_.conjugate(y), -best, atol=2e-7)
+
+
+@every_row("name", ACTIVATIONS)
+def test_fenchel_young(name: str):
+    map_ = ACTIVATIONS[name](WIDTH)
+    x, other = draw(10, WIDTH, seed=1), draw(10, WIDTH, seed=2)
+    y = map_(other)
+    gap = map_.lagrangian(x) + map_.conjugate(y) - (x * y).sum(-1)
+    assert (gap >= -1e-10).all()
+    touching = map_.lagrangian(other) + map_.conjugate(y) - (other * y).sum(-1)
+    torch.testing.assert_close(touching, torch.zeros(10, dtype=F64), atol=1e-7, rtol=0)
+
+
+@every_row("name", ACTIVATIONS)
+def test_outside_its_range_the_conjugate_is_infinite(name: str):
+    map_ = ACTIVATIONS[name](WIDTH)
+    far = 10 + draw(3, WIDTH, seed=1).abs()
+    bounded = not map_.quadratic
+    assert bool(map_.conjugate(far).isposinf().all()) == bounded
+    if name.startswith("LayerNorm"):
+        off = map_(draw(3, WIDTH)) + 1e-3
+        assert map_.conjugate(off).isposinf().all()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_derivatives_of_second_order(name: str):
+    map_ = ACTIVATIONS[name](3)
+    x = draw(2, 3, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(map_.lagrangian, (x,))
+    assert torch.autograd.gradgradcheck(map_.lagrangian, (x,))
+    y = map_(0.3 * draw(2, 3, seed=2)).detach().requires_grad_()
+    if name not in ("sphere", "LayerNorm", "LayerNorm, eps 0"):  # whose ranges have no interior, or a flat conjugate
+        assert torch.autograd.gradcheck(map_.conjugate, (y,))
+
+
+@every_row("name", ACTIVATIONS)
+def test_finite_at_zero_and_far_away(name: str):
+    map_ = ACTIVATIONS[name](WIDTH)
+    points = torch.stack([torch.zeros(WIDTH), torch.ones(WIDTH), torch.full((WIDTH,), 1e4), 1e4 * torch.eye(WIDTH)[0]])
+    for dtype in (torch.float32, F64):
+        x = points.to(dtype).requires_grad_()
+        value = map_.lagrangian(x)
+        (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope.square().sum(), x)
+        for tensor in (value, slope, bend, map_(x), map_.conjugate(map_(x))):
+            assert tensor.isfinite().all()
+        torch.testing.assert_close(slope, map_(x), rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@given(seed=st.integers(0, 10**6), size=st.sampled_from([1e-3, 1.0, 30.0]))
+@settings(max_examples=10, deadline=None)
+def test_no_secant_is_steeper_than_the_lipschitz_constant(name: str, seed: int, size: float):
+    map_ = ACTIVATIONS[name](WIDTH)
+    x, y = size * draw(20, WIDTH, seed=seed), size * draw(20, WIDTH, seed=seed + 1)
+    steepness = (map_(x) - map_(y)).norm(dim=-1) / (x - y).norm(dim=-1)
+    assert (steepness <= map_.lipschitz * (1 + 1e-9)).all()
+
+
+@every_row("name", ["sphere, softened", "RMSNorm", "LayerNorm"])
+def test_the_lipschitz_constant_is_attained(name: str):
+    map_ = ACTIVATIONS[name](WIDTH)
+    small = torch.tensor([1e-8, -1e-8, 0.0, 0.0], dtype=F64)
+    steepness = (map_(small) - map_(-small)).norm() / (2 * small.norm())
+    torch.testing.assert_close(steepness, map_.lipschitz, rtol=1e-6, atol=0)
+
+
+# --- against other libraries' maps -----------------------------------------------------------------------------------
+
+
+def test_layer_norm_is_torchs():
+    x, bias = draw(5, WIDTH, seed=1), draw(WIDTH, seed=2)
+    ours = activations.LayerNorm.create(torch.tensor(1.7, dtype=F64), bias, eps=1e-3)
+    torch.testing.assert_close(ours(x), F.layer_norm(x, (WIDTH,), torch.full((WIDTH,), 1.7, dtype=F64), bias, 1e-3))
+    # A constant x is mapped to the bias.
+    torch.testing.assert_close(ours(torch.full((WIDTH,), 3.0, dtype=F64)), bias)
+
+
+def test_rms_norm_and_sphere_are_torchs():
+    x = draw(5, WIDTH, seed=1)
+    torch.testing.assert_close(activations.RMSNorm.create(1.0, eps=1e-3)(x), F.rms_norm(x, (WIDTH,), eps=1e-3))
+    torch.testing.assert_close(activations.SphereProjection.create(2.0)(x), 2 * F.normalize(x, dim=-1))
+
+
+def test_maps_of_measures_are_theirs():
+    x = draw(5, WIDTH, seed=1)
+    pairs = (
+        (activations.Tanh.create(), measures.Spin(torch.zeros(WIDTH, dtype=F64))),
+        (activations.SoftSphere.create(torch.tensor(1.5, dtype=F64)), measures.Sphere.create(WIDTH, 1.5)),
+    )
+    for map_, measure in pairs:
+        torch.testing.assert_close(map_(x), measure.mean(x))
+        torch.testing.assert_close(map_.lagrangian(x), measure.log_partition(x))
+
+
+def test_whitening_makes_a_cloud_white():
+    points = cloud(WIDTH)
+    white = activations.Whitening.of(points)(points)
+    torch.testing.assert_close(white.mean(0), torch.zeros(WIDTH, dtype=F64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(white.T @ white / len(points), torch.eye(WIDTH, dtype=F64), atol=1e-11, rtol=0)
+
+
+def test_whitening_differentiates_through_repeated_eigenvalues():
+    location = torch.zeros(3, dtype=F64)
+    covariance = torch.eye(3, dtype=F64).requires_grad_()
+    x = draw(3, seed=1)
+
+    def whitened(matrix):
+        return activations.Whitening.create(location, 0.5 * (matrix + matrix.mT))(x)
+
+    assert torch.autograd.gradcheck(whitened, (covariance,))
+    assert torch.autograd.gradgradcheck(whitened, (covariance,))
+
+
+# --- shapes, dtypes, input -------------------------------------------------------------------------------------------
+
+
+def test_one_map_for_each_batch_item():
+    gain, bias = torch.tensor([0.5, 2.0], dtype=F64), draw(2, WIDTH)
+    x = draw(2, 3, 5, WIDTH, seed=1)
+    whole = activations.LayerNorm.create(gain, bias)
+    for item in range(2):
+        alone = activations.LayerNorm.create(gain[item], bias[item])
+        torch.testing.assert_close(whole(x)[item], alone(x[item]))
+        torch.testing.assert_close(whole.lagrangian(x)[item], alone.lagrangian(x[item]))
+        torch.testing.assert_close(whole.conjugate(whole(x))[item], alone.conjugate(alone(x[item])))
+
+
+@every_row("name", ACTIVATIONS)
+def test_half_precision_is_promoted_and_vmap_is_the_batch(name: str):
+    map_ = ACTIVATIONS[name](WIDTH)
+    x = draw(6, WIDTH, seed=1)
+    low = map_(x.bfloat16())
+    torch.testing.assert_close(low.double(), map_(x.bfloat16().double()), rtol=1e-5, atol=1e-5)
+    assert map_.conjugate(low.bfloat16()).isfinite().all()
+    torch.testing.assert_close(torch.func.vmap(map_)(x), map_(x))
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(map_.lagrangian))(x), map_(x))
+
+
+REFUSED = {
+    "scalar": (lambda: activations.Scalar.create(0.0), ValueError, "positive"),
+    "radius": (lambda: activations.SphereProjection.create(-1.0), ValueError, "positive"),
+    "soft radius": (lambda: activations.SoftSphere.create(float("inf")), ValueError, "finite"),
+    "eps": (lambda: activations.RMSNorm.create(eps=-1.0), ValueError, "eps"),
+    "a gain for each coordinate": (
+        lambda: activations.LayerNorm.create(torch.ones(WIDTH), torch.zeros(WIDTH)),
+        ValueError,
+        "no gradient",
+    ),
+    "bias": (lambda: activations.LayerNorm.create(1.0, torch.full((WIDTH,), torch.nan)), ValueError, "finite"),
+    "singular": (lambda: activations.Whitening.of(draw(3, WIDTH)), ValueError, "positive definite"),
+    "covariance": (lambda: activations.Whitening.create(draw(3), draw(4, 4)), ValueError, r"\(3, 3\).*\(4, 4\)"),
+    "width": (
+        lambda: activations.LayerNorm.create(1.0, torch.zeros(WIDTH))(draw(2, 3)),
+        ValueError,
+        r"4.*\(2, 3\)",
+    ),
+    "batch": (lambda: activations.Scalar.create(torch.ones(2))(draw(3, 4)), ValueError, r"\(2,\).*\(3, 4\)"),
+    "scalar x": (lambda: activations.Identity.create()(torch.tensor(1.0)), ValueError, "scalar"),
+    "whole numbers": (lambda: activations.Identity.create()(torch.ones(3).long()), TypeError, "int64"),
+    "one dimension": (lambda: activations.SoftSphere.create()(draw(2, 1)), ValueError, "two dimensions"),
+}
+
+
+@every_row("name", REFUSED)
+def test_bad_input_is_one_clear_error(name: str):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+# --- measures as activations -----------------------------------------------------------------------------------------
+
+
+@every_row("name", MEASURES)
+def test_a_measure_is_an_activation_by_its_mean(name: str):
+    measure, x = MEASURES[name](WIDTH), draw(5, WIDTH, seed=1)
+    activation = MeasureActivation.of("reference", measure)
+    torch.testing.assert_close(activation(x), measure.mean(x))
+    torch.testing.assert_close(activation.lagrangian(x), measure.log_partition(x))
+    touching = activation.lagrangian(x) + activation.conjugate(activation(x)) - (x * activation(x)).sum(-1)
+    torch.testing.assert_close(touching, torch.zeros(5, dtype=F64), atol=1e-7, rtol=0)
+    assert activation.quadratic == (name == "Gaussian")
+    assert MeasureActivation.of("reference", activation) is activation
+
+
+def test_what_is_not_known_of_a_measure_is_said():
+    variance = torch.tensor([0.5, 3.0, 1.0], dtype=F64)
+    gaussian = MeasureActivation.of("reference", measures.Gaussian.create(torch.zeros(3, dtype=F64), variance))
+    torch.testing.assert_close(gaussian.lipschitz, constant(3.0))
+    assert MeasureActivation.of("reference", measures.Spin.create(3)).lipschitz == 1
+    with pytest.raises(measures.MissingFormError, match="mean of Sphere is not known"):
+        _ = MeasureActivation.of("reference", measures.Sphere.create(3)).lipschitz
+    sparse = MeasureActivation.of("hidden", SparseAtoms.create(torch.eye(3)))
+    with pytest.raises(measures.MissingFormError, match="conjugate of SparseAtoms"):
+        sparse.conjugate(torch.ones(3) / 3)
+    with pytest.raises(TypeError, match="hidden must be an activation or a measure, got 3"):
+        MeasureActivation.of("hidden", 3)
