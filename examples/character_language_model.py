@@ -51,7 +51,7 @@ class CausalImplicit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = ImplicitAttention(WIDTH, HEADS, alpha=0.5, contraction=0.8)
+        self.attention = ImplicitAttention(WIDTH, HEADS, alpha=0.5, max_lipschitz=0.8)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.attention(tokens, is_causal=True)

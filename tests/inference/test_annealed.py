@@ -7,7 +7,7 @@ import scipy.stats
 import torch
 from tests.rows import every_row
 
-from massieu.inference import anneal, anneal_init, anneal_result, anneal_step
+from massieu.inference import anneal
 
 MEAN, DEVIATION = torch.tensor([1.5, -1.0]).double(), torch.tensor([0.6, 0.4]).double()
 LOG_RATIO = DEVIATION.log().sum().item()  # of the normalisers of exp(−½((x − m)/σ)²) and exp(−½x²)
@@ -26,6 +26,10 @@ def move(position, t, generator):
     noise = torch.randn(position.shape, generator=generator, dtype=position.dtype)
     keep = 0.8
     return mean + keep * (position - mean) + math.sqrt(1 - keep**2) * noise / precision.sqrt()
+
+
+def stay(position, t, generator):
+    return position
 
 
 def run(seed, particles=100, **keywords):
@@ -59,14 +63,16 @@ def test_the_error_is_honest_over_200_runs(keywords):
 def test_resampling_within_a_group_alone():
     """Groups are independent: what happens in one does not depend on the others' weights."""
     start = torch.tensor([0.0, 1.0, 10.0, 11.0])
-    state = anneal_init(start[:, None], groups=2)
 
     def only_even(position, t):
         return torch.where((position[:, 0] % 2 == 0) | (t == 0), 0.0, -math.inf)
 
-    state = anneal_step(state, 1.0, only_even, lambda position, t, generator: position, threshold=1.0)
-    assert state.position.flatten().tolist() == [0.0, 0.0, 10.0, 10.0]
-    assert torch.isclose(anneal_result(state).log_partition, torch.tensor(0.5).log())
+    found = anneal(start[:, None], only_even, stay, schedule=1, groups=2, threshold=1.0)
+    assert found.position.flatten().tolist() == [0.0, 0.0, 10.0, 10.0]
+    assert torch.isclose(found.log_partition, torch.tensor(0.5).log())
+    assert found.history.t.tolist() == [1.0]
+    assert found.history.resampled.tolist() == [2]
+    assert found.history.effective_sample_size.tolist() == [2.0]
 
 
 def test_more_temperatures_less_error():
@@ -77,7 +83,7 @@ def test_more_temperatures_less_error():
 
 def test_one_step_is_importance_sampling():
     start = torch.randn(500, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    found = anneal(start, path, lambda position, t, generator: position, schedule=1)
+    found = anneal(start, path, stay, schedule=1)
     ratio = (path(start, 1.0) - path(start, 0.0)).exp()
     assert torch.isclose(found.log_partition, ratio.mean().log())
     error = ratio.std() / ratio.mean() / math.sqrt(500)
@@ -103,7 +109,7 @@ def test_no_weight_at_all_is_an_error():
     nowhere = lambda position, t: torch.full((len(position),), -math.inf if t else 0.0)  # noqa: E731
     for groups in (None, 2):
         with pytest.raises(ValueError, match="no particle has any weight"):
-            anneal(torch.zeros(4, 1), nowhere, lambda position, t, generator: position, schedule=2, groups=groups)
+            anneal(torch.zeros(4, 1), nowhere, stay, schedule=2, groups=groups)
 
 
 def test_a_point_outside_the_support_has_weight_zero():
@@ -112,7 +118,7 @@ def test_a_point_outside_the_support_has_weight_zero():
     def box(position, t):
         return torch.where(position[:, 0] < 1, 0.0, -math.inf) if t == 1 else torch.zeros(len(position))
 
-    found = anneal(start, box, lambda position, t, generator: position, schedule=1)
+    found = anneal(start, box, stay, schedule=1)
     assert torch.isclose(found.log_partition, torch.tensor(0.5).log())
     assert (found.log_weight.exp() == torch.tensor([0.5, 0, 0.5, 0])).all()
 
@@ -120,15 +126,15 @@ def test_a_point_outside_the_support_has_weight_zero():
 @every_row(
     ("call", "message"),
     [
-        (lambda: anneal_init(torch.zeros(1, 2)), "at least two groups .* got 1 and 1"),
-        (lambda: anneal_init(torch.zeros(6, 2), groups=4), "got 4 and 6"),
+        (lambda: run(0, particles=1), "at least two groups .* got 1 and 1"),
+        (lambda: run(0, particles=6, groups=4), "got 4 and 6"),
         (lambda: run(0, schedule=[0.5, 0.4, 1.0]), "schedule must rise"),
         (lambda: run(0, schedule=[0.5]), "schedule must rise"),
+        (lambda: run(0, schedule=[0.5, 1.0, 1.5]), "schedule must rise"),
         (lambda: run(0, schedule=0), "schedule must rise"),
         (lambda: run(0, threshold=1.5), "threshold .* got 1.5"),
-        (lambda: anneal_result(anneal_init(torch.zeros(3, 2))), "is at t = 0.0"),
-        (lambda: anneal_step(anneal_init(torch.zeros(3, 2)), 0.0, path, move), "t must be above 0.0"),
-        (lambda: anneal_step(anneal_init(torch.full((3, 2), math.nan)), 0.5, path, move), "NaN"),
+        (lambda: run(0, resampling="none"), "resampling must be 'multinomial' or 'systematic', got 'none'"),
+        (lambda: anneal(torch.full((3, 2), math.nan), path, move), "NaN"),
     ],
 )
 def test_bad_calls(call, message):

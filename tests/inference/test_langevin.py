@@ -8,7 +8,8 @@ import torch
 from scipy.integrate import quad
 from tests.rows import every_row
 
-from massieu.inference import LangevinNoise, langevin_init, langevin_noise, langevin_step
+from massieu.inference import langevin_init, langevin_noise, langevin_step
+from massieu.inference.langevin import LangevinNoise
 
 
 def double_well(position):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.rows import every_row
 
-from massieu.inference import anneal, anneal_init, anneal_step, effective_sample_size, resample
+from massieu.inference import anneal, effective_sample_size, resample
 
 WEIGHTS = torch.tensor([[0.5, 0.0, 0.23, 0.02, 0.25], [0.2, 0.2, 0.2, 0.2, 0.2]], dtype=torch.float64)
 METHODS = ["multinomial", "systematic"]
@@ -122,14 +122,15 @@ def test_without_a_threshold_groups_change_nothing_but_the_error():
 def test_a_group_is_resampled_where_its_effective_size_falls_below_the_share():
     """Two groups of four: of the weights e^0 … and of e^x, x = 0, 3, 6, 9."""
     start = torch.tensor([0.0, 0, 0, 0, 0, 3, 6, 9], dtype=torch.float64)[:, None]
-    state = anneal_init(start, groups=2)
     level = lambda position, t: t * position[:, 0]  # noqa: E731
     stay = lambda position, t, generator: position  # noqa: E731
     weights = start[4:, 0].exp()
     size = weights.sum() ** 2 / weights.square().sum()
     for share, expected in ((size / 4 + 1e-9, 1), (size / 4 - 1e-9, 0)):
-        found = anneal_step(state, 1.0, level, stay, threshold=share.item())
+        found = anneal(start, level, stay, schedule=1, groups=2, threshold=share.item())
         assert found.history.resampled.tolist() == [expected]
-        if expected:
-            assert torch.isclose(found.log_partition[1], weights.mean().log())
-            assert (found.log_weight == 0).all()
+        assert torch.isclose(found.log_partition, ((1 + weights.mean()) / 2).log())
+        spread = found.log_weight[4:].max() - found.log_weight[4:].min()
+        assert torch.isclose(spread, torch.tensor(0.0 if expected else 9.0, dtype=torch.float64), atol=1e-12)
+        # However it is spread, the group's share of the whole weight is its estimate's.
+        assert torch.isclose(found.log_weight[4:].exp().sum(), weights.sum() / (4 + weights.sum()))

@@ -105,6 +105,13 @@ def test_layouts(batch_first):
     assert got[2].shape == (HEADS, LENGTH)
 
 
+def test_more_keys_are_seen_by_all_whatever_hides_the_others():
+    theirs, ours = pair(add_bias_kv=True, add_zero_attn=True)
+    for kind in ("boolean", "float"):
+        arguments, given = inputs(theirs), masks(kind)
+        torch.testing.assert_close(ours(*arguments, **given), theirs(*arguments, **given), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_takes_its_place_in_a_transformer_also_when_that_has_a_fast_path(norm_first):
     torch.manual_seed(0)
@@ -337,9 +344,9 @@ def test_vmap_is_a_loop():
 
 BAD = {
     "embed_dim": (lambda: Attention(7, 2), "multiple of num_heads, got 7 and 2"),
-    "dropout": (lambda: Attention(8, 2, dropout=1.0), r"dropout must lie in \[0, 1\), got 1.0"),
+    "dropout": (lambda: Attention(8, 2, dropout=1.0), "dropout must be finite, at least 0 and below 1, got 1.0"),
     "scale shape": (lambda: Attention(8, 2, scale=torch.ones(3)), r"2 heads, got shape \(3,\)"),
-    "scale kind": (lambda: Attention(8, 2, scale="1"), "scale must be a number.*got str"),
+    "scale kind": (lambda: Attention(8, 2, scale="1"), "scale must be a number, got '1'"),
     "sink": (lambda: Attention(8, 2, sink=math.inf), "sink must be finite, got inf"),
     "window": (lambda: Attention(8, 2, window=3, add_zero_attn=True), "window does not go with"),
     "measure": (lambda: Attention(8, 2, window=3, measure=fitted_gaussian), "measure does not go with window"),

@@ -122,8 +122,8 @@ def test_compiled():
     [
         (lambda: EnergyTransformer(8, 3), ValueError, "multiple of num_heads, got 8 and 3"),
         (lambda: block(steps=0), ValueError, "at least 1, got 0"),
-        (lambda: block(step_size=0.0), ValueError, "positive and finite, or None, got 0.0"),
-        (lambda: block(quantity=-1), ValueError, "quantity at least 0, got 4 and -1"),
+        (lambda: block(step_size=0.0), ValueError, "step_size must be positive and finite, got 0.0"),
+        (lambda: block(quantity=-1), ValueError, "quantity must be a whole number, at least 0, got -1"),
         (lambda: block(scale=torch.ones(3)), ValueError, "one for each of 2 heads"),
         (lambda: block(values=True), TypeError, "unexpected keyword"),
         (lambda: block()(tokens(2)[..., :7]), ValueError, r"queries \+ \(n, 8\).*, got \(2, 5, 7\)"),
@@ -133,7 +133,7 @@ def test_compiled():
             ValueError,
             r"queries \+ \(4, 8\).*, got \(2, 5, 8\)",
         ),
-        (lambda: block()(tokens(2), torch.zeros(2, 5)), TypeError, "True hides a token.*got torch.float32"),
+        (lambda: block()(tokens(2), torch.zeros(2, 5)), TypeError, "True hides a token.*got a tensor of torch.float32"),
     ],
 )
 def test_bad_input_is_one_clear_sentence(call, error, message):
@@ -181,7 +181,7 @@ def test_a_layer_trains_its_gain_alone_as_a_norm():
 
 @every_row("gain", [0.0, -1.0, math.inf, "1"])
 def test_the_gain_must_be_positive(gain):
-    with pytest.raises(ValueError, match=f"gain must be a positive number, got {gain!r}"):
+    with pytest.raises((TypeError, ValueError), match=r"gain must be (positive and finite|a number), got"):
         SigmaReparametrization(gain)
 
 

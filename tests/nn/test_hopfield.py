@@ -289,8 +289,8 @@ def test_what_an_option_advertises_changes_the_output():
 
 
 BAD = {
-    "steps": (lambda: Hopfield(6, steps=0), "steps must be at least 1, or None.*got 0"),
-    "dropout": (lambda: Hopfield(6, dropout=1), "dropout must lie in"),
+    "steps": (lambda: Hopfield(6, steps=0), "steps must be a whole number, at least 1, got 0"),
+    "dropout": (lambda: Hopfield(6, dropout=1), "dropout must be finite, at least 0 and below 1, got 1"),
     "heads": (lambda: Hopfield(6, 4), "input_size must be a multiple of num_heads, got 6 and 4"),
     "size": (lambda: Hopfield(), "needed to make a projection"),
     "output": (
@@ -313,7 +313,7 @@ def test_wrong_calls_name_what_is_wrong():
     stored, state, projection = patterns(dtype=torch.float32)
     layer = Hopfield(6, 2)
     calls = [
-        ((stored[0],), {}, r"stored must have shape \(batch, length, size\), got shape \(7, 6\)"),
+        ((stored[0],), {}, r"stored must have shape \(batch, length, size\), got \(7, 6\)"),
         (((stored, state),), {}, "or \\(stored, states, projections\\), got 2"),
         ((stored, torch.zeros(2, 6)), {}, r"key_padding_mask must have shape \(\(2, 7\)|must have shape \(2, 7\)"),
         (((stored, state[:1], projection),), {}, "one batch size"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.rows import every_row
 from torch import nn
 
 from massieu.errors import ConvergenceError
@@ -108,15 +109,21 @@ def test_items_do_not_depend_on_their_batch_mates():
         torch.testing.assert_close(together[item], module(query[item], key[item]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"alpha": 0.9}, marks=pytest.mark.slow), {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}],
-)
-def test_a_contraction_is_kept_whatever_the_weights(options):
-    module = layer(**options, contraction=0.7)
+BOUNDED = {"one": {"alpha": 0.9}, "a head": {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}}
+
+
+def bounded(options):
+    """A module whose keys are all too long."""
+    module = layer(**options, max_lipschitz=0.7)
     with torch.no_grad():
         module.key_proj.weight.mul_(20)
+    return module
+
+
+@every_row("name", BOUNDED)
+def test_the_lipschitz_constant_is_kept_whatever_the_weights(name):
+    options = BOUNDED[name]
+    module = bounded(options)
     query, key = inputs()
     found = module.solve(query, key)
     assert found.converged.all()
@@ -136,13 +143,23 @@ def test_a_contraction_is_kept_whatever_the_weights(options):
     first, second = step(start), step(found.value)
     ratio = (first - second).norm(dim=-1) / (start - found.value).norm(dim=-1)
     assert ratio.max() <= 0.7
-    assert torch.autograd.gradcheck(lambda query, key: module.solve(query, key).value, (query, key), atol=1e-4)
+
+
+@pytest.mark.slow
+@every_row("name", BOUNDED)
+def test_derivatives_where_keys_are_drawn_in(name):
+    module = bounded(BOUNDED[name])
+    assert torch.autograd.gradcheck(lambda query, key: module.solve(query, key).value, inputs(), atol=1e-4)
+
+
+def test_a_learned_alpha_starts_where_it_is_told():
+    torch.testing.assert_close(layer(alpha=0.3, learn_alpha=True).alpha, torch.full((2,), 0.3).double())
 
 
 def test_a_contraction_that_holds_anyway_changes_nothing():
     query, key = inputs()
     torch.testing.assert_close(
-        layer(alpha=0.1, scale=0.01, contraction=0.99)(query, key),
+        layer(alpha=0.1, scale=0.01, max_lipschitz=0.99)(query, key),
         layer(alpha=0.1, scale=0.01)(query, key),
         rtol=0,
         atol=0,
@@ -186,11 +203,11 @@ def test_wrong_numbers_and_calls():
         ({"alpha": 1.0, "learn_alpha": True}, r"\(0, 1\) to be learned"),
         ({"alpha": nn.Parameter(torch.tensor(0.5))}, "learn_alpha=True trains it"),
         ({"num_heads": 4}, "multiple of num_heads, got 6 and 4"),
-        ({"contraction": 1.0}, "contraction must be a number between 0 and 1 or None, got 1.0"),
+        ({"max_lipschitz": 1.0}, "max_lipschitz must be finite, above 0 and below 1, got 1.0"),
         ({"scale": torch.ones(3)}, "one for each of 1 heads"),
         ({"beta": 1.0}, "unexpected keyword"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             ImplicitAttention(6, **options)
-    with pytest.raises(ValueError, match="query must have three dimensions"):
+    with pytest.raises(ValueError, match=r"query must have shape \(batch, length, 6\), got"):
         layer()(torch.randn(4, 6).double())

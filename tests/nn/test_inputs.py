@@ -115,7 +115,7 @@ def test_under_autocast_half_precision_and_float32_are_one(name: str):
 @every_row("name", PROJECTING)
 def test_another_device_is_named_with_the_modules_own(name: str):
     said = works_or_says(call, name, build()[name], tokens().to("meta"))
-    assert "on meta, the module's parameters on cpu" in said
+    assert "on meta and the module's parameters on cpu" in said
 
 
 @every_row("name", [name for name in NAMES if name != "ConditionalMeanAttention"])

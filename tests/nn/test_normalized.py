@@ -52,7 +52,7 @@ def masks(kind):
 def test_equals_the_matrix_of_weights(kind, need_weights):
     made, arguments = module(), inputs()
     given, weight = masks(kind)
-    keywords = {"need_weights": need_weights, "average_attn_weights": False, "need_log_partition": True}
+    keywords = {"need_weights": need_weights, "average_attn_weights": False, "need_potential": True}
     found = made(*arguments, **given, **keywords)
     wanted = explicit(made, *arguments, weight / weight.sum(-1, keepdim=True))
     for got, want in zip(found, wanted, strict=True):
@@ -86,7 +86,7 @@ def test_the_output_is_the_gradient_of_the_potential(need_weights):
         made.gain.fill_(1.3)
         made.level.fill_(0.4)
     query, key, _ = inputs()
-    output, _, potential = made(query, key, key, need_weights=need_weights, need_log_partition=True)
+    output, _, potential = made(query, key, key, need_weights=need_weights, need_potential=True)
     (gradient,) = torch.autograd.grad(potential.sum(), query)
     torch.testing.assert_close(gradient * 8**0.5, output, rtol=1e-10, atol=1e-10)
 
@@ -114,7 +114,7 @@ def test_rows_without_a_key_and_zero_queries(need_weights):
     made, (query, key, value) = module(), inputs()
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[1] = True
-    keywords = {"need_weights": need_weights, "need_log_partition": True}
+    keywords = {"need_weights": need_weights, "need_potential": True}
     output, _, potential = made(0 * query, key, value, padding, **keywords)
     assert torch.equal(output[1], made.out_proj.bias.expand(7, -1))
     assert not potential[1].any()
@@ -137,5 +137,5 @@ def test_bfloat16_vmap_and_compile(need_weights):
 
 
 def test_eps_must_be_positive():
-    with pytest.raises(ValueError, match="eps must be positive, got 0"):
+    with pytest.raises(ValueError, match="eps must be positive and finite, got 0"):
         NormalizedAttention(8, 2, eps=0)

@@ -206,7 +206,7 @@ def test_wrong_numbers_and_calls():
         ({"num_heads": 3}, "multiple of num_heads, got 8 and 3"),
         ({"num_heads": 4}, "at least 3 dimensions, got 2"),
         ({"order": "third"}, "'first' or 'second', got 'third'"),
-        ({"steps": 0}, "at least 1, or None for a fixed point, got 0"),
+        ({"steps": 0}, "steps must be a whole number, at least 1, got 0"),
         ({"scale": -1.0}, "positive and finite, got -1.0"),
         ({"scale": None}, "got None"),
         ({"scale": math.nan}, "finite"),

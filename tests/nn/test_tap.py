@@ -222,7 +222,7 @@ def test_wrong_numbers_and_calls():
             TAPAttention(6, **options)
     module, tokens = layer(), inputs()
     for call, message in (
-        (lambda: module(tokens[0]), r"tokens must have three dimensions, .* size 6, got \(5, 6\)"),
+        (lambda: module(tokens[0]), r"tokens must have shape \(batch, length, 6\), got \(5, 6\)"),
         (lambda: module(tokens[..., :4]), r"got \(2, 5, 4\)"),
         (lambda: module(tokens, torch.zeros(2, 4, dtype=torch.bool)), r"key_padding_mask must have shape \(2, 5\)"),
         (lambda: module(tokens, coupling=torch.ones(5, 5)), r"shape \(2, 2, 5, 5\), or 1 .* got \(5, 5\)"),

@@ -34,7 +34,7 @@ def agrees(backend: str, **options) -> None:
     for name in ("value", "status", "steps", "evaluations", "residual"):
         assert torch.allclose(getattr(given, name), getattr(expected, name), rtol=1e-9, atol=1e-12)
     # The last moves may be no more than 64 roundings long.
-    assert torch.allclose(given.contraction, expected.contraction, rtol=0.1)
+    assert torch.allclose(given.lipschitz_estimate, expected.lipschitz_estimate, rtol=0.1)
     gradients = [torch.autograd.grad(found.value.sin().sum(), inputs) for found in (given, expected)]
     for one, other in zip(*gradients, strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)

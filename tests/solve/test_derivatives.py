@@ -88,6 +88,21 @@ def test_gradients_of_both_orders_and_modes_against_differences(solver):
     assert gradgradcheck(solve, inputs, check_fwd_over_rev=True)
 
 
+def test_both_modes_where_the_jacobian_is_not_symmetric():
+    """z = M z + b: dz = (I − M)⁻¹ db forwards, the transpose backwards."""
+    matrix = 0.5 * torch.linalg.qr(torch.randn(5, 5, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))).Q
+    shift, direction = torch.arange(5, dtype=DOUBLE), torch.linspace(-1, 2, 5, dtype=DOUBLE)
+    inverse = torch.linalg.inv(torch.eye(5, dtype=DOUBLE) - matrix)
+
+    def solved(shift):
+        return fixed_point(lambda z, matrix, shift: matrix @ z + shift, torch.zeros_like(shift), (matrix, shift)).value
+
+    back = torch.func.vjp(solved, shift)[1](direction)[0]
+    torch.testing.assert_close(back, inverse.mT @ direction, rtol=1e-8, atol=1e-8)
+    forth = torch.func.jvp(solved, (shift,), (direction,))[1]
+    torch.testing.assert_close(forth, inverse @ direction, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.medium
 def test_a_jacobian_that_is_not_symmetric():
     shift = normal(2, 3, seed=3).requires_grad_()

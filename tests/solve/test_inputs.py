@@ -8,7 +8,8 @@ import torch
 from tests.rows import every_row
 from tests.sentences import works_or_says, wrongs
 
-from massieu.solve import GMRES, ConjugateGradients, Dense, fixed_point, spectral_radius
+from massieu.solve import GMRES, ConjugateGradients, fixed_point, spectral_radius
+from massieu.solve.linear import Dense
 
 START = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rows import every_row
 
-from massieu.solve import GMRES, ConjugateGradients, Dense, Status
+from massieu.solve import GMRES, ConjugateGradients, Status
+from massieu.solve.linear import Dense
 
 DOUBLE = torch.float64
 SOLVERS = (ConjugateGradients(), GMRES(), GMRES(memory=5, cycles=400), Dense())
@@ -102,6 +103,14 @@ def test_conjugate_gradients_refuse_what_is_not_definite():
     assert found.status == Status.SINGULAR
 
 
+def test_conjugate_gradients_stop_where_the_range_ends():
+    """What is left of the right side then is out of reach, and directions grow along it without end."""
+    factor = normal(8, 40, 30)
+    found = ConjugateGradients(max_steps=1000).solve(times, normal(8, 40, seed=1), (factor @ factor.mT,))
+    assert (found.status == Status.SINGULAR).all()
+    assert (found.steps <= 40).all()
+
+
 def test_products_run_out():
     matrix, right = definite(2, 30, 1e4, 0), normal(2, 30, seed=1)
     for solver in (ConjugateGradients(max_steps=3), GMRES(memory=3, cycles=1)):
@@ -164,12 +173,15 @@ def test_settings_out_of_range():
         ("rtol", 0.0, "rtol must be positive and finite, got 0.0"),
         ("rtol", -1.0, "rtol must be positive and finite"),
         ("max_steps", 0, "max_steps must be a whole number, at least 1, got 0"),
-        ("max_steps", 2.5, "max_steps must be a whole number"),
     ):
         with pytest.raises(ValueError, match=error):
             ConjugateGradients(**{name: value})
     for name in ("memory", "cycles"):
         with pytest.raises(ValueError, match=f"{name} must be a whole number, at least 1, got 0"):
             GMRES(**{name: 0})
-    with pytest.raises(TypeError, match="rtol must be a number"):
-        GMRES(rtol="small")
+    for given_settings, error in (
+        ({"rtol": "small"}, "rtol must be a number"),
+        ({"memory": 2.5}, "memory must be a whole"),
+    ):
+        with pytest.raises(TypeError, match=error):
+            GMRES(**given_settings)

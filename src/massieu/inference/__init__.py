@@ -2,43 +2,18 @@
 
 - `langevin_init`, `langevin_noise`, `langevin_step`: Langevin dynamics with Metropolis correction;
 - `gibbs_init`, `gibbs_step`, `contrastive_divergence`: two groups of units that are independent given each other;
-- `anneal` (`anneal_init`, `anneal_step`, `anneal_result`): log Z with its standard error, by annealed importance
-  sampling or sequential Monte Carlo;
+- `anneal`: log Z with its standard error, by annealed importance sampling or sequential Monte Carlo;
 - `resample`, `effective_sample_size`: of weighted particles.
 """
 
-from massieu.inference.annealed import (
-    AnnealHistory,
-    AnnealResult,
-    AnnealState,
-    anneal,
-    anneal_init,
-    anneal_result,
-    anneal_step,
-)
-from massieu.inference.gibbs import GibbsState, contrastive_divergence, gibbs_init, gibbs_step
-from massieu.inference.langevin import (
-    LangevinNoise,
-    LangevinResult,
-    LangevinState,
-    langevin_init,
-    langevin_noise,
-    langevin_step,
-)
+from massieu.inference.annealed import AnnealResult as AnnealResult
+from massieu.inference.annealed import anneal
+from massieu.inference.gibbs import contrastive_divergence, gibbs_init, gibbs_step
+from massieu.inference.langevin import langevin_init, langevin_noise, langevin_step
 from massieu.inference.resampling import effective_sample_size, resample
 
 __all__ = [
-    "AnnealHistory",
-    "AnnealResult",
-    "AnnealState",
-    "GibbsState",
-    "LangevinNoise",
-    "LangevinResult",
-    "LangevinState",
     "anneal",
-    "anneal_init",
-    "anneal_result",
-    "anneal_step",
     "contrastive_divergence",
     "effective_sample_size",
     "gibbs_init",
@@ -48,3 +23,7 @@ __all__ = [
     "langevin_step",
     "resample",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

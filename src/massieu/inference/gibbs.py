@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.inference.arguments import floating
+from massieu.foundation.arguments import check_values, floating, whole_number
 
 Conditional = Callable[[Tensor, torch.Generator | None], Tensor]
 
@@ -44,12 +44,10 @@ def gibbs_step(
     The joint law is invariant; the chain of the visible units alone is reversible.
 
     Raises:
-        ValueError: `steps` is not a positive whole number.
+        TypeError, ValueError: `steps` is not a positive whole number.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a positive whole number, got {steps!r}")
     visible, hidden = state
-    for _ in range(steps):
+    for _ in range(whole_number("steps", steps, least=1)):
         visible = sample_visible(hidden, generator)
         hidden = sample_hidden(visible, generator)
     return GibbsState(visible, hidden)
@@ -70,6 +68,7 @@ def contrastive_divergence(
     for name, units in (("data", data), ("sample", sample)):
         if floating(name, units).ndim == 0:
             raise ValueError(f"{name} must be visible units of shape (*items, V), got a number")
+    check_values(data=data, sample=sample)
     if data.shape[-1:] != sample.shape[-1:] or 0 in (data.numel(), sample.numel()):
         raise ValueError(
             f"data and sample must be visible units of one number, of one item or more, got shapes {tuple(data.shape)} "

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.inference.arguments import floating
+from massieu.foundation.arguments import check_shape, check_values, floating, number
 
 LogDensity = Callable[[Float[Tensor, "chains *event"]], Float[Tensor, " chains"]]
 
@@ -53,6 +53,7 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
         raise ValueError(
             f"position must have shape (chains, *event) with at least one chain, got {tuple(position.shape)}"
         )
+    check_values(position=position)
     state = _evaluate(position, log_density)
     if not state.log_density.isfinite().all():
         raise ValueError("every chain must start where the log-density is finite")
@@ -76,8 +77,7 @@ def langevin_step(
     Raises:
         ValueError: `step_size` is not positive and finite.
     """
-    if not 0 < step_size < float("inf"):
-        raise ValueError(f"step_size must be positive and finite, got {step_size}")
+    number("step_size", step_size, above=0)
     proposal = _evaluate(state.position + _drift(state, step_size) + step_size * noise.normal, log_density)
     there = _squared_norm(step_size * noise.normal)
     back = _squared_norm(state.position - proposal.position - _drift(proposal, step_size))
@@ -96,10 +96,8 @@ def _evaluate(position: Tensor, log_density: LogDensity) -> LangevinState:
 
     def summed(points: Tensor) -> tuple[Tensor, Tensor]:
         found = floating("log_density(position)", log_density(points))
-        if found.shape != position.shape[:1]:
-            raise ValueError(
-                f"log_density must return a number a chain, {tuple(position.shape[:1])}, got {tuple(found.shape)}"
-            )
+        check_values(log_density=found)
+        check_shape("log_density(position), a number a chain,", found, position.shape[:1])
         return found.sum(), found
 
     gradient, found = torch.func.grad(summed, has_aux=True)(position)

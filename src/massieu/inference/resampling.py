@@ -1,15 +1,14 @@
 """Resampling of weighted particles: what turns annealed importance sampling into sequential Monte Carlo (S19)."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.inference.arguments import floating
+from massieu.foundation.arguments import check_values, choice, floating
 
 Resampling = Literal["multinomial", "systematic"]
-METHODS: tuple[Resampling, ...] = ("multinomial", "systematic")
 
 
 def effective_sample_size(log_weight: Float[Tensor, "*groups size"]) -> Float[Tensor, "*groups"]:
@@ -58,9 +57,9 @@ def _check_weights(log_weight: Tensor) -> None:
         raise ValueError(
             f"log_weight must have shape (*groups, size) with a particle or more, got {tuple(log_weight.shape)}"
         )
+    check_values(log_weight=log_weight)
 
 
 def check_method(method: str) -> None:
     """Raise a ValueError unless `method` is known."""
-    if method not in METHODS:
-        raise ValueError(f"resampling must be 'multinomial' or 'systematic', got {method!r}")
+    choice("resampling", method, *get_args(Resampling))

@@ -10,6 +10,9 @@
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
 - `RestrictedBoltzmannMachine` has any units.
+
+Constructors raise a TypeError or ValueError for an argument of a wrong kind or out of its range, calls for inputs and masks
+that do not fit the module or each other. With `throw`, a call whose iteration does not end raises a ConvergenceError.
 """
 
 from massieu.nn.activation import Activation
@@ -42,3 +45,7 @@ __all__ = [
     "SpinAttention",
     "TAPAttention",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

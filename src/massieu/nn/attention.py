@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.transforms import without_autocast
 from massieu.measures import Measure
-from massieu.nn.heads import Mask, Number, added, merge_log_weights, per_head, position_mask, register_number
-from massieu.nn.multihead import Attended, MultiHead
-from massieu.nn.weights import attention_weights
-from massieu.ops.shapes import without_autocast
+from massieu.nn.heads import Mask, added, attention_weights, per_head, with_positions
+from massieu.nn.modules import Number, register_number
+from massieu.nn.multihead import HeadsResult, MultiHead, Request
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
 """From points (key, value), side by side, and their log-weights to a measure."""
@@ -65,7 +65,7 @@ class Attention(MultiHead):
         Dropout is of weights, and then takes memory L×N in training. The weights returned are those before it.
 
         Raises:
-            ValueError, TypeError: numbers out of their range, or options that exclude each other.
+            ValueError: options that exclude each other.
         """
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
@@ -80,62 +80,55 @@ class Attention(MultiHead):
         register_number(self, "sink", sink, num_heads)
         self.window, self.softcap, self.measure = window, softcap, measure
 
-    def _attend(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "*batch L embed_dim"],
+        key: Float[Tensor, "*batch N kdim"],
+        value: Float[Tensor, "*batch N vdim"],
+        key_padding_mask: Mask | None = None,
+        need_weights: bool = True,
+        attn_mask: Mask | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
         *,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_weights: bool,
-        need_log_partition: bool,
-    ) -> Attended:
+        need_log_partition: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """`MultiHead`'s call; the potential is log Z in nats, −inf for a query that sees no key."""
+        options = need_weights, attn_mask, average_attn_weights, is_causal
+        return super().forward(query, key, value, key_padding_mask, *options, need_potential=need_log_partition)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         if self.measure is not None:
-            return self._through_measure(query, key, value, log_weight, is_causal, need_log_partition)
-        if need_weights or self._drops:
-            return self._with_weights(query, key, value, log_weight, is_causal)
+            return self._through_measure(query, key, value, request)
+        if request.need_weights or self._drops:
+            return self._with_weights(query, key, value, request)
         found = ops.attention(
             query,
             key,
             value,
-            log_weight=log_weight,
+            log_weight=request.log_weight,
             scale=self.scale,
-            is_causal=is_causal,
+            is_causal=request.is_causal,
             window=self.window,
             softcap=self.softcap,
             sink=self.sink,
         )
-        return Attended(found.output, None, found.log_partition)
+        return HeadsResult(found.output, None, found.log_partition)
 
-    def _with_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, log_weight: Mask | None, is_causal: bool
-    ) -> Attended:
+    def _with_weights(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         """The same by the matrix of weights."""
-        seen = position_mask(query.shape[2], key.shape[2], is_causal, self.window, query.device)
+        log_weight = with_positions(request.log_weight, query, key, request.is_causal, self.window)
         with without_autocast(query.device):
             weights, log_partition = attention_weights(
-                query,
-                key,
-                scale=self.scale,
-                log_weight=merge_log_weights(log_weight, seen),
-                sink=self.sink,
-                softcap=self.softcap,
+                query, key, scale=self.scale, log_weight=log_weight, sink=self.sink, softcap=self.softcap
             )
             output = self._dropped(weights) @ value.to(weights.dtype)
-        return Attended(output.to(query.dtype), weights.to(query.dtype), log_partition)
+        return HeadsResult(output.to(query.dtype), weights.to(query.dtype), log_partition)
 
-    def _through_measure(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_log_partition: bool,
-    ) -> Attended:
+    def _through_measure(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         assert self.measure is not None
-        if is_causal or (log_weight is not None and (log_weight.shape[1], log_weight.shape[2]) != (1, 1)):
+        given = request.log_weight
+        if request.is_causal or (given is not None and (given.shape[1], given.shape[2]) != (1, 1)):
             raise ValueError(
                 "a measure holds weights of keys, one for all queries: with `measure`, mask by key_padding_mask, not by "
                 "attn_mask or is_causal"
@@ -143,10 +136,10 @@ class Attention(MultiHead):
         dtype = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device):
             points = torch.cat([key, value], -1).to(dtype)
-            weight = added(log_weight, points.new_zeros(key.shape[0], 1, 1, key.shape[2])).squeeze(2)
+            weight = added(given, points.new_zeros(key.shape[0], 1, 1, key.shape[2])).squeeze(2)
             measure = self.measure(points, weight.expand(points.shape[:-1]))
             field = query.to(dtype) * (self.head_dim**-0.5 if self.scale is None else per_head(self.scale))
             eta = torch.cat([field, torch.zeros_like(field)], -1)
             output = measure.mean(eta)[..., self.head_dim :]
-            log_partition = measure.log_partition(eta) if need_log_partition else None
-        return Attended(output.to(query.dtype), None, log_partition)
+            log_partition = measure.log_partition(eta) if request.need_potential else None
+        return HeadsResult(output.to(query.dtype), None, log_partition)

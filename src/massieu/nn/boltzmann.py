@@ -14,11 +14,10 @@ from torch.utils import _pytree as pytree
 
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.energy.normalisable import untilted, why_not_normalisable
+from massieu.foundation.arguments import check_dense, check_one_device, check_shape, instance, number, whole_number
+from massieu.foundation.transforms import every, some, unwrapped
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
-from massieu.measures.base import values_are_readable
-from massieu.nn.stored import StoredMeasure
-from massieu.solve.arguments import need_device, told
 
 _MEMORY = 0.01
 """Of the running mean of hidden activities: the weight of the newest batch."""
@@ -61,7 +60,7 @@ class RestrictedBoltzmannMachine(nn.Module):
         if why_not_normalisable(visible, hidden, weight) is not None:
             weight = -weight.abs()
         BoltzmannMachine.create(visible, hidden, weight)
-        self._visible, self._hidden = StoredMeasure(visible).to(like.dtype), StoredMeasure(hidden).to(like.dtype)
+        self._visible, self._hidden = _Layer(visible).to(like.dtype), _Layer(hidden).to(like.dtype)
         self.weight = nn.Parameter(weight)
         self.visible_bias = nn.Parameter(like.new_zeros(shape[0]))
         self.hidden_bias = nn.Parameter(like.new_zeros(shape[1]))
@@ -77,10 +76,10 @@ class RestrictedBoltzmannMachine(nn.Module):
         return BoltzmannMachine(visible.tilt(self.visible_bias), hidden.tilt(self.hidden_bias), self.weight)
 
     def forward(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
-        """Mean hidden units given the visible ones.
+        """Mean hidden units given the visible ones. All methods that take data cast it to the dtype of the parameters.
 
         Raises:
-            TypeError: not a tensor; so do all methods that take data, which they cast to the dtype of the parameters.
+            TypeError: not a tensor; so do all methods that take data.
             ValueError: a shape that does not fit, or a NaN; so do they all.
         """
         return self._hidden().mean(self._hidden_field(self._read(visible)))
@@ -143,9 +142,9 @@ class RestrictedBoltzmannMachine(nn.Module):
         """Visible units after so many sweeps of Gibbs sampling from the law at weight 0.
 
         Raises:
-            ValueError: `count` or `sweeps` is not a positive whole number.
+            TypeError, ValueError: `count` or `sweeps` is not a positive whole number.
         """
-        _need_whole(count=count, sweeps=sweeps)
+        _check_positive(count=count, sweeps=sweeps)
         start = self._visible().sample(self.visible_bias.expand(count, -1), generator=generator)
         return self._sweep(start, sweeps, generator)
 
@@ -173,12 +172,12 @@ class RestrictedBoltzmannMachine(nn.Module):
             sweeps: of the chains an update.
 
         Raises:
-            TypeError: data that is no tensor.
+            TypeError: data that is no tensor, or a number that is not whole.
             ValueError: data of another shape, with a NaN, or outside the support of the visible units; a number that is
-                not positive, or not whole; parameters of less than single precision; parameters for which the machine
-                has no normaliser, which a smaller learning rate avoids.
+                not positive; parameters of less than single precision; parameters for which the machine has no
+                normaliser, which a smaller learning rate avoids.
         """
-        _need_whole(epochs=epochs, batch_size=batch_size, chains=chains, sweeps=sweeps)
+        _check_positive(epochs=epochs, batch_size=batch_size, chains=chains, sweeps=sweeps)
         data = self._check_fit(data, learning_rate)
         trainer = _Training(self, data, chains, generator)
         updates = epochs * -(-len(data) // batch_size)
@@ -210,44 +209,38 @@ class RestrictedBoltzmannMachine(nn.Module):
         state = gibbs_init(visible, machine.sample_hidden, generator)
         return gibbs_step(state, machine.sample_visible, machine.sample_hidden, generator, steps=sweeps).visible
 
-    def _layers(self) -> tuple[tuple[StoredMeasure, Tensor], ...]:
+    def _layers(self) -> tuple[tuple["_Layer", Tensor], ...]:
         return (self._visible, self.visible_bias), (self._hidden, self.hidden_bias)
 
     def _read(self, data: Tensor) -> Tensor:
         """Visible units, checked, in the dtype of the parameters."""
-        if not isinstance(data, Tensor):
-            raise TypeError(f"data must be a tensor, got {type(data).__name__}")
-        if data.is_nested or data.layout != torch.strided or data.is_complex():
-            raise TypeError(f"data must be a dense tensor of real numbers, got {told(data)}")
-        need_device("the machine", "data", data, self.weight)
+        check_dense("data", instance("data", data, Tensor, "a tensor"))
+        if data.is_complex():
+            raise TypeError(f"data must be real, got a tensor of {data.dtype}")
+        check_one_device(data=data, **{"the machine": self.weight})
         if data.ndim == 0 or data.shape[-1] != len(self.visible_bias):
             raise ValueError(f"data must have shape (*items, {len(self.visible_bias)}), got {tuple(data.shape)}")
-        if data.is_floating_point() and values_are_readable(data) and bool(data.isnan().any()):
-            wrong = data.isnan().reshape(-1, data.shape[-1]).any(-1)
-            raise ValueError(
-                f"data must have no NaN, got them in {int(wrong.sum())} of {len(wrong)} items, item "
-                f"{int(wrong.nonzero()[0])} first"
-            )
+        if some(data.isnan()):
+            wrong = unwrapped(data).isnan().reshape(-1, data.shape[-1]).any(-1)
+            raise ValueError(f"data must have no NaN, got them in {_first_of(wrong)}")
         return data.to(self.weight.dtype)
 
     def _check_fit(self, data: Tensor, learning_rate: float) -> Tensor:
-        if not 0 < learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be positive and finite, got {learning_rate}")
+        number("learning_rate", learning_rate, above=0)
         if self.weight.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"training needs parameters of float32 or float64, got {self.weight.dtype}")
         data = self._read(data)
-        if data.ndim != 2 or len(data) == 0:
-            raise ValueError(
-                f"data must have shape (items, {len(self.visible_bias)}) with at least one item, got {tuple(data.shape)}"
-            )
+        check_shape("data", data, ("items", len(self.visible_bias)))
+        if len(data) == 0:
+            raise ValueError(f"data must have at least one item, got shape {tuple(data.shape)}")
         machine = self.machine()
         BoltzmannMachine.create(machine.visible, machine.hidden, machine.weight)
         visible = self._visible()
         inside = visible.log_prob(torch.zeros_like(data), data) > -torch.inf
-        if not bool(inside.all()):
+        if not every(inside):
             raise ValueError(
-                f"{int((~inside).sum())} of {len(data)} items are no states of {_kind(visible)} units: item "
-                f"{int((~inside).nonzero()[0])} first; values are from {data.min():.4g} to {data.max():.4g}"
+                f"data must be states of {_kind(visible)} units, got others in {_first_of(~inside)}; values are from "
+                f"{data.min():.4g} to {data.max():.4g}"
             )
         return data
 
@@ -313,10 +306,13 @@ def _advice(learning_rate: float) -> str:
     return f"; take a smaller learning_rate than {learning_rate:.4g}, or more sweeps"
 
 
-def _need_whole(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a positive whole number, got {number!r}")
+def _check_positive(**numbers: int) -> None:
+    for name, given in numbers.items():
+        whole_number(name, given, least=1)
+
+
+def _first_of(wrong: Tensor) -> str:
+    return f"{int(wrong.sum())} of {len(wrong)} items, item {int(wrong.nonzero()[0])} first"
 
 
 def _kind(measure: Measure) -> str:
@@ -332,6 +328,20 @@ def _like(*measures: Measure) -> Tensor:
 
 
 def _units(measure: Measure, name: str) -> int:
-    if not isinstance(measure, Measure):
-        raise TypeError(f"{name} must be a measure, got {type(measure).__name__}")
-    return measure.event_shape.numel()
+    return instance(name, measure, Measure, "a measure").event_shape.numel()
+
+
+class _Layer(nn.Module):
+    """A measure kept by a module: its tensors are buffers, so that they move, are cast and are saved with the module."""
+
+    def __init__(self, measure: Measure) -> None:
+        super().__init__()
+        leaves, self._structure = pytree.tree_flatten(measure)
+        self._count = len(leaves)
+        for index, leaf in enumerate(leaves):
+            # Of its own memory: two modules of one measure share nothing, and a checkpoint holds each tensor once.
+            self.register_buffer(f"leaf{index}", leaf.detach().clone(memory_format=torch.contiguous_format))
+
+    def forward(self) -> Measure:
+        """The measure, of the buffers as they are now."""
+        return pytree.tree_unflatten([getattr(self, f"leaf{index}") for index in range(self._count)], self._structure)

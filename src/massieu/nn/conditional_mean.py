@@ -7,14 +7,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.nn.convergence import Converging
+from massieu.foundation.arguments import choice, number
 from massieu.nn.heads import Mask
-from massieu.nn.multihead import Attended, MultiHead
+from massieu.nn.modules import Iterating
+from massieu.nn.multihead import HeadsResult, MultiHead, Request
 from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, LinearKernel, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
 
 
-class ConditionalMeanAttention(Converging, MultiHead):
+class ConditionalMeanAttention(Iterating, MultiHead):
     """In each head Vᵀ(G + λI)⁻¹κ(K, q), kernel ridge regression of values on keys within the sequence (Z4).
 
     Call and state dict are `torch.nn.MultiheadAttention`'s, with one ridge λ a head, and one width, as further parameters,
@@ -52,24 +53,18 @@ class ConditionalMeanAttention(Converging, MultiHead):
             width: What each head's starts from; √head_dim by default, of keys of unit variance about a distance.
             ridge: What each head's λ starts from.
             method, preconditioner_rank: As for `massieu.regression.conditional_mean_attention`. Where conjugate gradients
-                stop above their tolerance the last iterate is used, `convergence` has status and residual of each value
-                column, and a warning says so once.
+                stop above their tolerance the last iterate is used; `convergence` tells of each value column.
             throw: Raise instead.
-
-        Raises:
-            ValueError: an unknown kernel, or a number that is not positive and finite.
         """
         super().__init__(
             embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype
         )
-        if kernel not in ("gaussian", "exponential", "linear"):
-            raise ValueError(f"kernel must be 'gaussian', 'exponential' or 'linear', got {kernel!r}")
+        choice("kernel", kernel, "gaussian", "exponential", "linear")
         if kernel == "linear" and width is not None:
             raise ValueError(f"the linear kernel has no width, got {width}")
         width = math.sqrt(self.head_dim) if width is None else width
-        for name, number in {"width": width, "ridge": ridge}.items():
-            if not 0 < number < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {number}")
+        number("width", width, above=0)
+        number("ridge", ridge, above=0)
         self.kernel_name = kernel
         self.method: Method = method
         self.preconditioner_rank = preconditioner_rank
@@ -111,7 +106,7 @@ class ConditionalMeanAttention(Converging, MultiHead):
             variance, (B, H, L), float32 or float64. Weights cost memory L×N.
 
         Raises:
-            TypeError, ValueError: shapes or masks that do not fit, a mask of pairs.
+            ValueError: a mask of pairs.
             ConvergenceError: with `throw`, conjugate gradients stopped above their tolerance.
         """
         if attn_mask is not None:
@@ -120,31 +115,12 @@ class ConditionalMeanAttention(Converging, MultiHead):
                 "key_padding_mask and is_causal"
             )
         # The frame passes on what the heads return beside output and weights, whatever it is.
-        return super().forward(
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            None,
-            average_attn_weights,
-            is_causal,
-            need_log_partition=need_variance,
-        )
+        options = need_weights, None, average_attn_weights, is_causal
+        return super().forward(query, key, value, key_padding_mask, *options, need_potential=need_variance)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_weights: bool,
-        need_log_partition: bool,
-    ) -> Attended:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         width = value.shape[-1]
-        if need_weights:
+        if request.need_weights:
             # The weights are what attention returns for values that are unit vectors.
             length = key.shape[2]
             units = torch.eye(length, dtype=value.dtype, device=key.device).expand(*key.shape[:2], length, length)
@@ -155,14 +131,14 @@ class ConditionalMeanAttention(Converging, MultiHead):
             value,
             kernel=self.kernel,
             ridge=self.ridge,
-            log_weight=log_weight,
-            is_causal=is_causal,
-            need_variance=need_log_partition,
+            log_weight=request.log_weight,
+            is_causal=request.is_causal,
+            need_variance=request.need_potential,
             method=self.method,
             preconditioner_rank=self.preconditioner_rank,
             throw=self.throw,
         )
         if found.convergence is not None:
             self._keep(*found.convergence)
-        weights = found.output[..., width:] if need_weights else None
-        return Attended(found.output[..., :width], weights, found.variance)
+        weights = found.output[..., width:] if request.need_weights else None
+        return HeadsResult(found.output[..., :width], weights, found.variance)

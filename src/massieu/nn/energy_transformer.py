@@ -1,6 +1,5 @@
 """A layer whose forward pass walks down an energy of all tokens."""
 
-import math
 from collections.abc import Iterable
 from typing import Literal, overload
 
@@ -10,13 +9,12 @@ from torch import Tensor, nn
 
 from massieu import energy
 from massieu.energy.activations import LayerNorm
+from massieu.foundation.arguments import boolean, check_one_device, floating, number, whole_number
+from massieu.foundation.transforms import without_autocast
 from massieu.nn.activation import Activation
-from massieu.nn.arguments import check_device
-from massieu.nn.heads import Number, register_number
-from massieu.ops.shapes import without_autocast
-from massieu.solve.arguments import floating
+from massieu.nn.modules import Number, check_heads, register_number
 
-Tokens = Float[Tensor, "*lead n embed_dim"]
+_Tokens = Float[Tensor, "*lead n embed_dim"]
 
 
 class EnergyTransformer(nn.Module):
@@ -56,77 +54,61 @@ class EnergyTransformer(nn.Module):
                 (`massieu.energy.EnergyTransformer.safe_step_size`): far smaller.
             scale: Inverse temperature; hidden_size^-½ by default. A number, a tensor or a Parameter, one or one a head.
             eps: Of the LayerNorm.
-
-        Raises:
-            ValueError, TypeError: numbers out of their range.
         """
         super().__init__()
-        if num_heads < 1 or embed_dim < 1 or (hidden_size is None and embed_dim % num_heads):
-            raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and {num_heads}")
-        size = embed_dim // num_heads if hidden_size is None else hidden_size
+        if hidden_size is None:
+            check_heads(embed_dim, num_heads)
+            hidden_size = embed_dim // num_heads
         quantity = 4 * embed_dim if quantity is None else quantity
-        if size < 1 or quantity < 0:
-            raise ValueError(f"hidden_size must be at least 1 and quantity at least 0, got {size} and {quantity}")
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be a whole number, at least 1, got {steps!r}")
-        if step_size is not None and not 0 < step_size < math.inf:
-            raise ValueError(f"step_size must be positive and finite, or None, got {step_size}")
+        least = {"embed_dim": 1, "num_heads": 1, "hidden_size": 1, "quantity": 0, "steps": 1}
+        for name, given in zip(least, (embed_dim, num_heads, hidden_size, quantity, steps), strict=True):
+            whole_number(name, given, least=least[name])
+        self.steps, self.step_size = steps, None if step_size is None else number("step_size", step_size, above=0)
         register_number(self, "scale", scale, num_heads)
         spread = embed_dim**-0.5
-        self.key_weight = nn.Parameter(spread * torch.randn(num_heads, size, embed_dim))
-        self.query_weight = nn.Parameter(spread * torch.randn(num_heads, size, embed_dim))
+        self.key_weight = nn.Parameter(spread * torch.randn(num_heads, hidden_size, embed_dim))
+        self.query_weight = nn.Parameter(spread * torch.randn(num_heads, hidden_size, embed_dim))
         self.memories = nn.Parameter(spread * torch.randn(quantity, embed_dim))
         self.normalisation = Activation(LayerNorm.create(1.0, torch.zeros(embed_dim), eps=eps))
-        self.steps, self.step_size = steps, step_size
 
     def energy(self, key_padding_mask: Bool[Tensor, "*lead n"] | None = None) -> energy.TransformerEnergy:
-        """The energy at the current parameters: no training needed to call it.
-
-        Raises:
-            TypeError: the mask is not boolean.
-        """
-        if key_padding_mask is not None and (
-            not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool
-        ):
-            kind = key_padding_mask.dtype if isinstance(key_padding_mask, Tensor) else type(key_padding_mask).__name__
-            raise TypeError(f"key_padding_mask must be boolean (True hides a token), got {kind}")
+        """The energy at the current parameters: no training needed to call it. True in the mask hides a token."""
         return energy.TransformerEnergy.create(
             self.key_weight,
             self.query_weight,
             self.memories,
             normalisation=self.normalisation.activation(),
             scale=self.scale,
-            keep=None if key_padding_mask is None else ~key_padding_mask,
+            keep=None
+            if key_padding_mask is None
+            else ~boolean("key_padding_mask (True hides a token)", key_padding_mask),
         )
 
     @overload
     def forward(
-        self, tokens: Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[False] = False
-    ) -> Tokens: ...
+        self, tokens: _Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[False] = False
+    ) -> _Tokens: ...
 
     @overload
     def forward(
-        self, tokens: Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[True]
-    ) -> tuple[Tokens, Tensor]: ...
+        self, tokens: _Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[True]
+    ) -> tuple[_Tokens, Tensor]: ...
 
     def forward(
         self,
-        tokens: Tokens,
+        tokens: _Tokens,
         key_padding_mask: Bool[Tensor, "*lead n"] | None = None,
         *,
         need_energies: bool = False,
-    ) -> Tokens | tuple[Tokens, Float[Tensor, "steps+1 *lead"]]:
+    ) -> _Tokens | tuple[_Tokens, Float[Tensor, "steps+1 *lead"]]:
         """The tokens after all steps, in their dtype; half precision is computed in float32.
 
         Args:
             tokens: x, any dimensions before the tokens'.
             key_padding_mask: True for padding, which comes out as it went in and is seen by no token.
             need_energies: Return E before the first and after every step as well, in nats/scale and at least float32.
-
-        Raises:
-            ValueError, TypeError: shapes or dtypes that do not fit.
         """
-        check_device("tokens", floating("tokens", tokens), self.key_weight)
+        check_one_device(tokens=floating("tokens", tokens), **{"the module's parameters": self.key_weight})
         with without_autocast(tokens.device):
             function = self.energy(key_padding_mask)
             if need_energies:
@@ -167,27 +149,24 @@ class EnergyTransformerStack(nn.Module):
 
     @overload
     def forward(
-        self, tokens: Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[False] = False
-    ) -> Tokens: ...
+        self, tokens: _Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[False] = False
+    ) -> _Tokens: ...
 
     @overload
     def forward(
-        self, tokens: Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[True]
-    ) -> tuple[Tokens, list[Tensor]]: ...
+        self, tokens: _Tokens, key_padding_mask: Tensor | None = None, *, need_energies: Literal[True]
+    ) -> tuple[_Tokens, list[Tensor]]: ...
 
     def forward(
         self,
-        tokens: Tokens,
+        tokens: _Tokens,
         key_padding_mask: Bool[Tensor, "*lead n"] | None = None,
         *,
         need_energies: bool = False,
-    ) -> Tokens | tuple[Tokens, list[Float[Tensor, "steps+1 *lead"]]]:
+    ) -> _Tokens | tuple[_Tokens, list[Float[Tensor, "steps+1 *lead"]]]:
         """The tokens after all blocks. Arguments as for a block.
 
         With `need_energies`, also each block's energies; between blocks they do not compare.
-
-        Raises:
-            ValueError, TypeError: as a block.
         """
         energies = []
         for block in self._all():

@@ -102,16 +102,14 @@ def arguments(state_dict: Mapping[str, Tensor], keywords: Keywords) -> dict[str,
     projection = linear["v"]
     if keywords.pattern_projection_as_connected and not keywords.stored_pattern_as_static:
         projection = linear["k"] if keywords.pattern_projection_as_static else nn.Sequential(linear["k"], projection)
+    size = keywords.input_size
+    stored_size, projection_size = keywords.stored_pattern_size or size, keywords.pattern_projection_size or size
     made = {
         "num_heads": keywords.num_heads,
-        "state": nn.Sequential(reader.norm("state_pattern", keywords.input_size), linear["q"]),
-        "stored": nn.Sequential(
-            reader.norm("stored_pattern", keywords.stored_pattern_size or keywords.input_size), linear["k"]
-        ),
-        "projection": nn.Sequential(
-            reader.norm("pattern_projection", keywords.pattern_projection_size or keywords.input_size), projection
-        ),
-        "space": reader.space(),
+        "state": nn.Sequential(reader.norm("state_pattern", size), linear["q"]),
+        "stored": nn.Sequential(reader.norm("stored_pattern", stored_size), linear["k"]),
+        "projection": nn.Sequential(reader.norm("pattern_projection", projection_size), projection),
+        "space": reader.norm("hopfield_space", keywords.head_size),
         "output": reader.output(),
         "steps": None if steps is None else steps + 1,
         "scale": keywords.default_scaling if scaling is None else scaling,
@@ -119,7 +117,8 @@ def arguments(state_dict: Mapping[str, Tensor], keywords: Keywords) -> dict[str,
         "dropout": keywords.dropout,
         "batch_first": keywords.batch_first,
     }
-    reader.finish()
+    if reader.tensors:
+        raise ValueError(f"the state dict has tensors that these keywords do not use: {', '.join(reader.tensors)}")
     return made
 
 
@@ -197,19 +196,11 @@ class _Reader:
         given = vars(self.keywords)
         if not given[f"normalize_{name}"]:
             return nn.Identity()
-        return self.layer_norm(f"norm_{name}.", given[f"normalize_{name}_affine"], size, given[f"normalize_{name}_eps"])
-
-    def space(self) -> nn.Module:
-        given = self.keywords
-        if not given.normalize_hopfield_space:
-            return nn.Identity()
-        affine, eps = given.normalize_hopfield_space_affine, given.normalize_hopfield_space_eps
-        return self.layer_norm("association_core.p_norm_", affine, given.head_size, eps)
-
-    def layer_norm(self, prefix: str, affine: bool, size: int | None, eps: float) -> nn.LayerNorm:
         if size is None:
             raise ValueError("normalised patterns need an input_size")
-        made = nn.LayerNorm(size, eps=eps, elementwise_affine=affine, device="meta")
+        affine = given[f"normalize_{name}_affine"]
+        made = nn.LayerNorm(size, given[f"normalize_{name}_eps"], affine, device="meta")
+        prefix = "association_core.p_norm_" if name == "hopfield_space" else f"norm_{name}."
         weight, bias = (self.take(f"{prefix}{kind}", needed=affine) for kind in ("weight", "bias"))
         if weight is not None and bias is not None:
             made.weight, made.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
@@ -225,10 +216,6 @@ class _Reader:
         if self.keywords.association_activation is not None:
             parts.append(Pointwise(self.keywords.association_activation))
         return nn.Sequential(*parts)
-
-    def finish(self) -> None:
-        if self.tensors:
-            raise ValueError(f"the state dict has tensors that these keywords do not use: {', '.join(self.tensors)}")
 
 
 class Repeat(nn.Module):

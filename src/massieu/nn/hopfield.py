@@ -9,16 +9,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
+from massieu.foundation.arguments import check_shape, floating, number, whole_number
+from massieu.foundation.transforms import without_autocast
 from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
 from massieu.nn.activation import Activation, as_module
-from massieu.nn.arguments import check_input
-from massieu.nn.convergence import Converging
-from massieu.nn.heads import Mask, Number, log_weight_of, merge_heads, register_number, split_heads
-from massieu.nn.retrieval import descend, settle
-from massieu.nn.weights import attention_weights
-from massieu.ops.shapes import without_autocast
-from massieu.solve.arguments import floating
+from massieu.nn.heads import Mask, added, attention_weights, log_weight_of, merge_heads, split_heads
+from massieu.nn.modules import Iterating, Number, check_input, register_number
+from massieu.solve import fixed_point
+from massieu.solve.status import FixedPointResult
 
 START = 0.02
 """The standard deviation of weights and patterns at the start, hopfield-layers' own."""
@@ -26,7 +25,7 @@ START = 0.02
 Patterns = Float[Tensor, "B L d"]
 
 
-class Hopfield(Converging, nn.Module):
+class Hopfield(Iterating, nn.Module):
     """Heads that retrieve stored patterns and return what belongs to them (Ramsauer et al., arXiv 2008.02217).
 
     Of stored patterns Y, states R and projections V (all three may be one tensor), each head makes keys, a query and
@@ -81,18 +80,16 @@ class Hopfield(Converging, nn.Module):
             activation: What follows every pass but the last: the energy's reference, the identity by default. An
                 `nn.Activation`, or what it is made of.
             dropout: Of the weights of the last pass, in training; takes memory L×N.
-            max_steps: For `steps=None`, when to give up: the last state is used, `convergence` has status and residual of each
-                state, and a warning says so once.
+            max_steps: For `steps=None`, when to give up: the last state is used; `convergence` tells of each.
             throw: Raise instead.
 
         Raises:
-            ValueError, TypeError: a size is missing, or a number out of its range.
+            ValueError: a size is missing that a module is to be made of.
         """
         super().__init__()
-        if not (steps is None or (isinstance(steps, int) and steps >= 1)):
-            raise ValueError(f"steps must be at least 1, or None for a descent to its end, got {steps!r}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        if steps is not None:
+            whole_number("steps", steps, least=1)
+        number("dropout", dropout, least=0, below=1)
         size = hidden_size
         if size is None and input_size is not None:
             if input_size % num_heads:
@@ -149,7 +146,6 @@ class Hopfield(Converging, nn.Module):
             association_mask: (L, N) or (B·H, L, N); booleans of which True hides, or numbers added to the scores.
 
         Raises:
-            ValueError, TypeError: shapes that do not fit.
             ConvergenceError: with `throw`, `steps=None`: a descent has not ended after `max_steps`.
         """
         found = self._associate(*self._heads(input), stored_pattern_padding_mask, association_mask)
@@ -163,15 +159,15 @@ class Hopfield(Converging, nn.Module):
     ) -> Float[Tensor, "B H L N"]:
         """The weights of the last pass, in memory L×N."""
         query, key, _ = self._heads(input)
-        log_weight = log_weight_of(stored_pattern_padding_mask, association_mask, (*query.shape[:3], key.shape[2]))
+        log_weight = log_weight_of(stored_pattern_padding_mask, association_mask, query, key)
         state = self._descended(query, key, log_weight)
         return attention_weights(state, key, log_weight=log_weight, scale=self.scale, sink=self.sink)[0]
 
     def memory(self, stored: Patterns, stored_pattern_padding_mask: Mask | None = None) -> energy.HopfieldEnergy:
         """The energy of the keys of `stored`, one for each item and head, at the current parameters."""
         keys = self._keys(self._batch_first(stored, "stored", self.stored))
-        padding = log_weight_of(stored_pattern_padding_mask, None, (*keys.shape[:2], 1, keys.shape[2]))
-        log_weight = attention_log_weight(padding, keys)
+        padding = log_weight_of(stored_pattern_padding_mask, None, keys[:, :, :1], keys)
+        log_weight = added(padding, keys.new_zeros(len(keys), 1, 1, keys.shape[2])).squeeze(2).expand(keys.shape[:3])
         if self.sink is not None:
             sink = torch.as_tensor(self.sink, dtype=keys.dtype, device=keys.device).reshape(-1, 1)
             keys = F.pad(keys, (0, 0, 0, 1))
@@ -191,9 +187,8 @@ class Hopfield(Converging, nn.Module):
         return split_heads(self.projection(projection), self.num_heads)
 
     def _batch_first(self, tensor: Tensor, name: str, projection: nn.Module) -> Tensor:
-        if floating(name, tensor).ndim != 3:
-            order = "(batch, length, size)" if self.batch_first else "(length, batch, size)"
-            raise ValueError(f"{name} must have shape {order}, got shape {tuple(tensor.shape)}")
+        order = ("batch", "length") if self.batch_first else ("length", "batch")
+        check_shape(name, floating(name, tensor), (*order, "size"))
         check_input(name, tensor, projection)
         return tensor if self.batch_first else tensor.transpose(0, 1)
 
@@ -214,7 +209,7 @@ class Hopfield(Converging, nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, padding: Mask | None, association: Mask | None
     ) -> Tensor:
         """From the heads' queries, keys and values to the output."""
-        log_weight = log_weight_of(padding, association, (*query.shape[:3], key.shape[2]))
+        log_weight = log_weight_of(padding, association, query, key)
         state = self._descended(query, key, log_weight)
         if self.training and self.dropout > 0:
             with without_autocast(query.device):
@@ -227,10 +222,10 @@ class Hopfield(Converging, nn.Module):
     def _descended(self, query: Tensor, key: Tensor, log_weight: Mask | None) -> Tensor:
         """The state before the last pass."""
         activation = None if self.activation is None else self.activation.activation()
+        options = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
         if self.steps is not None:
-            options = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
             return descend(query, key, self.steps - 1, activation, **options)
-        found = settle(query, key, activation, log_weight, self.scale, self.sink, self.max_steps, self.throw)
+        found = settle(query, key, activation, self.max_steps, self.throw, **options)
         self._keep(found.status, found.residual)
         return found.value.to(query.dtype)
 
@@ -239,11 +234,7 @@ class HopfieldPooling(nn.Module):
     """A set of patterns to a vector: trained states retrieve from it."""
 
     def __init__(self, input_size: int, num_heads: int = 1, *, quantity: int = 1, **options: Any) -> None:
-        """`quantity` states of `input_size`; all else is `Hopfield`'s.
-
-        Raises:
-            ValueError, TypeError: as `Hopfield`.
-        """
+        """`quantity` states of `input_size`; all else is `Hopfield`'s."""
         super().__init__()
         self.hopfield = Hopfield(input_size, num_heads, **options)
         self.states = nn.Parameter(START * torch.randn(1, quantity, input_size))
@@ -263,10 +254,7 @@ class HopfieldPooling(nn.Module):
 
         Args:
             input: One tensor, or stored patterns and projections.
-            stored_pattern_padding_mask, association_mask: As for `Hopfield`, with states for queries.
-
-        Raises:
-            ValueError, TypeError, ConvergenceError: as `Hopfield`.
+            stored_pattern_padding_mask, association_mask: As for `Hopfield`, with states for queries; so are errors.
         """
         layer = self.hopfield
         stored, projection = several("input", input, "stored, projections")
@@ -299,11 +287,7 @@ class HopfieldLayer(nn.Module):
         pattern_projection_size: int | None = None,
         **options: Any,
     ) -> None:
-        """`quantity` patterns; with `separate_targets` what belongs to them is trained apart; all else is `Hopfield`'s.
-
-        Raises:
-            ValueError, TypeError: as `Hopfield`; or sizes that differ without `separate_targets`.
-        """
+        """`quantity` patterns; with `separate_targets` what belongs to them is trained apart; all else is `Hopfield`'s."""
         super().__init__()
         stored, target = stored_pattern_size or input_size, pattern_projection_size or input_size
         if stored != target and not separate_targets:
@@ -344,13 +328,56 @@ def several(name: str, given: Any, parts: str) -> tuple[Tensor, ...]:
     return tuple(given)
 
 
-def attention_log_weight(padding: Mask | None, keys: Tensor) -> Float[Tensor, "B H N"]:
-    """Log-weights of keys as numbers, from a padding mask (B, 1, 1, N)."""
-    weight = keys.new_zeros(keys.shape[0], 1, keys.shape[2])
-    if padding is not None:
-        hidden = padding.squeeze(1)
-        weight = weight.masked_fill(~hidden, -torch.inf) if hidden.dtype == torch.bool else weight + hidden
-    return weight.expand(keys.shape[:3])
+def descend(
+    state: Float[Tensor, "B H L D"],
+    key: Float[Tensor, "B H N D"],
+    steps: int,
+    activation: energy.activations.Activation | None,
+    **options: Any,
+) -> Float[Tensor, "B H L D"]:
+    """The state after so many steps x ↦ ∇L(Σ p_n key_n). Its backward pass keeps states, not weights: memory steps·(L + N)."""
+    for _ in range(steps):
+        state = ops.attention(state, key, key, **options).output.contiguous()
+        if activation is not None:
+            state = activation(state).to(state.dtype)
+    return state
+
+
+def settle(
+    state: Float[Tensor, "B H L D"],
+    key: Float[Tensor, "B H N D"],
+    activation: energy.activations.Activation | None,
+    max_steps: int,
+    throw: bool,
+    **options: Any,
+) -> FixedPointResult:
+    """Where the descent ends, in at least float32; gradients by the implicit function theorem, none for the start (B12).
+
+    Plain steps: each lowers the energy, so that the end is in the basin of the start (B5.5).
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    hidden = given.get("log_weight")
+    if hidden is not None and hidden.dtype == torch.bool:
+        given["log_weight"] = added(hidden, state.new_zeros((), dtype=torch.promote_types(state.dtype, torch.float32)))
+    behind = () if activation is None else (activation,)
+
+    def step(
+        point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[energy.activations.Activation, ...]
+    ) -> Tensor:
+        return descend(point, key, 1, behind[0] if behind else None, **options)
+
+    with without_autocast(state.device):
+        return fixed_point(
+            step,
+            state,
+            (key, given, behind),
+            method="picard",
+            max_steps=max_steps,
+            # β times a covariance is symmetric; an activation after it is not.
+            linear_solver="auto" if behind else "cg",
+            throw=throw,
+            lost_derivative="nan" if throw else "zero",
+        )
 
 
 def _projection(name: str, size: int | None, hidden: int | None, heads: int) -> nn.Module:

@@ -1,34 +1,34 @@
 """The frame of every attention module: `torch.nn.MultiheadAttention`'s parameters and call, with the heads' work left open."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from massieu.nn.arguments import check_input
-from massieu.nn.heads import (
-    Mask,
-    log_weight_of,
-    merge_heads,
-    merge_log_weights,
-    position_mask,
-    split_heads,
-    with_more_keys,
-)
-from massieu.nn.nested import like, padded
-from massieu.solve.arguments import floating
+from massieu.foundation.arguments import floating, number
+from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with_more_keys, with_positions
+from massieu.nn.modules import check_heads, check_input
 
 
-class Attended(NamedTuple):
+class Request(NamedTuple):
+    """What a call wants of the heads."""
+
+    log_weight: Mask | None
+    """Boolean (True keeps) or a number, of N in its last dimension."""
+    is_causal: bool
+    need_weights: bool
+    need_potential: bool
+
+
+class HeadsResult(NamedTuple):
     """What the heads of a module return; what was not asked for may be None."""
 
     output: Float[Tensor, "B H L E"]
     weights: Float[Tensor, "B H L N"] | None
-    log_partition: Float[Tensor, "B H L"] | None
+    potential: Float[Tensor, "B H L"] | None
 
 
 class MultiHead(nn.Module, ABC):
@@ -53,10 +53,8 @@ class MultiHead(nn.Module, ABC):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and {num_heads}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        check_heads(embed_dim, num_heads)
+        number("dropout", dropout, least=0, below=1)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
@@ -99,9 +97,9 @@ class MultiHead(nn.Module, ABC):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        need_log_partition: bool = False,
+        need_potential: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """`torch.nn.MultiheadAttention`'s call, with the log-partition on request.
+        """`torch.nn.MultiheadAttention`'s call, with the potential on request.
 
         Args:
             query, key, value: (L, B, ·) and (N, B, ·); batch first with `batch_first=True`; or (L, ·) and (N, ·). Nested
@@ -112,72 +110,41 @@ class MultiHead(nn.Module, ABC):
             attn_mask: (L, N) or (B·H, L, N). Booleans of which True hides, or numbers added to the scores.
             average_attn_weights: Weights averaged over the heads, or (B, H, L, N).
             is_causal: Query i sees keys 0 … i, whether a mask is given or not.
-            need_log_partition: Return the potential that the module's output is the gradient of, too.
+            need_potential: Return the potential of which the heads' output is the gradient, too.
 
         Returns:
-            The output, in the query's shape; the weights, or None; and, asked for, log Z in nats: (B, H, L), float32 or
-            float64, −inf for a query that sees no key. The heads' output for that query is 0.
-
-        Raises:
-            TypeError, ValueError: shapes or masks that do not fit; both shapes are named.
+            The output, in the query's shape; the weights, or None; and, asked for, the potential: (B, H, L), float32 or
+            float64. The heads' output for a query that sees no key is 0.
         """
+        nested, hidden = query, None
         if isinstance(query, Tensor) and query.is_nested:
-            options = {"need_weights": need_weights, "attn_mask": attn_mask, "is_causal": is_causal}
-            options |= {"average_attn_weights": average_attn_weights, "need_log_partition": need_log_partition}
-            return self._of_nested(query, key, value, key_padding_mask, **options)
+            self._check_nested(key, value, key_padding_mask)
+            (query, hidden), (key, key_padding_mask), (value, _) = padded(query), padded(key), padded(value)
         batched = self._check(query, key, value)
         query, key, value = (self._batch_first(tensor, batched) for tensor in (query, key, value))
         if not batched and isinstance(key_padding_mask, Tensor):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         heads, key_heads, value_heads = self._project(query, key, value)
-        layout = (*heads.shape[:3], key.shape[1])
-        log_weight = log_weight_of(key_padding_mask, attn_mask, layout)
+        log_weight = log_weight_of(key_padding_mask, attn_mask, heads, key_heads)
         more = (self.bias_k is not None) + self.add_zero_attn
         if more:
             # Keys behind the others would be in the future.
-            log_weight = merge_log_weights(
-                log_weight, position_mask(heads.shape[2], key.shape[1], is_causal, None, query.device)
-            )
-            log_weight, is_causal = with_more_keys(log_weight, more), False
-        found = self._attend(
-            heads,
-            *self._with_more_keys(key_heads, value_heads),
-            log_weight=log_weight,
-            is_causal=is_causal,
-            need_weights=need_weights,
-            need_log_partition=need_log_partition,
-        )
+            log_weight = with_more_keys(with_positions(log_weight, heads, key_heads, is_causal), more)
+        request = Request(log_weight, is_causal and not more, need_weights, need_potential)
+        keys, values = self._with_more(key_heads, self.bias_k), self._with_more(value_heads, self.bias_v)
+        found = self._attend(heads, keys, values, request)
         output = self.out_proj(merge_heads(found.output))
-        weights, log_partition = found.weights if need_weights else None, found.log_partition
+        weights, potential = found.weights if need_weights else None, found.potential
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
             output = output.squeeze(0)
-            weights = None if weights is None else weights.squeeze(0)
-            log_partition = None if log_partition is None else log_partition.squeeze(0)
+            weights, potential = (tensor if tensor is None else tensor.squeeze(0) for tensor in (weights, potential))
         elif not self.batch_first:
             output = output.transpose(0, 1)
-        return (output, weights, log_partition) if need_log_partition else (output, weights)
-
-    def _of_nested(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Mask | None, **options: Any
-    ) -> tuple[Tensor | None, ...]:
-        """The call on sequences of several lengths: the output is nested as the query is, all else padded."""
-        if (
-            not self.batch_first
-            or key_padding_mask is not None
-            or not all(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (key, value))
-        ):
-            raise ValueError(
-                "nested tensors need batch_first=True, keys and values that are nested too, and no key_padding_mask, "
-                "which their lengths are"
-            )
-        dense, hidden = padded(query)
-        (keys, hidden_keys), (values, _) = padded(key), padded(value)
-        # By name, so that a class may leave arguments out.
-        output, *rest = MultiHead.forward(self, dense, keys, values, hidden_keys, **options)
-        assert output is not None
-        return like(output, hidden, query), *rest
+        if hidden is not None:
+            output = nested_like(output, hidden, nested)
+        return (output, weights, potential) if need_potential else (output, weights)
 
     @abstractmethod
     def _attend(
@@ -185,13 +152,9 @@ class MultiHead(nn.Module, ABC):
         query: Float[Tensor, "B H L D"],
         key: Float[Tensor, "B H N D"],
         value: Float[Tensor, "B H N D"],
-        *,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_weights: bool,
-        need_log_partition: bool,
-    ) -> Attended:
-        """What the heads do. `log_weight` is boolean (True keeps) or a number, of N in its last dimension."""
+        request: Request,
+    ) -> HeadsResult:
+        """What the heads do."""
 
     def _dropped(self, weights: Tensor) -> Tensor:
         return F.dropout(weights, self.dropout) if self._drops else weights
@@ -207,29 +170,29 @@ class MultiHead(nn.Module, ABC):
 
     def _project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value by head."""
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
-        else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        packed = self.in_proj_weight
+        apart = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        weights = apart if packed is None else packed.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return tuple(
             split_heads(F.linear(tensor, weight, bias), self.num_heads)  # pyright: ignore[reportArgumentType]
             for tensor, weight, bias in zip(inputs, weights, biases, strict=True)
         )
 
-    def _with_more_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The learned key and value, and the zero ones, behind the others."""
-        for extra_key, extra_value in self._more_keys(key):
-            key = torch.cat([key, extra_key.to(key.dtype).expand(*key.shape[:2], 1, -1)], 2)
-            value = torch.cat([value, extra_value.to(value.dtype).expand(*value.shape[:2], 1, -1)], 2)
-        return key, value
+    def _with_more(self, heads: Tensor, learned: Tensor | None) -> Tensor:
+        """Keys or values with the learned one, and the zero one, behind the others."""
+        if learned is not None:
+            learned = split_heads(learned, self.num_heads).to(heads.dtype)
+            heads = torch.cat([heads, learned.expand(*heads.shape[:2], 1, -1)], 2)
+        return F.pad(heads, (0, 0, 0, 1)) if self.add_zero_attn else heads
 
-    def _more_keys(self, key: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.bias_k is not None and self.bias_v is not None:
-            yield split_heads(self.bias_k, self.num_heads), split_heads(self.bias_v, self.num_heads)
-        if self.add_zero_attn:
-            zero = torch.zeros_like(key[:1, :1, :1])
-            yield zero, zero
+    def _check_nested(self, key: object, value: object, key_padding_mask: object) -> None:
+        nested = all(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (key, value))
+        if not self.batch_first or key_padding_mask is not None or not nested:
+            raise ValueError(
+                "nested tensors need batch_first=True, keys and values that are nested too, and no key_padding_mask, "
+                "which their lengths are"
+            )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether there is a batch dimension."""
@@ -248,3 +211,20 @@ class MultiHead(nn.Module, ABC):
         if query.ndim == 3 and query.shape[batch] != key.shape[batch]:
             raise ValueError(f"query and key must have one batch size, got {shapes['query']} and {shapes['key']}")
         return query.ndim == 3
+
+
+def padded(nested: Tensor) -> tuple[Float[Tensor, "B L d"], Bool[Tensor, "B L"]]:
+    """The sequences of a nested tensor in one dense tensor, 0 behind their ends, and where that padding is."""
+    lengths = torch.tensor([len(sequence) for sequence in nested.unbind()], device=nested.device)
+    dense = torch.nested.to_padded_tensor(nested, 0.0)
+    return dense, torch.arange(dense.shape[1], device=nested.device) >= lengths.unsqueeze(-1)
+
+
+def nested_like(dense: Float[Tensor, "B L d"], padding: Bool[Tensor, "B L"], nested: Tensor) -> Tensor:
+    """The sequences of a dense tensor, in the layout of `nested`."""
+    if nested.layout == torch.jagged:
+        # With its own offsets, since sums of nested tensors ask whether these are the same.
+        offsets = nested.offsets()  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.nested.nested_tensor_from_jagged(dense[~padding], offsets)
+    rows = zip(dense, (~padding).sum(-1).tolist(), strict=True)
+    return torch.nested.as_nested_tensor([row[:length] for row, length in rows])

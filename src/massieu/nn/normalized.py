@@ -4,10 +4,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.measures import stable
-from massieu.nn.heads import Mask, added, merge_log_weights, per_head, position_mask
-from massieu.nn.multihead import Attended, MultiHead
-from massieu.ops.shapes import without_autocast
+from massieu.foundation.arguments import number
+from massieu.foundation.numerics import log_softmax
+from massieu.foundation.transforms import without_autocast
+from massieu.nn.heads import added, per_head, with_positions
+from massieu.nn.multihead import HeadsResult, MultiHead, Request
 
 
 class NormalizedAttention(MultiHead):
@@ -20,7 +21,7 @@ class NormalizedAttention(MultiHead):
 
     Where the weights need not be formed (no `need_weights`, dropout, causality or mask per query) the keys enter through
     their covariance with the values: time and memory are linear in queries and keys. Call and state dict are
-    `torch.nn.MultiheadAttention`'s, with `gain` and `level`, one a head, beside. `need_log_partition=True` returns
+    `torch.nn.MultiheadAttention`'s, with `gain` and `level`, one a head, beside. `need_potential=True` returns
     gain·σ_z + level·z̄; 0 for a query that sees no key, as its output.
     """
 
@@ -43,42 +44,28 @@ class NormalizedAttention(MultiHead):
         *,
         eps: float = 1e-5,
     ) -> None:
-        """The arguments of `torch.nn.MultiheadAttention`, and `eps` > 0, which is added to the variance.
-
-        Raises:
-            ValueError, TypeError: numbers out of their range.
-        """
+        """The arguments of `torch.nn.MultiheadAttention`, and `eps` > 0, which is added to the variance."""
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        if not eps > 0:
-            raise ValueError(f"eps must be positive, got {eps}")
-        self.eps = eps
+        self.eps = number("eps", eps, above=0)
         self.gain = nn.Parameter(torch.ones(num_heads, device=device, dtype=dtype))
         self.level = nn.Parameter(torch.ones(num_heads, device=device, dtype=dtype))
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_weights: bool,
-        need_log_partition: bool,
-    ) -> Attended:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        per_key = not is_causal and (log_weight is None or log_weight.shape[1] == log_weight.shape[2] == 1)
-        seen = position_mask(query.shape[2], key.shape[2], is_causal, None, query.device)
-        shares = _shares(merge_log_weights(log_weight, seen), key.new_zeros(1, 1, 1, key.shape[2], dtype=dtype))
+        given = request.log_weight
+        per_key = not request.is_causal and (given is None or given.shape[1] == given.shape[2] == 1)
+        log_weight = with_positions(given, query, key, request.is_causal)
+        # Weights of the keys that sum to one, or are all 0.
+        shares = log_softmax(added(log_weight, key.new_zeros(1, 1, 1, key.shape[2], dtype=dtype))).exp()
         with without_autocast(query.device):
             parts = query.to(dtype) * self.head_dim**-0.5, key.to(dtype), value.to(dtype), shares
-            if per_key and not need_weights and not self._drops:
+            if per_key and not request.need_weights and not self._drops:
                 output, potential = self._by_covariance(*parts)
-                return Attended(output.to(query.dtype), None, potential)
+                return HeadsResult(output.to(query.dtype), None, potential)
             output, weights, potential = self._by_weights(*parts)
-        return Attended(output.to(query.dtype), weights.to(query.dtype), potential)
+        return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)
 
     def _by_weights(
         self, query: Tensor, key: Tensor, value: Tensor, shares: Tensor
@@ -107,8 +94,3 @@ class NormalizedAttention(MultiHead):
     @staticmethod
     def _where_seen(potential: Tensor, shares: Tensor) -> Tensor:
         return torch.where((shares > 0).any(-1, keepdim=True), potential, 0.0)
-
-
-def _shares(log_weight: Mask | None, like: Tensor) -> Float[Tensor, "#B #H #L N"]:
-    """Weights of the keys that sum to one, or are all 0."""
-    return stable.log_softmax(added(log_weight, like)).exp()

@@ -1,12 +1,10 @@
 """Weights whose spectral norm is a parameter, so that attention's scores stay bounded (Zhai et al., arXiv 2303.06296; N11)."""
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.solve.arguments import floating
+from massieu.foundation.arguments import floating, number
 
 
 class SigmaReparametrization(nn.Module):
@@ -19,15 +17,9 @@ class SigmaReparametrization(nn.Module):
     """
 
     def __init__(self, gain: float = 1.0) -> None:
-        """The gain to start from; the norm the weight has now keeps the layer as it is.
-
-        Raises:
-            ValueError: it is not positive and finite.
-        """
+        """The gain to start from, positive; the norm the weight has now keeps the layer as it is."""
         super().__init__()
-        if isinstance(gain, bool) or not isinstance(gain, int | float) or not 0 < gain < math.inf:
-            raise ValueError(f"gain must be a positive number, got {gain!r}")
-        self.gain = nn.Parameter(torch.tensor(float(gain)))
+        self.gain = nn.Parameter(torch.tensor(float(number("gain", gain, above=0))))
 
     def forward(self, weight: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
         """The weight in use, in the dtype of W; half precision is computed in float32.

@@ -6,24 +6,17 @@ import torch
 from torch import Tensor
 
 from massieu.energy.entmax import entmax, entmax_conjugate
-from massieu.nn.heads import (
-    Alpha,
-    Mask,
-    Number,
-    merge_log_weights,
-    per_head,
-    position_mask,
-    register_number,
-)
-from massieu.nn.multihead import Attended, MultiHead
-from massieu.ops.shapes import without_autocast
+from massieu.foundation.transforms import without_autocast
+from massieu.nn.heads import attention_scores, per_head, with_positions
+from massieu.nn.modules import LearnableAlpha, Number, register_number
+from massieu.nn.multihead import HeadsResult, MultiHead, Request
 
 
 class SparseAttention(MultiHead):
     """Multi-head attention by α-entmax (Correia, Niculae and Martins, 2019), the gradient of Ω* where softmax is that of log Z.
 
     Weights sum to one and are exactly 0 more than 1/(α − 1) below the largest score; α = 1 is softmax, 2 sparsemax. Call and
-    state dict are `torch.nn.MultiheadAttention`'s; `need_log_partition=True` returns Ω*. Memory is L×N.
+    state dict are `torch.nn.MultiheadAttention`'s; `need_potential=True` returns Ω*. Memory is L×N.
     """
 
     scale: Tensor | float | None
@@ -52,14 +45,11 @@ class SparseAttention(MultiHead):
             alpha: At least 1; a number, or a tensor of one or one a head.
             learn_alpha: Train it, one a head, within (1, 2), from `alpha`.
             scale: As for `Attention`.
-
-        Raises:
-            ValueError, TypeError: numbers out of their range.
         """
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self.order = Alpha(alpha, num_heads, 1.0, math.inf, learn=learn_alpha).to(device, dtype)
+        self.order = LearnableAlpha(alpha, num_heads, 1.0, math.inf, learn=learn_alpha).to(device, dtype)
         register_number(self, "scale", scale, num_heads)
 
     @property
@@ -67,26 +57,11 @@ class SparseAttention(MultiHead):
         """α: a number, or a tensor of one or one a head."""
         return self.order()
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        log_weight: Mask | None,
-        is_causal: bool,
-        need_weights: bool,
-        need_log_partition: bool,
-    ) -> Attended:
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        seen = position_mask(query.shape[2], key.shape[2], is_causal, None, query.device)
-        log_weight, alpha = merge_log_weights(log_weight, seen), per_head(self.alpha)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        log_weight, alpha = with_positions(request.log_weight, query, key, request.is_causal), per_head(self.alpha)
         with without_autocast(query.device):
-            beta = self.head_dim**-0.5 if self.scale is None else per_head(self.scale)
-            scores = query.to(dtype) @ key.to(dtype).mT * beta
+            scores = attention_scores(query, key, self.scale)
             weights = entmax(scores, alpha, log_weight=log_weight)
-            potential = None
-            if need_log_partition:
-                potential = entmax_conjugate(scores, alpha, log_weight=log_weight)
-            output = self._dropped(weights) @ value.to(dtype)
-        return Attended(output.to(query.dtype), weights.to(query.dtype), potential)
+            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if request.need_potential else None
+            output = self._dropped(weights) @ value.to(weights.dtype)
+        return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)

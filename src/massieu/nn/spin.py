@@ -1,33 +1,21 @@
 """Attention whose tokens are spins: attention couples them, and they all move at once."""
 
-import math
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
-from massieu.nn.arguments import check_input
-from massieu.nn.convergence import Converging
-from massieu.nn.heads import (
-    Mask,
-    Number,
-    log_weight_of,
-    merge_heads,
-    merge_log_weights,
-    position_mask,
-    register_number,
-    split_heads,
-)
-from massieu.nn.weights import attention_weights
-from massieu.ops.shapes import without_autocast
+from massieu.foundation.arguments import check_range, choice, whole_number
+from massieu.foundation.transforms import without_autocast
+from massieu.nn.heads import Mask, attention_weights, log_weight_of, with_positions
+from massieu.nn.modules import HeadsOfTokens, Number, register_number
 from massieu.solve import Method
-from massieu.solve.arguments import floating
 
 
-class SpinAttention(Converging, nn.Module):
+class SpinAttention(HeadsOfTokens):
     """Kinetic mean-field spins: θ_i = x_i + Σ_j J_ij φ(θ_j) (+ echo_i), the output their means φ(θ) (B16).
 
     Each head is a system of its own, of one spin in R^D for each token, D the head's size. The drive x and the couplings
@@ -70,35 +58,18 @@ class SpinAttention(Converging, nn.Module):
             coupling_scale: Inverse temperature of the softmax, of the same kinds; by default D to the −½.
             method: As for `massieu.solve.fixed_point`, to the fixed point.
             max_steps: As there; of each step's own equation too, to second order. What is not found by then goes on with its
-                last state; `convergence` has status and residual of each head, or of each spin's equation, the worst of all
-                steps, and a warning says so once.
+                last state: `convergence` tells of each head, or of each spin's equation, at its worst step.
             throw: Raise instead.
-
-        Raises:
-            ValueError, TypeError: numbers out of their range; heads of fewer than three dimensions.
         """
-        super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and {num_heads}")
+        super().__init__(embed_dim, num_heads, bias, batch_first, drive=embed_dim, query=embed_dim, key=embed_dim)
         if embed_dim // num_heads < 3:
             raise ValueError(f"spins need heads of at least 3 dimensions, got {embed_dim // num_heads}")
-        if order not in ("first", "second"):
-            raise ValueError(f"order must be 'first' or 'second', got {order!r}")
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise ValueError(f"steps must be an int, at least 1, or None for a fixed point, got {steps!r}")
-        if scale is None:
-            raise TypeError("scale must be a number, a tensor or a Parameter, got None")
-        register_number(self, "scale", scale, num_heads)
+        if steps is not None:
+            whole_number("steps", steps, least=1)
+        register_number(self, "scale", scale, num_heads, or_none=False)
         register_number(self, "coupling_scale", coupling_scale, num_heads)
-        given = torch.as_tensor(self.scale)
-        if not bool(((given > 0) & (given < math.inf)).all()):
-            raise ValueError(f"scale must be positive and finite, got {given.tolist()}")
-        self.drive_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.query_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.key_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
-        self.order: Order = order
+        check_range("scale", self.scale, above=0)
+        self.order: Order = choice("order", order, "first", "second")
         self.exact, self.steps = exact, steps
         self.method, self.max_steps, self.throw = method, max_steps, throw
 
@@ -117,14 +88,12 @@ class SpinAttention(Converging, nn.Module):
                 acts is alone with its drive.
 
         Raises:
-            ValueError, TypeError: shapes that do not fit.
             ConvergenceError: with `throw`, there is no fixed point, with its residual and what to try.
         """
         model = self.model(tokens, key_padding_mask, attn_mask, is_causal)
         with without_autocast(tokens.device):
-            spins = merge_heads(model.mean(self.state(model)))
-        output = self.out_proj(spins.to(tokens.dtype))
-        return output if self.batch_first else output.transpose(0, 1)
+            spins = model.mean(self.state(model))
+        return self._output(spins, tokens.dtype)
 
     def model(
         self,
@@ -134,31 +103,15 @@ class SpinAttention(Converging, nn.Module):
         is_causal: bool = False,
     ) -> KineticSpins:
         """The spins before they move, of batch shape (B, H). Arguments and errors as for a call."""
-        if floating("tokens", tokens).ndim != 3 or tokens.shape[-1] != self.embed_dim:
-            order = "(batch, length, {})" if self.batch_first else "(length, batch, {})"
-            raise ValueError(f"tokens must have shape {order.format(self.embed_dim)}, got {tuple(tokens.shape)}")
-        check_input("tokens", tokens, self.drive_proj)
-        if not self.batch_first:
-            tokens = tokens.transpose(0, 1)
-        drive, query, key = (
-            split_heads(projection(tokens), self.num_heads)
-            for projection in (self.drive_proj, self.query_proj, self.key_proj)
-        )
-        length = tokens.shape[1]
-        log_weight = merge_log_weights(
-            log_weight_of(key_padding_mask, attn_mask, (*query.shape[:3], length)),
-            position_mask(length, length, is_causal, None, tokens.device),
-        )
+        drive, query, key = self._heads("tokens", tokens, "drive", "query", "key")
+        masks = log_weight_of(key_padding_mask, attn_mask, query, key)
+        log_weight = with_positions(masks, query, key, is_causal)
         with without_autocast(tokens.device):
             coupling, _ = attention_weights(query, key, scale=self.coupling_scale, log_weight=log_weight)
             return KineticSpins.create(drive, coupling, scale=self.scale, exact=self.exact)
 
     def state(self, model: KineticSpins) -> Float[Tensor, "B H L D"]:
-        """θ, the spins' local fields once they have moved.
-
-        Raises:
-            ConvergenceError: as a call.
-        """
+        """θ, the spins' local fields once they have moved; a ConvergenceError as for a call."""
         lost = "nan" if self.throw else "zero"
         options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw, "lost_derivative": lost}
         if self.steps is None:

@@ -4,31 +4,17 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from massieu.nn.arguments import check_input
-from massieu.nn.convergence import Converging
-from massieu.nn.heads import (
-    Mask,
-    Number,
-    log_weight_of,
-    merge_heads,
-    merge_log_weights,
-    per_head,
-    position_mask,
-    register_number,
-    split_heads,
-)
-from massieu.nn.weights import attention_weights
-from massieu.ops.shapes import without_autocast
-from massieu.solve import FixedPointResult, Method, fixed_point
-from massieu.solve.arguments import floating
-
-Order = Literal["mean_field", "tap"]
-Site = Literal["spin", "gaussian"]
+from massieu.foundation.arguments import choice, floating
+from massieu.foundation.transforms import without_autocast
+from massieu.nn.heads import Mask, attention_weights, log_weight_of, merge_log_weights, per_head, with_positions
+from massieu.nn.modules import HeadsOfTokens, Number, register_number
+from massieu.solve import Method, fixed_point
+from massieu.solve.status import FixedPointResult
 
 
-class TAPAttention(Converging, nn.Module):
+class TAPAttention(HeadsOfTokens):
     """Mean spins of tokens that couple by attention, to first or second order in the couplings (B13, B14).
 
     In each head token i puts the field x_i on D spins and couples them to those of token j by J_ij = strength·p_ij, p the
@@ -57,8 +43,8 @@ class TAPAttention(Converging, nn.Module):
         embed_dim: int,
         num_heads: int = 1,
         *,
-        order: Order = "tap",
-        site: Site = "spin",
+        order: Literal["mean_field", "tap"] = "tap",
+        site: Literal["spin", "gaussian"] = "spin",
         strength: Number = 0.5,
         scale: Number = None,
         bias: bool = True,
@@ -76,28 +62,14 @@ class TAPAttention(Converging, nn.Module):
             strength: What a token's couplings add up to; a number, a tensor or a Parameter, one or one a head.
             scale: Inverse temperature of the softmax, of the same kinds; by default the head's size to the −½.
             method, damping, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
-                state is used, `convergence` has status and residual of each head, and a warning says so once.
+                state is used; `convergence` tells of each head.
             throw: Raise instead.
-
-        Raises:
-            ValueError, TypeError: numbers out of their range.
         """
-        super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and {num_heads}")
-        if order not in ("mean_field", "tap"):
-            raise ValueError(f"order must be 'mean_field' or 'tap', got {order!r}")
-        if site not in ("spin", "gaussian"):
-            raise ValueError(f"site must be 'spin' or 'gaussian', got {site!r}")
-        if strength is None:
-            raise TypeError("strength must be a number, a floating-point tensor or a Parameter, got None")
-        register_number(self, "strength", strength, num_heads)
+        super().__init__(embed_dim, num_heads, bias, batch_first, field=embed_dim, query=embed_dim, key=embed_dim)
+        self.order = choice("order", order, "mean_field", "tap")
+        self.site = choice("site", site, "spin", "gaussian")
+        register_number(self, "strength", strength, num_heads, or_none=False)
         register_number(self, "scale", scale, num_heads)
-        self.field_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.query_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.key_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.num_heads, self.order, self.site, self.batch_first = num_heads, order, site, batch_first
         self.method, self.damping, self.max_steps, self.throw = method, damping, max_steps, throw
 
     def forward(
@@ -118,13 +90,11 @@ class TAPAttention(Converging, nn.Module):
                 it: put zeros there.
 
         Raises:
-            ValueError, TypeError: shapes that do not fit.
             ConvergenceError: with `throw`, a head found no fixed point, with its residual and what to try.
         """
         found = self.solve(tokens, key_padding_mask, attn_mask, is_causal, coupling=coupling)
         self._keep(found.status, found.residual)
-        output = self.out_proj(merge_heads(found.value).to(tokens.dtype))
-        return output if self.batch_first else output.transpose(0, 1)
+        return self._output(found.value, tokens.dtype)
 
     def solve(
         self,
@@ -136,29 +106,21 @@ class TAPAttention(Converging, nn.Module):
         coupling: Float[Tensor, "#B #H L L"] | None = None,
     ) -> FixedPointResult:
         """The mean spins of the heads, (B, H, L, D), with status, steps and residual of each head. Arguments as for a call."""
-        size = self.field_proj.in_features
-        if floating("tokens", tokens).ndim != 3 or tokens.shape[-1] != size:
-            shape = tuple(tokens.shape)
-            raise ValueError(f"tokens must have three dimensions, batch, length and size {size}, got {shape}")
-        check_input("tokens", tokens, self.field_proj)
-        if not self.batch_first:
-            tokens = tokens.transpose(0, 1)
-        field, query, key = (
-            split_heads(projection(tokens), self.num_heads)
-            for projection in (self.field_proj, self.query_proj, self.key_proj)
-        )
-        layout = (*field.shape[:3], field.shape[2])
-        apart = ~torch.eye(layout[2], dtype=torch.bool, device=tokens.device)[None, None]
+        field, query, key = self._heads("tokens", tokens, "field", "query", "key")
+        apart = ~torch.eye(field.shape[2], dtype=torch.bool, device=tokens.device)[None, None]
         with without_autocast(tokens.device):
             field = field.to(torch.promote_types(field.dtype, torch.float32))
+            layout = (*field.shape[:3], field.shape[2])
             if coupling is None:
-                masks = log_weight_of(key_padding_mask, attn_mask, layout)
-                seen = position_mask(layout[2], layout[3], is_causal, None, tokens.device)
-                weight = merge_log_weights(masks, seen, apart)
+                masks = with_positions(log_weight_of(key_padding_mask, attn_mask, query, key), query, key, is_causal)
+                weight = merge_log_weights(masks, apart)
                 share = attention_weights(query, key, scale=self.scale, log_weight=weight)[0]
             else:
-                given = (key_padding_mask, attn_mask, is_causal or None)
-                share = torch.where(apart, _checked(coupling, layout, given).to(field), 0.0)
+                if key_padding_mask is not None or attn_mask is not None or is_causal:
+                    raise ValueError(
+                        "coupling does not go with key_padding_mask, attn_mask or is_causal: set it to 0 there"
+                    )
+                share = torch.where(apart, _checked(coupling, layout).to(field), 0.0)
             couplings = (share * per_head(self.strength)).to(field.dtype).expand(layout)
             return fixed_point(
                 _EQUATIONS[self.site, self.order],
@@ -195,17 +157,15 @@ _EQUATIONS = {
 }
 
 
-def _checked(coupling: object, layout: tuple[int, ...], masks: tuple[object, ...]) -> Tensor:
+def _checked(coupling: object, layout: tuple[int, ...]) -> Tensor:
     """Couplings given in place of a softmax."""
-    if not isinstance(coupling, Tensor) or not coupling.is_floating_point():
-        kind = coupling.dtype if isinstance(coupling, Tensor) else type(coupling).__name__
-        raise TypeError(f"coupling must be a floating-point tensor, got {kind}")
-    fits = coupling.ndim == 4 and all(
-        given in (1, full) if place < 2 else given == full
-        for place, (given, full) in enumerate(zip(coupling.shape, layout, strict=True))
-    )
-    if not fits:
-        raise ValueError(f"coupling must have shape {layout}, or 1 for batch or heads, got {tuple(coupling.shape)}")
-    if any(mask is not None for mask in masks):
-        raise ValueError("coupling does not go with key_padding_mask, attn_mask or is_causal: set it to 0 there")
-    return coupling
+    given = floating("coupling", coupling)
+    batch, heads, *lengths = layout
+    if (
+        given.ndim != 4
+        or len(given) not in (1, batch)
+        or given.shape[1] not in (1, heads)
+        or [*given.shape[2:]] != lengths
+    ):
+        raise ValueError(f"coupling must have shape {layout}, or 1 for batch or heads, got {tuple(given.shape)}")
+    return given

@@ -7,16 +7,18 @@ that solve again, so that derivatives of all orders are right and no iterate is 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
+from massieu.foundation.derivatives import forward_derivative, reverse_derivative
+from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, some, unwrapped
 from massieu.solve.linear import LinearSolver, LinearSolveResult, dense
-from massieu.solve.loops import in_functorch, in_nested_forward_mode, readable, some, unwrapped
 from massieu.solve.problem import FixedPointProblem
-from massieu.solve.status import CONVERGED, Status
+from massieu.solve.status import CONVERGED, names
 
 _ORDERS = 3
 """Orders of derivatives that are right where the theorem's own function cannot be used."""
@@ -36,7 +38,7 @@ class Implicit:
 def implicit(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
     """`value` with the derivatives of the fixed point in the leaves; NaN for refused items, or what the system says."""
     # Compiled inside a transform, a custom function's backward would be ignored.
-    if in_functorch() if torch.compiler.is_compiling() else in_nested_forward_mode():
+    if in_nested_forward_mode() or (torch.compiler.is_compiling() and in_functorch()):
         return _chord(system, value, refused, leaves)
     function = _Implicit if torch.compiler.is_compiling() else _ImplicitForwardMode
     return function.apply(system, value, refused, *leaves)
@@ -68,11 +70,8 @@ class _Implicit(torch.autograd.Function):
         value, refused, *leaves = ctx.saved_tensors
         solved = _solve(ctx.system, True, cotangents[0], value, refused, leaves)
         value = _harmless(ctx.system, value, refused)
-        wanted = [
-            needed and leaf.is_floating_point() for needed, leaf in zip(ctx.needs_input_grad[3:], leaves, strict=True)
-        ]
-        shares = _pull(lambda *leaves: ctx.system.problem(value, *leaves), leaves, wanted, solved)
-        return None, None, None, *shares
+        image = partial(ctx.system.problem, value)
+        return None, None, None, *reverse_derivative(image, leaves, solved, ctx.needs_input_grad[3:])
 
 
 class _ImplicitForwardMode(_Implicit):
@@ -82,7 +81,7 @@ class _ImplicitForwardMode(_Implicit):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         value, refused, *leaves = ctx.saved_tensors
         value = _harmless(ctx.system, value, refused)
-        moved = _push(lambda *leaves: ctx.system.problem(value, *leaves), leaves, tangents[3:], value)
+        moved = forward_derivative(partial(ctx.system.problem, value), leaves, tangents[3:])
         return _solve(ctx.system, False, moved, value, refused, leaves)
 
 
@@ -110,11 +109,9 @@ class _Solve(torch.autograd.Function):
         other = _solve(ctx.system, not ctx.transposed, cotangents[0], value, refused, leaves)
         # The derivatives of ⟨left, J right⟩ in z and the leaves.
         left, right = (solution, other) if ctx.transposed else (other, solution)
-        wanted = [
-            needed and leaf.is_floating_point()
-            for needed, leaf in zip((ctx.needs_input_grad[3], *ctx.needs_input_grad[5:]), (value, *leaves), strict=True)
-        ]
-        share, *shares = _pull(_product(ctx.system.problem, left, True), [value, *leaves], wanted, right)
+        wanted = ctx.needs_input_grad[3], *ctx.needs_input_grad[5:]
+        product = _product(ctx.system.problem, left, True)
+        share, *shares = reverse_derivative(product, [value, *leaves], right, wanted)
         return None, None, other, share, None, *shares
 
     @staticmethod
@@ -122,7 +119,7 @@ class _Solve(torch.autograd.Function):
         solution, value, refused, *leaves = ctx.saved_tensors
         value = _harmless(ctx.system, value, refused)
         product = _product(ctx.system.problem, solution, ctx.transposed)
-        right = _push(product, [value, *leaves], (tangents[3], *tangents[5:]), value)
+        right = forward_derivative(product, [value, *leaves], (tangents[3], *tangents[5:]))
         if tangents[2] is not None:
             right = right + tangents[2]
         return _solve(ctx.system, ctx.transposed, right, value, refused, leaves)
@@ -147,7 +144,7 @@ def _solution(system: Implicit, transposed: bool, right: Tensor, value: Tensor, 
         asked = torch.where(refused.unsqueeze(-1), 0.0, right)
         found = system.solver.solve(product, asked, (value, *leaves))
         failed = found.status != CONVERGED
-        if system.throw and readable() and some(failed):
+        if system.throw and some(failed):
             raise ConvergenceError(_reason(found))
         return torch.where(((failed | refused) & used).unsqueeze(-1), system.lost, found.value)
 
@@ -161,60 +158,26 @@ def _reason(found: LinearSolveResult) -> str:
     status, steps = unwrapped(found.status).flatten(), unwrapped(found.steps).flatten()
     failed = status != CONVERGED
     residual = float(unwrapped(found.residual).flatten().expand_as(status)[failed].amax())
-    kinds = ", ".join(sorted({Status(kind).name for kind in status[failed].tolist()}))
     return (
         f"the linear system of the implicit derivative was not solved for {int(failed.sum())} of {failed.numel()} items "
-        f"({kinds} after {int(steps.max())} products, residual {residual:.3g}): I − J is singular or nearly so at the fixed "
-        "point, or, for conjugate gradients, not symmetric positive definite; try linear_solver='gmres', "
-        "GMRES(memory=100), a looser rtol, or float64"
+        f"({names(status[failed])} after {int(steps.max())} products, residual {residual:.3g}): I − J is singular or "
+        "nearly so at the fixed point, or, for conjugate gradients, not symmetric positive definite; try "
+        "linear_solver='gmres', GMRES(memory=100), a looser rtol, or float64"
     )
 
 
 def _product(problem: FixedPointProblem, vector: Tensor, transposed: bool) -> Callable[..., Tensor]:
-    """(z, *leaves) ↦ Jᵀ vector, or J vector, which is the derivative of Jᵀ u in u: so no forward mode is needed."""
+    """(z, *leaves) ↦ Jᵀ vector, or J vector, for which no forward mode is needed."""
 
-    def pulled(cotangent: Tensor, value: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
-        return torch.func.vjp(lambda z: problem(z, *leaves), value)[1](cotangent)[0]
+    def product(value: Tensor, *leaves: Tensor) -> Any:
+        def function(z: Tensor) -> Tensor:
+            return problem(z, *leaves)
 
-    def product(value: Tensor, *leaves: Tensor) -> Tensor:
         if transposed:
-            return pulled(vector, value, leaves)
-        return torch.func.vjp(lambda cotangent: pulled(cotangent, value, leaves), torch.zeros_like(value))[1](vector)[0]
+            return reverse_derivative(function, [value], vector)[0]
+        return forward_derivative(function, [value], [vector])
 
     return product
-
-
-def _pull(
-    function: Callable[..., Tensor], inputs: list[Tensor], wanted: list[bool], cotangent: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The cotangents of the wanted inputs; None for the others."""
-    if not any(wanted):
-        return (None,) * len(inputs)
-
-    def chosen(*some: Tensor) -> Tensor:
-        given = iter(some)
-        return function(*(next(given) if want else tensor for want, tensor in zip(wanted, inputs, strict=True)))
-
-    primals = [tensor for want, tensor in zip(wanted, inputs, strict=True) if want]
-    found = iter(torch.func.vjp(chosen, *primals)[1](cotangent))
-    return tuple(next(found) if want else None for want in wanted)
-
-
-def _push(
-    function: Callable[..., Tensor], inputs: list[Tensor], tangents: tuple[Tensor | None, ...], like: Tensor
-) -> Tensor:
-    """The tangent of the function's value, by the derivative of its cotangents; 0 where no input moves."""
-    wanted = [
-        tangent is not None and tensor.is_floating_point() for tangent, tensor in zip(tangents, inputs, strict=True)
-    ]
-    if not any(wanted):
-        return torch.zeros_like(like)
-
-    def back(cotangent: Tensor) -> tuple[Tensor, ...]:
-        return tuple(share for share in _pull(function, inputs, wanted, cotangent) if share is not None)
-
-    moving = tuple(tangent for want, tangent in zip(wanted, tangents, strict=True) if want and tangent is not None)
-    return torch.func.vjp(back, torch.zeros_like(like))[1](moving)[0]
 
 
 def _chord(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.transforms import repeat
 from massieu.solve.linear import krylov, orthogonalise
-from massieu.solve.loops import repeat
 from massieu.solve.methods import slope
-from massieu.solve.problem import Map, pose
+from massieu.solve.problem import BoundFunction, pose
 
 PRODUCTS = 12
 """Products with the Jacobian: as many extreme eigenvalues are near convergence by then as decide."""
@@ -56,11 +56,11 @@ def spectral_radius(
     problem, flat, leaves = pose(function, value, parameters, item_dims)
     with torch.no_grad():
         point = flat.detach()
-        evaluate = Map(problem, tuple(leaf.detach() for leaf in leaves))
+        evaluate = BoundFunction(problem, tuple(leaf.detach() for leaf in leaves))
         return spectrum(evaluate, point, evaluate(point), products).radius
 
 
-def spectrum(evaluate: Map, point: Tensor, image: Tensor, products: int, damping: float = 1.0) -> Spectrum:
+def spectrum(evaluate: BoundFunction, point: Tensor, image: Tensor, products: int, damping: float = 1.0) -> Spectrum:
     """Of z + damping·(f(z) − z), by `products` evaluations, or as many as an item has numbers."""
     if point.shape[-1] == 0:
         # Of an item without numbers the Jacobian has no eigenvalue.
@@ -77,7 +77,7 @@ def spectrum(evaluate: Map, point: Tensor, image: Tensor, products: int, damping
     def step(state: _Arnoldi, point: Tensor, image: Tensor, *leaves: Tensor) -> _Arnoldi:
         places = torch.arange(products + 1, device=point.device)
         here, after = places == state.turn, places == state.turn + 1
-        product = slope(Map(evaluate.problem, leaves), point, image, here.to(point.dtype) @ state.basis)
+        product = slope(BoundFunction(evaluate.problem, leaves), point, image, here.to(point.dtype) @ state.basis)
         vector, column, length = orthogonalise(state.basis, product)
         column = column + length.unsqueeze(-1) * after.to(point.dtype)
         basis = torch.where(after.unsqueeze(-1), vector.unsqueeze(-2), state.basis)

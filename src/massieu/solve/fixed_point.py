@@ -9,26 +9,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
+from massieu.foundation.arguments import choice, described, number, whole_number
+from massieu.foundation.transforms import may_be_differentiated, repeat, some, unwrapped
 from massieu.solve.adjoint import Implicit, implicit, one_step
-from massieu.solve.arguments import real
 from massieu.solve.attraction import PRODUCTS, spectrum
-from massieu.solve.iteration import State, Tolerance, begin, contraction, judge
 from massieu.solve.linear import GMRES, ConjugateGradients, Dense, LinearSolver
-from massieu.solve.loops import may_be_differentiated, readable, repeat, some, unwrapped
-from massieu.solve.methods import METHODS, Method, Newton, Picard
-from massieu.solve.problem import FixedPointProblem, Map, pose, refuse_captured
+from massieu.solve.methods import METHODS, IterationState, Method, Newton, Picard, Tolerance
+from massieu.solve.problem import BoundFunction, FixedPointProblem, pose, refuse_captured
 from massieu.solve.status import CONVERGED, DIVERGED, MAX_STEPS, NOT_ATTRACTING, NOT_FINITE, FixedPointResult, Status
 
 Adjoint = Literal["implicit", "one_step", "unrolled"]
 
-_LINEAR: dict[str, LinearSolver] = {
-    "auto": GMRES(),
-    "gmres": GMRES(),
-    "cg": ConjugateGradients(),
-    "dense": Dense(),
-}
+_LINEAR: dict[str, LinearSolver] = {"auto": GMRES(), "gmres": GMRES(), "cg": ConjugateGradients(), "dense": Dense()}
 _LOST = {"nan": math.nan, "zero": 0.0}
-_ADJOINTS = ("implicit", "one_step", "unrolled")
 
 
 def fixed_point(
@@ -57,7 +50,7 @@ def fixed_point(
 
     * "implicit": those of the implicit function theorem, of every order, in reverse and forward mode; nothing of the
       iteration is kept. A linear system with I − ∂f/∂z is solved for each. None flow to `start`.
-    * "one_step": those of `function` at a constant z: off by about the contraction, but cheap.
+    * "one_step": those of `function` at a constant z: off by about the Lipschitz constant, but cheap.
     * "unrolled": those of the plain moves that were made, all of which are kept; the only ones that flow to `start`.
 
     Inside `torch.compile(fullgraph=True)`, where nothing can be raised, items without a fixed point become NaN if `throw`.
@@ -136,18 +129,20 @@ def _iterate(
     max_steps: int,
     damping: float,
     unrolled: bool = False,
-) -> State:
-    def step(state: State, *leaves: Tensor) -> State:
-        return judge(method.advance(Map(problem, leaves), state, damping), tolerance)
+) -> IterationState:
+    def step(state: IterationState, *leaves: Tensor) -> IterationState:
+        return tolerance.judge(method.advance(BoundFunction(problem, leaves), state, damping))
 
-    begun = begin(start, image, tolerance, method.memory)
+    begun = tolerance.begin(start, image, method.memory)
     state = repeat(step, begun, lambda state: state.running, max_steps, leaves, unrolled)
     return state._replace(status=torch.where(state.running, MAX_STEPS, state.status))
 
 
-def _check_attraction(problem: FixedPointProblem, state: State, leaves: tuple[Tensor, ...], damping: float) -> State:
+def _check_attraction(
+    problem: FixedPointProblem, state: IterationState, leaves: tuple[Tensor, ...], damping: float
+) -> IterationState:
     """Refuse the fixed points of which an eigenvalue of modulus ≥ 1 is proven, beyond what differences leave open."""
-    proven = spectrum(Map(problem, leaves), state.point, state.image, PRODUCTS, damping).proven
+    proven = spectrum(BoundFunction(problem, leaves), state.point, state.image, PRODUCTS, damping).proven
     bound = 1 + 4 * torch.finfo(state.point.dtype).eps ** 0.5
     refused = (state.status == CONVERGED) & (proven >= bound)
     return state._replace(
@@ -157,19 +152,19 @@ def _check_attraction(problem: FixedPointProblem, state: State, leaves: tuple[Te
 
 
 def _finish(
-    problem: FixedPointProblem, state: State, tolerance: Tolerance, max_steps: int, throw: bool
+    problem: FixedPointProblem, state: IterationState, tolerance: Tolerance, max_steps: int, throw: bool
 ) -> FixedPointResult:
     """The result, or an error."""
     failed, value = state.status != CONVERGED, state.point
-    if throw and not readable():
+    if throw and torch.compiler.is_compiling():
         value = torch.where(failed.unsqueeze(-1), torch.nan, value)
-    size, ratio = state.size.detach(), contraction(state).detach()
-    if throw and readable() and some(failed):
+    size, ratio = state.size.detach(), state.lipschitz_estimate.detach()
+    if throw and some(failed):
         raise ConvergenceError(_reason(state, size, ratio, tolerance, max_steps))
     return FixedPointResult(problem.shaped(value), state.status, state.steps, state.evaluations, size, ratio)
 
 
-def _reason(state: State, size: Tensor, ratio: Tensor, tolerance: Tolerance, max_steps: int) -> str:
+def _reason(state: IterationState, size: Tensor, ratio: Tensor, tolerance: Tolerance, max_steps: int) -> str:
     """What went wrong, at the first item of the worst kind, and what to try."""
     needed = tolerance.of(state).detach()
     fields = (state.status, state.steps, size, needed, ratio)
@@ -182,7 +177,7 @@ def _reason(state: State, size: Tensor, ratio: Tensor, tolerance: Tolerance, max
     advice = _advice(kind, residual < 100 * wanted, slope)
     return (
         f"no fixed point for {failures}: {where} {_WHAT[kind].format(steps=max_steps)} after {steps:.0f} moves, "
-        f"residual {residual:.3g} (needed {wanted:.3g}), contraction about {slope:.3g}; {advice}"
+        f"residual {residual:.3g} (needed {wanted:.3g}), Lipschitz constant about {slope:.3g}; {advice}"
     )
 
 
@@ -217,18 +212,17 @@ def _chosen(given: Any, known: dict[str, Any], kind: type, name: str) -> Any:
         return given
     if isinstance(given, str) and given in known:
         return known[given]
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))} or a {kind.__name__}, got {given!r}")
+    raise ValueError(
+        f"{name} must be one of {', '.join(map(repr, known))} or a {kind.__name__}, got {described(given)}"
+    )
 
 
 def _check(adjoint: str, method: Method, max_steps: int, damping: float, **tolerances: float | None) -> None:
-    if adjoint not in _ADJOINTS:
-        raise ValueError(f"adjoint must be one of {', '.join(map(repr, _ADJOINTS))}, got {adjoint!r}")
+    choice("adjoint", adjoint, "implicit", "one_step", "unrolled")
     if adjoint == "unrolled" and not isinstance(method, Picard):
         raise ValueError(f"adjoint='unrolled' differentiates plain moves: it needs method='picard', got {method!r}")
-    if not isinstance(max_steps, int) or isinstance(max_steps, bool) or max_steps < 0:
-        raise ValueError(f"max_steps must be an int, at least 0, got {max_steps!r}")
-    if not 0 < real("damping", damping) < 2:
-        raise ValueError(f"damping must lie in (0, 2), got {damping!r}")
+    whole_number("max_steps", max_steps, least=0)
+    number("damping", damping, above=0, below=2)
     for name, value in tolerances.items():
-        if value is not None and not (math.isfinite(real(name, value)) and value >= 0):
-            raise ValueError(f"{name} must be a number, at least 0, got {value!r}")
+        if value is not None:
+            number(name, value, least=0)

@@ -1,6 +1,5 @@
 """Linear systems known by their products with vectors, each item on its own."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from massieu.solve.arguments import floating, is_dense, real, told
-from massieu.solve.loops import readable, repeat
+from massieu.foundation.arguments import check_dense, described, floating, number, whole_number
+from massieu.foundation.transforms import repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
 Product = Callable[..., Tensor]
@@ -158,9 +157,9 @@ class GMRES(LinearSolver):
         self, product: Product, residual: Tensor, state: LinearSolveResult, target: Tensor, constants: Sequence[Tensor]
     ) -> LinearSolveResult:
         """The state after one more Krylov space, which begins with its residual."""
-        most = (100 if readable() else 30) if self.memory is None else self.memory
+        most = (30 if torch.compiler.is_compiling() else 100) if self.memory is None else self.memory
         memory = min(most, residual.shape[-1])
-        start = _begin_cycle(residual, state, target, 0 if readable() else memory)
+        start = _begin_cycle(residual, state, target, memory if torch.compiler.is_compiling() else 0)
         end = repeat(_arnoldi(product), start, lambda state: state.status == RUNNING, memory, constants)
         weights = torch.linalg.solve_triangular(end.triangle, end.projected.unsqueeze(-1), upper=True)
         value = state.value + (end.basis[..., :-1, :].mT @ weights).squeeze(-1)
@@ -201,10 +200,11 @@ def _checked(right: Tensor) -> Tensor:
 def _image(product: Product, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
     """A vector's image, which must be like it."""
     image = product(vector, *constants)
-    if not readable():
+    if torch.compiler.is_compiling():
         return image
-    if not isinstance(image, Tensor) or not is_dense(image) or image.is_meta != vector.is_meta:
-        raise TypeError(f"product must return a vector like the one it is given, got {told(image)}")
+    if not isinstance(image, Tensor) or image.is_meta != vector.is_meta:
+        raise TypeError(f"product must return a vector like the one it is given, got {described(image)}")
+    check_dense("product's value", image)
     if image.shape != vector.shape or image.dtype != vector.dtype:
         raise ValueError(
             f"product must return the vector's shape and dtype, {tuple(vector.shape)} and {vector.dtype}, got "
@@ -222,11 +222,11 @@ def dense(product: Product, like: Float[Tensor, "*items n"]) -> Float[Tensor, "*
 
 def check_settings(rtol: float | None, **counts: int | None) -> None:
     """Raises TypeError or ValueError if a solver's tolerance or one of its numbers of steps is out of its range."""
-    if rtol is not None and not 0 < real("rtol", rtol) < math.inf:
-        raise ValueError(f"rtol must be positive and finite, got {rtol!r}")
+    if rtol is not None:
+        number("rtol", rtol, above=0)
     for name, count in counts.items():
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise ValueError(f"{name} must be a whole number, at least 1, got {count!r}")
+        if count is not None:
+            whole_number(name, count, least=1)
 
 
 def default_rtol(rtol: float | None, dtype: torch.dtype) -> float:
@@ -265,17 +265,9 @@ def _begin_cycle(residual: Tensor, state: LinearSolveResult, target: Tensor, mem
     items = state.residual.shape
     wide = torch.eye(memory + 1, dtype=residual.dtype, device=residual.device).expand(*items, -1, -1)
     zero = torch.zeros_like(state.residual).unsqueeze(-1).expand(*items, memory)
-    return _Cycle(
-        krylov(residual, memory + 1),
-        wide[..., :-1, :-1],
-        wide,
-        zero,
-        state.residual,
-        torch.zeros((), dtype=torch.int64, device=residual.device),
-        state.status,
-        state.steps,
-        target,
-    )
+    turn = torch.zeros((), dtype=torch.int64, device=residual.device)
+    basis, triangle = krylov(residual, memory + 1), wide[..., :-1, :-1]
+    return _Cycle(basis, triangle, wide, zero, state.residual, turn, state.status, state.steps, target)
 
 
 def _grown(state: _Cycle) -> _Cycle:
@@ -301,7 +293,7 @@ def _arnoldi(product: Product) -> Callable[..., _Cycle]:
     """A step of GMRES: one more basis vector, one more column of the triangle."""
 
     def step(state: _Cycle, *constants: Tensor) -> _Cycle:
-        state = _grown(state) if readable() else state
+        state = state if torch.compiler.is_compiling() else _grown(state)
         places = torch.arange(state.basis.shape[-2], device=state.basis.device)
         here, after = (places == state.turn).to(state.basis.dtype), (places == state.turn + 1).to(state.basis.dtype)
         image = _image(product, here @ state.basis, constants)
@@ -331,17 +323,10 @@ def _arnoldi(product: Product) -> Callable[..., _Cycle]:
         status = torch.where(running & ~good, bad, state.status)
         status = torch.where(good & (size.abs() <= state.target), CONVERGED, status)
         basis = torch.where(after.bool().unsqueeze(-1), vector.unsqueeze(-2), state.basis)
-        return _Cycle(
-            torch.where(good[..., None, None], basis, state.basis),
-            triangle,
-            torch.where(good[..., None, None], rotation, state.rotation),
-            projected,
-            size,
-            state.turn + 1,
-            status,
-            state.steps + running.long(),
-            state.target,
-        )
+        basis = torch.where(good[..., None, None], basis, state.basis)
+        rotation = torch.where(good[..., None, None], rotation, state.rotation)
+        steps = state.steps + running.long()
+        return _Cycle(basis, triangle, rotation, projected, size, state.turn + 1, status, steps, state.target)
 
     return step
 

@@ -1,15 +1,143 @@
-"""How iterates move: plainly, accelerated, by Newton's method, or as it pays."""
+"""How iterates move: plainly, accelerated, by Newton's method, or as it pays; each item on its own."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from massieu.solve.iteration import State, move
+from massieu.foundation.transforms import some
 from massieu.solve.linear import GMRES
-from massieu.solve.loops import readable, some
-from massieu.solve.problem import Map
+from massieu.solve.problem import BoundFunction
+from massieu.solve.status import CONVERGED, DIVERGED, NOT_FINITE, RUNNING
+
+_WINDOW = 5
+"""How many ratios the estimate of the Lipschitz constant looks back on."""
+_GROWTH = 1e6
+"""By how much the residual grows until an item is given up."""
+_LONGEST_WAIT = 16
+"""How many plain moves follow a guarded one that failed, at most."""
+_PROGRESS = 0.9
+"""A guarded move that lowers the least residual so far to this part of it is a success."""
+
+
+class IterationState(NamedTuple):
+    """Items in the middle of an iteration; all fields lead with the items' dimensions."""
+
+    point: Tensor  # z, (*items, n)
+    image: Tensor  # f(z), (*items, n)
+    size: Tensor  # ‖f(z) − z‖
+    first: Tensor  # the same at the start
+    least: Tensor  # the same at its smallest so far
+    status: Tensor
+    steps: Tensor
+    evaluations: Tensor
+    ratios: Tensor  # ‖Δf‖/‖Δz‖ of the last moves, newest first, (*items, _WINDOW); NaN where there was none
+    moves: Tensor  # Δz, newest first, (*items, memory, n)
+    changes: Tensor  # Δ(f(z) − z) of the same moves
+    wait: Tensor  # plain moves until a guarded one is tried again
+    penalty: Tensor  # how many those will be after the next failure
+    daring: Tensor  # whether the last move was guarded
+
+    @property
+    def residual(self) -> Tensor:
+        return self.image - self.point
+
+    @property
+    def running(self) -> Tensor:
+        return self.status == RUNNING
+
+    @property
+    def lipschitz_estimate(self) -> Tensor:
+        """The largest ratio in the window; NaN where there is none."""
+        largest = torch.where(self.ratios.isnan(), -torch.inf, self.ratios).amax(-1)
+        return torch.where(largest < 0, torch.nan, largest)
+
+
+class Tolerance(NamedTuple):
+    """An item has converged where ‖f(z) − z‖ ≤ absolute + relative·max(‖z‖, ‖f(z)‖)."""
+
+    relative: float
+    absolute: float
+
+    def of(self, state: IterationState) -> Tensor:
+        return self.absolute + self.relative * torch.maximum(state.point.norm(dim=-1), state.image.norm(dim=-1))
+
+    def judge(self, state: IterationState) -> IterationState:
+        """Stop the items that are there, or will not be."""
+        # A start that happens to be near a fixed point is no measure of growth: the size of z there is another.
+        diverged = state.size > _GROWTH * (state.first + state.point.norm(dim=-1).clamp_max(1.0))
+        status = torch.where(diverged, DIVERGED, RUNNING)
+        status = torch.where(state.size <= self.of(state), CONVERGED, status)
+        status = torch.where(state.size.isfinite(), status, NOT_FINITE)
+        return state._replace(status=torch.where(state.running, status, state.status))
+
+    def begin(self, start: Tensor, image: Tensor, memory: int) -> IterationState:
+        size = (image - start).norm(dim=-1)
+        count = torch.zeros_like(size, dtype=torch.int64)
+        # A loop of a compiled graph wants all room from the beginning, others are faster without.
+        room = memory if torch.compiler.is_compiling() else 0
+        none = torch.zeros_like(start).unsqueeze(-2).expand(*start.shape[:-1], room, start.shape[-1])
+        ratios = torch.full_like(size, torch.nan).unsqueeze(-1).expand(*size.shape, _WINDOW)
+        running, one = count + RUNNING, count + 1
+        state = IterationState(
+            start, image, size, size, size, running, count, one, ratios, none, none, count, one, count.bool()
+        )
+        return self.judge(state)
+
+
+def move(
+    evaluate: BoundFunction, state: IterationState, trial: Tensor, guarded: Tensor, memory: int = 0
+) -> IterationState:
+    """Evaluate at `trial` and go there; items that are `guarded` only if the residual does not grow.
+
+    After a guarded move that failed, plain moves follow, the more the more often that happens: 1, 2, 4, … 16. A residual
+    that grows in plain moves makes them follow too, since there the iterates leave a saddle that a guarded move would
+    take them back to; it counts as a failure of the guarded move before it.
+    """
+    running = state.running
+    point = torch.where(running.unsqueeze(-1), trial, state.point)
+    image = evaluate(point)
+    size = (image - point).norm(dim=-1)
+    moved = running & (~guarded | (size <= state.size))
+    failed = running & ~moved
+    grew = moved & ~guarded & (size > state.size)
+    blamed = failed | (grew & state.daring)
+    success = moved & guarded & (size < _PROGRESS * state.least)
+
+    step, change = point - state.point, image - point - state.residual
+    length = step.norm(dim=-1)
+    # Over shorter moves Δf is rounding.
+    seen = moved & (length > 64 * torch.finfo(point.dtype).eps * point.norm(dim=-1))
+    ratio = ((step + change).norm(dim=-1) / length).unsqueeze(-1)
+    return IterationState(
+        point=torch.where(moved.unsqueeze(-1), point, state.point),
+        image=torch.where(moved.unsqueeze(-1), image, state.image),
+        size=torch.where(moved, size, state.size),
+        first=state.first,
+        least=torch.where(moved, torch.minimum(size, state.least), state.least),
+        status=state.status,
+        steps=state.steps + moved.long(),
+        evaluations=state.evaluations + running.long(),
+        ratios=torch.where(seen.unsqueeze(-1), torch.cat([ratio, state.ratios[..., :-1]], -1), state.ratios),
+        moves=_remember(state.moves, step, moved, failed, memory),
+        changes=_remember(state.changes, change, moved, failed, memory),
+        wait=torch.where(failed | grew, state.penalty, (state.wait - 1).clamp_min(0)),
+        penalty=torch.where(
+            blamed, (2 * state.penalty).clamp_max(_LONGEST_WAIT), torch.where(success, 1, state.penalty)
+        ),
+        daring=guarded & moved,
+    )
+
+
+def _remember(history: Tensor, new: Tensor, moved: Tensor, failed: Tensor, memory: int) -> Tensor:
+    """What is remembered with the newest first; nothing after a failure, as what misled once would again."""
+    if not memory:
+        return history
+    longer = torch.cat([new.unsqueeze(-2), history], -2)
+    same = torch.cat([torch.where(failed[..., None, None], 0.0, history), torch.zeros_like(new).unsqueeze(-2)], -2)
+    return torch.where(moved[..., None, None], longer, same)[..., :memory, :]
 
 
 class Method(ABC):
@@ -19,7 +147,7 @@ class Method(ABC):
     """How many moves are remembered."""
 
     @abstractmethod
-    def advance(self, evaluate: Map, state: State, damping: float) -> State:
+    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
         """The state after one step; a plain move is z + damping·(f(z) − z)."""
 
 
@@ -27,7 +155,7 @@ class Method(ABC):
 class Picard(Method):
     """Plain iteration. It converges where f contracts, to the fixed point whose basin the start is in."""
 
-    def advance(self, evaluate: Map, state: State, damping: float) -> State:
+    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
         """A plain move."""
         return move(evaluate, state, plain(state, damping), torch.zeros_like(state.running))
 
@@ -44,7 +172,7 @@ class Anderson(Method):
     memory: int = 5
     ridge: float = 1e-8
 
-    def advance(self, evaluate: Map, state: State, damping: float) -> State:
+    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
         """An accelerated move if the last one did not fail."""
         guarded = (state.steps > 0) & (state.wait == 0)
         return move(evaluate, state, mixed(state, guarded, damping, self.ridge), guarded, self.memory)
@@ -66,7 +194,7 @@ class Auto(Method):
     ridge: float = 1e-8
     fast: float = 0.2
 
-    def advance(self, evaluate: Map, state: State, damping: float) -> State:
+    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
         """A plain or an accelerated move."""
         ratio = state.ratios[..., 0]
         guarded = (state.steps > 1) & (state.wait == 0) & (ratio > self.fast) & (ratio < 1)
@@ -87,13 +215,13 @@ class Newton(Method):
     rtol: float = 1e-2
     products: int = 30
 
-    def advance(self, evaluate: Map, state: State, damping: float) -> State:
+    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
         """Newton's move if the last one did not fail."""
         guarded = state.running & (state.wait == 0)
         right = torch.where(guarded.unsqueeze(-1), state.residual, 0.0)
 
         def product(vector: Tensor, point: Tensor, image: Tensor, *leaves: Tensor) -> Tensor:
-            return vector - slope(Map(evaluate.problem, leaves), point, image, vector)
+            return vector - slope(BoundFunction(evaluate.problem, leaves), point, image, vector)
 
         constants = (state.point, state.image, *evaluate.leaves)
         found = GMRES(self.rtol, self.products, cycles=1).solve(product, right, constants)
@@ -105,17 +233,17 @@ class Newton(Method):
 METHODS: dict[str, Method] = {"auto": Auto(), "picard": Picard(), "anderson": Anderson(), "newton": Newton()}
 
 
-def plain(state: State, damping: float) -> Tensor:
+def plain(state: IterationState, damping: float) -> Tensor:
     return state.image if damping == 1 else state.point + damping * state.residual
 
 
-def mixed(state: State, guarded: Tensor, damping: float, ridge: float) -> Tensor:
+def mixed(state: IterationState, guarded: Tensor, damping: float, ridge: float) -> Tensor:
     """Anderson's point for guarded items: the plain move, less what past moves say of it.
 
     The weights γ minimise ‖r − Σγᵢuᵢ‖² + ridge·‖γ‖² for the past changes of r, scaled to unit norm as uᵢ.
     """
     simple = plain(state, damping)
-    if not state.changes.shape[-2] or (readable() and not some(guarded)):
+    if not state.changes.shape[-2] or not (torch.compiler.is_compiling() or some(guarded)):
         return simple
     lengths = state.changes.norm(dim=-1, keepdim=True)
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
@@ -129,7 +257,7 @@ def mixed(state: State, guarded: Tensor, damping: float, ridge: float) -> Tensor
     return torch.where(guarded.unsqueeze(-1), simple - past, simple)
 
 
-def slope(evaluate: Map, point: Tensor, image: Tensor, vector: Tensor) -> Tensor:
+def slope(evaluate: BoundFunction, point: Tensor, image: Tensor, vector: Tensor) -> Tensor:
     """The Jacobian's product with a vector, by a forward difference: one evaluation, relative error about √eps."""
     length = vector.norm(dim=-1, keepdim=True)
     step = torch.finfo(point.dtype).eps ** 0.5 * (1 + point.norm(dim=-1, keepdim=True))

@@ -10,17 +10,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from massieu.solve.arguments import floating, is_dense, told
-from massieu.solve.loops import layers
+from massieu.foundation.arguments import check_dense, described, floating, instance, whole_number
+from massieu.foundation.transforms import layers
 
 _Function = Callable[..., Tensor]
 
 
-class _Placeholder:
-    pass
-
-
-TENSOR = _Placeholder()
+_TENSOR = object()
 """Stands in the parameters for a tensor."""
 
 
@@ -33,7 +29,7 @@ class FixedPointProblem:
         shape: Of z.
         item_dims: How many of its last dimensions are one item.
         structure: Of the parameters.
-        others: The parameters' leaves, `TENSOR` where there is one.
+        others: The parameters' leaves, a placeholder where there is one.
     """
 
     function: _Function
@@ -56,10 +52,11 @@ class FixedPointProblem:
     def __call__(self, flat: Tensor, *leaves: Tensor) -> Tensor:
         """f of a flat state."""
         remaining = iter(leaves)
-        merged = [next(remaining) if other is TENSOR else other for other in self.others]
+        merged = [next(remaining) if other is _TENSOR else other for other in self.others]
         image = self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
-        if not isinstance(image, Tensor) or not is_dense(image):
-            raise TypeError(f"the function must return a tensor of z's shape {self.shape}, got {told(image)}")
+        if not isinstance(image, Tensor):
+            raise TypeError(f"the function must return a tensor of z's shape {self.shape}, got {described(image)}")
+        check_dense("the function's value", image)
         if tuple(image.shape) != self.shape:
             raise ValueError(f"the function must return z's shape {self.shape}, got {tuple(image.shape)}")
         if image.dtype != flat.dtype:
@@ -74,7 +71,7 @@ class FixedPointProblem:
 
 
 @dataclass(frozen=True)
-class Map:
+class BoundFunction:
     """The problem's function at given parameters. Loops of a compiled graph take the tensors in it one by one."""
 
     problem: FixedPointProblem
@@ -96,14 +93,8 @@ def pose(
     floating("start", start)
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
-    if not isinstance(parameters, tuple):
-        raise TypeError(
-            f"parameters must be a tuple, one entry for each argument after z, got {type(parameters).__name__}"
-        )
-    if isinstance(item_dims, bool) or not isinstance(item_dims, int):
-        raise TypeError(f"item_dims must be an int, got {told(item_dims)}")
-    if not 0 <= item_dims <= start.ndim:
-        raise ValueError(f"item_dims must be between 0 and the start's {start.ndim} dimensions, got {item_dims}")
+    instance("parameters", parameters, tuple, "a tuple, one entry for each argument after z")
+    whole_number("item_dims", item_dims, least=0, most=start.ndim)
     leaves, structure = pytree.tree_flatten(parameters)
     tensors = tuple(_promote(leaf) for leaf in leaves if isinstance(leaf, Tensor))
     if torch.compiler.is_compiling():
@@ -112,12 +103,12 @@ def pose(
             leaf.clone() if any(leaf is other for other in tensors[:place]) else leaf
             for place, leaf in enumerate(tensors)
         )
-    others = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    others = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     problem = FixedPointProblem(function, tuple(start.shape), item_dims, structure, others)
     return problem, problem.flat(_promote(start)), tensors
 
 
-def captured(image: Tensor) -> Tensor | None:
+def _captured(image: Tensor) -> Tensor | None:
     """A tensor with derivatives that f got from elsewhere, where `image` is its value for detached arguments."""
     if torch.compiler.is_compiling():
         return image if image.requires_grad else None
@@ -143,12 +134,8 @@ def _leaves(node: Any) -> Iterator[Tensor]:
 
 
 def refuse_captured(image: Tensor) -> None:
-    """Raise if f differentiably depends on anything but its arguments.
-
-    Raises:
-        ValueError: it does.
-    """
-    found = captured(image)
+    """Raise a ValueError if f differentiably depends on anything but its arguments."""
+    found = _captured(image)
     if found is None:
         return
     which = "" if found is image else f" of shape {tuple(found.shape)}"

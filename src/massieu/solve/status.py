@@ -1,5 +1,6 @@
-"""What became of each item."""
+"""What became of each item, and the warning of iterations that may not raise."""
 
+import warnings
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -7,12 +8,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from massieu.errors import ConvergenceWarning
+from massieu.foundation.transforms import unwrapped, values_are_readable
+
 
 class Status(IntEnum):
-    """Why an item stopped. `FixedPoint.status` and `LinearSolution.status` hold these numbers.
+    """Why an item stopped: the numbers in the `status` of results.
 
-    In compiled code compare with ``int(Status.CONVERGED)`` or use `FixedPoint.converged`: `torch.compile` takes a tensor and
-    a member of an enumeration for unequal.
+    In compiled code compare with ``int(Status.CONVERGED)`` or use `FixedPointResult.converged`: `torch.compile` takes a
+    tensor and a member of an enumeration for unequal.
     """
 
     CONVERGED = 0
@@ -43,8 +47,8 @@ class FixedPointResult(NamedTuple):
         steps: How often the item moved.
         evaluations: Of the function, until the item stopped; those of the check for attraction are among them.
         residual: ‖function(value) − value‖₂ of the very tensor returned.
-        contraction: The largest ‖Δfunction‖/‖Δz‖ of the last five moves: what is seen of the Lipschitz constant, from
-            below. NaN where nothing moved.
+        lipschitz_estimate: The largest ‖Δfunction‖/‖Δz‖ of the last five moves: at most the map's Lipschitz constant.
+            NaN where nothing moved.
     """
 
     value: Float[Tensor, "*items_item"]
@@ -52,7 +56,7 @@ class FixedPointResult(NamedTuple):
     steps: Int[Tensor, "*items"]
     evaluations: Int[Tensor, "*items"]
     residual: Float[Tensor, "*items"]
-    contraction: Float[Tensor, "*items"]
+    lipschitz_estimate: Float[Tensor, "*items"]
 
     @property
     def converged(self) -> Tensor:
@@ -61,8 +65,31 @@ class FixedPointResult(NamedTuple):
 
     @property
     def error_bound(self) -> Float[Tensor, "*items"]:
-        """residual/(1 − L) ≥ ‖value − z*‖ with L = `contraction`, if that is the map's; inf where L ≥ 1 (B12).
+        """residual/(1 − L) ≥ ‖value − z*‖ with L = `lipschitz_estimate`, if that is the map's; inf where L ≥ 1 (B12).
 
         One more application of the function comes within L times this of z*.
         """
-        return torch.where(self.contraction >= 1, torch.inf, self.residual / (1 - self.contraction))
+        return torch.where(self.lipschitz_estimate >= 1, torch.inf, self.residual / (1 - self.lipschitz_estimate))
+
+
+def warn_unconverged(status: Tensor, residual: Tensor, owner: str, only: Status | None = None) -> bool:
+    """Warn if an item has not converged, or has the status `only`; whether one has not. Compiled code says nothing."""
+    if not values_are_readable(status):
+        return False
+    numbers, sizes = unwrapped(status).flatten(), unwrapped(residual).detach()
+    wrong = numbers != CONVERGED if only is None else numbers == only
+    if not bool(wrong.any()):
+        return False
+    largest = float(sizes.expand(unwrapped(status).shape).flatten()[wrong].amax())
+    warnings.warn(
+        f"{owner}: {int(wrong.sum())} of {wrong.numel()} items have not converged ({names(numbers[wrong])}, largest "
+        f"residual {largest:.3g}), and go on with their last state",
+        ConvergenceWarning,
+        stacklevel=3,
+    )
+    return True
+
+
+def names(status: Tensor) -> str:
+    """The statuses that occur."""
+    return ", ".join(sorted({Status(kind).name for kind in status.tolist()}))
