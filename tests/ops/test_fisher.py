@@ -353,7 +353,7 @@ WRONG = {
     "head sizes": ((Q, K[..., :6], Q), {}, ValueError, "8 in .* and 6 in"),
     "weight": ((Q, K, Q), {"log_weight": torch.ones(6)}, ValueError, r"\(2, 4, 5, 7\).*\(6,\)"),
     "scale": ((Q, K, Q), {"scale": torch.ones(3)}, ValueError, "4 .one a head.*3"),
-    "backend": ((Q, K, Q), {"backend": "flash"}, ValueError, "'flash'"),
+    "backend": ((Q, K, Q), {"backend": "fused"}, ValueError, "'fused'"),
     "blocks without keys": ((Q, K[:, :, :0], Q), {"backend": "blocks"}, ValueError, "at least one query and one key"),
     "blocks elsewhere": ([t.to("meta") for t in (Q, K, Q)], {"backend": "blocks"}, ValueError, "meta.*'reference'"),
 }

@@ -312,7 +312,7 @@ def test_gradients_on_the_meta_device():
         assert tensor.grad is not None and tensor.grad.shape == tensor.shape
 
 
-@every_row("backend", ["reference", "flash"])
+@every_row("backend", ["reference", "fused"])
 def test_a_scale_of_another_dtype(backend):
     """A scale of each head in float64 for queries in float32 is the same in float32."""
     scale = draw(4, seed=3)

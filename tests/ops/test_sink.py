@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
 
-BACKENDS = ["reference", "flash"]
+BACKENDS = ["reference", "fused"]
 
 
 def tensors(batch=2, heads=4, key_heads=2, length=5, keys=7, size=8, dtype=torch.float64, seed=0):

@@ -63,14 +63,14 @@ WRONG = {
     "scale's device": ((Q, K, V), {"scale": torch.ones(4, device="meta")}, ValueError, "cpu and meta"),
     "causal of 1": ((Q, K, V), {"is_causal": 1}, TypeError, "is_causal"),
     "backend": ((Q, K, V), {"backend": "cuda"}, ValueError, "'cuda'"),
-    "flash elsewhere": ([t.to("meta") for t in (Q, K, V)], {"backend": "flash"}, ValueError, "meta.*'reference'"),
-    "flash with gradient per pair": (
+    "fused elsewhere": ([t.to("meta") for t in (Q, K, V)], {"backend": "fused"}, ValueError, "meta.*'reference'"),
+    "fused with gradient per pair": (
         (Q, K, V),
-        {"backend": "flash", "log_weight": torch.ones(2, 4, 5, 7, requires_grad=True)},
+        {"backend": "fused", "log_weight": torch.ones(2, 4, 5, 7, requires_grad=True)},
         ValueError,
         "no gradient for a log_weight",
     ),
-    "flash without keys": ((Q, K[:, :, :0], V[:, :, :0]), {"backend": "flash"}, ValueError, "at least one"),
+    "fused without keys": ((Q, K[:, :, :0], V[:, :, :0]), {"backend": "fused"}, ValueError, "at least one"),
 }
 
 

@@ -7,7 +7,6 @@ import torch
 from tests.rows import every_row
 
 from massieu.posteriors import (
-    attention_with_prior,
     averaging_regret,
     model_permutation_gap,
     permutation_gap,
@@ -74,16 +73,6 @@ Q = torch.zeros(1, 1, 2, 2)
             lambda: GaussianTokens.create(*(torch.zeros(2),) * 2, TWO, 0 * TWO, TWO + torch.tensor([[0, 0.9], [0, 0]])),
             ValueError,
             "value_covariance must be symmetric",
-        ),
-        (
-            lambda: attention_with_prior(Q, Q, Q, prior_value=torch.zeros(2), log_strength=0.0),
-            TypeError,
-            "log_strength must be a floating-point tensor, got float",
-        ),
-        (
-            lambda: attention_with_prior(Q, Q, Q, prior_value=torch.full((2,), NAN), log_strength=torch.tensor(0.0)),
-            ValueError,
-            "prior_value must be finite, got nan",
         ),
         (
             lambda: permutation_gap(lambda x: torch.nn.functional.dropout(x, 0.5), torch.randn(2, 5, 3)),

@@ -102,10 +102,6 @@ CASES = {
     "GT.attention": (lambda query, score: GT.attention(query, score), {"query": n(3), "score": I3}),
     "precision_matching_score": (theory.precision_matching_score, {"covariance": I3}),
     "denoising_score": (theory.denoising_score, {"covariance": I3, "noise_variance": torch.tensor(0.5).double()}),
-    "attention_with_prior": (
-        posteriors.attention_with_prior,
-        {"query": H, "key": H, "value": H, "prior_value": n(3), "log_strength": torch.tensor(1.0)},
-    ),
     "permutation_gap": (
         lambda tokens: posteriors.permutation_gap(lambda t: t.double() if not t.is_floating_point() else t, tokens),
         {"tokens": n(2, 4, 3)},

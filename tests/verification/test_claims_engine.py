@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from massieu.measures import Sphere
-from massieu.ops import flash, linear_scores, reference
+from massieu.ops import fused, linear_scores, reference
 from massieu.verification.run import verify
 from massieu.verification.shim import contrastive
 
@@ -26,7 +26,7 @@ SETTINGS = {"S15": {"repetitions": 20_000}, "B17": {"estimates": 200}}
 @pytest.mark.medium
 @pytest.mark.parametrize("id", ["S3", "S15", "S19", "S23", "B17"])
 def test_an_engine_that_is_wrong_fails_the_claim(id: str, monkeypatch: pytest.MonkeyPatch):
-    for room in (flash, reference):
+    for room in (fused, reference):
         monkeypatch.setattr(room, "attention", _scaled(room.attention, 1.01))
         monkeypatch.setattr(room, "log_partition", _scaled(room.log_partition, 1.01))
     assert verify(id, settings=SETTINGS.get(id, {}))[0].verdict == "fails"

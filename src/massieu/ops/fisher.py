@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import band, flash, idle, null_slot, reference, tiles
+from massieu.ops import band, fused, idle, reference, tiles
+from massieu.ops import sink as with_sink
 from massieu.ops.shapes import (
     AttentionProblem,
     Scale,
@@ -71,13 +72,13 @@ def fisher_vp(
         ValueError: as there; also "blocks" where it cannot go.
     """
     query, key, vector = in_autocast_dtype(query, key, vector)
-    problem = check_problem(query, key, None, log_weight, scale, is_causal, window=window, sink=sink)
+    problem = check_problem(query, key, None, log_weight, scale, is_causal, window, sink=sink)
     _check_vector(vector, query)
-    room = _blocks if _choose(problem, vector, backend) == "blocks" else _reference
+    compute = _blocks if _choose(problem, vector, backend) == "blocks" else _reference
     vector = vector.reshape(problem.query.shape).to(problem.dtype)
-    (product,) = band.apply(lambda part, vectors: (room(_centred(part), vectors),), problem, vector)
+    (product,) = band.apply(lambda part, vectors: (compute(_centred(part), vectors),), problem, vector)
     if problem.sink is not None:
-        product = _with_null_slot(problem, vector, product, problem.sink)
+        product = _with_sink(problem, vector, product)
     return problem.restore(product).to(query.dtype)
 
 
@@ -129,14 +130,14 @@ def _share(weight: Tensor, seen: slice, dtype: torch.dtype) -> Tensor:
     return share / share.sum(-1, keepdim=True).clamp_min(1)
 
 
-def _with_null_slot(problem: AttentionProblem, vector: Tensor, product: Tensor, sink: Tensor) -> Tensor:
+def _with_sink(problem: AttentionProblem, vector: Tensor, product: Tensor) -> Tensor:
     """The covariance that one more key, at the origin, makes of that of the others: κ·Cov + κ(1 − κ)·mean meanᵀ."""
     key = problem.key.to(problem.dtype)
     whole = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
-    room = flash if flash.unusable(whole) is None else reference
-    mean, log_z = band.apply(room.attention, whole)
-    _, kept, null = (share.unsqueeze(-1) for share in null_slot.shares(log_z, sink))
-    return kept * (product + null * mean * (mean * vector).sum(-1, keepdim=True))
+    attention = (fused if fused.unusable(whole) is None else reference).attention
+    mean, log_z = band.apply(attention, whole)
+    _, kept, share = (share.unsqueeze(-1) for share in with_sink.shares(log_z, problem))
+    return kept * (product + share * mean * (mean * vector).sum(-1, keepdim=True))
 
 
 def _reference(problem: AttentionProblem, vector: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class Partial(NamedTuple):
     means are averaged with weights softmax(log Z₁, log Z₂). So parts may be computed anywhere and merged in any order
     and grouping, to rounding. A part without a visible key (log Z = −inf) changes nothing, whatever its mean.
 
-    A part need not come from keys: log-partition 0 and mean 0 is a null slot, which lets a query attend to nothing.
+    A part need not come from keys: log-partition b and mean v are a sink, to which a query may attend instead.
 
     Make one by `Partial.of(attention(query, some_keys, some_values))`. Merging checks what it is given.
     """

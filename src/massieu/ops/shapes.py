@@ -35,6 +35,7 @@ class AttentionProblem:
     """(low, high): query i sees keys i + low … i + high. Then `is_causal` is False: it is a high of 0."""
     softcap: float | None = None
     sink: Float[Tensor, "#B #Hk #G #L"] | Float[Tensor, ""] | None = None
+    sink_value: Float[Tensor, "#B #Hk #G #L E"] | Float[Tensor, "E"] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,10 +87,10 @@ def check_problem(
     log_weight: Tensor | None,
     scale: Scale,
     is_causal: bool,
-    *,
     window: Window = None,
     softcap: float | None = None,
     sink: Sink = None,
+    sink_value: Tensor | None = None,
 ) -> AttentionProblem:
     """Check every argument and bring it to the common layout.
 
@@ -114,6 +115,12 @@ def check_problem(
         is_causal=is_causal,
         lead=tuple(query.shape[:-1]),
     )
+    if sink_value is not None:
+        if sink is None:
+            raise ValueError("sink_value is the value of a sink: give its log-weight as sink, got None")
+        if value is None:
+            raise ValueError("sink_value goes with the values of the keys, got none")
+        sink_value = _layout_per_query("sink_value", sink_value, query, layout, value.shape[-1]).to(problem.dtype)
     if window is None and softcap is None and sink is None:
         return problem
     is_causal, band = _check_window(window, is_causal, layout)
@@ -123,6 +130,7 @@ def check_problem(
         window=band,
         softcap=_check_softcap(softcap, problem.dtype),
         sink=_layout_sink(sink, problem.dtype, query, layout),
+        sink_value=sink_value,
     )
 
 
@@ -292,27 +300,35 @@ def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: tuple[in
     return torch.full((), float(sink), dtype=dtype, device=query.device)
 
 
-def _layout_per_query(name: str, number: Tensor, query: Tensor, layout: tuple[int, ...]) -> Tensor:
-    """A tensor of one number, one a head, or one a query, as ``(#B, #Hk, #G, #L, 1)`` or of no dimension."""
-    check_floating(name, number)
+def _layout_per_query(
+    name: str, given: Tensor, query: Tensor, layout: tuple[int, ...], size: int | None = None
+) -> Tensor:
+    """What is given once, one a head, or one a query: ``(#B, #Hk, #G, #L, 1)``, or of no dimension, if it is a number.
+
+    Args:
+        size: of a vector; then the last dimension, which is there in all forms.
+    """
+    check_floating(name, given)
     # One number in the processor's memory is as good as a number, wherever the query is.
-    if number.device != query.device and (number.ndim > 0 or number.device.type != "cpu"):
-        raise ValueError(f"query and {name} must be on one device, got {query.device} and {number.device}")
-    heads = layout[1] * layout[2]
-    if number.ndim == 0 or tuple(number.shape) == (1,):
-        return number.reshape(())
-    if number.ndim == 1 and number.shape[0] == heads:
-        return number.reshape(1, *layout[1:3], 1, 1)
-    wanted = (*query.shape[:-1], 1)
-    shape = tuple(number.shape)
-    if len(shape) != len(wanted) or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
+    if given.device != query.device and (given.ndim > 0 or given.device.type != "cpu"):
+        raise ValueError(f"query and {name} must be on one device, got {query.device} and {given.device}")
+    heads, last, shape = layout[1] * layout[2], () if size is None else (size,), tuple(given.shape)
+    if shape == last or (shape == (1,) and size is None):
+        return given.reshape(last)
+    if shape == (heads, *last):
+        return given.reshape(1, *layout[1:3], 1, *(last or (1,)))
+    wanted = (*query.shape[:-1], size or 1)
+    fits = len(shape) == len(wanted) and all(a in (1, b) for a, b in zip(shape[:-1], wanted[:-1], strict=True))
+    if not fits or shape[-1] != wanted[-1]:
+        forms = (
+            f"one number, {heads} (one a head)" if size is None else f"of shape {last}, {(heads, size)} (one a head)"
+        )
         raise ValueError(
-            f"{name} must be one number, {heads} (one a head) or broadcast to {wanted} for query "
-            f"{tuple(query.shape)}, got shape {shape}"
+            f"{name} must be {forms} or broadcast to {wanted} for query {tuple(query.shape)}, got shape {shape}"
         )
     if len(wanted) == 5:
-        return number
-    return number.unsqueeze(2) if shape[1] == 1 else number.unflatten(1, layout[1:3])
+        return given
+    return given.unsqueeze(2) if shape[1] == 1 else given.unflatten(1, layout[1:3])
 
 
 def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -10,7 +10,6 @@ from massieu.posteriors.conjugate import ExponentialFamily, GaussianMean
 from massieu.posteriors.discrete import DirichletMultinomial, DiscreteLatent
 from massieu.posteriors.linear_regression import BayesianLinearRegression, NoisyLinearRegression, PredictionResult
 from massieu.posteriors.markov import HiddenMarkov, PathResult
-from massieu.posteriors.sink import PriorAttention, attention_with_prior
 from massieu.posteriors.sufficiency import RegretResult, SufficiencyResult, averaging_regret, sufficiency
 from massieu.posteriors.symmetry import PermutationGapResult, model_permutation_gap, permutation_gap
 
@@ -27,10 +26,8 @@ __all__ = [
     "PermutationGapResult",
     "Posterior",
     "PredictionResult",
-    "PriorAttention",
     "RegretResult",
     "SufficiencyResult",
-    "attention_with_prior",
     "averaging_regret",
     "model_permutation_gap",
     "permutation_gap",
