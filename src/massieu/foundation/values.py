@@ -1,0 +1,192 @@
+"""Values: frozen dataclasses of tensors that are pytrees, which `torch.func` transforms and `torch.compile` take and return.
+
+Deriving from `Value` makes a class one. Its constructor checks nothing, since transforms call it again: checks go into a
+`create` classmethod, and a class with a `__post_init__` is refused. A class is abstract or final. What a family of values
+shares is an abstract base, which names the family in its body: ``_family = "measures"``.
+
+A field that is neither tensor nor value is a `static_field`: part of the structure, compared with ``==`` by compiled code.
+Fields of an abstract base come first. What a base only relies on, and each final class has as a field in its own place, is
+declared in a plain class beside it: ``class Posterior(_Seen, Value)``, where `_Seen` has the annotation.
+Results that a function returns are NamedTuples, and no values.
+
+Shapes have batch dimensions on the left, query dimensions in the middle and event dimensions on the right. In a composition
+the longest batch wins, and the others are its prefixes.
+"""
+
+import dataclasses
+import inspect
+from abc import ABC
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Self, dataclass_transform
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from massieu.foundation.arguments import check_one_device
+
+
+def static_field(**keywords: Any) -> Any:
+    """A dataclass field that is neither tensor nor value: part of a value's structure, not of its numbers."""
+    return dataclasses.field(metadata={"static": True}, **keywords)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field, dataclasses.field))
+class Value(ABC):  # noqa: B024 - what is abstract is up to the families
+    """A frozen dataclass and pytree of tensors and values. See the module's docstring."""
+
+    _family: ClassVar[str] = "values"
+    """What is composed where a final class cannot be derived from."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for parent in cls.__mro__[1:]:
+            if issubclass(parent, Value) and parent is not Value and not inspect.isabstract(parent):
+                raise TypeError(f"{parent.__name__} is final; compose {cls._family} instead of deriving {cls.__name__}")
+        if hasattr(cls, "__post_init__"):
+            raise TypeError(
+                f"{cls.__name__} must check in a classmethod create: transforms would run __post_init__ again"
+            )
+        _register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+    def to(self, *where: torch.dtype | torch.device | str) -> Self:
+        """The value on another device, or with its floating-point tensors in another dtype, or both.
+
+        Raises:
+            TypeError: a dtype is not floating-point, or something is neither a dtype nor a device.
+        """
+        dtype, device = None, None
+        for one in where:
+            if isinstance(one, torch.dtype):
+                if not one.is_floating_point:
+                    raise TypeError(f"{type(self).__name__} can be moved to a floating-point dtype, got {one}")
+                dtype = one
+            elif isinstance(one, torch.device | str):
+                device = torch.device(one)
+            else:
+                raise TypeError(f"to takes a dtype, a device or both, got {type(one).__name__}")
+
+        def moved(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
+
+        return pytree.tree_map(moved, self)
+
+    def _tensors(self) -> list[Tensor]:
+        """All tensors, those of the values in it too."""
+        return [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)]
+
+    def _leaves(self) -> list[Tensor]:
+        """The floating-point tensors, those of the values in it too."""
+        return [leaf for leaf in self._tensors() if leaf.is_floating_point()]
+
+    def _promoted(self, *tensors: Tensor, numbers_follow: bool = False) -> tuple[Any, ...]:
+        """The value and the tensors in one floating dtype, at least float32.
+
+        Args:
+            numbers_follow: Single numbers that the value holds take the dtype and the device of the others, and have no
+                say in them.
+        """
+        leaves = self._leaves()
+        heard = [leaf for leaf in leaves if leaf.numel() > 1] if numbers_follow else leaves
+        dtype = promoted_dtype(*tensors, *heard)
+        device = tensors[0].device if tensors and numbers_follow else None
+
+        def fitted(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            return leaf.to(device, dtype) if numbers_follow and leaf.numel() == 1 else leaf.to(dtype)
+
+        settled = all(leaf.dtype == dtype and (device is None or leaf.device == device) for leaf in leaves)
+        value = self if settled else pytree.tree_map(fitted, self)
+        return value, *(tensor.to(dtype) for tensor in tensors)
+
+    def _check_device(self, **tensors: Tensor) -> None:
+        """Raise a ValueError unless the tensors and the value are on one device; numbers are on all."""
+        name = type(self).__name__
+        for leaf in self._tensors():
+            check_one_device(**tensors, **{name: leaf})
+
+
+def _register(cls: Any) -> None:
+    """Make `cls` a pytree of which the static fields are structure."""
+    static = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static", False)]
+    dynamic = [field.name for field in dataclasses.fields(cls) if field.name not in static]
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(value, name) for name in dynamic], tuple(getattr(value, name) for name in static)
+
+    def unflatten(values: Iterable[Any], context: tuple[Any, ...]) -> Any:
+        return cls(**dict(zip(dynamic, values, strict=True)), **dict(zip(static, context, strict=True)))
+
+    pytree.register_pytree_node(cls, flatten, unflatten)
+
+
+def promoted_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype that holds all of the tensors, at least float32."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def align(tensor: Tensor, ndim: int, rest: int = 0) -> Tensor:
+    """`tensor` (*batch, *rest) with singleton dimensions after its batch, `ndim` dimensions in all.
+
+    Raises:
+        ValueError: it has more dimensions.
+    """
+    if tensor.ndim > ndim:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} has more than the {ndim} dimensions of what it meets"
+        )
+    own = tensor.ndim - rest
+    return tensor.reshape((*tensor.shape[:own], *[1] * (ndim - tensor.ndim), *tensor.shape[own:]))
+
+
+def spread(owner: str, tensor: Tensor, batch: Sequence[int], rest: int = 0) -> Tensor:
+    """`tensor` (*own, *rest), whose own batch is a prefix of `batch`, expanded to (*batch, *rest).
+
+    Raises:
+        ValueError: it is no prefix.
+    """
+    own, event = tensor.shape[: tensor.ndim - rest], tensor.shape[tensor.ndim - rest :]
+    check_prefix(owner, own, batch)
+    return align(tensor, len(batch) + rest, rest).expand(*batch, *event)
+
+
+def check_prefix(owner: str, shape: Sequence[int], batch: Sequence[int]) -> None:
+    """Raise a ValueError unless a batch shape is a prefix of the other."""
+    if tuple(batch[: len(shape)]) != tuple(shape):
+        raise ValueError(f"{owner}: batch shape {tuple(shape)} is not a prefix of {tuple(batch)}")
+
+
+def longest_batch(owner: str, shapes: Iterable[Sequence[int]]) -> torch.Size:
+    """The longest of the batch shapes of a composition's parts, of which the others must be prefixes.
+
+    Raises:
+        ValueError: one of them is no prefix.
+    """
+    shapes = list(shapes)
+    longest = max(shapes, key=len)
+    for shape in shapes:
+        check_prefix(owner, shape, longest)
+    return torch.Size(longest)
+
+
+def need_batch(
+    owner: str, name: str, shape: Sequence[int], batch: Sequence[int], event: Sequence[int | str] = ("d",)
+) -> None:
+    """Raise a ValueError unless a shape is ``(*batch, *query, *event)``; a word in `event` stands for any size."""
+    given, ends = tuple(shape), len(event)
+    tail = given[len(given) - ends :]
+    if (
+        len(given) < len(batch) + ends
+        or given[: len(batch)] != tuple(batch)
+        or any(isinstance(wanted, int) and wanted != size for wanted, size in zip(event, tail, strict=True))
+    ):
+        wanted = ", ".join(map(str, event)) + ("," if ends == 1 else "")
+        raise ValueError(
+            f"{owner} needs {name} of shape {tuple(batch)} + queries + ({wanted}) (batch + queries + event), got {given}"
+        )
