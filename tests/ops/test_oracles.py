@@ -275,11 +275,11 @@ BAD = [
     (lambda q, k, v: ops.attention(q, k, v, log_weight=torch.zeros(52)), ValueError, "52"),
     (lambda q, k, v: ops.attention(q, k, v, log_weight=torch.zeros(53, dtype=torch.long)), TypeError, "int64"),
     (lambda q, k, v: ops.attention(q, k, v, scale=torch.ones(3)), ValueError, "3"),
-    (lambda q, k, v: ops.attention(q, k, v, scale="1"), TypeError, "str"),
+    (lambda q, k, v: ops.attention(q, k, v, scale="1"), TypeError, "got '"),
     (lambda q, k, v: ops.log_partition(q.numpy(), k), TypeError, "ndarray"),
     (lambda q, k, v: ops.log_partition(q, k, backend="blocks"), ValueError, "blocks"),
     (lambda q, k, v: ops.attention_moments(q, k, softcap=-1.0), ValueError, "-1"),
-    (lambda q, k, v: ops.attention_moments(q, k, softcap="2"), TypeError, "str"),
+    (lambda q, k, v: ops.attention_moments(q, k, softcap="2"), TypeError, "got '"),
     (lambda q, k, v: ops.attention_moments(q, k, backend="fused"), ValueError, "fused"),
     (lambda q, k, v: ops.attention_moments(q.requires_grad_(), k, backend="blocks"), ValueError, "blocks"),
 ]

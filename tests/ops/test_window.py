@@ -250,7 +250,7 @@ WRONG = {
     "three sides": ((1, 2, 3), TypeError, r"pair of them.*\(1, 2, 3\)"),
     "no sides": ((1, None), TypeError, "window"),
     "a list": ([1, 2], TypeError, "list"),
-    "a mask": (torch.ones(3, 3), TypeError, "Tensor"),
+    "a mask": (torch.ones(3, 3), TypeError, "tensor"),
 }
 
 

@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.transforms import without_autocast
 from massieu.measures import Measure
 from massieu.nn.heads import Mask, Number, added, merge_log_weights, per_head, position_mask, register_number
 from massieu.nn.multihead import Attended, MultiHead
 from massieu.nn.weights import attention_weights
-from massieu.ops.shapes import without_autocast
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
 """From points (key, value), side by side, and their log-weights to a measure."""

@@ -6,9 +6,11 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import attention_blocks, band, fused, reference, tiles
 from massieu.ops import sink as with_sink
-from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
+from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
 Backend = Literal["auto", "reference", "fused"]
 
@@ -118,7 +120,7 @@ def log_partition(
 
 def _implementation(problem: AttentionProblem, backend: str) -> ModuleType:
     """The file that computes it."""
-    check_choice("backend", backend, "auto", "reference", "fused")
+    choice("backend", backend, "auto", "reference", "fused")
     if backend == "reference":
         return reference
     reason = fused.unusable(problem)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from massieu.foundation.numerics import exp_
 from massieu.ops import tiles
 from massieu.ops.shapes import AttentionProblem
 from massieu.ops.tiles import Tile
@@ -59,7 +60,7 @@ def _exponentiate(tile: Tile, weight: Tensor | None, level: Tensor) -> Tensor:
         tile.spread_out(weights).add_(tile.of_heads(weight))
     tile.hide()
     top = weights.amax(-1, keepdim=True)
-    tiles.exp_(weights.sub_(top))
+    exp_(weights.sub_(top))
     total = weights.sum(-1, keepdim=True)
     torch.add(top, total.log(), out=level)
     return total

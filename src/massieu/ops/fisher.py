@@ -7,19 +7,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.foundation.arguments import choice
+from massieu.foundation.numerics import exp_
+from massieu.foundation.transforms import in_autocast_dtype, without_autocast
 from massieu.ops import band, fused, idle, reference, tiles
 from massieu.ops import sink as with_sink
-from massieu.ops.shapes import (
-    AttentionProblem,
-    Scale,
-    Sink,
-    Window,
-    check_choice,
-    check_floating,
-    check_problem,
-    in_autocast_dtype,
-    without_autocast,
-)
+from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_alike, check_problem
 from massieu.ops.tiles import Tile
 
 FisherBackend = Literal["auto", "reference", "blocks"]
@@ -73,7 +66,9 @@ def fisher_vp(
     """
     query, key, vector = in_autocast_dtype(query, key, vector)
     problem = check_problem(query, key, None, log_weight, scale, is_causal, window, sink=sink)
-    _check_vector(vector, query)
+    check_alike(query=query, vector=vector)
+    if vector.shape != query.shape:
+        raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")
     compute = _blocks if _choose(problem, vector, backend) == "blocks" else _reference
     vector = vector.reshape(problem.query.shape).to(problem.dtype)
     (product,) = band.apply(lambda part, vectors: (compute(_centred(part), vectors),), problem, vector)
@@ -82,18 +77,8 @@ def fisher_vp(
     return problem.restore(product).to(query.dtype)
 
 
-def _check_vector(vector: Tensor, query: Tensor) -> None:
-    check_floating("vector", vector)
-    if vector.dtype != query.dtype:
-        raise TypeError(f"query and vector must have one dtype, got {query.dtype} and {vector.dtype}")
-    if vector.device != query.device:
-        raise ValueError(f"query and vector must be on one device, got {query.device} and {vector.device}")
-    if vector.shape != query.shape:
-        raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")
-
-
 def _choose(problem: AttentionProblem, vector: Tensor, backend: str) -> str:
-    check_choice("backend", backend, "auto", "reference", "blocks")
+    choice("backend", backend, "auto", "reference", "blocks")
     if backend == "reference":
         return backend
     reason = tiles.unusable(problem, vector)
@@ -181,7 +166,7 @@ def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Te
         tile.spread_out(weights).add_(tile.of_heads(weight))
     tile.hide()
     weights.sub_(weights.amax(-1, keepdim=True))
-    tiles.exp_(weights)
+    exp_(weights)
     total = weights.sum(-1, keepdim=True)
     torch.bmm(vector, key, out=change)
     change.mul_(weights)

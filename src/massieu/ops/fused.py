@@ -4,15 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.ops import idle
-from massieu.ops.fused_kernel import fused_attention
-from massieu.ops.shapes import (
-    AttentionProblem,
-    hidden_by_position,
+from massieu.foundation.transforms import (
     in_functorch,
     in_nested_forward_mode,
     may_be_differentiated,
+    some,
+    values_are_readable,
 )
+from massieu.ops import idle
+from massieu.ops.fused_kernel import fused_attention
+from massieu.ops.shapes import AttentionProblem, hidden_by_position
 
 
 def unusable(problem: AttentionProblem) -> str | None:
@@ -22,7 +23,7 @@ def unusable(problem: AttentionProblem) -> str | None:
         return f"it runs on the CPU, got {problem.query.device}"
     if torch.compiler.is_compiling() and in_functorch():
         return "inside a compiled torch.func transform its gradient would be lost"
-    if not torch.compiler.is_compiling() and in_nested_forward_mode():
+    if in_nested_forward_mode():
         return "it has no forward mode within forward mode"
     if problem.softcap is not None:
         return "it has no soft cap"
@@ -69,9 +70,7 @@ def _run(
     empty = idle.queries(problem)
     if empty is not None and (torch.compiler.is_compiling() or in_functorch() or bool(empty.any())):
         query = query.masked_fill(empty.expand(-1, *problem.query.shape[1:3], -1).flatten(1, 2).unsqueeze(-1), 0.0)
-    output, log_z = fused_attention(
-        query, key, value, mask, scale=scale, is_causal=problem.is_causal, value_is_key=value_is_key
-    )
+    output, log_z = fused_attention(query, key, value, mask, scale, problem.is_causal, value_is_key)
     log_z = log_z.unflatten(1, problem.query.shape[1:3])
     return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
 
@@ -96,8 +95,8 @@ def _kernel_arguments(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor
         band is None
         and weight.is_floating_point()
         and weight.shape[3] == 1
-        and not torch.compiler.is_compiling()
-        and not weight.any()
+        and values_are_readable(weight)
+        and not some(weight)
     ):
         # A mask costs the kernel up to a tenth of its time, also when it hides and weighs nothing.
         return query, key, None, scale

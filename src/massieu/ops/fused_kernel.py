@@ -7,6 +7,7 @@ reference's.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,35 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.ops import reference
+from massieu.ops.differentiable import differentiable
 from massieu.ops.shapes import AttentionProblem
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    is_causal: bool,
-    value_is_key: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, L, E)`` and log-partition ``(B, H, L)``, which the kernel reports as 0 for a row without a key.
-
-    Args:
-        query, key, value: ``(B, H, L, D)``, ``(B, Hk, N, D)`` and ``(B, Hk, N, D)``.
-        mask: added to the scores, ``(#B, #H, #L, N)``; without gradient.
-        scale: positive if `is_causal`, as the kernel multiplies its causal mask, of −∞, by it.
-        value_is_key: only log Z is wanted, and the value is the key: a cheaper gradient.
-    """
-    return _fused().apply(query, key, value, mask, scale, is_causal, value_is_key)  # pyright: ignore[reportReturnType]
-
-
-def _reference(scale: float, is_causal: bool, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """The kernel's two results by the reference, for derivatives that the kernel does not have."""
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, value_is_key: bool
+) -> tuple[Tensor, ...]:
+    """The kernel's two results by the reference."""
     grouped = query.unflatten(1, (key.shape[1], -1))
     if mask is not None:
         while mask.ndim < 4:
@@ -52,12 +35,19 @@ def _reference(scale: float, is_causal: bool, mask: Tensor | None, query: Tensor
     return tuple(problem.restore(result) for result in reference.attention(problem))
 
 
-def _forward(
+def _any_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and log Z, of any scores."""
+    """Output and log Z, of any scores, compiled or not."""
     run = _forward_operator if torch.compiler.is_compiling() else _forward_with_all_scores
     return run(query, key, value, mask, scale, is_causal)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, value_is_key: bool
+) -> tuple[Tensor, Tensor]:
+    query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
+    return _any_scores(query, key, value, None if mask is None else _rows_contiguous(mask), scale, is_causal)
 
 
 def _forward_with_all_scores(
@@ -72,7 +62,7 @@ def _forward_with_all_scores(
     # 0/0 and ∞/∞ are NaN: two quick operations tell that there is no such log Z, which other rows seldom have.
     if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, scale):
         lost = (log_z == 0) | (log_z == torch.inf)
-        right = _reference(scale, is_causal, mask, query, key, value)
+        right = _plain(query, key, value, mask, scale, is_causal, False)
         output[lost], log_z[lost] = (result[lost] for result in right)
     return output, log_z
 
@@ -99,81 +89,26 @@ def _(
     return _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
 
 
-class Fused(torch.autograd.Function):
-    """(query, key, value, mask, scale, is_causal, value_is_key) ↦ (output, log Z)."""
-
-    @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        is_causal: bool,
-        value_is_key: bool,
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-        mask = None if mask is None else _rows_contiguous(mask)
-        return _forward(query, key, value, mask, scale, is_causal)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.scale, ctx.is_causal, ctx.value_is_key = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        static = ctx.scale, ctx.is_causal, ctx.value_is_key
-        gradients = _fused_backward().apply(*ctx.saved_tensors, *cotangents, *static)
-        return *gradients, None, None, None, None  # pyright: ignore
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _fold_into_batch(_fused(), info.batch_size, in_dims, arguments)
-
-
-class FusedForwardMode(Fused):
-    """`Fused` with forward mode, which `torch.compile` does not accept in a custom function."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        query, key, value, mask, _, _ = ctx.saved_tensors
-
-        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _reference(ctx.scale, ctx.is_causal, mask, *tensors)
-
-        return reference.forward_derivative(function, (query, key, value), tangents[:3])
-
-
-class FusedBackward(torch.autograd.Function):
-    """(query, key, value, mask, output, log Z, two cotangents, scale, is_causal, value_is_key) ↦ three gradients."""
-
-    @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        output: Tensor,
-        log_z: Tensor,
-        grad_output: Tensor | None,
-        grad_log_z: Tensor | None,
-        scale: float,
-        is_causal: bool,
-        value_is_key: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = query.dtype
-        if dtype == torch.float16:
-            # Its range cannot hold what `_merge_cotangents` builds.
-            query, key, value, output = (tensor.float() for tensor in (query, key, value, output))
-            mask = None if mask is None else mask.float()
-        # Weights of 0 where all scores are −∞, as where there is no key.
-        log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
-        if value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and not is_causal:
-            found = _log_partition_gradients(query, key, mask, output, log_z, grad_log_z, scale)
-            return found[0].to(dtype), found[1].to(dtype), torch.zeros_like(value, dtype=dtype)
+def _gradient(
+    tensors: Sequence[Any],
+    results: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    options: tuple[float, bool, bool],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    query, key, value, mask = tensors
+    (output, log_z), (grad_output, grad_log_z), (scale, is_causal, value_is_key) = results, cotangents, options
+    dtype = query.dtype
+    if dtype == torch.float16:
+        # Its range cannot hold what `_merge_cotangents` builds.
+        query, key, value, output = (tensor.float() for tensor in (query, key, value, output))
+        mask = None if mask is None else mask.float()
+    # Weights of 0 where all scores are −∞, as where there is no key.
+    log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
+    if value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and not is_causal:
+        gradients = _log_partition_gradients(query, key, mask, output, log_z, grad_log_z, scale)
+        gradients = (*gradients, torch.zeros_like(value))
+    else:
         mask = None if mask is None else _rows_contiguous(mask)
         one_channel = query.shape[-1] == 1
         if one_channel:
@@ -187,58 +122,7 @@ class FusedBackward(torch.autograd.Function):
         )
         if one_channel:
             gradients = tuple(gradient[..., :1].contiguous() for gradient in gradients)
-        return tuple(gradient.to(dtype) for gradient in gradients)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        query, key, value, mask, _, _, grad_output, grad_log_z, ctx.scale, ctx.is_causal, _ = inputs
-        ctx.save_for_backward(query, key, value, mask, grad_output, grad_log_z)
-        ctx.save_for_forward(query, key, value, mask, grad_output, grad_log_z)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        function, tensors = _gradient_function(ctx)
-        found = reference.reverse_derivative(function, tensors, cotangents)
-        query, key, value, *rest = found
-        given = iter(rest)
-        grad_output, grad_log_z = (None if tensor is None else next(given) for tensor in tensors[3:])
-        return query, key, value, None, None, None, grad_output, grad_log_z, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _fold_into_batch(_fused_backward(), info.batch_size, in_dims, arguments)
-
-
-class FusedBackwardForwardMode(FusedBackward):
-    """`FusedBackward` with forward mode."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        function, tensors = _gradient_function(ctx)
-        # The forward's output and log Z are functions of query, key and value here, so their tangents are not used.
-        return reference.forward_derivative(function, tensors, (*tangents[:3], *tangents[6:8]))
-
-
-def _fused() -> type[Fused]:
-    return Fused if torch.compiler.is_compiling() else FusedForwardMode
-
-
-def _fused_backward() -> type[FusedBackward]:
-    return FusedBackward if torch.compiler.is_compiling() else FusedBackwardForwardMode
-
-
-def _gradient_function(ctx: Any) -> tuple[reference.Function, tuple[Tensor | None, ...]]:
-    """The gradients as the reference's function of query, key, value and the two cotangents; and those."""
-    query, key, value, mask, grad_output, grad_log_z = ctx.saved_tensors
-
-    def attention(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return _reference(ctx.scale, ctx.is_causal, mask, *tensors)
-
-    def function(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
-        return reference.reverse_derivative(attention, (q, k, v), given)
-
-    return function, (query, key, value, grad_output, grad_log_z)
+    return tuple(gradient.to(dtype) for gradient, needed in zip(gradients, wanted, strict=True) if needed)
 
 
 def _is_per_key(mask: Tensor | None) -> bool:
@@ -262,7 +146,7 @@ def _log_partition_gradients(
     # A mask whose rows are not contiguous would be written out in full by the kernel.
     level = -level.mT.contiguous()
     key, queries, values = map(_rows_contiguous, (key, queries, values))
-    sums, log_total = _forward(key, queries, values, level, scale, False)
+    sums, log_total = _any_scores(key, queries, values, level, scale, False)
     if mask is not None:
         log_total = log_total + mask.squeeze(2)
     return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
@@ -336,7 +220,7 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
 
 
 def _fold_into_batch(
-    function: type[torch.autograd.Function], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+    function: type[torch.autograd.Function], size: int, in_dims: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[Any, Any]:
     """vmap: the mapped dimension becomes part of the kernel's batch."""
 
@@ -351,3 +235,15 @@ def _fold_into_batch(
     results = function.apply(*(fold(*pair) for pair in zip(arguments, in_dims, strict=True)))
     unfolded = tuple(result.unflatten(0, (size, -1)) for result in results)  # pyright: ignore
     return unfolded, (0,) * len(unfolded)
+
+
+fused_attention = differentiable(_forward, _gradient, _plain, tensors=4, options=3, vmap=_fold_into_batch)
+"""(query, key, value, mask, scale, is_causal, value_is_key) ↦ output ``(B, H, L, E)`` and log-partition ``(B, H, L)``.
+
+The kernel reports log Z = 0 for a row without a key. Derivatives are those in query, key and value.
+
+- query, key, value: ``(B, H, L, D)``, ``(B, Hk, N, D)`` and ``(B, Hk, N, D)``.
+- mask: added to the scores, ``(#B, #H, #L, N)``, or None; without gradient.
+- scale: positive if is_causal, as the kernel multiplies its causal mask, of −∞, by it.
+- value_is_key: only log Z is wanted, and the value is the key: a cheaper gradient.
+"""

@@ -7,9 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import band, compiled, idle, moment_blocks, reference, tiles
 from massieu.ops import sink as with_sink
-from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
+from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
 
@@ -137,7 +139,7 @@ def _moments(chosen: str, counted: bool, problem: AttentionProblem) -> tuple[Ten
 
 
 def _choose(problem: AttentionProblem, backend: str) -> str:
-    check_choice("backend", backend, "auto", "reference", "compiled", "blocks")
+    choice("backend", backend, "auto", "reference", "compiled", "blocks")
     if backend == "reference":
         return backend
     reason = tiles.unusable(problem, problem.value)

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.foundation.arguments import described, flag, whole_number
+from massieu.foundation.arguments import generator as check_generator
+from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops.attention import log_partition
-from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import AttentionProblem, check_count, check_flag, check_problem
-from massieu.ops.uncompiled import uncompiled
+from massieu.ops.shapes import AttentionProblem, check_problem
 
 BLOCK_NUMBERS = 1 << 22
 """Numbers held at once while the variance is computed."""
@@ -67,10 +68,10 @@ def random_feature_log_partition(
         TypeError: as `massieu.ops.log_partition`; a generator, scale or number of features of another type.
         ValueError: the same; no feature; a log-weight per query.
     """
-    check_flag("standard_error", standard_error)
+    flag("standard_error", standard_error)
     problem = _check(query, key, log_weight, scale, features, generator)
     assert isinstance(problem.scale, float)
-    with full_precision(query):
+    with without_autocast(query.device):
         level, error = _estimate(problem, problem.scale, generator, features, standard_error)
     return RandomFeaturesResult(problem.restore(level), None if error is None else problem.restore(error))
 
@@ -96,13 +97,17 @@ def _estimate(
 
 
 def _check(
-    query: Tensor, key: Tensor, log_weight: Tensor | None, scale: object, features: object, generator: object
+    query: Tensor,
+    key: Tensor,
+    log_weight: Tensor | None,
+    scale: float | None,
+    features: int,
+    generator: torch.Generator,
 ) -> AttentionProblem:
-    if isinstance(scale, bool) or not isinstance(scale, int | float | None):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    check_count("features", "feature", features)
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    if isinstance(scale, Tensor):
+        raise TypeError(f"scale must be a number or None, got {described(scale)}")
+    whole_number("features", features, least=1)
+    check_generator("generator", generator)
     problem = check_problem(query, key, None, log_weight, scale, False)
     weight = problem.log_weight
     if weight is not None and weight.shape[2:4] != (1, 1):

@@ -1,13 +1,13 @@
 """How the scores of a long attention are cut into pieces that stay in a core's cache, and which keys each piece sees."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import AttentionProblem, hidden_by_position, may_be_differentiated
+from massieu.foundation.transforms import in_functorch, may_be_differentiated
+from massieu.ops.shapes import AttentionProblem, hidden_by_position
 
 HIDDEN = -1e30
 """Stands for −inf where 0·score must stay 0."""
@@ -215,15 +215,6 @@ def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
     return Visible(first, last, mixed_first, mixed_last, kept[..., mixed_first:mixed_last].to(dtype), count)
 
 
-def exp_(scores: Tensor) -> None:
-    """exp in place for scores up to 0; where it is too small for products with it to be normal numbers, 0.
-
-    On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
-    """
-    lowest = -690.0 if scores.dtype == torch.float64 else -80.0
-    torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)
-
-
 def unusable(problem: AttentionProblem, *others: Tensor | None) -> str | None:
     """Why tiles cannot take this problem, with the other tensors that go in; None where they can."""
     tensors = (problem.query, problem.key, problem.log_weight, problem.scale, *others)
@@ -231,7 +222,7 @@ def unusable(problem: AttentionProblem, *others: Tensor | None) -> str | None:
         return f"it runs on the CPU, got {problem.query.device}"
     if torch.compiler.is_compiling():
         return "it cannot be compiled into something else"
-    if any(isinstance(tensor, Tensor) and may_be_differentiated(tensor) for tensor in tensors):
+    if in_functorch() or may_be_differentiated(*(tensor for tensor in tensors if isinstance(tensor, Tensor))):
         return "it has no derivative, and one may be wanted here"
     if problem.pairs == 0:
         return "it needs at least one query and one key"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from massieu.errors import InputError
-from massieu.ops.threads import one_thread
+from massieu.foundation.threads import one_thread
 from massieu.report.encode import plain
 from massieu.verification.claim import Claim
 from massieu.verification.registry import ClaimFunction, Setting, claims, find

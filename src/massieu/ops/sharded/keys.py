@@ -9,19 +9,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, uncompiled
 from massieu.ops.attention import AttentionResult
 from massieu.ops.attention import attention as local_attention
 from massieu.ops.attention import log_partition as local_log_partition
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import (
-    AttentionProblem,
-    Scale,
-    check_choice,
-    check_problem,
-    in_autocast_dtype,
-    may_be_differentiated,
-)
-from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
+from massieu.ops.shapes import AttentionProblem, Scale, check_problem
+from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import (
     Group,
     exchange_unequal,
@@ -30,7 +25,6 @@ from massieu.ops.sharded.collectives import (
     replicate,
     total,
 )
-from massieu.ops.uncompiled import uncompiled
 
 Processes = ProcessGroup | DeviceMesh | None
 Placement = Literal["replicated", "sharded"]
@@ -154,25 +148,27 @@ def _run(
     group = Group.of(processes)
 
     def checked() -> tuple[AttentionProblem, Call]:
-        _check_placement(queries, loss)
+        choice("queries", queries, "replicated", "sharded")
+        choice("loss", loss, "replicated", "sharded", None)
+        if queries == "sharded" and loss == "replicated":
+            raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
         problem = check()
-        _check_weight(problem, queries)
-        need_values(group, query=problem.query, key=problem.key, value=problem.value, log_weight=problem.log_weight)
-        need_values(group, scale=problem.scale)
+        tensors = {name: getattr(problem, name) for name in ("query", "key", "value", "log_weight", "scale")}
+        check_sendable(group, **tensors)
         return problem, _call(problem, queries, loss or queries)
 
-    problem, told = together(group, checked)
+    problem, numbers_of = together(group, checked)
     eta, scale = problem.query, problem.scale
     if isinstance(scale, Tensor):
         eta, scale = (eta * scale).to(eta.dtype), 1.0
-    first = sum(told["keys"][: group.rank])
+    first = sum(numbers_of["keys"][: group.rank])
 
     def answer(eta: Tensor) -> Partial:
         keys = Keys(problem.key, problem.value, problem.log_weight)
         return _causal(local, eta, keys, scale, first) if problem.is_causal else local(eta, keys, scale, False)
 
     if queries == "sharded":
-        return problem, _of_own_queries(eta, answer, told["queries"], group)
+        return problem, _of_own_queries(eta, answer, numbers_of["queries"], group)
     found = merge(answer(replicate(eta, group)), group)
     return problem, found if loss != "sharded" else _own_copy(found, group)
 
@@ -195,26 +191,16 @@ def _causal(local: Local, eta: Tensor, keys: Keys, scale: float, first: int) -> 
     return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True)))
 
 
-def _check_placement(queries: str, loss: str | None) -> None:
-    check_choice("queries", queries, "replicated", "sharded")
-    check_choice("loss", loss, "replicated", "sharded", None)
-    if queries == "sharded" and loss == "replicated":
-        raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
-
-
-def _check_weight(problem: AttentionProblem, queries: Placement) -> None:
+def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Call:
+    """What must be equal on all processes, and what need not be."""
     weight = problem.log_weight
     if queries == "sharded" and weight is not None and weight.shape[3] > 1:
         raise ValueError(
             f"with sharded queries log_weight must be one a key for all queries, got {tuple(weight.shape[-2:])} for "
             f"{problem.query.shape[3]} queries and {problem.key.shape[2]} keys"
         )
-
-
-def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Call:
-    """What must be equal on all processes, and what need not be."""
     batch, key_heads, group, length, size = problem.query.shape
-    query, key, value, weight, scale = problem.query, problem.key, problem.value, problem.log_weight, problem.scale
+    query, key, value, scale = problem.query, problem.key, problem.value, problem.scale
     alike = {
         "batch size": batch,
         "number of key heads": key_heads,
@@ -227,10 +213,7 @@ def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Cal
         "is_causal": problem.is_causal,
         "presence of a log_weight": weight is not None,
         "scale": "a tensor" if isinstance(scale, Tensor) else scale,
-        "requires_grad of the query": wants_gradient(query, scale),
-        "requires_grad of any tensor": wants_gradient(query, key, value, weight, scale),
-        "presence of a tangent": has_tangent(query, key, value, weight, scale),
-    }
+    } | derivatives_wanted("the query", [query, scale], [key, value, weight])
     own, replicated = {"keys": key.shape[2]}, {}
     if queries == "sharded":
         own["queries"] = length
@@ -247,7 +230,7 @@ def merge(part: Partial, group: Group) -> Partial:
     """The result over all processes' keys, replicated."""
     with torch.no_grad():
         anchor = _merged(Partial(part.log_partition.detach(), part.mean.detach()), group)
-    if not any(may_be_differentiated(tensor) for tensor in part):
+    if not may_be_differentiated(*part):
         return anchor
     # The sums of the shares are 1 and 0, so nothing is sent; their derivatives need what each process has.
     weight, moment = shares(anchor, part)
