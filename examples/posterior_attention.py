@@ -1,11 +1,11 @@
 """Posterior means that are attention, in six pictures, and the words of Python's own help as a test on text.
 
-Gaussian, Bernoulli and Poisson tokens: the posterior mean, which is attention with a prior token, and its standard deviation,
-which needs the count that averages lose (Z3). The error of uniform attention without the prior token, O(1/L). The share of a
+Gaussian, Bernoulli and Poisson tokens: the posterior mean, which is attention with a sink, and its standard deviation,
+which needs the count that averages lose (Z3). The error of uniform attention without the sink, O(1/L). The share of a
 sink beside κ₀/(κ₀ + Z) (X4). The regret of averaging concepts beside log|𝒵| (Z11). A hidden Markov chain, filtered.
 
 Then bags of words: pieces of `pydoc_data.topics`, the 600 commonest words and one for all others. After L words of a held-out
-piece, how likely are the words that follow? By a Dirichlet law, which is attention with a prior token, and by a mixture of
+piece, how likely are the words that follow? By a Dirichlet law, which is attention with a sink, and by a mixture of
 topics, both fitted to other documents; and by uniform attention over the words seen, which gives unseen words nothing, mixed
 with a constant share of the words' overall law: a tuned share, and one of a hundredth.
 
@@ -85,11 +85,11 @@ def without_prior(axes: Axes, generator: torch.Generator) -> None:
         errors.append((tokens.mean(1) - mean).square().mean().sqrt())
         statistical.append((mean - latent[:, 0]).square().mean().sqrt())
     slope = (errors[-1] / errors[4]).log() / math.log(LENGTHS[-1] / LENGTHS[4])
-    print(f"uniform attention without the prior token: error {errors[4]:.4f} at L = 16, slope {slope:.2f}")
+    print(f"uniform attention without the sink: error {errors[4]:.4f} at L = 16, slope {slope:.2f}")
     axes.loglog(LENGTHS, statistical, "o-", color=GREY, markersize=3, label="posterior − z")
     axes.loglog(LENGTHS, errors, "o-", color=BLUE, markersize=3, label="uniform attention − posterior")
     axes.loglog(LENGTHS, [1 / length for length in LENGTHS], ":", color="black", label="1/L")
-    axes.set(title="what the prior token does", xlabel="tokens L", ylabel="root mean square", ylim=(1e-4, 2))
+    axes.set(title="what the sink does", xlabel="tokens L", ylabel="root mean square", ylim=(1e-4, 2))
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -226,7 +226,7 @@ def words(axes: Axes, generator: torch.Generator) -> None:
     )
     print(f"tuned: share of the overall law {share:g}, smoothing of topics {smoothing:g} words")
     predictors = {
-        "Dirichlet (prior token)": by_posterior(DirichletMultinomial.create(strength * base)),
+        "Dirichlet (sink)": by_posterior(DirichletMultinomial.create(strength * base)),
         "mixture of 32 topics": by_posterior(topic_mixture(counts, base, smoothing)),
         f"uniform, {share:.0%} overall law": by_attention(share),
         "uniform, 1% overall law": by_attention(0.01),

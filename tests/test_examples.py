@@ -269,8 +269,8 @@ def test_posteriors_are_attention(tmp_path):
         r" *(\S.*): log-probability of .* words (\S+) ± \S+, (\S+) ± \S+, (\S+) ±", found
     )}  # fmt: skip
     assert len(rows) == 4
-    assert rows["uniform, 1% overall law"][0] < -7 < rows["Dirichlet (prior token)"][0]
-    assert max(rows, key=lambda name: rows[name][-1]) == "Dirichlet (prior token)"
+    assert rows["uniform, 1% overall law"][0] < -7 < rows["Dirichlet (sink)"][0]
+    assert max(rows, key=lambda name: rows[name][-1]) == "Dirichlet (sink)"
     assert picture.stat().st_size > 10_000
 
 

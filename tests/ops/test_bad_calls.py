@@ -14,7 +14,8 @@ from tests.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
-from massieu.ops import AtomBlock, AtomStore, AttentionResult, FalseNegatives, Partial, streaming
+from massieu.ops import AtomBlock, AtomStore, FalseNegatives, Partial, streaming
+from massieu.ops.attention import AttentionResult
 
 Q, K, V = torch.ones(2, 4, 5, 8), torch.ones(2, 2, 7, 8), torch.ones(2, 2, 7, 3)
 Q5 = Q.unflatten(1, (2, 2))

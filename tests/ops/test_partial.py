@@ -198,7 +198,7 @@ def test_bad_parts():
         Partial(torch.zeros(2, 3).half(), torch.zeros(2, 3, 4).half()).merge()
     with pytest.raises(TypeError, match=r"one dtype, got torch.float32 and torch.float64"):
         good.merge(Partial(torch.zeros(2, 3).double(), torch.zeros(2, 3, 4).double()))
-    with pytest.raises(TypeError, match="mean must be a floating-point tensor, got 1.0"):
+    with pytest.raises(TypeError, match=r"mean must be a floating-point tensor, got 1\.0"):
         Partial(torch.zeros(2, 3), 1.0).merge()
     with pytest.raises(ValueError, match=r"dim must be a dimension of the log-partition \(2, 3\), got 2"):
         good.reduce(2)

@@ -73,10 +73,10 @@ def attention(
     computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate
     twice through an already compiled function: inside one, take derivatives with `torch.func`. Under `torch.autocast`
     query, key and value are cast to its dtype, as for PyTorch's own attention (float64 is not); log Z is float32 there.
-    A query that sees no key has output 0, log Z = −inf (the sink's, with one) and gradient 0, whatever it holds. NaN in a
-    query, in a key or log-weight that it sees, or a score of +inf, makes its results NaN; scores of −inf alone are no
-    keys. Log Z is float64 for float64, else float32; relative errors are a few units of the input's rounding, and a small
-    cotangent of log Z is not lost beside a large one of the output.
+    A query that sees no key has output 0, log Z = −inf (with a sink: its value and log-weight) and gradient 0, whatever it
+    holds. NaN in a query, in a key or log-weight that it sees, or a score of +inf, makes its results NaN; scores of −inf
+    alone are no keys. Log Z is float64 for float64, else float32; relative errors are a few units of the input's rounding,
+    and a small cotangent of log Z is not lost beside a large one of the output.
 
     Raises:
         TypeError: not a tensor, not of 16-, 32- or 64-bit floating point, dtypes that differ, an option of another type.
@@ -87,7 +87,7 @@ def attention(
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
-    output, log_z = band.apply(_implementation(problem, backend).attention, problem)
+    output, log_z = of_problem(problem, backend)
     if problem.sink is not None:
         output, log_z = with_sink.attention(output, log_z, problem)
     return AttentionResult(problem.restore(output), problem.restore(log_z))
@@ -112,10 +112,16 @@ def log_partition(
     """
     query, key = in_autocast_dtype(query, key)
     problem = check_problem(query, key, None, log_weight, scale, is_causal, window, softcap, sink)
-    (log_z,) = band.apply(_implementation(problem, backend).log_partition, problem)
+    (log_z,) = of_problem(problem, backend)
     if problem.sink is not None:
         log_z = with_sink.shares(log_z, problem)[0]
     return problem.restore(log_z)
+
+
+def of_problem(problem: AttentionProblem, backend: Backend = "auto") -> tuple[Tensor, ...]:
+    """Output, where there are values, and log Z, in the common layout and without the sink."""
+    implementation = _implementation(problem, backend)
+    return band.apply(implementation.log_partition if problem.value is None else implementation.attention, problem)
 
 
 def _implementation(problem: AttentionProblem, backend: str) -> ModuleType:

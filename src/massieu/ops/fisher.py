@@ -8,7 +8,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.arguments import choice
-from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import in_autocast_dtype, without_autocast
 from massieu.ops import band, fused, idle, reference, tiles
 from massieu.ops import sink as with_sink
@@ -144,7 +143,7 @@ def _product(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> t
 
 
 def _blocks(problem: AttentionProblem, vector: Tensor) -> Tensor:
-    capacity = max(PAIRS_PER_THREAD * torch.get_num_threads(), problem.query.shape[2] * problem.key.shape[2])
+    capacity = tiles.tile_capacity(problem, PAIRS_PER_THREAD)
     buffers = problem.query.new_empty(2, min(capacity, problem.pairs))
     result = torch.zeros_like(problem.query)
     for slab in tiles.slabs(problem, capacity):
@@ -162,12 +161,7 @@ def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Te
     """Each line is one pass over the tile's two buffers."""
     weights, change = tile.scores, tile.scratch[0]
     key = tile.slab.key[tile.heads]
-    if weight is not None:
-        tile.spread_out(weights).add_(tile.of_heads(weight))
-    tile.hide()
-    weights.sub_(weights.amax(-1, keepdim=True))
-    exp_(weights)
-    total = weights.sum(-1, keepdim=True)
+    _, total = tile.exponentiate(weight)
     torch.bmm(vector, key, out=change)
     change.mul_(weights)
     # The largest weight is exactly 1: where nearly all weight is on one key only the mean is rounded, so take it twice.

@@ -35,22 +35,16 @@ def _plain(
     return tuple(problem.restore(result) for result in reference.attention(problem))
 
 
-def _any_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Output and log Z, of any scores, compiled or not."""
-    run = _forward_operator if torch.compiler.is_compiling() else _forward_with_all_scores
-    return run(query, key, value, mask, scale, is_causal)
-
-
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, value_is_key: bool
 ) -> tuple[Tensor, Tensor]:
     query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-    return _any_scores(query, key, value, None if mask is None else _rows_contiguous(mask), scale, is_causal)
+    mask = None if mask is None else _rows_contiguous(mask)
+    run = _forward_operator if torch.compiler.is_compiling() else _of_all_scores
+    return run(query, key, value, mask, scale, is_causal)
 
 
-def _forward_with_all_scores(
+def _of_all_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The kernel's forward pass, with the reference's results for rows of extreme scores.
@@ -74,19 +68,13 @@ def _are_moderate(query: Tensor, key: Tensor, scale: float) -> bool:
     return bool(bound < torch.finfo(torch.float32).max / 2**16)
 
 
-@torch.library.custom_op("massieu::fused_attention", mutates_args=())
-def _forward_operator(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The same for compiled code, which may not ask for the values that it computes."""
-    return _forward_with_all_scores(query, key, value, mask, scale, is_causal)
+_forward_operator = torch.library.custom_op("massieu::fused_attention", _of_all_scores, mutates_args=())
+"""The same for compiled code, which may not ask for the values that it computes."""
 
 
 @_forward_operator.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    return _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    return _kernel(query, key, value, 0.0, options[1], attn_mask=mask, scale=options[0])
 
 
 def _gradient(
@@ -145,8 +133,7 @@ def _log_partition_gradients(
     )
     # A mask whose rows are not contiguous would be written out in full by the kernel.
     level = -level.mT.contiguous()
-    key, queries, values = map(_rows_contiguous, (key, queries, values))
-    sums, log_total = _any_scores(key, queries, values, level, scale, False)
+    sums, log_total = _forward(key, queries, values, level, scale, False, False)
     if mask is not None:
         log_total = log_total + mask.squeeze(2)
     return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)

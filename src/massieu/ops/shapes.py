@@ -5,7 +5,7 @@ head size. Log-weights become ``(B or 1, Hk or 1, G or 1, L or 1, N or 1)``.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,23 @@ class AttentionProblem:
     def scaled_query(self) -> Tensor:
         """scale·query in `dtype`, so that scores are plain dot products."""
         return (self.query.to(self.dtype) * self.scale).to(self.dtype)
+
+    def narrow(self, rows: slice, keys: slice) -> "AttentionProblem":
+        """Some of the queries and some of the keys, numbered anew; the window is left as it is."""
+        weight, scale = self.log_weight, self.scale
+        if weight is not None:
+            weight = weight[..., rows, :] if weight.shape[3] > 1 else weight
+            weight = weight[..., keys] if weight.shape[4] > 1 else weight
+        if isinstance(scale, Tensor) and scale.ndim > 0 and scale.shape[3] > 1:
+            scale = scale[..., rows, :]
+        return replace(
+            self,
+            query=self.query[..., rows, :],
+            key=self.key[..., keys, :],
+            value=None if self.value is None else self.value[..., keys, :],
+            log_weight=weight,
+            scale=scale,
+        )
 
     @property
     def band(self) -> "Band":

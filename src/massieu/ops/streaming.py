@@ -22,6 +22,8 @@ from massieu.ops.partial import Partial, around, shares
 from massieu.ops.shapes import AttentionProblem, Scale, check_problem
 from massieu.ops.store import AtomBlock, AtomStore
 
+__all__ = ["attention", "log_partition"]
+
 TILE_PAIRS = 1 << 18
 """Scores at once in a gradient: two float32 buffers of this size fill a 2 MiB second-level cache."""
 
@@ -284,3 +286,7 @@ class _WithMean(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         return (tangents[0] * ctx.saved_tensors[0]).sum(-1)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import in_functorch, may_be_differentiated
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 
@@ -98,6 +99,14 @@ class Tile:
         """The part for the tile's heads of what broadcasts to (b, Hk, G, rows, …)."""
         whole = len(self.scores) == self.slab.shape[0] * self.slab.shape[1]
         return weights if whole or weights.shape[1] == 1 else weights[:, self.heads]
+
+    def exponentiate(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Turn scores and log-weights of a slab into weights of which the largest is 1; their logarithm's shift, their sum."""
+        if weight is not None:
+            self.spread_out(self.scores).add_(self.of_heads(weight))
+        self.hide()
+        top = self.scores.amax(-1, keepdim=True)
+        return top, exp_(self.scores.sub_(top)).sum(-1, keepdim=True)
 
     def hide(self) -> None:
         """Put the scores of hidden pairs far below every other."""
@@ -213,6 +222,11 @@ def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
         return Visible(first, last, 0, 0, None, count)
     mixed_first, mixed_last = first + int(partly[0]), first + int(partly[-1]) + 1
     return Visible(first, last, mixed_first, mixed_last, kept[..., mixed_first:mixed_last].to(dtype), count)
+
+
+def tile_capacity(problem: AttentionProblem, pairs_per_thread: int) -> int:
+    """Scores of a tile: so many a thread, and at least those of one query of a key head."""
+    return max(pairs_per_thread * torch.get_num_threads(), problem.query.shape[2] * problem.key.shape[2])
 
 
 def unusable(problem: AttentionProblem, *others: Tensor | None) -> str | None:

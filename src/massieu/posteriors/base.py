@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from massieu import ops
 from massieu.measures import static_field
 from massieu.measures.value import register, values_are_readable
+from massieu.ops.attention import AttentionResult
 from massieu.posteriors.arguments import check_device, check_finite, told
 
 
@@ -134,10 +135,10 @@ class AttentionForm(NamedTuple):
     batch: torch.Size
     """The batch shape of which B is the product."""
 
-    def attend(self) -> ops.AttentionResult:
+    def attend(self) -> AttentionResult:
         """The attention: output (*batch, E), the posterior mean; log_partition (*batch), what averages leave out."""
         found = ops.attention(self.query, self.key, self.value, log_weight=self.log_weight, scale=1.0)
-        return ops.AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
+        return AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
 
 
 def with_prior_token(
