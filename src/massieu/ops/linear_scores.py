@@ -94,39 +94,33 @@ def log_partitions(
     return tuple(Direction(*found[start : start + 2]) for start in range(0, len(found), 2))
 
 
-def plain(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    rule: Rule,
-    bias_in_score: bool,
-    both: bool,
-) -> tuple[Tensor, ...]:
-    """The definition, in blocks of rows; (excess, log-partition), for both directions one after the other."""
-    column = column.to(row.dtype)
-    bias = None if bias is None else bias.to(row.dtype)
-    found = _plain_rows(rule, bias_in_score, log_weight, row, column, bias, target, row_ids, column_ids)
+def plain(row: Tensor, column: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The definition, in blocks of rows; (excess, log-partition), for both directions one after the other.
+
+    Args:
+        rest: The fields of `Seen`, and `bias_in_score` and `both` of `log_partitions`.
+    """
+    *pairs, bias_in_score, both = rest
+    seen, column = Seen(*pairs), column.to(row.dtype)
+    found = _plain_rows(seen, bias_in_score, row, column, None if bias is None else bias.to(row.dtype), target)
     if both:
-        length = min(len(row), len(column))
-        log_weight = None if log_weight is None else log_weight[:, :length].mT
-        ids = None if column_ids is None else column_ids[:length], row_ids
-        found += _plain_rows(rule, False, log_weight, column[:length], row, None, target[:length], *ids)
+        row_ids, column_ids, weight, rule = seen
+        first = slice(min(len(row), len(column)))
+        column_ids, weight = (None if part is None else part[..., first] for part in (column_ids, weight))
+        turned = Seen(column_ids, row_ids, None if weight is None else weight.mT, rule)
+        found += _plain_rows(turned, False, column[first], row, None, target[first])
     return found
 
 
 def _plain_rows(
-    rule: Rule, bias_in_score: bool, log_weight: Tensor | None, row: Tensor, column: Tensor, *others: Any
+    seen: Seen, bias_in_score: bool, row: Tensor, column: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[Tensor, ...]:
-    length = len(row)
+    length, (*ids, weight, rule) = len(row), seen
     block = max(1, min(length, reference.BLOCK_PAIRS // max(1, len(column))))
     parts = []
     for first in range(0, max(length, 1), block):
         rows = slice(first, min(length, first + block))
-        arguments = (row[rows], column, None if log_weight is None else log_weight[rows], *others)
+        arguments = (row[rows], column, bias, None if weight is None else weight[rows], target, *ids)
         function = partial(_plain_block, rule, bias_in_score, rows)
         parts.append(function(*arguments) if block >= length else reference.recomputed(function, *arguments))
     return tuple(torch.cat(results) for results in zip(*parts, strict=True))
@@ -138,15 +132,14 @@ def _plain_block(
     rows: slice,
     row: Tensor,
     column: Tensor,
-    log_weight: Tensor | None,
     bias: Tensor | None,
+    log_weight: Tensor | None,
     target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
+    *ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     with without_autocast(row.device):
         scores = row @ column.mT
-    hidden = Seen(row_ids, column_ids, None, rule).hidden(target, rows, slice(0, len(column)))
+    hidden = Seen(*ids, rule=rule).hidden(target, rows, slice(0, len(column)))
     target = target[rows]
     weight = scores.new_zeros(()) if bias is None else bias
     if log_weight is not None and log_weight.dtype == torch.bool:

@@ -173,7 +173,9 @@ def check_alike(mixed: bool = False, /, **tensors: Any) -> None:
         dtype = floating(name, tensor).dtype
         if dtype != like.dtype and not mixed:
             raise TypeError(f"{first} and {name} must have one dtype, got {like.dtype} and {dtype}")
-    check_one_device(**tensors)
+    # Nearly always they are, and small calls take microseconds.
+    if any(tensor.device != like.device for tensor in tensors.values()):
+        check_one_device(**tensors)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:

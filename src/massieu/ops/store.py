@@ -95,14 +95,14 @@ class AtomStore:
         if not files:
             raise ValueError(f"a store of atoms is a directory of .safetensors files, and {path} holds none")
         layouts = [_layout(file) for file in files]
+        fixed = layouts[0][1:]
         for file, layout in zip(files, layouts, strict=True):
-            if layout.fixed != layouts[0].fixed:
+            if layout[1:] != fixed:
                 raise ValueError(
-                    f"all files of a store must be alike: {files[0].name} has {layouts[0].described}, "
-                    f"{file.name} has {layout.described}"
+                    f"all files of a store must be alike: {files[0].name} has {_described(*fixed)}, "
+                    f"{file.name} has {_described(*layout[1:])}"
                 )
-        first = layouts[0]
-        return AtomStore(files, tuple(layout.atoms for layout in layouts), *first.fixed)
+        return AtomStore(files, tuple(layout[0] for layout in layouts), *fixed)
 
     def blocks(self, size: int = 1 << 16) -> Iterator[AtomBlock]:
         """The atoms in order, at most `size` a head at a time.
@@ -129,18 +129,6 @@ class AtomStore:
             return AtomBlock(points[:, atoms], values, log_weight)
 
 
-class _Layout(NamedTuple):
-    atoms: int
-    fixed: tuple[int, int, int, bool, bool]
-    """What all files of a store share, in the order of its fields."""
-
-    @property
-    def described(self) -> str:
-        heads, size, value_size, has_values, has_log_weight = self.fixed
-        values = f"values of size {value_size}" if has_values else "no values"
-        return f"{heads} heads, points of size {size}, {values}, {'' if has_log_weight else 'no '}log-weights"
-
-
 def _opened(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
@@ -148,7 +136,13 @@ def _opened(file: Path) -> safe_open:
         raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from error
 
 
-def _layout(file: Path) -> _Layout:
+def _described(heads: int, size: int, value_size: int, has_values: bool, has_log_weight: bool) -> str:
+    values = f"values of size {value_size}" if has_values else "no values"
+    return f"{heads} heads, points of size {size}, {values}, {'' if has_log_weight else 'no '}log-weights"
+
+
+def _layout(file: Path) -> tuple[int, int, int, int, bool, bool]:
+    """The number of atoms, and what all files of a store share, in the order of its fields."""
     with _opened(file) as content:
         shapes = {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
         types = {name: content.get_slice(name).get_dtype() for name in shapes}
@@ -165,7 +159,7 @@ def _layout(file: Path) -> _Layout:
         raise ValueError(f"{file}: {error}") from None
     heads, count, size = shapes["points"]
     value_size = shapes["values"][2] if "values" in shapes else size
-    return _Layout(count, (heads, size, value_size, "values" in shapes, "log_weight" in shapes))
+    return count, heads, size, value_size, "values" in shapes, "log_weight" in shapes
 
 
 def _check_block(block: AtomBlock, first: AtomBlock | None) -> None:

@@ -193,17 +193,17 @@ def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
     weight, keys = slab_weight(problem, batch, rows), problem.key.shape[2]
     kept = weight if weight is None or weight.dtype == torch.bool else weight != -torch.inf
     dtype, device = problem.dtype, problem.query.device
-    outside = hidden_by_position(problem.window, rows.start, rows.stop - rows.start, keys, device)
-    if outside is not None:
+    causal = problem.is_causal and rows.start < keys - 1
+    if problem.window is not None or (causal and kept is not None):
+        outside = hidden_by_position(problem.band, rows.start, rows.stop - rows.start, keys, device)
+        assert outside is not None
         inside = ~outside[None, None, None]
         return _from_mask(inside if kept is None else kept & inside, dtype)
-    if not problem.is_causal or rows.start >= keys - 1:
-        if kept is None:
-            return Visible(0, keys, 0, 0, None, torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device))
-        return _from_mask(kept, dtype)
-    position = torch.arange(rows.start, rows.stop, device=device)
     if kept is not None:
-        return _from_mask(kept & (torch.arange(keys, device=device) <= position[:, None]), dtype)
+        return _from_mask(kept, dtype)
+    if not causal:
+        return Visible(0, keys, 0, 0, None, torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device))
+    position = torch.arange(rows.start, rows.stop, device=device)
     last = min(rows.stop, keys)
     keep = torch.arange(rows.start + 1, last, device=device) <= position[:, None]
     count = (position + 1).clamp_max(keys).to(dtype)

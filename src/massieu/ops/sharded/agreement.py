@@ -74,7 +74,8 @@ def together(group: Group, check: Callable[[], tuple[Checked, Call]]) -> tuple[C
     if len({row[1] for row in rows}) > 1:
         raise ValueError(_difference(call.table, group))
     if len({row[2] for row in rows}) > 1:
-        _check_tensors(call.replicated, group)
+        for name, tensor in call.replicated.items():
+            _check_close(name, tensor, group)
     return checked, {name: [row[3 + place] for row in rows] for place, name in enumerate(call.own)}
 
 
@@ -176,16 +177,7 @@ def _difference(table: dict[str, str], group: Group) -> str:
     return "all processes must call the same function in the same way"
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Raise on all processes unless the tensors are those of process 0, all processes' digests of which are not equal."""
-    digests: list[list[int]] = _texts([int(digest(tensor)) for tensor in tensors.values()], group)
-    for place, (name, tensor) in enumerate(tensors.items()):
-        other = next((rank for rank, row in enumerate(digests) if row[place] != digests[0][place]), None)
-        if other is not None:
-            _check_close(name, tensor, other, group)
-
-
-def _check_close(name: str, tensor: Tensor, other: int, group: Group) -> None:
+def _check_close(name: str, tensor: Tensor, group: Group) -> None:
     """Raise on all processes unless a tensor is that of process 0; a floating-point one, to rounding.
 
     Two processes that compute the same numbers seldom round alike: memory that is aligned differently is enough. So
@@ -195,16 +187,16 @@ def _check_close(name: str, tensor: Tensor, other: int, group: Group) -> None:
     Raises:
         ValueError: they differ.
     """
-    message = f"all processes must give the same {name}, and that of process {{}} is not that of process 0"
-    if not tensor.is_floating_point():
-        raise ValueError(message.format(other))
     own = unwrapped(tensor.detach()).detach().clone(memory_format=torch.contiguous_format)
     first = own.clone()
     dist.broadcast(first, group=group.handle, group_src=0)
-    size = first.abs().nan_to_num(0.0, 0.0)
-    size = size.amax(-1, keepdim=True) if size.ndim else size
-    same = (own == first) | (own.isnan() & first.isnan())
-    near = (own - first).abs() <= torch.finfo(own.dtype).eps ** (2 / 3) * size
-    wrong = gathered((~(same | near)).any().to(device=group.device, dtype=torch.uint8), group).tolist()
+    same = own == first
+    if tensor.is_floating_point():
+        size = first.abs().nan_to_num(0.0, 0.0)
+        size = size.amax(-1, keepdim=True) if size.ndim else size
+        near = (own - first).abs() <= torch.finfo(own.dtype).eps ** (2 / 3) * size
+        same = same | near | (own.isnan() & first.isnan())
+    wrong = gathered((~same).any().to(device=group.device, dtype=torch.uint8), group).tolist()
     if any(wrong):
-        raise ValueError(message.format(wrong.index(1)))
+        place = f"that of process {wrong.index(1)} is not that of process 0"
+        raise ValueError(f"all processes must give the same {name}, and {place}")
