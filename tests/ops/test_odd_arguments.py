@@ -51,6 +51,7 @@ def calls(folder):
     paths = (folder / str(number) for number in range(1 << 20))
     return {
         "attention": (ops.attention, POSITIONED | {"value": V, "softcap": None}),
+        "attention with a sink": (ops.attention, SCORED | {"value": V, "sink": 0.5, "sink_value": V[0, 0, 0]}),
         "log_partition": (ops.log_partition, POSITIONED | {"softcap": None}),
         "attention_moments": (ops.attention_moments, POSITIONED | {"value": V, "softcap": None}),
         "moments_backend": (ops.moments_backend, SCORED | {"value": V}),

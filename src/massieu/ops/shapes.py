@@ -236,7 +236,7 @@ def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: tuple[in
     if isinstance(sink, Tensor):
         sink = _layout_per_query("sink", sink, query, layout).to(dtype)
         return sink.squeeze(-1) if sink.ndim else sink
-    if sink != -math.inf:
+    if not (isinstance(sink, float) and sink == -math.inf):
         check_fits("sink", number("sink", sink), dtype)
     return torch.full((), float(sink), dtype=dtype, device=query.device)
 
