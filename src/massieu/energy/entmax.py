@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.energy.entmax_solver import first_phi, second_phi, solve, solve_differentiably
-from massieu.foundation.transforms import in_nested_forward_mode
 from massieu.measures import stable
 from massieu.measures.value import values_are_readable
+from massieu.ops.shapes import in_nested_forward_mode
 from massieu.solve.arguments import floating, is_floating, told
 
 Alpha = float | int | Tensor

@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from massieu import energy
-from massieu.foundation.transforms import without_autocast
 from massieu.nn.arguments import check_device
 from massieu.nn.contraction import LayerNorm
 from massieu.nn.heads import Number, register_number
+from massieu.ops.shapes import without_autocast
 from massieu.solve.arguments import floating
 
 Tokens = Float[Tensor, "*lead n embed_dim"]

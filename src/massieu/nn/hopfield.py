@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
-from massieu.foundation.transforms import without_autocast
 from massieu.measures import Atoms
 from massieu.nn import hflayers
 from massieu.nn.arguments import check_input
@@ -18,6 +17,7 @@ from massieu.nn.convergence import Converging
 from massieu.nn.heads import Mask, Number, log_weight_of, merge_heads, register_number, split_heads
 from massieu.nn.retrieval import descend, settle
 from massieu.nn.weights import attention_weights
+from massieu.ops.shapes import without_autocast
 from massieu.solve.arguments import floating
 
 START = 0.02

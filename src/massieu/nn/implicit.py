@@ -7,7 +7,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import ops
-from massieu.foundation.transforms import without_autocast
 from massieu.nn.arguments import check_input
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
@@ -19,6 +18,7 @@ from massieu.nn.heads import (
     register_number,
     split_heads,
 )
+from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPointResult, Method, fixed_point
 from massieu.solve.arguments import floating
 

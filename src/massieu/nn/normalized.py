@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.foundation.transforms import without_autocast
 from massieu.measures import stable
 from massieu.nn.heads import Mask, added, merge_log_weights, per_head, position_mask
 from massieu.nn.multihead import Attended, MultiHead
+from massieu.ops.shapes import without_autocast
 
 
 class NormalizedAttention(MultiHead):

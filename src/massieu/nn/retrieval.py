@@ -8,8 +8,8 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.energy.contraction import Contraction
-from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask
+from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPointResult, fixed_point
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from massieu.energy.entmax import entmax, entmax_conjugate
-from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import (
     Alpha,
     Mask,
@@ -17,6 +16,7 @@ from massieu.nn.heads import (
     register_number,
 )
 from massieu.nn.multihead import Attended, MultiHead
+from massieu.ops.shapes import without_autocast
 
 
 class SparseAttention(MultiHead):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
-from massieu.foundation.transforms import without_autocast
 from massieu.nn.arguments import check_input
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
@@ -23,6 +22,7 @@ from massieu.nn.heads import (
     split_heads,
 )
 from massieu.nn.weights import attention_weights
+from massieu.ops.shapes import without_autocast
 from massieu.solve import Method
 from massieu.solve.arguments import floating
 

@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.foundation.transforms import without_autocast
 from massieu.nn.arguments import check_input
 from massieu.nn.convergence import Converging
 from massieu.nn.heads import (
@@ -21,6 +20,7 @@ from massieu.nn.heads import (
     split_heads,
 )
 from massieu.nn.weights import attention_weights
+from massieu.ops.shapes import without_autocast
 from massieu.solve import FixedPointResult, Method, fixed_point
 from massieu.solve.arguments import floating
 

@@ -15,7 +15,6 @@ from massieu.energy.contraction import Identity
 from massieu.measures import Atoms, Gaussian, Measure, MissingFormError
 from massieu.measures.value import static_field
 from massieu.ops import sharded
-from massieu.ops.attention import AttentionResult
 from massieu.ops.sharded.collectives import Group
 from massieu.ops.sharded.keys import Processes
 from massieu.population.arguments import need_finite, need_tensors
@@ -38,7 +37,7 @@ from massieu.population.operator import (
 )
 from massieu.population.weights import Moving, aligned, check_weights, filled, split_heads, what_is_attended_to
 
-Attend = Callable[..., AttentionResult]
+Attend = Callable[..., ops.AttentionResult]
 
 
 class AttentionLayer(Value):

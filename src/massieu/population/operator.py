@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from massieu.energy.contraction import Contraction
 from massieu.measures import Gaussian, MissingFormError
 from massieu.measures.value import register, static_field
-from massieu.ops.sharded.agreement import Call, check_sendable, together
+from massieu.ops.sharded.agreement import Call, need_values, together
 from massieu.ops.sharded.collectives import Group
 
 
@@ -126,7 +126,7 @@ def admit_share(
 
     def check() -> tuple[Tensor, Call]:
         admitted = admit(owner, particles, width, weights)
-        check_sendable(group, particles=particles)
+        need_values(group, particles=particles)
         leaves = [leaf for leaf in pytree.tree_leaves(owner) if isinstance(leaf, Tensor)]
         told = {"batch": tuple(admitted.shape[:-2]), "dimension": admitted.shape[-1], "dtype": admitted.dtype}
         told["number of parameters"] = len(leaves)

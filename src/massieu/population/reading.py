@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from massieu.ops.sharded.agreement import Call, check_sendable, together
+from massieu.ops.sharded.agreement import Call, need_values, together
 from massieu.ops.sharded.collectives import Group, gather, gather_unequal, largest
 from massieu.ops.sharded.collectives import total as total_over
 
@@ -70,7 +70,7 @@ def shared(
 
     def checked() -> tuple[None, Call]:
         check()
-        check_sendable(processes, points=points)
+        need_values(processes, points=points)
         told = {"batch": tuple(points.shape[:-2]), "dimension": points.shape[-1], "dtype": points.dtype}
         return None, Call(function, told | alike, replicated or {})
 

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from massieu import ops
 from massieu.measures import static_field
 from massieu.measures.value import register, values_are_readable
-from massieu.ops.attention import AttentionResult
 from massieu.posteriors.arguments import check_device, check_finite, told
 
 
@@ -135,10 +134,10 @@ class AttentionForm(NamedTuple):
     batch: torch.Size
     """The batch shape of which B is the product."""
 
-    def attend(self) -> AttentionResult:
+    def attend(self) -> ops.AttentionResult:
         """The attention: output (*batch, E), the posterior mean; log_partition (*batch), what averages leave out."""
         found = ops.attention(self.query, self.key, self.value, log_weight=self.log_weight, scale=1.0)
-        return AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
+        return ops.AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
 
 
 def with_prior_token(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.foundation.threads import one_thread
+from massieu.ops.threads import one_thread
 from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import AttentionCall, Capture, Site, capturing
 from massieu.probing.examples import ExampleWindow

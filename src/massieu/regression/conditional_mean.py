@@ -6,9 +6,8 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import described
-from massieu.foundation.transforms import without_autocast
 from massieu.measures.value import values_are_readable
+from massieu.ops.shapes import told, without_autocast
 from massieu.posteriors.arguments import check_device, check_fit
 from massieu.regression.exact import exact
 from massieu.regression.iterative import ConjugateGradient, SystemsSolved, iterative
@@ -205,11 +204,11 @@ def _method(method: Method, tokens: Tokens, is_causal: bool) -> ConjugateGradien
     elif isinstance(method, ConjugateGradient | LowRank):
         how = method
     else:
-        raise TypeError(f"method must be a name, ConjugateGradient or LowRank, got {described(method)}")
+        raise TypeError(f"method must be a name, ConjugateGradient or LowRank, got {told(method)}")
     if how is None:
         return None
     if is_causal:
-        raise ValueError(f"is_causal goes with method 'cholesky' alone, got {described(method)}")
+        raise ValueError(f"is_causal goes with method 'cholesky' alone, got {told(method)}")
     if not values_are_readable(tokens.key, tokens.target, tokens.ridge):
         raise ValueError("inside torch.func transforms and torch.compile, use method 'cholesky'")
     return how if tokens.key.shape[2] else None

@@ -7,10 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import described
-from massieu.foundation.transforms import in_autocast_dtype
 from massieu.measures.value import values_are_readable
-from massieu.ops.shapes import AttentionProblem, check_problem
+from massieu.ops.shapes import AttentionProblem, check_problem, in_autocast_dtype, told
 from massieu.posteriors.arguments import check_device
 from massieu.regression.kernels import Kernel, LogKernel
 from massieu.regression.logarithms import Logarithms
@@ -103,7 +101,7 @@ def check_tokens(
         TypeError, ValueError: as `conditional_mean_attention` says.
     """
     if not isinstance(kernel, Kernel):
-        raise TypeError(f"kernel must be a massieu.regression.Kernel, got {described(kernel)}")
+        raise TypeError(f"kernel must be a massieu.regression.Kernel, got {told(kernel)}")
     if value is None:
         raise TypeError("value must be a tensor, got None")
     query, key, value = in_autocast_dtype(query, key, value)

@@ -248,7 +248,7 @@ _ATTENTION = [
         "X4",
         OWN,
         ATTENTION,
-        "How much attention goes to the model's own learned sink?",
+        "How much attention goes to the model's own null slot?",
         "The other statistics describe the attention among keys, with the sink left out.",
         gauge_dependent=True,
     ),
