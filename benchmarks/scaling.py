@@ -18,6 +18,7 @@ import torch
 import harness
 from massieu import ops
 from massieu.ops import streaming
+from massieu.ops.attention import AttentionResult
 from massieu.ops.store import AtomBlock, AtomStore
 
 SIZE = 64
@@ -84,7 +85,7 @@ def _query(queries: int, backward: bool) -> torch.Tensor:
     return torch.randn(1, 1, queries, SIZE, generator=torch.Generator().manual_seed(1)).requires_grad_(backward)
 
 
-def _finish(result: ops.AttentionResult, backward: bool) -> None:
+def _finish(result: AttentionResult, backward: bool) -> None:
     if backward:
         (result.output.sum() + result.log_partition.sum()).backward()
 

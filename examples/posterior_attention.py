@@ -33,7 +33,6 @@ from massieu.posteriors import (
     ExponentialFamily,
     GaussianMean,
     HiddenMarkov,
-    attention_with_prior,
     averaging_regret,
 )
 
@@ -105,8 +104,8 @@ def sink(axes: Axes, generator: torch.Generator) -> None:
         shares = []
         for length in LENGTHS:
             seen = key[:, :, :length]
-            found = attention_with_prior(query, seen, seen, prior_value=nothing, log_strength=logit, scale=1.0)
-            shares.append(found.prior_share.mean())
+            found = ops.attention(query, seen, seen, sink=logit, sink_value=nothing, scale=1.0)
+            shares.append((logit - found.log_partition).exp().mean())
         expected = [strength / (strength + size * length) for length in LENGTHS]
         off = max(abs(share / value - 1) for share, value in zip(shares, expected, strict=True))
         print(

@@ -141,6 +141,13 @@ def test_messages(call, error, message):
         call()
 
 
+def test_which_floating_point_tensors_are_taken():
+    with pytest.raises(
+        TypeError, match=r"^x must be a 16-, 32- or 64-bit floating-point tensor, got a tensor of .*float8"
+    ):
+        a.floating("x", ONES.to(torch.float8_e5m2))
+
+
 def test_what_is_right_is_returned():
     assert a.floating("x", ONES) is ONES
     mask = ONES > 0

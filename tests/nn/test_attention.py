@@ -175,6 +175,30 @@ def test_scale_sink_window_and_cap(need_weights):
             torch.testing.assert_close(weights, wanted[1], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_the_value_of_a_sink(need_weights):
+    """Its share of Z, times the value, is added to a head's output; a value of zero is none."""
+    _, ours = pair()
+    arguments = inputs(ours)
+    sink, width = torch.tensor([-1.0, 2.0]).double(), WIDTH // HEADS
+    value = torch.linspace(-1, 1, WIDTH).double().view(HEADS, width)
+    for own in (value, nn.Parameter(value[0])):
+        module = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, sink=sink, sink_value=own)
+        module.load_state_dict(ours.state_dict(), strict=False)
+        output, _, level = module(*arguments, need_weights=need_weights, need_log_partition=True)
+        share = (sink[:, None] - level).exp().unsqueeze(-1)
+        part = (share * own.expand(HEADS, width).unsqueeze(-2)).transpose(1, 2).flatten(2)
+        plain = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, sink=sink)
+        plain.load_state_dict(ours.state_dict(), strict=False)
+        wanted = plain(*arguments, need_weights=need_weights)[0] + part @ module.out_proj.weight.mT
+        torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-12)
+    assert "sink_value" in dict(module.named_parameters())
+    with pytest.raises(ValueError, match="give its log-weight as sink"):
+        Attention(WIDTH, HEADS, sink_value=value)
+    with pytest.raises(ValueError, match="sink_value must have shape"):
+        Attention(WIDTH, HEADS, sink=sink, sink_value=value[:, :1])
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("shape", [(), (HEADS,)])

@@ -67,7 +67,7 @@ CONTRAST = {
 # What process 1 alone gives wrong, and what it and the others then say.
 WRONG = {
     "scale": (ValueError, "scale must be finite", {"scale": float("inf")}),
-    "query": (TypeError, "query must be a tensor, got list", {"query": [1.0]}),
+    "query": (TypeError, "query must be a floating-point tensor, got list", {"query": [1.0]}),
     "queries": (ValueError, "queries must be 'replicated' or 'sharded', got 'split'", {"queries": "split"}),
     "log_weight": (ValueError, "log_weight must broadcast", {"log_weight": WEIGHT[:3]}),
     "no values": (ValueError, "query must be on a device that the group's backend gloo serves", {"query": "meta"}),

@@ -87,7 +87,7 @@ KINDS = ["plain", "causal", "booleans", "padding", "weights of keys", "weights o
 @pytest.mark.medium
 @every_row("dtype", OUTPUT)
 @every_row("kind", KINDS)
-@every_row("backend", ["reference", "flash"])
+@every_row("backend", ["reference", "fused"])
 def test_attention(kind, backend, dtype, monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_PAIRS", 100_001)
     leaves, options = inputs(kind, dtype)
@@ -107,7 +107,7 @@ def test_attention(kind, backend, dtype, monkeypatch):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("backend", ["reference", "flash"])
+@pytest.mark.parametrize("backend", ["reference", "fused"])
 @some_slow("dtype", [torch.bfloat16, torch.float32], 1)
 def test_attention_over_many_blocks(backend, dtype, monkeypatch):
     """More queries and keys than any tile of the kernel or block of the reference, and a remainder of each."""

@@ -102,7 +102,7 @@ def test_float64_is_left_alone_and_a_context_that_is_off_does_nothing():
         assert all(torch.equal(a, b) for a, b in zip(ops.attention(query, key, value), plain, strict=True))
     with torch.autocast("cpu", enabled=False), pytest.raises(TypeError, match="one dtype"):
         ops.attention(query, key.float(), value)
-    with torch.autocast("cpu"), pytest.raises(TypeError, match="query must be a tensor, got list"):
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="query must be a floating-point tensor, got list"):
         ops.attention([1.0], key, value)
 
 

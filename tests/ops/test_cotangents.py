@@ -8,7 +8,7 @@ from tests.ops.explicit import draw
 from tests.rows import every_row
 
 from massieu import ops
-from massieu.ops import fused
+from massieu.ops import fused_kernel
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 CALLS = {
@@ -153,7 +153,7 @@ def test_the_total_that_the_kernel_sums_up(name, dtype, size):
     """Σ_c grad_c·output_c − g, from products of numbers of the kernel's dtype, to the square of that dtype's rounding."""
     grad = patterns(draw(3, 1, 50, size).to(dtype))[name]
     output, g = draw(3, 1, 50, size, seed=1).to(dtype), draw(3, 1, 50, seed=2) * 10.0 ** -torch.arange(3)[:, None, None]
-    carrier, carried = (tensor.double() for tensor in fused._merge_cotangents(grad, g.float(), output))
+    carrier, carried = (tensor.double() for tensor in fused_kernel._merge_cotangents(grad, g.float(), output))
     wanted = (grad.double() * output.double()).sum(-1) - g.float().double()
     # The total is a sum of products of the working dtype; what is carried of it has two numbers' digits.
     wide = torch.promote_types(dtype, SINGLE)

@@ -115,7 +115,7 @@ def test_hidden_keys_of_any_size_contribute_nothing():
                 assert torch.allclose(ours, theirs, atol=1e-10)
 
 
-@pytest.mark.parametrize("backend", ["reference", "flash"])
+@pytest.mark.parametrize("backend", ["reference", "fused"])
 def test_five_dimensional_queries(backend):
     query, key, value = tensors(2, 6, 2, 5, 7)
     generator = torch.Generator().manual_seed(0)
@@ -144,12 +144,12 @@ def test_strides_do_not_matter():
     for log_weight in (None, keep):
         wanted = ops.attention(query, key, value, log_weight=log_weight, backend="reference")
         for given_ in (strided, columns):
-            found = ops.attention(*given_, log_weight=log_weight, backend="flash")
+            found = ops.attention(*given_, log_weight=log_weight, backend="fused")
             for a, b in zip(found, wanted, strict=True):
                 assert torch.allclose(a, b)
 
 
-@pytest.mark.parametrize("backend", ["reference", "flash"])
+@pytest.mark.parametrize("backend", ["reference", "fused"])
 def test_gradients_of_log_partition_do_not_depend_on_strides(backend):
     query, key, _ = tensors(2, 2, 2, 9, 11)
     weights = torch.linspace(-1, 1, 9, dtype=torch.float64)

@@ -8,7 +8,7 @@ from tests.rows import every_row
 
 from massieu import ops
 
-BACKENDS = ["reference", "flash"]
+BACKENDS = ["reference", "fused"]
 
 
 def tensors(batch=2, heads=4, key_heads=2, length=6, keys=9, size=8, value_size=5, dtype=torch.float64, seed=0):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from tests.rows import every_row, some_slow
 
 from massieu import ops
-from massieu.ops import AtomBlock, AtomStore, AttentionResult, FalseNegatives, Partial, sharded, streaming
+from massieu.ops import AtomBlock, AtomStore, FalseNegatives, Partial, sharded, streaming
+from massieu.ops.attention import AttentionResult
 
 INSIDE = re.compile(
     r"Expected all|expected|mat1|mat2|out of range in self|out of bounds|_scaled_dot|aten::|NYI|data-dependent|item\(\)|"
@@ -50,6 +51,7 @@ def calls(folder):
     paths = (folder / str(number) for number in range(1 << 20))
     return {
         "attention": (ops.attention, POSITIONED | {"value": V, "softcap": None}),
+        "attention with a sink": (ops.attention, SCORED | {"value": V, "sink": 0.5, "sink_value": V[0, 0, 0]}),
         "log_partition": (ops.log_partition, POSITIONED | {"softcap": None}),
         "attention_moments": (ops.attention_moments, POSITIONED | {"value": V, "softcap": None}),
         "moments_backend": (ops.moments_backend, SCORED | {"value": V}),
@@ -160,37 +162,37 @@ def test_one_sentence_for_every_mistake_in_a_sharded_call(tmp_path):
 
 NUMBER = torch.tensor(1.0, device="meta")
 MISTAKES = {
-    "scale without a value": ("attention", {"scale": NUMBER}, ValueError, "query and scale must be on one device"),
-    "sink without a value": ("log_partition", {"sink": NUMBER}, ValueError, "query and sink must be on one device"),
+    "scale without a value": ("attention", {"scale": NUMBER}, ValueError, "query on cpu and scale on meta"),
+    "sink without a value": ("log_partition", {"sink": NUMBER}, ValueError, "query on cpu and sink on meta"),
     "sink beyond float32": ("attention", {"sink": 1e300}, ValueError, "sink must be finite in torch.float32, got 1e+300"),
     "sink beyond integers": ("attention", {"sink": -(10**50)}, ValueError, "sink must be finite in torch.float32"),
     "scale beyond float32": ("attention", {"scale": 1e300}, ValueError, "scale must be finite in torch.float32"),
     "cap beyond float32": ("attention", {"softcap": 1e300}, ValueError, "softcap must be finite in torch.float32"),
-    "sparse vector": ("fisher_vp", {"vector": Q.to_sparse()}, TypeError, "vector must be a dense tensor"),
+    "sparse vector": ("fisher_vp", {"vector": Q.to_sparse()}, TypeError, "vector must be a floating-point tensor, got a"),
     "error asked by a tensor": (
-        "random_feature_log_partition", {"standard_error": Q}, TypeError, "standard_error must be True or False, got Tensor"
+        "random_feature_log_partition", {"standard_error": Q}, TypeError, "standard_error must be True or False, got a tensor"
     ),
     "features": ("random_feature_log_partition", {"features": 10**30}, ValueError, "features must be below 2⁶³"),
     "draws": ("resample_attention", {"draws": 1 << 63}, ValueError, "draws must be below 2⁶³"),
     "method as array": ("resample_attention", {"method": np.ones(3)}, ValueError, "method must be 'multinomial' or"),
     "reduction as array": ("linear_cross_entropy", {"reduction": np.ones(3)}, ValueError, "reduction must be 'none'"),
-    "ignore_index": ("linear_cross_entropy", {"ignore_index": 1 << 63}, ValueError, "ignore_index must be a 64-bit"),
+    "ignore_index": ("linear_cross_entropy", {"ignore_index": 1 << 63}, ValueError, "ignore_index must be below 2⁶³"),
     "target": ("linear_cross_entropy", {"target": Y + 9}, ValueError, "target must be in 0 … 6 or be ignore_index, -100"),
-    "temperature without a value": ("info_nce", {"temperature": NUMBER}, ValueError, "query and temperature must be on"),
-    "temperature below 0": ("info_nce", {"temperature": torch.tensor(-2.0)}, ValueError, "above 0, got -2.0"),
-    "temperature of NaN": ("info_nce", {"temperature": torch.tensor(math.nan)}, ValueError, "temperature must be finite"),
+    "temperature without a value": ("info_nce", {"temperature": NUMBER}, ValueError, "query on cpu and temperature on meta"),
+    "temperature below 0": ("info_nce", {"temperature": torch.tensor(-2.0)}, ValueError, "positive and finite, got -2"),
+    "temperature of NaN": ("info_nce", {"temperature": torch.tensor(math.nan)}, ValueError, "must be positive and finite"),
     "quantized query": (
         "streaming.attention",
         {"query": torch.quantize_per_tensor(Q, 0.1, 0, torch.qint8)},
         TypeError,
-        "query must be a 16-, 32- or 64-bit floating-point tensor, got torch.qint8",
+        "query must be a floating-point tensor, got a tensor of torch.qint8",
     ),
-    "output as list": ("Partial.of", {"output": [1.0]}, TypeError, "output must be a tensor, got list"),
-    "output of integers": ("Partial.of", {"output": PART.mean.long()}, TypeError, "output must be a 16-, 32- or 64-bit"),
-    "level as array": ("Partial.of", {"log_partition": np.ones(2)}, TypeError, "log_partition must be a tensor"),
-    "sparse mean": ("Partial", {"mean": PART.mean.to_sparse()}, TypeError, "mean must be a dense tensor"),
+    "output as list": ("Partial.of", {"output": [1.0]}, TypeError, "output must be a floating-point tensor, got list"),
+    "output of integers": ("Partial.of", {"output": PART.mean.long()}, TypeError, "output must be a floating-point tensor"),
+    "level as array": ("Partial.of", {"log_partition": np.ones(2)}, TypeError, "log_partition must be a floating-point tensor"),
+    "sparse mean": ("Partial", {"mean": PART.mean.to_sparse()}, TypeError, "mean must be a floating-point tensor, got a"),
     "shape of bytes": ("Partial.empty", {"shape": b"ab"}, TypeError, "shape must be of whole numbers"),
-    "size": ("Partial.empty", {"size": 1 << 63}, ValueError, "size must be of numbers below 2⁶³"),
+    "size": ("Partial.empty", {"size": 1 << 63}, ValueError, "size must be below 2⁶³"),
     "dtype": ("Partial.empty", {"dtype": np.ones(3)}, TypeError, "dtype must be torch.float32 or torch.float64, got nd"),
     "device": ("Partial.empty", {"device": "word"}, ValueError, "device must name one of this machine, got 'word'"),
 }  # fmt: skip
@@ -312,7 +314,7 @@ def test_gradients_on_the_meta_device():
         assert tensor.grad is not None and tensor.grad.shape == tensor.shape
 
 
-@every_row("backend", ["reference", "flash"])
+@every_row("backend", ["reference", "fused"])
 def test_a_scale_of_another_dtype(backend):
     """A scale of each head in float64 for queries in float32 is the same in float32."""
     scale = draw(4, seed=3)

@@ -12,7 +12,7 @@ from torch.func import grad, hessian, jvp
 from massieu import ops
 from massieu.ops import AtomBlock, AtomStore, FalseNegatives, Partial, streaming
 
-BACKENDS = ["reference", "flash"]
+BACKENDS = ["reference", "fused"]
 close = torch.testing.assert_close
 
 
@@ -90,7 +90,7 @@ def test_bug_6_where_there_is_no_derivative_it_is_refused():
     for function, options in (
         (ops.attention_moments, {"backend": "blocks"}),
         (ops.fisher_vp, {"vector": query.detach(), "backend": "blocks"}),
-        (ops.attention, {"value": key, "log_weight": draw(3, 5).requires_grad_(), "backend": "flash"}),
+        (ops.attention, {"value": key, "log_weight": draw(3, 5).requires_grad_(), "backend": "fused"}),
     ):
         with pytest.raises(ValueError, match="'reference' can"):
             function(query, key, **options)

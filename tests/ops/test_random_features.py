@@ -230,10 +230,10 @@ def test_autocast_changes_nothing():
 
 GOOD = {"query": draw(1, 2, 3, SIZE), "key": draw(1, 2, 5, SIZE), "generator": seeded()}
 BAD = {
-    "generator": ({"generator": 0}, TypeError, "generator must be a torch.Generator, got int"),
-    "features": ({"features": 0}, ValueError, "at least 1 feature is needed, got 0"),
+    "generator": ({"generator": 0}, TypeError, "generator must be a torch.Generator, got 0"),
+    "features": ({"features": 0}, ValueError, "features must be a whole number, at least 1, got 0"),
     "half a feature": ({"features": 1.5}, TypeError, "features must be a whole number, got 1.5"),
-    "scale": ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a number or None, got Tensor"),
+    "scale": ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a number or None, got a tensor"),
     "infinite scale": ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
     "weights of queries": ({"log_weight": draw(3, 5)}, ValueError, r"one a key for all queries.*got \(1, 3\)"),
     "weights of query heads": (

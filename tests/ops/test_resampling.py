@@ -226,8 +226,8 @@ def test_autocast_changes_nothing():
 
 GOOD = dict(zip(("query", "key", "value"), problem(), strict=True)) | {"generator": seeded()}
 BAD = {
-    "generator": ({"generator": None}, TypeError, "generator must be a torch.Generator, got NoneType"),
-    "no draws": ({"draws": 0}, ValueError, "at least 1 draw is needed, got 0"),
+    "generator": ({"generator": None}, TypeError, "generator must be a torch.Generator, got None"),
+    "no draws": ({"draws": 0}, ValueError, "draws must be a whole number, at least 1, got 0"),
     "half a draw": ({"draws": 0.5}, TypeError, "draws must be a whole number, got 0.5"),
     "method": ({"method": "residual"}, ValueError, "method must be 'multinomial' or 'systematic', got 'residual'"),
     "no values": ({"value": None}, TypeError, "value must be a tensor, got None"),

@@ -14,7 +14,7 @@ from tests.ops.explicit import draw
 from tests.ops.views import EXAMPLES, few, for_any, layouts, leaf_and_view, make_booleans, make_weights, same
 
 from massieu import ops
-from massieu.ops import AtomBlock, AtomStore, fisher, flash, moment_blocks, reference
+from massieu.ops import AtomBlock, AtomStore, fisher, fused, moment_blocks, reference
 from massieu.ops.shapes import check_problem
 
 
@@ -105,7 +105,7 @@ def differentiable(leaves, names):
 def backends_of(arguments, options):
     """Those that must all be right; the fused kernel, where it says that it is."""
     problem = check_problem(*arguments, **({"log_weight": None, "scale": None} | options))
-    return ["auto", "reference"] + ([] if flash.unusable(problem) else ["flash"])
+    return ["auto", "reference"] + ([] if fused.unusable(problem) else ["fused"])
 
 
 @pytest.mark.medium

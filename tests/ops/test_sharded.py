@@ -14,7 +14,7 @@ from tests.rows import every_row
 
 from massieu import ops
 from massieu.ops import sharded
-from massieu.ops.sharded.agreement import ROOM
+from massieu.ops.sharded.agreement import MESSAGE_LENGTH
 
 pytestmark = pytest.mark.medium  # processes
 
@@ -171,7 +171,7 @@ def test_groups_masks_and_a_mesh(found):
 
 def test_what_is_sent_does_not_depend_on_the_number_of_keys(found):
     size, results = found
-    query, answer, agreed = 8 * 3 * work.SIZE, 8 * 3 * (work.VALUE + 1), 8 * ROOM
+    query, answer, agreed = 8 * 3 * work.SIZE, 8 * 3 * (work.VALUE + 1), 8 * MESSAGE_LENGTH
     numbers = 8 * 3  # one for each query or token
     # First what is compared; forwards; backwards.
     own = [agreed, query, size * answer, size * answer, size * query]

@@ -155,5 +155,5 @@ def test_wrong_types(softcap):
 
 
 def test_the_fused_kernel_has_none():
-    with pytest.raises(ValueError, match=r"'flash'.*soft cap"):
-        ops.attention(*tensors(), softcap=2.0, backend="flash")
+    with pytest.raises(ValueError, match=r"'fused'.*soft cap"):
+        ops.attention(*tensors(), softcap=2.0, backend="fused")

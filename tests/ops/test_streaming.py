@@ -116,9 +116,13 @@ def test_nothing_is_overwritten(tmp_path):
 BLOCK = atoms(3)
 BAD_BLOCKS = {
     "tuple": ((BLOCK.points,), TypeError, "must be an AtomBlock, got tuple"),
-    "no tensor": (BLOCK._replace(points=[[1.0]]), TypeError, "points must be a tensor, got list"),
-    "no points": (BLOCK._replace(points=None), TypeError, "points must be a tensor, got NoneType"),
-    "whole numbers": (BLOCK._replace(log_weight=torch.ones(2, 3, dtype=torch.int64)), TypeError, "got torch.int64"),
+    "no tensor": (BLOCK._replace(points=[[1.0]]), TypeError, "points must be a floating-point tensor, got list"),
+    "no points": (BLOCK._replace(points=None), TypeError, "points must be a floating-point tensor, got None"),
+    "whole numbers": (
+        BLOCK._replace(log_weight=torch.ones(2, 3, dtype=torch.int64)),
+        TypeError,
+        "got a tensor of torch.int64",
+    ),
     "no heads": (AtomBlock(torch.zeros(3, 4)), ValueError, r"points must have shape \(Hk, N, D\).*got \(3, 4\)"),
     "value count": (BLOCK._replace(values=torch.zeros(2, 4, 3)), ValueError, r"values must have .*\(2, 4, 3\)"),
     "weight shape": (BLOCK._replace(log_weight=torch.zeros(3)), ValueError, r"log_weight must have shape \(2, 3\)"),
@@ -307,11 +311,11 @@ def test_passes_through_the_store(small):
 def test_bad_calls(small):
     _, store = small
     query = draw(1, HEADS, 2, SIZE)
-    with pytest.raises(TypeError, match="store must be an AtomStore, got Tensor"):
+    with pytest.raises(TypeError, match="store must be an AtomStore, got a tensor"):
         streaming.attention(query, query)
-    with pytest.raises(TypeError, match="query must be a tensor, got list"):
+    with pytest.raises(TypeError, match="query must be a floating-point tensor, got list"):
         streaming.attention([[1.0]], store)
-    with pytest.raises(TypeError, match=r"floating-point tensor, got torch.int64"):
+    with pytest.raises(TypeError, match=r"floating-point tensor, got a tensor of torch.int64"):
         streaming.attention(query.long(), store)
     with pytest.raises(ValueError, match=r"one head size, got 3 in \(1, 2, 2, 3\) and 4"):
         streaming.log_partition(query[..., :3], store)
@@ -319,7 +323,7 @@ def test_bad_calls(small):
         streaming.attention(draw(1, 3, 2, SIZE), store)
     with pytest.raises(ValueError, match=r"shape \(B, H, L, D\) or \(B, Hk, G, L, D\), got \(4,\)"):
         streaming.attention(draw(4), store)
-    with pytest.raises(ValueError, match="whole number of atoms, at least 1, got 0"):
+    with pytest.raises(ValueError, match="block_size must be a whole number, at least 1, got 0"):
         streaming.attention(query, store, block_size=0)
     with pytest.raises(TypeError, match="scale must be a number"):
         streaming.attention(query, store, scale="1")

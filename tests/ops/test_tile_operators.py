@@ -47,11 +47,9 @@ def test_operators_are_well_formed(name, dtype):
     # The last check takes NaN, the excess of a row whose target is elsewhere, for a difference.
     without_nan = checks[:2] if found[0].isnan().any() else checks
     torch.library.opcheck(tile_operators.forward, given, test_utils=without_nan)
-    levels = found[1::2] if PROBLEMS[name]["both"] else (found[1], None)
     cotangents = [draw(len(part), seed=10 + index) for index, part in enumerate(found)]
     cotangents = [part.masked_fill(result.isnan(), 0.0) for part, result in zip(cotangents, found, strict=True)]
-    cotangents += [None] * (4 - len(cotangents))
-    given = (*given[:7], *levels, *cotangents, *given[7:])
+    given = (*given[:7], list(found), cotangents, *given[7:])
     torch.library.opcheck(tile_operators.backward, (*given, [True, True, given[2] is not None]), test_utils=checks)
     torch.library.opcheck(tile_operators.backward, (*given, [False, True, False]), test_utils=checks)
 
@@ -59,7 +57,7 @@ def test_operators_are_well_formed(name, dtype):
 def test_more_rows_than_columns():
     """Both directions' results and gradients against the scores written out, where other rows have no target here."""
     row, column, *rest = arguments("more rows than columns")
-    excess, level, column_excess, column_level = score_tiles.forward(row, column, *rest)
+    results = excess, level, column_excess, column_level = score_tiles.forward(row, column, *rest)
     scores = (row @ column.mT).requires_grad_()
     right = scores.logsumexp(1), scores.logsumexp(0)
     own = scores.diagonal()
@@ -73,7 +71,7 @@ def test_more_rows_than_columns():
     objective = (given[0][:4] * (right[0][:4] - own)).sum() + (given[1] * right[0]).sum()
     objective = objective + (given[2] * (right[1] - own)).sum() + (given[3] * right[1]).sum()
     (slope,) = torch.autograd.grad(objective, scores)
-    found = score_tiles.backward(row, column, *rest[:5], level, column_level, *given, *rest[5:], (True, True, False))
+    found = score_tiles.backward((row, column, *rest[:5]), results, given, rest[5:], (True, True, False))
     torch.testing.assert_close(found[0], slope @ column)
     torch.testing.assert_close(found[1], slope.mT @ row)
 

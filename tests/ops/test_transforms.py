@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from massieu import ops
 from massieu.ops import reference
 
-BACKENDS = ["reference", "flash"]
+BACKENDS = ["reference", "fused"]
 
 
 def leaf(*shape, seed=0):

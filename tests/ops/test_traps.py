@@ -11,7 +11,7 @@ from torch.func import grad
 from massieu import ops
 from massieu.ops import AtomBlock, AtomStore, Partial, streaming
 
-BACKENDS = ["reference", "flash"]
+BACKENDS = ["reference", "fused"]
 close = torch.testing.assert_close
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from massieu import ops
 from massieu.ops import band, reference
 
-BACKENDS = ["reference", "flash"]
+BACKENDS = ["reference", "fused"]
 
 
 def tensors(batch=1, heads=2, key_heads=1, length=9, keys=9, size=4, value_size=3, dtype=torch.float64, seed=0):
@@ -114,9 +114,9 @@ def test_first_and_second_derivatives(backend, kind, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     shape = {"none": (1,), "keys": (2, 1, 12), "pairs": (2, 13, 12)}[kind]
     weight = torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_(kind != "none")
-    if kind == "pairs" and backend == "flash":
+    if kind == "pairs" and backend == "fused":
         with pytest.raises(ValueError, match="no gradient for a log_weight"):
-            ops.attention(*arguments, window=(2, 1), log_weight=weight, backend="flash")
+            ops.attention(*arguments, window=(2, 1), log_weight=weight, backend="fused")
         return
     if kind != "none":
         arguments.append(weight)
@@ -189,7 +189,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@every_row("what", ["flash", "reference", "padded", "moments", "blocks", "fisher"])
+@every_row("what", ["fused", "reference", "padded", "moments", "blocks", "fisher"])
 def test_memory_is_linear(what):
     """Nothing of a size like queries times keys, forwards or backwards, in either route."""
     length, window = 8192, (60, 3)
@@ -250,7 +250,7 @@ WRONG = {
     "three sides": ((1, 2, 3), TypeError, r"pair of them.*\(1, 2, 3\)"),
     "no sides": ((1, None), TypeError, "window"),
     "a list": ([1, 2], TypeError, "list"),
-    "a mask": (torch.ones(3, 3), TypeError, "Tensor"),
+    "a mask": (torch.ones(3, 3), TypeError, "tensor"),
 }
 
 

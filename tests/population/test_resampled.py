@@ -115,7 +115,7 @@ def test_options_and_bad_calls():
         layer(scale=math.inf)
     with pytest.raises(TypeError, match="contraction must be an Activation, or an operator"):
         layer(contraction=torch.tanh)
-    with pytest.raises(ValueError, match="at least 1 draw"):
+    with pytest.raises(ValueError, match="draws must be a whole number, at least 1"):
         layer(draws=0)(points)
 
 

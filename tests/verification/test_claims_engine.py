@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from massieu.measures import Sphere
-from massieu.ops import flash, linear_scores, reference
+from massieu.ops import fused, reference, score_tiles
 from massieu.verification.run import verify
 from massieu.verification.shim import contrastive
 
@@ -26,9 +26,9 @@ SETTINGS = {"S15": {"repetitions": 20_000}, "B17": {"estimates": 200}}
 @pytest.mark.medium
 @pytest.mark.parametrize("id", ["S3", "S15", "S19", "S23", "B17"])
 def test_an_engine_that_is_wrong_fails_the_claim(id: str, monkeypatch: pytest.MonkeyPatch):
-    for room in (flash, reference):
-        monkeypatch.setattr(room, "attention", _scaled(room.attention, 1.01))
-        monkeypatch.setattr(room, "log_partition", _scaled(room.log_partition, 1.01))
+    for engine in (fused, reference):
+        monkeypatch.setattr(engine, "attention", _scaled(engine.attention, 1.01))
+        monkeypatch.setattr(engine, "log_partition", _scaled(engine.log_partition, 1.01))
     assert verify(id, settings=SETTINGS.get(id, {}))[0].verdict == "fails"
 
 
@@ -51,8 +51,7 @@ def test_a_loss_that_is_wrong_fails_s23(case: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.medium
 def test_a_gradient_that_is_wrong_fails_s23(monkeypatch: pytest.MonkeyPatch):
-    backward = linear_scores.TiledBackward.forward
-    monkeypatch.setattr(linear_scores.TiledBackward, "forward", staticmethod(_scaled(backward, 1.0 + 1e-8)))
+    monkeypatch.setattr(score_tiles, "backward", _scaled(score_tiles.backward, 1.0 + 1e-8))
     assert verify("S23")[0].verdict == "fails"
 
 

@@ -16,7 +16,7 @@ from massieu.verification.zhang import posterior as posterior_claims
 
 _BOUND = exchangeability.finite_extension_bound
 _SUFFICIENCY, _GAP = exchangeability.sufficiency, positions.permutation_gap
-_MERGED = sinks.attention_with_prior
+_ATTENTION = sinks.attention
 _DIRICHLET, _CONCEPTS, _SINK = DirichletMultinomial.posterior, DiscreteLatent.posterior, base.with_sink
 
 
@@ -75,8 +75,8 @@ WRONG = {
     "X4: a prior of half the strength": (
         "X4",
         sinks,
-        "attention_with_prior",
-        lambda *inputs, log_strength, **more: _MERGED(*inputs, log_strength=log_strength - 0.7, **more),
+        "attention",
+        lambda *inputs, sink=None, **more: _ATTENTION(*inputs, sink=None if sink is None else sink - 0.7, **more),
     ),
     "N9: no log-weights": (
         "N9",

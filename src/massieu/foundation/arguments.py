@@ -51,8 +51,14 @@ def floating(name: str, value: object, *, or_boolean: bool = False) -> Tensor:
     known = (*FLOATS, torch.bool) if or_boolean else FLOATS
     if isinstance(value, Tensor) and _is_dense(value) and value.dtype in known:
         return value
-    boolean = "boolean or " if or_boolean else ""
-    raise TypeError(f"{name} must be a {boolean}floating-point tensor, got {described(value)}")
+    kind = "boolean or floating-point" if or_boolean else "floating-point"
+    # float8 is floating-point too.
+    kind = (
+        f"16-, 32- or 64-bit {kind}"
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in FLOATS
+        else kind
+    )
+    raise TypeError(f"{name} must be a {kind} tensor, got {described(value)}")
 
 
 def boolean(name: str, value: object) -> Tensor:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.arguments import floating
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Measure
 from massieu.nn.heads import Mask, added, attention_weights, per_head, with_positions
@@ -28,8 +29,10 @@ class Attention(MultiHead):
 
     - `need_log_partition=True` in the call returns log Z;
     - `scale`, the inverse temperature, may be a number, a tensor, or a Parameter, which trains; one, or one a head;
-    - `sink`: the log-weight of a null slot with score and value 0, of the same kinds: with it, the output is what it was,
-      times Z/(Z + e^sink) (X4), and log Z counts the slot;
+    - `sink`: the log-weight of one more key at the origin, with score and value 0, of the same kinds: with it, the output
+      is what it was, times Z/(Z + e^sink) (X4), and log Z counts the sink;
+    - `sink_value`: the sink's value in a head, a tensor or Parameter (head_dim,), or one a head (num_heads, head_dim): a
+      prior worth e^sink tokens of it. The weights that a call returns are those of the keys;
     - `window`: query i sees keys i − left … i + right;
     - `softcap`: scores are softcap·tanh(score/softcap);
     - `measure`: another measure over pairs (key, value) in place of the atoms. The output is the second half of its
@@ -39,6 +42,7 @@ class Attention(MultiHead):
 
     scale: Tensor | float | None
     sink: Tensor | float | None
+    sink_value: Tensor | None
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class Attention(MultiHead):
         *,
         scale: Number = None,
         sink: Number = None,
+        sink_value: Tensor | None = None,
         window: int | tuple[int, int] | None = None,
         softcap: float | None = None,
         measure: MeasureOfPairs | None = None,
@@ -78,6 +83,16 @@ class Attention(MultiHead):
             raise ValueError("measure does not go with window, softcap, sink or dropout, which are made for atoms")
         register_number(self, "scale", scale, num_heads)
         register_number(self, "sink", sink, num_heads)
+        if sink_value is not None:
+            if sink is None:
+                raise ValueError("sink_value is the value of a sink: give its log-weight as sink, got None")
+            if tuple(floating("sink_value", sink_value).shape) not in ((self.head_dim,), (num_heads, self.head_dim)):
+                shapes = f"{(self.head_dim,)} or {(num_heads, self.head_dim)}"
+                raise ValueError(f"sink_value must have shape {shapes}, got {tuple(sink_value.shape)}")
+        if isinstance(sink_value, torch.nn.Parameter):
+            self.register_parameter("sink_value", sink_value)
+        else:
+            self.register_buffer("sink_value", sink_value)
         self.window, self.softcap, self.measure = window, softcap, measure
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -112,6 +127,7 @@ class Attention(MultiHead):
             window=self.window,
             softcap=self.softcap,
             sink=self.sink,
+            sink_value=self.sink_value,
         )
         return HeadsResult(found.output, None, found.log_partition)
 
@@ -123,6 +139,9 @@ class Attention(MultiHead):
                 query, key, scale=self.scale, log_weight=log_weight, sink=self.sink, softcap=self.softcap
             )
             output = self._dropped(weights) @ value.to(weights.dtype)
+            if self.sink is not None and self.sink_value is not None:
+                share = (per_head(self.sink) - log_partition.unsqueeze(-1)).exp()
+                output = output + share * self.sink_value.unsqueeze(-2).to(share.dtype)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype), log_partition)
 
     def _through_measure(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:

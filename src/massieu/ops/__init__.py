@@ -10,27 +10,21 @@
 """
 
 from massieu.ops import sharded, streaming
-from massieu.ops.attention import AttentionResult, attention, log_partition
-from massieu.ops.contrastive import ContrastResult, FalseNegatives, info_nce, n_pairs, nca
+from massieu.ops.attention import attention, log_partition
+from massieu.ops.contrastive import FalseNegatives, info_nce, n_pairs, nca
 from massieu.ops.fisher import fisher_vp
-from massieu.ops.moments import MomentsResult, attention_moments, moments_backend
+from massieu.ops.moments import attention_moments, moments_backend
 from massieu.ops.partial import Partial
-from massieu.ops.random_features import RandomFeaturesResult, random_feature_log_partition
-from massieu.ops.resampling import ResamplingResult, resample_attention
+from massieu.ops.random_features import random_feature_log_partition
+from massieu.ops.resampling import resample_attention
 from massieu.ops.store import AtomBlock, AtomStore
-from massieu.ops.vocabulary import CrossEntropyResult, linear_cross_entropy
+from massieu.ops.vocabulary import linear_cross_entropy
 
 __all__ = [
     "AtomBlock",
     "AtomStore",
-    "AttentionResult",
-    "ContrastResult",
-    "CrossEntropyResult",
     "FalseNegatives",
-    "MomentsResult",
     "Partial",
-    "RandomFeaturesResult",
-    "ResamplingResult",
     "attention",
     "attention_moments",
     "fisher_vp",
@@ -45,3 +39,7 @@ __all__ = [
     "sharded",
     "streaming",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,10 +6,13 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import attention_blocks, band, flash, null_slot, reference, tiles
-from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import in_autocast_dtype
+from massieu.ops import attention_blocks, band, fused, reference, tiles
+from massieu.ops import sink as with_sink
+from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
-Backend = Literal["auto", "reference", "flash"]
+Backend = Literal["auto", "reference", "fused"]
 
 
 class AttentionResult(NamedTuple):
@@ -32,6 +35,7 @@ def attention(
     window: Window = None,
     softcap: float | None = None,
     sink: Sink = None,
+    sink_value: Float[Tensor, "... E"] | None = None,
     backend: Backend = "auto",
 ) -> AttentionResult:
     """Softmax attention and its log-partition, differentiable in both, in memory linear in queries and keys.
@@ -53,36 +57,39 @@ def attention(
         window: (left, right) or one number for both: query i sees keys i − left … i + right; with `is_causal`, right is
             0. In time and memory linear in queries and keys.
         softcap: c > 0 replaces each score by c·tanh(score/c) before the log-weight is added, as Gemma 2 does.
-        sink: log-weight of one more key, at the origin (its score is 0, whatever the scale) with a value of zero, to
-            which a query may attend instead: log Z becomes log(Z + exp(sink)), and the output shrinks by the ratio of
-            the two Z. A number or a tensor like `scale`, −inf for none; a tensor has a gradient. These are the sinks of
-            gpt-oss; 0 is softmax "off by one".
+        sink: log-weight of one more key, at the origin (its score is 0, whatever the scale), to which a query may attend
+            instead: log Z becomes log(Z + exp(sink)), and its share of the attention is exp(sink − log Z). A number or a
+            tensor like `scale`, −inf for none; a tensor has a gradient. Without a value these are the sinks of gpt-oss, and
+            0 is softmax "off by one".
+        sink_value: the sink's value, zero by default: finite, one (E,), one a head (H, E), or broadcasting to
+            (B, H, L, E); it has a gradient. With it the sink is a prior worth exp(sink) tokens of this value (X4, Z3): a
+            query that sees no key has it as output.
         backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
-            right on every device. "flash": PyTorch's fused CPU kernel, exact gradients for both results, no soft cap.
-            "auto": flash where it is right, on the CPU; for a soft cap there, where no derivative may be wanted, tiles
+            right on every device. "fused": PyTorch's fused CPU kernel, exact gradients for both results, no soft cap.
+            "auto": fused where it is right, on the CPU; for a soft cap there, where no derivative may be wanted, tiles
             that stay in cache; elsewhere, on CUDA too, the reference.
 
     Both are differentiable any number of times, forwards too, and under `torch.func` transforms; second derivatives are
     computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate
     twice through an already compiled function: inside one, take derivatives with `torch.func`. Under `torch.autocast`
     query, key and value are cast to its dtype, as for PyTorch's own attention (float64 is not); log Z is float32 there.
-    A query that sees no key has output 0, log Z = −inf (the sink's, with one) and gradient 0, whatever it holds. NaN in a
-    query, in a key or log-weight that it sees, or a score of +inf, makes its results NaN; scores of −inf alone are no
-    keys. Log Z is float64 for float64, else float32; relative errors are a few units of the input's rounding, and a small
-    cotangent of log Z is not lost beside a large one of the output.
+    A query that sees no key has output 0, log Z = −inf (with a sink: its value and log-weight) and gradient 0, whatever it
+    holds. NaN in a query, in a key or log-weight that it sees, or a score of +inf, makes its results NaN; scores of −inf
+    alone are no keys. Log Z is float64 for float64, else float32; relative errors are a few units of the input's rounding,
+    and a small cotangent of log Z is not lost beside a large one of the output.
 
     Raises:
         TypeError: not a tensor, not of 16-, 32- or 64-bit floating point, dtypes that differ, an option of another type.
         ValueError: shapes or devices that do not fit (both are named), an option out of its range, an unknown backend,
-            "flash" where it is not right.
+            "fused" where it is not right.
     """
     if value is None:
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
     query, key, value = in_autocast_dtype(query, key, value)
-    problem = check_problem(query, key, value, log_weight, scale, is_causal, window=window, softcap=softcap, sink=sink)
-    output, log_z = band.apply(_room(problem, backend).attention, problem)
+    problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
+    output, log_z = of_problem(problem, backend)
     if problem.sink is not None:
-        output, log_z = null_slot.attention(output, log_z, problem.sink)
+        output, log_z = with_sink.attention(output, log_z, problem)
     return AttentionResult(problem.restore(output), problem.restore(log_z))
 
 
@@ -104,22 +111,28 @@ def log_partition(
     scale·Σ p_n key_n: attention with values = keys (S3), unless there is a soft cap.
     """
     query, key = in_autocast_dtype(query, key)
-    problem = check_problem(query, key, None, log_weight, scale, is_causal, window=window, softcap=softcap, sink=sink)
-    (log_z,) = band.apply(_room(problem, backend).log_partition, problem)
+    problem = check_problem(query, key, None, log_weight, scale, is_causal, window, softcap, sink)
+    (log_z,) = of_problem(problem, backend)
     if problem.sink is not None:
-        log_z = null_slot.shares(log_z, problem.sink)[0]
+        log_z = with_sink.shares(log_z, problem)[0]
     return problem.restore(log_z)
 
 
-def _room(problem: AttentionProblem, backend: str) -> ModuleType:
+def of_problem(problem: AttentionProblem, backend: Backend = "auto") -> tuple[Tensor, ...]:
+    """Output, where there are values, and log Z, in the common layout and without the sink."""
+    implementation = _implementation(problem, backend)
+    return band.apply(implementation.log_partition if problem.value is None else implementation.attention, problem)
+
+
+def _implementation(problem: AttentionProblem, backend: str) -> ModuleType:
     """The file that computes it."""
-    check_choice("backend", backend, "auto", "reference", "flash")
+    choice("backend", backend, "auto", "reference", "fused")
     if backend == "reference":
         return reference
-    reason = flash.unusable(problem)
+    reason = fused.unusable(problem)
     if reason is None:
-        return flash
-    if backend == "flash":
-        raise ValueError(f"backend 'flash' cannot be used here: {reason}; 'reference' can")
+        return fused
+    if backend == "fused":
+        raise ValueError(f"backend 'fused' cannot be used here: {reason}; 'reference' can")
     capped = problem.softcap is not None and tiles.unusable(problem, problem.value) is None
     return attention_blocks if capped else reference

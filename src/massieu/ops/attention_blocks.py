@@ -10,7 +10,6 @@ from torch import Tensor
 
 from massieu.ops import tiles
 from massieu.ops.shapes import AttentionProblem
-from massieu.ops.tiles import Tile
 
 PAIRS_PER_THREAD = 1 << 18
 """Scores of a tile per thread: one float32 buffer of this size, a query's scores and values fill the cache of a core."""
@@ -33,7 +32,7 @@ def _run(problem: AttentionProblem) -> tuple[Tensor | None, Tensor]:
     problem = tiles.prepared(problem)
     query, value = problem.query, problem.value
     assert isinstance(problem.scale, float)
-    capacity = max(PAIRS_PER_THREAD * torch.get_num_threads(), query.shape[2] * problem.key.shape[2])
+    capacity = tiles.tile_capacity(problem, PAIRS_PER_THREAD)
     buffers = query.new_empty(1, min(capacity, problem.pairs))
     log_z = query.new_full(query.shape[:4], -torch.inf)
     output = None if value is None else query.new_zeros(*query.shape[:4], value.shape[-1])
@@ -43,23 +42,11 @@ def _run(problem: AttentionProblem) -> tuple[Tensor | None, Tensor]:
         levels = slab.new()
         product = None if slab.value is None else query.new_empty(*slab.query.shape[:2], slab.value.shape[-1])
         for tile in slab.tiles(buffers, problem.scale, problem.softcap):
-            total = _exponentiate(tile, weight, levels[tile.heads])
+            top, total = tile.exponentiate(weight)
+            torch.add(top, total.log(), out=levels[tile.heads])
             if product is not None and slab.value is not None:
                 torch.bmm(tile.scores, slab.value[tile.heads], out=product[tile.heads]).div_(total)
         slab.of(log_z).copy_(levels.masked_fill_(none, -torch.inf).view(slab.shape))
         if output is not None and product is not None:
             slab.of(output).copy_(product.masked_fill_(none, 0.0).view(*slab.shape, -1))
     return output, log_z
-
-
-def _exponentiate(tile: Tile, weight: Tensor | None, level: Tensor) -> Tensor:
-    """Turn a tile's scores into weights of which the largest is 1; returns their sum and writes log Z."""
-    weights = tile.scores
-    if weight is not None:
-        tile.spread_out(weights).add_(tile.of_heads(weight))
-    tile.hide()
-    top = weights.amax(-1, keepdim=True)
-    tiles.exp_(weights.sub_(top))
-    total = weights.sum(-1, keepdim=True)
-    torch.add(top, total.log(), out=level)
-    return total

@@ -54,22 +54,8 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
 def _part(problem: AttentionProblem, rows: slice, seen: slice) -> AttentionProblem:
     """Some queries and a stretch of keys that has all they may see."""
     assert problem.window is not None
-    low, high = problem.window
-    weight, scale = problem.log_weight, problem.scale
-    if weight is not None:
-        weight = weight[..., rows, :] if weight.shape[3] > 1 else weight
-        weight = weight[..., seen] if weight.shape[4] > 1 else weight
-    if isinstance(scale, Tensor) and scale.ndim > 0 and scale.shape[3] > 1:
-        scale = scale[..., rows, :]
-    return replace(
-        problem,
-        query=problem.query[..., rows, :],
-        key=problem.key[..., seen, :],
-        value=None if problem.value is None else problem.value[..., seen, :],
-        log_weight=weight,
-        scale=scale,
-        window=(low + rows.start - seen.start, high + rows.start - seen.start),
-    )
+    shift = rows.start - seen.start
+    return replace(problem.narrow(rows, seen), window=(problem.window[0] + shift, problem.window[1] + shift))
 
 
 def _fold(problem: AttentionProblem, first: int, last: int, size: int) -> AttentionProblem:

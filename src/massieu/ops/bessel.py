@@ -18,12 +18,14 @@ need not be representable. Derivatives with respect to `square` hold `unit` fixe
 import itertools
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
+from numpy.polynomial import Polynomial
 from torch import Tensor
+
+from massieu.foundation.arguments import whole_number
 
 _LOWEST_START = 24
 _DEBYE_TERMS = 12
@@ -88,7 +90,7 @@ def sphere_entropy(
 def sphere_chord(
     square: Float[Tensor, "*lead"], dimension: int, unit: Float[Tensor, "*lead"] | float = 1.0
 ) -> Float[Tensor, "*lead"]:
-    """unit·R(κ)/κ for R of `bessel_ratio`: the sphere's mean is R/κ times the natural parameter (S2).
+    """unit·R(κ)/κ for R of `bessel_ratios`: the sphere's mean is R/κ times the natural parameter (S2).
 
     Arguments and errors as `log_sphere_partition`. Relative error below 1e-14 in float64, every κ; unit/d at 0.
     """
@@ -96,7 +98,7 @@ def sphere_chord(
 
 
 class Slopes(NamedTuple):
-    """Slopes of R of `bessel_ratio`: the unit sphere's covariance is R'(κ) along the axis and R(κ)/κ across (S2)."""
+    """Slopes of R of `bessel_ratios`: the unit sphere's covariance is R'(κ) along the axis and R(κ)/κ across (S2)."""
 
     chord: Float[Tensor, "*lead"]
     """unit·R/κ; unit/d at 0, unit/κ for large κ."""
@@ -107,7 +109,7 @@ class Slopes(NamedTuple):
 
 
 def sphere_slopes(square: Float[Tensor, "*lead"], dimension: int, unit: Float[Tensor, "*lead"] | float = 1.0) -> Slopes:
-    """R(κ)/κ and R'(κ), times `unit`, for R of `bessel_ratio`.
+    """R(κ)/κ and R'(κ), times `unit`, for R of `bessel_ratios`, the mean length of the von Mises–Fisher law.
 
     Arguments and errors as `log_sphere_partition`. R' is not made as 1 − R² − (d−1)R/κ, which cancels: relative errors
     below 1e-12 in float64, every κ.
@@ -122,51 +124,22 @@ def sphere_slopes(square: Float[Tensor, "*lead"], dimension: int, unit: Float[Te
     return Slopes(*(slope.to(square.dtype) for slope in slopes))
 
 
-def bessel_ratio(concentration: Float[Tensor, "*lead"], dimension: int) -> Float[Tensor, "*lead"]:
-    """R(κ) = I_{d/2}(κ)/I_{d/2−1}(κ): the mean length of the von Mises–Fisher law of concentration κ (S2).
-
-    κ/d for small κ, 1 − (d−1)/(2κ) for large. Relative error below 1e-14 in float64, every κ ≥ 0.
-
-    Raises:
-        ValueError: `dimension` is less than 2.
-    """
-    scaled, unit = _scaled(concentration)
-    return (scaled * sphere_chord(scaled.square(), dimension, unit)).to(concentration.dtype)
-
-
-def bessel_ratio_derivative(concentration: Float[Tensor, "*lead"], dimension: int) -> Float[Tensor, "*lead"]:
-    """R'(κ) = 1 − R² − (d−1)R/κ: the variance of x₁ under the von Mises–Fisher law of concentration κ (S2).
-
-    1/d at 0, (d−1)/(2κ²) for large κ. Relative error below 1e-12 in float64, every κ ≥ 0 at which R' is no subnormal.
-
-    Raises:
-        ValueError: `dimension` is less than 2.
-    """
-    scaled, unit = _scaled(concentration)
-    return (sphere_slopes(scaled.square(), dimension, unit).tangent / unit).to(concentration.dtype)
-
-
 def bessel_ratios(concentration: Float[Tensor, "*lead"], dimension: int, count: int) -> Float[Tensor, "*lead count"]:
-    """I_{d/2+j}(κ)/I_{d/2−1+j}(κ) for j = 0 … count − 1: `bessel_ratio` in the dimensions d, d + 2, d + 4, …
+    """I_{d/2+j}(κ)/I_{d/2−1+j}(κ) for j = 0 … count − 1: R(κ) in the dimensions d, d + 2, d + 4, …
 
-    By one recurrence for all of them; accuracy as `bessel_ratio`.
+    R is κ/d for small κ, 1 − (d−1)/(2κ) for large. One recurrence for all of them; relative error below 1e-14 in float64,
+    every κ ≥ 0.
 
     Raises:
         ValueError: `dimension` is less than 2, `count` less than 1.
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
-    scaled, unit = _scaled(concentration)
+    whole_number("count", count, least=1)
+    unit = concentration.detach().double().clamp_min(1)
+    scaled = concentration.double() / unit
     denominators = _descend(scaled.square(), dimension, unit, count).denominators
     # They end at the lowest order.
     ratios = torch.stack([scaled / denominator for denominator in denominators[: -count - 1 : -1]], -1)
     return ratios.to(concentration.dtype)
-
-
-def _scaled(concentration: Tensor) -> tuple[Tensor, Tensor]:
-    """κ/unit in float64, and the unit: κ where κ > 1."""
-    unit = concentration.detach().double().clamp_min(1)
-    return concentration.double() / unit, unit
 
 
 class _Debye(NamedTuple):
@@ -256,57 +229,36 @@ def _sum(table: _Table, order: float, t: Tensor) -> Tensor:
 
 
 def _debye_tables() -> tuple[_Table, _Table, _Table, tuple[tuple[int, float], ...]]:
-    """y_μ = √(μ² + κ²) − μ + Σ P_k(t)/μ^k, its integral D and its derivative in log κ, in exact arithmetic.
+    """y_μ = √(μ² + κ²) − μ + Σ P_k(t)/μ^k, its integral D and its derivative in log κ.
 
     The P_k follow from Riccati's equation κ dY/dκ = μ² + κ² − Y² for Y = y + μ, power by power of μ. They are even or
     odd as k is, and so are the tables' polynomials: P_k/(1−t²), ((κ d/dκ − 1) P_k)/(1−t²) and (D_k − D_k(1) t)/(1−t²).
-    P_0 integrates to −½ log1p(w) and is not in the first table.
+    P_0 integrates to −½ log1p(w) and is not in the first table. Coefficients of P_k are halves of halves: nothing is rounded
+    but where they are so large that their terms do not count.
     """
-    terms = [[Fraction(-1, 2), Fraction(0), Fraction(1, 2)]]
+    t, sides = Polynomial([0.0, 1.0]), Polynomial([1.0, 0.0, -1.0])
+
+    def slope(series: Polynomial) -> Polynomial:
+        """κ d/dκ = −t (1 − t²) d/dt."""
+        return -t * sides * series.deriv()
+
+    terms = [Polynomial([-0.5, 0.0, 0.5])]
     for k in range(_DEBYE_TERMS):
-        total = _slope(terms[k])
-        for left, right in zip(terms, reversed(terms), strict=True):
-            total = _add(total, _multiply(left, right))
-        terms.append([Fraction(0), *(-x / 2 for x in total)])
-    reduced = [_divide(term) for term in terms]
-    excess = [_divide(_add(_slope(term), [-x for x in term])) for term in terms]
-    logarithm, stirling = [[Fraction(0)]], []
+        squares = sum((left * right for left, right in zip(terms, reversed(terms), strict=True)), slope(terms[k]))
+        terms.append(-t * squares / 2)
+    reduced = [term // sides for term in terms]
+    logarithm, stirling = [Polynomial([0.0])], []
     for k, term in enumerate(reduced[1:], 1):
-        integral = [Fraction(0), *(-x / i for i, x in enumerate(term[1:], 1))]  # dD/dt = −P/(t (1−t²))
-        end = sum(integral, Fraction(0)) if k % 2 else Fraction(0)
+        integral = (-term // t).integ()  # dD/dt = −P/(t (1−t²))
+        end = integral(1.0) if k % 2 else 0.0
         stirling.append((k, float(end)))
-        logarithm.append(_divide(_add(integral, [Fraction(0), -end])))
+        logarithm.append((integral - end * t) // sides)
+    excess = [(slope(term) - term) // sides for term in terms]
     return _table(logarithm), _table(reduced), _table(excess), tuple(stirling)
 
 
-def _slope(series: Sequence[Fraction]) -> list[Fraction]:
-    """κ d/dκ = −t (1 − t²) d/dt."""
-    down = [-i * x for i, x in enumerate(series)]
-    return _add(down, [Fraction(0), Fraction(0), *(-x for x in down)])
-
-
-def _add(left: Sequence[Fraction], right: Sequence[Fraction]) -> list[Fraction]:
-    return [x + y for x, y in itertools.zip_longest(left, right, fillvalue=Fraction(0))]
-
-
-def _multiply(left: Sequence[Fraction], right: Sequence[Fraction]) -> list[Fraction]:
-    product = [Fraction(0)] * (len(left) + len(right) - 1)
-    for (i, x), (j, y) in itertools.product(enumerate(left), enumerate(right)):
-        if x and y:
-            product[i + j] += x * y
-    return product
-
-
-def _divide(series: Sequence[Fraction]) -> list[Fraction]:
-    """`series` by 1 − t², of which it is a multiple."""
-    quotient = list(series)
-    for i in range(2, len(quotient)):
-        quotient[i] += quotient[i - 2]
-    return quotient[:-2]
-
-
-def _table(series: Sequence[Sequence[Fraction]]) -> _Table:
-    powers = itertools.zip_longest(*series, fillvalue=Fraction(0))
+def _table(series: Sequence[Polynomial]) -> _Table:
+    powers = itertools.zip_longest(*(polynomial.coef for polynomial in series), fillvalue=0.0)
     return tuple(tuple((k, float(x)) for k, x in enumerate(power) if x) for power in powers)
 
 

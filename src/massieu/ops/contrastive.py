@@ -1,6 +1,5 @@
 """Contrastive and metric losses as Fenchel–Young losses of the log-partition, without the matrix of scores."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,19 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.ops.linear_scores import (
-    EVERYTHING,
-    Direction,
-    Seen,
-    check_dense,
-    check_integers,
-    check_range,
-    check_tensors,
-    full_precision,
-    log_partitions,
-    values_are_known,
-)
-from massieu.ops.shapes import check_flag
+from massieu.foundation.arguments import check_one_device, check_range, described, flag, floating, number
+from massieu.foundation.transforms import without_autocast
+from massieu.ops.linear_scores import EVERYTHING, check_places, index_tensor, log_partitions, values_are_known
+from massieu.ops.score_tiles import Seen
+from massieu.ops.shapes import check_alike, working_dtype
 
 
 class ContrastResult(NamedTuple):
@@ -87,22 +78,23 @@ def info_nce(
         ValueError: shapes or devices that do not fit (both are named), a temperature that is not above 0 (a tensor is
             looked at on the CPU alone), `symmetric` with `positive`; on the CPU a positive out of range (elsewhere NaN).
     """
-    check_keys(query, key, negatives)
-    check_flag("symmetric", symmetric)
-    check_flag("return_log_partition", return_log_partition)
-    count = len(key) + (0 if negatives is None else len(negatives))
-    target = _targets(query, key, positive, symmetric)
-    bias, seen = _weights(log_weight, query, count)
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    with full_precision(query):
+    count = check_arguments(query, key, negatives, symmetric, return_log_partition)
+    target = targets(query, key, positive, symmetric)
+    if positive is not None and values_are_known(target):
+        check_places("positive", target, len(key))
+    bias, seen = weights(log_weight, query, count)
+    dtype = working_dtype(query)
+    with without_autocast(query.device):
         keys = key if negatives is None else torch.cat([key, negatives])
         row = query.to(dtype) / checked_temperature(temperature, query, dtype)
         found = log_partitions(row, keys, bias, target, seen, both=symmetric)
-        loss = torch.stack([_mean_loss(direction) for direction in found]).mean()
-    if not return_log_partition:
-        return loss
-    levels = [direction.log_partition for direction in found]
-    return ContrastResult(loss, torch.stack(levels) if symmetric else levels[0])
+        loss = torch.stack([direction.seen_excess().mean() for direction in found]).mean()
+    return contrast(loss, [direction.log_partition for direction in found]) if return_log_partition else loss
+
+
+def contrast(loss: Tensor, levels: list[Tensor]) -> ContrastResult:
+    """The result of one direction or of both."""
+    return ContrastResult(loss, torch.stack(levels) if len(levels) > 1 else levels[0])
 
 
 def n_pairs(
@@ -118,10 +110,7 @@ def n_pairs(
     Raises:
         TypeError, ValueError: as `info_nce`.
     """
-    if isinstance(norm_weight, bool) or not isinstance(norm_weight, int | float):
-        raise TypeError(f"norm_weight must be a number, got {type(norm_weight).__name__}")
-    if not 0 <= norm_weight < math.inf:
-        raise ValueError(f"norm_weight must be finite and at least 0, got {norm_weight}")
+    number("norm_weight", norm_weight, least=0)
     loss = info_nce(query, key, log_weight=log_weight, temperature=1.0)
     assert isinstance(loss, Tensor)
     if not norm_weight:
@@ -152,43 +141,44 @@ def nca(
         TypeError: not a tensor, not floating-point, labels that are not integers.
         ValueError: shapes or devices that do not fit (both are named).
     """
-    check_tensors({"embedding": embedding})
+    floating("embedding", embedding)
     if embedding.ndim != 2 or embedding.shape[1] == 0:
         raise ValueError(f"embedding must have shape (N, D) with D at least 1, got {tuple(embedding.shape)}")
-    check_integers("labels", labels, (len(embedding),), f"for embedding {tuple(embedding.shape)}", embedding.device)
-    check_flag("return_log_partition", return_log_partition)
-    dtype = torch.float64 if embedding.dtype == torch.float64 else torch.float32
-    with full_precision(embedding):
+    labels = index_tensor("labels", labels, (len(embedding),), embedding=embedding)
+    flag("return_log_partition", return_log_partition)
+    dtype = working_dtype(embedding)
+    with without_autocast(embedding.device):
         point = embedding.to(dtype)
         # No distance changes with the origin, so no derivative goes through it.
         point = point - point.mean(0).detach()
         norm = point.square().sum(-1)
-        target = torch.zeros_like(labels, dtype=torch.int64)
+        target = torch.zeros_like(labels)
         everyone, peers = (
             log_partitions(2 * point, point, -norm, target, seen)[0].log_partition
-            for seen in (Seen("no self"), Seen("peers", labels, labels))
+            for seen in (Seen(rule="no self"), Seen(labels, labels, rule="peers"))
         )
         counted = peers.detach() != -torch.inf
         loss = (everyone - peers.where(counted, 0.0)).where(counted, 0.0).sum() / counted.sum()
         return ContrastResult(loss, everyone - norm) if return_log_partition else loss
 
 
-def _mean_loss(direction: Direction) -> Tensor:
-    """A row that sees nothing has nothing to be told apart from."""
-    return direction.excess.masked_fill(direction.log_partition.detach() == -torch.inf, 0.0).mean()
-
-
-def check_keys(query: Tensor, key: Tensor, negatives: Tensor | None) -> None:
-    tensors = {"query": query, "key": key} | ({} if negatives is None else {"negatives": negatives})
-    check_tensors(tensors)
+def check_arguments(
+    query: Tensor, key: Tensor, negatives: Tensor | None, symmetric: bool, return_log_partition: bool
+) -> int:
+    """The number of keys, negatives included."""
+    check_alike(query=query, key=key, **({} if negatives is None else {"negatives": negatives}))
     q, k = tuple(query.shape), tuple(key.shape)
     if len(q) != 2 or len(k) != 2 or q[1] != k[1] or q[1] == 0:
         raise ValueError(f"query and key must have shapes (B, D) and (K, D) with one D of at least 1, got {q} and {k}")
     if negatives is not None and (negatives.ndim != 2 or negatives.shape[1] != q[1]):
         raise ValueError(f"negatives must have shape (M, {q[1]}) for query {q}, got {tuple(negatives.shape)}")
+    flag("symmetric", symmetric)
+    flag("return_log_partition", return_log_partition)
+    return len(key) + (0 if negatives is None else len(negatives))
 
 
-def _targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: bool) -> Tensor:
+def targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: bool) -> Tensor:
+    """Each query's positive."""
     if positive is None:
         if len(query) != len(key):
             raise ValueError(
@@ -197,56 +187,46 @@ def _targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: boo
         return torch.arange(len(query), device=query.device)
     if symmetric:
         raise ValueError("a symmetric loss has its positives on the diagonal: give key[positive] for key, not positive")
-    check_integers("positive", positive, (len(query),), f"for query {tuple(query.shape)}", query.device)
-    # Of unsigned integers wider than a byte not even the smallest can be found.
-    positive = positive.long()
-    check_range("positive", positive, len(key))
-    return positive
+    return index_tensor("positive", positive, (len(query),), query=query)
 
 
 def checked_temperature(temperature: float | Tensor, query: Tensor, dtype: torch.dtype) -> float | Tensor:
-    if isinstance(temperature, Tensor):
-        if not temperature.is_floating_point():
-            raise TypeError(f"temperature must be a number or a floating-point tensor, got {temperature.dtype}")
-        if temperature.numel() != 1:
-            raise ValueError(f"temperature must be one number, got shape {tuple(temperature.shape)}")
-        if temperature.device != query.device and (temperature.ndim > 0 or temperature.device.type != "cpu"):
-            raise ValueError(
-                f"query and temperature must be on one device, got {query.device} and {temperature.device}"
-            )
-        if values_are_known(temperature) and not 0 < temperature.item() < math.inf:
-            raise ValueError(f"temperature must be finite and above 0, got {temperature.item()}")
-        return temperature.reshape(()).to(dtype)
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-        raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be finite and above 0, got {temperature}")
-    return float(temperature)
+    """The temperature as a number, or a tensor without dimensions of that dtype."""
+    if not isinstance(temperature, Tensor):
+        return float(number("temperature", temperature, above=0))
+    floating("temperature", temperature)
+    if temperature.numel() != 1:
+        raise ValueError(f"temperature must be one number, got shape {tuple(temperature.shape)}")
+    check_one_device(query=query, temperature=temperature)
+    if values_are_known(temperature):
+        check_range("temperature", temperature, above=0)
+    return temperature.reshape(()).to(dtype)
 
 
-def _weights(log_weight: LogWeight, query: Tensor, count: int) -> tuple[Tensor | None, Seen]:
-    """Log-weights of single keys, and those of pairs."""
+def weights(log_weight: LogWeight, query: Tensor, count: int, rows: int | None = None) -> tuple[Tensor | None, Seen]:
+    """Log-weights of single keys, and those of pairs.
+
+    Args:
+        count: Of the keys.
+        rows: Queries that pairs' log-weights are of; by default those of `query`.
+    """
     if log_weight is None:
         return None, EVERYTHING
     if isinstance(log_weight, FalseNegatives):
-        own = log_weight.query_ids
-        others = own if log_weight.key_ids is None else log_weight.key_ids
-        check_integers("query_ids", own, (len(query),), f"for query {tuple(query.shape)}", query.device)
-        check_integers("key_ids", others, (count,), f"for {count} keys, negatives included", query.device)
-        # Unsigned integers wider than a byte cannot be compared with others.
-        return None, Seen("no equals", own.long(), others.long())
+        own = index_tensor("query_ids", log_weight.query_ids, (len(query),), query=query)
+        others = log_weight.query_ids if log_weight.key_ids is None else log_weight.key_ids
+        return None, Seen(
+            own, index_tensor("key_ids (negatives included)", others, (count,), query=query), rule="no equals"
+        )
     if not isinstance(log_weight, Tensor):
-        raise TypeError(f"log_weight must be a tensor or FalseNegatives, got {type(log_weight).__name__}")
-    if log_weight.dtype != torch.bool and not log_weight.is_floating_point():
-        raise TypeError(f"log_weight must be boolean (True keeps) or floating-point, got {log_weight.dtype}")
-    check_dense("log_weight", log_weight)
-    if log_weight.device != query.device:
-        raise ValueError(f"query and log_weight must be on one device, got {query.device} and {log_weight.device}")
-    shape = tuple(log_weight.shape)
-    if shape == (len(query), count):
+        raise TypeError(f"log_weight must be a tensor or FalseNegatives, got {described(log_weight)}")
+    floating("log_weight", log_weight, or_boolean=True)
+    check_one_device(query=query, log_weight=log_weight)
+    shape, rows = tuple(log_weight.shape), len(query) if rows is None else rows
+    if shape == (rows, count):
         return None, Seen(log_weight=log_weight)
     if shape != (count,):
-        raise ValueError(f"log_weight must have shape {(count,)} or {(len(query), count)}, got {shape}")
+        raise ValueError(f"log_weight must have shape {(count,)} or {(rows, count)}, got {shape}")
     if log_weight.dtype == torch.bool:
         log_weight = torch.zeros_like(log_weight, dtype=query.dtype).masked_fill(~log_weight, -torch.inf)
     return log_weight, EVERYTHING

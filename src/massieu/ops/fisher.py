@@ -7,18 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import band, flash, idle, null_slot, reference, tiles
-from massieu.ops.shapes import (
-    AttentionProblem,
-    Scale,
-    Sink,
-    Window,
-    check_choice,
-    check_floating,
-    check_problem,
-    in_autocast_dtype,
-    without_autocast,
-)
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import in_autocast_dtype, without_autocast
+from massieu.ops import band, fused, idle, reference, tiles
+from massieu.ops import sink as with_sink
+from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_alike, check_problem
 from massieu.ops.tiles import Tile
 
 FisherBackend = Literal["auto", "reference", "blocks"]
@@ -71,28 +64,20 @@ def fisher_vp(
         ValueError: as there; also "blocks" where it cannot go.
     """
     query, key, vector = in_autocast_dtype(query, key, vector)
-    problem = check_problem(query, key, None, log_weight, scale, is_causal, window=window, sink=sink)
-    _check_vector(vector, query)
-    room = _blocks if _choose(problem, vector, backend) == "blocks" else _reference
+    problem = check_problem(query, key, None, log_weight, scale, is_causal, window, sink=sink)
+    check_alike(query=query, vector=vector)
+    if vector.shape != query.shape:
+        raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")
+    compute = _blocks if _choose(problem, vector, backend) == "blocks" else _reference
     vector = vector.reshape(problem.query.shape).to(problem.dtype)
-    (product,) = band.apply(lambda part, vectors: (room(_centred(part), vectors),), problem, vector)
+    (product,) = band.apply(lambda part, vectors: (compute(_centred(part), vectors),), problem, vector)
     if problem.sink is not None:
-        product = _with_null_slot(problem, vector, product, problem.sink)
+        product = _with_sink(problem, vector, product)
     return problem.restore(product).to(query.dtype)
 
 
-def _check_vector(vector: Tensor, query: Tensor) -> None:
-    check_floating("vector", vector)
-    if vector.dtype != query.dtype:
-        raise TypeError(f"query and vector must have one dtype, got {query.dtype} and {vector.dtype}")
-    if vector.device != query.device:
-        raise ValueError(f"query and vector must be on one device, got {query.device} and {vector.device}")
-    if vector.shape != query.shape:
-        raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")
-
-
 def _choose(problem: AttentionProblem, vector: Tensor, backend: str) -> str:
-    check_choice("backend", backend, "auto", "reference", "blocks")
+    choice("backend", backend, "auto", "reference", "blocks")
     if backend == "reference":
         return backend
     reason = tiles.unusable(problem, vector)
@@ -129,14 +114,14 @@ def _share(weight: Tensor, seen: slice, dtype: torch.dtype) -> Tensor:
     return share / share.sum(-1, keepdim=True).clamp_min(1)
 
 
-def _with_null_slot(problem: AttentionProblem, vector: Tensor, product: Tensor, sink: Tensor) -> Tensor:
+def _with_sink(problem: AttentionProblem, vector: Tensor, product: Tensor) -> Tensor:
     """The covariance that one more key, at the origin, makes of that of the others: κ·Cov + κ(1 − κ)·mean meanᵀ."""
     key = problem.key.to(problem.dtype)
     whole = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
-    room = flash if flash.unusable(whole) is None else reference
-    mean, log_z = band.apply(room.attention, whole)
-    _, kept, null = (share.unsqueeze(-1) for share in null_slot.shares(log_z, sink))
-    return kept * (product + null * mean * (mean * vector).sum(-1, keepdim=True))
+    attention = (fused if fused.unusable(whole) is None else reference).attention
+    mean, log_z = band.apply(attention, whole)
+    _, kept, share = (share.unsqueeze(-1) for share in with_sink.shares(log_z, problem))
+    return kept * (product + share * mean * (mean * vector).sum(-1, keepdim=True))
 
 
 def _reference(problem: AttentionProblem, vector: Tensor) -> Tensor:
@@ -158,7 +143,7 @@ def _product(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> t
 
 
 def _blocks(problem: AttentionProblem, vector: Tensor) -> Tensor:
-    capacity = max(PAIRS_PER_THREAD * torch.get_num_threads(), problem.query.shape[2] * problem.key.shape[2])
+    capacity = tiles.tile_capacity(problem, PAIRS_PER_THREAD)
     buffers = problem.query.new_empty(2, min(capacity, problem.pairs))
     result = torch.zeros_like(problem.query)
     for slab in tiles.slabs(problem, capacity):
@@ -176,12 +161,7 @@ def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Te
     """Each line is one pass over the tile's two buffers."""
     weights, change = tile.scores, tile.scratch[0]
     key = tile.slab.key[tile.heads]
-    if weight is not None:
-        tile.spread_out(weights).add_(tile.of_heads(weight))
-    tile.hide()
-    weights.sub_(weights.amax(-1, keepdim=True))
-    tiles.exp_(weights)
-    total = weights.sum(-1, keepdim=True)
+    _, total = tile.exponentiate(weight)
     torch.bmm(vector, key, out=change)
     change.mul_(weights)
     # The largest weight is exactly 1: where nearly all weight is on one key only the mean is rounded, so take it twice.

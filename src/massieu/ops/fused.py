@@ -1,353 +1,141 @@
-"""PyTorch's fused CPU attention as a differentiable function of both its results.
-
-The kernel already computes log Z, and its backward needs the forward's output only for D_i = Σ_c grad_ic·output_ic.
-A cotangent g of log Z enters the gradients as D_i − g_i, so handing the kernel some other output whose product with the
-cotangent is D_i − g_i gives the gradients of both results at once. Second derivatives and forward mode are the
-reference's.
-"""
-
-import math
-from typing import Any
+"""Attention and log Z from PyTorch's fused CPU kernel: where it is right, and what it wants."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.ops import reference
-from massieu.ops.shapes import AttentionProblem
+from massieu.foundation.transforms import (
+    in_functorch,
+    in_nested_forward_mode,
+    may_be_differentiated,
+    some,
+    values_are_readable,
+)
+from massieu.ops import idle
+from massieu.ops.fused_kernel import fused_attention
+from massieu.ops.shapes import AttentionProblem, hidden_by_position
 
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+def unusable(problem: AttentionProblem) -> str | None:
+    """Why the kernel cannot take this problem; None where it is right."""
+    weight = problem.log_weight
+    if problem.query.device.type != "cpu":
+        return f"it runs on the CPU, got {problem.query.device}"
+    if torch.compiler.is_compiling() and in_functorch():
+        return "inside a compiled torch.func transform its gradient would be lost"
+    if in_nested_forward_mode():
+        return "it has no forward mode within forward mode"
+    if problem.softcap is not None:
+        return "it has no soft cap"
+    if problem.pairs == 0:
+        return "it needs at least one query and one key"
+    if weight is not None and may_be_differentiated(weight) and weight.shape[3] > 1:
+        return "it has no gradient for a log_weight per query and key"
+    return None
 
 
-def fused(
+def attention(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
+    assert problem.value is not None
+    query, key, mask, scale = _kernel_arguments(problem)
+    # The kernel does not check that key and value have as many heads.
+    value = _repeat_heads(problem.value.to(query.dtype), key.shape[1])
+    size, value_size = query.shape[-1], value.shape[-1]
+    if value_size < size:
+        value = F.pad(value, (0, size - value_size))
+    elif value_size > size:
+        query, key = F.pad(query, (0, value_size - size)), F.pad(key, (0, value_size - size))
+    # The compiler does not take one tensor for two arguments of a custom function.
+    value = value.view_as(value) if value is key else value
+    output, log_z = _run(query, key, value, mask, scale, problem, value_is_key=False)
+    output = output[..., :value_size].to(problem.query.dtype)
+    return output.unflatten(1, problem.query.shape[1:3]), log_z
+
+
+def log_partition(problem: AttentionProblem) -> tuple[Tensor]:
+    """log Z alone: the kernel must have values, and the keys are at hand."""
+    query, key, mask, scale = _kernel_arguments(problem)
+    return (_run(query, key, key.detach(), mask, scale, problem, value_is_key=True)[1],)
+
+
+def _run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    *,
     scale: float,
-    is_causal: bool,
-    value_is_key: bool = False,
+    problem: AttentionProblem,
+    value_is_key: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, L, E)`` and log-partition ``(B, H, L)``, which the kernel reports as 0 for a row without a key.
-
-    Args:
-        query, key, value: ``(B, H, L, D)``, ``(B, Hk, N, D)`` and ``(B, Hk, N, D)``.
-        mask: added to the scores, ``(#B, #H, #L, N)``; without gradient.
-        scale: positive if `is_causal`, as the kernel multiplies its causal mask, of −∞, by it.
-        value_is_key: only log Z is wanted, and the value is the key: a cheaper gradient.
-    """
-    return _fused().apply(query, key, value, mask, scale, is_causal, value_is_key)  # pyright: ignore[reportReturnType]
+    empty = idle.queries(problem)
+    if empty is not None and (torch.compiler.is_compiling() or in_functorch() or bool(empty.any())):
+        query = query.masked_fill(empty.expand(-1, *problem.query.shape[1:3], -1).flatten(1, 2).unsqueeze(-1), 0.0)
+    output, log_z = fused_attention(query, key, value, mask, scale, problem.is_causal, value_is_key)
+    log_z = log_z.unflatten(1, problem.query.shape[1:3])
+    return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
 
 
-def _reference(scale: float, is_causal: bool, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """The kernel's two results by the reference, for derivatives that the kernel does not have."""
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    if mask is not None:
-        while mask.ndim < 4:
-            mask = mask.unsqueeze(0)
-        mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, grouped.shape[1:3])
-    problem = AttentionProblem(grouped, key, value, mask, scale, is_causal, tuple(query.shape[:-1]))
-    return tuple(problem.restore(result) for result in reference.attention(problem))
+def _kernel_arguments(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    """Query ``(B, H, L, D)``, key ``(B, Hk or H, N, D)``, additive mask and scale as the kernel wants them."""
+    query, key, scale, weight = problem.query, problem.key, problem.scale, problem.log_weight
+    # The kernel knows of causality itself.
+    band = hidden_by_position(problem.window, 0, query.shape[3], key.shape[2], query.device)
+    if weight is not None and may_be_differentiated(weight):
+        # A half-precision column would round the log-weights.
+        query, key = query.to(problem.dtype), key.to(problem.dtype)
+    if isinstance(scale, Tensor) or (problem.is_causal and scale <= 0):
+        query, scale = (query * scale).to(query.dtype), 1.0
+    query = query.flatten(1, 2)
+    if weight is None:
+        return query, key, None if band is None else _hiding(band, problem.dtype), scale
+    if may_be_differentiated(weight):
+        query, key, mask = _with_weight_column(query * scale, key, weight, problem)
+        return query, key, mask if band is None else mask.masked_fill(band, -torch.inf), 1.0
+    if (
+        band is None
+        and weight.is_floating_point()
+        and weight.shape[3] == 1
+        and values_are_readable(weight)
+        and not some(weight)
+    ):
+        # A mask costs the kernel up to a tenth of its time, also when it hides and weighs nothing.
+        return query, key, None, scale
+    if weight.dtype == torch.bool:
+        hidden = ~weight if band is None else ~weight | band
+        weight = _hiding(hidden, query.dtype if band is None else problem.dtype)
+    else:
+        weight = weight.to(problem.dtype)
+        weight = weight if band is None else weight.masked_fill(band, -torch.inf)
+    return query, key, _flatten_heads(weight, problem), scale
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Output and log Z, of any scores."""
-    run = _forward_operator if torch.compiler.is_compiling() else _forward_with_all_scores
-    return run(query, key, value, mask, scale, is_causal)
+def _hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask, of at least four dimensions, to be added to scores."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)[(None,) * max(0, 4 - hidden.ndim)]
 
 
-def _forward_with_all_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The kernel's forward pass, with the reference's results for rows of extreme scores.
-
-    Of fewer scores than its vectors hold, all of them NaN or −∞, it makes a row without a key, of which it says output 0
-    and log Z = 0. In half precision, one score of +∞ among more makes its output 0.
-    """
-    output, log_z = _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-    # 0/0 and ∞/∞ are NaN: two quick operations tell that there is no such log Z, which other rows seldom have.
-    if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, scale):
-        lost = (log_z == 0) | (log_z == torch.inf)
-        right = _reference(scale, is_causal, mask, query, key, value)
-        output[lost], log_z[lost] = (result[lost] for result in right)
-    return output, log_z
+def _flatten_heads(weight: Tensor, problem: AttentionProblem) -> Tensor:
+    if weight.shape[1] == weight.shape[2] == 1:
+        return weight.squeeze(2)
+    return weight.expand(-1, *problem.query.shape[1:3], -1, -1).flatten(1, 2)
 
 
-def _are_moderate(query: Tensor, key: Tensor, scale: float) -> bool:
-    """Whether no product of a query and a key can be NaN or near the largest number; NaN of a mask the kernel keeps."""
-    largest = [tensor.abs().amax().double().clamp_min(1.0) for tensor in (query, key)]
-    bound = largest[0] * largest[1] * abs(scale) * query.shape[-1]
-    return bool(bound < torch.finfo(torch.float32).max / 2**16)
+def _with_weight_column(
+    query: Tensor, key: Tensor, weight: Tensor, problem: AttentionProblem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-key log-weights as one more column of the key, met by ones in the query: their gradient is the key's."""
+    weight = _flatten_heads(weight, problem).to(query.dtype)
+    heads = key.shape[1]
+    if weight.shape[1] not in (1, heads):
+        heads = weight.shape[1]
+        key = _repeat_heads(key, heads)
+    hidden = weight.detach() == -torch.inf
+    column = weight.masked_fill(hidden, 0.0).expand(key.shape[0], heads, 1, key.shape[2]).mT
+    query = torch.cat([query, torch.ones_like(query[..., :1])], dim=-1)
+    mask = torch.zeros_like(weight.detach()).masked_fill(hidden, -torch.inf)
+    return query, torch.cat([key, column], dim=-1), mask.expand(-1, -1, -1, key.shape[2])
 
 
-@torch.library.custom_op("massieu::fused_attention", mutates_args=())
-def _forward_operator(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The same for compiled code, which may not ask for the values that it computes."""
-    return _forward_with_all_scores(query, key, value, mask, scale, is_causal)
-
-
-@_forward_operator.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    return _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-
-
-class Fused(torch.autograd.Function):
-    """(query, key, value, mask, scale, is_causal, value_is_key) ↦ (output, log Z)."""
-
-    @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        is_causal: bool,
-        value_is_key: bool,
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-        mask = None if mask is None else _rows_contiguous(mask)
-        return _forward(query, key, value, mask, scale, is_causal)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.scale, ctx.is_causal, ctx.value_is_key = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        static = ctx.scale, ctx.is_causal, ctx.value_is_key
-        gradients = _fused_backward().apply(*ctx.saved_tensors, *cotangents, *static)
-        return *gradients, None, None, None, None  # pyright: ignore
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _fold_into_batch(_fused(), info.batch_size, in_dims, arguments)
-
-
-class FusedForwardMode(Fused):
-    """`Fused` with forward mode, which `torch.compile` does not accept in a custom function."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        query, key, value, mask, _, _ = ctx.saved_tensors
-
-        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _reference(ctx.scale, ctx.is_causal, mask, *tensors)
-
-        return reference.forward_derivative(function, (query, key, value), tangents[:3])
-
-
-class FusedBackward(torch.autograd.Function):
-    """(query, key, value, mask, output, log Z, two cotangents, scale, is_causal, value_is_key) ↦ three gradients."""
-
-    @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        output: Tensor,
-        log_z: Tensor,
-        grad_output: Tensor | None,
-        grad_log_z: Tensor | None,
-        scale: float,
-        is_causal: bool,
-        value_is_key: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = query.dtype
-        if dtype == torch.float16:
-            # Its range cannot hold what `_merge_cotangents` builds.
-            query, key, value, output = (tensor.float() for tensor in (query, key, value, output))
-            mask = None if mask is None else mask.float()
-        # Weights of 0 where all scores are −∞, as where there is no key.
-        log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
-        if value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and not is_causal:
-            found = _log_partition_gradients(query, key, mask, output, log_z, grad_log_z, scale)
-            return found[0].to(dtype), found[1].to(dtype), torch.zeros_like(value, dtype=dtype)
-        mask = None if mask is None else _rows_contiguous(mask)
-        one_channel = query.shape[-1] == 1
-        if one_channel:
-            # `_merge_cotangents` works with two.
-            query, key, value, output = (F.pad(tensor, (0, 1)) for tensor in (query, key, value, output))
-            grad_output = None if grad_output is None else F.pad(grad_output, (0, 1))
-        grad_output, output = _merge_cotangents(grad_output, grad_log_z, output)
-        query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-        gradients = _backward(
-            grad_output, query, key, value, output, log_z, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-        if one_channel:
-            gradients = tuple(gradient[..., :1].contiguous() for gradient in gradients)
-        return tuple(gradient.to(dtype) for gradient in gradients)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        query, key, value, mask, _, _, grad_output, grad_log_z, ctx.scale, ctx.is_causal, _ = inputs
-        ctx.save_for_backward(query, key, value, mask, grad_output, grad_log_z)
-        ctx.save_for_forward(query, key, value, mask, grad_output, grad_log_z)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        function, tensors = _gradient_function(ctx)
-        found = reference.reverse_derivative(function, tensors, cotangents)
-        query, key, value, *rest = found
-        given = iter(rest)
-        grad_output, grad_log_z = (None if tensor is None else next(given) for tensor in tensors[3:])
-        return query, key, value, None, None, None, grad_output, grad_log_z, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _fold_into_batch(_fused_backward(), info.batch_size, in_dims, arguments)
-
-
-class FusedBackwardForwardMode(FusedBackward):
-    """`FusedBackward` with forward mode."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        function, tensors = _gradient_function(ctx)
-        # The forward's output and log Z are functions of query, key and value here, so their tangents are not used.
-        return reference.forward_derivative(function, tensors, (*tangents[:3], *tangents[6:8]))
-
-
-def _fused() -> type[Fused]:
-    return Fused if torch.compiler.is_compiling() else FusedForwardMode
-
-
-def _fused_backward() -> type[FusedBackward]:
-    return FusedBackward if torch.compiler.is_compiling() else FusedBackwardForwardMode
-
-
-def _gradient_function(ctx: Any) -> tuple[reference.Function, tuple[Tensor | None, ...]]:
-    """The gradients as the reference's function of query, key, value and the two cotangents; and those."""
-    query, key, value, mask, grad_output, grad_log_z = ctx.saved_tensors
-
-    def attention(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return _reference(ctx.scale, ctx.is_causal, mask, *tensors)
-
-    def function(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
-        return reference.reverse_derivative(attention, (q, k, v), given)
-
-    return function, (query, key, value, grad_output, grad_log_z)
-
-
-def _is_per_key(mask: Tensor | None) -> bool:
-    return mask is None or (mask.shape[1] == mask.shape[2] == 1)
-
-
-def _log_partition_gradients(
-    query: Tensor, key: Tensor, mask: Tensor | None, mean: Tensor, log_z: Tensor, grad: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Gradients of log Z for query and key by one more forward pass, with queries and keys in exchanged roles.
-
-    The query's is grad·scale·E_p key, and the forward's output is that mean. The key's is
-    scale·Σ_i p_in grad_i query_i with p_in = exp(score_in + mask_n − log Z_i): attention of key n over the queries of
-    log-weight −log Z_i, times its own partition.
-    """
-    batch, key_heads = key.shape[:2]
-    step = (grad * scale).unsqueeze(-1).to(query.dtype)
-    queries, values, level = (
-        tensor.reshape(batch, key_heads, -1, tensor.shape[-1]) for tensor in (query, step * query, log_z.unsqueeze(-1))
-    )
-    # A mask whose rows are not contiguous would be written out in full by the kernel.
-    level = -level.mT.contiguous()
-    key, queries, values = map(_rows_contiguous, (key, queries, values))
-    sums, log_total = _forward(key, queries, values, level, scale, False)
-    if mask is not None:
-        log_total = log_total + mask.squeeze(2)
-    return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
-
-
-_PIECE = 1 << 16
-"""Numbers of the output at a time: what is made on the way is as large as a piece, and only the result is whole."""
-
-
-def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor]:
-    """A cotangent of the output and an output whose product is D_i − g_i, to the square of their dtype's rounding."""
-    if grad_output is None:
-        grad_output = torch.zeros_like(output)
-    grad_output = _rows_contiguous(grad_output.to(output.dtype))
-    if grad_log_z is None:
-        return grad_output, output
-    pieces = min(-(-output.numel() // _PIECE), output.shape[2])
-    if torch.compiler.is_compiling() or pieces < 2:
-        return _merged(grad_output, grad_log_z, output)
-    carrier, given = torch.empty_like(grad_output), grad_output
-    rows = -(-output.shape[2] // pieces)
-    for place in range(0, output.shape[2], rows):
-        own, log_z, whole, part = (
-            tensor.narrow(2, place, min(rows, output.shape[2] - place))
-            for tensor in (given, grad_log_z, output, carrier)
-        )
-        merged, made = _merged(own, log_z, whole)
-        part.copy_(made)
-        if merged is not own:
-            grad_output = grad_output.clone() if grad_output is given else grad_output
-            grad_output.narrow(2, place, own.shape[2]).copy_(merged)
-    return grad_output, carrier
-
-
-def _merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of some rows; the cotangent itself where it can carry all.
-
-    Channel 0 carries what rounding leaves of the total that all others carry. They do so by signs and a norm: nothing is
-    squared, so nothing underflows. The output itself could not take g up: a change below half its rounding is none.
-    """
-    # The least norm that either part of a cotangent may have, and the least in units of the total. (Not globals: with
-    # dynamic shapes the compiler would make inputs of those.)
-    tiny, share = 1e-30, 1e-36
-    dtype = torch.promote_types(output.dtype, torch.float32)
-    # One buffer as large as the output, for one thing after the other.
-    buffer = grad_output.to(dtype, copy=True).mul_(output)
-    # g is subtracted from what is not rounded yet: from a number of single precision it would be lost as from the output.
-    total = buffer[..., 1:].sum(-1, keepdim=True) + (buffer[..., :1].double() - grad_log_z.unsqueeze(-1))
-    buffer.copy_(grad_output).abs_()
-    one, rest = buffer[..., :1].clone(), buffer[..., 1:].sum(-1, keepdim=True)
-    least = (share * total.abs()).clamp_min(tiny).to(output.dtype)
-    lost = (torch.minimum(one, rest) < least) & (total != 0)
-    if torch.compiler.is_compiling() or bool(lost.any()):
-        # Cotangents too small to carry it are replaced by one that just can, far below the resolution of the result.
-        first, others = grad_output[..., :1], grad_output[..., 1:]
-        first = torch.where(lost & (one < least), least, first)
-        others = torch.where(lost & (rest < least), F.pad(least, (0, others.shape[-1] - 1)), others)
-        grad_output = torch.cat([first, others], dim=-1)
-        one, rest = (torch.where(lost, norm.maximum(least), norm) for norm in (one, rest))
-    step = (total / rest.clamp_min(tiny)).to(output.dtype)
-    remainder = (total - step.double() * rest) / one.clamp_min(tiny)
-    carrier = buffer.to(output.dtype).copy_(grad_output).sign_()
-    carrier *= step
-    carrier[..., :1] = torch.sign(grad_output[..., :1]) * remainder
-    return grad_output, carrier
-
-
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    """The kernel reads rows of adjacent numbers."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _fold_into_batch(
-    function: type[torch.autograd.Function], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """vmap: the mapped dimension becomes part of the kernel's batch."""
-
-    def fold(argument: Any, dim: int | None) -> Any:
-        if not isinstance(argument, Tensor):
-            return argument
-        argument = argument.unsqueeze(0) if dim is None else argument.movedim(dim, 0)
-        batch = max(argument.shape[1], batches)
-        return argument.expand(size, batch, *argument.shape[2:]).flatten(0, 1)
-
-    batches = arguments[0].shape[0 if in_dims[0] is None else int(in_dims[0] == 0)]
-    results = function.apply(*(fold(*pair) for pair in zip(arguments, in_dims, strict=True)))
-    unfolded = tuple(result.unflatten(0, (size, -1)) for result in results)  # pyright: ignore
-    return unfolded, (0,) * len(unfolded)
+def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    repeats = heads // tensor.shape[1]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)

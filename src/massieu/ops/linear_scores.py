@@ -5,37 +5,24 @@ the contrastive ones (columns are the keys). Tiles of scores are computed twice,
 backward pass; derivatives beyond the first, forward mode and compiled transforms take plain operations in blocks of rows.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from massieu.ops import reference, score_tiles, tile_operators
-from massieu.ops.shapes import (
-    check_dense,
+from massieu.foundation.arguments import check_one_device, check_shape, integers
+from massieu.foundation.transforms import (
     in_functorch,
     in_nested_forward_mode,
     may_be_differentiated,
+    values_are_readable,
     without_autocast,
 )
-
-Rule = Literal["all", "no equals", "no self", "peers"]
-"""Which columns a row sees: all; those of another id, and its target; all but the one of its own index; those of its id
-but the one of its own index."""
-
-
-class Seen(NamedTuple):
-    """Which pairs of a row and a column count, and with which log-weight."""
-
-    rule: Rule = "all"
-    row_ids: Tensor | None = None
-    column_ids: Tensor | None = None
-    log_weight: Tensor | None = None
-    """(rows, columns), float, or bool with True = keep."""
-
+from massieu.ops import reference, score_tiles, tile_operators
+from massieu.ops.differentiable import differentiable, one_by_one
+from massieu.ops.score_tiles import Rule, Seen
 
 EVERYTHING = Seen()
 
@@ -47,58 +34,31 @@ class Direction(NamedTuple):
     """log Z minus the score of the target; exactly 0 where the target has all the weight."""
     log_partition: Tensor
 
-
-def check_tensors(tensors: dict[str, Tensor], mixed: bool = False) -> None:
-    """Floating-point tensors of the first one's device and, unless `mixed`, its dtype; a `TypeError` or `ValueError`."""
-    (name, first), *_ = tensors.items()
-    for other, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{other} must be a tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{other} must be a floating-point tensor, got {tensor.dtype}")
-        check_dense(other, tensor)
-        if tensor.dtype != first.dtype and not mixed:
-            raise TypeError(f"{name} and {other} must have one dtype, got {first.dtype} and {tensor.dtype}")
-        if tensor.device != first.device:
-            raise ValueError(f"{name} and {other} must be on one device, got {first.device} and {tensor.device}")
+    def seen_excess(self) -> Tensor:
+        """The excess; 0 for a row that sees nothing, which has nothing to be distinguished from."""
+        return self.excess.masked_fill(self.log_partition.detach() == -torch.inf, 0.0)
 
 
-def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], reason: str, device: torch.device) -> None:
-    """Integers of that shape on that device; a `TypeError` or `ValueError`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor of integers, got {type(tensor).__name__}")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be a tensor of integers, got {tensor.dtype}")
-    check_dense(name, tensor)
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape} {reason}, got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+def index_tensor(name: str, given: Any, shape: tuple[int, ...], **beside: Tensor) -> Tensor:
+    """64-bit integers of that shape, on the device of the other tensor; a `TypeError` or `ValueError`."""
+    # Wide unsigned integers can be neither compared nor ordered.
+    wide = isinstance(given, Tensor) and given.dtype in (torch.uint16, torch.uint32, torch.uint64)
+    found = integers(name, given.long() if wide else given)
+    check_shape(name, found, shape)
+    check_one_device(**beside, **{name: found})
+    return found.long()
 
 
-def check_range(name: str, target: Tensor, count: int, alternative: str = "") -> None:
-    """Each target in 0 … count − 1: a `ValueError` on the CPU; elsewhere, where looking would cost a wait, a NaN later."""
-    if target.numel() and values_are_known(target):
-        low, high = (int(bound) for bound in target.aminmax())
-        if low < 0 or high >= count:
-            wrong = low if low < 0 else high
-            raise ValueError(f"{name} must be in 0 … {count - 1}{alternative}, got {wrong}")
+def check_places(name: str, places: Tensor, count: int, alternative: str = "") -> None:
+    """Raise a `ValueError` unless each is in 0 … count − 1."""
+    wrong = places[(places < 0) | (places >= count)]
+    if len(wrong):
+        raise ValueError(f"{name} must be in 0 … {count - 1}{alternative}, got {wrong[0].item()}")
 
 
 def values_are_known(tensor: Tensor) -> bool:
-    """Whether the program may depend on this tensor's values: on the CPU, outside transforms and compilation."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not in_functorch()
-
-
-def autocasts(tensor: Tensor) -> bool:
-    """Whether products of this tensor are taken in half precision here."""
-    device = tensor.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
-    """Where log-scale results are formed: autocast is off."""
-    return without_autocast(tensor.device)
+    """Whether the shapes that follow may depend on values: on the CPU, where looking is no wait, outside transforms."""
+    return tensor.device.type == "cpu" and not in_functorch() and values_are_readable(tensor)
 
 
 def log_partitions(
@@ -121,65 +81,46 @@ def log_partitions(
         both: also the log-partitions of the first min(T, V) columns over the rows, without the bias. Row i's target must be
             i, or be out of range, where column i's excess is NaN too.
     """
-    tensors = (row, column, bias, seen.log_weight)
     weight_gradient = seen.log_weight is not None and may_be_differentiated(seen.log_weight)
-    compiled_transform = torch.compiler.is_compiling() and in_functorch()
-    nested = not torch.compiler.is_compiling() and in_nested_forward_mode()
-    with full_precision(row):
-        if weight_gradient or compiled_transform or nested:
-            found = plain(target, seen.row_ids, seen.column_ids, seen.rule, bias_in_score, both, *tensors)
-        else:
-            compiling = torch.compiler.is_compiling()
-            # The compiler refuses a custom function that is given one tensor twice.
-            column_ids = seen.column_ids.clone() if compiling and seen.column_ids is not None else seen.column_ids
-            fixed = (target, seen.row_ids, column_ids, seen.log_weight)
-            tiled = CompiledTiled if compiling else Tiled
-            found = tiled.apply(row, column, bias, *fixed, seen.rule, bias_in_score, both)
-    return tuple(Direction(*found[start : start + 2]) for start in range(0, len(found), 2))  # pyright: ignore
+    compiling = torch.compiler.is_compiling()
+    compute = tiled
+    if weight_gradient or (compiling and in_functorch()) or in_nested_forward_mode():
+        compute = plain
+    elif compiling and seen.column_ids is not None:
+        # The compiler refuses a custom function that is given one tensor twice.
+        seen = seen._replace(column_ids=seen.column_ids.clone())
+    with without_autocast(row.device):
+        found = compute(row, column, bias, target, *seen, bias_in_score, both)
+    return tuple(Direction(*found[start : start + 2]) for start in range(0, len(found), 2))
 
 
-def plain(
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    rule: Rule,
-    bias_in_score: bool,
-    both: bool,
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    log_weight: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The definition, in blocks of rows; (excess, log-partition), for both directions one after the other."""
-    column = column.to(row.dtype)
-    bias = None if bias is None else bias.to(row.dtype)
-    found = _plain_rows(target, row_ids, column_ids, rule, bias_in_score, row, column, bias, log_weight)
+def plain(row: Tensor, column: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The definition, in blocks of rows; (excess, log-partition), for both directions one after the other.
+
+    Args:
+        rest: The fields of `Seen`, and `bias_in_score` and `both` of `log_partitions`.
+    """
+    *pairs, bias_in_score, both = rest
+    seen, column = Seen(*pairs), column.to(row.dtype)
+    found = _plain_rows(seen, bias_in_score, row, column, None if bias is None else bias.to(row.dtype), target)
     if both:
-        length = min(len(row), len(column))
-        log_weight = None if log_weight is None else log_weight[:, :length].mT
-        column_ids = None if column_ids is None else column_ids[:length]
-        found += _plain_rows(target[:length], column_ids, row_ids, rule, False, column[:length], row, None, log_weight)
+        row_ids, column_ids, weight, rule = seen
+        first = slice(min(len(row), len(column)))
+        column_ids, weight = (None if part is None else part[..., first] for part in (column_ids, weight))
+        turned = Seen(column_ids, row_ids, None if weight is None else weight.mT, rule)
+        found += _plain_rows(turned, False, column[first], row, None, target[first])
     return found
 
 
 def _plain_rows(
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    rule: Rule,
-    bias_in_score: bool,
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    log_weight: Tensor | None,
+    seen: Seen, bias_in_score: bool, row: Tensor, column: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[Tensor, ...]:
-    length, count = len(row), len(column)
-    block = max(1, min(length, reference.BLOCK_PAIRS // max(1, count)))
+    length, (*ids, weight, rule) = len(row), seen
+    block = max(1, min(length, reference.BLOCK_PAIRS // max(1, len(column))))
     parts = []
     for first in range(0, max(length, 1), block):
         rows = slice(first, min(length, first + block))
-        weight = None if log_weight is None else log_weight[rows]
-        arguments = (row[rows], column, bias, weight, target, row_ids, column_ids)
+        arguments = (row[rows], column, bias, None if weight is None else weight[rows], target, *ids)
         function = partial(_plain_block, rule, bias_in_score, rows)
         parts.append(function(*arguments) if block >= length else reference.recomputed(function, *arguments))
     return tuple(torch.cat(results) for results in zip(*parts, strict=True))
@@ -194,11 +135,11 @@ def _plain_block(
     bias: Tensor | None,
     log_weight: Tensor | None,
     target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
+    *ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    scores = row @ column.mT
-    hidden = score_tiles.hidden(rule, target, row_ids, column_ids, rows, slice(0, len(column)))
+    with without_autocast(row.device):
+        scores = row @ column.mT
+    hidden = Seen(*ids, rule=rule).hidden(target, rows, slice(0, len(column)))
     target = target[rows]
     weight = scores.new_zeros(()) if bias is None else bias
     if log_weight is not None and log_weight.dtype == torch.bool:
@@ -220,146 +161,35 @@ def _plain_block(
     return (excess + lost).masked_fill(~inside, torch.nan), excess + own
 
 
-class Tiled(torch.autograd.Function):
-    """(row, column, bias, target, ids, log_weight, rule, bias_in_score, both) ↦ excess and log Z, or two of each."""
-
-    forward = staticmethod(score_tiles.forward)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.rule, ctx.bias_in_score, ctx.both = inputs
-        ctx.save_for_backward(*tensors, *output[1::2])
-        ctx.save_for_forward(*tensors, *output[1::2])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _spread(ctx, TiledBackward.apply, cotangents)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        row, column, bias = ctx.saved_tensors[:3]
-        return reference.forward_derivative(_values(ctx), (row, column, bias), tangents[:3])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _one_by_one(Tiled, info.batch_size, in_dims, arguments)
+def _forward(
+    row: Tensor,
+    column: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_ids: Tensor | None,
+    column_ids: Tensor | None,
+    log_weight: Tensor | None,
+    rule: Rule,
+    bias_in_score: bool,
+    both: bool,
+) -> tuple[Tensor, ...]:
+    forward = tile_operators.forward if torch.compiler.is_compiling() else score_tiles.forward
+    return tuple(forward(row, column, bias, target, row_ids, column_ids, log_weight, rule, bias_in_score, both))
 
 
-class CompiledTiled(torch.autograd.Function):
-    """`Tiled` under `torch.compile`, which accepts no forward mode here and takes only first derivatives."""
-
-    @staticmethod
-    def forward(
-        row: Tensor,
-        column: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        row_ids: Tensor | None,
-        column_ids: Tensor | None,
-        log_weight: Tensor | None,
-        rule: Rule,
-        bias_in_score: bool,
-        both: bool,
-    ) -> tuple[Tensor, ...]:
-        fixed = (target, row_ids, column_ids, log_weight)
-        return tuple(tile_operators.forward(row, column, bias, *fixed, rule, bias_in_score, both))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.rule, ctx.bias_in_score, ctx.both = inputs
-        ctx.save_for_backward(*tensors, *output[1::2])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _spread(ctx, tile_operators.backward, cotangents)
+def _gradient(
+    tensors: Sequence[Any],
+    results: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    options: tuple[Rule, bool, bool],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    with without_autocast(tensors[0].device):
+        if torch.compiler.is_compiling():
+            return tuple(tile_operators.backward(*tensors, results, cotangents, *options, wanted))
+        return score_tiles.backward(tensors, results, cotangents, options, wanted)
 
 
-def _spread(ctx: Any, function: Callable[..., Any], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """What the backward function finds, in the places of the arguments."""
-    tensors, levels = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-    levels, cotangents = _two(levels), (*cotangents, None, None)[:4]
-    wanted = tuple(ctx.needs_input_grad[:3])
-    with full_precision(tensors[0]):
-        found = list(function(*tensors, *levels, *cotangents, ctx.rule, ctx.bias_in_score, ctx.both, wanted))
-    return *(found.pop(0) if needed else None for needed in wanted), *(None,) * 7
-
-
-class TiledBackward(torch.autograd.Function):
-    """(…, levels, cotangents, rule, bias_in_score, both, wanted) ↦ the wanted gradients of row, column and bias."""
-
-    forward = staticmethod(score_tiles.backward)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.rule, ctx.bias_in_score, ctx.both, ctx.wanted = inputs
-        kept = (*tensors[:7], *tensors[9:])
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        arguments = _gradient_arguments(ctx)
-        found = iter(reference.reverse_derivative(_gradients(ctx), arguments, cotangents))
-        first, given = arguments[:3], arguments[3:]
-        gradients = [None if tensor is None else next(found) for tensor in first]
-        given_gradients = [None if tensor is None else next(found) for tensor in given]
-        return *gradients, *(None,) * 6, *given_gradients, *(None,) * 4
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _one_by_one(TiledBackward, info.batch_size, in_dims, arguments)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        # The saved levels are functions of row, column and bias here, so their tangents are not used.
-        return reference.forward_derivative(_gradients(ctx), _gradient_arguments(ctx), (*tangents[:3], *tangents[9:13]))
-
-
-def _two(levels: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
-    return levels[0], levels[1] if len(levels) > 1 else None
-
-
-def _values(ctx: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Results as the plain function of row, column and bias."""
-    target, row_ids, column_ids, log_weight = ctx.saved_tensors[3:7]
-
-    def values(row: Tensor, column: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        fixed = (target, row_ids, column_ids, ctx.rule, ctx.bias_in_score, ctx.both)
-        return plain(*fixed, row, column, bias, log_weight)
-
-    return values
-
-
-def _gradient_arguments(ctx: Any) -> tuple[Tensor | None, ...]:
-    return *ctx.saved_tensors[:3], *ctx.saved_tensors[7:]
-
-
-def _gradients(ctx: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """The wanted gradients as the plain function's, of row, column, bias and the cotangents."""
-    values, both, wanted = _values(ctx), ctx.both, ctx.wanted
-
-    def gradients(row: Tensor, column: Tensor, bias: Tensor | None, *cotangents: Tensor | None) -> tuple[Tensor, ...]:
-        given = cotangents if both else cotangents[:2]
-        found = iter(reference.reverse_derivative(values, (row, column, bias), given))
-        every = [None if tensor is None else next(found) for tensor in (row, column, bias)]
-        return tuple(found for found, needed in zip(every, wanted, strict=True) if needed and found is not None)
-
-    return gradients
-
-
-def _one_by_one(
-    function: type[torch.autograd.Function], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """vmap: each item has scores of its own, so nothing is lost by doing one after the other."""
-    results = []
-    for item in range(size):
-        chosen = (
-            argument.select(dim, item) if isinstance(argument, Tensor) and dim is not None else argument
-            for argument, dim in zip(arguments, in_dims, strict=True)
-        )
-        results.append(function.apply(*chosen))
-    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-    return stacked, (0,) * len(stacked)
+# Each item of vmap has scores of its own, so nothing is lost by doing one after the other.
+tiled = differentiable(_forward, _gradient, plain, tensors=7, options=3, vmap=one_by_one)
+"""`plain` by tiles of scores; derivatives are those in row, column and bias."""

@@ -36,7 +36,7 @@ def moments(problem: AttentionProblem, summarise: Summarise, pairs_per_thread: i
     query, value = problem.query, problem.value
     assert isinstance(problem.scale, float)
     weighted = problem.log_weight is not None and problem.log_weight.dtype != torch.bool
-    capacity = max(pairs_per_thread * torch.get_num_threads(), query.shape[2] * problem.key.shape[2])
+    capacity = tiles.tile_capacity(problem, pairs_per_thread)
     buffers = query.new_empty(3 if weighted else 2, min(capacity, problem.pairs))
     results = [query.new_full(query.shape[:4], -torch.inf if i in (0, 6, 9) else 0.0) for i in range(10)]
     output = None if value is None else query.new_zeros(*query.shape[:4], value.shape[-1])

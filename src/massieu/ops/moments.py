@@ -7,8 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.ops import band, compiled, idle, moment_blocks, null_slot, reference, tiles
-from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_choice, check_problem, in_autocast_dtype
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import in_autocast_dtype
+from massieu.ops import band, compiled, idle, moment_blocks, reference, tiles
+from massieu.ops import sink as with_sink
+from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
 
@@ -65,6 +68,7 @@ def attention_moments(
     window: Window = None,
     softcap: float | None = None,
     sink: Sink = None,
+    sink_value: Float[Tensor, "... E"] | None = None,
     backend: MomentsBackend = "auto",
 ) -> MomentsResult:
     """Log-partition, entropy and moments of the scores of every query, in memory linear in queries and keys.
@@ -74,8 +78,8 @@ def attention_moments(
     computes it, differentiable any number of times.
 
     Args:
-        query, key, value, log_weight, scale, is_causal, window, softcap: as in `massieu.ops.attention`.
-        sink: as there; all moments are those with one more key of score 0 and log-weight `sink`, whose value is zero.
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value: as in `massieu.ops.attention`;
+            all moments are those with the sink as one more key, of score 0.
         backend: `moments_backend` says what "auto" takes.
 
             - "reference": plain operations in blocks of queries;
@@ -91,11 +95,11 @@ def attention_moments(
         ValueError: as there; also a backend that cannot do this.
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    problem = check_problem(query, key, value, log_weight, scale, is_causal, window=window, softcap=softcap, sink=sink)
+    problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
     chosen = _choose(problem, backend)
     found = band.apply(partial(_moments, chosen, backend == "auto"), problem)
     if problem.sink is not None:
-        found = null_slot.moments(found, problem.sink)
+        found = with_sink.moments(found, problem)
     moments, output = found[:10], found[10] if value is not None else None
     restored = [problem.restore(moment) for moment in moments]
     return MomentsResult(None if output is None else problem.restore(output).to(query.dtype), *restored)
@@ -129,13 +133,13 @@ def _moments(chosen: str, counted: bool, problem: AttentionProblem) -> tuple[Ten
         return reference.in_blocks(idle.zeroed(problem), _reference)
     if counted and _is_fusable(problem):
         _Work.pairs += problem.pairs
-    room = compiled if chosen == "compiled" else moment_blocks
+    tile = compiled if chosen == "compiled" else moment_blocks
     with torch.no_grad():
-        return moment_blocks.moments(problem, room.summarise, room.PAIRS_PER_THREAD)
+        return moment_blocks.moments(problem, tile.summarise, tile.PAIRS_PER_THREAD)
 
 
 def _choose(problem: AttentionProblem, backend: str) -> str:
-    check_choice("backend", backend, "auto", "reference", "compiled", "blocks")
+    choice("backend", backend, "auto", "reference", "compiled", "blocks")
     if backend == "reference":
         return backend
     reason = tiles.unusable(problem, problem.value)

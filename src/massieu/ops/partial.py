@@ -7,8 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import described, floating, instance, whole_number
+from massieu.foundation.transforms import may_be_differentiated
 from massieu.ops.attention import AttentionResult
-from massieu.ops.shapes import check_dense, check_floating, may_be_differentiated, told
+from massieu.ops.shapes import check_alike
 
 
 class Partial(NamedTuple):
@@ -18,7 +20,7 @@ class Partial(NamedTuple):
     means are averaged with weights softmax(log Z₁, log Z₂). So parts may be computed anywhere and merged in any order
     and grouping, to rounding. A part without a visible key (log Z = −inf) changes nothing, whatever its mean.
 
-    A part need not come from keys: log-partition 0 and mean 0 is a null slot, which lets a query attend to nothing.
+    A part need not come from keys: log-partition b and mean v are a sink, to which a query may attend instead.
 
     Make one by `Partial.of(attention(query, some_keys, some_values))`. Merging checks what it is given.
     """
@@ -35,10 +37,9 @@ class Partial(NamedTuple):
         Raises:
             TypeError, ValueError: it is no `AttentionResult`, or its two tensors do not fit each other.
         """
-        if not isinstance(attention, AttentionResult):
-            raise TypeError(f"a part is made of an Attention, got {type(attention).__name__}")
-        check_floating("output", attention.output)
-        check_floating("log_partition", attention.log_partition)
+        instance("what a part is made of", attention, AttentionResult, "an AttentionResult")
+        floating("output", attention.output)
+        floating("log_partition", attention.log_partition)
         part = cls(attention.log_partition, attention.output.to(attention.log_partition.dtype))
         _check(part)
         return part
@@ -61,10 +62,13 @@ class Partial(NamedTuple):
         Raises:
             TypeError, ValueError: sizes that are not whole numbers of at least 0, a dtype but float32 and float64, no device.
         """
-        _check_sizes("shape", shape)
-        _check_sizes("size", (size,))
+        if not isinstance(shape, Sequence) or isinstance(shape, str | bytes):
+            raise TypeError(f"shape must be of whole numbers, got {described(shape)}")
+        for name, number in (*(("a size of shape", length) for length in shape), ("size", size)):
+            if not isinstance(number, torch.SymInt):
+                whole_number(name, number, least=0)
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
-            given = dtype if isinstance(dtype, torch.dtype) else told(dtype)
+            given = dtype if isinstance(dtype, torch.dtype) else described(dtype)
             raise TypeError(f"dtype must be torch.float32 or torch.float64, got {given}")
         device = _checked_device(device)
         level = torch.full(tuple(shape), -torch.inf, dtype=dtype, device=device)
@@ -84,7 +88,10 @@ class Partial(NamedTuple):
         parts = (self, *others)
         for part in parts:
             _check(part)
-            _check_alike(self, part)
+            check_alike(**{"one part": self.mean, "another": part.mean})
+            if part.mean.shape != self.mean.shape:
+                shapes = f"{tuple(self.mean.shape)} and {tuple(part.mean.shape)}"
+                raise ValueError(f"parts must have means of one shape, got {shapes}")
         levels, means = zip(*parts, strict=True)
         return Partial(torch.stack(levels), torch.stack(means)).reduce(0)
 
@@ -97,14 +104,13 @@ class Partial(NamedTuple):
         """
         _check(self)
         count = self.log_partition.ndim
-        _check_integer(dim)
-        if not -count <= dim < count:
+        if not -count <= whole_number("dim", dim) < count:
             raise ValueError(
                 f"dim must be a dimension of the log-partition {tuple(self.log_partition.shape)}, got {dim}"
             )
         dim %= count
         anchor = _merged(Partial(self.log_partition.detach(), self.mean.detach()), dim)
-        if not any(may_be_differentiated(tensor) for tensor in self):
+        if not may_be_differentiated(*self):
             return anchor
         weight, moment = shares(anchor.unsqueeze(dim), self)
         return around(anchor, weight.sum(dim), moment.sum(dim))
@@ -116,10 +122,7 @@ class Partial(NamedTuple):
             TypeError, ValueError: as `reduce`; dim is counted from the front.
         """
         _check(self)
-        _check_integer(dim)
-        if not 0 <= dim <= self.log_partition.ndim:
-            shape = tuple(self.log_partition.shape)
-            raise ValueError(f"dim must be in 0 … {len(shape)} for a log-partition {shape}, got {dim}")
+        whole_number("dim", dim, least=0, most=self.log_partition.ndim)
         return Partial(self.log_partition.unsqueeze(dim), self.mean.unsqueeze(dim))
 
 
@@ -155,51 +158,21 @@ def _merged(parts: Partial, dim: int) -> Partial:
     total = torch.where(total == 0, 1.0, total)
     # A log of 1 where nothing is visible: the top is −inf there, and so is the sum.
     level = (total.log() + top).squeeze(dim)
-    return Partial(level, (torch.where(hidden, 0.0, weights / total).unsqueeze(-1) * _seen(means, hidden)).sum(dim))
-
-
-def _seen(means: Tensor, hidden: Tensor) -> Tensor:
-    """Means, with 0 for those of parts without a visible key, which may be anything."""
-    return torch.where(hidden.unsqueeze(-1), 0.0, means)
+    share = torch.where(hidden, 0.0, weights / total).unsqueeze(-1)
+    # The mean of a part without a visible key may be anything.
+    return Partial(level, (share * torch.where(hidden.unsqueeze(-1), 0.0, means)).sum(dim))
 
 
 def _check(part: Partial) -> None:
-    if not isinstance(part, Partial):
-        raise TypeError(f"only a Partial can be merged, got {type(part).__name__}")
-    level, mean = part
-    for name, tensor in (("log_partition", level), ("mean", mean)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
-    if level.dtype not in (torch.float32, torch.float64) or mean.dtype != level.dtype:
-        raise TypeError(
-            f"log_partition and mean must both be float32 or both float64, got {level.dtype} and {mean.dtype}"
-        )
-    if level.device != mean.device:
-        raise ValueError(f"log_partition and mean must be on one device, got {level.device} and {mean.device}")
+    level, mean = instance("a part", part, Partial, "a Partial")
+    check_alike(log_partition=level, mean=mean)
+    if level.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"log_partition and mean must be float32 or float64, got {level.dtype}")
     if mean.ndim != level.ndim + 1 or mean.shape[:-1] != level.shape:
         raise ValueError(
             f"mean must have the shape of log_partition {tuple(level.shape)} and one more dimension, "
             f"got {tuple(mean.shape)}"
         )
-
-
-def _check_integer(dim: object) -> None:
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be a whole number, got {told(dim)}")
-
-
-def _check_sizes(name: str, sizes: Sequence[int]) -> None:
-    if (
-        not isinstance(sizes, Sequence)
-        or isinstance(sizes, str | bytes)
-        or any(isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in sizes)
-    ):
-        raise TypeError(f"{name} must be of whole numbers, got {told(sizes)}")
-    if any(n < 0 for n in sizes):
-        raise ValueError(f"{name} must be of numbers of at least 0, got {tuple(sizes)}")
-    if any(n >= 1 << 63 for n in sizes):
-        raise ValueError(f"{name} must be of numbers below 2⁶³, got {tuple(sizes)}")
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device | None:
@@ -211,14 +184,3 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
         return torch.device(device)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"device must name one of this machine, got {device!r}") from error
-
-
-def _check_alike(first: Partial, part: Partial) -> None:
-    if part.mean.shape != first.mean.shape:
-        raise ValueError(
-            f"parts must have means of one shape, got {tuple(first.mean.shape)} and {tuple(part.mean.shape)}"
-        )
-    if part.mean.dtype != first.mean.dtype:
-        raise TypeError(f"parts must have one dtype, got {first.mean.dtype} and {part.mean.dtype}")
-    if part.mean.device != first.mean.device:
-        raise ValueError(f"parts must be on one device, got {first.mean.device} and {part.mean.device}")

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.foundation.arguments import described, flag, whole_number
+from massieu.foundation.arguments import generator as check_generator
+from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops.attention import log_partition
-from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import AttentionProblem, check_count, check_flag, check_problem
-from massieu.ops.uncompiled import uncompiled
+from massieu.ops.shapes import AttentionProblem, check_problem
 
 BLOCK_NUMBERS = 1 << 22
 """Numbers held at once while the variance is computed."""
@@ -67,51 +68,30 @@ def random_feature_log_partition(
         TypeError: as `massieu.ops.log_partition`; a generator, scale or number of features of another type.
         ValueError: the same; no feature; a log-weight per query.
     """
-    check_flag("standard_error", standard_error)
-    problem = _check(query, key, log_weight, scale, features, generator)
-    assert isinstance(problem.scale, float)
-    with full_precision(query):
-        level, error = _estimate(problem, problem.scale, generator, features, standard_error)
-    return RandomFeaturesResult(problem.restore(level), None if error is None else problem.restore(error))
-
-
-def _estimate(
-    problem: AttentionProblem, scale: float, generator: torch.Generator, features: int, standard_error: bool
-) -> tuple[Tensor, Tensor | None]:
-    root = math.sqrt(abs(scale))
-    keys = problem.key.to(problem.dtype) * root
-    queries = problem.query.to(problem.dtype) * math.copysign(root, scale)
-    weight = _per_key(problem)
-    size = keys.shape[-1]
-    omega = torch.randn(features, size, generator=generator, device=generator.device, dtype=problem.dtype)
-    omega = omega.to(keys.device).expand(*keys.shape[:2], features, size)
-    # log Σ_n w_n φ_ω(k_n), and then the features are the keys of the queries.
-    sums = log_partition(omega, keys, log_weight=(weight - keys.square().sum(-1) / 2).unsqueeze(-2), scale=1.0)
-    level = log_partition(queries, omega, log_weight=sums[:, :, None, None], scale=1.0)
-    level = level - queries.square().sum(-1) / 2 - math.log(features)
-    if not standard_error:
-        return level, None
-    with torch.no_grad():
-        return level, _standard_error(queries.detach(), keys.detach(), weight.detach(), features)
-
-
-def _check(
-    query: Tensor, key: Tensor, log_weight: Tensor | None, scale: object, features: object, generator: object
-) -> AttentionProblem:
-    if isinstance(scale, bool) or not isinstance(scale, int | float | None):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    check_count("features", "feature", features)
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    flag("standard_error", standard_error)
+    if isinstance(scale, Tensor):
+        raise TypeError(f"scale must be a number or None, got {described(scale)}")
+    whole_number("features", features, least=1)
+    check_generator("generator", generator)
     problem = check_problem(query, key, None, log_weight, scale, False)
-    weight = problem.log_weight
-    if weight is not None and weight.shape[2:4] != (1, 1):
-        raise ValueError(
-            f"log_weight must be one a key for all queries of a key head: with two dimensions of size 1 in the place of "
-            f"{problem.query.shape[2]} query heads a key head and {problem.query.shape[3]} queries, "
-            f"got {tuple(weight.shape[2:4])}"
-        )
-    return problem
+    assert isinstance(problem.scale, float)
+    with without_autocast(query.device):
+        root = math.sqrt(abs(problem.scale))
+        keys = problem.key.to(problem.dtype) * root
+        queries = problem.query.to(problem.dtype) * math.copysign(root, problem.scale)
+        weight = _per_key(problem)
+        size = keys.shape[-1]
+        omega = torch.randn(features, size, generator=generator, device=generator.device, dtype=problem.dtype)
+        omega = omega.to(keys.device).expand(*keys.shape[:2], features, size)
+        # log Σ_n w_n φ_ω(k_n), and then the features are the keys of the queries.
+        sums = log_partition(omega, keys, log_weight=(weight - keys.square().sum(-1) / 2).unsqueeze(-2), scale=1.0)
+        level = log_partition(queries, omega, log_weight=sums[:, :, None, None], scale=1.0)
+        level = problem.restore(level - queries.square().sum(-1) / 2 - math.log(features))
+        if not standard_error:
+            return RandomFeaturesResult(level, None)
+        with torch.no_grad():
+            error = _standard_error(queries.detach(), keys.detach(), weight.detach(), features)
+    return RandomFeaturesResult(level, problem.restore(error))
 
 
 def _per_key(problem: AttentionProblem) -> Tensor:
@@ -119,6 +99,12 @@ def _per_key(problem: AttentionProblem) -> Tensor:
     shape, weight = problem.key.shape[:3], problem.log_weight
     if weight is None:
         return problem.key.new_zeros(shape, dtype=problem.dtype)
+    if weight.shape[2:4] != (1, 1):
+        raise ValueError(
+            f"log_weight must be one a key for all queries of a key head: with two dimensions of size 1 in the place of "
+            f"{problem.query.shape[2]} query heads a key head and {problem.query.shape[3]} queries, "
+            f"got {tuple(weight.shape[2:4])}"
+        )
     if weight.dtype == torch.bool:
         weight = torch.zeros_like(weight, dtype=problem.dtype).masked_fill(~weight, -torch.inf)
     return weight.to(problem.dtype)[:, :, 0, 0].expand(shape)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from massieu.foundation.derivatives import forward_derivative, is_differentiable, reverse_derivative
+from massieu.foundation.transforms import in_nested_forward_mode, without_autocast
 from massieu.ops import idle
-from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position, in_nested_forward_mode, without_autocast
+from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position
 
 BLOCK_PAIRS = 1 << 21
 """Scores that are held at once. A smaller problem is one block, without recomputation."""
@@ -147,60 +149,15 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        wanted = [index for index, tensor in enumerate(tensors) if is_differentiable(tensor)]
-        gradients = Recomputed.apply(partial(_gradients, ctx.function, len(tensors)), *tensors, *cotangents)
-        found = dict(zip(wanted, gradients, strict=True))  # pyright: ignore[reportArgumentType]
-        return None, *(found.get(index) for index in range(len(tensors)))
+        gradients = iter(Recomputed.apply(partial(_gradients, ctx.function, len(tensors)), *tensors, *cotangents))
+        return None, *(next(gradients) if is_differentiable(tensor) else None for tensor in tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         return forward_derivative(ctx.function, ctx.saved_tensors, tangents[1:])
 
 
-def is_differentiable(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_floating_point()
-
-
 def _gradients(function: Function, count: int, *arguments: Tensor | None) -> tuple[Tensor, ...]:
-    """The vector-Jacobian product of ``function`` for its first ``count`` arguments that are floating-point."""
-    tensors, cotangents = arguments[:count], arguments[count:]
-    return reverse_derivative(function, tensors, cotangents)
-
-
-def reverse_derivative(
-    function: Function, tensors: tuple[Tensor | None, ...], cotangents: tuple[Tensor | None, ...]
-) -> tuple[Tensor, ...]:
-    """Gradients for the floating-point tensors, in their order."""
-    restricted, primals = _restrict(function, tensors)
-    results, pull_back = torch.func.vjp(restricted, *primals)  # pyright: ignore[reportAssignmentType]
-    cotangents = tuple(
-        torch.zeros_like(result) if cotangent is None else cotangent
-        for result, cotangent in zip(results, cotangents, strict=True)
-    )
-    return pull_back(cotangents)
-
-
-def forward_derivative(
-    function: Function, tensors: tuple[Tensor | None, ...], tangents: tuple[Tensor | None, ...]
-) -> tuple[Tensor, ...]:
-    """Tangents of the results: the gradient of a gradient, as forward mode itself does not nest."""
-    restricted, primals = _restrict(function, tensors)
-    given = [tangent for tensor, tangent in zip(tensors, tangents, strict=True) if is_differentiable(tensor)]
-    filled = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, given, strict=True))
-    results, pull_back = torch.func.vjp(restricted, *primals)  # pyright: ignore[reportAssignmentType]
-    # The pull-back is linear in the cotangents, so it does not matter at which of them it is differentiated.
-    cotangents = tuple(torch.zeros_like(result) for result in results)
-    return torch.func.vjp(lambda *given: pull_back(given), *cotangents)[1](filled)
-
-
-def _restrict(function: Function, tensors: tuple[Tensor | None, ...]) -> tuple[Function, tuple[Tensor, ...]]:
-    """``function`` of its floating-point arguments alone, and those."""
-    wanted = [index for index, tensor in enumerate(tensors) if is_differentiable(tensor)]
-
-    def restricted(*primals: Tensor) -> tuple[Tensor, ...]:
-        arguments = list(tensors)
-        for index, primal in zip(wanted, primals, strict=True):
-            arguments[index] = primal
-        return function(*arguments)
-
-    return restricted, tuple(tensor for tensor in tensors if tensor is not None and tensor.is_floating_point())
+    """The cotangents of the first ``count`` arguments of ``function`` that are floating-point."""
+    found = reverse_derivative(function, arguments[:count], arguments[count:])
+    return tuple(gradient for gradient in found if gradient is not None)

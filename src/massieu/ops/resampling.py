@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from massieu.foundation.arguments import choice, whole_number
+from massieu.foundation.arguments import generator as check_generator
+from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import idle, reference
-from massieu.ops.linear_scores import full_precision
-from massieu.ops.shapes import AttentionProblem, Scale, check_choice, check_count, check_problem
-from massieu.ops.uncompiled import uncompiled
+from massieu.ops.shapes import AttentionProblem, Scale, check_problem
 
 Method = Literal["multinomial", "systematic"]
 
@@ -65,11 +66,13 @@ def resample_attention(
         TypeError: as `massieu.ops.attention`; a generator or number of draws of another type.
         ValueError: the same; fewer than 1 draw, an unknown method.
     """
-    _check(generator, draws, method)
+    check_generator("generator", generator)
+    whole_number("draws", draws, least=1)
+    choice("method", method, "multinomial", "systematic")
     if value is None:
         raise TypeError("value must be a tensor, got None")
     problem = check_problem(query, key, value, log_weight, scale, is_causal)
-    with torch.no_grad(), full_precision(query):
+    with torch.no_grad(), without_autocast(query.device):
         index, size, offspring = _draw(problem, generator, draws, method)
     # A law with NaN among its weights has no draw, and its sample says so as attention does.
     sample = _take(value, index).masked_fill(size.isnan()[..., None, None], torch.nan)
@@ -80,13 +83,6 @@ def resample_attention(
         problem.restore(size),
         offspring.reshape(*heads, key.shape[2]),
     )
-
-
-def _check(generator: object, draws: object, method: object) -> None:
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
-    check_count("draws", "draw", draws)
-    check_choice("method", method, "multinomial", "systematic")
 
 
 def _draw(

@@ -3,11 +3,13 @@
 A tile holds the scores of some rows and some columns; nothing larger than a tile is made beside the results.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from massieu.foundation.numerics import exp_
 
 TILE_PAIRS = 1 << 20
 """Scores of a tile on the CPU: 4 MiB in float32, so that the passes over them stay in the caches."""
@@ -15,37 +17,55 @@ TILE_ROWS = 2048
 LOWEST = -1e30
 """Stands for −inf as a level, where −inf − (−inf) must not become NaN."""
 
-
-def hidden(
-    rule: str, target: Tensor, row_ids: Tensor | None, column_ids: Tensor | None, rows: slice, columns: slice
-) -> Tensor | None:
-    """Which pairs of a tile do not count; None if all do."""
-    if rule == "all":
-        return None
-    position = torch.arange(columns.start, columns.stop, device=target.device)
-    own = torch.arange(rows.start, rows.stop, device=target.device).unsqueeze(1) == position
-    if rule == "no self":
-        return own
-    assert row_ids is not None and column_ids is not None
-    equal = row_ids[rows].unsqueeze(1) == column_ids[columns]
-    if rule == "peers":
-        return ~equal | own
-    return equal & (target[rows].unsqueeze(1) != position)
+Rule = Literal["all", "no equals", "no self", "peers"]
+"""Which columns a row sees: all; those of another id, and its target; all but the one of its own index; those of its id
+but the one of its own index."""
 
 
-def forward(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    rule: str,
-    bias_in_score: bool,
-    both: bool,
-) -> tuple[Tensor, ...]:
-    """(excess, log Z) of the rows, then if `both` of the first columns over the rows."""
+class Seen(NamedTuple):
+    """Which pairs of a row and a column count, and with which log-weight."""
+
+    row_ids: Tensor | None = None
+    column_ids: Tensor | None = None
+    log_weight: Tensor | None = None
+    """(rows, columns), float, or bool with True = keep."""
+    rule: Rule = "all"
+
+    def hidden(self, target: Tensor, rows: slice, columns: slice) -> Tensor | None:
+        """Which pairs of a tile do not count by the rule; None if all do."""
+        if self.rule == "all":
+            return None
+        position = torch.arange(columns.start, columns.stop, device=target.device)
+        own = torch.arange(rows.start, rows.stop, device=target.device).unsqueeze(1) == position
+        if self.rule == "no self":
+            return own
+        assert self.row_ids is not None and self.column_ids is not None
+        equal = self.row_ids[rows].unsqueeze(1) == self.column_ids[columns]
+        if self.rule == "peers":
+            return ~equal | own
+        return equal & (target[rows].unsqueeze(1) != position)
+
+    def weigh_(self, scores: Tensor, target: Tensor, rows: slice, columns: slice) -> None:
+        """Add a tile's log-weights, −inf for pairs that do not count."""
+        weight = None if self.log_weight is None else self.log_weight[rows, columns]
+        if weight is not None and weight.dtype == torch.bool:
+            scores.masked_fill_(~weight, -torch.inf)
+        elif weight is not None:
+            scores += weight.to(scores.dtype)
+        mask = self.hidden(target, rows, columns)
+        if mask is not None:
+            scores.masked_fill_(mask, -torch.inf)
+
+
+def forward(row: Tensor, column: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """(excess, log Z) of the rows, then if `both` of the first columns over the rows.
+
+    Args:
+        row, column, bias, target: As in `linear_scores.log_partitions`.
+        rest: The fields of `Seen`, and `bias_in_score` and `both` as there.
+    """
+    *pairs, bias_in_score, both = rest
+    seen = Seen(*pairs)
     of_rows, of_columns = _Level(row, len(row)), _Level(row, len(column))
     score = row.new_full((len(row),), torch.nan)
     for columns, rows, keys in _tiles(row, column):
@@ -53,7 +73,7 @@ def forward(
         place, inside = _place(target[rows], columns)
         if not bias_in_score:
             score[rows] = torch.where(inside, scores.gather(1, place).squeeze(1), score[rows])
-        _hide(scores, rule, target, row_ids, column_ids, log_weight, rows, columns)
+        seen.weigh_(scores, target, rows, columns)
         if both:
             of_columns.add(columns, scores.clone(), 0)
         if bias is not None:
@@ -69,28 +89,26 @@ def forward(
 
 
 def backward(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    level: Tensor,
-    column_level: Tensor | None,
-    grad_excess: Tensor | None,
-    grad_level: Tensor | None,
-    grad_column_excess: Tensor | None,
-    grad_column_level: Tensor | None,
-    rule: str,
-    bias_in_score: bool,
-    both: bool,
-    wanted: tuple[bool, bool, bool],
+    tensors: Sequence[Any],
+    results: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    options: tuple[Rule, bool, bool],
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """Gradients of row, column and bias, those that are wanted.
 
     A score has the gradient (g_excess + g_level)·p, less g_excess at the target; p = exp(score − level).
+
+    Args:
+        tensors, options: The arguments of `forward`.
+        results, cotangents: What it returns, and the cotangents of that.
     """
+    row, column, bias, target, row_ids, column_ids, log_weight = tensors
+    rule, bias_in_score, both = options
+    seen = Seen(row_ids, column_ids, log_weight, rule)
+    level, column_level = results[1], results[3] if both else None
+    grad_excess, grad_level = cotangents[:2]
+    grad_column_excess, grad_column_level = cotangents[2:] if both else (None, None)
     length = len(row)
     share = _sum(row, length, grad_excess, grad_level).unsqueeze(1)
     level = _finite(level).unsqueeze(1)
@@ -108,16 +126,16 @@ def backward(
     part = None
     for columns, rows, keys in _tiles(row, column):
         scores = row[rows] @ keys.mT
-        _hide(scores, rule, target, row_ids, column_ids, log_weight, rows, columns)
+        seen.weigh_(scores, target, rows, columns)
         other = scores.clone() if both else None
         if bias is not None:
             scores += bias[columns].to(scores.dtype)
-        weights = exponential_(scores.sub_(level[rows])).mul_(share[rows])
+        weights = exp_(scores.sub_(level[rows])).mul_(share[rows])
         if grad_bias is not None and not bias_in_score:
             grad_bias[columns] += weights.sum(0)
         if other is not None:
             assert column_level is not None
-            weights.addcmul_(exponential_(other.sub_(column_level[columns])), column_share[columns])
+            weights.addcmul_(exp_(other.sub_(column_level[columns])), column_share[columns])
         place, inside = _place(target[rows], columns)
         weights.scatter_add_(1, place, torch.where(inside, own[rows], 0.0).unsqueeze(1))
         if grad_bias is not None and bias_in_score:
@@ -156,35 +174,6 @@ def _place(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return torch.where(inside, target - columns.start, 0).unsqueeze(1), inside
 
 
-def _hide(
-    scores: Tensor,
-    rule: str,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    rows: slice,
-    columns: slice,
-) -> None:
-    """Add a tile's log-weights, −inf for pairs that do not count."""
-    if log_weight is not None and log_weight.dtype == torch.bool:
-        scores.masked_fill_(~log_weight[rows, columns], -torch.inf)
-    elif log_weight is not None:
-        scores += log_weight[rows, columns].to(scores.dtype)
-    mask = hidden(rule, target, row_ids, column_ids, rows, columns)
-    if mask is not None:
-        scores.masked_fill_(mask, -torch.inf)
-
-
-def exponential_(scores: Tensor) -> Tensor:
-    """exp in place, for scores up to about 0; 0 where products with it would not be normal numbers.
-
-    On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
-    """
-    lowest = -690.0 if scores.dtype == torch.float64 else -80.0
-    return torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)
-
-
 class _Level:
     """log Σ exp of scores that come in parts: the largest so far, and the sum in units of its exponential."""
 
@@ -197,7 +186,7 @@ class _Level:
         before = self.high[place]
         high = torch.maximum(before, scores.amax(dim))
         total = self.total[place] * (before - high).exp()
-        self.total[place] = total + exponential_(scores.sub_(high.unsqueeze(dim))).sum(dim)
+        self.total[place] = total + exp_(scores.sub_(high.unsqueeze(dim))).sum(dim)
         self.high[place] = high
 
     def log_partition(self, length: int | None = None) -> Tensor:

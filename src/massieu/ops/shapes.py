@@ -5,14 +5,14 @@ head size. Log-weights become ``(B or 1, Hk or 1, G or 1, L or 1, N or 1)``.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from massieu.foundation.arguments import check_fits, check_one_device, described, flag, floating, number
 
 Scale = float | int | Tensor | None
 Sink = float | int | Tensor | None
@@ -35,11 +35,12 @@ class AttentionProblem:
     """(low, high): query i sees keys i + low … i + high. Then `is_causal` is False: it is a high of 0."""
     softcap: float | None = None
     sink: Float[Tensor, "#B #Hk #G #L"] | Float[Tensor, ""] | None = None
+    sink_value: Float[Tensor, "#B #Hk #G #L E"] | Float[Tensor, "E"] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """What log-scale results are computed in: float64 for float64, else float32."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        """What log-scale results are computed in."""
+        return working_dtype(self.query)
 
     @property
     def pairs(self) -> int:
@@ -55,13 +56,28 @@ class AttentionProblem:
         """scale·query in `dtype`, so that scores are plain dot products."""
         return (self.query.to(self.dtype) * self.scale).to(self.dtype)
 
+    def narrow(self, rows: slice, keys: slice) -> "AttentionProblem":
+        """Some of the queries and some of the keys, numbered anew; the window is left as it is."""
+        weight, scale = self.log_weight, self.scale
+        if weight is not None:
+            weight = weight[..., rows, :] if weight.shape[3] > 1 else weight
+            weight = weight[..., keys] if weight.shape[4] > 1 else weight
+        if isinstance(scale, Tensor) and scale.ndim > 0 and scale.shape[3] > 1:
+            scale = scale[..., rows, :]
+        return replace(
+            self,
+            query=self.query[..., rows, :],
+            key=self.key[..., keys, :],
+            value=None if self.value is None else self.value[..., keys, :],
+            log_weight=weight,
+            scale=scale,
+        )
+
     @property
     def band(self) -> "Band":
         """The window, or causality as one."""
         return (None, 0) if self.is_causal else self.window
 
-
-DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 Band = tuple[int | None, int] | None
 """(low, high): query i sees keys i + low … i + high; a low of None: all from the first; None: all."""
@@ -79,6 +95,11 @@ def hidden_by_position(
     return key > query + high if low is None else (key < query + low) | (key > query + high)
 
 
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """What log-scale results are computed in: float64 for float64, else float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def check_problem(
     query: Tensor,
     key: Tensor,
@@ -86,10 +107,10 @@ def check_problem(
     log_weight: Tensor | None,
     scale: Scale,
     is_causal: bool,
-    *,
     window: Window = None,
     softcap: float | None = None,
     sink: Sink = None,
+    sink_value: Tensor | None = None,
 ) -> AttentionProblem:
     """Check every argument and bring it to the common layout.
 
@@ -98,14 +119,21 @@ def check_problem(
             another type.
         ValueError: shapes or devices that do not fit, or an option out of its range; the message names them.
     """
-    tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
-    _check_tensors(tensors)
+    check_alike(query=query, key=key, **({} if value is None else {"value": value}))
     _check_shapes(query, key, value)
-    check_flag("is_causal", is_causal)
-    key_heads = key.shape[1]
-    heads = query.shape[1:3] if query.ndim == 5 else (key_heads, query.shape[1] // key_heads)
+    flag("is_causal", is_causal)
+    heads = query.shape[1:3] if query.ndim == 5 else (key.shape[1], query.shape[1] // key.shape[1])
     layout = (query.shape[0], *heads, query.shape[-2], key.shape[2])
-    problem = AttentionProblem(
+    dtype = working_dtype(query)
+    is_causal, band = _check_window(window, is_causal, layout)
+    if softcap is not None:
+        softcap = float(number("softcap", softcap, above=0))
+        check_fits("softcap", softcap, dtype)
+    if sink_value is not None:
+        if sink is None or value is None:
+            raise ValueError("sink_value goes with a sink, of which it is the value, and with the values of the keys")
+        sink_value = _layout_per_query("sink_value", sink_value, query, layout, value.shape[-1]).to(dtype)
+    return AttentionProblem(
         query=query if query.ndim == 5 else query.unflatten(1, heads),
         key=key,
         value=value,
@@ -113,16 +141,10 @@ def check_problem(
         scale=_layout_scale(scale, query, layout),
         is_causal=is_causal,
         lead=tuple(query.shape[:-1]),
-    )
-    if window is None and softcap is None and sink is None:
-        return problem
-    is_causal, band = _check_window(window, is_causal, layout)
-    return replace(
-        problem,
-        is_causal=is_causal,
         window=band,
-        softcap=_check_softcap(softcap, problem.dtype),
-        sink=_layout_sink(sink, problem.dtype, query, layout),
+        softcap=softcap,
+        sink=_layout_sink(sink, dtype, query, layout),
+        sink_value=sink_value,
     )
 
 
@@ -132,7 +154,7 @@ def _check_window(window: Window, is_causal: bool, layout: tuple[int, ...]) -> t
         return is_causal, None
     sides = window if isinstance(window, tuple) else (window, window)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
-        raise TypeError(f"window must be a whole number or a pair of them, got {told(window)}")
+        raise TypeError(f"window must be a whole number or a pair of them, got {described(window)}")
     left, right = sides
     if left < 0 or right < 0:
         raise ValueError(f"window must not be negative, got {window}")
@@ -144,82 +166,16 @@ def _check_window(window: Window, is_causal: bool, layout: tuple[int, ...]) -> t
     return False, (-left, right)
 
 
-def told(thing: object) -> str:
-    """A wrong option for a message: what is short as it is, of anything else the type."""
-    short = all(isinstance(part, int | float | str) for part in (thing if isinstance(thing, tuple) else (thing,)))
-    return repr(thing) if short else type(thing).__name__
-
-
-def check_flag(name: str, flag: object) -> None:
-    """True or False; a `TypeError`."""
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} must be True or False, got {told(flag)}")
-
-
-def check_choice(name: str, choice: object, *known: str | None) -> None:
-    """One of a few words; a `ValueError`."""
-    if not (choice is None or isinstance(choice, str)) or choice not in known:
-        *some, last = (repr(word) for word in known)
-        raise ValueError(f"{name} must be {', '.join(some)} or {last}, got {told(choice)}")
-
-
-def check_count(name: str, one: str, count: object) -> None:
-    """A whole number, at least 1, as large as PyTorch counts; a `TypeError` or `ValueError`."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} must be a whole number, got {told(count)}")
-    if count < 1:
-        raise ValueError(f"at least 1 {one} is needed, got {count}")
-    if count >= 1 << 63:
-        raise ValueError(f"{name} must be below 2⁶³, got {count}")
-
-
-def check_fits(name: str, number: float, dtype: torch.dtype) -> None:
-    """Finite in a dtype; a `ValueError`. Comparisons, and not functions of `math`: the compiler knows them."""
-    if not abs(number) < math.inf:
-        raise ValueError(f"{name} must be finite, got {number}")
-    if abs(number) > torch.finfo(dtype).max:
-        raise ValueError(f"{name} must be finite in {dtype}, got {number}")
-
-
-def _check_softcap(softcap: float | None, dtype: torch.dtype) -> float | None:
-    if softcap is None:
-        return None
-    if isinstance(softcap, bool) or not isinstance(softcap, float | int):
-        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {softcap}")
-    check_fits("softcap", softcap, dtype)
-    return float(softcap)
-
-
-def _check_tensors(tensors: dict[str, Tensor]) -> None:
-    query = tensors["query"]
+def check_alike(mixed: bool = False, /, **tensors: Any) -> None:
+    """Floating-point tensors on one device and, unless `mixed`, of one dtype; a `TypeError` or `ValueError`."""
+    (first, like), *_ = tensors.items()
     for name, tensor in tensors.items():
-        check_floating(name, tensor)
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"query and {name} must have one dtype, got {query.dtype} and {tensor.dtype}")
-        if tensor.device != query.device:
-            raise ValueError(f"query and {name} must be on one device, got {query.device} and {tensor.device}")
-
-
-def check_floating(name: str, tensor: Tensor, *, or_boolean: bool = False) -> None:
-    """A dense floating-point tensor of the dtypes that are computed in; a `TypeError`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    check_dense(name, tensor)
-    if tensor.dtype not in DTYPES and not (or_boolean and tensor.dtype == torch.bool):
-        boolean = "boolean (True keeps) or " if or_boolean else ""
-        raise TypeError(f"{name} must be a {boolean}16-, 32- or 64-bit floating-point tensor, got {tensor.dtype}")
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Not sparse and not nested; a `TypeError`. Compiled backward passes may not ask, and compiled calls are not asked."""
-    if torch.compiler.is_compiling():
-        return
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(
-            f"{name} must be a dense tensor, got {'a nested tensor' if tensor.is_nested else tensor.layout}"
-        )
+        dtype = floating(name, tensor).dtype
+        if dtype != like.dtype and not mixed:
+            raise TypeError(f"{first} and {name} must have one dtype, got {like.dtype} and {dtype}")
+    # Nearly always they are, and small calls take microseconds.
+    if any(tensor.device != like.device for tensor in tensors.values()):
+        check_one_device(**tensors)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
@@ -249,9 +205,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
 
 
 def _layout_log_weight(log_weight: Tensor, query: Tensor, key: Tensor, layout: tuple[int, ...]) -> Tensor:
-    check_floating("log_weight", log_weight, or_boolean=True)
-    if log_weight.device != query.device:
-        raise ValueError(f"query and log_weight must be on one device, got {query.device} and {log_weight.device}")
+    floating("log_weight", log_weight, or_boolean=True)
+    check_one_device(query=query, log_weight=log_weight)
     wanted = (*query.shape[:-1], key.shape[2])
     shape = tuple(log_weight.shape)
     padded = (1,) * (len(wanted) - len(shape)) + shape
@@ -271,9 +226,7 @@ def _layout_scale(scale: Scale, query: Tensor, layout: tuple[int, ...]) -> float
         return query.shape[-1] ** -0.5
     if isinstance(scale, Tensor):
         return _layout_per_query("scale", scale, query, layout)
-    if isinstance(scale, bool) or not isinstance(scale, float | int):
-        raise TypeError(f"scale must be a number, a tensor or None, got {type(scale).__name__}")
-    check_fits("scale", scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
+    check_fits("scale", number("scale", scale), working_dtype(query))
     return float(scale)
 
 
@@ -282,79 +235,36 @@ def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: tuple[in
         return None
     if isinstance(sink, Tensor):
         sink = _layout_per_query("sink", sink, query, layout).to(dtype)
-        return sink.squeeze(-1) if sink.ndim else sink.to(query.device)
-    if isinstance(sink, bool) or not isinstance(sink, float | int):
-        raise TypeError(f"sink must be a number, a tensor or None, got {type(sink).__name__}")
-    if not sink < math.inf:
-        raise ValueError(f"sink must be finite or -inf, got {sink}")
-    if sink != -math.inf:
-        check_fits("sink", sink, dtype)
+        return sink.squeeze(-1) if sink.ndim else sink
+    if not (isinstance(sink, float) and sink == -math.inf):
+        check_fits("sink", number("sink", sink), dtype)
     return torch.full((), float(sink), dtype=dtype, device=query.device)
 
 
-def _layout_per_query(name: str, number: Tensor, query: Tensor, layout: tuple[int, ...]) -> Tensor:
-    """A tensor of one number, one a head, or one a query, as ``(#B, #Hk, #G, #L, 1)`` or of no dimension."""
-    check_floating(name, number)
-    # One number in the processor's memory is as good as a number, wherever the query is.
-    if number.device != query.device and (number.ndim > 0 or number.device.type != "cpu"):
-        raise ValueError(f"query and {name} must be on one device, got {query.device} and {number.device}")
-    heads = layout[1] * layout[2]
-    if number.ndim == 0 or tuple(number.shape) == (1,):
-        return number.reshape(())
-    if number.ndim == 1 and number.shape[0] == heads:
-        return number.reshape(1, *layout[1:3], 1, 1)
-    wanted = (*query.shape[:-1], 1)
-    shape = tuple(number.shape)
-    if len(shape) != len(wanted) or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
+def _layout_per_query(
+    name: str, given: Tensor, query: Tensor, layout: tuple[int, ...], size: int | None = None
+) -> Tensor:
+    """What is given once, one a head, or one a query: ``(#B, #Hk, #G, #L, 1)``, or of no dimension, if it is a number.
+
+    Args:
+        size: of a vector; then the last dimension, which is there in all forms.
+    """
+    floating(name, given)
+    check_one_device(query=query, **{name: given})
+    heads, last, shape = layout[1] * layout[2], () if size is None else (size,), tuple(given.shape)
+    if shape == last or (shape == (1,) and size is None):
+        return given.reshape(last).to(query.device)
+    if shape == (heads, *last):
+        return given.reshape(1, *layout[1:3], 1, *(last or (1,)))
+    wanted = (*query.shape[:-1], size or 1)
+    fits = len(shape) == len(wanted) and all(a in (1, b) for a, b in zip(shape[:-1], wanted[:-1], strict=True))
+    if not fits or shape[-1] != wanted[-1]:
+        forms = (
+            f"one number, {heads} (one a head)" if size is None else f"of shape {last}, {(heads, size)} (one a head)"
+        )
         raise ValueError(
-            f"{name} must be one number, {heads} (one a head) or broadcast to {wanted} for query "
-            f"{tuple(query.shape)}, got shape {shape}"
+            f"{name} must be {forms} or broadcast to {wanted} for query {tuple(query.shape)}, got shape {shape}"
         )
     if len(wanted) == 5:
-        return number
-    return number.unsqueeze(2) if shape[1] == 1 else number.unflatten(1, layout[1:3])
-
-
-def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Under `torch.autocast`, what it casts an operation's arguments to, as it does for PyTorch's own attention.
-
-    What is not a tensor to be cast is left for the checks to refuse.
-    """
-    kind = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), "meta")
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-            return tensor
-        return tensor.to(dtype)
-
-    return tuple(map(cast, tensors))
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Where operations keep the dtype they are written in."""
-    kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
-
-
-def in_functorch() -> bool:
-    """Whether this call is inside a `torch.func` transform."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def in_nested_forward_mode() -> bool:
-    """Whether this call is inside forward mode within forward mode, where a custom function's second tangent is lost."""
-    stack = torch._C._functorch.get_interpreter_stack() or []  # pyright: ignore[reportAttributeAccessIssue]
-    forward = torch._C._functorch.TransformType.Jvp  # pyright: ignore[reportAttributeAccessIssue]
-    return sum(interpreter.key() == forward for interpreter in stack) > 1
-
-
-def may_be_differentiated(tensor: Tensor) -> bool:
-    """Whether a derivative for this tensor may be wanted; inside a transform that cannot be known, so yes."""
-    if not tensor.is_floating_point():
-        return False
-    return (tensor.requires_grad and torch.is_grad_enabled()) or in_functorch() or forward_ad._current_level >= 0
+        return given
+    return given.unsqueeze(2) if shape[1] == 1 else given.unflatten(1, layout[1:3])

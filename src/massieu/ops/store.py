@@ -1,20 +1,18 @@
 """Atoms on disk: keys, values and log-weights that need not fit in memory, in memory-mapped safetensors files."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from massieu.ops.shapes import told
+from massieu.foundation.arguments import check_values, floating, instance, whole_number
+from massieu.foundation.files import replacing
 
 
 class AtomBlock(NamedTuple):
@@ -56,7 +54,7 @@ class AtomStore:
         """Write blocks of atoms as they come, one file each, and open the result.
 
         Everything is written beside `path` and renamed when it is complete: after an error, or Ctrl-C, there is no
-        store at `path` and nothing is left beside it. A process that is killed leaves a directory `.<name>.writing-…`.
+        store at `path` and nothing is left beside it. A process that is killed leaves a directory `.massieu-…`.
 
         Args:
             path: the directory to make; it must not exist, or be empty.
@@ -72,8 +70,7 @@ class AtomStore:
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"a store is written to a new directory, and {path} is already there")
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.writing-", dir=path.parent))
-        try:
+        with replacing(path, folder=True, durable=False) as beside:
             first = None
             for index, block in enumerate(blocks):
                 _check_block(block, first)
@@ -81,11 +78,6 @@ class AtomStore:
                 save_file(_written(block), beside / f"{index:08d}.safetensors")
             if first is None:
                 raise ValueError("a store needs at least one block of atoms, got none")
-            beside.chmod(0o777 & ~_umask())
-            beside.replace(path)
-        except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
-            raise
         return AtomStore.open(path)
 
     @staticmethod
@@ -103,14 +95,14 @@ class AtomStore:
         if not files:
             raise ValueError(f"a store of atoms is a directory of .safetensors files, and {path} holds none")
         layouts = [_layout(file) for file in files]
+        fixed = layouts[0][1:]
         for file, layout in zip(files, layouts, strict=True):
-            if layout.fixed != layouts[0].fixed:
+            if layout[1:] != fixed:
                 raise ValueError(
-                    f"all files of a store must be alike: {files[0].name} has {layouts[0].told}, "
-                    f"{file.name} has {layout.told}"
+                    f"all files of a store must be alike: {files[0].name} has {_described(*fixed)}, "
+                    f"{file.name} has {_described(*layout[1:])}"
                 )
-        first = layouts[0]
-        return AtomStore(files, tuple(layout.atoms for layout in layouts), *first.fixed)
+        return AtomStore(files, tuple(layout[0] for layout in layouts), *fixed)
 
     def blocks(self, size: int = 1 << 16) -> Iterator[AtomBlock]:
         """The atoms in order, at most `size` a head at a time.
@@ -121,7 +113,7 @@ class AtomStore:
         Raises:
             ValueError: size is below 1, or a file has changed since the store was opened.
         """
-        check_block_size(size)
+        whole_number("size", size, least=1)
         for file, count in zip(self.files, self.counts, strict=True):
             for first in range(0, count, size):
                 yield self._read(file, count, slice(first, min(count, first + size)))
@@ -137,24 +129,6 @@ class AtomStore:
             return AtomBlock(points[:, atoms], values, log_weight)
 
 
-class _Layout(NamedTuple):
-    atoms: int
-    fixed: tuple[int, int, int, bool, bool]
-    """What all files of a store share, in the order of its fields."""
-
-    @property
-    def told(self) -> str:
-        heads, size, value_size, has_values, has_log_weight = self.fixed
-        values = f"values of size {value_size}" if has_values else "no values"
-        return f"{heads} heads, points of size {size}, {values}, {'' if has_log_weight else 'no '}log-weights"
-
-
-def check_block_size(size: object) -> None:
-    """A number of atoms; a `ValueError`."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"a block must hold a whole number of atoms, at least 1, got {told(size)}")
-
-
 def _opened(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
@@ -162,7 +136,13 @@ def _opened(file: Path) -> safe_open:
         raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from error
 
 
-def _layout(file: Path) -> _Layout:
+def _described(heads: int, size: int, value_size: int, has_values: bool, has_log_weight: bool) -> str:
+    values = f"values of size {value_size}" if has_values else "no values"
+    return f"{heads} heads, points of size {size}, {values}, {'' if has_log_weight else 'no '}log-weights"
+
+
+def _layout(file: Path) -> tuple[int, int, int, int, bool, bool]:
+    """The number of atoms, and what all files of a store share, in the order of its fields."""
     with _opened(file) as content:
         shapes = {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
         types = {name: content.get_slice(name).get_dtype() for name in shapes}
@@ -179,25 +159,17 @@ def _layout(file: Path) -> _Layout:
         raise ValueError(f"{file}: {error}") from None
     heads, count, size = shapes["points"]
     value_size = shapes["values"][2] if "values" in shapes else size
-    return _Layout(count, (heads, size, value_size, "values" in shapes, "log_weight" in shapes))
+    return count, heads, size, value_size, "values" in shapes, "log_weight" in shapes
 
 
-def _check_block(block: object, first: AtomBlock | None) -> None:
-    if not isinstance(block, AtomBlock):
-        raise TypeError(f"a block of atoms must be an AtomBlock, got {type(block).__name__}")
+def _check_block(block: AtomBlock, first: AtomBlock | None) -> None:
+    instance("a block of atoms", block, AtomBlock, "an AtomBlock")
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in block._asdict().items():
         if part is None and name != "points":
             continue
-        if not isinstance(part, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
-        if part.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {part.dtype}")
-        if part.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got {part.layout}")
-        if part.is_meta:
-            raise ValueError(f"{name} must hold numbers, got a tensor on {part.device}")
-        shapes[name] = tuple(part.shape)
+        shapes[name] = tuple(floating(name, part).shape)
+        check_values(**{name: part})
     _check_shapes(shapes)
     if first is None:
         return
@@ -232,10 +204,3 @@ def _check_shapes(shapes: dict[str, tuple[int, ...]]) -> None:
         raise ValueError(f"values must have shape {(*points[:2], 'E')} for points {points}, got {values}")
     if shapes.get("log_weight", points[:2]) != points[:2]:
         raise ValueError(f"log_weight must have shape {points[:2]} for points {points}, got {shapes['log_weight']}")
-
-
-def _umask() -> int:
-    """The process's file mode mask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

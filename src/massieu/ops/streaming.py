@@ -3,7 +3,6 @@
 The results of `massieu.ops.attention` and `log_partition`, with an `AtomStore` in place of keys and values.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -13,22 +12,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.ops import reference
+from massieu.foundation.arguments import described, floating, whole_number
+from massieu.foundation.derivatives import forward_derivative, reverse_derivative
+from massieu.foundation.numerics import exp_
+from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, may_be_differentiated, uncompiled
 from massieu.ops.attention import AttentionResult
 from massieu.ops.attention import attention as block_attention
-from massieu.ops.moment_blocks import lowest_exponent
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import (
-    AttentionProblem,
-    Scale,
-    check_floating,
-    check_problem,
-    in_functorch,
-    in_nested_forward_mode,
-    may_be_differentiated,
-)
-from massieu.ops.store import AtomBlock, AtomStore, check_block_size
-from massieu.ops.uncompiled import uncompiled
+from massieu.ops.shapes import AttentionProblem, Scale, check_problem
+from massieu.ops.store import AtomBlock, AtomStore
+
+__all__ = ["attention", "log_partition"]
 
 TILE_PAIRS = 1 << 18
 """Scores at once in a gradient: two float32 buffers of this size fill a 2 MiB second-level cache."""
@@ -120,12 +114,12 @@ def _prepare(
     """The checked problem, and scale·query as (1, Hk, B·G·L, D) in the working dtype."""
     if not isinstance(store, AtomStore):
         raise TypeError(
-            f"store must be an AtomStore, got {type(store).__name__}; attention takes keys that are tensors"
+            f"store must be an AtomStore, got {described(store)}; ops.attention takes keys that are tensors"
         )
-    check_floating("query", query)
-    check_block_size(block_size)
+    floating("query", query)
+    whole_number("block_size", block_size, least=1)
     if progress is not None and not callable(progress):
-        raise TypeError(f"progress must be a function of two numbers or None, got {type(progress).__name__}")
+        raise TypeError(f"progress must be a function of two numbers or None, got {described(progress)}")
     # One atom a head stands for the store: shapes and types are checked as for keys.
     batch = query.shape[0] if query.ndim else 1
     problem = check_problem(query, query.new_zeros(batch, store.heads, 1, store.size), None, None, scale, False)
@@ -232,7 +226,8 @@ def _gradients(
         eta, level, mean = arguments[:count]
         # The anchor is a constant, whose gradient nobody takes.
         return _share_gradient(block, eta, level, mean, *cotangents), torch.zeros_like(level), torch.zeros_like(mean)
-    return reference.reverse_derivative(partial(term, block), arguments[:count], cotangents)
+    found = reverse_derivative(partial(term, block), arguments[:count], cotangents)
+    return tuple(gradient for gradient in found if gradient is not None)
 
 
 def _share_gradient(
@@ -244,7 +239,6 @@ def _share_gradient(
     points and values.
     """
     points, values, log_weight = block
-    lowest = lowest_exponent(eta.dtype)
     level = level.masked_fill(level == -torch.inf, torch.inf).unsqueeze(-1)
     base = torch.zeros_like(level) if grad is None else grad.unsqueeze(-1)
     if grad_moment is not None:
@@ -257,8 +251,7 @@ def _share_gradient(
         weights = (eta @ key.mT).sub_(level)
         if log_weight is not None:
             weights += log_weight[:, tile].unsqueeze(-2)
-        # As in `moment_blocks`, exp stays where it is fast; what is below that counts as nothing.
-        torch.threshold_(weights.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)
+        exp_(weights)
         if grad_moment is None or values is None:
             weights *= base
         else:
@@ -269,7 +262,7 @@ def _share_gradient(
 
 def _tangents(term: Term, block: AtomBlock, *arguments: Tensor) -> tuple[Tensor, ...]:
     half = len(arguments) // 2
-    return reference.forward_derivative(partial(term, block), arguments[:half], arguments[half:])
+    return forward_derivative(partial(term, block), arguments[:half], arguments[half:])
 
 
 class _WithMean(torch.autograd.Function):
@@ -293,3 +286,7 @@ class _WithMean(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         return (tangents[0] * ctx.saved_tensors[0]).sum(-1)
+
+
+def __dir__() -> list[str]:
+    return __all__

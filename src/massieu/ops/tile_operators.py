@@ -5,97 +5,49 @@ lets most of the scores live. As an operator the loop runs as it does without co
 shapes alike. An operator has no derivatives: `massieu.ops.linear_scores` gives them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from massieu.ops import score_tiles
 
+_TENSORS = (
+    "Tensor row, Tensor column, Tensor? bias, Tensor target, Tensor? row_ids, Tensor? column_ids, Tensor? log_weight"
+)
+_OPTIONS = "str rule, bool bias_in_score, bool both"
 
-@torch.library.custom_op("massieu::score_tiles_forward", mutates_args=())
-def forward(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    rule: str,
-    bias_in_score: bool,
-    both: bool,
-) -> list[Tensor]:
+
+@torch.library.custom_op(
+    "massieu::score_tiles_forward", mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> Tensor[]"
+)
+def forward(*arguments: Any) -> list[Tensor]:
     """`score_tiles.forward`."""
-    fixed = (target, row_ids, column_ids, log_weight)
-    return list(score_tiles.forward(row, column, bias, *fixed, rule, bias_in_score, both))
+    return list(score_tiles.forward(*arguments))
 
 
 @forward.register_fake
-def _(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    rule: str,
-    bias_in_score: bool,
-    both: bool,
-) -> list[Tensor]:
+def _(row: Tensor, column: Tensor, *rest: Any) -> list[Tensor]:
     rows = [row.new_empty(row.shape[0]) for _ in range(2)]
+    both = rest[-1]
     if not both:
         return rows
     count = torch.sym_min(row.shape[0], column.shape[0])
     return rows + [row.new_empty(count) for _ in range(2)]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-@torch.library.custom_op("massieu::score_tiles_backward", mutates_args=())
-def backward(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    level: Tensor,
-    column_level: Tensor | None,
-    grad_excess: Tensor | None,
-    grad_level: Tensor | None,
-    grad_column_excess: Tensor | None,
-    grad_column_level: Tensor | None,
-    rule: str,
-    bias_in_score: bool,
-    both: bool,
-    wanted: list[bool],
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "massieu::score_tiles_backward",
+    mutates_args=(),
+    schema=f"({_TENSORS}, Tensor[] results, Tensor?[] cotangents, {_OPTIONS}, bool[] wanted) -> Tensor[]",
+)
+def backward(*arguments: Any) -> list[Tensor]:
     """`score_tiles.backward`."""
-    tensors = (row, column, bias, target, row_ids, column_ids, log_weight, level, column_level)
-    cotangents = (grad_excess, grad_level, grad_column_excess, grad_column_level)
-    first, second, third = wanted
-    found = score_tiles.backward(*tensors, *cotangents, rule, bias_in_score, both, (first, second, third))
-    return list(found)
+    *tensors, results, cotangents, rule, bias_in_score, both, wanted = arguments
+    return list(score_tiles.backward(tensors, results, cotangents, (rule, bias_in_score, both), wanted))
 
 
 @backward.register_fake
-def _(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    level: Tensor,
-    column_level: Tensor | None,
-    grad_excess: Tensor | None,
-    grad_level: Tensor | None,
-    grad_column_excess: Tensor | None,
-    grad_column_level: Tensor | None,
-    rule: str,
-    bias_in_score: bool,
-    both: bool,
-    wanted: list[bool],
-) -> list[Tensor]:
-    tensors = zip((row, column, bias), wanted, strict=True)
+def _(*arguments: Any) -> list[Tensor]:
+    tensors = zip(arguments[:3], arguments[-1], strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, needed in tensors if needed and tensor is not None]

@@ -1,13 +1,14 @@
 """How the scores of a long attention are cut into pieces that stay in a core's cache, and which keys each piece sees."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import AttentionProblem, hidden_by_position, may_be_differentiated
+from massieu.foundation.numerics import exp_
+from massieu.foundation.transforms import in_functorch, may_be_differentiated
+from massieu.ops.shapes import AttentionProblem, hidden_by_position
 
 HIDDEN = -1e30
 """Stands for −inf where 0·score must stay 0."""
@@ -99,6 +100,14 @@ class Tile:
         whole = len(self.scores) == self.slab.shape[0] * self.slab.shape[1]
         return weights if whole or weights.shape[1] == 1 else weights[:, self.heads]
 
+    def exponentiate(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Turn scores and log-weights of a slab into weights of which the largest is 1; their logarithm's shift, their sum."""
+        if weight is not None:
+            self.spread_out(self.scores).add_(self.of_heads(weight))
+        self.hide()
+        top = self.scores.amax(-1, keepdim=True)
+        return top, exp_(self.scores.sub_(top)).sum(-1, keepdim=True)
+
     def hide(self) -> None:
         """Put the scores of hidden pairs far below every other."""
         keep = self.slab.seen.keep
@@ -184,17 +193,17 @@ def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
     weight, keys = slab_weight(problem, batch, rows), problem.key.shape[2]
     kept = weight if weight is None or weight.dtype == torch.bool else weight != -torch.inf
     dtype, device = problem.dtype, problem.query.device
-    outside = hidden_by_position(problem.window, rows.start, rows.stop - rows.start, keys, device)
-    if outside is not None:
+    causal = problem.is_causal and rows.start < keys - 1
+    if problem.window is not None or (causal and kept is not None):
+        outside = hidden_by_position(problem.band, rows.start, rows.stop - rows.start, keys, device)
+        assert outside is not None
         inside = ~outside[None, None, None]
         return _from_mask(inside if kept is None else kept & inside, dtype)
-    if not problem.is_causal or rows.start >= keys - 1:
-        if kept is None:
-            return Visible(0, keys, 0, 0, None, torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device))
-        return _from_mask(kept, dtype)
-    position = torch.arange(rows.start, rows.stop, device=device)
     if kept is not None:
-        return _from_mask(kept & (torch.arange(keys, device=device) <= position[:, None]), dtype)
+        return _from_mask(kept, dtype)
+    if not causal:
+        return Visible(0, keys, 0, 0, None, torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device))
+    position = torch.arange(rows.start, rows.stop, device=device)
     last = min(rows.stop, keys)
     keep = torch.arange(rows.start + 1, last, device=device) <= position[:, None]
     count = (position + 1).clamp_max(keys).to(dtype)
@@ -215,13 +224,9 @@ def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
     return Visible(first, last, mixed_first, mixed_last, kept[..., mixed_first:mixed_last].to(dtype), count)
 
 
-def exp_(scores: Tensor) -> None:
-    """exp in place for scores up to 0; where it is too small for products with it to be normal numbers, 0.
-
-    On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
-    """
-    lowest = -690.0 if scores.dtype == torch.float64 else -80.0
-    torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)
+def tile_capacity(problem: AttentionProblem, pairs_per_thread: int) -> int:
+    """Scores of a tile: so many a thread, and at least those of one query of a key head."""
+    return max(pairs_per_thread * torch.get_num_threads(), problem.query.shape[2] * problem.key.shape[2])
 
 
 def unusable(problem: AttentionProblem, *others: Tensor | None) -> str | None:
@@ -231,7 +236,7 @@ def unusable(problem: AttentionProblem, *others: Tensor | None) -> str | None:
         return f"it runs on the CPU, got {problem.query.device}"
     if torch.compiler.is_compiling():
         return "it cannot be compiled into something else"
-    if any(isinstance(tensor, Tensor) and may_be_differentiated(tensor) for tensor in tensors):
+    if in_functorch() or may_be_differentiated(*(tensor for tensor in tensors if isinstance(tensor, Tensor))):
         return "it has no derivative, and one may be wanted here"
     if problem.pairs == 0:
         return "it needs at least one query and one key"

@@ -1,22 +1,14 @@
 """The language-model head as log Z − score: cross-entropy over a vocabulary without its matrix of logits."""
 
-import math
 from typing import Literal, NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.ops.linear_scores import (
-    autocasts,
-    check_integers,
-    check_range,
-    check_tensors,
-    full_precision,
-    log_partitions,
-    values_are_known,
-)
-from massieu.ops.shapes import check_choice, check_flag, told
+from massieu.foundation.arguments import check_shape, choice, flag, number, whole_number
+from massieu.foundation.transforms import autocasts, without_autocast
+from massieu.ops.linear_scores import Direction, check_places, index_tensor, log_partitions, values_are_known
+from massieu.ops.shapes import check_alike, working_dtype
 
 
 class CrossEntropyResult(NamedTuple):
@@ -67,28 +59,22 @@ def linear_cross_entropy(
         ValueError: shapes or devices that do not fit (both are named), an option out of range; on the CPU a target out
             of range (elsewhere, compiled, or in a transform such a token's loss is NaN).
     """
-    check_shapes(hidden, weight, target, bias)
+    words = check_shapes(hidden, weight, target, bias).reshape(-1)
     check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    with full_precision(hidden):
-        rows, words = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
+    with without_autocast(hidden.device):
+        rows = hidden.reshape(-1, hidden.shape[-1])
         counted = words != ignore_index
         chosen = None
         if values_are_known(target):
-            check_range("target", words[counted], len(weight), f" or be ignore_index, {ignore_index}")
+            check_places("target", words[counted], len(weight), f" or be ignore_index, {ignore_index}")
             if not return_log_partition and not bool(counted.all()):
                 chosen = counted.nonzero().squeeze(1)
                 rows, words, counted = rows[chosen], words[chosen], counted[chosen]
-        rows, words = rows.to(dtype), words.where(counted, 0)
+        rows, words = rows.to(working_dtype(hidden)), words.where(counted, 0)
         # Before log Z: its gradient is then added last, in place, to the weight's.
         average = _mean_score(rows, weight, bias) if label_smoothing else None
         (found,) = log_partitions(rows, weight, bias, words, bias_in_score=True)
-        loss, level = found.excess, found.log_partition
-        if average is not None:
-            loss = (1 - label_smoothing) * loss + label_smoothing * (level - average)
-        if z_loss:
-            loss = loss + float(z_loss) * level.square()
-        loss = loss.masked_fill(~counted, 0.0)
+        loss, level = token_losses(found, average, counted, label_smoothing, z_loss), found.log_partition
         if reduction == "mean":
             loss = loss.sum() / counted.sum()
         elif reduction == "sum":
@@ -100,6 +86,18 @@ def linear_cross_entropy(
     return CrossEntropyResult(loss, level.reshape(target.shape)) if return_log_partition else loss
 
 
+def token_losses(
+    found: Direction, mean_score: Tensor | None, counted: Tensor, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """The loss of each token, 0 for those that do not count; with the mean score of all words where labels are smoothed."""
+    loss, level = found
+    if mean_score is not None:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (level - mean_score)
+    if z_loss:
+        loss = loss + float(z_loss) * level.square()
+    return loss.masked_fill(~counted, 0.0)
+
+
 def _mean_score(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The average score of all words, for each token."""
     # The gradient of a sum is its cotangent, repeated without memory; that of a mean would be written out.
@@ -107,33 +105,25 @@ def _mean_score(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return mean if bias is None else mean + bias.mean(dtype=rows.dtype)
 
 
-def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    mixed = isinstance(hidden, Tensor) and autocasts(hidden)
-    check_tensors(tensors, mixed)
+def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+    """The targets as 64-bit integers."""
+    mixed = isinstance(hidden, Tensor) and autocasts(hidden.device.type)
+    check_alike(mixed, hidden=hidden, weight=weight, **({} if bias is None else {"bias": bias}))
     h, w = tuple(hidden.shape), tuple(weight.shape)
     if len(w) != 2 or 0 in w:
         raise ValueError(f"weight must have shape (V, D) with at least one word and one dimension, got {w}")
     if len(h) < 1 or h[-1] != w[1]:
         raise ValueError(f"hidden must have shape (*lead, {w[1]}) for weight {w}, got {h}")
-    if bias is not None and tuple(bias.shape) != w[:1]:
-        raise ValueError(f"bias must have shape {w[:1]} for weight {w}, got {tuple(bias.shape)}")
-    check_integers("target", target, h[:-1], f"for hidden {h}", hidden.device)
+    if bias is not None:
+        check_shape("bias", bias, w[:1])
+    return index_tensor("target", target, h[:-1], hidden=hidden)
 
 
 def check_options(
     ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, return_log_partition: bool
 ) -> None:
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an integer, got {told(ignore_index)}")
-    if not -(1 << 63) <= ignore_index < 1 << 63:
-        raise ValueError(f"ignore_index must be a 64-bit integer, got {ignore_index}")
-    for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise TypeError(f"{name} must be a number, got {type(number).__name__}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss must be finite and at least 0, got {z_loss}")
-    check_choice("reduction", reduction, "none", "sum", "mean")
-    check_flag("return_log_partition", return_log_partition)
+    whole_number("ignore_index", ignore_index, least=-(1 << 63))
+    number("label_smoothing", label_smoothing, least=0, most=1)
+    number("z_loss", z_loss, least=0)
+    choice("reduction", reduction, "none", "sum", "mean")
+    flag("return_log_partition", return_log_partition)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from massieu.foundation.arguments import check_shape, floating
-from massieu.ops.sharded.agreement import Call, need_values, together
+from massieu.ops.sharded.agreement import Call, check_sendable, together
 from massieu.ops.sharded.collectives import Group, gather, gather_unequal, largest
 from massieu.ops.sharded.collectives import total as total_over
 
@@ -66,7 +66,7 @@ def agreed(
 
     def checked() -> tuple[Checked, Call]:
         value = check()
-        need_values(group, points=points)
+        check_sendable(group, points=points)
         told = {"batch": tuple(points.shape[:-2]), "dimension": points.shape[-1], "dtype": points.dtype}
         return value, Call(function, told | dict(alike), replicated)
 

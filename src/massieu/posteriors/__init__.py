@@ -10,7 +10,6 @@ from massieu.posteriors.conjugate import ExponentialFamily, GaussianMean
 from massieu.posteriors.discrete import DirichletMultinomial, DiscreteLatent
 from massieu.posteriors.linear_regression import BayesianLinearRegression, NoisyLinearRegression
 from massieu.posteriors.markov import HiddenMarkov
-from massieu.posteriors.sink import attention_with_prior  # noqa: F401
 from massieu.posteriors.sufficiency import averaging_regret, sufficiency
 from massieu.posteriors.symmetry import model_permutation_gap, permutation_gap
 

@@ -32,3 +32,7 @@ from massieu.ops.sharded.keys import attention, log_partition
 from massieu.ops.sharded.vocabulary import linear_cross_entropy
 
 __all__ = ["attention", "info_nce", "linear_cross_entropy", "log_partition"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,7 +6,7 @@ error that all of them raise.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from massieu.foundation.transforms import layers, unwrapped
 from massieu.ops.sharded.collectives import Group, gathered
 
 Checked = TypeVar("Checked")
 
-ROOM = 8
+MESSAGE_LENGTH = 8
 """Integers of the message."""
 
 
@@ -33,11 +34,11 @@ class Call:
     replicated: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors that must be equal; floating-point ones to rounding, as every process may have computed its own."""
     own: Mapping[str, int] = field(default_factory=dict)
-    """Numbers that may differ, and that every process is told of."""
+    """Numbers that may differ, of which every process gets all."""
 
     @property
     def table(self) -> dict[str, str]:
-        """All that must be equal but the tensors' numbers, in the order in which it is told."""
+        """All that must be equal but the tensors' numbers, in the order in which errors name it."""
         shapes = {
             f"{part} of {name}": repr(thing)
             for name, tensor in self.replicated.items()
@@ -57,7 +58,7 @@ def together(group: Group, check: Callable[[], tuple[Checked, Call]]) -> tuple[C
         check: what was checked, and what the process was called with.
 
     Raises:
-        RuntimeError: another process refused its arguments; its reason is told.
+        RuntimeError: another process refused its arguments, for a reason that the message has.
         ValueError: what must be equal differs between processes.
         What `check` raises is raised here.
     """
@@ -65,19 +66,20 @@ def together(group: Group, check: Callable[[], tuple[Checked, Call]]) -> tuple[C
         checked, call = check()
         header = _header(call, group)
     except Exception as error:
-        gathered(torch.tensor([1, *[0] * (ROOM - 1)], device=group.device), group)
+        gathered(torch.tensor([1, *[0] * (MESSAGE_LENGTH - 1)], device=group.device), group)
         _texts(f"{type(error).__name__}: {error}", group)
         raise
     rows = gathered(header, group).tolist()
-    _heed_refusals(rows, group)
+    _raise_for_others(rows, group)
     if len({row[1] for row in rows}) > 1:
         raise ValueError(_difference(call.table, group))
     if len({row[2] for row in rows}) > 1:
-        _check_tensors(call.replicated, group)
+        for name, tensor in call.replicated.items():
+            _check_close(name, tensor, group)
     return checked, {name: [row[3 + place] for row in rows] for place, name in enumerate(call.own)}
 
 
-def need_values(group: Group, **tensors: object) -> None:
+def check_sendable(group: Group, **tensors: object) -> None:
     """Raise unless the group can send what is computed from these tensors.
 
     Raises:
@@ -93,22 +95,23 @@ def need_values(group: Group, **tensors: object) -> None:
                 f"{name} must be on a device that the group's backend {dist.get_backend(group.handle)} serves "
                 f"({', '.join(sorted(served))}), got {tensor.device}"
             )
-        if torch._C._functorch.is_batchedtensor(_plain(tensor, batched=True)):  # pyright: ignore[reportAttributeAccessIssue]
+        if any(map(torch._C._functorch.is_batchedtensor, layers(tensor))):  # pyright: ignore[reportAttributeAccessIssue]
             raise RuntimeError(
                 f"sharded functions cannot be inside torch.func.vmap, which has {name}: give them a batch instead"
             )
 
 
-def wants_gradient(*tensors: object) -> bool:
-    """Whether one of these requires a gradient here; processes must agree, as the backward pass communicates."""
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-
-
-def has_tangent(*tensors: object) -> bool:
-    """Whether one of these has a tangent of forward mode, which communicates too."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+def derivatives_wanted(name: str, own: Sequence[object], others: Sequence[object]) -> dict[str, object]:
+    """For `Call.alike`: whether `own`, or any tensor, has a gradient, or a tangent of forward mode: both communicate."""
+    given = [tensor for tensor in (*own, *others) if isinstance(tensor, Tensor)]
+    enabled, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    tangent = forward and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+    of_own = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in own)
+    return {
+        f"requires_grad of {name}": enabled and of_own,
+        "requires_grad of any tensor": enabled and any(tensor.requires_grad for tensor in given),
+        "presence of a tangent": tangent,
+    }
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def digest(tensor: Tensor) -> Tensor:
     Σ word·factor(place) modulo 2⁶⁴ with odd factors as good as random: no change of a single word goes unnoticed, and of
     several with a probability of 2⁻³² at most.
     """
-    plain = _plain(tensor.detach()).detach().reshape(-1)
+    plain = unwrapped(tensor.detach()).detach().reshape(-1)
     words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     block = _BLOCK if words.device.type == "cpu" else 128 * _BLOCK
@@ -139,25 +142,17 @@ def _factors(first: int, count: int, device: torch.device) -> Tensor:
     return (state ^ (state >> 31)) | 1
 
 
-def _plain(tensor: Tensor, *, batched: bool = False) -> Tensor:
-    """The tensor under the wrappers of `torch.func`, or down to one that has a batch."""
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    while functorch.is_functorch_wrapped_tensor(tensor) and not (batched and functorch.is_batchedtensor(tensor)):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def _header(call: Call, group: Group) -> Tensor:
     contents = [int(digest(tensor)) for tensor in call.replicated.values()]
     numbers = [0, _hashed(call.table), _hashed(contents), *call.own.values()]
-    return torch.tensor(numbers + [0] * (ROOM - len(numbers)), device=group.device)
+    return torch.tensor(numbers + [0] * (MESSAGE_LENGTH - len(numbers)), device=group.device)
 
 
 def _hashed(thing: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(thing).encode(), digest_size=8).digest(), signed=True)
 
 
-def _heed_refusals(rows: list[list[int]], group: Group) -> None:
+def _raise_for_others(rows: list[list[int]], group: Group) -> None:
     refused = [rank for rank, row in enumerate(rows) if row[0]]
     if refused:
         reason = _texts("", group)[refused[0]]
@@ -182,16 +177,7 @@ def _difference(table: dict[str, str], group: Group) -> str:
     return "all processes must call the same function in the same way"
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Raise on all processes unless the tensors are those of process 0, all processes' digests of which are not equal."""
-    digests: list[list[int]] = _texts([int(digest(tensor)) for tensor in tensors.values()], group)
-    for place, (name, tensor) in enumerate(tensors.items()):
-        other = next((rank for rank, row in enumerate(digests) if row[place] != digests[0][place]), None)
-        if other is not None:
-            _check_close(name, tensor, other, group)
-
-
-def _check_close(name: str, tensor: Tensor, other: int, group: Group) -> None:
+def _check_close(name: str, tensor: Tensor, group: Group) -> None:
     """Raise on all processes unless a tensor is that of process 0; a floating-point one, to rounding.
 
     Two processes that compute the same numbers seldom round alike: memory that is aligned differently is enough. So
@@ -201,16 +187,16 @@ def _check_close(name: str, tensor: Tensor, other: int, group: Group) -> None:
     Raises:
         ValueError: they differ.
     """
-    message = f"all processes must give the same {name}, and that of process {{}} is not that of process 0"
-    if not tensor.is_floating_point():
-        raise ValueError(message.format(other))
-    own = _plain(tensor.detach()).detach().clone(memory_format=torch.contiguous_format)
+    own = unwrapped(tensor.detach()).detach().clone(memory_format=torch.contiguous_format)
     first = own.clone()
     dist.broadcast(first, group=group.handle, group_src=0)
-    size = first.abs().nan_to_num(0.0, 0.0)
-    size = size.amax(-1, keepdim=True) if size.ndim else size
-    same = (own == first) | (own.isnan() & first.isnan())
-    near = (own - first).abs() <= torch.finfo(own.dtype).eps ** (2 / 3) * size
-    wrong = gathered((~(same | near)).any().to(device=group.device, dtype=torch.uint8), group).tolist()
+    same = own == first
+    if tensor.is_floating_point():
+        size = first.abs().nan_to_num(0.0, 0.0)
+        size = size.amax(-1, keepdim=True) if size.ndim else size
+        near = (own - first).abs() <= torch.finfo(own.dtype).eps ** (2 / 3) * size
+        same = same | near | (own.isnan() & first.isnan())
+    wrong = gathered((~same).any().to(device=group.device, dtype=torch.uint8), group).tolist()
     if any(wrong):
-        raise ValueError(message.format(wrong.index(1)))
+        place = f"that of process {wrong.index(1)} is not that of process 0"
+        raise ValueError(f"all processes must give the same {name}, and {place}")

@@ -10,7 +10,7 @@ process's own. Each operation below is linear, and its backward pass is another 
 - `exchange`: own → own, slice j goes to process j. Backward: `exchange`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,22 +62,22 @@ class Group:
 
 def replicate(tensor: Tensor, group: Group) -> Tensor:
     """A replicated tensor, to be used in ways that differ between processes."""
-    return _Replicate.apply(tensor, group)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(tensor, None, _replicated, group)  # pyright: ignore[reportReturnType]
 
 
 def total(tensor: Tensor, group: Group, known: Tensor | None = None) -> Tensor:
     """The sum over processes, replicated; where its value is `known`, nothing is communicated."""
-    return _Total.apply(tensor, known, group)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(tensor, known, _summed, group)  # pyright: ignore[reportReturnType]
 
 
 def gather(tensor: Tensor, group: Group) -> Tensor:
     """All processes' tensors, stacked."""
-    return _Gather.apply(tensor, group)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(tensor, None, gathered, group)  # pyright: ignore[reportReturnType]
 
 
 def exchange(tensor: Tensor, group: Group) -> Tensor:
     """From a stack of one slice for each process, the stack of those that the processes have for this one."""
-    return _Exchange.apply(tensor, group)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(tensor, None, _exchanged, group)  # pyright: ignore[reportReturnType]
 
 
 def gather_unequal(tensor: Tensor, dim: int, lengths: Sequence[int], group: Group) -> list[Tensor]:
@@ -142,79 +142,35 @@ def _exchanged(tensor: Tensor, group: Group) -> Tensor:
     return result
 
 
+def _replicated(tensor: Tensor, group: Group) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+_TRANSPOSED = {
+    _replicated: _summed,
+    _summed: _replicated,
+    gathered: _scattered,
+    _scattered: gathered,
+    _exchanged: _exchanged,
+}
+"""Of each linear operation, the one that is its backward pass."""
+
+
 class _Linear(torch.autograd.Function):
-    """An operation whose last argument is the group."""
+    """(tensor, known result or None, operation, group) ↦ operation(tensor, group)."""
+
+    @staticmethod
+    def forward(tensor: Tensor, known: Tensor | None, operation: Callable[..., Tensor], group: Group) -> Tensor:
+        return operation(tensor, group) if known is None else known.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group = inputs[-1]
-
-
-class _Replicate(_Linear):
-    @staticmethod
-    def forward(tensor: Tensor, group: Group) -> Tensor:
-        return tensor.view_as(tensor)
+        *_, ctx.operation, ctx.group = inputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return _Total.apply(cotangents[0], None, ctx.group), None
+        return _Linear.apply(cotangents[0], None, _TRANSPOSED[ctx.operation], ctx.group), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0].view_as(tangents[0])
-
-
-class _Total(_Linear):
-    @staticmethod
-    def forward(tensor: Tensor, known: Tensor | None, group: Group) -> Tensor:
-        return _summed(tensor, group) if known is None else known.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return _Replicate.apply(cotangents[0], ctx.group), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Total.apply(tangents[0], None, ctx.group)
-
-
-class _Gather(_Linear):
-    @staticmethod
-    def forward(tensor: Tensor, group: Group) -> Tensor:
-        return gathered(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return _ScatterSum.apply(cotangents[0], ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Gather.apply(tangents[0], ctx.group)
-
-
-class _ScatterSum(_Linear):
-    @staticmethod
-    def forward(tensor: Tensor, group: Group) -> Tensor:
-        return _scattered(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return _Gather.apply(cotangents[0], ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _ScatterSum.apply(tangents[0], ctx.group)
-
-
-class _Exchange(_Linear):
-    @staticmethod
-    def forward(tensor: Tensor, group: Group) -> Tensor:
-        return _exchanged(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return _Exchange.apply(cotangents[0], ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Exchange.apply(tangents[0], ctx.group)
+        return _Linear.apply(tangents[0], None, ctx.operation, ctx.group)

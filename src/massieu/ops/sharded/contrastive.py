@@ -1,20 +1,20 @@
 """Contrastive losses whose keys and negatives are those of all processes."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import contrastive
-from massieu.ops.contrastive import ContrastResult, FalseNegatives
-from massieu.ops.linear_scores import EVERYTHING, Direction, Seen, check_integers, log_partitions
-from massieu.ops.shapes import check_choice, check_flag
+from massieu.ops.contrastive import ContrastResult, LogWeight
+from massieu.ops.linear_scores import Direction, check_places, log_partitions
+from massieu.ops.score_tiles import Seen
+from massieu.ops.shapes import working_dtype
 from massieu.ops.sharded import rows
-from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
+from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import Group, replicate, total
 from massieu.ops.sharded.keys import Placement, Processes
-from massieu.ops.uncompiled import uncompiled
-
-LogWeight = Float[Tensor, "..."] | Bool[Tensor, "..."] | FalseNegatives | None
 
 
 @uncompiled
@@ -58,13 +58,16 @@ def info_nce(
     """
     shard = Group.of(group)
 
-    def check() -> tuple[None, Call]:
-        count = _check(query, key, positive, negatives, symmetric, return_log_partition, loss)
-        _check_log_weight(log_weight, query, count)
-        number = contrastive.checked_temperature(temperature, query, query.dtype)
+    def check() -> tuple[tuple[Tensor, Tensor | None, Seen], Call]:
+        count = contrastive.check_arguments(query, key, negatives, symmetric, return_log_partition)
+        choice("loss", loss, "replicated", "sharded")
+        own = contrastive.targets(query, key, positive, symmetric)
         weight = log_weight if isinstance(log_weight, Tensor) else None
+        pairs = None if weight is None or weight.ndim != 2 else len(weight)
+        bias, seen = contrastive.weights(log_weight, query, count, pairs)
+        number = contrastive.checked_temperature(temperature, query, query.dtype)
         tensors = {"query": query, "key": key, "negatives": negatives, "temperature": number, "log_weight": weight}
-        need_values(shard, **tensors)
+        check_sendable(shard, **tensors)
         alike = {
             "size of queries": query.shape[1],
             "dtype": query.dtype,
@@ -74,23 +77,22 @@ def info_nce(
             "loss": loss,
             "presence of positive": positive is not None,
             "kind of log_weight": type(log_weight).__name__ if weight is None else f"of {weight.ndim} dimensions",
-            "number of queries in log_weight": len(weight) if weight is not None and weight.ndim == 2 else None,
-            "requires_grad of the query": wants_gradient(query, temperature),
-            "requires_grad of any tensor": wants_gradient(*tensors.values()),
-            "presence of a tangent": has_tangent(*tensors.values()),
-        }
+            "number of queries in log_weight": pairs,
+        } | derivatives_wanted("the query", [query, temperature], list(tensors.values()))
         replicated = {"temperature": number} if isinstance(number, Tensor) else {}
-        return None, Call("info_nce", alike, replicated, {"queries": len(query), "keys": len(key)})
+        return (own, bias, seen), Call("info_nce", alike, replicated, {"queries": len(query), "keys": len(key)})
 
-    _, told = together(shard, check)
-    lengths, counts = told["queries"], told["keys"]
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    with torch.autocast(query.device.type, enabled=False):
+    (own, bias, seen), numbers_of = together(shard, check)
+    lengths, counts = numbers_of["queries"], numbers_of["keys"]
+    dtype = working_dtype(query)
+    with without_autocast(query.device):
         keys = key if negatives is None else torch.cat([key, negatives])
-        own = torch.arange(len(query), device=query.device) + sum(counts[: shard.rank])
-        own = own if positive is None else positive.long()
-        target, ids = _labels(own, log_weight, lengths, counts, shard)
-        bias, seen = _weights(log_weight, ids, lengths, dtype, shard)
+        own = own if positive is not None else own + sum(counts[: shard.rank])
+        given = [own] if seen.row_ids is None else [own, seen.row_ids]
+        # Everyone's positives, and everyone's ids where there are any; each process looks at all, so each raises.
+        target, *ids = rows.everyone(torch.stack(given, -1), lengths, shard).unbind(-1)
+        check_places("positive", target, sum(counts))
+        seen = seen._replace(row_ids=ids[0] if ids else None, log_weight=_of_everyone(seen, lengths, shard))
         row = query.to(dtype) / contrastive.checked_temperature(temperature, query, dtype)
         row = rows.everyone(row, lengths, shard)
         mine, place = rows.places(target, counts, shard)
@@ -99,97 +101,20 @@ def info_nce(
         found = [rows.settled(rows.answers(numbers, lengths, shard), own, counts)]
         # All queries are here, so the log-partitions of this process's keys over them are whole.
         found += [Direction(*(numbers[: len(key)] for numbers in direction)) for direction in second]
-        sums = torch.stack([_sum(direction) for direction in found])
+        sums = torch.stack([direction.seen_excess().sum() for direction in found])
         mean = (total(sums, shard) / sum(lengths)).mean()
         mean = replicate(mean, shard) if loss == "sharded" else mean
-    if not return_log_partition:
-        return mean
     levels = [direction.log_partition for direction in found]
-    return ContrastResult(mean, torch.stack(levels) if symmetric else levels[0])
+    return contrastive.contrast(mean, levels) if return_log_partition else mean
 
 
-def _sum(direction: Direction) -> Tensor:
-    """A row that sees nothing has nothing to be told apart from."""
-    return direction.excess.masked_fill(direction.log_partition.detach() == -torch.inf, 0.0).sum()
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    positive: Tensor | None,
-    negatives: Tensor | None,
-    symmetric: bool,
-    return_log_partition: bool,
-    loss: str,
-) -> int:
-    """The number of this process's keys, negatives included."""
-    contrastive.check_keys(query, key, negatives)
-    check_flag("symmetric", symmetric)
-    check_flag("return_log_partition", return_log_partition)
-    check_choice("loss", loss, "replicated", "sharded")
-    if positive is None and len(query) != len(key):
-        raise ValueError(
-            f"query and key must be as many, or positive must say which key is whose: got {len(query)} and {len(key)}"
-        )
-    if positive is not None:
-        if symmetric:
-            raise ValueError("a symmetric loss has its positives on the diagonal: give no positive")
-        check_integers("positive", positive, (len(query),), f"for query {tuple(query.shape)}", query.device)
-    return len(key) + (0 if negatives is None else len(negatives))
-
-
-def _check_log_weight(log_weight: LogWeight, query: Tensor, count: int) -> None:
-    if log_weight is None:
-        return
-    if isinstance(log_weight, FalseNegatives):
-        own, others = log_weight.query_ids, log_weight.key_ids
-        check_integers("query_ids", own, (len(query),), f"for query {tuple(query.shape)}", query.device)
-        others = own if others is None else others
-        check_integers("key_ids", others, (count,), f"for {count} keys, negatives included", query.device)
-        return
-    if not isinstance(log_weight, Tensor):
-        raise TypeError(f"log_weight must be a tensor or FalseNegatives, got {type(log_weight).__name__}")
-    if log_weight.dtype != torch.bool and not log_weight.is_floating_point():
-        raise TypeError(f"log_weight must be boolean (True keeps) or floating-point, got {log_weight.dtype}")
-    if log_weight.device != query.device:
-        raise ValueError(f"query and log_weight must be on one device, got {query.device} and {log_weight.device}")
-    if log_weight.ndim not in (1, 2) or log_weight.shape[-1] != count:
-        raise ValueError(
-            f"log_weight must have shape {(count,)}, or (queries of all processes, {count}), got {tuple(log_weight.shape)}"
-        )
-
-
-def _labels(
-    target: Tensor, log_weight: LogWeight, lengths: list[int], counts: list[int], group: Group
-) -> tuple[Tensor, Tensor | None]:
-    """Everyone's positives, and everyone's ids where there are any."""
-    labels = [target]
-    if isinstance(log_weight, FalseNegatives):
-        labels.append(log_weight.query_ids.long())
-    everyone = rows.everyone(torch.stack(labels, -1), lengths, group)
-    # Each process looks at all positives, so each raises.
-    wrong = everyone[(everyone[:, 0] < 0) | (everyone[:, 0] >= sum(counts)), 0]
-    if len(wrong):
-        raise ValueError(f"positive must be in 0 … {sum(counts) - 1}, got {wrong[0].item()}")
-    return everyone[:, 0], everyone[:, 1] if everyone.shape[1] > 1 else None
-
-
-def _weights(
-    log_weight: LogWeight, ids: Tensor | None, lengths: list[int], dtype: torch.dtype, group: Group
-) -> tuple[Tensor | None, Seen]:
-    """Log-weights of single keys, and those of pairs, of which everyone's rows have the order of `rows.everyone`."""
-    if log_weight is None:
-        return None, EVERYTHING
-    if isinstance(log_weight, FalseNegatives):
-        others = log_weight.query_ids if log_weight.key_ids is None else log_weight.key_ids
-        return None, Seen("no equals", ids, others.long())
-    if log_weight.ndim == 2:
+def _of_everyone(seen: Seen, lengths: list[int], group: Group) -> Tensor | None:
+    """The log-weights of pairs, their rows in the order of `rows.everyone`."""
+    if seen.log_weight is None:
+        return None
+    if len(seen.log_weight) != sum(lengths):
         # Alike on all processes, so all raise.
-        if len(log_weight) != sum(lengths):
-            raise ValueError(
-                f"log_weight must be for the {sum(lengths)} queries of all processes, got {len(log_weight)}"
-            )
-        return None, Seen(log_weight=rows.own_first(log_weight, lengths, group))
-    if log_weight.dtype == torch.bool:
-        log_weight = torch.zeros_like(log_weight, dtype=dtype).masked_fill(~log_weight, -torch.inf)
-    return log_weight, EVERYTHING
+        raise ValueError(
+            f"log_weight must be for the {sum(lengths)} queries of all processes, got {len(seen.log_weight)}"
+        )
+    return rows.own_first(seen.log_weight, lengths, group)

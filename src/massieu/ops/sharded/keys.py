@@ -1,7 +1,8 @@
 """Attention and log Z over the keys of all processes."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,19 +10,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from massieu.ops.attention import AttentionResult
-from massieu.ops.attention import attention as local_attention
-from massieu.ops.attention import log_partition as local_log_partition
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, uncompiled
+from massieu.ops.attention import AttentionResult, of_problem
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import (
-    AttentionProblem,
-    Scale,
-    check_choice,
-    check_problem,
-    in_autocast_dtype,
-    may_be_differentiated,
-)
-from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
+from massieu.ops.shapes import AttentionProblem, Scale, check_problem
+from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import (
     Group,
     exchange_unequal,
@@ -30,7 +24,6 @@ from massieu.ops.sharded.collectives import (
     replicate,
     total,
 )
-from massieu.ops.uncompiled import uncompiled
 
 Processes = ProcessGroup | DeviceMesh | None
 Placement = Literal["replicated", "sharded"]
@@ -76,18 +69,7 @@ def attention(
         RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
     """
     query, key, value = in_autocast_dtype(query, key, value)
-
-    def local(eta: Tensor, keys: Keys, scale: float, is_causal: bool) -> Partial:
-        assert keys.value is not None
-        found = local_attention(eta, keys.key, keys.value, log_weight=keys.log_weight, scale=scale, is_causal=is_causal)
-        return Partial.of(found)
-
-    def check() -> AttentionProblem:
-        if value is None:
-            raise TypeError("value must be a tensor, got None; massieu.ops.sharded.log_partition needs no value")
-        return check_problem(query, key, value, log_weight, scale, is_causal)
-
-    problem, found = _run(check, local, queries, loss, group)
+    problem, found = _run((query, key, value, log_weight, scale, is_causal), True, queries, loss, group)
     return AttentionResult(problem.restore(found.mean).to(query.dtype), problem.restore(found.log_partition))
 
 
@@ -108,15 +90,7 @@ def log_partition(
     Arguments, guarantees and errors are those of `attention`.
     """
     query, key = in_autocast_dtype(query, key)
-
-    def local(eta: Tensor, keys: Keys, scale: float, is_causal: bool) -> Partial:
-        found = local_log_partition(eta, keys.key, log_weight=keys.log_weight, scale=scale, is_causal=is_causal)
-        return only(found)
-
-    def check() -> AttentionProblem:
-        return check_problem(query, key, None, log_weight, scale, is_causal)
-
-    problem, found = _run(check, local, queries, loss, group)
+    problem, found = _run((query, key, None, log_weight, scale, is_causal), False, queries, loss, group)
     return problem.restore(found.log_partition)
 
 
@@ -125,61 +99,49 @@ def only(log_partition: Tensor) -> Partial:
     return Partial(log_partition, log_partition.new_zeros(*log_partition.shape, 0))
 
 
-class Keys(NamedTuple):
-    """This process's keys, or some of them."""
-
-    key: Tensor
-    value: Tensor | None
-    log_weight: Tensor | None
-
-    def narrow(self, queries: slice, keys: slice) -> "Keys":
-        """Some of them, with their log-weights for some of the queries."""
-        weight = self.log_weight
-        if weight is not None:
-            weight = weight[:, :, :, queries] if weight.shape[3] > 1 else weight
-            weight = weight[..., keys] if weight.shape[4] > 1 else weight
-        return Keys(self.key[:, :, keys], None if self.value is None else self.value[:, :, keys], weight)
-
-
-Local = Callable[[Tensor, Keys, float, bool], Partial]
-
-
 def _run(
-    check: Callable[[], AttentionProblem],
-    local: Local,
-    queries: Placement,
-    loss: Placement | None,
-    processes: Processes,
+    arguments: tuple[Any, ...], has_values: bool, queries: Placement, loss: Placement | None, processes: Processes
 ) -> tuple[AttentionProblem, Partial]:
+    """The checked problem, and its results in the common layout."""
     group = Group.of(processes)
 
-    def checked() -> tuple[AttentionProblem, Call]:
-        _check_placement(queries, loss)
-        problem = check()
-        _check_weight(problem, queries)
-        need_values(group, query=problem.query, key=problem.key, value=problem.value, log_weight=problem.log_weight)
-        need_values(group, scale=problem.scale)
+    def check() -> tuple[AttentionProblem, Call]:
+        choice("queries", queries, "replicated", "sharded")
+        choice("loss", loss, "replicated", "sharded", None)
+        if queries == "sharded" and loss == "replicated":
+            raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
+        problem = check_problem(*arguments)
+        if has_values and problem.value is None:
+            raise TypeError("value must be a tensor, got None; massieu.ops.sharded.log_partition needs no value")
+        tensors = {name: getattr(problem, name) for name in ("query", "key", "value", "log_weight", "scale")}
+        check_sendable(group, **tensors)
         return problem, _call(problem, queries, loss or queries)
 
-    problem, told = together(group, checked)
+    problem, numbers_of = together(group, check)
     eta, scale = problem.query, problem.scale
     if isinstance(scale, Tensor):
         eta, scale = (eta * scale).to(eta.dtype), 1.0
-    first = sum(told["keys"][: group.rank])
+    first = sum(numbers_of["keys"][: group.rank])
 
     def answer(eta: Tensor) -> Partial:
-        keys = Keys(problem.key, problem.value, problem.log_weight)
-        return _causal(local, eta, keys, scale, first) if problem.is_causal else local(eta, keys, scale, False)
+        asked = replace(problem, query=eta, scale=scale)
+        return _causal(asked, first) if problem.is_causal else _local(asked)
 
     if queries == "sharded":
-        return problem, _of_own_queries(eta, answer, told["queries"], group)
+        return problem, _of_own_queries(eta, answer, numbers_of["queries"], group)
     found = merge(answer(replicate(eta, group)), group)
     return problem, found if loss != "sharded" else _own_copy(found, group)
 
 
-def _causal(local: Local, eta: Tensor, keys: Keys, scale: float, first: int) -> Partial:
+def _local(problem: AttentionProblem) -> Partial:
+    """The results over this process's keys."""
+    *output, log_z = of_problem(problem)
+    return Partial.of(AttentionResult(output[0], log_z)) if output else only(log_z)
+
+
+def _causal(problem: AttentionProblem, first: int) -> Partial:
     """Query i over keys up to i, the first of which is number `first`."""
-    length, count = eta.shape[3], keys.key.shape[2]
+    length, count = problem.query.shape[3], problem.key.shape[2]
     last = first + count
     # Queries before these keys see none of them, but belong to the graph; those within see some, those after all.
     pieces = (
@@ -188,33 +150,23 @@ def _causal(local: Local, eta: Tensor, keys: Keys, scale: float, first: int) -> 
         (slice(min(last, length), length), slice(0, count), False),
     )
     parts = [
-        local(eta[:, :, :, rows], keys.narrow(rows, columns), scale, is_causal)
-        for rows, columns, is_causal in pieces
+        _local(replace(problem.narrow(rows, keys), is_causal=is_causal))
+        for rows, keys, is_causal in pieces
         if rows.stop > rows.start or length == 0
     ]
     return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True)))
 
 
-def _check_placement(queries: str, loss: str | None) -> None:
-    check_choice("queries", queries, "replicated", "sharded")
-    check_choice("loss", loss, "replicated", "sharded", None)
-    if queries == "sharded" and loss == "replicated":
-        raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
-
-
-def _check_weight(problem: AttentionProblem, queries: Placement) -> None:
+def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Call:
+    """What must be equal on all processes, and what need not be."""
     weight = problem.log_weight
     if queries == "sharded" and weight is not None and weight.shape[3] > 1:
         raise ValueError(
             f"with sharded queries log_weight must be one a key for all queries, got {tuple(weight.shape[-2:])} for "
             f"{problem.query.shape[3]} queries and {problem.key.shape[2]} keys"
         )
-
-
-def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Call:
-    """What must be equal on all processes, and what need not be."""
     batch, key_heads, group, length, size = problem.query.shape
-    query, key, value, weight, scale = problem.query, problem.key, problem.value, problem.log_weight, problem.scale
+    query, key, value, scale = problem.query, problem.key, problem.value, problem.scale
     alike = {
         "batch size": batch,
         "number of key heads": key_heads,
@@ -227,10 +179,7 @@ def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Cal
         "is_causal": problem.is_causal,
         "presence of a log_weight": weight is not None,
         "scale": "a tensor" if isinstance(scale, Tensor) else scale,
-        "requires_grad of the query": wants_gradient(query, scale),
-        "requires_grad of any tensor": wants_gradient(query, key, value, weight, scale),
-        "presence of a tangent": has_tangent(query, key, value, weight, scale),
-    }
+    } | derivatives_wanted("the query", [query, scale], [key, value, weight])
     own, replicated = {"keys": key.shape[2]}, {}
     if queries == "sharded":
         own["queries"] = length
@@ -247,7 +196,7 @@ def merge(part: Partial, group: Group) -> Partial:
     """The result over all processes' keys, replicated."""
     with torch.no_grad():
         anchor = _merged(Partial(part.log_partition.detach(), part.mean.detach()), group)
-    if not any(may_be_differentiated(tensor) for tensor in part):
+    if not may_be_differentiated(*part):
         return anchor
     # The sums of the shares are 1 and 0, so nothing is sent; their derivatives need what each process has.
     weight, moment = shares(anchor, part)

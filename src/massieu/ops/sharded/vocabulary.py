@@ -6,14 +6,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from massieu.foundation.arguments import choice
+from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import vocabulary
-from massieu.ops.linear_scores import Direction, log_partitions
-from massieu.ops.shapes import check_choice
+from massieu.ops.linear_scores import Direction, check_places, log_partitions
+from massieu.ops.shapes import working_dtype
 from massieu.ops.sharded import rows
-from massieu.ops.sharded.agreement import Call, has_tangent, need_values, together, wants_gradient
+from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import Group, replicate, total
 from massieu.ops.sharded.keys import Placement, Processes, merge, only
-from massieu.ops.uncompiled import uncompiled
 from massieu.ops.vocabulary import CrossEntropyResult
 
 
@@ -59,11 +60,16 @@ def linear_cross_entropy(
     shard = Group.of(group)
     own = isinstance(tokens, str) and tokens == "sharded"
 
-    def check() -> tuple[None, Call]:
-        vocabulary.check_shapes(hidden, weight, target, bias)
+    def check() -> tuple[Tensor, Call]:
+        words = vocabulary.check_shapes(hidden, weight, target, bias)
         vocabulary.check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)
-        _check_placement(tokens, loss, reduction)
-        need_values(shard, hidden=hidden, weight=weight, target=target, bias=bias)
+        choice("tokens", tokens, "replicated", "sharded")
+        choice("loss", loss, "replicated", "sharded", None)
+        if own and reduction == "none" and loss == "replicated":
+            raise ValueError(
+                "losses of sharded tokens are each process's own: without a reduction loss must be 'sharded'"
+            )
+        check_sendable(shard, hidden=hidden, weight=weight, target=target, bias=bias)
         alike = {
             "size of hidden": hidden.shape[-1],
             "dtype": hidden.dtype,
@@ -75,27 +81,22 @@ def linear_cross_entropy(
             "tokens": tokens,
             "loss": loss,
             "presence of a bias": bias is not None,
-            "requires_grad of hidden": wants_gradient(hidden),
-            "requires_grad of any tensor": wants_gradient(hidden, weight, bias),
-            "presence of a tangent": has_tangent(hidden, weight, bias),
-        }
+        } | derivatives_wanted("hidden", [hidden], [weight, bias])
         free, count = {"words": len(weight)}, {"number of tokens": target.numel()}
         if own:
-            return None, Call("linear_cross_entropy", alike, {}, free | count)
-        return None, Call("linear_cross_entropy", alike | count, {"target": target, "hidden": hidden}, free)
+            return words, Call("linear_cross_entropy", alike, {}, free | count)
+        return words, Call("linear_cross_entropy", alike | count, {"target": target, "hidden": hidden}, free)
 
-    _, told = together(shard, check)
-    counts, lengths = told["words"], told.get("number of tokens", [target.numel()] * shard.size)
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    with torch.autocast(hidden.device.type, enabled=False):
-        words = target.reshape(-1).long()
+    words, numbers_of = together(shard, check)
+    counts = numbers_of["words"]
+    lengths = numbers_of.get("number of tokens", [target.numel()] * shard.size)
+    dtype = working_dtype(hidden)
+    with without_autocast(hidden.device):
+        words = words.reshape(-1)
         all_words = rows.everyone(words, lengths, shard) if own else words
         counted = all_words != ignore_index
         # Each process looks at all tokens, so each raises.
-        wrong = all_words[counted & ((all_words < 0) | (all_words >= sum(counts)))]
-        if len(wrong):
-            allowed = f"in 0 … {sum(counts) - 1} or be ignore_index, {ignore_index}"
-            raise ValueError(f"target must be {allowed}, got {wrong[0].item()}")
+        check_places("target", all_words[counted], sum(counts), f" or be ignore_index, {ignore_index}")
         row = hidden.reshape(-1, hidden.shape[-1])
         row = (rows.everyone(row, lengths, shard) if own else replicate(row, shard)).to(dtype)
         mine, place = rows.places(all_words.where(counted, -1), counts, shard)
@@ -107,12 +108,8 @@ def linear_cross_entropy(
         own_counted = words != ignore_index
         merged = _of_own_tokens if own else _of_all_tokens
         direction, score = merged(numbers, words.where(own_counted, 0), mine, lengths, counts, shard)
-        nats, level = direction
-        if label_smoothing:
-            nats = (1 - label_smoothing) * nats + label_smoothing * (level - score / sum(counts))
-        if z_loss:
-            nats = nats + float(z_loss) * level.square()
-        nats = nats.masked_fill(~own_counted, 0.0)
+        average = score / sum(counts) if label_smoothing else None
+        nats, level = vocabulary.token_losses(direction, average, own_counted, label_smoothing, z_loss), direction[1]
         if loss == "sharded" and not own:
             nats, level = replicate(torch.stack([nats, level]), shard)
         if reduction == "none":
@@ -122,13 +119,6 @@ def linear_cross_entropy(
             nats = replicate(nats, shard) if own and loss == "sharded" else nats
             nats = nats / counted.sum() if reduction == "mean" else nats
     return CrossEntropyResult(nats, level.reshape(target.shape)) if return_log_partition else nats
-
-
-def _check_placement(tokens: str, loss: str | None, reduction: str) -> None:
-    check_choice("tokens", tokens, "replicated", "sharded")
-    check_choice("loss", loss, "replicated", "sharded", None)
-    if tokens == "sharded" and reduction == "none" and loss == "replicated":
-        raise ValueError("losses of sharded tokens are each process's own: without a reduction loss must be 'sharded'")
 
 
 def _of_all_tokens(

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from massieu import ops
-from massieu.posteriors import GaussianMean, attention_with_prior
+from massieu.ops import attention, log_partition
+from massieu.posteriors import GaussianMean
 from massieu.verification.claim import Check, at_least, close
 from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
@@ -28,24 +28,25 @@ def sinks_as_priors(tokens: int = 12, dimensions: int = 4, repetitions: int = 40
     normal = normal_draws(seed)
     query, key = normal(2, 3, 5, dimensions), normal(2, 3, tokens, dimensions)
     value, sink, prior = normal(2, 3, tokens, dimensions), normal(3), normal(3, dimensions)
-    plain, shrunk = ops.attention(query, key, value, scale=1.0), ops.attention(query, key, value, scale=1.0, sink=sink)
+    plain, shrunk = attention(query, key, value, scale=1.0), attention(query, key, value, scale=1.0, sink=sink)
     mass, level = (query @ key.mT).exp().sum(-1), sink.exp().reshape(3, 1)
     factor = (mass / (mass + level)).unsqueeze(-1)
     yield close("value zero: output and Z/(Z + e^b)·attention", shrunk.output, factor * plain.output, _EXACT)
     yield close("value zero: log-partition and log(Z + e^b)", shrunk.log_partition, (mass + level).log(), _EXACT)
-    found = attention_with_prior(query, key, value, prior_value=prior, log_strength=sink, scale=1.0)
+    found = attention(query, key, value, sink=sink, sink_value=prior, scale=1.0)
     # The sink as one more key, at the origin, with its logit as log-weight.
     keys = torch.cat([torch.zeros_like(key[:, :, :1]), key], 2)
     values = torch.cat([prior.expand(2, 3, dimensions).unsqueeze(2), value], 2)
     bias = torch.cat([sink.reshape(3, 1, 1), torch.zeros(3, 1, tokens, dtype=torch.float64)], -1)
     weights = (query @ keys.mT + bias).softmax(-1)
     yield close("value v₀: output and softmax over L + 1 tokens", found.output, weights @ values, _EXACT)
-    yield close("value v₀: share of the sink and κ₀/(κ₀ + Z)", found.prior_share, weights[..., 0], _EXACT)
+    share = (sink[:, None] - found.log_partition).exp()
+    yield close("value v₀: share of the sink and κ₀/(κ₀ + Z)", share, weights[..., 0], _EXACT)
     yield from _conjugate(normal(7, dimensions), prior[0], sink[0])
     sizes = [2**power for power in range(5, 11)]
     shares = []
     for size in sizes:
-        drawn = ops.log_partition(
+        drawn = log_partition(
             normal(repetitions, 1, 1, dimensions) / 2, normal(repetitions, 1, size, dimensions), scale=1.0
         )
         shares.append(torch.sigmoid(-drawn.flatten()))
@@ -55,9 +56,7 @@ def sinks_as_priors(tokens: int = 12, dimensions: int = 4, repetitions: int = 40
 def _conjugate(tokens: torch.Tensor, prior: torch.Tensor, sink: torch.Tensor) -> Iterator[Check]:
     """Scores of zero: the posterior of a Gaussian mean, by its formula and by the library."""
     nothing = torch.zeros(1, 1, len(tokens), 1, dtype=torch.float64)
-    found = attention_with_prior(
-        nothing[:, :, :1], nothing, tokens.expand(1, 1, -1, -1), prior_value=prior, log_strength=sink
-    )
+    found = attention(nothing[:, :, :1], nothing, tokens.expand(1, 1, -1, -1), sink=sink, sink_value=prior)
     strength = sink.exp()
     mean = (strength * prior + tokens.sum(0)) / (strength + len(tokens))
     yield close("scores of zero: output and (κ₀m₀ + Σx)/(κ₀ + L)", found.output.flatten(), mean, _EXACT)

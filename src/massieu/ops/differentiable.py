@@ -1,0 +1,140 @@
+"""A fast function with a fast gradient, differentiable any number of times: all other derivatives are its plain twin's.
+
+Second derivatives: the gradient is an `autograd.Function` itself, whose backward is the gradient of the twin's gradient.
+Forward mode, which `torch.compile` does not accept in such a function, is added where nothing is compiled.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from massieu.foundation.derivatives import forward_derivative, reverse_derivative
+
+Results = tuple[Tensor, ...]
+VmapRule = Callable[[type[torch.autograd.Function], int, Sequence[Any], Sequence[Any]], tuple[Any, Any]]
+"""(function, number of items, dimension of the items or None, arguments) ↦ results and their dimensions of items."""
+
+
+def differentiable(
+    fast: Callable[..., Results],
+    gradient: Callable[..., Results],
+    plain: Callable[..., Results],
+    *,
+    tensors: int,
+    options: int,
+    vmap: VmapRule,
+) -> Callable[..., Results]:
+    """`fast`, a function of tensors (or None) and then of options, with its derivatives in the first three tensors.
+
+    Args:
+        fast: ``(*tensors, *options)`` ↦ results, each a parameter of its own: the compiler counts them.
+        gradient: ``(tensors, results, cotangents, options, wanted)`` ↦ gradients of those of the first three tensors that
+            are wanted. A cotangent of None is zero.
+        plain: The same function in plain operations.
+        tensors, options: How many arguments are of either kind.
+    """
+
+    def split(arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Tensors, results, their cotangents, and options, from those one after the other and then which are wanted."""
+        end = len(arguments) - options - 1
+        middle = (tensors + end) // 2
+        return arguments[:tensors], arguments[tensors:middle], arguments[middle:end], arguments[end:-1]
+
+    def of_first_three(fixed: Sequence[Any]) -> Callable[..., Results]:
+        return lambda first, second, third: plain(first, second, third, *fixed)
+
+    def gradient_function(ctx: Any) -> tuple[Callable[..., Results], Sequence[Tensor | None]]:
+        """The wanted gradients as the twin's function of the first three tensors and the cotangents; and those."""
+        first, fixed, cotangents = ctx.saved_tensors[:3], ctx.saved_tensors[3:tensors], ctx.saved_tensors[tensors:]
+        function, wanted = of_first_three((*fixed, *ctx.options)), ctx.wanted
+
+        def gradients(*given: Tensor | None) -> Results:
+            found = reverse_derivative(function, given[:3], given[3:], wanted)
+            return tuple(one for one in found if one is not None)
+
+        return gradients, (*first, *cotangents)
+
+    def compute_gradient(*arguments: Any) -> Results:
+        return gradient(*split(arguments), arguments[-1])
+
+    class Backward(torch.autograd.Function):
+        forward = staticmethod(compute_gradient)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+            given, _, cotangents, ctx.options = split(inputs)
+            ctx.wanted = inputs[-1]
+            ctx.save_for_backward(*given, *cotangents)
+            ctx.save_for_forward(*given, *cotangents)
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+            function, arguments = gradient_function(ctx)
+            found = reverse_derivative(function, arguments, cotangents)
+            results = len(arguments) - 3
+            return *found[:3], *(None,) * (tensors - 3 + results), *found[3:], *(None,) * (options + 1)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+            return vmap(Backward, info.batch_size, in_dims, arguments)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Results:
+            function, arguments = gradient_function(ctx)
+            # The results are functions of the first three tensors here, so their tangents are not used.
+            return forward_derivative(function, arguments, (*tangents[:3], *split(tangents)[2]))
+
+    class Forward(torch.autograd.Function):
+        forward = staticmethod(fast)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+            ctx.options = inputs[tensors:]
+            ctx.save_for_backward(*inputs[:tensors], *output)
+            ctx.save_for_forward(*inputs[:tensors], *output)
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+            wanted = tuple(ctx.needs_input_grad[:3])
+            arguments = (*ctx.saved_tensors, *cotangents, *ctx.options, wanted)
+            # Compiled code takes first derivatives alone.
+            compute = compute_gradient if torch.compiler.is_compiling() else Backward.apply
+            found = list(compute(*arguments))  # pyright: ignore[reportArgumentType]
+            return *(found.pop(0) if one else None for one in wanted), *(None,) * (tensors - 3 + options)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+            return vmap(forward_class(), info.batch_size, in_dims, arguments)
+
+    class ForwardForwardMode(Forward):
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Results:
+            function = of_first_three((*ctx.saved_tensors[3:tensors], *ctx.options))
+            return forward_derivative(function, ctx.saved_tensors[:3], tangents[:3])
+
+    def forward_class() -> type[Forward]:
+        return Forward if torch.compiler.is_compiling() else ForwardForwardMode
+
+    def call(*arguments: Any) -> Results:
+        return forward_class().apply(*arguments)  # pyright: ignore[reportReturnType]
+
+    return call
+
+
+def one_by_one(
+    function: type[torch.autograd.Function], size: int, in_dims: Sequence[Any], arguments: Sequence[Any]
+) -> tuple[Any, Any]:
+    """The rule of vmap that does one item after the other."""
+    results = []
+    for item in range(size):
+        chosen = (
+            argument.select(dim, item) if isinstance(argument, Tensor) and dim is not None else argument
+            for argument, dim in zip(arguments, in_dims, strict=True)
+        )
+        results.append(function.apply(*chosen))
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
