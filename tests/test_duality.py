@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.duality import conjugate, natural
 from massieu.errors import ConvergenceError
-from massieu.measures import Atoms, Categorical, Gaussian, Measure, Poisson, Spin, affine, mixture, product, tilt
+from massieu.measures import Atoms, Categorical, Gaussian, Measure, Poisson, Spin, affine, mixture, product
 
 INFINITY = math.inf
 
@@ -310,7 +310,7 @@ def families() -> list[Measure]:
         HalfLine(draw(3).exp()),
         Atoms.create(draw(3, 3), draw(3, seed=1)),
         affine(Spin.create(draw(4)), draw(3, 4, seed=2), draw(3, seed=3)),
-        tilt(mixture(draw(2), Gaussian.create(draw(2, 3), tensor(0.5, 2.0))), draw(3, seed=4)),
+        mixture(draw(2), Gaussian.create(draw(2, 3), tensor(0.5, 2.0))).tilt(draw(3, seed=4)),
         product(Atoms.create(draw(3, 2)), Poisson.create(tensor(2.0))),
     ]
 
@@ -358,7 +358,7 @@ class TestLaws:
         for function in (natural, conjugate):
             expected = function(measure, mu)
             close(torch.func.vmap(lambda point, f=function: f(measure, point))(mu), expected, 1e-9)
-            single = function(measure._to(torch.float32), mu.float())
+            single = function(measure.to(torch.float32), mu.float())
             assert single.dtype == torch.float32
             torch.testing.assert_close(single.double(), expected, atol=1e-3, rtol=1e-3)
 
@@ -529,7 +529,7 @@ class TestErrors:
                 function(square(), torch.zeros(2, dtype=torch.complex64))
 
     @pytest.mark.medium
-    @pytest.mark.parametrize("measure", [square(), Spin.create(2)], ids=["Atoms", "Spin"])
+    @pytest.mark.parametrize("measure", [square(), Spin.create(dim=2)], ids=["Atoms", "Spin"])
     def test_means_that_are_not_finite(self, measure):
         for function in (natural, conjugate):
             for bad in (math.nan, math.inf):

@@ -247,7 +247,7 @@ def test_capacity_constants_of_the_literature():
 
 REFUSED = {
     "not patterns": (
-        lambda: bounds.separation(HopfieldEnergy.create(measures.Spin.create(3))),
+        lambda: bounds.separation(HopfieldEnergy.create(measures.Spin.create(dim=3))),
         TypeError,
         "stored patterns, got Spin",
     ),
@@ -257,7 +257,7 @@ REFUSED = {
         "identity",
     ),
     "a reference without a constant": (
-        lambda: bounds.contraction_factor(HopfieldEnergy.create(draw(4, 3), reference=measures.Sphere.create(3))),
+        lambda: bounds.contraction_factor(HopfieldEnergy.create(draw(4, 3), reference=measures.Sphere.create(dim=3))),
         TypeError,
         "Sphere",
     ),

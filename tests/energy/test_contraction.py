@@ -166,7 +166,7 @@ def test_maps_of_measures_are_theirs():
     x = draw(5, WIDTH, seed=1)
     pairs = (
         (contraction.Spin(), measures.Spin(torch.zeros(WIDTH, dtype=F64))),
-        (contraction.SoftSphere.create(torch.tensor(1.5, dtype=F64)), measures.Sphere.create(WIDTH, 1.5)),
+        (contraction.SoftSphere.create(torch.tensor(1.5, dtype=F64)), measures.Sphere.create(1.5, dim=WIDTH)),
     )
     for map_, measure in pairs:
         torch.testing.assert_close(map_.mean(x), measure.mean(x))

@@ -165,4 +165,4 @@ def test_what_has_no_density_is_refused():
     with pytest.raises(TypeError, match="identity"):
         density.density(HopfieldEnergy.create(draw(3, 4), reference=contraction.Spin()))
     with pytest.raises(TypeError, match="Spin"):
-        density.sample(HopfieldEnergy.create(measures.Spin.create(3)))
+        density.sample(HopfieldEnergy.create(measures.Spin.create(dim=3)))

@@ -167,7 +167,7 @@ def test_gaussian_sites_have_exact_means_and_no_echo(method):
 def test_vector_spins_on_the_sphere():
     """Two sites on the sphere in three dimensions: log Z = log (sinh j / j), and no mean."""
     coupling = torch.tensor([[0.0, 0.5], [0.5, 0.0]]).double()
-    site = Sphere.create(3).tilt(torch.zeros(3))
+    site = Sphere.create(dim=3).tilt(torch.zeros(3))
     stacked = torch.utils._pytree.tree_map(lambda leaf: leaf.expand(2, *leaf.shape).double().clone(), site)
     model = SpinModel.create(stacked, coupling)
     found = model.tap()
@@ -204,10 +204,14 @@ def test_a_glassy_model_says_that_it_did_not_converge():
     ("call", "error", "message"),
     [
         (lambda: SpinModel.create("spin", couplings(2)), TypeError, "got str"),
-        (lambda: SpinModel.create(Spin.create(3), couplings(2).float()), ValueError, r"\(3, 3\) .* got \(2, 2\)"),
-        (lambda: SpinModel.create(Spin.create(2), torch.ones(2, 2)), ValueError, "couple to itself"),
-        (lambda: SpinModel.create(Spin.create(2), torch.tensor([[0.0, 1.0], [0.5, 0.0]])), ValueError, "transpose"),
-        (lambda: SpinModel.create(Spin.create(2), torch.tensor([[0.0, math.nan], [0.5, 0.0]])), ValueError, "finite"),
+        (lambda: SpinModel.create(Spin.create(dim=3), couplings(2).float()), ValueError, r"\(3, 3\) .* got \(2, 2\)"),
+        (lambda: SpinModel.create(Spin.create(dim=2), torch.ones(2, 2)), ValueError, "couple to itself"),
+        (lambda: SpinModel.create(Spin.create(dim=2), torch.tensor([[0.0, 1.0], [0.5, 0.0]])), ValueError, "transpose"),
+        (
+            lambda: SpinModel.create(Spin.create(dim=2), torch.tensor([[0.0, math.nan], [0.5, 0.0]])),
+            ValueError,
+            "finite",
+        ),
         (
             lambda: SpinModel.create(Poisson.create(torch.ones(3, 1)), couplings(3).float()).exact(),
             ValueError,

@@ -44,10 +44,10 @@ MAKERS = {
     "Laplace": (Laplace.create, ([1, 2],)),
     "Uniform": (Uniform.create, ([0, 1], [2, 3])),
     "Constant": (Constant.create, ([1, 2],)),
-    "Sphere": (lambda radius: Sphere.create(2, radius), (2,)),
-    "ConjugatePrior": (lambda strength: ConjugatePrior.create(Spin.create(2), strength), ([1, 2],)),
-    "mixture": (lambda weight: mixture(weight, [Spin.create(2), Spin.create([1, 1])]), ([0, 1],)),
-    "affine": (lambda weight, bias: affine(Spin.create(2), weight, bias), ([[1, 2], [0, 1]], [1, 2])),
+    "Sphere": (lambda radius: Sphere.create(radius, dim=2), (2,)),
+    "ConjugatePrior": (lambda strength: ConjugatePrior.create(Spin.create(dim=2), strength), ([1, 2],)),
+    "mixture": (lambda weight: mixture(weight, [Spin.create(dim=2), Spin.create([1, 1])]), ([0, 1],)),
+    "affine": (lambda weight, bias: affine(Spin.create(dim=2), weight, bias), ([[1, 2], [0, 1]], [1, 2])),
     "boosting": (boosting, ([1, -1], [0, 1], [[1, 2], [3, 4]])),
     "hybrid": (lambda c: hybrid(Atoms.create([[0, 1]]), Gaussian.create([0, 0], 1), c), (2,)),
 }
@@ -91,33 +91,37 @@ def test_one_number_is_one_coordinate_and_stands_for_all():
     assert line.fisher([0.3]).tolist() == [[1.0]]
     assert Poisson.create(2).mean([0]).tolist() == [2.0]
     assert Uniform.create(-1, torch.tensor([1.0, 2.0]).double()).mean([0, 0]).tolist() == [0.0, 0.5]
-    assert ConjugatePrior.create(Spin.create(3), 2.0).strength.tolist() == [2.0, 2.0, 2.0]
+    assert ConjugatePrior.create(Spin.create(dim=3), 2.0).strength.tolist() == [2.0, 2.0, 2.0]
     # A number is as exact as what it stands beside.
     exact = hybrid(Atoms.create(torch.zeros(1, 1).double()), Gaussian.create(torch.zeros(1).double(), 1.0), 0.7)
     assert float(exact.log_partition([0.0]).exp()) == pytest.approx(1.7, rel=1e-15)
     integer = Gaussian.create(torch.zeros(2), torch.tensor([1, 2]))
     assert integer.fisher(torch.zeros(2)).dtype == torch.float32
-    half = Spin.create(2).log_prob([0, 0], [1, -1])
+    half = Spin.create(dim=2).log_prob([0, 0], [1, -1])
     assert float(half.exp()) == pytest.approx(0.25)
 
 
 @every_row(
     ("call", "kind", "message"),
     [
-        (lambda: Spin.create(2).log_partition(torch.zeros(())), ValueError, r"eta of shape .*\(2,\).*, got \(\)"),
-        (lambda: Spin.create(2).mean(0.0), ValueError, r"eta of shape .*\(2,\).*, got \(\)"),
-        (lambda: Spin.create(2).tilt(0.0), ValueError, r"tilt needs eta of shape \(2,\) \(batch \+ event\), got \(\)"),
-        (lambda: Spin.create(2).log_prob(torch.zeros(2), 1.0), ValueError, r"point must have shape .*got \(\)"),
-        (lambda: natural(Spin.create(2), 0.0), ValueError, r"mu of shape .*, got \(\)"),
-        (lambda: conjugate(Spin.create(2), torch.zeros(())), ValueError, r"mu of shape .*, got \(\)"),
+        (lambda: Spin.create(dim=2).log_partition(torch.zeros(())), ValueError, r"eta of shape .*\(2,\).*, got \(\)"),
+        (lambda: Spin.create(dim=2).mean(0.0), ValueError, r"eta of shape .*\(2,\).*, got \(\)"),
+        (
+            lambda: Spin.create(dim=2).tilt(0.0),
+            ValueError,
+            r"tilt needs eta of shape \(2,\) \(batch \+ event\), got \(\)",
+        ),
+        (lambda: Spin.create(dim=2).log_prob(torch.zeros(2), 1.0), ValueError, r"point must have shape .*got \(\)"),
+        (lambda: natural(Spin.create(dim=2), 0.0), ValueError, r"mu of shape .*, got \(\)"),
+        (lambda: conjugate(Spin.create(dim=2), torch.zeros(())), ValueError, r"mu of shape .*, got \(\)"),
         (lambda: Atoms.create(1.0), ValueError, r"points must have shape .*got \(\)"),
-        (lambda: affine(Spin.create(2), 1.0), ValueError, r"affine needs weight of shape .*got \(\)"),
-        (lambda: mixture(0.0, [Spin.create(1)]), ValueError, r"log_weight of shape .*got \(\)"),
-        (lambda: power(Spin.create(2), 1j), TypeError, "power needs a real exponent"),
-        (lambda: Spin.create(2).sample([0, 0], -1), ValueError, "number of draws or a tuple .* got -1"),
-        (lambda: Spin.create(2).sample([0, 0], 2.5), ValueError, "number of draws or a tuple .* got 2.5"),
-        (lambda: Spin.create(2).sample([0, 0], (2, None)), ValueError, "number of draws or a tuple"),
-        (lambda: Spin.create(2).mean(torch.zeros(2, device="meta")), ValueError, "one device, got cpu and meta"),
+        (lambda: affine(Spin.create(dim=2), 1.0), ValueError, r"affine needs weight of shape .*got \(\)"),
+        (lambda: mixture(0.0, [Spin.create(dim=1)]), ValueError, r"log_weight of shape .*got \(\)"),
+        (lambda: power(Spin.create(dim=2), 1j), TypeError, "power needs a real exponent"),
+        (lambda: Spin.create(dim=2).sample([0, 0], -1), ValueError, "number of draws or a tuple .* got -1"),
+        (lambda: Spin.create(dim=2).sample([0, 0], 2.5), ValueError, "number of draws or a tuple .* got 2.5"),
+        (lambda: Spin.create(dim=2).sample([0, 0], (2, None)), ValueError, "number of draws or a tuple"),
+        (lambda: Spin.create(dim=2).mean(torch.zeros(2, device="meta")), ValueError, "one device, got cpu and meta"),
         (lambda: Gaussian.create("zero", 1.0), TypeError, "location must be .*numbers to make one of, got str"),
     ],
 )
@@ -152,7 +156,7 @@ def test_nothing_is_a_batch():
     assert eta.grad is not None and eta.grad.shape == (0, 5, 3)
     points = Atoms.create(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
     assert natural(points, torch.zeros(0, 3)).shape == (0, 3)
-    assert conjugate(convolve(points, Spin.create(3)), torch.zeros(2, 0, 3)).shape == (2, 0)
+    assert conjugate(convolve(points, Spin.create(dim=3)), torch.zeros(2, 0, 3)).shape == (2, 0)
 
 
 @pytest.mark.medium
@@ -172,7 +176,7 @@ def test_measures_are_made_inside_compiled_code():
             Laplace.create(half),
             Uniform.create(half, 2 * half),
             Constant.create(half),
-            Sphere.create(2, half.sum()),
+            Sphere.create(half.sum(), dim=2),
             mixture(half, [Spin.create(half), Spin.create(-half)]),
             convolve(Spin.create(half), Gaussian.create(half, half)),
             affine(Spin.create(half), torch.eye(2)),

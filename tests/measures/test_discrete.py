@@ -36,7 +36,7 @@ def test_cumulants_at_the_origin_are_those_of_the_table():
 
 def test_spin_cumulants_are_bernoulli_numbers():
     """κ_2n = 2^2n (2^2n − 1) B_2n/(2n)."""
-    cumulants = Spin.create(1).cumulants(torch.zeros(1), torch.ones(1), 6)
+    cumulants = Spin.create(dim=1).cumulants(torch.zeros(1), torch.ones(1), 6)
     for n in (1, 2, 3):
         expected = float(4**n * (4**n - 1) * mpmath.bernoulli(2 * n) / (2 * n))
         assert cumulants[2 * n - 1].item() == pytest.approx(expected)
@@ -68,7 +68,7 @@ def test_tilts_and_powers_stay_in_the_family():
         torch.testing.assert_close(tilted.log_partition(point), moved)
     poisson = measures[-1]
     torch.testing.assert_close(poisson._power(2.5).log_partition(point), 2.5 * poisson.log_partition(point))
-    assert Spin.create(2)._power(0.5) is None and measures[1]._power(0.5) is None
+    assert Spin.create(dim=2)._power(0.5) is None and measures[1]._power(0.5) is None
 
 
 def test_bernoulli_keeps_small_probabilities():
@@ -91,7 +91,7 @@ def test_an_all_but_certain_sign_has_finite_gradients():
 
 def test_extreme_divergences():
     largest = torch.finfo(torch.float32).max
-    spin, bit = Spin.create(1), Bernoulli.create(torch.tensor([0.5]))
+    spin, bit = Spin.create(dim=1), Bernoulli.create(torch.tensor([0.5]))
     for eta in (1e10, largest, -largest):
         point = torch.tensor([eta])
         assert spin.entropy(point).item() == pytest.approx(-math.log(2))

@@ -77,7 +77,7 @@ def test_batches_of_components_are_prefixes_of_the_longest():
 
 def test_samples_come_from_the_components_in_their_shares():
     measure = mixture(
-        torch.tensor([0.0, 1.0], dtype=torch.float64), [Spin.create(2), Poisson.create(torch.tensor([5.0, 9.0]))]
+        torch.tensor([0.0, 1.0], dtype=torch.float64), [Spin.create(dim=2), Poisson.create(torch.tensor([5.0, 9.0]))]
     )
     eta, count = draw(3, 2).mul(0.3), 40_000
     draws = measure.sample(eta, (count,), generator=torch.Generator().manual_seed(0))
@@ -148,20 +148,26 @@ def test_hybrid_is_attention_with_a_background():
 @pytest.mark.medium
 def test_conforms():
     location, covariance = normals(2, 3)
-    check_measure(mixture(draw(2, 3), [Spin.create(3), Gaussian.create(location, covariance), Spin.create(draw(3))]))
+    check_measure(
+        mixture(draw(2, 3), [Spin.create(dim=3), Gaussian.create(location, covariance), Spin.create(draw(3))])
+    )
 
 
 @every_row(
     ("arguments", "error", "message"),
     [
         ((torch.zeros(2), []), ValueError, "0 components"),
-        ((torch.zeros(3), [Spin.create(2)] * 2), ValueError, r"\('\*batch', 2\) for 2 components, got \(3,\)"),
-        ((torch.zeros(2), [Spin.create(2), Spin.create(3)]), ValueError, r"one event shape, got \[\(2,\), \(3,\)\]"),
-        ((torch.zeros(2), Spin.create(2)), ValueError, "batch dimension that counts"),
-        ((torch.tensor([0j, 1]), [Spin.create(2)] * 2), TypeError, "log_weight must be real"),
-        ((torch.tensor([0.0, math.nan]), [Spin.create(2)] * 2), ValueError, "NaN"),
+        ((torch.zeros(3), [Spin.create(dim=2)] * 2), ValueError, r"\('\*batch', 2\) for 2 components, got \(3,\)"),
         (
-            (torch.zeros(4, 2), [Spin.create(2), Atoms.create(torch.ones(3, 5, 2))]),
+            (torch.zeros(2), [Spin.create(dim=2), Spin.create(dim=3)]),
+            ValueError,
+            r"one event shape, got \[\(2,\), \(3,\)\]",
+        ),
+        ((torch.zeros(2), Spin.create(dim=2)), ValueError, "batch dimension that counts"),
+        ((torch.tensor([0j, 1]), [Spin.create(dim=2)] * 2), TypeError, "log_weight must be real"),
+        ((torch.tensor([0.0, math.nan]), [Spin.create(dim=2)] * 2), ValueError, "NaN"),
+        (
+            (torch.zeros(4, 2), [Spin.create(dim=2), Atoms.create(torch.ones(3, 5, 2))]),
             ValueError,
             r"\(3,\) is not a prefix of \(4,\)",
         ),
@@ -173,7 +179,7 @@ def test_bad_mixtures_are_refused(arguments, error, message):
 
 
 def test_an_overflowing_component_gives_infinity_not_nan():
-    measure = mixture(torch.zeros(2), [Poisson.create(torch.ones(1)), Spin.create(1)])
+    measure = mixture(torch.zeros(2), [Poisson.create(torch.ones(1)), Spin.create(dim=1)])
     assert measure.log_partition(torch.tensor([1e3])) == torch.inf
 
 
@@ -182,7 +188,7 @@ def test_a_mixture_whose_domain_leaves_out_the_origin_has_its_inverse():
     batched = ConjugatePrior.create(Poisson.create(torch.ones_like(strength)), strength)
     listed = [ConjugatePrior.create(Poisson.create(torch.ones_like(row)), row) for row in strength]
     eta = draw(4, 2).abs() + 0.5
-    for count, components in ((2, batched), (2, listed), (3, [Spin.create(2), *listed])):
+    for count, components in ((2, batched), (2, listed), (3, [Spin.create(dim=2), *listed])):
         measure = mixture(torch.zeros(count, dtype=torch.float64), components)
         torch.testing.assert_close(natural(measure, measure.mean(eta)), eta, atol=1e-9, rtol=0)
 

@@ -59,7 +59,7 @@ def test_kl_keeps_its_digits_in_float32(eta, distance):
         q = p + sign * distance
         a, b = mpmath.mpf(p.item()), mpmath.mpf(q.item())
         exact = mpmath.log(mpmath.cosh(b)) - mpmath.log(mpmath.cosh(a)) - mpmath.tanh(a) * (b - a)
-        assert Spin.create(1).kl(p, q).item() == pytest.approx(float(exact), rel=1e-5, abs=1e-44)
+        assert Spin.create(dim=1).kl(p, q).item() == pytest.approx(float(exact), rel=1e-5, abs=1e-44)
 
 
 def test_samples_are_signs():

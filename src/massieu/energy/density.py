@@ -15,7 +15,8 @@ from massieu.energy.base import promoted
 from massieu.energy.bounds import stored
 from massieu.energy.contraction.base import align
 from massieu.energy.hopfield import HopfieldEnergy
-from massieu.measures import Gaussian, Mixture, mixture
+from massieu.measures import Gaussian, mixture
+from massieu.measures.mixture import Mixture
 from massieu.measures.value import values_are_readable
 from massieu.solve.arguments import told
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from massieu.energy import matrices, states
 from massieu.energy.magnetisation import identity_like
-from massieu.measures import Gaussian, Measure, Sphere, Tilted
+from massieu.measures import Gaussian, Measure, Sphere
+from massieu.measures.combine import Tilted
 from massieu.measures.value import register
 
 SHARPEST = 100.0

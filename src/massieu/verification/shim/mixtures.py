@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures import Atoms, Constant, Gaussian, Mixture, convolve, hybrid, mixture
+from massieu.measures import Atoms, Constant, Gaussian, convolve, hybrid, mixture
+from massieu.measures.mixture import Mixture
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close, refused
 from massieu.verification.inputs import Normal, need, normal_draws
 from massieu.verification.oracles import differences
