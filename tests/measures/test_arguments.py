@@ -85,6 +85,58 @@ def test_complex_parameters_are_refused(name):
             make(*given)
 
 
+ONE_NUMBER = {
+    "Gaussian": lambda **more: Gaussian.create(0, 1, **more),
+    "Spin": lambda **more: Spin.create(0.5, **more),
+    "Bernoulli": lambda **more: Bernoulli.create(0.5, **more),
+    "Poisson": lambda **more: Poisson.create(2, **more),
+    "Exponential": lambda **more: Exponential.create(2, **more),
+    "Gamma": lambda **more: Gamma.create(1, 2, **more),
+    "Laplace": lambda **more: Laplace.create(0.5, **more),
+    "Uniform": lambda **more: Uniform.create(-1, 1, **more),
+    "Constant": lambda **more: Constant.create(3, **more),
+}
+"""Measures whose parameters have shape (*batch, d)."""
+
+
+@every_row("name", ONE_NUMBER)
+def test_a_number_stands_for_as_many_coordinates_as_dim_says(name):
+    make = ONE_NUMBER[name]
+    one, three = make(), make(dim=3)
+    assert (one.event_shape, three.event_shape, three.batch_shape) == ((1,), (3,), ())
+    eta = torch.tensor([0.1, -0.2, 0.3])
+    torch.testing.assert_close(three.mean(eta).unsqueeze(-1), one.mean(eta.unsqueeze(-1)))
+    for wrong, kind in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(kind, match="dim must be a whole number"):
+            make(dim=wrong)
+
+
+@every_row(
+    ("make", "message"),
+    (
+        (lambda: Poisson.create([1, 2], dim=3), r"rate must have shape \(3,\), got \(2,\)"),
+        (lambda: Gamma.create([1, 2], 1, dim=3), r"shape must have shape \(3,\), got \(2,\)"),
+        (lambda: Gaussian.create([[0, 1]], 1, dim=3), r"location must have shape \(1, 3\), got \(1, 2\)"),
+        (lambda: Gaussian.create([], 1), r"location must have shape \(\*batch, d\) with d ≥ 1, got \(0,\)"),
+        (lambda: Atoms.create(1.0), r"points must have shape \(\*batch, N, d\)"),
+        (lambda: Categorical.create(1.0), r"probability must have shape \(\*batch, M\)"),
+    ),
+)
+def test_dimensions_that_do_not_fit_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_one_number_stands_for_a_whole_batch():
+    keys = torch.arange(6.0).reshape(3, 2)
+    assert Gaussian.create(keys, 0.5).covariance.tolist() == [0.5] * 3
+    assert Atoms.create(keys, -1).log_weight.tolist() == [-1.0] * 3
+    assert Atoms.create(keys, False).log_weight.tolist() == [-torch.inf] * 3
+    assert Sphere.create(torch.ones(3), dim=2).tilt(keys).batch_shape == (3,)
+    assert Poisson.create(torch.ones(3, 2, dtype=torch.bfloat16)).rate.dtype == torch.bfloat16
+    assert mixture(0, Gaussian.create(keys, 1)).log_weight.tolist() == [0.0] * 3
+
+
 def test_one_number_is_one_coordinate_and_stands_for_all():
     line = Gaussian.create(0.0, 1.0)
     assert line.event_shape == (1,)
@@ -116,13 +168,16 @@ def test_one_number_is_one_coordinate_and_stands_for_all():
         (lambda: conjugate(Spin.create(dim=2), torch.zeros(())), ValueError, r"mu of shape .*, got \(\)"),
         (lambda: Atoms.create(1.0), ValueError, r"points must have shape .*got \(\)"),
         (lambda: affine(Spin.create(dim=2), 1.0), ValueError, r"affine needs weight of shape .*got \(\)"),
-        (lambda: mixture(0.0, [Spin.create(dim=1)]), ValueError, r"log_weight of shape .*got \(\)"),
-        (lambda: power(Spin.create(dim=2), 1j), TypeError, "power needs a real exponent"),
+        (lambda: power(Spin.create(dim=2), 1j), TypeError, "exponent must be a number, got complex"),
         (lambda: Spin.create(dim=2).sample([0, 0], -1), ValueError, "number of draws or a tuple .* got -1"),
         (lambda: Spin.create(dim=2).sample([0, 0], 2.5), ValueError, "number of draws or a tuple .* got 2.5"),
         (lambda: Spin.create(dim=2).sample([0, 0], (2, None)), ValueError, "number of draws or a tuple"),
-        (lambda: Spin.create(dim=2).mean(torch.zeros(2, device="meta")), ValueError, "one device, got cpu and meta"),
-        (lambda: Gaussian.create("zero", 1.0), TypeError, "location must be .*numbers to make one of, got str"),
+        (
+            lambda: Spin.create(dim=2).mean(torch.zeros(2, device="meta")),
+            ValueError,
+            "one device, got eta on meta",
+        ),
+        (lambda: Gaussian.create("zero", 1.0), TypeError, r"location must be .*numbers to make one of, got '\w+'"),
     ],
 )
 def test_what_is_no_argument_is_refused_in_one_sentence(call, kind, message):

@@ -346,7 +346,7 @@ def test_domain_errors_name_the_bound():
         (
             lambda: ConjugatePrior.create(Spin.create(dim=1), tensor(0.0)),
             ValueError,
-            "strength must be positive, got 0",
+            "strength must be positive and finite, got 0",
         ),
         (lambda: ConjugatePrior.create(Spin.create(dim=1), torch.tensor([1j])), TypeError, "strength must be real"),
         (
@@ -364,7 +364,7 @@ def test_domain_errors_name_the_bound():
             ValueError,
             r"chi must have shape \(1,\)",
         ),
-        (lambda: prior("poisson").update(tensor(1.0), torch.ones(1)), ValueError, r"\('n', 1\), got \(1,\)"),
+        (lambda: prior("poisson").update(tensor(1.0), torch.ones(1)), ValueError, r"\(n, 1\), got \(1,\)"),
         (lambda: prior("poisson").update(tensor(1.0), tensor(1.5)[:, None]), ValueError, "support of Poisson, got 1.5"),
         (lambda: prior("bernoulli").evidence(tensor(1.0), tensor(2.0)[:, None]), ValueError, "support of Bernoulli"),
         (lambda: prior("gaussian").update(tensor(1.0), tensor(math.nan)[:, None]), ValueError, "support of Gaussian"),

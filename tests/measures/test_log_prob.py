@@ -20,6 +20,7 @@ from massieu.measures import (
     Gamma,
     Gaussian,
     Laplace,
+    Measure,
     MissingFormError,
     Poisson,
     Sphere,
@@ -171,7 +172,7 @@ def test_sums_with_counts_bounds_and_both_kinds_of_mass():
     torch.testing.assert_close(smooth.log_prob(eta, at), mixture(weight, parts).log_prob(eta, at), atol=1e-5, rtol=1e-5)
 
 
-class Unlisted(Spin.__mro__[2]):  # type: ignore[misc]
+class Unlisted(Measure):
     """A user's discrete law that does not say which of its points is nearest."""
 
     weight: torch.Tensor

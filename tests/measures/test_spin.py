@@ -70,12 +70,13 @@ def test_samples_are_signs():
 
 def test_bad_fields_are_refused():
     for field, message in (
-        (0, "at least one"),
         (torch.zeros(2, 0), r"\(\*batch, d\)"),
         (torch.tensor([math.nan]), "finite"),
     ):
         with pytest.raises(ValueError, match=message):
             Spin.create(field)
+    with pytest.raises(ValueError, match="dim must be a whole number, at least 1, got 0"):
+        Spin.create(dim=0)
     with pytest.raises(TypeError, match="field must be real"):
         Spin.create(torch.zeros(2, dtype=torch.complex64))
 

@@ -168,7 +168,7 @@ def test_batches_are_prefixes():
         (lambda: product(), ValueError, "at least one measure, got none"),
         (lambda: convolve(Spin.create(dim=2), Spin.create(dim=3)), ValueError, r"vectors of sizes \[2, 3\]"),
         (lambda: power(Spin.create(dim=2), 1.5), ValueError, "whole exponent for Spin.*got 1.5"),
-        (lambda: power(Spin.create(dim=2), 0), ValueError, "positive, finite exponent, got 0"),
+        (lambda: power(Spin.create(dim=2), 0), ValueError, "exponent must be positive and finite, got 0"),
         (lambda: power(Spin.create(dim=2), math.nan), ValueError, "got nan"),
         (lambda: product(Spin.create(draw(2, 2)), Spin.create(draw(3, 2))), ValueError, "not a prefix"),
         (

@@ -53,9 +53,8 @@ def natural(
 
     In closed form where the measure knows it, else by at most 100 damped Newton steps in float64, each of which
     diagonalises the Fisher information (n × n for n coordinates; up to about a thousand). The mean of the result differs
-    from mu by rounding, 1e-13 of the spread. Where values cannot be read (under `torch.func` transforms) the steps are a
-    fixed 48, with NaN where that was not enough; `torch.compile` loops until all is done, but unrolls that loop around a
-    transform, which then takes about a minute to compile.
+    from mu by rounding, 1e-13 of the spread. `torch.compile` loops until all is done; around a `torch.func` transform it
+    copies the steps, a fixed 48, with NaN where that was not enough, which takes about a minute to compile.
 
     Derivatives in mu and in the measure's tensors are right to third order. If the family is not minimal (points within
     an affine subspace), they are those of the eta of least norm, along the subspace.
@@ -70,7 +69,8 @@ def natural(
         measure: Any measure; half precision is promoted.
         mu: A mean, shaped like eta.
         throw: Raise if there is an item without an eta. If not, the result is a `DualResult`, whose status says item by
-            item what became of it. Nothing is raised where values cannot be read: eta is NaN there.
+            item what became of it. Nothing is raised where values cannot be read, as while
+            compiling: eta is NaN there.
 
     Raises:
         ValueError: `mu` has another shape, is not finite, or lies outside the convex hull of the support; or the measure
@@ -270,8 +270,10 @@ def _refuse(
     """Raise for the first item of the mask, where values are readable."""
     if not throw or not some(mask):
         return
-    index = tuple(int(i) for i in unwrapped(mask).nonzero()[0])
-    numbers = unwrapped(mu.detach())[index].flatten()
+    wrong, points = unwrapped(mask), unwrapped(mu.detach())
+    # Within `vmap` either may lack the mapped dimension.
+    index = tuple(int(i) for i in wrong.nonzero()[0]) if points.shape[: wrong.ndim] == wrong.shape else ()
+    numbers = points[index].flatten()
     shown = ", ".join(f"{float(x):.6g}" for x in numbers[:6]) + (", …" if len(numbers) > 6 else "")
     place = f" at index {index}" if index else ""
     raise kind(f"{reason}: {type(measure).__name__}, mu = [{shown}]{place}{advice}")

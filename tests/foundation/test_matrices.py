@@ -1,13 +1,11 @@
 """Whether a matrix is positive definite: the same answer whatever the order of its rows, that is, of the roundings."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rows import every_row
 
-from massieu.measures import Gaussian, MissingFormError
-from massieu.measures.definite import is_singular
+from massieu.foundation.matrices import is_singular
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 
@@ -58,13 +56,3 @@ def test_none_and_a_batch_are_one_by_one():
     assert is_singular(torch.zeros(2, 0, 0)).tolist() == [False, False]
     matrices = torch.stack([torch.eye(2), torch.ones(2, 2)])
     assert torch.func.vmap(is_singular)(matrices).tolist() == [False, True]
-
-
-def test_a_degenerate_law_has_no_density_in_any_order():
-    """The covariance of a plane in five dimensions: half of the orders gave a density of rounding."""
-    for dtype in (torch.float32, torch.float64):
-        half = draw(5, 2, seed=3).to(dtype)
-        for matrix in permutations(half @ half.mT):
-            law = Gaussian.create(torch.zeros(5, dtype=dtype), matrix)
-            with pytest.raises(MissingFormError, match="degenerate"):
-                law.log_prob(torch.zeros(5, dtype=dtype), torch.zeros(5, dtype=dtype))
