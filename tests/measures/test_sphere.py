@@ -307,7 +307,7 @@ def test_bad_arguments_are_refused():
         Sphere.create(dim=1)
     with pytest.raises(ValueError, match="at least 2, got 0"):
         Sphere.create(dim=0)
-    with pytest.raises(TypeError, match="dim must be a whole number, got 2.0"):
+    with pytest.raises(TypeError, match=r"dim must be a whole number, got 2\.0"):
         Sphere.create(dim=2.0)  # pyright: ignore[reportArgumentType]
     for radius in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive and finite"):

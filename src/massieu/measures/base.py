@@ -222,15 +222,21 @@ class Measure(Hooks):
 
     def _fit(self, **given: Tensor) -> tuple[Any, ...]:
         """Check shapes; promote the measure and the tensors, all of eta's shape, to one dtype of at least float32."""
-        like = next(iter(self._leaves()), None)
+        leaves = self._tensors()
+        like = next((leaf for leaf in leaves if leaf.is_floating_point()), None)
         tensors = {name: real_tensor(name, tensor, like) for name, tensor in given.items()}
-        first, *others = tensors
-        shape = tensors[first].shape
-        need_batch(type(self).__name__, first, shape, self.batch_shape, self.event_shape)
-        for name in others:
-            check_shape(name, tensors[name], shape)
-        self._check_device(**tensors)
-        return self._promoted(*tensors.values())
+        first, *others = tensors.values()
+        need_batch(type(self).__name__, next(iter(tensors)), first.shape, self.batch_shape, self.event_shape)
+        if any(other.shape != first.shape for other in others):
+            for name, other in tensors.items():
+                check_shape(name, other, first.shape)
+        # What is slow is asked only where it is not plain that all is well.
+        if any(tensor.device != first.device for tensor in (*others, *leaves)):
+            self._check_device(**tensors)
+        wide = first.dtype in (torch.float32, torch.float64)
+        if wide and all(t.dtype == first.dtype or not t.is_floating_point() for t in (*others, *leaves)):
+            return self, first, *others
+        return self._promoted(first, *others)
 
     def _check_domain(self, eta: Tensor) -> None:
         inside = self._in_domain(eta) if values_are_readable(eta) else None

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import floating
 from massieu.measures.base import values_are_readable
-from massieu.measures.coordinates import check_floating
 from massieu.measures.definite import is_singular
 from massieu.posteriors.arguments import check_device, check_finite, check_number, check_tensors
 
@@ -54,8 +54,8 @@ class GaussianTokens:
             ValueError: shapes that do not fit; numbers that are not finite; a covariance that is not symmetric, a key
                 covariance that is not positive definite, a joint covariance that is not positive semidefinite.
         """
-        check_floating("key_mean", key_mean)
-        check_floating("value_mean", value_mean)
+        floating("key_mean", key_mean)
+        floating("value_mean", value_mean)
         if key_mean.ndim != 1 or value_mean.ndim != 1:
             given = f"{tuple(key_mean.shape)} and {tuple(value_mean.shape)}"
             raise ValueError(f"key_mean and value_mean must have shapes (d,) and (e,), got {given}")
@@ -69,7 +69,7 @@ class GaussianTokens:
         )
         dtype = torch.float32
         for name, given, shape in needed:
-            check_floating(name, given)
+            floating(name, given)
             dtype = torch.promote_types(dtype, given.dtype)
             if tuple(given.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape} for means of {d} and {e}, got {tuple(given.shape)}")
@@ -191,7 +191,7 @@ class GaussianTokens:
         return query.to(self.key_mean.dtype) - self.key_mean
 
     def _check_score(self, score: Tensor) -> None:
-        check_floating("score", score)
+        floating("score", score)
         check_device(key_covariance=self.key_covariance, score=score)
         if score.shape != self.key_covariance.shape:
             raise ValueError(f"score must have shape {tuple(self.key_covariance.shape)}, got {tuple(score.shape)}")
@@ -262,7 +262,7 @@ def _whitened(covariance: Tensor, vector: Tensor) -> Tensor:
 
 def _checked(covariance: Tensor) -> Tensor:
     """In at least float32."""
-    check_floating("covariance", covariance)
+    floating("covariance", covariance)
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
     _check_covariance("covariance", covariance)
     return covariance
