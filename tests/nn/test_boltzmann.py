@@ -95,7 +95,7 @@ def test_samples_have_the_models_law():
 @pytest.mark.parametrize("kind", ["Bernoulli", "Spin"])
 def test_an_update_goes_along_the_likelihoods_gradient(kind):
     """With chains in the exact proportions of the model, whatever the centres: ascent of the mean log-likelihood."""
-    units = {"Bernoulli": (bits, (0.0, 1.0)), "Spin": (Spin.create, (-1.0, 1.0))}[kind]
+    units = {"Bernoulli": (bits, (0.0, 1.0)), "Spin": (lambda n: Spin.create(dim=n), (-1.0, 1.0))}[kind]
     machine = model(units[0](4), units[0](3))
     data = states(4, units[1]).double()[[0, 3, 3, 9, 14]]
     exact = machine.score_samples(states(4, units[1]).double()).exp()
