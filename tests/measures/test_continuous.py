@@ -10,7 +10,8 @@ import torch
 from scipy import integrate
 from tests.rows import every_row
 
-from massieu.measures import Constant, DomainError, Exponential, Gamma, Laplace, Uniform
+from massieu.measures import ConjugatePrior, Constant, DomainError, Exponential, Gamma, Laplace, Uniform
+from massieu.measures.combine import Tilted
 from massieu.testing import check_measure
 
 F64 = torch.float64
@@ -189,3 +190,15 @@ def test_densities_of_continuous_laws_integrate_to_one():
 def test_bad_input_is_refused(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_waiting_times_know_the_eta_of_a_mean_and_where_their_tilts_live():
+    rate = torch.tensor([0.5, 2.0]).double()
+    eta = rate - torch.tensor([0.3, 4.0]).double()
+    for measure in (Exponential.create(rate), Gamma.create(3.0, 1 / rate), Laplace.create(1 / (2 + rate))):
+        torch.testing.assert_close(measure._natural(measure.mean(eta)), eta)
+        torch.testing.assert_close(measure._conjugate(measure.mean(eta)), -measure.entropy(eta))
+    prior = ConjugatePrior.create(Exponential.create(rate), 2.0)
+    chi = prior._interior() + 5.0
+    assert Tilted(prior, chi)._in_domain(Tilted(prior, chi)._interior()).all()
+    torch.testing.assert_close(Tilted(prior, chi)._interior() + chi, prior._interior())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.duality import natural
-from massieu.measures import Atoms, ConjugatePrior, Gaussian, Poisson, Sphere, Spin, convolve, hybrid, mixture
+from massieu.measures import Atoms, ConjugatePrior, Gaussian, Poisson, Sphere, Spin, convolve, hybrid, listed, mixture
 from massieu.testing import check_measure
 
 
@@ -126,7 +126,9 @@ BATCHED = {
     "Gaussians, in a batch": lambda: Gaussian.create(draw(3, 5, 2, seed=1), draw(3, 5, 2, seed=2).square() + 0.1),
     "signs": lambda: Spin.create(draw(5, 2, seed=1)),
     "atoms": lambda: Atoms.create(draw(5, 4, 2, seed=1), draw(5, 4, seed=2)),
-    "conjugate priors": lambda: ConjugatePrior.create(Poisson.create(torch.ones(5, 2)), 1 + draw(5, 2, seed=1).square()),
+    "conjugate priors": lambda: ConjugatePrior.create(
+        Poisson.create(torch.ones(5, 2)), 1 + draw(5, 2, seed=1).square()
+    ),
 }
 
 
@@ -289,3 +291,13 @@ def test_divergence_keeps_its_digits_however_far_the_components_are_apart(eta, o
     weights = [float(torch.tensor(value)) if place < 3 else value for place, value in enumerate(log_weight)]
     expected = _exact_divergence(points, weights, float(at), float(to))
     assert measure.kl(at, to).item() == pytest.approx(expected, rel=1e-8)
+
+
+def test_a_listed_mixture_is_the_mixture():
+    log_weight, points = draw(3, 4, seed=1), draw(4, 2, 1, seed=2)
+    eta = draw(3, 5, 1, seed=3)
+    for components in (Atoms.create(points), [Atoms.create(part) for part in points]):
+        measure = mixture(log_weight, components)
+        part = measure._listed()
+        assert part is not None
+        torch.testing.assert_close(listed.atoms(part).log_partition(eta), measure.log_partition(eta))
