@@ -243,8 +243,10 @@ class TestBoundary:
         values = conjugate(square(), mu)
         assert values[7] == INFINITY
         assert values[:7].isfinite().all()
-        # Unreadable values: NaN instead of an error, infinities as before.
-        mapped = torch.func.vmap(lambda point: natural(square(), point))(mu)
+        with pytest.raises(ValueError, match="outside the convex hull of the support: Atoms"):
+            torch.func.vmap(lambda point: natural(square(), point))(mu)
+        # Asked not to raise: NaN instead of an error, infinities as before.
+        mapped = torch.func.vmap(lambda point: natural(square(), point, throw=False).value)(mu)
         assert mapped[7].isnan().all()
         assert (mapped[self.BOUNDARY] == INFINITY).all()
         torch.testing.assert_close(mapped[self.INSIDE], natural(square(), self.MU[self.INSIDE]), atol=1e-9, rtol=1e-12)

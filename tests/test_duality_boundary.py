@@ -203,9 +203,11 @@ def test_the_status_says_what_became_of_each_item():
 
 
 @pytest.mark.medium
-def test_nothing_is_raised_under_transforms():
+def test_under_transforms_errors_are_raised_unless_asked_not_to():
     atoms = Atoms.create(tensor(0.0, 1.0, 3.0)[:, None])
-    mapped = torch.func.vmap(lambda mu: natural(atoms, mu))(tensor(0.5, 4.0)[:, None])
+    with pytest.raises(ValueError, match="outside the convex hull"):
+        torch.func.vmap(lambda mu: natural(atoms, mu))(tensor(0.5, 4.0)[:, None])
+    mapped = torch.func.vmap(lambda mu: natural(atoms, mu, throw=False).value)(tensor(0.5, 4.0)[:, None])
     assert mapped[0].isfinite() and mapped[1].isnan()
     both = torch.func.vmap(lambda mu: natural(atoms, mu, throw=False))(tensor(0.5, 4.0)[:, None])
     assert both.status.tolist() == [int(Status.CONVERGED), int(Status.DIVERGED)]
