@@ -37,7 +37,7 @@ def layers() -> dict[str, tuple[Measure, float, int]]:
     """Hidden layer, learning rate, epochs."""
     return {
         "bits": (bits(HIDDEN), 1.0, 60),
-        "spins": (Spin.create(HIDDEN), 0.3, 60),
+        "spins": (Spin.create(dim=HIDDEN), 0.3, 60),
         "Gaussian": (Gaussian.create(torch.zeros(HIDDEN), torch.tensor(1.0)), 0.1, 100),
         "Poisson": (Poisson.create(torch.ones(HIDDEN)), 0.03, 100),
     }

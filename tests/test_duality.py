@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.duality import conjugate, natural
 from massieu.errors import ConvergenceError
-from massieu.measures import Atoms, Categorical, Gaussian, Measure, Poisson, Spin, affine, mixture, product, tilt
+from massieu.measures import Atoms, Categorical, Gaussian, Measure, Poisson, Spin, affine, mixture, product
 
 INFINITY = math.inf
 
@@ -243,8 +243,10 @@ class TestBoundary:
         values = conjugate(square(), mu)
         assert values[7] == INFINITY
         assert values[:7].isfinite().all()
-        # Unreadable values: NaN instead of an error, infinities as before.
-        mapped = torch.func.vmap(lambda point: natural(square(), point))(mu)
+        with pytest.raises(ValueError, match="outside the convex hull of the support: Atoms"):
+            torch.func.vmap(lambda point: natural(square(), point))(mu)
+        # Asked not to raise: NaN instead of an error, infinities as before.
+        mapped = torch.func.vmap(lambda point: natural(square(), point, throw=False).value)(mu)
         assert mapped[7].isnan().all()
         assert (mapped[self.BOUNDARY] == INFINITY).all()
         torch.testing.assert_close(mapped[self.INSIDE], natural(square(), self.MU[self.INSIDE]), atol=1e-9, rtol=1e-12)
@@ -310,7 +312,7 @@ def families() -> list[Measure]:
         HalfLine(draw(3).exp()),
         Atoms.create(draw(3, 3), draw(3, seed=1)),
         affine(Spin.create(draw(4)), draw(3, 4, seed=2), draw(3, seed=3)),
-        tilt(mixture(draw(2), Gaussian.create(draw(2, 3), tensor(0.5, 2.0))), draw(3, seed=4)),
+        mixture(draw(2), Gaussian.create(draw(2, 3), tensor(0.5, 2.0))).tilt(draw(3, seed=4)),
         product(Atoms.create(draw(3, 2)), Poisson.create(tensor(2.0))),
     ]
 
@@ -358,7 +360,7 @@ class TestLaws:
         for function in (natural, conjugate):
             expected = function(measure, mu)
             close(torch.func.vmap(lambda point, f=function: f(measure, point))(mu), expected, 1e-9)
-            single = function(measure._to(torch.float32), mu.float())
+            single = function(measure.to(torch.float32), mu.float())
             assert single.dtype == torch.float32
             torch.testing.assert_close(single.double(), expected, atol=1e-3, rtol=1e-3)
 
@@ -529,14 +531,18 @@ class TestErrors:
                 function(square(), torch.zeros(2, dtype=torch.complex64))
 
     @pytest.mark.medium
-    @pytest.mark.parametrize("measure", [square(), Spin.create(2)], ids=["Atoms", "Spin"])
+    @pytest.mark.parametrize("measure", [square(), Spin.create(dim=2)], ids=["Atoms", "Spin"])
     def test_means_that_are_not_finite(self, measure):
         for function in (natural, conjugate):
             for bad in (math.nan, math.inf):
                 with pytest.raises(ValueError, match="mu must be finite"):
                     function(measure, tensor(0.0, bad))
-            mapped = torch.func.vmap(lambda point, f=function: f(measure, point))(tensor(0.1, math.nan)[None])
-            assert mapped.isnan().any()
+            with pytest.raises(ValueError, match="mu must be finite"):
+                torch.func.vmap(lambda point, f=function: f(measure, point))(tensor(0.1, math.nan)[None])
+            mapped = torch.func.vmap(lambda point, f=function: f(measure, point, throw=False))(
+                tensor(0.1, math.nan)[None]
+            )
+            assert mapped.value.isnan().any()
 
     @pytest.mark.medium
     def test_the_zero_measure_has_no_mean(self):
@@ -544,7 +550,8 @@ class TestErrors:
         for function in (natural, conjugate):
             with pytest.raises(ValueError, match="A is not finite where Newton's method starts"):
                 function(empty, tensor(0.0, 0.0))
-            assert torch.func.vmap(lambda point, f=function: f(empty, point))(draw(1, 2)).isnan().all()
+            mapped = torch.func.vmap(lambda point, f=function: f(empty, point, throw=False))(draw(1, 2))
+            assert mapped.value.isnan().all()
 
     def test_a_point_left_out_is_no_part_of_the_hull(self):
         atoms = Atoms.create(square().points, tensor(0, 0, 0, -INFINITY, 0))
@@ -557,7 +564,10 @@ class TestErrors:
     def test_no_convergence_is_said(self):
         with pytest.raises(ConvergenceError, match=r"no convergence in 100 Newton steps: Cliff, mu = \[5\]; residual"):
             natural(Cliff(tensor(1.0)), tensor(5.0))
-        assert torch.func.vmap(lambda mu: natural(Cliff(tensor(1.0)), mu))(tensor(5.0)[None]).isnan().all()
+        found = torch.func.vmap(lambda mu: natural(Cliff(tensor(1.0)), mu, throw=False))(tensor(5.0)[None])
+        assert found.value.isnan().all()
+        with pytest.raises(ConvergenceError, match="no convergence in 100 Newton steps: Cliff"):
+            torch.func.vmap(lambda scale: natural(Cliff(scale), tensor(5.0)))(tensor(1.0, 2.0)[:, None])
 
 
 class Cliff(Measure):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tests.rows import every_row
 
-from massieu.duality import DualResult, conjugate, natural
+from massieu.duality import conjugate, natural
+from massieu.duality.maps import DualResult
 from massieu.errors import ConvergenceError
 from massieu.measures import (
     Atoms,
@@ -81,8 +82,8 @@ def test_certain_signs_and_bits_have_the_conjugate_of_their_probability(field, d
         (Laplace.create(tensor(2.0)), tensor(1e30), 5e29),
         (Exponential.create(tensor(2.0)), tensor(1e30), 2e30),
         (Gamma.create(tensor(3.0), tensor(2.0)), tensor(1e30), 5e29),
-        (Sphere.create(3, 2.0), tensor(0.0, 2.0, 0.0), math.inf),
-        (Sphere.create(3, 2.0), tensor(0.0, 2.5, 0.0), math.inf),
+        (Sphere.create(2.0, dim=3), tensor(0.0, 2.0, 0.0), math.inf),
+        (Sphere.create(2.0, dim=3), tensor(0.0, 2.5, 0.0), math.inf),
         (Gaussian.create(tensor(1.0, 1.0), tensor(1.0, 0.0)), tensor(3.0, 1.0), 2.0),
         (Gaussian.create(tensor(1.0, 1.0), tensor(1.0, 0.0)), tensor(3.0, 1.5), math.inf),
         (Categorical.create(tensor(0.2, 0.3, 0.5)), tensor(1.0, 0.0, 0.0), -math.log(0.2)),
@@ -121,7 +122,7 @@ def test_values_on_the_boundary_and_beyond_it(measure, mu, value):
     assert float(found) == pytest.approx(value, rel=1e-9, abs=1e-9)
     mapped = torch.func.vmap(lambda point: conjugate(measure, point))(mu[None])
     assert float(mapped) == pytest.approx(float(found), rel=1e-9, abs=1e-9)
-    half = measure._to(torch.float32)
+    half = measure.to(torch.float32)
     assert not conjugate(half, mu.float()).isnan().any()
 
 
@@ -195,16 +196,18 @@ def test_the_status_says_what_became_of_each_item():
     assert isinstance(value, DualResult)
     assert value.value[1:3].tolist() == [pytest.approx(0.0, abs=1e-9), math.inf] and value.value[3:].isnan().all()
     # In closed form too.
-    spin = natural(Spin.create(1), mu, throw=False)
+    spin = natural(Spin.create(dim=1), mu, throw=False)
     assert isinstance(spin, DualResult)
     assert spin.status.tolist() == [0, *[int(Status.DIVERGED)] * 2, *[int(Status.NOT_FINITE)] * 2]
     torch.testing.assert_close(natural(atoms, mu[:1]), eta.value[:1])
 
 
 @pytest.mark.medium
-def test_nothing_is_raised_under_transforms():
+def test_under_transforms_errors_are_raised_unless_asked_not_to():
     atoms = Atoms.create(tensor(0.0, 1.0, 3.0)[:, None])
-    mapped = torch.func.vmap(lambda mu: natural(atoms, mu))(tensor(0.5, 4.0)[:, None])
+    with pytest.raises(ValueError, match="outside the convex hull"):
+        torch.func.vmap(lambda mu: natural(atoms, mu))(tensor(0.5, 4.0)[:, None])
+    mapped = torch.func.vmap(lambda mu: natural(atoms, mu, throw=False).value)(tensor(0.5, 4.0)[:, None])
     assert mapped[0].isfinite() and mapped[1].isnan()
     both = torch.func.vmap(lambda mu: natural(atoms, mu, throw=False))(tensor(0.5, 4.0)[:, None])
     assert both.status.tolist() == [int(Status.CONVERGED), int(Status.DIVERGED)]

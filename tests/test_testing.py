@@ -422,7 +422,7 @@ def test_a_density_that_is_not_normalised_is_caught():
 
 def test_a_wrong_oracle_for_log_prob_is_reported():
     with pytest.raises(AssertionError, match=r"log_prob = oracle: broken at eta = .* expected 0"):
-        check_measure(Spin.create(2), log_prob=lambda eta, point: point.new_zeros(point.shape[:-1]))
+        check_measure(Spin.create(dim=2), log_prob=lambda eta, point: point.new_zeros(point.shape[:-1]))
 
 
 class LongNatural(Coordinates):
@@ -443,7 +443,7 @@ def test_a_natural_parameter_of_more_than_the_least_norm_is_caught():
 @pytest.mark.medium
 def test_laws_left_out_are_returned():
     assert check_measure(Poisson(RATE)) == ("domain", "samples", "log_prob", "support", "compiled")
-    assert check_measure(Spin.create(2)) == ("domain", "compiled")
+    assert check_measure(Spin.create(dim=2)) == ("domain", "compiled")
 
 
 def test_points_are_found_inside_a_small_domain_or_asked_for():
@@ -485,9 +485,9 @@ def exponential_kl(eta_p: Tensor, eta_q: Tensor) -> Tensor:
 
 def test_a_wrong_oracle_is_reported_with_both_numbers():
     with pytest.raises(AssertionError, match=r"log-partition = oracle.*got .*, expected .*, tolerance"):
-        check_measure(Spin.create(2), log_partition=lambda eta: torch.zeros(eta.shape[:-1], dtype=eta.dtype))
+        check_measure(Spin.create(dim=2), log_partition=lambda eta: torch.zeros(eta.shape[:-1], dtype=eta.dtype))
     with pytest.raises(AssertionError, match="KL = oracle"):
-        check_measure(Spin.create(2), kl=lambda p, q: torch.zeros(p.shape[:-1], dtype=p.dtype))
+        check_measure(Spin.create(dim=2), kl=lambda p, q: torch.zeros(p.shape[:-1], dtype=p.dtype))
 
 
 @pytest.mark.medium

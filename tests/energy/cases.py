@@ -43,7 +43,7 @@ MEASURES: dict[str, Callable[[int], measures.Measure]] = {
     "Gaussian": lambda width: measures.Gaussian.create(draw(width, seed=4), torch.linspace(0.5, 2, width, dtype=F64)),
     "Spin": lambda width: measures.Spin.create(0.3 * draw(width, seed=5)),
     "Bernoulli": lambda width: measures.Bernoulli.create(torch.linspace(0.2, 0.7, width, dtype=F64)),
-    "Sphere": lambda width: measures.Sphere.create(width, constant(1.3)),
+    "Sphere": lambda width: measures.Sphere.create(constant(1.3), dim=width),
     "Atoms": lambda width: measures.Atoms.create(draw(3 * width, width, seed=6)),
 }
 

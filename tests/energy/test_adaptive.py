@@ -74,7 +74,7 @@ def test_errors_fall_as_theory_says_for_every_kind_of_site(kind, method):
 def test_errors_fall_as_theory_says_on_spheres(dim):
     """Two sites of radius 1 and 1.5 in fields: the outer integral by a rule of the test's own, the inner one closed."""
     radius, field, shape = torch.tensor([1.0, 1.5]).double(), 0.8 * normal(2, dim), normal(dim, dim, seed=7)
-    second = Sphere.create(dim, radius[1]).tilt(field[1])
+    second = Sphere.create(radius[1], dim=dim).tilt(field[1])
     angle = torch.arange(100).double() * (2 * math.pi / 100)
     points, weight = torch.stack([angle.cos(), angle.sin()], -1), torch.full((100,), 0.01).double()
     if dim == 3:
@@ -93,7 +93,7 @@ def test_errors_fall_as_theory_says_on_spheres(dim):
         joint = alone * second.log_partition(pull).exp()
         p = joint / joint.sum()
         mean = torch.stack([p @ points, p @ second.mean(pull)])
-        found = getattr(SpinModel.create(Sphere.create(dim, radius).tilt(field), coupling), method)()
+        found = getattr(SpinModel.create(Sphere.create(radius, dim=dim).tilt(field), coupling), method)()
         return (found.mean - mean).norm(), (found.log_partition - joint.sum().log()).abs()
 
     for method in METHODS:
@@ -105,7 +105,7 @@ def test_errors_fall_as_theory_says_on_spheres(dim):
 @pytest.mark.parametrize("dim", [2, 3])
 def test_the_rule_on_spheres_is_exact_up_to_its_limit(dim):
     """Against the measure's own Bessel functions, where the tilt is linear."""
-    site, field = Sphere.create(dim, torch.ones(4).double()), normal(4, dim)
+    site, field = Sphere.create(torch.ones(4).double(), dim=dim), normal(4, dim)
     field = field / field.norm(dim=-1, keepdim=True) * torch.tensor([[0.1], [1.0], [10.0], [sites.SHARPEST]])
     found = sites.law(site, field).tilted(field, torch.zeros(4, dim, dim).double())
     wanted = (site.log_partition(field), site.mean(field), site.fisher(field))
@@ -307,9 +307,9 @@ def test_a_response_that_is_no_covariance_is_refused():
     ("site", "message"),
     [
         (Poisson.create(torch.ones(3, 1).double()), "needs sites of finitely many states .* got Poisson"),
-        (Sphere.create(4, torch.ones(3).double()), "got Sphere in 4 dimensions"),
+        (Sphere.create(torch.ones(3).double(), dim=4), "got Sphere in 4 dimensions"),
         (Spin(torch.zeros(3, 19).double()), "at most 2\\^20 states"),
-        (Sphere.create(2, torch.ones(3).double()).tilt(torch.full((3, 2), 200.0).double()), "at most 100, got 2"),
+        (Sphere.create(torch.ones(3).double(), dim=2).tilt(torch.full((3, 2), 200.0).double()), "at most 100, got 2"),
     ],
 )
 def test_sites_without_quadratic_tilts(site, message):

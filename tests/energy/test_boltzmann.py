@@ -233,8 +233,8 @@ def test_the_field_must_stay_in_the_domain():
     with pytest.raises(
         ValueError, match=r"hidden unit 0 reaches from -3.2 to 3.2, and Exponential needs eta < rate = 3"
     ):
-        BoltzmannMachine.create(Spin.create(2), HIDDEN["Exponential"], 2 * strong)
-    BoltzmannMachine.create(Spin.create(2), HIDDEN["Exponential"], strong)
+        BoltzmannMachine.create(Spin.create(dim=2), HIDDEN["Exponential"], 2 * strong)
+    BoltzmannMachine.create(Spin.create(dim=2), HIDDEN["Exponential"], strong)
     with pytest.raises(ValueError, match="visible unit 0 reaches from 0 to 4"):
         BoltzmannMachine.create(HIDDEN["Laplace"], Atoms.create(4 * torch.eye(2).double()), torch.eye(2).double())
 
@@ -261,8 +261,8 @@ def test_a_tilt_that_has_no_closed_form_is_looked_through():
         BoltzmannMachine.create(UNBOUNDED["Gaussian"], laplace, 0.1 * torch.eye(2).double())
     near = 2.4 * torch.eye(2).double()  # |1 + 2.4| > 1/0.3 > 2.4
     with pytest.raises(ValueError, match=r"hidden unit 0 reaches from -2.4 to 2.4, and Laplace needs"):
-        BoltzmannMachine.create(Spin.create(2), laplace, near)
-    BoltzmannMachine.create(Spin.create(2), HIDDEN["Laplace"], near)
+        BoltzmannMachine.create(Spin.create(dim=2), laplace, near)
+    BoltzmannMachine.create(Spin.create(dim=2), HIDDEN["Laplace"], near)
 
 
 def test_states_of_the_wrong_shape_or_not_finite():

@@ -245,7 +245,7 @@ def test_capacity_constants_of_the_literature():
 
 REFUSED = {
     "not patterns": (
-        lambda: bounds.separation(HopfieldEnergy.create(measures.Spin.create(3))),
+        lambda: bounds.separation(HopfieldEnergy.create(measures.Spin.create(dim=3))),
         TypeError,
         "stored patterns, got Spin",
     ),

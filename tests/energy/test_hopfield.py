@@ -369,7 +369,7 @@ REFUSED = {
     "no potential": (lambda: HopfieldEnergy.create([1.0]), TypeError, "list"),
     "no reference": (lambda: HopfieldEnergy.create(PATTERNS, reference=torch.tanh), TypeError, "builtin"),
     "reference on another space": (
-        lambda: HopfieldEnergy.create(PATTERNS, reference=measures.Spin.create(3)),
+        lambda: HopfieldEnergy.create(PATTERNS, reference=measures.Spin.create(dim=3)),
         ValueError,
         r"\(3,\).*\(4,\)",
     ),

@@ -50,7 +50,7 @@ def test_the_covariance_is_the_jacobian_and_the_state_the_inverse(exact):
     torch.testing.assert_close(model.state(model.mean(state)), state, rtol=1e-9, atol=1e-10)
     assert bool((torch.linalg.eigvalsh(model.covariance(state)) <= 0.5).all())
     if exact:
-        sphere = Sphere.create(8, torch.tensor(model.radius, dtype=torch.float64))
+        sphere = Sphere.create(torch.tensor(model.radius, dtype=torch.float64), dim=8)
         torch.testing.assert_close(model.covariance(state), sphere.fisher(1.3 * state), rtol=1e-11, atol=1e-13)
     else:
         gamma = (1 + 1.3**2 * state.square().sum(-1) / model.radius**2).sqrt()

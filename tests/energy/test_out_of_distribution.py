@@ -99,7 +99,7 @@ REFUSED = {
     "label's range": ({"kind": "she", "memory": MEMORY, "label": torch.full((9,), 6)}, ValueError, "0 … 5"),
     "label of logits": ({"kind": "she", "memory": MEMORY, "label": torch.zeros(9)}, TypeError, "whole"),
     "no patterns": (
-        {"kind": "she", "memory": measures.Spin.create(4), "label": torch.zeros(9).long()},
+        {"kind": "she", "memory": measures.Spin.create(dim=4), "label": torch.zeros(9).long()},
         TypeError,
         "class means",
     ),

@@ -107,7 +107,7 @@ UNITS = {
         Uniform.create(tensor(-1.0, 0.0), tensor(1.0, 2.0)),
         independent(gauss(-1.0, 1.0, 30), gauss(0.0, 2.0, 30)),
     ),
-    "Sphere": (Sphere.create(3, torch.tensor(1.0).double()), sphere_law()),
+    "Sphere": (Sphere.create(torch.tensor(1.0).double(), dim=3), sphere_law()),
     "Constant": (Constant.create(tensor(0.5, -1.0)), (tensor(0.5, -1.0)[None], tensor(0.0))),
     "Atoms": (Atoms.create(POINTS), (POINTS, torch.zeros(5).double())),
     "biased Laplace": (

@@ -167,7 +167,7 @@ def test_gaussian_sites_have_exact_means_and_no_echo(method):
 def test_vector_spins_on_the_sphere():
     """Two sites on the sphere in three dimensions: log Z = log (sinh j / j), and no mean."""
     coupling = torch.tensor([[0.0, 0.5], [0.5, 0.0]]).double()
-    site = Sphere.create(3).tilt(torch.zeros(3))
+    site = Sphere.create(dim=3).tilt(torch.zeros(3))
     stacked = torch.utils._pytree.tree_map(lambda leaf: leaf.expand(2, *leaf.shape).double().clone(), site)
     model = SpinModel.create(stacked, coupling)
     found = model.tap()

@@ -200,7 +200,7 @@ def single_cases() -> dict[str, Case]:
             density=False,
             divergence=False,
         ),
-        "spin, fair": Case(Spin.create(3), spins(torch.zeros(3))),
+        "spin, fair": Case(Spin.create(dim=3), spins(torch.zeros(3))),
         "spin, in a field": Case(Spin.create(field), spins(field)),
         "bernoulli": Case(Bernoulli.create(chance), bits(chance)),
         "categorical": Case(
@@ -225,9 +225,9 @@ def single_cases() -> dict[str, Case]:
         "laplace": Case(Laplace.create(scale), laplace(scale), ()),
         "uniform": Case(Uniform.create(low, high), uniform(low, high)),
         "constant": Case(Constant.create(value), Enumerated(numpy(value)[:, None], np.zeros((2, 1)))),
-        "circle": Case(Sphere.create(2, radius[0]), UniformSphere(2, numpy(radius[0]))),
-        "sphere": Case(Sphere.create(3, radius), UniformSphere(3, numpy(radius))),
-        "sphere in five dimensions": Case(Sphere.create(5, radius[:2]), UniformSphere(5, numpy(radius[:2]))),
+        "circle": Case(Sphere.create(radius[0], dim=2), UniformSphere(2, numpy(radius[0]))),
+        "sphere": Case(Sphere.create(radius, dim=3), UniformSphere(3, numpy(radius))),
+        "sphere in five dimensions": Case(Sphere.create(radius[:2], dim=5), UniformSphere(5, numpy(radius[:2]))),
     }
 
 

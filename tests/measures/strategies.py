@@ -100,7 +100,7 @@ def uniform(n: Numbers) -> Measure:
 
 
 def sphere(n: Numbers) -> Measure:
-    return Sphere.create(n.dim, n.positive()) if n.dim > 1 else Spin.create(n.scaled(1))
+    return Sphere.create(n.positive(), dim=n.dim) if n.dim > 1 else Spin.create(n.scaled(1))
 
 
 def conjugate(n: Numbers) -> Measure:

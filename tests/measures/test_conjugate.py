@@ -237,8 +237,8 @@ def test_batches_and_float32(name):
     assert measure.evidence(chi, data).tolist() == pytest.approx(alone)
     later, posterior = measure.update(chi, data)
     assert later.shape == (3, 1) and posterior.strength.shape == (3, 1)
-    half = ConjugatePrior.create(case.measure._to(torch.float32), torch.tensor([case.strength]))
-    exact, point = half._to(F64), chi.float()
+    half = ConjugatePrior.create(case.measure.to(torch.float32), torch.tensor([case.strength]))
+    exact, point = half.to(F64), chi.float()
     for function in ("log_partition", "mean", "fisher"):
         found = getattr(half, function)(point)
         assert found.dtype == torch.float32
@@ -342,9 +342,13 @@ def test_domain_errors_name_the_bound():
     [
         (lambda: ConjugatePrior.create(Laplace.create(tensor(1.0)), tensor(1.0)), TypeError, "got Laplace"),
         (lambda: ConjugatePrior.create(Atoms.create(torch.zeros(2, 2)), tensor(1.0)), TypeError, "got Atoms"),
-        (lambda: ConjugatePrior.create(Spin.create(2), tensor(1.0)), ValueError, r"shape \(2,\), got \(1,\)"),
-        (lambda: ConjugatePrior.create(Spin.create(1), tensor(0.0)), ValueError, "strength must be positive, got 0"),
-        (lambda: ConjugatePrior.create(Spin.create(1), torch.tensor([1j])), TypeError, "strength must be real"),
+        (lambda: ConjugatePrior.create(Spin.create(dim=2), tensor(1.0)), ValueError, r"shape \(2,\), got \(1,\)"),
+        (
+            lambda: ConjugatePrior.create(Spin.create(dim=1), tensor(0.0)),
+            ValueError,
+            "strength must be positive and finite, got 0",
+        ),
+        (lambda: ConjugatePrior.create(Spin.create(dim=1), torch.tensor([1j])), TypeError, "strength must be real"),
         (
             lambda: ConjugatePrior.create(Gaussian.create(torch.zeros(2), torch.eye(2)), torch.ones(2)),
             ValueError,
@@ -360,7 +364,7 @@ def test_domain_errors_name_the_bound():
             ValueError,
             r"chi must have shape \(1,\)",
         ),
-        (lambda: prior("poisson").update(tensor(1.0), torch.ones(1)), ValueError, r"\('n', 1\), got \(1,\)"),
+        (lambda: prior("poisson").update(tensor(1.0), torch.ones(1)), ValueError, r"\(n, 1\), got \(1,\)"),
         (lambda: prior("poisson").update(tensor(1.0), tensor(1.5)[:, None]), ValueError, "support of Poisson, got 1.5"),
         (lambda: prior("bernoulli").evidence(tensor(1.0), tensor(2.0)[:, None]), ValueError, "support of Bernoulli"),
         (lambda: prior("gaussian").update(tensor(1.0), tensor(math.nan)[:, None]), ValueError, "support of Gaussian"),

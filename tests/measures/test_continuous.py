@@ -10,7 +10,8 @@ import torch
 from scipy import integrate
 from tests.rows import every_row
 
-from massieu.measures import Constant, DomainError, Exponential, Gamma, Laplace, Uniform
+from massieu.measures import ConjugatePrior, Constant, DomainError, Exponential, Gamma, Laplace, Uniform
+from massieu.measures.combine import Tilted
 from massieu.testing import check_measure
 
 F64 = torch.float64
@@ -168,20 +169,20 @@ def test_densities_of_continuous_laws_integrate_to_one():
 @every_row(
     ("call", "kind", "message"),
     [
-        (lambda: Exponential.create(tensor(0.0)), ValueError, "rate must be positive, got 0"),
-        (lambda: Exponential.create(tensor(math.inf)), ValueError, "rate must be finite"),
+        (lambda: Exponential.create(tensor(0.0)), ValueError, "rate must be positive and finite, got 0"),
+        (lambda: Exponential.create(tensor(math.inf)), ValueError, "rate must be positive and finite"),
         (lambda: Exponential.create(torch.tensor([1j])), TypeError, "rate must be real"),
         (
             lambda: Gamma.create(tensor(1.0), tensor(1.0, 2.0)),
             ValueError,
-            r"scale must have the shape of shape, \(1,\)",
+            r"scale must have shape \(1,\), got \(2,\)",
         ),
-        (lambda: Gamma.create(tensor(-1.0), tensor(1.0)), ValueError, "shape must be positive, got -1"),
-        (lambda: Gamma.create(tensor(1.0), tensor(math.nan)), ValueError, "scale must be finite"),
-        (lambda: Laplace.create("one"), TypeError, "scale must be .* numbers to make one of, got str"),
+        (lambda: Gamma.create(tensor(-1.0), tensor(1.0)), ValueError, "shape must be positive and finite, got -1"),
+        (lambda: Gamma.create(tensor(1.0), tensor(math.nan)), ValueError, "scale must be positive and finite"),
+        (lambda: Laplace.create("one"), TypeError, r"scale must be .* numbers to make one of, got '\w+'"),
         (lambda: Laplace.create(tensor(-1.0)), ValueError, "scale must be positive"),
         (lambda: Uniform.create(tensor(0.0), tensor(0.0)), ValueError, "low must be below high, got 0 and 0"),
-        (lambda: Uniform.create(tensor(0.0, 1.0), tensor(1.0)), ValueError, "high must have the shape of low"),
+        (lambda: Uniform.create(tensor(0.0, 1.0), tensor(1.0)), ValueError, r"high must have shape \(2,\), got \(1,\)"),
         (lambda: Constant.create(tensor(math.nan)), ValueError, "value must be finite"),
         (lambda: Constant.create(torch.zeros(0)), ValueError, "d ≥ 1"),
     ],
@@ -189,3 +190,15 @@ def test_densities_of_continuous_laws_integrate_to_one():
 def test_bad_input_is_refused(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_waiting_times_know_the_eta_of_a_mean_and_where_their_tilts_live():
+    rate = torch.tensor([0.5, 2.0]).double()
+    eta = rate - torch.tensor([0.3, 4.0]).double()
+    for measure in (Exponential.create(rate), Gamma.create(3.0, 1 / rate), Laplace.create(1 / (2 + rate))):
+        torch.testing.assert_close(measure._natural(measure.mean(eta)), eta)
+        torch.testing.assert_close(measure._conjugate(measure.mean(eta)), -measure.entropy(eta))
+    prior = ConjugatePrior.create(Exponential.create(rate), 2.0)
+    chi = prior._interior() + 5.0
+    assert Tilted(prior, chi)._in_domain(Tilted(prior, chi)._interior()).all()
+    torch.testing.assert_close(Tilted(prior, chi)._interior() + chi, prior._interior())

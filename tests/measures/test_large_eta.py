@@ -43,7 +43,7 @@ def mixed(*parts):
         (mixed(normal(0.0, 1.0), counts(1.0)), [1000.0], [math.inf], [math.inf]),
         (power(mixed(counts(1.0), counts(2.0)), 2), [1000.0], [math.inf], [math.inf]),
         (affine(counts(1.0, 3.0), torch.eye(2)), [1000.0, 0.0], [math.inf, 3.0], [math.inf, 3.0]),
-        (product(counts(1.0), Spin.create(1)), [1000.0, 0.0], [math.inf, 0.0], [math.inf, 1.0]),
+        (product(counts(1.0), Spin.create(dim=1)), [1000.0, 0.0], [math.inf, 0.0], [math.inf, 1.0]),
         # The second has outgrown the first by e¹⁰⁰⁰; the Gaussian the atoms, by e⁵⁰⁰⁰⁰⁰.
         (mixed(normal(0.0, 1.0), normal(1.0, 1.0)), [1000.0], [1001.0], [1.0]),
         (hybrid(Atoms.create(torch.tensor([[0.0], [3.0]])), normal(0.0, 1.0), 0.5), [1000.0], [1000.0], [1.0]),
@@ -64,7 +64,7 @@ def test_means_and_variances_where_one_term_is_all_there_is(measure, eta, mean, 
 def test_shares_that_cannot_be_told_are_refused(name):
     """Both log-partitions, ½·10⁴⁰ and 10⁴⁰, are infinite in float32: the mean is 10²⁰ or twice that."""
     measure, eta = mixed(normal(0.0, 1.0), normal(0.0, 2.0)), torch.tensor([1e20])
-    exact = measure._to(torch.float64)
+    exact = measure.to(torch.float64)
     assert exact.mean(eta.double()).tolist() == [2 * float(eta[0])]
     if name == "entropy":  # −10⁴⁰ or −½·10⁴⁰: minus infinity
         assert measure.entropy(eta) == -math.inf

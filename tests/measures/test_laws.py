@@ -84,7 +84,7 @@ def divergence_in_float32(scene: Scene) -> None:
     step = Numbers.exact(eta + distance * direction / norm(direction).unsqueeze(-1))
     held = measure._in_domain(step + (step - eta))
     assume(held is None or bool(held.all()))
-    single = measure._to(torch.float32)
+    single = measure.to(torch.float32)
     delta = step - eta
     nodes, weights = GAUSS
     fisher = measure.fisher(eta.unsqueeze(-2) + nodes.unsqueeze(-1) * delta.unsqueeze(-2))
@@ -232,7 +232,7 @@ def batched_is_one_by_one(scene: Scene) -> None:
 
 def float32_is_float64(scene: Scene) -> None:
     measure, eta, _, direction = scene.build()
-    single, point = measure._to(torch.float32), eta.float()
+    single, point = measure.to(torch.float32), eta.float()
     held = measure._in_domain(eta)
     assert held is None or bool(held.all())
     eps = torch.finfo(torch.float32).eps
@@ -265,7 +265,7 @@ def nothing_is_nan(scene: Scene) -> None:
     # What overflows is infinite, and an infinity less another is nothing.
     assume(all(bool((number.abs() < 1e30).all() | number.isnan().any()) for number in (value, mean, fisher)))
     for dtype in (F64, torch.float32):
-        own, point = measure._to(dtype), eta.to(dtype)
+        own, point = measure.to(dtype), eta.to(dtype)
         leaf = point.clone().requires_grad_()
         value = own.log_partition(leaf)
         (gradient,) = torch.autograd.grad(value.sum(), leaf, create_graph=True)
@@ -293,7 +293,7 @@ def test_divergence_of_atoms_of_which_one_is_all_but_certain():
 
 
 def test_a_component_without_a_share_does_not_overflow():
-    mixed = mixture(torch.zeros(2), [Spin.create(1), Poisson.create(torch.ones(1))])
+    mixed = mixture(torch.zeros(2), [Spin.create(dim=1), Poisson.create(torch.ones(1))])
     assert mixed.fisher(torch.tensor([64.0])).item() == pytest.approx(math.exp(64.0), rel=1e-5)
 
 

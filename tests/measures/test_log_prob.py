@@ -20,6 +20,7 @@ from massieu.measures import (
     Gamma,
     Gaussian,
     Laplace,
+    Measure,
     MissingFormError,
     Poisson,
     Sphere,
@@ -171,7 +172,7 @@ def test_sums_with_counts_bounds_and_both_kinds_of_mass():
     torch.testing.assert_close(smooth.log_prob(eta, at), mixture(weight, parts).log_prob(eta, at), atol=1e-5, rtol=1e-5)
 
 
-class Unlisted(Spin.__mro__[2]):  # type: ignore[misc]
+class Unlisted(Measure):
     """A user's discrete law that does not say which of its points is nearest."""
 
     weight: torch.Tensor
@@ -289,7 +290,7 @@ def test_the_sphere_keeps_its_digits_at_large_concentration(kappa, dtype):
         k, (x, _, z) = mpmath.mpf(float(eta[2])), (mpmath.mpf(float(c)) for c in point)
         gap = 1 - z / mpmath.sqrt(x * x + z * z)
         exact = float(-k * gap + mpmath.log(k) - mpmath.log(2 * mpmath.pi * (1 - mpmath.exp(-2 * k))))
-    found = float(Sphere.create(3).log_prob(eta, point))
+    found = float(Sphere.create(dim=3).log_prob(eta, point))
     # The point is that of its dtype, exactly; the rest is in float64.
     assert found == pytest.approx(exact, rel=64 * torch.finfo(dtype).eps, abs=64 * torch.finfo(dtype).eps)
 
@@ -353,7 +354,7 @@ def test_evidence_of_large_counts_keeps_its_digits():
 @pytest.mark.medium
 @every_row("name", ["poisson", "gamma", "kernel density", "power", "affine", "mixture of atoms and spins", "tilted"])
 def test_log_prob_under_transforms(name):
-    measure, (case, queries) = CASES[name].measure._to(torch.float64), (CASES[name], 3)
+    measure, (case, queries) = CASES[name].measure.to(torch.float64), (CASES[name], 3)
     lead = measure.batch_shape
     eta = 0.1 * draw(*lead, queries, *measure.event_shape, seed=2)
     points = measure.sample(eta, (4,), generator=torch.Generator().manual_seed(0))
@@ -371,7 +372,7 @@ def test_log_prob_under_transforms(name):
 def test_products_and_mixtures_take_each_parts_own_form():
     """A product with one huge count and a mixture of two such laws: as exact as the parts."""
     eta = torch.tensor([17.0, 0.3])
-    joint = product(Poisson.create([1.0]), Spin.create(1))
+    joint = product(Poisson.create([1.0]), Spin.create(dim=1))
     point = torch.tensor([24157308.0, 1.0])
     exact = stats.poisson.logpmf(24157308, math.exp(17)) + math.log(1 / (1 + math.exp(-0.6)))
     assert float(joint.log_prob(eta, point)) == pytest.approx(exact, abs=1e-3)

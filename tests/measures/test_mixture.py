@@ -1,5 +1,6 @@
 """Mixtures against sums written out, SciPy's densities and the identities of S14 and S18."""
 
+import functools
 import math
 
 import mpmath
@@ -9,9 +10,10 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 from tests.rows import every_row
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from massieu.duality import natural
-from massieu.measures import Atoms, ConjugatePrior, Gaussian, Poisson, Spin, hybrid, mixture
+from massieu.measures import Atoms, ConjugatePrior, Gaussian, Poisson, Sphere, Spin, convolve, hybrid, listed, mixture
 from massieu.testing import check_measure
 
 
@@ -77,7 +79,7 @@ def test_batches_of_components_are_prefixes_of_the_longest():
 
 def test_samples_come_from_the_components_in_their_shares():
     measure = mixture(
-        torch.tensor([0.0, 1.0], dtype=torch.float64), [Spin.create(2), Poisson.create(torch.tensor([5.0, 9.0]))]
+        torch.tensor([0.0, 1.0], dtype=torch.float64), [Spin.create(dim=2), Poisson.create(torch.tensor([5.0, 9.0]))]
     )
     eta, count = draw(3, 2).mul(0.3), 40_000
     draws = measure.sample(eta, (count,), generator=torch.Generator().manual_seed(0))
@@ -109,6 +111,76 @@ def test_the_gap_of_the_lower_bound_is_a_divergence():
     vertex = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     only = measure.lower_bound(eta, vertex)
     torch.testing.assert_close(only, log_weight[1] + Gaussian.create(location[1], covariance[1]).log_partition(eta))
+
+
+def _one_by_one(batched):
+    """The components of a measure whose last batch dimension counts them."""
+    own = len(batched.batch_shape) - 1
+    count = batched.batch_shape[-1]
+    return [pytree.tree_map(lambda leaf, k=k: leaf.select(own, k), batched) for k in range(count)]
+
+
+BATCHED = {
+    "Gaussian per key": lambda: Gaussian.create(draw(5, 2, seed=1), draw(5, 2, seed=2).square() + 0.1),
+    "von Mises–Fisher per key": lambda: Sphere.create(1 + draw(5, seed=1).square(), dim=2).tilt(3 * draw(5, 2, seed=2)),
+    "Gaussians, in a batch": lambda: Gaussian.create(draw(3, 5, 2, seed=1), draw(3, 5, 2, seed=2).square() + 0.1),
+    "signs": lambda: Spin.create(draw(5, 2, seed=1)),
+    "atoms": lambda: Atoms.create(draw(5, 4, 2, seed=1), draw(5, 4, seed=2)),
+    "conjugate priors": lambda: ConjugatePrior.create(
+        Poisson.create(torch.ones(5, 2)), 1 + draw(5, 2, seed=1).square()
+    ),
+}
+
+
+@every_row("name", BATCHED)
+def test_a_batch_of_components_is_the_list_of_them(name):
+    components, log_weight = BATCHED[name](), draw(5, seed=3)
+    together, listed = mixture(log_weight, components), mixture(log_weight, _one_by_one(components))
+    batch, inside = together.batch_shape, together._interior()
+    eta, other = 0.5 * draw(*batch, 7, 2, seed=4).tanh(), 0.5 * draw(*batch, 7, 2, seed=5).tanh()
+    if inside is not None:
+        torch.testing.assert_close(inside, listed._interior())
+        eta, other = inside + eta, inside + other
+    same = functools.partial(torch.testing.assert_close, atol=1e-11, rtol=1e-11)
+    for function in ("log_partition", "mean", "fisher", "entropy", "responsibilities", "lower_bound"):
+        same(getattr(together, function)(eta), getattr(listed, function)(eta))
+    same(together.kl(eta, other), listed.kl(eta, other))
+    same(together.cumulants(eta, other, 4), listed.cumulants(eta, other, 4))
+    drawn = listed.sample(eta, 6, generator=torch.Generator().manual_seed(0))
+    same(together.log_prob(eta, drawn), listed.log_prob(eta, drawn))
+    both, one = (measure._support(other) for measure in (together, listed))
+    assert (both is None) == (one is None)
+    if both is not None:
+        same(both, one)
+    gradients = [
+        torch.func.grad(lambda measure: measure.log_partition(eta).square().sum() + measure.mean(eta).sin().sum())(m)
+        for m in (together, listed)
+    ]
+    same(gradients[0].log_weight, gradients[1].log_weight)
+    own = len(components.batch_shape) - 1
+    each = zip(*(pytree.tree_leaves(part) for part in gradients[1].components), strict=True)
+    for whole, parts in zip(pytree.tree_leaves(gradients[0].components), each, strict=True):
+        same(whole, torch.stack(parts, own))
+
+
+@pytest.mark.parametrize("name", ["Gaussian per key", "von Mises–Fisher per key"])
+def test_samples_of_a_batch_of_components_are_its_own(name):
+    measure = mixture(draw(5, seed=3), BATCHED[name]())
+    eta, count = draw(2, 2, seed=4), 20_000
+    drawn = measure.sample(eta, count, generator=torch.Generator().manual_seed(1))
+    spread = measure.fisher(eta).diagonal(dim1=-2, dim2=-1).sqrt()
+    assert ((drawn.mean(0) - measure.mean(eta)).abs() < 5 * spread / count**0.5).all()
+
+
+def test_the_batch_of_a_mixture_may_be_longer_than_its_components():
+    log_weight, components = draw(3, 4, seed=1), Atoms.create(draw(4, 2, 1, seed=2))
+    whole, eta = mixture(log_weight, components), draw(3, 5, 1, seed=3)
+    for i in range(3):
+        alone = mixture(log_weight[i], components)
+        torch.testing.assert_close(whole.mean(eta)[i], alone.mean(eta[i]))
+        point = components.points[2, 1].expand(5, 1)
+        found = convolve(whole, Atoms.create(torch.zeros(1, 1).double())).log_prob(eta, point.expand(3, 5, 1))
+        torch.testing.assert_close(found[i], alone.log_prob(eta[i], point))
 
 
 def test_a_component_of_weight_zero_takes_no_part():
@@ -148,20 +220,26 @@ def test_hybrid_is_attention_with_a_background():
 @pytest.mark.medium
 def test_conforms():
     location, covariance = normals(2, 3)
-    check_measure(mixture(draw(2, 3), [Spin.create(3), Gaussian.create(location, covariance), Spin.create(draw(3))]))
+    check_measure(
+        mixture(draw(2, 3), [Spin.create(dim=3), Gaussian.create(location, covariance), Spin.create(draw(3))])
+    )
 
 
 @every_row(
     ("arguments", "error", "message"),
     [
         ((torch.zeros(2), []), ValueError, "0 components"),
-        ((torch.zeros(3), [Spin.create(2)] * 2), ValueError, r"\('\*batch', 2\) for 2 components, got \(3,\)"),
-        ((torch.zeros(2), [Spin.create(2), Spin.create(3)]), ValueError, r"one event shape, got \[\(2,\), \(3,\)\]"),
-        ((torch.zeros(2), Spin.create(2)), ValueError, "batch dimension that counts"),
-        ((torch.tensor([0j, 1]), [Spin.create(2)] * 2), TypeError, "log_weight must be real"),
-        ((torch.tensor([0.0, math.nan]), [Spin.create(2)] * 2), ValueError, "NaN"),
+        ((torch.zeros(3), [Spin.create(dim=2)] * 2), ValueError, r"\('\*batch', 2\) for 2 components, got \(3,\)"),
         (
-            (torch.zeros(4, 2), [Spin.create(2), Atoms.create(torch.ones(3, 5, 2))]),
+            (torch.zeros(2), [Spin.create(dim=2), Spin.create(dim=3)]),
+            ValueError,
+            r"one event shape, got \[\(2,\), \(3,\)\]",
+        ),
+        ((torch.zeros(2), Spin.create(dim=2)), ValueError, "batch dimension that counts"),
+        ((torch.tensor([0j, 1]), [Spin.create(dim=2)] * 2), TypeError, "log_weight must be real"),
+        ((torch.tensor([0.0, math.nan]), [Spin.create(dim=2)] * 2), ValueError, "NaN"),
+        (
+            (torch.zeros(4, 2), [Spin.create(dim=2), Atoms.create(torch.ones(3, 5, 2))]),
             ValueError,
             r"\(3,\) is not a prefix of \(4,\)",
         ),
@@ -173,7 +251,7 @@ def test_bad_mixtures_are_refused(arguments, error, message):
 
 
 def test_an_overflowing_component_gives_infinity_not_nan():
-    measure = mixture(torch.zeros(2), [Poisson.create(torch.ones(1)), Spin.create(1)])
+    measure = mixture(torch.zeros(2), [Poisson.create(torch.ones(1)), Spin.create(dim=1)])
     assert measure.log_partition(torch.tensor([1e3])) == torch.inf
 
 
@@ -182,7 +260,7 @@ def test_a_mixture_whose_domain_leaves_out_the_origin_has_its_inverse():
     batched = ConjugatePrior.create(Poisson.create(torch.ones_like(strength)), strength)
     listed = [ConjugatePrior.create(Poisson.create(torch.ones_like(row)), row) for row in strength]
     eta = draw(4, 2).abs() + 0.5
-    for count, components in ((2, batched), (2, listed), (3, [Spin.create(2), *listed])):
+    for count, components in ((2, batched), (2, listed), (3, [Spin.create(dim=2), *listed])):
         measure = mixture(torch.zeros(count, dtype=torch.float64), components)
         torch.testing.assert_close(natural(measure, measure.mean(eta)), eta, atol=1e-9, rtol=0)
 
@@ -213,3 +291,13 @@ def test_divergence_keeps_its_digits_however_far_the_components_are_apart(eta, o
     weights = [float(torch.tensor(value)) if place < 3 else value for place, value in enumerate(log_weight)]
     expected = _exact_divergence(points, weights, float(at), float(to))
     assert measure.kl(at, to).item() == pytest.approx(expected, rel=1e-8)
+
+
+def test_a_listed_mixture_is_the_mixture():
+    log_weight, points = draw(3, 4, seed=1), draw(4, 2, 1, seed=2)
+    eta = draw(3, 5, 1, seed=3)
+    for components in (Atoms.create(points), [Atoms.create(part) for part in points]):
+        measure = mixture(log_weight, components)
+        part = measure._listed()
+        assert part is not None
+        torch.testing.assert_close(listed.atoms(part).log_partition(eta), measure.log_partition(eta))

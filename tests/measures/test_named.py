@@ -85,7 +85,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"labels must be \+1 or −1"):
         boosting(torch.tensor([1.0, 0.0]), torch.zeros(2), torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"eta of shape \('N', 3\)|\(.N., 3\), got \(3,\)"):
-        divergence_kernel(Spin.create(3), torch.zeros(3))
+        divergence_kernel(Spin.create(dim=3), torch.zeros(3))
     atoms = boosting(torch.ones(3), torch.zeros(3), torch.ones(3, 2))
     with pytest.raises(ValueError, match="concentration must be positive and finite, got -1"):
         hybrid(atoms, Gaussian.create(torch.zeros(2), torch.tensor(1.0)), -1)

@@ -47,12 +47,12 @@ def oracle(radius: Tensor, dim: int):
 @some_slow("dim", [2, 3, 8], 1)
 def test_laws(dim):
     radius = torch.tensor([1.0, 0.7, 3.0], dtype=torch.float64)
-    check_measure(Sphere.create(dim, radius), log_partition=oracle(radius, dim))
+    check_measure(Sphere.create(radius, dim=dim), log_partition=oracle(radius, dim))
 
 
 @pytest.mark.slow
 def test_compiled():
-    measure = Sphere.create(3, torch.tensor([0.5, 2.0], dtype=torch.float64))
+    measure = Sphere.create(torch.tensor([0.5, 2.0], dtype=torch.float64), dim=3)
     eta = torch.randn(2, 3, 3, dtype=torch.float64, generator=generator())
     eta[:, 0] = 0
 
@@ -76,7 +76,7 @@ def test_fisher_keeps_its_digits_along_eta_and_across(exponent, dim, seed):
         k, order = mpmath.mpf(kappa), mpmath.mpf(dim) / 2 - 1
         ratio = mpmath.besseli(order + 1, k, maxterms=10**6) / mpmath.besseli(order, k, maxterms=10**6)
         along, across = float(1 - ratio**2 - (dim - 1) * ratio / k), float(ratio / k)
-    measure = Sphere.create(dim, 2.0)
+    measure = Sphere.create(2.0, dim=dim)
     for scale in (eta / 2, -eta / 2):
         assert measure.fisher_vp(scale, basis[seed % dim])[seed % dim].item() == pytest.approx(4 * along, rel=1e-11)
         assert measure.fisher_vp(scale, basis[seed % dim - 1])[seed % dim - 1].item() == pytest.approx(4 * across)
@@ -87,7 +87,7 @@ def test_fisher_keeps_its_digits_along_eta_and_across(exponent, dim, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dim", [2, 5, 64])
 def test_zero_and_the_largest_finite_eta(dim, dtype):
-    measure, eps = Sphere.create(dim), torch.finfo(dtype).eps
+    measure, eps = Sphere.create(dim=dim), torch.finfo(dtype).eps
     zero = torch.zeros(dim, dtype=dtype)
     assert measure.log_partition(zero).item() == 0
     assert (torch.func.grad(measure.log_partition)(zero) == 0).all()
@@ -116,7 +116,7 @@ def test_zero_and_the_largest_finite_eta(dim, dtype):
 @pytest.mark.medium
 @some_slow("dim", [3, 2, 9], 1)
 def test_derivatives(dim):
-    measure = Sphere.create(dim, torch.tensor(1.3, dtype=torch.float64))
+    measure = Sphere.create(torch.tensor(1.3, dtype=torch.float64), dim=dim)
     eta = torch.stack([torch.zeros(dim), 0.3 * torch.ones(dim), 4 * direction(dim).float()]).double().requires_grad_()
     assert torch.autograd.gradcheck(measure.log_partition, (eta,))
     assert torch.autograd.gradgradcheck(measure.log_partition, (eta,))
@@ -129,7 +129,7 @@ def test_derivatives(dim):
 @pytest.mark.medium
 def test_cumulants_on_the_circle_by_quadrature():
     """The projection on a direction of an angle's law exp(κ cos θ)/2π I₀: trapezoidal sums are exact to rounding."""
-    measure = Sphere.create(2, torch.tensor(1.5, dtype=torch.float64))
+    measure = Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=2)
     eta = torch.tensor([[0.0, 0.0], [1.0, -0.4], [7.0, 3.0]], dtype=torch.float64)
     vector = torch.tensor([0.3, 0.8], dtype=torch.float64).expand(3, 2)
     angle = 2 * math.pi * torch.arange(400, dtype=torch.float64) / 400
@@ -158,7 +158,7 @@ def test_cumulants_on_the_circle_by_quadrature():
 @pytest.mark.parametrize("kappa", [0.0, 1e-3, 1.0, 30.0, 1e4, 1e6])
 def test_kl_keeps_its_digits_in_float32(dim, kappa):
     """Close and far, along and across, through 0 and shrinking by orders of magnitude."""
-    measure, axis, side = Sphere.create(dim), torch.eye(dim)[0], torch.eye(dim)[1]
+    measure, axis, side = Sphere.create(dim=dim), torch.eye(dim)[0], torch.eye(dim)[1]
     eta_p = kappa * axis
     steps = [step * way for step in (1e-6, 1e-3, 0.3, 3.0) for way in (axis, side, (axis - side) / 2)]
     steps += [(factor - 1) * kappa * axis for factor in (1e-3, 0.4, 1.6, 50.0, -1.0)]
@@ -184,7 +184,7 @@ def test_kl_keeps_its_digits_in_float32(dim, kappa):
 @pytest.mark.parametrize("dim", [2, 3, 8, 300])
 def test_natural_undoes_the_mean(dim):
     radius = torch.tensor(2.5, dtype=torch.float64)
-    measure = Sphere.create(dim, radius)
+    measure = Sphere.create(radius, dim=dim)
     for kappa in [0.0, 1e-9, 1e-3, 0.1, 1.0, 3.0, 10.0, 100.0, 1e4, 1e6, 1e9]:
         eta = kappa / 2.5 * direction(dim)
         # A rounding of the mean's length moves κ by κ/(κR') ≈ 2κ/(d−1) roundings.
@@ -195,7 +195,7 @@ def test_natural_undoes_the_mean(dim):
 @pytest.mark.medium
 @given(st.floats(-12, 0), st.sampled_from([2, 3, 8, 64, 4096]), st.sampled_from([torch.float32, torch.float64]))
 def test_the_mean_undoes_natural(exponent, dim, dtype):
-    measure, eps = Sphere.create(dim), torch.finfo(dtype).eps
+    measure, eps = Sphere.create(dim=dim), torch.finfo(dtype).eps
     for length in (10.0**exponent, 1 - 10.0**exponent):
         mu = length * direction(dim, dtype=dtype)
         if mu.double().norm() < 1 - 4 * torch.finfo(torch.float64).eps:
@@ -203,7 +203,7 @@ def test_the_mean_undoes_natural(exponent, dim, dtype):
 
 
 def test_natural_on_the_boundary_and_beyond():
-    measure = Sphere.create(3, torch.tensor([2.0, 0.5]))
+    measure = Sphere.create(torch.tensor([2.0, 0.5]), dim=3)
     mu = torch.tensor([[[0.0, 0.0, 2.0], [-1.2, 0.0, 1.6], [2.1, 0.0, 0.0], [0.0, 0.0, 0.0]]]).repeat(2, 1, 1)
     mu[1] /= 4
     inf, nan = math.inf, math.nan
@@ -213,7 +213,7 @@ def test_natural_on_the_boundary_and_beyond():
 
 @pytest.mark.medium
 def test_natural_has_two_derivatives():
-    measure = Sphere.create(3, torch.tensor(1.5, dtype=torch.float64))
+    measure = Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=3)
     mu = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.1, -0.3], [1.1, -0.2, 0.9]], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(measure._natural, (mu,))
     assert torch.autograd.gradgradcheck(measure._natural, (mu,))
@@ -226,17 +226,17 @@ def test_natural_has_two_derivatives():
 def test_density_of_the_tilted_sphere(dim):
     kappa = 3.0
     axis = direction(dim)
-    draws = Sphere.create(dim).sample(kappa * axis, (50,), generator=generator())
+    draws = Sphere.create(dim=dim).sample(kappa * axis, (50,), generator=generator())
     expected = stats.vonmises_fisher(axis.numpy(), kappa).logpdf(draws.numpy())
-    assert Sphere.create(dim).log_prob(kappa * axis, draws).numpy() == pytest.approx(expected, rel=1e-12)
+    assert Sphere.create(dim=dim).log_prob(kappa * axis, draws).numpy() == pytest.approx(expected, rel=1e-12)
     # Scaling the sphere by r divides the density by r^(d−1).
-    shrunk = Sphere.create(dim, 0.25).log_prob(4 * kappa * axis, draws / 4)
+    shrunk = Sphere.create(0.25, dim=dim).log_prob(4 * kappa * axis, draws / 4)
     assert shrunk.numpy() == pytest.approx(expected + (dim - 1) * math.log(4), rel=1e-12)
-    assert (Sphere.create(dim).log_prob(kappa * axis, draws * (1 + 1e-12)) == -math.inf).all()
+    assert (Sphere.create(dim=dim).log_prob(kappa * axis, draws * (1 + 1e-12)) == -math.inf).all()
 
 
 def test_support():
-    measure = Sphere.create(2, torch.tensor([1.0, 3.0], dtype=torch.float64))
+    measure = Sphere.create(torch.tensor([1.0, 3.0], dtype=torch.float64), dim=2)
     vector = torch.tensor([[3.0, -4.0], [0.0, 0.0]], dtype=torch.float64).expand(2, 2, 2)
     torch.testing.assert_close(
         measure._support(vector), torch.tensor([[5.0, 0.0], [15.0, 0.0]], dtype=torch.float64), rtol=1e-15, atol=0
@@ -250,7 +250,7 @@ def test_support():
 def test_samples_have_the_right_moments(dim, kappa):
     count, radius = 20_000, 1.7
     axis = direction(dim, seed=3)
-    draws = Sphere.create(dim, radius).sample(kappa / radius * axis, (count,), generator=generator(1))
+    draws = Sphere.create(radius, dim=dim).sample(kappa / radius * axis, (count,), generator=generator(1))
     assert draws.dtype == torch.float64
     torch.testing.assert_close(
         draws.norm(dim=-1), torch.tensor(1.7).double().expand(count).float().double(), rtol=1e-7, atol=0
@@ -286,14 +286,14 @@ def test_samples_have_the_right_moments(dim, kappa):
 @every_row("dim", [2, 3, 6])
 def test_samples_without_tilt_are_uniform(dim):
     """The square of a coordinate of a uniform point is Beta(1/2, (d−1)/2)."""
-    draws = Sphere.create(dim).sample(torch.zeros(dim, dtype=torch.float64), (20_000,), generator=generator(5))
+    draws = Sphere.create(dim=dim).sample(torch.zeros(dim, dtype=torch.float64), (20_000,), generator=generator(5))
     for coordinate in draws.unbind(-1):
         assert stats.kstest(coordinate.square().numpy(), stats.beta(0.5, (dim - 1) / 2).cdf).pvalue > 1e-6
         assert abs(coordinate.sign().mean().item()) < 5 / math.sqrt(20_000)
 
 
 def test_sampling_repeats_with_the_generator_and_handles_batches():
-    measure = Sphere.create(3, torch.tensor([1.0, 2.0]))
+    measure = Sphere.create(torch.tensor([1.0, 2.0]), dim=3)
     eta = torch.tensor([0.0, 1e-30, 3.0, 1e30])[:, None] * torch.ones(2, 4, 3)
     draws = [measure.sample(eta, (7, 2), generator=generator(2)) for _ in range(2)]
     assert draws[0].shape == (7, 2, 2, 4, 3) and draws[0].dtype == torch.float32
@@ -304,15 +304,15 @@ def test_sampling_repeats_with_the_generator_and_handles_batches():
 
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"at least 2, got 1.*Spin"):
-        Sphere.create(1)
+        Sphere.create(dim=1)
     with pytest.raises(ValueError, match="at least 2, got 0"):
-        Sphere.create(0)
-    with pytest.raises(TypeError, match="float"):
-        Sphere.create(2.0)  # pyright: ignore[reportArgumentType]
+        Sphere.create(dim=0)
+    with pytest.raises(TypeError, match=r"dim must be a whole number, got 2\.0"):
+        Sphere.create(dim=2.0)  # pyright: ignore[reportArgumentType]
     for radius in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive and finite"):
-            Sphere.create(3, radius)
+            Sphere.create(radius, dim=3)
     with pytest.raises(TypeError, match="radius must be real"):
-        Sphere.create(3, torch.tensor([1j, 2]))
+        Sphere.create(torch.tensor([1j, 2]), dim=3)
     with pytest.raises(ValueError, match="eta of shape"):
-        Sphere.create(3).log_partition(torch.zeros(2))
+        Sphere.create(dim=3).log_partition(torch.zeros(2))

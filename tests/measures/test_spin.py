@@ -59,7 +59,7 @@ def test_kl_keeps_its_digits_in_float32(eta, distance):
         q = p + sign * distance
         a, b = mpmath.mpf(p.item()), mpmath.mpf(q.item())
         exact = mpmath.log(mpmath.cosh(b)) - mpmath.log(mpmath.cosh(a)) - mpmath.tanh(a) * (b - a)
-        assert Spin.create(1).kl(p, q).item() == pytest.approx(float(exact), rel=1e-5, abs=1e-44)
+        assert Spin.create(dim=1).kl(p, q).item() == pytest.approx(float(exact), rel=1e-5, abs=1e-44)
 
 
 def test_samples_are_signs():
@@ -70,12 +70,13 @@ def test_samples_are_signs():
 
 def test_bad_fields_are_refused():
     for field, message in (
-        (0, "at least one"),
         (torch.zeros(2, 0), r"\(\*batch, d\)"),
         (torch.tensor([math.nan]), "finite"),
     ):
         with pytest.raises(ValueError, match=message):
             Spin.create(field)
+    with pytest.raises(ValueError, match="dim must be a whole number, at least 1, got 0"):
+        Spin.create(dim=0)
     with pytest.raises(TypeError, match="field must be real"):
         Spin.create(torch.zeros(2, dtype=torch.complex64))
 

@@ -13,19 +13,19 @@ from torch import Tensor
 from massieu.measures import (
     Atoms,
     Bernoulli,
-    Convolution,
     Exponential,
     Gamma,
     Gaussian,
     MissingFormError,
     Poisson,
-    Power,
     Spin,
     affine,
     convolve,
     power,
     product,
 )
+from massieu.measures.convolution import Convolution
+from massieu.measures.sums import Power
 
 DERIVED = ("log_partition", "mean", "fisher", "entropy")
 
@@ -98,7 +98,7 @@ def test_samples_of_sums_have_their_mean_and_covariance():
 
 def test_a_product_acts_on_its_coordinates():
     atoms, gaussian = Atoms.create(draw(3, 2)), Gaussian.create(draw(1), torch.tensor([2.0], dtype=torch.float64))
-    measure, eta = product(atoms, gaussian, Spin.create(2)), draw(4, 5, seed=1)
+    measure, eta = product(atoms, gaussian, Spin.create(dim=2)), draw(4, 5, seed=1)
     pieces = eta[:, :2], eta[:, 2:3], eta[:, 3:]
     total = sum(part.log_partition(x) for part, x in zip(measure.measures, pieces, strict=True))
     torch.testing.assert_close(measure.log_partition(eta), total)
@@ -153,7 +153,7 @@ def test_infinitely_divisible_measures_have_fractional_powers():
 
 
 def test_batches_are_prefixes():
-    wide, narrow, eta = Atoms.create(draw(3, 4, 2)), Spin.create(2), draw(3, 5, 2)
+    wide, narrow, eta = Atoms.create(draw(3, 4, 2)), Spin.create(dim=2), draw(3, 5, 2)
     assert convolve(narrow, wide).batch_shape == product(narrow, wide).batch_shape == (3,)
     total = narrow.log_partition(eta) + wide.log_partition(eta)
     torch.testing.assert_close(convolve(narrow, wide).log_partition(eta), total)
@@ -166,18 +166,18 @@ def test_batches_are_prefixes():
     ("make", "error", "message"),
     [
         (lambda: product(), ValueError, "at least one measure, got none"),
-        (lambda: convolve(Spin.create(2), Spin.create(3)), ValueError, r"vectors of sizes \[2, 3\]"),
-        (lambda: power(Spin.create(2), 1.5), ValueError, "whole exponent for Spin.*got 1.5"),
-        (lambda: power(Spin.create(2), 0), ValueError, "positive, finite exponent, got 0"),
-        (lambda: power(Spin.create(2), math.nan), ValueError, "got nan"),
+        (lambda: convolve(Spin.create(dim=2), Spin.create(dim=3)), ValueError, r"vectors of sizes \[2, 3\]"),
+        (lambda: power(Spin.create(dim=2), 1.5), ValueError, "whole exponent for Spin.*got 1.5"),
+        (lambda: power(Spin.create(dim=2), 0), ValueError, "exponent must be positive and finite, got 0"),
+        (lambda: power(Spin.create(dim=2), math.nan), ValueError, "got nan"),
         (lambda: product(Spin.create(draw(2, 2)), Spin.create(draw(3, 2))), ValueError, "not a prefix"),
         (
-            lambda: convolve(Spin.create(20), Spin.create(20)).log_prob(torch.zeros(20), torch.zeros(20)),
+            lambda: convolve(Spin.create(dim=20), Spin.create(dim=20)).log_prob(torch.zeros(20), torch.zeros(20)),
             MissingFormError,
             "sum of Spin and Spin",
         ),
         (
-            lambda: power(Spin.create(20), 2).log_prob(torch.zeros(20), torch.zeros(20)),
+            lambda: power(Spin.create(dim=20), 2).log_prob(torch.zeros(20), torch.zeros(20)),
             MissingFormError,
             "sum of 2 draws from Spin",
         ),
@@ -194,7 +194,7 @@ def test_domains_of_the_parts_are_kept():
     assert isinstance(both, Convolution)
     with pytest.raises(ValueError, match=r"Convolution: eta is outside the domain.*1.*3"):
         both.log_partition(torch.tensor([2.0]))
-    joined = product(Spin.create(1), Exponential.create(rates[1]))
+    joined = product(Spin.create(dim=1), Exponential.create(rates[1]))
     with pytest.raises(ValueError, match=r"coordinates 1 to 1: .*3"):
         joined.mean(torch.tensor([9.0, 4.0]))
     assert joined.mean(torch.tensor([9.0, 2.0]))[1] == 1

@@ -95,7 +95,7 @@ def test_samples_have_the_models_law():
 @pytest.mark.parametrize("kind", ["Bernoulli", "Spin"])
 def test_an_update_goes_along_the_likelihoods_gradient(kind):
     """With chains in the exact proportions of the model, whatever the centres: ascent of the mean log-likelihood."""
-    units = {"Bernoulli": (bits, (0.0, 1.0)), "Spin": (Spin.create, (-1.0, 1.0))}[kind]
+    units = {"Bernoulli": (bits, (0.0, 1.0)), "Spin": (lambda n: Spin.create(dim=n), (-1.0, 1.0))}[kind]
     machine = model(units[0](4), units[0](3))
     data = states(4, units[1]).double()[[0, 3, 3, 9, 14]]
     exact = machine.score_samples(states(4, units[1]).double()).exp()
@@ -127,7 +127,7 @@ def test_an_update_goes_along_the_likelihoods_gradient(kind):
 def test_training_raises_the_exact_likelihood(hidden):
     layer = {
         "Bernoulli": bits(6),
-        "Spin": Spin.create(6),
+        "Spin": Spin.create(dim=6),
         "Gaussian": Gaussian.create(torch.zeros(6), torch.tensor(1.0)),
         "Poisson": Poisson.create(torch.ones(6)),
     }[hidden]
@@ -200,7 +200,7 @@ def test_progress_is_shown_on_the_error_stream(capsys):
 
 UNITS = {
     "Bernoulli": lambda n: Bernoulli.create(torch.full((n,), 0.4)),
-    "Spin": lambda n: Spin.create(n),
+    "Spin": lambda n: Spin.create(dim=n),
     "Categorical": lambda n: Categorical.create(torch.full((n,), 1 / n)),
     "Gaussian": lambda n: Gaussian.create(torch.zeros(n), torch.tensor(0.5)),
     "Poisson": lambda n: Poisson.create(torch.ones(n)),
@@ -208,7 +208,7 @@ UNITS = {
     "Gamma": lambda n: Gamma.create(torch.full((n,), 2.0), torch.full((n,), 0.3)),
     "Laplace": lambda n: Laplace.create(torch.full((n,), 0.3)),
     "Uniform": lambda n: Uniform.create(-torch.ones(n), torch.ones(n)),
-    "Sphere": lambda n: Sphere.create(n),
+    "Sphere": lambda n: Sphere.create(dim=n),
     "Atoms": lambda n: Atoms.create(torch.eye(n) + 0.5),
     "a product": lambda n: product(bits(n - 1), Gaussian.create(torch.zeros(1), torch.tensor(1.0))),
 }

@@ -41,7 +41,7 @@ def by_hand(module, tokens, beta, steps, exact=False, hidden=None):
 
 def phi(theta, beta, exact):
     if exact:
-        return Sphere.create(4, torch.tensor(1.0).double()).mean(beta * theta)
+        return Sphere.create(torch.tensor(1.0).double(), dim=4).mean(beta * theta)
     return beta * theta / (1 + (1 + beta**2 * theta.square().sum(-1, keepdim=True)).sqrt())
 
 

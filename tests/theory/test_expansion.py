@@ -74,7 +74,7 @@ def test_batches_derivatives_and_a_step_of_zero():
 
 
 def test_half_precision_is_promoted():
-    found = expansion(Spin.create(3), draw(4, 3).bfloat16(), 0.5)
+    found = expansion(Spin.create(dim=3), draw(4, 3).bfloat16(), 0.5)
     assert {part.dtype for part in found} == {torch.float32}
 
 

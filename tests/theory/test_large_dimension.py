@@ -115,7 +115,7 @@ def test_the_longitudinal_covariance_is_von_mises_and_fishers():
     field[0, 0] = math.sqrt(size)
     model = SphericalSpins.create(field, torch.zeros(1, 1).double(), scale=scale)
     found = model.covariance(model.saddle_point()).reshape(size, size)
-    exact = Sphere.create(size, torch.tensor(math.sqrt(size)).double()).fisher(scale * field[0])
+    exact = Sphere.create(torch.tensor(math.sqrt(size)).double(), dim=size).fisher(scale * field[0])
     assert abs(found[0, 0] / exact[0, 0] - 1) < 2e-3
     assert abs(found[1, 1] / exact[1, 1] - 1) < 2e-3
     assert found[0, 0] < 0.9 * found[1, 1]

@@ -10,7 +10,8 @@ from tests.rows import every_row
 from torch import Tensor
 
 from massieu.errors import InputError
-from massieu.measures import Atoms, ConjugatePrior, Gaussian, Laplace, Mixture, Spin, boosting, mixture
+from massieu.measures import Atoms, ConjugatePrior, Gaussian, Laplace, Spin, boosting, mixture
+from massieu.measures.mixture import Mixture
 from massieu.verification.bal.priors import Prior, one, priors
 from massieu.verification.inputs import normal_draws
 from massieu.verification.oracles import quadrature

@@ -6,6 +6,10 @@ is `natural` and whose Hessian is the inverse of the Fisher information. For ato
 have the largest entropy relative to h among all with that output, and eta is the multiplier of that constraint.
 """
 
-from massieu.duality.maps import DualResult, conjugate, natural
+from massieu.duality.maps import conjugate, natural
 
-__all__ = ["DualResult", "conjugate", "natural"]
+__all__ = ["conjugate", "natural"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from massieu.duality.newton import STEPS, Solution, over, solve, times
 from massieu.errors import ConvergenceError
+from massieu.foundation.transforms import some, unwrapped, values_are_readable
 from massieu.measures import Measure
-from massieu.measures.base import values_are_readable
 from massieu.solve import Status
 
 _ORDERS = 3
@@ -53,9 +53,8 @@ def natural(
 
     In closed form where the measure knows it, else by at most 100 damped Newton steps in float64, each of which
     diagonalises the Fisher information (n × n for n coordinates; up to about a thousand). The mean of the result differs
-    from mu by rounding, 1e-13 of the spread. Where values cannot be read (under `torch.func` transforms) the steps are a
-    fixed 48, with NaN where that was not enough; `torch.compile` loops until all is done, but unrolls that loop around a
-    transform, which then takes about a minute to compile.
+    from mu by rounding, 1e-13 of the spread. `torch.compile` loops until all is done; around a `torch.func` transform it
+    copies the steps, a fixed 48, with NaN where that was not enough, which takes about a minute to compile.
 
     Derivatives in mu and in the measure's tensors are right to third order. If the family is not minimal (points within
     an affine subspace), they are those of the eta of least norm, along the subspace.
@@ -70,7 +69,8 @@ def natural(
         measure: Any measure; half precision is promoted.
         mu: A mean, shaped like eta.
         throw: Raise if there is an item without an eta. If not, the result is a `DualResult`, whose status says item by
-            item what became of it. Nothing is raised where values cannot be read: eta is NaN there.
+            item what became of it. Nothing is raised where values cannot be read, as while
+            compiling: eta is NaN there.
 
     Raises:
         ValueError: `mu` has another shape, is not finite, or lies outside the convex hull of the support; or the measure
@@ -192,7 +192,7 @@ def _closed_form(measure: Measure, mu: Tensor, given: torch.dtype) -> Tensor | N
     closed = measure._natural(mu)
     if closed is None or torch.finfo(given).bits >= 32 or not values_are_readable(closed):
         return closed
-    return None if bool(closed.isnan().any()) else closed
+    return None if some(closed.isnan()) else closed
 
 
 def _attach(measure: Measure, mu: Tensor, solution: Solution) -> Tensor:
@@ -255,7 +255,7 @@ def _extrapolated(measure: Measure, mu: Tensor, natural: Tensor) -> Tensor:
 def _widen(measure: Measure, mu: Tensor) -> tuple[Measure, Tensor]:
     """Both in float64, where the device has it."""
     wide = mu.dtype if mu.device.type == "mps" else torch.float64
-    return measure._to(wide), mu.to(wide)
+    return measure.to(wide), mu.to(wide)
 
 
 def _refuse(
@@ -268,10 +268,12 @@ def _refuse(
     kind: type[Exception] = ValueError,
 ) -> None:
     """Raise for the first item of the mask, where values are readable."""
-    if not throw or not values_are_readable(mask) or not bool(mask.any()):
+    if not throw or not some(mask):
         return
-    index = tuple(int(i) for i in mask.nonzero()[0])
-    numbers = mu.detach()[index].flatten()
+    wrong, points = unwrapped(mask), unwrapped(mu.detach())
+    # Within `vmap` either may lack the mapped dimension.
+    index = tuple(int(i) for i in wrong.nonzero()[0]) if points.shape[: wrong.ndim] == wrong.shape else ()
+    numbers = points[index].flatten()
     shown = ", ".join(f"{float(x):.6g}" for x in numbers[:6]) + (", …" if len(numbers) > 6 else "")
     place = f" at index {index}" if index else ""
     raise kind(f"{reason}: {type(measure).__name__}, mu = [{shown}]{place}{advice}")
@@ -280,8 +282,8 @@ def _refuse(
 def _refuse_failures(throw: bool, measure: Measure, mu: Tensor, solution: Solution) -> None:
     start = "A is not finite where Newton's method starts (no mass, or `_interior` is not inside)"
     _refuse(throw, solution.residual.isnan(), measure, mu, start)
-    if throw and values_are_readable(solution.failed) and bool(solution.failed.any()):
-        residual = float(solution.residual[solution.failed].amax())
+    if throw and some(solution.failed):
+        residual = float(unwrapped(solution.residual)[unwrapped(solution.failed)].amax())
         advice = f"; residual {residual:.3g}. Use float64, move mu off the boundary, or give the measure `_natural`"
         reason = f"no convergence in {STEPS} Newton steps"
         _refuse(throw, solution.failed, measure, mu, reason, advice, ConvergenceError)

@@ -6,22 +6,20 @@ quadratic at the end. Nothing here is differentiated.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.while_loop import while_loop
 from torch.utils import _pytree as pytree
 
+from massieu.foundation.transforms import in_functorch, repeat, some, values_are_readable
 from massieu.measures import Measure
-from massieu.measures.base import values_are_readable
 
 STEPS = 100
 """Newton steps before giving up. Most problems take 10, log-weights of ±50 up to 80."""
 _UNROLLED = 48
-"""Those of the fixed-length loop."""
+"""Those that are copied into a compiled transform."""
 _BOUNDARY = 1e-10
 """What part of the spread counts as no distance from the boundary."""
 _VANISHING = 1e-6
@@ -167,34 +165,10 @@ def solve(measure: Measure, mu: Tensor, given: torch.dtype) -> Solution:
         point = point._replace(scale=torch.maximum(point.scale, size))
         done = point.value.isnan() | problem.converged(point)
         state = _State(point, size.clamp_min(problem.eps), done)
-        return _conclude(problem, _repeat(partial(_step, problem), state))
-
-
-def _repeat(step: Callable[[_State], _State], state: _State) -> _State:
-    """Steps until all is done; as many as are ever needed where that cannot be read."""
-    if torch.compiler.is_compiling() and not torch._C._functorch.get_dynamic_layer_stack_depth():  # pyright: ignore[reportAttributeAccessIssue]
-        # A loop in the compiled graph, which takes tensors of their own memory: unrolled, it takes a minute to compile.
-        structure = pytree.tree_structure(state)
-
-        def leaves(state: _State) -> list[Tensor]:
-            return [leaf.clone(memory_format=torch.contiguous_format) for leaf in pytree.tree_leaves(state)]
-
-        def body(count: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-            return count + 1, *leaves(step(pytree.tree_unflatten(parts, structure)))
-
-        def unfinished(count: Tensor, *parts: Tensor) -> Tensor:
-            return (count < STEPS) & ~parts[-1].all()
-
-        _, *parts = while_loop(
-            unfinished, body, (torch.zeros_like(state.done, dtype=torch.int64).sum(), *leaves(state))
-        )
-        return pytree.tree_unflatten(parts, structure)
-    readable = values_are_readable(state.done)
-    for _ in range(STEPS if readable else _UNROLLED):
-        if readable and bool(state.done.all()):
-            break
-        state = step(state)
-    return state
+        # Around a transform the compiler copies the steps.
+        limit = _UNROLLED if torch.compiler.is_compiling() and in_functorch() else STEPS
+        state = repeat(partial(_step, problem), state, lambda state: ~state.done, limit)
+        return _conclude(problem, state)
 
 
 def _step(problem: _Problem, state: _State) -> _State:
@@ -233,7 +207,7 @@ def _conclude(problem: _Problem, state: _State) -> Solution:
     inverse = inverse / (unit.unsqueeze(-1) * unit.unsqueeze(-2))
     eta = torch.where(found.unsqueeze(-1), point.vector, problem.start) / unit
     null = None
-    if not values_are_readable(found) or not bool(point.kept[found].all()):
+    if not values_are_readable(found) or some(found.unsqueeze(-1) & ~point.kept):
         null = _null(problem, point)
         seen = torch.eye(unit.shape[-1], dtype=unit.dtype, device=unit.device) - null
         inverse, eta = seen @ inverse @ seen, times(seen, eta)

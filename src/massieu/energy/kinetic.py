@@ -250,7 +250,7 @@ class KineticSpins(Kinetic):
             raise ValueError(f"means must be shorter than the radius {self.radius:.6g}, got a length of {longest:.6g}")
         if not self.exact:
             return 2 * self.radius**2 * mean / (self._beta * room)
-        sphere = Sphere.create(mean.shape[-1], torch.as_tensor(self.radius, dtype=mean.dtype, device=mean.device))
+        sphere = Sphere.create(torch.as_tensor(self.radius, dtype=mean.dtype, device=mean.device), dim=mean.shape[-1])
         return duality.natural(sphere, mean) / self._beta
 
     def covariance(self, state: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D D"]:

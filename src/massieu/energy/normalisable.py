@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from massieu.measures import Exponential, Gamma, Gaussian, Laplace, Measure, Poisson, Tilted
+from massieu.measures import Exponential, Gamma, Gaussian, Laplace, Measure, Poisson
+from massieu.measures.combine import Tilted
 from massieu.measures.coordinates import Coordinates
 
 _HALF_LINE = (Poisson, Exponential, Gamma)

@@ -104,9 +104,11 @@ class Value(ABC):  # noqa: B024 - what is abstract is up to the families
 
     def _check_device(self, **tensors: Tensor) -> None:
         """Raise a ValueError unless the tensors and the value are on one device; numbers are on all."""
-        name = type(self).__name__
-        for leaf in self._tensors():
-            check_one_device(**tensors, **{name: leaf})
+        leaves = self._tensors()
+        if len({tensor.device for tensor in (*leaves, *tensors.values())}) < 2:
+            return
+        for leaf in leaves:
+            check_one_device(**tensors, **{type(self).__name__: leaf})
 
 
 def _register(cls: Any) -> None:

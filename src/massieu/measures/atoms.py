@@ -7,12 +7,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.measures import stable
-from massieu.measures.base import Measure, values_are_readable
-from massieu.measures.hooks import Reference
-from massieu.measures.listed import ROUNDINGS, Listed
-from massieu.measures.moments import cumulants_of_moments
-from massieu.measures.value import real_tensor
+from massieu.foundation.arguments import check_finite, check_log_probabilities, check_shape, real_tensor
+from massieu.foundation.numerics import log_softmax, logsumexp
+from massieu.measures.base import Measure
+from massieu.measures.hooks import Listed, Reference
+from massieu.measures.moments import centred_log_mean_exp, cumulants_of_moments
+
+ROUNDINGS = 8
+"""How many roundings of the numbers that went in a point may be off, which was computed in another order."""
 
 
 class Atoms(Measure):
@@ -34,38 +36,30 @@ class Atoms(Measure):
     def create(
         cls,
         points: Float[Tensor, "*batch N d"],
-        log_weight: Float[Tensor, "*batch N"] | Bool[Tensor, "*batch N"] | None = None,
+        log_weight: Float[Tensor, "*batch N"] | Bool[Tensor, "*batch N"] | float | None = None,
     ) -> Self:
         """Atoms at `points`, each of weight one unless `log_weight` says otherwise.
 
         Args:
             points: Finite points, at least one.
-            log_weight: Float log-weights below +inf, or booleans of which True keeps a point.
+            log_weight: Float log-weights below +inf, one number for all points, or booleans of which True keeps a point.
 
         Raises:
-            ValueError: shapes that do not fit, no point, a NaN, an infinite point or weight.
-            TypeError: `points` are not floating-point.
+            ValueError, TypeError: see `Measure`; −inf is a log-weight.
         """
         points = real_tensor("points", points, log_weight if isinstance(log_weight, Tensor) else None)
         if points.ndim < 2 or 0 in points.shape[-2:]:
             raise ValueError(f"points must have shape (*batch, N, d) with N, d ≥ 1, got {tuple(points.shape)}")
-        if log_weight is None:
-            log_weight = points.new_zeros(points.shape[:-1])
         if not isinstance(log_weight, Tensor):
-            log_weight = torch.as_tensor(log_weight, device=points.device)
-        if log_weight.shape != points.shape[:-1]:
-            raise ValueError(
-                f"log_weight must have shape {tuple(points.shape[:-1])} for points of shape {tuple(points.shape)}, "
-                f"got {tuple(log_weight.shape)}"
-            )
+            log_weight = torch.as_tensor(0.0 if log_weight is None else log_weight, device=points.device)
         if log_weight.dtype == torch.bool:
-            log_weight = points.new_zeros(log_weight.shape).masked_fill(~log_weight, -torch.inf)
+            log_weight = torch.where(log_weight, 0.0, -torch.inf).to(points.dtype)
         log_weight = real_tensor("log_weight", log_weight)
-        if values_are_readable(points, log_weight):
-            if not bool(points.isfinite().all()):
-                raise ValueError("points must be finite; leave a point out with a log_weight of −inf")
-            if not bool((log_weight < torch.inf).all()):
-                raise ValueError("log_weight must be finite or −inf, got NaN or +inf")
+        if log_weight.ndim == 0:
+            log_weight = log_weight.to(points.dtype).expand(points.shape[:-1])
+        check_shape("log_weight", log_weight, points.shape[:-1])
+        check_finite(points=points)
+        check_log_probabilities(log_weight=log_weight)
         return cls(points, log_weight)
 
     @property
@@ -95,7 +89,7 @@ class Atoms(Measure):
         return measure._attend(eta, values.to(eta.dtype))
 
     def _log_probability(self, eta: Tensor) -> Tensor:
-        return stable.log_softmax(_scores(eta, self.points) + self._align(self.log_weight, eta))
+        return log_softmax(_scores(eta, self.points) + self._align(self.log_weight, eta))
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         if eta.numel() == 0:
@@ -122,7 +116,7 @@ class Atoms(Measure):
 
     def _centred(self) -> "Atoms":
         """The same measure about its own mean: every centred quantity is unchanged and loses fewer digits (S25)."""
-        share = stable.log_softmax(self.log_weight).exp()
+        share = log_softmax(self.log_weight).exp()
         return Atoms(self.points - share.unsqueeze(-2) @ self.points, self.log_weight)
 
     def _mean(self, eta: Tensor) -> Tensor:
@@ -156,7 +150,7 @@ class Atoms(Measure):
         # The likeliest point's is taken off first, to keep the digits as its weight tends to 1.
         ratio = ratio - ratio.gather(-1, log_probability.argmax(-1, keepdim=True))
         ratio = ratio - (log_probability.exp() * ratio).sum(-1, keepdim=True)
-        return stable.centred_log_mean_exp(log_probability, ratio)
+        return centred_log_mean_exp(log_probability, ratio)
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         # Moments about the mean: those about zero would cancel.
@@ -187,10 +181,10 @@ class Atoms(Measure):
 
     def _log_density(self, point: Tensor) -> Tensor:
         log_weight = self._align(self.log_weight, point)
-        return stable.logsumexp(torch.where(self._hits(point), log_weight, -torch.inf))
+        return logsumexp(torch.where(self._hits(point), log_weight, -torch.inf))
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
-        return stable.logsumexp(torch.where(self._hits(point), self._log_probability(eta), -torch.inf))
+        return logsumexp(torch.where(self._hits(point), self._log_probability(eta), -torch.inf))
 
     def _nearest(self, point: Tensor) -> Tensor:
         atoms = self._align(self.points, point, 2)
@@ -201,7 +195,7 @@ class Atoms(Measure):
         return atoms.expand(*lead, *atoms.shape[-2:]).gather(-2, index.expand(*lead, 1, point.shape[-1])).squeeze(-2)
 
     def _listed(self) -> Listed:
-        return Listed(self, self.points.abs())
+        return Listed(self.points, self.log_weight, self.points.abs())
 
     def _tilt(self, eta: Tensor) -> "Atoms":
         return Atoms(self.points, self._log_probability(eta))

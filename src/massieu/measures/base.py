@@ -27,20 +27,17 @@ Shapes: batch dimensions on the left, query dimensions in the middle, event dime
 ``(*batch_shape, *query, *event_shape)`` with any number of query dimensions; anything else is a ValueError.
 """
 
-import dataclasses
-import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any, dataclass_transform, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from massieu.measures.hooks import Hooks, MissingFormError
-from massieu.measures.value import real_tensor, register, static_field, values_are_readable
-
-__all__ = ["DomainError", "Measure", "MissingFormError", "longest_batch", "static_field", "values_are_readable"]
+from massieu.foundation.arguments import check_shape, real_tensor
+from massieu.foundation.transforms import every, some, values_are_readable
+from massieu.foundation.values import need_batch
+from massieu.measures.hooks import Hooks
 
 _HIGHEST_ORDER = 6
 
@@ -49,45 +46,37 @@ class DomainError(ValueError):
     """`eta` lies outside {eta : A(eta) < ∞}."""
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static_field,))
 class Measure(Hooks):
-    """A measure h on R^d, known by its log-partition. See the module's docstring for the contract."""
+    """A measure h on R^d, known by its log-partition. See the module's docstring for the contract.
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        for parent in cls.__mro__[1:]:
-            if issubclass(parent, Measure) and parent is not Measure and not inspect.isabstract(parent):
-                raise TypeError(f"{parent.__name__} is final; compose measures instead of deriving {cls.__name__}")
-        register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+    `create` of every class checks its arguments by one rule: tensors, numbers, nested lists and NumPy arrays alike make
+    tensors, integers of torch's default dtype; half precision is kept until something is computed. A number stands for
+    every coordinate, of which the other parameters or ``dim=`` say how many there are, else one. Complex numbers, and what
+    holds no numbers, are a TypeError; shapes that do not fit, no coordinate, NaN and infinities a ValueError.
+
+    Every method takes `eta` of shape ``(*batch_shape, *query, *event_shape)``, as a tensor or as numbers, and raises a
+    ValueError for another shape, and a `DomainError` where A(eta) = ∞ (not noticed while compiling).
+    """
+
+    _family: ClassVar[str] = "measures"
+    _tilted: ClassVar[Callable[["Measure", Tensor], "Measure"]]
+    """Tilts what no class of its own holds: `combine.Tilted`, which that module, being built on this one, sets here."""
 
     @final
     def log_partition(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]:
-        """A(eta) = log ∫ exp(x·eta) h(dx), in nats and at least float32. Twice differentiable (S1).
-
-        Raises:
-            ValueError: `eta` has not the shape ``(*batch_shape, *query, *event_shape)``.
-            DomainError: A(eta) = ∞ for some `eta` (not noticed while compiling or inside a `torch.func` transform).
-        """
+        """A(eta) = log ∫ exp(x·eta) h(dx), in nats and at least float32. Twice differentiable (S1)."""
         measure, eta = self._admit(eta)
         return measure._log_partition(eta)
 
     @final
     def mean(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]:
-        """∇A(eta), the mean of p_eta = exp(x·eta − A(eta)) h: attention's output when h is a set of keys (S3).
-
-        Raises:
-            ValueError, DomainError: as `log_partition`.
-        """
+        """∇A(eta), the mean of p_eta = exp(x·eta − A(eta)) h: attention's output when h is a set of keys (S3)."""
         measure, eta = self._admit(eta)
         return measure._mean(eta)
 
     @final
     def fisher(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event_event"]:
-        """∇²A(eta), the covariance of p_eta: its Fisher information in eta. Centred (S10).
-
-        Raises:
-            ValueError, DomainError: as `log_partition`.
-        """
+        """∇²A(eta), the covariance of p_eta: its Fisher information in eta. Centred (S10)."""
         measure, eta = self._admit(eta)
         return measure._fisher(eta)
 
@@ -95,11 +84,7 @@ class Measure(Hooks):
     def fisher_vp(
         self, eta: Float[Tensor, "*batch_query_event"], vector: Float[Tensor, "*batch_query_event"]
     ) -> Float[Tensor, "*batch_query_event"]:
-        """∇²A(eta)·vector, without the matrix; `vector` has the shape of `eta`.
-
-        Raises:
-            ValueError, DomainError: as `log_partition`, and for a `vector` of another shape.
-        """
+        """∇²A(eta)·vector, without the matrix; `vector` has the shape of `eta`."""
         measure, eta, vector = self._admit(eta, vector=vector)
         return measure._fisher_vp(eta, vector)
 
@@ -108,9 +93,6 @@ class Measure(Hooks):
         """−E log(dp_eta/dh) = A(eta) − eta·∇A(eta), in nats: relative to h (S8).
 
         For unweighted atoms that is Shannon's entropy of the weights; for a probability h it is −KL(p_eta ‖ h) ≤ 0.
-
-        Raises:
-            ValueError, DomainError: as `log_partition`.
         """
         measure, eta = self._admit(eta)
         return measure._entropy(eta)
@@ -123,9 +105,6 @@ class Measure(Hooks):
 
         This is the Bregman divergence B_A(eta_q, eta_p): the arguments change places. It is computed in forms that do
         not subtract nearly equal numbers: relative error 1e-5 in float32 down to ‖eta_p − eta_q‖ = 1e-6.
-
-        Raises:
-            ValueError, DomainError: as `log_partition`, and for an `eta_q` of another shape than `eta_p`.
         """
         measure, eta_p, eta_q = self._admit(eta_p, eta_q=eta_q)
         measure._check_domain(eta_q)
@@ -135,17 +114,16 @@ class Measure(Hooks):
     def tilt(self, eta: Float[Tensor, "*batch_event"]) -> "Measure":
         """The probability p_eta as a measure: log-partition A(· + eta) − A(eta).
 
-        ``tilt(a).tilt(b)`` is ``tilt(a + b)``. `eta` has exactly the shape ``batch_shape + event_shape``.
-
-        Raises:
-            ValueError, DomainError: as `log_partition`.
+        ``tilt(a).tilt(b)`` is ``tilt(a + b)``. `eta` has exactly the shape
+        ``batch_shape + event_shape``. Tilting is a group action. Atoms, Gaussians, spins and others stay what they are;
+        where no class holds the tilted law, it is a composition.
         """
         expected = (*self.batch_shape, *self.event_shape)
         eta = real_tensor("eta", eta, self._some_leaf())
         if tuple(eta.shape) != expected:
             raise ValueError(f"tilt needs eta of shape {expected} (batch + event), got {tuple(eta.shape)}")
         measure, eta = self._admit(eta)
-        if values_are_readable(eta) and bool((measure._log_partition(eta) == torch.inf).any()):
+        if values_are_readable(eta) and some(measure._log_partition(eta) == torch.inf):
             raise ValueError(f"tilt: A(eta) of {type(self).__name__} is too large for {eta.dtype}; eta must be smaller")
         return measure._tilt(eta)
 
@@ -160,7 +138,7 @@ class Measure(Hooks):
         """Independent draws from p_eta, `shape` of them (a number or a shape) for each `eta`. No gradient flows through.
 
         Raises:
-            ValueError, DomainError: as `log_partition`, and for a `shape` that is none.
+            ValueError: a `shape` that is none, or an `eta` of NaN.
             MissingFormError: the measure has no sampler.
         """
         size = _sample_shape(shape)
@@ -169,7 +147,7 @@ class Measure(Hooks):
         if known and (eta.is_meta or size.numel() * eta.numel() == 0):
             # There is nothing to draw.
             return eta.new_empty((*size, *eta.shape))
-        if values_are_readable(eta) and bool(eta.isnan().any()):
+        if some(eta.isnan()):
             raise ValueError(f"{type(self).__name__}: no law to sample from, eta is NaN")
         with torch.no_grad():
             return measure._sample(eta, tuple(size), generator)
@@ -185,7 +163,7 @@ class Measure(Hooks):
         probability at its atoms and a density elsewhere (S4).
 
         Raises:
-            ValueError, DomainError: as `log_partition`, and for a `point` whose last dimensions are not eta's.
+            ValueError: a `point` whose last dimensions are not eta's.
             MissingFormError: the measure has no density, or none in closed form.
         """
         eta = real_tensor("eta", eta, self._some_leaf())
@@ -197,7 +175,7 @@ class Measure(Hooks):
         queries_end = eta.ndim - event
         # Sample dimensions become one more query dimension, since batch dimensions come first.
         points = point.reshape(shape.numel(), *eta.shape).movedim(0, queries_end)
-        points = _on_support(measure, points.to(eta.dtype), point.dtype)
+        points = measure._on_support(points.to(eta.dtype), point.dtype)
         value = measure._log_prob(eta.unsqueeze(queries_end), points)
         unknown = (points.isnan() | eta.unsqueeze(queries_end).isnan()).flatten(points.ndim - event).any(-1)
         # No law has anything at infinity, whatever a form makes of it.
@@ -215,22 +193,26 @@ class Measure(Hooks):
         excess kurtosis.
 
         Raises:
-            ValueError, DomainError: as `log_partition`; `direction` has another shape; `order` is not in 1 … 6.
+            ValueError: `direction` has another shape than `eta`, or `order` is not in 1 … 6.
         """
         if not 1 <= order <= _HIGHEST_ORDER:
             raise ValueError(f"order must be between 1 and {_HIGHEST_ORDER}, got {order}")
         measure, eta, direction = self._admit(eta, direction=direction)
         return measure._cumulants(eta, direction, order)
 
+    # Hooks that name a measure.
+
     def _tilt(self, eta: Tensor) -> "Measure":
         """The tilted measure; override where it is of the same class."""
-        from massieu.measures.combine import Tilted
+        return self._tilted(self, eta)
 
-        return Tilted(self, eta)
+    def _power(self, exponent: float) -> "Measure | None":
+        """The measure of log-partition exponent·A in closed form, or None."""
+        return None
 
     def _some_leaf(self) -> Tensor | None:
         """One of the measure's tensors, for the device."""
-        return next((leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)), None)
+        return next(iter(self._tensors()), None)
 
     def _admit(self, eta: Tensor, **others: Tensor) -> tuple[Any, ...]:
         """Check shapes and domain; promote the measure and its arguments to one dtype of at least float32."""
@@ -238,34 +220,27 @@ class Measure(Hooks):
         measure._check_domain(eta)
         return measure, eta, *rest
 
-    def _fit(self, **tensors: Tensor) -> tuple[Any, ...]:
+    def _fit(self, **given: Tensor) -> tuple[Any, ...]:
         """Check shapes; promote the measure and the tensors, all of eta's shape, to one dtype of at least float32."""
-        batch, event = tuple(self.batch_shape), tuple(self.event_shape)
-        leaves = [leaf for leaf in pytree.tree_leaves(self) if leaf.is_floating_point()]
-        like = leaves[0] if leaves else None
-        tensors = {name: real_tensor(name, tensor, like) for name, tensor in tensors.items()}
-        (first, *_), shape = tensors, tuple(next(iter(tensors.values())).shape)
-        if len(shape) < len(batch + event) or shape[: len(batch)] != batch or shape[-len(event) :] != event:
-            raise ValueError(
-                f"{type(self).__name__} needs {first} of shape {batch} + queries + {event} (batch + queries + event), "
-                f"got {shape}"
-            )
-        for name, tensor in tensors.items():
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} must have {first}'s shape {shape}, got {tuple(tensor.shape)}")
-        devices = {tensor.device for tensor in (*tensors.values(), *leaves) if tensor.ndim > 0}
-        if len(devices) > 1:
-            places = " and ".join(sorted(str(device) for device in devices))
-            raise ValueError(f"{type(self).__name__} and {', '.join(tensors)} must be on one device, got {places}")
-        dtype = torch.float32
-        for tensor in (*tensors.values(), *leaves):
-            dtype = torch.promote_types(dtype, tensor.dtype)
-        measure = self if all(leaf.dtype == dtype for leaf in leaves) else self._to(dtype)
-        return measure, *(tensor.to(dtype) for tensor in tensors.values())
+        leaves = self._tensors()
+        like = next((leaf for leaf in leaves if leaf.is_floating_point()), None)
+        tensors = {name: real_tensor(name, tensor, like) for name, tensor in given.items()}
+        first, *others = tensors.values()
+        need_batch(type(self).__name__, next(iter(tensors)), first.shape, self.batch_shape, self.event_shape)
+        if any(other.shape != first.shape for other in others):
+            for name, other in tensors.items():
+                check_shape(name, other, first.shape)
+        # What is slow is asked only where it is not plain that all is well.
+        if any(tensor.device != first.device for tensor in (*others, *leaves)):
+            self._check_device(**tensors)
+        wide = first.dtype in (torch.float32, torch.float64)
+        if wide and all(t.dtype == first.dtype or not t.is_floating_point() for t in (*others, *leaves)):
+            return self, first, *others
+        return self._promoted(first, *others)
 
     def _check_domain(self, eta: Tensor) -> None:
         inside = self._in_domain(eta) if values_are_readable(eta) else None
-        if inside is not None and values_are_readable(inside) and not bool(inside.all()):
+        if inside is not None and not every(inside):
             raise DomainError(f"{type(self).__name__}: eta is outside the domain, {self._domain()}")
 
 
@@ -275,31 +250,3 @@ def _sample_shape(shape: Sequence[int] | int) -> torch.Size:
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise ValueError(f"shape must be a number of draws or a tuple of such numbers, none negative, got {shape!r}")
     return torch.Size(sizes)
-
-
-def _on_support(measure: Measure, points: Tensor, given: torch.dtype) -> Tensor:
-    """The points; in the place of those that are off the support by no more than the rounding to `given`, the nearest."""
-    if given == points.dtype:
-        return points
-    nearest = measure._nearest(points)
-    if nearest is None:
-        return points
-    limits = torch.finfo(given)
-    near = (nearest - points).abs() <= limits.eps * (nearest.abs() + limits.tiny)
-    event = len(measure.event_shape)
-    hit = near.flatten(points.ndim - event).all(-1)
-    return torch.where(hit.reshape(*hit.shape, *[1] * event), nearest, points)
-
-
-def longest_batch(owner: str, shapes: Iterable[torch.Size]) -> torch.Size:
-    """The longest of the batch shapes of a composition's parts, of which the others must be prefixes.
-
-    Raises:
-        ValueError: one of them is no prefix.
-    """
-    shapes = list(shapes)
-    longest = max(shapes, key=len)
-    for shape in shapes:
-        if longest[: len(shape)] != shape:
-            raise ValueError(f"{owner}: batch shape {tuple(shape)} is not a prefix of {tuple(longest)}")
-    return longest

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures import stable
-from massieu.measures.atoms import Atoms
-from massieu.measures.base import Measure, values_are_readable
+from massieu.foundation.arguments import real_tensor
+from massieu.foundation.numerics import log_softmax, logsumexp
+from massieu.foundation.transforms import every, unwrapped
+from massieu.measures.base import Measure
 from massieu.measures.deviance import deviance
-from massieu.measures.hooks import Reference
-from massieu.measures.listed import MOST_LISTED, Listed
-from massieu.measures.moments import cumulants_of_moments
-from massieu.measures.value import real_tensor
+from massieu.measures.hooks import Listed, Reference
+from massieu.measures.listed import MOST_LISTED
+from massieu.measures.moments import centred_log_mean_exp, cumulants_of_moments
 
 
 class Categorical(Measure):
@@ -39,9 +39,8 @@ class Categorical(Measure):
             logits: Below +inf; −inf leaves a category out.
 
         Raises:
-            ValueError: both or none given, no category, a negative or NaN entry, probabilities that do not sum to 1, or
+            ValueError, TypeError: see `Measure`; both or none given, probabilities that are negative or do not sum to 1, or
                 all categories left out.
-            TypeError: not floating-point.
         """
         if (probability is None) == (logits is None):
             raise ValueError("Categorical needs exactly one of probability and logits")
@@ -50,12 +49,11 @@ class Categorical(Measure):
         given = real_tensor(name, given)
         if given.ndim == 0 or given.shape[-1] == 0:
             raise ValueError(f"{name} must have shape (*batch, M) with M ≥ 1, got {tuple(given.shape)}")
-        if values_are_readable(given):
-            if probability is not None:
-                _check_probability(given)
-            elif not bool((given < torch.inf).all() & (given > -torch.inf).any(-1).all()):
-                raise ValueError("logits must be finite or −inf, with a finite one in every row")
-        return cls(stable.log_softmax(given if probability is None else given.log()))
+        if probability is not None:
+            _check_probability(given)
+        elif not every((given < torch.inf).all(-1) & (given > -torch.inf).any(-1)):
+            raise ValueError("logits must be finite or −inf, with a finite one in every row")
+        return cls(log_softmax(given if probability is None else given.log()))
 
     @property
     def probability(self) -> Float[Tensor, "*batch M"]:
@@ -79,10 +77,10 @@ class Categorical(Measure):
 
     def _log_share(self, eta: Tensor) -> Tensor:
         """The log-probabilities under p_eta."""
-        return stable.log_softmax(self._scores(eta))
+        return log_softmax(self._scores(eta))
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        return stable.logsumexp(self._scores(eta))
+        return logsumexp(self._scores(eta))
 
     def _mean(self, eta: Tensor) -> Tensor:
         return self._log_share(eta).exp()
@@ -108,11 +106,11 @@ class Categorical(Measure):
 
     def _entropy(self, eta: Tensor) -> Tensor:
         # A(0) is the rounding of log Σ π.
-        return stable.logsumexp(self._align(self.log_probability, eta)) - self._kl(eta, -eta)
+        return logsumexp(self._align(self.log_probability, eta)) - self._kl(eta, -eta)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         log_share = self._log_share(eta)
-        return stable.centred_log_mean_exp(log_share, _centred(log_share, delta))
+        return centred_log_mean_exp(log_share, _centred(log_share, delta))
 
     def _tilt(self, eta: Tensor) -> "Categorical":
         return Categorical(self._log_share(eta))
@@ -146,7 +144,7 @@ class Categorical(Measure):
             return None
         one_hot = torch.eye(count, dtype=self.log_probability.dtype, device=self.log_probability.device)
         one_hot = one_hot.expand(*self.batch_shape, count, count)
-        return Listed(Atoms(one_hot, self.log_probability), one_hot)
+        return Listed(one_hot, self.log_probability, one_hot)
 
     def _conjugate(self, mu: Tensor) -> Tensor:
         """Σ mu log(mu/π): on faces by the deviances, none of which is negative; inside as −entropy, along the simplex."""
@@ -183,12 +181,12 @@ class Categorical(Measure):
 
 
 def _check_probability(probability: Tensor) -> None:
-    if not bool((probability >= 0).all()):
+    if not every(probability >= 0):
         raise ValueError("probability must not be negative or NaN")
-    total = probability.detach().double().sum(-1)
-    if not bool(((total - 1).abs() <= torch.finfo(probability.dtype).eps ** 0.5).all()):
-        worst = total.flatten()[(total - 1).abs().argmax()]
-        raise ValueError(f"probability must sum to 1 over the last dimension, got a sum of {float(worst):.6g}")
+    excess = probability.detach().double().sum(-1) - 1
+    if not every(excess.abs() <= torch.finfo(probability.dtype).eps ** 0.5):
+        worst = max(unwrapped(excess).flatten().tolist(), key=abs)
+        raise ValueError(f"probability must sum to 1 over the last dimension, got a sum of {1 + worst:.6g}")
 
 
 def _centred(log_share: Tensor, values: Tensor) -> Tensor:

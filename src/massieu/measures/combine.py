@@ -1,27 +1,15 @@
-"""Tilting a measure, and pushing it through an affine map."""
+"""Measures made from one other: tilted, and pushed through an affine map."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.atoms import Atoms
-from massieu.measures.base import Measure, MissingFormError, longest_batch, values_are_readable
-from massieu.measures.hooks import Reference
-from massieu.measures.listed import ROUNDINGS, Listed, in_batch, is_close, log_prob
-from massieu.measures.value import real_tensor
-
-
-def tilt(measure: Measure, eta: Float[Tensor, "*batch_event"]) -> Measure:
-    """The probability p_eta as a measure: log-partition A(· + eta) − A(eta) (S4). The same as ``measure.tilt(eta)``.
-
-    Tilting is a group action: ``tilt(tilt(h, a), b)`` = ``tilt(h, a + b)``. Atoms, Gaussians and spins stay what they
-    are; any other measure becomes a composition.
-
-    Raises:
-        ValueError: `eta` has not exactly the shape ``batch_shape + event_shape``.
-        DomainError: A(eta) = ∞.
-    """
-    return measure.tilt(eta)
+from massieu.foundation.arguments import real_tensor
+from massieu.foundation.transforms import every, some
+from massieu.foundation.values import longest_batch, spread
+from massieu.measures import listed
+from massieu.measures.base import Measure
+from massieu.measures.hooks import Listed, MissingFormError, Reference
 
 
 def affine(
@@ -54,11 +42,10 @@ def affine(
     return pushed
 
 
-class Tilted(Measure):
-    """A measure tilted by `eta`, normalised. Made by `tilt`."""
+class Wrapped(Measure):
+    """A measure made from one other, whose shapes and domain it has unless it says otherwise."""
 
     measure: Measure
-    eta: Float[Tensor, "*batch_event"]
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -67,6 +54,32 @@ class Tilted(Measure):
     @property
     def event_shape(self) -> torch.Size:
         return self.measure.event_shape
+
+    @property
+    def _reference(self) -> Reference:
+        return self.measure._reference
+
+    def _in_domain(self, eta: Tensor) -> Tensor | None:
+        return self.measure._in_domain(eta)
+
+    def _domain(self) -> str:
+        return self.measure._domain()
+
+    def _interior(self) -> Tensor | None:
+        return self.measure._interior()
+
+    def _support(self, direction: Tensor) -> Tensor | None:
+        return self.measure._support(direction)
+
+    def _log_density(self, point: Tensor) -> Tensor:
+        origin = torch.zeros_like(point)
+        return self._log_prob(origin, point) + self._log_partition(origin)
+
+
+class Tilted(Wrapped):
+    """A measure tilted by `eta`, normalised. Made by `Measure.tilt`."""
+
+    eta: Float[Tensor, "*batch_event"]
 
     def _shifted(self, eta: Tensor) -> Tensor:
         return eta + self._align(self.eta, eta, len(self.event_shape))
@@ -77,8 +90,11 @@ class Tilted(Measure):
     def _domain(self) -> str:
         return f"{self.measure._domain()} (after adding the tilt)"
 
+    def _start(self, eta: Tensor) -> Tensor:
+        return self._align(self.measure._log_partition(self.eta), eta, 0)
+
     def _log_partition(self, eta: Tensor) -> Tensor:
-        start = self._align(self.measure._log_partition(self.eta), eta, 0)
+        start = self._start(eta)
         # A zero measure stays one: its −inf is not subtracted from itself.
         return self.measure._log_partition(self._shifted(eta)) - start.masked_fill(start == -torch.inf, 0.0)
 
@@ -96,8 +112,7 @@ class Tilted(Measure):
 
     def _entropy(self, eta: Tensor) -> Tensor:
         # −KL from the tilted measure itself, a probability unless it is zero.
-        start = self._align(self.measure._log_partition(self.eta), eta, 0)
-        return torch.where(start == -torch.inf, -torch.inf, -self.measure._kl(self._shifted(eta), -eta))
+        return torch.where(self._start(eta) == -torch.inf, -torch.inf, -self._kl(eta, -eta))
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         return self.measure._cumulants(self._shifted(eta), direction, order)
@@ -109,15 +124,8 @@ class Tilted(Measure):
         inside = self.measure._interior()
         return None if inside is None else inside - self.eta
 
-    def _support(self, direction: Tensor) -> Tensor | None:
-        return self.measure._support(direction)
-
-    @property
-    def _reference(self) -> Reference:
-        return self.measure._reference
-
     def _log_density(self, point: Tensor) -> Tensor:
-        return self.measure._log_prob(self._align(self.eta, point, len(self.event_shape)), point)
+        return self._log_prob(torch.zeros_like(point), point)
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         return self.measure._log_prob(self._shifted(eta), point)
@@ -127,16 +135,18 @@ class Tilted(Measure):
 
     def _listed(self) -> Listed | None:
         part = self.measure._listed()
-        return None if part is None else Listed(part.atoms._tilt(self.eta), part.size)
+        return None if part is None else part._replace(log_weight=listed.atoms(part)._log_probability(self.eta))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return self.measure._sample(self._shifted(eta), shape, generator)
 
 
-class Affine(Measure):
+Measure._tilted = Tilted
+
+
+class Affine(Wrapped):
     """The image of a measure under x ↦ weight x + bias. Made by `affine`."""
 
-    measure: Measure
     weight: Float[Tensor, "*batch e d"]
     bias: Float[Tensor, "*batch e"]
 
@@ -178,7 +188,7 @@ class Affine(Measure):
     def _fisher(self, eta: Tensor) -> Tensor:
         weight, fisher = self._align(self.weight, eta, 2), self.measure._fisher(self._pull(eta))
         image = weight @ fisher @ weight.mT
-        if not values_are_readable(image) or not bool(image.isnan().any()):
+        if not some(image.isnan()):
             return image
         # Entries too large to hold, row by row.
         return self._push(self._push(fisher).mT)
@@ -202,35 +212,22 @@ class Affine(Measure):
         support = self.measure._support(self._pull(direction))
         return None if support is None else support + self._dot(direction, self._align(self.bias, direction))
 
-    @property
-    def _reference(self) -> Reference:
-        return self.measure._reference
-
     def _listed(self) -> Listed | None:
         part = self.measure._listed()
         if part is None:
             return None
-        batch = self.batch_shape
-        weight = in_batch(self.weight, batch, 2)
-        bias = in_batch(self.bias, batch, 1).unsqueeze(-2)
-        points, sizes = (in_batch(tensor, batch, 2) for tensor in (part.atoms.points, part.size))
+        points, log_weight, size = listed.spread_over(part, self.batch_shape)
+        weight, bias = (spread("affine", t, self.batch_shape, n) for t, n in ((self.weight, 2), (self.bias, 1)))
         # Matrix products in another order: one rounding for each term.
-        size = (1 + weight.shape[-1] / ROUNDINGS) * (sizes @ weight.abs().mT) + bias.abs()
-        images, log_weight = points @ weight.mT + bias, in_batch(part.atoms.log_weight, batch, 1)
-        return Listed(
-            Atoms(images.expand(*batch, *images.shape[-2:]), log_weight.expand(*batch, -1)),
-            size.expand(*batch, *images.shape[-2:]),
-        )
-
-    def _log_density(self, point: Tensor) -> Tensor:
-        return self._log_prob(torch.zeros_like(point), point) + self._log_partition(torch.zeros_like(point))
+        size = (1 + weight.shape[-1] / listed.ROUNDINGS) * (size @ weight.abs().mT) + bias.unsqueeze(-2).abs()
+        return Listed(points @ weight.mT + bias.unsqueeze(-2), log_weight, size)
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         """By the change of variables; on the image of a taller weight, per area of that image."""
         discrete = self._reference == "counting"
         part = self._listed() if discrete else None
         if part is not None:
-            return log_prob(part, eta, point)
+            return listed.log_prob(part, eta, point)
         if not discrete and self._reference != "lebesgue":
             raise MissingFormError(f"affine: the image of {type(self.measure).__name__} has no density in closed form")
         source = self._source(point)
@@ -239,7 +236,7 @@ class Affine(Measure):
         if discrete:
             size = self._align(self.weight.abs(), point, 2) @ source.abs().unsqueeze(-1)
             sizes = (point, self._align(self.bias, point), (1 + self.weight.shape[-1]) * size.squeeze(-1))
-            missed = ~is_close(centred, image, *sizes).all(-1)
+            missed = ~listed.is_close(centred, image, *sizes).all(-1)
         else:
             missed = (image - centred).norm(dim=-1) > self._forgiven(centred)
         density = self.measure._log_prob(self._pull(eta), source)
@@ -251,7 +248,7 @@ class Affine(Measure):
         """The x in the support of which `point` is the image, or the nearest to it; the weight must be one-to-one."""
         values = torch.linalg.svdvals(self.weight)
         flat = self.weight.shape[-1] > self.weight.shape[-2]
-        if flat or (values_are_readable(values) and not bool((values > 0).all())):
+        if flat or not every(values > 0):
             raise MissingFormError("affine: the image under a weight that is not one-to-one has no density here")
         centred = point - self._align(self.bias, point)
         source = (self._align(torch.linalg.pinv(self.weight), point, 2) @ centred.unsqueeze(-1)).squeeze(-1)
@@ -274,7 +271,7 @@ class Affine(Measure):
             return point
         part = self._listed()
         if part is not None:
-            return part.atoms._nearest(point)
+            return listed.atoms(part)._nearest(point)
         try:
             return self._push(self._source(point)) + self._align(self.bias, point)
         except MissingFormError:
@@ -289,7 +286,7 @@ class Affine(Measure):
 def _times(weight: Tensor, points: Tensor) -> Tensor:
     """weight @ point, where an entry too large to hold is nothing to a row that has a weight of 0 for it."""
     image = (weight @ points.unsqueeze(-1)).squeeze(-1)
-    if not values_are_readable(image) or not bool(image.isnan().any()):
+    if not some(image.isnan()):
         return image
     infinite = points.isinf()
     finite = (weight @ points.masked_fill(infinite, 0.0).unsqueeze(-1)).squeeze(-1)

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from massieu.measures.base import Measure, values_are_readable
+from massieu.foundation.arguments import check_shape, real_tensor
+from massieu.foundation.transforms import every, unwrapped
+from massieu.measures.base import Measure
 from massieu.measures.continuous import Exponential, Gamma, standard_gammas
 from massieu.measures.coordinates import Coordinates, checked_parameters, in_words
 from massieu.measures.deviance import deviance, log_gamma_density, log_poisson, stirling_error
 from massieu.measures.discrete import Bernoulli, Poisson, Spin
 from massieu.measures.gaussian import Gaussian
-from massieu.measures.value import real_tensor
 
 _RECURRENCE = 32
 
@@ -45,20 +45,18 @@ class ConjugatePrior(Coordinates):
         """The conjugate prior of `likelihood`, worth `strength` observations.
 
         Raises:
-            ValueError: a strength that is not positive and finite, or not of the likelihood's batch and event shape; a
-                Gaussian of correlated coordinates, or with a variance of zero.
-            TypeError: another likelihood, or a strength that is not floating-point.
+            ValueError, TypeError: see `Measure`; another likelihood, a strength that is not of the likelihood's batch and
+                event shape, a Gaussian of correlated coordinates, or with a variance of zero.
         """
         if type(likelihood) not in _LAWS:
             known = ", ".join(family.__name__ for family in _LAWS)
             raise TypeError(f"ConjugatePrior needs one of {known} as likelihood, got {type(likelihood).__name__}")
-        strength = real_tensor("strength", strength, next(iter(pytree.tree_leaves(likelihood))))
-        if strength.ndim == 0:
-            strength = strength.expand(*likelihood.batch_shape, *likelihood.event_shape)
-        (strength,) = checked_parameters(strength=strength, positive=True)
         expected = (*likelihood.batch_shape, *likelihood.event_shape)
-        if tuple(strength.shape) != expected:
-            raise ValueError(f"strength must have the likelihood's shape {expected}, got {tuple(strength.shape)}")
+        strength = real_tensor("strength", strength, likelihood._some_leaf())
+        (strength,) = checked_parameters(
+            strength=strength.expand(expected) if strength.ndim == 0 else strength, positive=True
+        )
+        check_shape("strength", strength, expected)
         if isinstance(likelihood, Gaussian):
             _check_independent(likelihood)
         return cls(likelihood, strength)
@@ -70,7 +68,6 @@ class ConjugatePrior(Coordinates):
 
         Raises:
             ValueError: shapes that do not fit, or an observation outside the likelihood's support.
-            DomainError: `chi` is outside the domain.
         """
         measure, chi, observations = self._with_observations(chi, observations)
         return measure._update(chi, observations)
@@ -81,12 +78,9 @@ class ConjugatePrior(Coordinates):
         """log p(x_1 … x_n), η integrated out: B(χ', ν') − B(χ, ν) + Σ log h_0(x_i), in nats.
 
         h_0 is the likelihood's own density at η = 0, by the counting measure (Bernoulli, Spin, Poisson) or Lebesgue's.
-
-        Raises:
-            ValueError, DomainError: as `update`.
         """
         measure, chi, observations = self._with_observations(chi, observations)
-        exact, dtype = measure._to(torch.float64), chi.dtype
+        exact, dtype = measure.to(torch.float64), chi.dtype
         chi, observations = chi.double(), observations.double()
         later_chi, later = exact._update(chi, observations)
         # Bayes' rule, which holds at any η: at the posterior mean no term is much larger than the result.
@@ -98,21 +92,16 @@ class ConjugatePrior(Coordinates):
         shape = tuple(self.strength.shape)
         chi = real_tensor("chi", chi, self.strength)
         observations = real_tensor("observations", observations, self.strength)
-        if tuple(chi.shape) != shape:
-            raise ValueError(f"chi must have shape {shape} (batch + event), got {tuple(chi.shape)}")
-        if observations.ndim != len(shape) + 1 or (*observations.shape[:-2], observations.shape[-1]) != shape:
+        check_shape("chi", chi, shape)
+        check_shape("observations", observations, (*shape[:-1], "n", shape[-1]))
+        inside = observations.isfinite()
+        if isinstance(self.likelihood, Coordinates):
+            inside = inside & self.likelihood._holds(observations)
+        if not every(inside):
             raise ValueError(
-                f"observations must have shape {(*shape[:-1], 'n', shape[-1])}, got {tuple(observations.shape)}"
+                f"observations must lie in the support of {type(self.likelihood).__name__}, got "
+                f"{float(unwrapped(observations)[~unwrapped(inside)][0]):.6g}"
             )
-        if values_are_readable(observations):
-            inside = observations.isfinite()
-            if isinstance(self.likelihood, Coordinates):
-                inside = inside & self.likelihood._holds(observations)
-            if not bool(inside.all()):
-                wrong = in_words(observations[~inside][:1])
-                raise ValueError(
-                    f"observations must lie in the support of {type(self.likelihood).__name__}, got {wrong}"
-                )
         measure, chi = self._admit(chi)
         return measure, chi, observations.to(chi.dtype)
 
@@ -121,7 +110,7 @@ class ConjugatePrior(Coordinates):
         return chi + observations.sum(-2), later
 
     def _law(self, eta: Tensor) -> "_Law":
-        measure = self._to(torch.float64)
+        measure = self.to(torch.float64)
         strength = measure._align(measure.strength, eta)
         return _LAWS[type(self.likelihood)](measure.likelihood, strength, eta.double())
 
@@ -189,7 +178,7 @@ class ConjugatePrior(Coordinates):
         if isinstance(self.likelihood, Gaussian):
             location, variance = self.likelihood._align(self.likelihood.location, mu), _variance(self.likelihood, mu)
             return strength * (location + variance * mu)
-        shape, rate = _shape_and_rate(self.likelihood, mu)
+        shape, rate = self.likelihood._shape_and_rate(mu)
         return (strength * shape + 1) / (rate - mu)
 
 
@@ -329,7 +318,7 @@ def _of_poisson(likelihood: Poisson, strength: Tensor, chi: Tensor) -> _Law:
 
 
 def _of_gamma(likelihood: Exponential | Gamma, strength: Tensor, chi: Tensor) -> _Law:
-    shape, rate = _shape_and_rate(likelihood, chi)
+    shape, rate = likelihood._shape_and_rate(chi)
     return _GammaBelow(rate, strength * shape + 1, chi, chi * rate - strength * shape * rate.log())
 
 
@@ -349,13 +338,6 @@ _LAWS: dict[type[Measure], Callable[[Any, Tensor, Tensor], _Law]] = {
 }
 
 
-def _shape_and_rate(likelihood: Exponential | Gamma, like: Tensor) -> tuple[Tensor, Tensor]:
-    if isinstance(likelihood, Exponential):
-        rate = likelihood._align(likelihood.rate, like)
-        return torch.ones_like(rate), rate
-    return likelihood._align(likelihood.shape, like), 1 / likelihood._align(likelihood.scale, like)
-
-
 def _variance(likelihood: Gaussian, like: Tensor) -> Tensor:
     isotropic = likelihood.covariance.ndim < likelihood.location.ndim
     covariance = likelihood.covariance.unsqueeze(-1) if isotropic else likelihood.covariance
@@ -369,7 +351,7 @@ def _check_independent(likelihood: Gaussian) -> None:
             f"got a covariance of shape {tuple(likelihood.covariance.shape)} and a factor of shape "
             f"{tuple(likelihood.factor.shape)}"
         )
-    if values_are_readable(likelihood.covariance) and not bool((likelihood.covariance > 0).all()):
+    if not every(likelihood.covariance > 0):
         raise ValueError("ConjugatePrior needs a Gaussian of positive variances, got a variance of 0")
 
 

@@ -1,23 +1,65 @@
 """Measures on the line, the half-line and the interval, coordinate by coordinate; and the point."""
 
 import math
+from abc import abstractmethod
 from typing import Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.atoms import Atoms
 from massieu.measures.coordinates import Coordinates, checked_parameters, in_words
 from massieu.measures.deviance import deviance, log_gamma_density
-from massieu.measures.hooks import Reference
-from massieu.measures.listed import Listed
+from massieu.measures.hooks import Listed, Reference
 
 _SERIES_RADIUS = 0.125
 _SERIES_TERMS = 19  # 0.125^19 < 1e-17
 
 
-class Exponential(Coordinates):
+class _Waiting(Coordinates):
+    """Independent gamma variables of the given shapes and rates, which eta takes from."""
+
+    _bounds = (0.0, torch.inf)
+
+    @abstractmethod
+    def _shape_and_rate(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, to broadcast against `like`."""
+
+    def _slack(self, eta: Tensor) -> Tensor:
+        return self._shape_and_rate(eta)[1] - eta
+
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        _, rate = self._shape_and_rate(self._last)
+        return torch.full_like(rate, -torch.inf), rate
+
+    def _log_partition_each(self, eta: Tensor) -> Tensor:
+        shape, rate = self._shape_and_rate(eta)
+        return shape * _log_growth(eta, rate)
+
+    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        shape, rate = self._shape_and_rate(eta)
+        return math.factorial(order - 1) * shape * (1 / (rate - eta)) ** order
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        shape, rate = self._shape_and_rate(eta)
+        return (shape * _excess(delta, rate - eta)).sum(-1)
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        shape, rate = self._shape_and_rate(eta)
+        return log_gamma_density(point, shape, rate - eta)
+
+    def _natural_each(self, mu: Tensor) -> Tensor:
+        shape, rate = self._shape_and_rate(mu)
+        return rate - shape / mu
+
+    def _conjugate_each(self, mu: Tensor) -> Tensor:
+        """shape·(r − 1 − log r), r = mu·rate/shape the ratio of two means: KL divergence of exponentials of these."""
+        shape, rate = self._shape_and_rate(mu)
+        ratio = mu / shape * rate
+        return shape * deviance(torch.ones_like(ratio), ratio, ratio.log())
+
+
+class Exponential(_Waiting):
     """Independent waiting times of density rate·exp(−rate·x): A(eta) = −Σ log(1 − eta_i/rate_i) for eta < rate (S2).
 
     Tilted, exponentials of rate − eta; κ_n = (n − 1)!/(rate − eta)ⁿ (B3).
@@ -29,32 +71,16 @@ class Exponential(Coordinates):
     rate: Float[Tensor, "*batch d"]
 
     @classmethod
-    def create(cls, rate: Float[Tensor, "*batch d"]) -> Self:
-        """Exponentials of mean 1/rate.
+    def create(cls, rate: Float[Tensor, "*batch d"] | float, *, dim: int | None = None) -> Self:
+        """Exponentials of mean 1/rate; see `Measure` for what is taken and raised."""
+        return cls(*checked_parameters(dim, rate=rate, positive=True))
 
-        Raises:
-            ValueError: no coordinate, or a rate that is not positive and finite.
-            TypeError: a rate that is not floating-point.
-        """
-        return cls(*checked_parameters(rate=rate, positive=True))
-
-    def _slack(self, eta: Tensor) -> Tensor:
-        return self._align(self.rate, eta) - eta
-
-    def _limits(self) -> tuple[Tensor, Tensor]:
-        return torch.full_like(self.rate, -torch.inf), self.rate
+    def _shape_and_rate(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        rate = self._align(self.rate, like)
+        return torch.ones_like(rate), rate
 
     def _domain(self) -> str:
         return f"eta < rate = {in_words(self.rate)} in every coordinate"
-
-    def _log_partition_each(self, eta: Tensor) -> Tensor:
-        return _log_growth(eta, self._align(self.rate, eta))
-
-    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
-        return math.factorial(order - 1) * (1 / self._slack(eta)) ** order
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return _excess(delta, self._slack(eta)).sum(-1)
 
     def _tilt(self, eta: Tensor) -> "Exponential":
         return Exponential(self._slack(eta))
@@ -62,28 +88,11 @@ class Exponential(Coordinates):
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return _waiting_times(eta, shape, generator) / self._slack(eta)
 
-    def _range(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(self.rate), torch.full_like(self.rate, torch.inf)
-
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        rate = self._align(self.rate, point)
-        return rate.log() - rate * point
-
-    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
-        slack = self._slack(eta)
-        return slack.log() - slack * point
-
-    def _natural_each(self, mu: Tensor) -> Tensor:
-        return self._align(self.rate, mu) - 1 / mu
-
-    def _conjugate_each(self, mu: Tensor) -> Tensor:
-        return _ratio_divergence(mu * self._align(self.rate, mu))
-
     def _power(self, exponent: float) -> "Gamma":
         return Gamma(torch.full_like(self.rate, exponent), 1 / self.rate)
 
 
-class Gamma(Coordinates):
+class Gamma(_Waiting):
     """Independent gamma variables: A(eta) = −Σ shape_i log(1 − scale_i eta_i) for eta < 1/scale (S2).
 
     Tilted, gammas of the same shape and scale/(1 − scale·eta); κ_n = shape·(n − 1)!·(that scale)ⁿ (B3).
@@ -97,32 +106,21 @@ class Gamma(Coordinates):
     scale: Float[Tensor, "*batch d"]
 
     @classmethod
-    def create(cls, shape: Float[Tensor, "*batch d"], scale: Float[Tensor, "*batch d"]) -> Self:
-        """Gammas of mean shape·scale and variance shape·scale².
+    def create(
+        cls,
+        shape: Float[Tensor, "*batch d"] | float,
+        scale: Float[Tensor, "*batch d"] | float,
+        *,
+        dim: int | None = None,
+    ) -> Self:
+        """Gammas of mean shape·scale and variance shape·scale²; see `Measure` for what is taken and raised."""
+        return cls(*checked_parameters(dim, shape=shape, scale=scale, positive=True))
 
-        Raises:
-            ValueError: no coordinate, two shapes, or a value that is not positive and finite.
-            TypeError: not floating-point.
-        """
-        return cls(*checked_parameters(shape=shape, scale=scale, positive=True))
-
-    def _slack(self, eta: Tensor) -> Tensor:
-        return 1 / self._align(self.scale, eta) - eta
-
-    def _limits(self) -> tuple[Tensor, Tensor]:
-        return torch.full_like(self.scale, -torch.inf), 1 / self.scale
+    def _shape_and_rate(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        return self._align(self.shape, like), 1 / self._align(self.scale, like)
 
     def _domain(self) -> str:
         return f"eta < 1/scale = {in_words(1 / self.scale)} in every coordinate"
-
-    def _log_partition_each(self, eta: Tensor) -> Tensor:
-        return self._align(self.shape, eta) * _log_growth(eta, 1 / self._align(self.scale, eta))
-
-    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
-        return math.factorial(order - 1) * self._align(self.shape, eta) * (1 / self._slack(eta)) ** order
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return (self._align(self.shape, eta) * _excess(delta, self._slack(eta))).sum(-1)
 
     def _tilt(self, eta: Tensor) -> "Gamma":
         return Gamma(self.shape, 1 / self._slack(eta))
@@ -130,22 +128,6 @@ class Gamma(Coordinates):
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         concentration = self._align(self.shape, eta).expand(*shape, *eta.shape)
         return standard_gammas(concentration, generator) / self._slack(eta)
-
-    def _range(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(self.scale), torch.full_like(self.scale, torch.inf)
-
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        return log_gamma_density(point, self._align(self.shape, point), 1 / self._align(self.scale, point))
-
-    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
-        return log_gamma_density(point, self._align(self.shape, eta), self._slack(eta))
-
-    def _natural_each(self, mu: Tensor) -> Tensor:
-        return 1 / self._align(self.scale, mu) - self._align(self.shape, mu) / mu
-
-    def _conjugate_each(self, mu: Tensor) -> Tensor:
-        shape = self._align(self.shape, mu)
-        return shape * _ratio_divergence(mu / shape / self._align(self.scale, mu))
 
     def _power(self, exponent: float) -> "Gamma":
         return Gamma(exponent * self.shape, self.scale)
@@ -164,14 +146,9 @@ class Laplace(Coordinates):
     scale: Float[Tensor, "*batch d"]
 
     @classmethod
-    def create(cls, scale: Float[Tensor, "*batch d"]) -> Self:
-        """Double exponentials of mean absolute value `scale`.
-
-        Raises:
-            ValueError: no coordinate, or a scale that is not positive and finite.
-            TypeError: a scale that is not floating-point.
-        """
-        return cls(*checked_parameters(scale=scale, positive=True))
+    def create(cls, scale: Float[Tensor, "*batch d"] | float, *, dim: int | None = None) -> Self:
+        """Double exponentials of mean absolute value `scale`; see `Measure` for what is taken and raised."""
+        return cls(*checked_parameters(dim, scale=scale, positive=True))
 
     def _lengths(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """The mean lengths of the right and the left tail of p_eta."""
@@ -209,13 +186,6 @@ class Laplace(Coordinates):
         positive = torch.bernoulli(right / (right + left), generator=generator) == 1
         return _waiting_times(eta, shape, generator) * torch.where(positive, right, -left)
 
-    def _range(self) -> tuple[Tensor, Tensor]:
-        return torch.full_like(self.scale, -torch.inf), torch.full_like(self.scale, torch.inf)
-
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        scale = self._align(self.scale, point)
-        return -point.abs() / scale - (2 * scale).log()
-
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
         limit = 1 / self._align(self.scale, eta)
         right, left = limit - eta, limit + eta
@@ -246,14 +216,9 @@ class Constant(Coordinates):
     value: Float[Tensor, "*batch d"]
 
     @classmethod
-    def create(cls, value: Float[Tensor, "*batch d"]) -> Self:
-        """The point mass at `value`.
-
-        Raises:
-            ValueError: no coordinate, or a value that is not finite.
-            TypeError: a value that is not floating-point.
-        """
-        return cls(*checked_parameters(value=value))
+    def create(cls, value: Float[Tensor, "*batch d"] | float, *, dim: int | None = None) -> Self:
+        """The point mass at `value`; see `Measure` for what is taken and raised."""
+        return cls(*checked_parameters(dim, value=value))
 
     @property
     def _reference(self) -> Reference:
@@ -279,10 +244,7 @@ class Constant(Coordinates):
 
     def _listed(self) -> Listed:
         points = self.value.unsqueeze(-2)
-        return Listed(Atoms(points, torch.zeros_like(self.value[..., :1])), points.abs())
-
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        return torch.zeros_like(point)
+        return Listed(points, torch.zeros_like(self.value[..., :1]), points.abs())
 
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
         return torch.zeros_like(point)
@@ -313,11 +275,6 @@ def _excess(delta: Tensor, slack: Tensor) -> Tensor:
         total = 1 / order + ratio * total
     apart = torch.where(near, 0.0, delta)
     return torch.where(near, ratio.square() * total, _log_growth(apart, slack) - apart / slack)
-
-
-def _ratio_divergence(ratio: Tensor) -> Tensor:
-    """r − 1 − log r ≥ 0: the KL divergence of an exponential from another, r the ratio of their means."""
-    return deviance(torch.ones_like(ratio), ratio, ratio.log())
 
 
 def _waiting_times(eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

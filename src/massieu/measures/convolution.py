@@ -1,18 +1,21 @@
 """Sums of independent draws from several measures. Log-partitions add."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from massieu.measures import listed, stable
+from massieu.foundation.numerics import logsumexp
+from massieu.foundation.values import align
+from massieu.measures import listed
 from massieu.measures.atoms import Atoms
-from massieu.measures.base import Measure, MissingFormError
+from massieu.measures.base import Measure
 from massieu.measures.gaussian import Gaussian
-from massieu.measures.hooks import Reference
-from massieu.measures.listed import MOST_LISTED, Listed, in_batch, is_close
+from massieu.measures.hooks import Listed, MissingFormError, Reference
+from massieu.measures.listed import MOST_LISTED, is_close
 from massieu.measures.mixture import Mixture
-from massieu.measures.sums import check_parts, sum_of_known, total
+from massieu.measures.sums import Independent, all_known, check_parts, total
 
 
 def convolve(*measures: Measure) -> Measure:
@@ -30,53 +33,28 @@ def convolve(*measures: Measure) -> Measure:
     return Convolution(measures)
 
 
-class Convolution(Measure):
+class Convolution(Independent):
     """The law of a sum of independent draws. Made by `convolve`."""
-
-    measures: tuple[Measure, ...]
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return max([measure.batch_shape for measure in self.measures], key=len)
 
     @property
     def event_shape(self) -> torch.Size:
         return self.measures[0].event_shape
 
-    def _in_domain(self, eta: Tensor) -> Tensor | None:
-        inside = [part for measure in self.measures if (part := measure._in_domain(eta)) is not None]
-        return torch.stack(inside).all(0) if inside else None
+    def _parts(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
+        return [(measure, *tensors) for measure in self.measures]
+
+    def _together(self, points: list[Tensor]) -> Tensor:
+        return total(points)
 
     def _domain(self) -> str:
         return " and ".join(dict.fromkeys(measure._domain() for measure in self.measures))
 
     def _interior(self) -> Tensor | None:
-        known = [inside for measure in self.measures if (inside := measure._interior()) is not None]
-        return known[0] if known else None
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return total([measure._log_partition(eta) for measure in self.measures])
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return total([measure._mean(eta) for measure in self.measures])
-
-    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return total([measure._fisher_vp(eta, vector) for measure in self.measures])
+        found = [measure._interior() for measure in self.measures]
+        return next((inside for inside in found if inside is not None), None)
 
     def _fisher(self, eta: Tensor) -> Tensor:
         return total([measure._fisher(eta) for measure in self.measures])
-
-    def _entropy(self, eta: Tensor) -> Tensor:
-        return total([measure._entropy(eta) for measure in self.measures])
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return total([measure._kl(eta, delta) for measure in self.measures])
-
-    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        return total([measure._cumulants(eta, direction, order) for measure in self.measures])
-
-    def _support(self, direction: Tensor) -> Tensor | None:
-        return sum_of_known([measure._support(direction) for measure in self.measures])
 
     @property
     def _reference(self) -> Reference:
@@ -151,17 +129,8 @@ class Convolution(Measure):
         return sorted_._nearest(point) if isinstance(sorted_, Mixture) else _nearest(*sorted_, point)
 
     def _listed(self) -> Listed | None:
-        found = [measure._listed() for measure in self.measures]
-        known = [part for part in found if part is not None]
-        return listed.added(known, self.batch_shape) if len(known) == len(found) else None
-
-    def _power(self, exponent: float) -> Measure | None:
-        found = [measure._power(exponent) for measure in self.measures]
-        known = tuple(part for part in found if part is not None)
-        return Convolution(known) if len(known) == len(found) else None
-
-    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        return total([measure._sample(eta, shape, generator) for measure in self.measures])
+        known = all_known([measure._listed() for measure in self.measures])
+        return None if known is None else listed.added(known, self.batch_shape)
 
 
 def _count(part: Listed | None) -> int:
@@ -175,10 +144,11 @@ def _shifted(parts: list[Listed], rest: Measure, eta: Tensor, point: Tensor, siz
     `size` is how large the numbers were that `point` has been computed from.
     """
     if parts:
-        (atoms, own), *others = parts
-        moved = point.unsqueeze(-2) - atoms._align(atoms.points, point, 2)
-        size = size.unsqueeze(-2) + atoms._align(own, point, 2)
-        return stable.logsumexp(_shifted(others, rest, eta.unsqueeze(-2), moved, size) + atoms._log_probability(eta))
+        part, *others = parts
+        atoms = listed.atoms(part)
+        moved = point.unsqueeze(-2) - atoms._align(part.points, point, 2)
+        size = size.unsqueeze(-2) + atoms._align(part.size, point, 2)
+        return logsumexp(_shifted(others, rest, eta.unsqueeze(-2), moved, size) + atoms._log_probability(eta))
     nearest = rest._nearest(point)
     if nearest is None:
         raise MissingFormError(
@@ -193,8 +163,8 @@ def _nearest(parts: list[Listed], rest: Measure, point: Tensor) -> Tensor | None
     """The nearest sum of points, one of each list and one of `rest`."""
     if not parts:
         return rest._nearest(point)
-    (atoms, _), *others = parts
-    start = atoms._align(atoms.points, point, 2)
+    part, *others = parts
+    start = align(part.points, point.ndim + 1, 2)
     found = _nearest(others, rest, point.unsqueeze(-2) - start)
     if found is None:
         return None
@@ -204,6 +174,6 @@ def _nearest(parts: list[Listed], rest: Measure, point: Tensor) -> Tensor | None
 
 
 def _added(gaussians: list[Gaussian], batch: torch.Size) -> Gaussian:
-    location = total([in_batch(part.location, batch, 1) for part in gaussians])
-    covariance = total([in_batch(part._matrix(), batch, 2) for part in gaussians])
+    location = total([align(part.location, len(batch) + 1, 1) for part in gaussians])
+    covariance = total([align(part._matrix(), len(batch) + 2, 2) for part in gaussians])
     return Gaussian(location, covariance, location.new_zeros((*location.shape, 0)))

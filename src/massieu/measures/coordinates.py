@@ -1,13 +1,13 @@
 """Products of one-dimensional measures: A, KL divergence, density are sums over coordinates, ∇A and F act on each."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from massieu.measures.base import Measure, values_are_readable
-from massieu.measures.value import real_tensor
+from massieu.foundation.arguments import check_range, check_shape, real_tensor, whole_number
+from massieu.measures.base import Measure
 
 _LISTED = 6
 
@@ -16,22 +16,24 @@ class Coordinates(Measure):
     """Independent coordinates, each with a measure on the line of its own.
 
     The author of a subclass writes functions of one coordinate, applied to tensors (*batch, *query, d) elementwise:
-    `_log_partition_each`, `_cumulant`, `_log_density_each`, and `_natural_each` where the mean has an inverse in closed
-    form; and the bounds of the support and of the domain, `_range` and `_limits`. By convention the last field has
-    shape (*batch, d).
+    `_log_partition_each`, `_cumulant`, `_log_prob_each`, and `_natural_each` where the mean has an inverse in closed form;
+    and the bounds of the support and of the domain, `_bounds` or `_range`, and `_limits`. By convention the last field
+    has shape (*batch, d), and h is a probability; one that is none overrides `_log_density_each` and `_entropy`.
     """
 
+    _bounds: ClassVar[tuple[float, float]] = (-torch.inf, torch.inf)
+
     @property
-    def _shape(self) -> torch.Size:
-        return getattr(self, tuple(self.__dataclass_fields__)[-1]).shape
+    def _last(self) -> Tensor:
+        return getattr(self, tuple(self.__dataclass_fields__)[-1])
 
     @property
     def batch_shape(self) -> torch.Size:
-        return self._shape[:-1]
+        return self._last.shape[:-1]
 
     @property
     def event_shape(self) -> torch.Size:
-        return self._shape[-1:]
+        return self._last.shape[-1:]
 
     # What an author writes, of one coordinate.
 
@@ -44,20 +46,21 @@ class Coordinates(Measure):
         """The cumulant of that order (from 1 to 6) of each coordinate under p_eta."""
 
     @abstractmethod
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        """The log-density of each coordinate's p_eta at points of the support; finite wherever inside the range."""
+
+    def _log_density_each(self, point: Tensor) -> Tensor:
+        """The same of h."""
+        return self._log_prob_each(torch.zeros_like(point), point)
+
     def _range(self) -> tuple[Tensor, Tensor]:
         """The least and the greatest point of each coordinate's support, ±inf allowed; shape (*batch, d)."""
-
-    @abstractmethod
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        """The log-density of each coordinate's h at points of the support; finite wherever inside the range."""
+        low, high = self._bounds
+        return torch.full_like(self._last, low), torch.full_like(self._last, high)
 
     def _limits(self) -> tuple[Tensor, Tensor] | None:
         """The open interval of each coordinate's domain, ±inf allowed, shape (*batch, d); None: the whole line."""
         return None
-
-    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
-        """The log-density of each coordinate's p_eta at points of the support: where its terms are large, another form."""
-        return eta * point + self._log_density_each(point) - self._log_partition_each(eta)
 
     def _nearest(self, point: Tensor) -> Tensor:
         """The nearest point of the support, coordinate by coordinate; overridden where that is no interval."""
@@ -101,7 +104,6 @@ class Coordinates(Measure):
         return torch.stack(cumulants, -1)
 
     def _entropy(self, eta: Tensor) -> Tensor:
-        # For a probability h; a measure that is none overrides this.
         return -self._kl(eta, -eta)
 
     def _in_domain(self, eta: Tensor) -> Tensor | None:
@@ -159,46 +161,33 @@ class Coordinates(Measure):
         """A point within the range, to stand where a value does not matter but its gradient must be finite."""
         low, high = self._range()
         start = self._interior()
-        mean = self._mean(like.new_zeros(self._shape) if start is None else start)
+        mean = self._mean(like.new_zeros(self._last.shape) if start is None else start)
         middle = 0.5 * low + 0.5 * high
         return self._align(torch.where(middle.isfinite(), middle, mean), like)
 
 
-def checked_parameters(*, positive: bool = False, **parameters: Any) -> tuple[Tensor, ...]:
+def checked_parameters(dim: int | None = None, *, positive: bool = False, **parameters: Any) -> tuple[Tensor, ...]:
     """The named parameters as floating-point tensors of one shape (*batch, d); a number stands for every coordinate.
+
+    `dim` is d, which has to be given where all parameters are numbers and there is more than one coordinate.
 
     Raises:
         ValueError: shapes that do not fit, no coordinate, a value that is not finite, or not positive if asked.
         TypeError: complex, or no numbers.
     """
-    (first, *_), like = parameters, next((value for value in parameters.values() if isinstance(value, Tensor)), None)
+    like = next((value for value in parameters.values() if isinstance(value, Tensor)), None)
     tensors = {name: real_tensor(name, value, like) for name, value in parameters.items()}
-    shape = max([tensor.shape for tensor in tensors.values()], key=len) or torch.Size([1])
-    checked = []
-    for name, given in tensors.items():
-        value = given.expand(shape) if given.ndim == 0 else given
+    shape = max([tensor.shape for tensor in tensors.values()], key=len)
+    size = shape[-1] if shape else 1
+    dim = size if dim is None else whole_number("dim", dim, least=1)
+    shape = shape or torch.Size([dim])
+    for name, value in tensors.items():
+        tensors[name] = value = value.expand(shape) if value.ndim == 0 else value
         if value.shape[-1] == 0:
             raise ValueError(f"{name} must have shape (*batch, d) with d ≥ 1, got {tuple(value.shape)}")
-        if checked and value.shape != checked[0].shape:
-            raise ValueError(
-                f"{name} must have the shape of {first}, {tuple(checked[0].shape)}, got {tuple(value.shape)}"
-            )
-        checked.append(value)
-        if not values_are_readable(value):
-            continue
-        if not bool(value.isfinite().all()):
-            raise ValueError(f"{name} must be finite")
-        if positive and not bool((value > 0).all()):
-            raise ValueError(f"{name} must be positive, got {in_words(value.min())}")
-    return tuple(checked)
-
-
-def check_floating(name: str, value: Tensor) -> None:
-    """Raise a TypeError unless `value` is a floating-point tensor."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a floating-point tensor, got {type(value).__name__}")
-    if not value.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {value.dtype}")
+        check_shape(name, value, (*shape[:-1], dim))
+        check_range(name, value, above=0 if positive else None)
+    return tuple(tensors.values())
 
 
 def magnitude(value: Tensor) -> Tensor:

@@ -1,23 +1,42 @@
 """Measures on signs, bits and counts."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures import listed, stable
-from massieu.measures.base import values_are_readable
-from massieu.measures.coordinates import Coordinates, checked_parameters, in_words, magnitude
+from massieu.foundation.arguments import check_range
+from massieu.foundation.numerics import second_phi_series
+from massieu.measures import listed
+from massieu.measures.coordinates import Coordinates, checked_parameters, magnitude
 from massieu.measures.deviance import log_poisson
-from massieu.measures.hooks import Reference
-from massieu.measures.listed import Listed
+from massieu.measures.hooks import Listed, Reference
+from massieu.measures.moments import centred_log_mean_exp
 
 _COUNTABLE = 2.0**60
 
 
-class Spin(Coordinates):
+class _TwoValued(Coordinates):
+    """Coordinates with two values, which eta shifts the log-odds of."""
+
+    @property
+    def _reference(self) -> Reference:
+        return "counting"
+
+    def _local(self, eta: Tensor) -> Tensor:
+        return eta + self._align(self._last, eta)
+
+    def _tilt(self, eta: Tensor) -> Any:
+        make: Any = type(self)
+        return make(self._local(eta))
+
+    def _listed(self) -> Listed | None:
+        return listed.independent(self._last.new_tensor(self._bounds), self)
+
+
+class Spin(_TwoValued):
     """Independent ±1 coordinates, P(x_i = ±1) ∝ exp(±field_i).
 
     A(eta) = Σ log cosh(eta_i + field_i) − log cosh(field_i). Without a field these are fair signs: A = Σ log cosh
@@ -28,27 +47,12 @@ class Spin(Coordinates):
     """
 
     field: Float[Tensor, "*batch d"]
+    _bounds = (-1.0, 1.0)
 
     @classmethod
-    def create(cls, field: Float[Tensor, "*batch d"] | int) -> Self:
-        """Spins in a given field, or, from a dimension, that many fair signs.
-
-        Raises:
-            ValueError: no coordinate, or a field that is not finite.
-            TypeError: a field that is not floating-point.
-        """
-        if isinstance(field, int):
-            if field < 1:
-                raise ValueError(f"Spin needs at least one coordinate, got {field}")
-            return cls(torch.zeros(field))
-        return cls(*checked_parameters(field=field))
-
-    @property
-    def _reference(self) -> Reference:
-        return "counting"
-
-    def _local_field(self, eta: Tensor) -> Tensor:
-        return eta + self._align(self.field, eta)
+    def create(cls, field: Float[Tensor, "*batch d"] | float = 0.0, *, dim: int | None = None) -> Self:
+        """Spins in a given field; ``Spin.create(dim=5)`` are five fair signs. See `Measure` for what is taken and raised."""
+        return cls(*checked_parameters(dim, field=field))
 
     def _log_partition_each(self, eta: Tensor) -> Tensor:
         field = self._align(self.field, eta)
@@ -59,21 +63,15 @@ class Spin(Coordinates):
         return rise + F.softplus(-2 * end) - F.softplus(-2 * start)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
-        local = self._local_field(eta)
+        local = self._local(eta)
         return torch.tanh(local) if order == 1 else 2**order * _bit_cumulant(2 * local, order)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return _sign_kl(self._local_field(eta), delta).sum(-1)
-
-    def _tilt(self, eta: Tensor) -> "Spin":
-        return Spin(self._local_field(eta))
+        return _sign_kl(self._local(eta), delta).sum(-1)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        probability = torch.sigmoid(2 * self._local_field(eta)).expand(*shape, *eta.shape)
+        probability = torch.sigmoid(2 * self._local(eta)).expand(*shape, *eta.shape)
         return 2 * torch.bernoulli(probability, generator=generator) - 1
-
-    def _range(self) -> tuple[Tensor, Tensor]:
-        return torch.full_like(self.field, -1), torch.ones_like(self.field)
 
     def _holds(self, point: Tensor) -> Tensor:
         return point.abs() == 1
@@ -81,20 +79,14 @@ class Spin(Coordinates):
     def _nearest(self, point: Tensor) -> Tensor:
         return torch.where(point < 0, -1.0, torch.where(point >= 0, 1.0, point))
 
-    def _listed(self) -> Listed | None:
-        return listed.independent(self.field.new_tensor([-1.0, 1.0]), self)
-
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        return F.logsigmoid(2 * point * self._align(self.field, point))
-
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
-        return F.logsigmoid(2 * point * self._local_field(eta))
+        return F.logsigmoid(2 * point * self._local(eta))
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.atanh(mu) - self._align(self.field, mu)
 
 
-class Bernoulli(Coordinates):
+class Bernoulli(_TwoValued):
     """Independent bits, P(x_i = 1) = σ(logit_i).
 
     A(eta) = Σ log(1 − p_i + p_i exp eta_i), ∇A = σ(eta + logit) (S2, B3). Right at 0 and at the largest finite eta.
@@ -104,31 +96,22 @@ class Bernoulli(Coordinates):
     """
 
     logit: Float[Tensor, "*batch d"]
+    _bounds = (0.0, 1.0)
 
     @classmethod
-    def create(cls, probability: Float[Tensor, "*batch d"]) -> Self:
+    def create(cls, probability: Float[Tensor, "*batch d"] | float, *, dim: int | None = None) -> Self:
         """Bits that are 1 with the given probability, strictly between 0 and 1 (a certain bit is a `Constant`).
 
-        Raises:
-            ValueError: no coordinate, or a probability that is not between 0 and 1.
-            TypeError: a probability that is not floating-point.
+        See `Measure` for what is taken and raised.
         """
-        (probability,) = checked_parameters(probability=probability)
-        if values_are_readable(probability) and not bool(((probability > 0) & (probability < 1)).all()):
-            raise ValueError(f"probability must lie strictly between 0 and 1, got {in_words(probability)}")
+        (probability,) = checked_parameters(dim, probability=probability)
+        check_range("probability", probability, above=0, below=1)
         return cls(torch.logit(probability))
 
     @property
     def probability(self) -> Float[Tensor, "*batch d"]:
         """P(x = 1)."""
         return torch.sigmoid(self.logit)
-
-    @property
-    def _reference(self) -> Reference:
-        return "counting"
-
-    def _local_logit(self, eta: Tensor) -> Tensor:
-        return eta + self._align(self.logit, eta)
 
     def _log_partition_each(self, eta: Tensor) -> Tensor:
         logit = self._align(self.logit, eta)
@@ -143,20 +126,14 @@ class Bernoulli(Coordinates):
         return torch.where(near, close, far)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
-        return _bit_cumulant(self._local_logit(eta), order)
+        return _bit_cumulant(self._local(eta), order)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return _sign_kl(0.5 * self._local_logit(eta), 0.5 * delta).sum(-1)
-
-    def _tilt(self, eta: Tensor) -> "Bernoulli":
-        return Bernoulli(self._local_logit(eta))
+        return _sign_kl(0.5 * self._local(eta), 0.5 * delta).sum(-1)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        probability = torch.sigmoid(self._local_logit(eta)).expand(*shape, *eta.shape)
+        probability = torch.sigmoid(self._local(eta)).expand(*shape, *eta.shape)
         return torch.bernoulli(probability, generator=generator)
-
-    def _range(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(self.logit), torch.ones_like(self.logit)
 
     def _holds(self, point: Tensor) -> Tensor:
         return (point == 0) | (point == 1)
@@ -164,14 +141,8 @@ class Bernoulli(Coordinates):
     def _nearest(self, point: Tensor) -> Tensor:
         return point.round().clamp(0, 1)
 
-    def _listed(self) -> Listed | None:
-        return listed.independent(self.logit.new_tensor([0.0, 1.0]), self)
-
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        return F.logsigmoid((2 * point - 1) * self._align(self.logit, point))
-
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
-        return F.logsigmoid((2 * point - 1) * self._local_logit(eta))
+        return F.logsigmoid((2 * point - 1) * self._local(eta))
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.logit(mu) - self._align(self.logit, mu)
@@ -187,16 +158,12 @@ class Poisson(Coordinates):
     """
 
     rate: Float[Tensor, "*batch d"]
+    _bounds = (0.0, torch.inf)
 
     @classmethod
-    def create(cls, rate: Float[Tensor, "*batch d"]) -> Self:
-        """Counts of the given mean.
-
-        Raises:
-            ValueError: no coordinate, or a rate that is not positive and finite.
-            TypeError: a rate that is not floating-point.
-        """
-        return cls(*checked_parameters(rate=rate, positive=True))
+    def create(cls, rate: Float[Tensor, "*batch d"] | float, *, dim: int | None = None) -> Self:
+        """Counts of the given mean; see `Measure` for what is taken and raised."""
+        return cls(*checked_parameters(dim, rate=rate, positive=True))
 
     @property
     def _reference(self) -> Reference:
@@ -215,7 +182,8 @@ class Poisson(Coordinates):
         small, mean = delta.abs() < 0.5, self._cumulant(eta, 1)
         infinite = mean.isinf()
         held = torch.where(infinite, 1.0, mean)
-        series = held * stable.phi_series(torch.where(small, delta, 0.0))
+        near = torch.where(small, delta, 0.0)
+        series = held * (near.square() * second_phi_series(near))
         far = torch.where(small, 1.0, delta)
         # rate·exp(eta)·(exp(delta) − 1 − delta), where one factor may be too large and the other too small to hold.
         difference = self._cumulant(eta + far, 1) - held * (1 + far)
@@ -236,18 +204,11 @@ class Poisson(Coordinates):
         drawn = torch.where(mean.isinf(), mean, mean + mean.sqrt() * torch.where(mean.isinf(), 0.0, noise))
         return torch.where(countable, counts, drawn.round())
 
-    def _range(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(self.rate), torch.full_like(self.rate, torch.inf)
-
     def _holds(self, point: Tensor) -> Tensor:
         return (point >= 0) & (point == point.floor()) & point.isfinite()
 
     def _nearest(self, point: Tensor) -> Tensor:
         return point.round().clamp_min(0)
-
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        rate = self._align(self.rate, point)
-        return log_poisson(point, rate, rate.log())
 
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
         return log_poisson(point, self._cumulant(eta, 1), eta + self._align(self.rate, eta).log())
@@ -283,4 +244,4 @@ def _sign_kl(field: Tensor, delta: Tensor) -> Tensor:
     up, down = F.logsigmoid(2 * rarer), F.logsigmoid(-2 * rarer)
     # change·(x − mean), in forms that keep their digits in the tails.
     centred = torch.stack([2 * (change * down.exp()), -2 * (change * up.exp())], -1)
-    return torch.where(large, difference, stable.centred_log_mean_exp(torch.stack([up, down], -1), centred))
+    return torch.where(large, difference, centred_log_mean_exp(torch.stack([up, down], -1), centred))

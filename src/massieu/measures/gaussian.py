@@ -7,9 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import Measure, MissingFormError, values_are_readable
-from massieu.measures.definite import eigenvalue_rounding, is_singular
-from massieu.measures.value import real_tensor
+from massieu.foundation.arguments import check_finite, check_shape, real_tensor, whole_number
+from massieu.foundation.matrices import eigenvalue_rounding, is_singular
+from massieu.foundation.transforms import some, unwrapped, values_are_readable
+from massieu.measures.base import Measure
+from massieu.measures.hooks import MissingFormError
 
 
 class Gaussian(Measure):
@@ -33,49 +35,52 @@ class Gaussian(Measure):
     @classmethod
     def create(
         cls,
-        location: Float[Tensor, "*batch d"],
-        covariance: Float[Tensor, "*batch"] | Float[Tensor, "*batch d"] | Float[Tensor, "*batch d d"] | None = None,
+        location: Float[Tensor, "*batch d"] | float,
+        covariance: Float[Tensor, "*batch"]
+        | Float[Tensor, "*batch d"]
+        | Float[Tensor, "*batch d d"]
+        | float
+        | None = None,
         *,
         factor: Float[Tensor, "*batch d r"] | None = None,
+        dim: int | None = None,
     ) -> Self:
         """A Gaussian from its mean and its covariance, a factor of it, or both: their sum.
 
         Args:
             location: The mean.
-            covariance: Isotropic, diagonal or full, told apart by the number of dimensions; positive semi-definite.
+            covariance: Isotropic, diagonal or full, told apart by the number of dimensions; positive semi-definite. A
+                number is the variance of every coordinate and batch item.
             factor: L, which adds L Lᵀ: a Cholesky factor, or any matrix of d rows.
+            dim: d, where `location` is a number.
 
         Raises:
-            ValueError: neither covariance nor factor; shapes that do not fit; a NaN or an infinity; a negative
-                variance; a matrix that is not symmetric or has a negative eigenvalue (beyond rounding).
-            TypeError: `location` is not floating-point.
+            ValueError, TypeError: see `Measure`; neither covariance nor factor; a negative variance; a matrix that is not
+                symmetric or has a negative eigenvalue (beyond rounding).
         """
         like = next((each for each in (location, covariance, factor) if isinstance(each, Tensor)), None)
         location = real_tensor("location", location, like)
         if location.ndim == 0:
-            location = location.reshape(1)
+            location = location.expand(1 if dim is None else whole_number("dim", dim, least=1))
+        batch, size = location.shape[:-1], location.shape[-1] if dim is None else dim
+        if size == 0:
+            raise ValueError(f"location must have shape (*batch, d) with d ≥ 1, got {tuple(location.shape)}")
+        check_shape("location", location, (*batch, size))
         if covariance is None and factor is None:
             raise ValueError("Gaussian needs a covariance, a factor of it, or both")
-        if factor is None:
-            factor = location.new_zeros((*location.shape, 0))
-        factor = real_tensor("factor", factor, location)
-        if factor.ndim != location.ndim + 1 or factor.shape[:-1] != location.shape:
+        factor = real_tensor("factor", location.new_zeros((*batch, size, 0)) if factor is None else factor, location)
+        check_shape("factor", factor, (*batch, size, "r"))
+        covariance = real_tensor("covariance", 0.0 if covariance is None else covariance, location)
+        if covariance.ndim == 0:
+            covariance = covariance.expand(batch)
+        allowed = [tuple(batch), (*batch, size), (*batch, size, size)]
+        if tuple(covariance.shape) not in allowed:
             raise ValueError(
-                f"factor must have shape {(*location.shape, 'r')} for a location of shape "
-                f"{tuple(location.shape)}, got {tuple(factor.shape)}"
+                f"covariance must have shape {' or '.join(map(str, allowed))} for a location of shape "
+                f"{tuple(location.shape)}, got {tuple(covariance.shape)}"
             )
-        if covariance is None:
-            covariance = location.new_zeros(location.shape[:-1])
-        covariance = real_tensor("covariance", covariance, location)
-        allowed = [location.shape[:-1], location.shape, (*location.shape, location.shape[-1])]
-        if tuple(covariance.shape) not in [tuple(shape) for shape in allowed]:
-            raise ValueError(
-                f"covariance must have shape {' or '.join(str(tuple(shape)) for shape in allowed)} for a location of "
-                f"shape {tuple(location.shape)}, got {tuple(covariance.shape)}"
-            )
-        if values_are_readable(location, covariance, factor):
-            if not bool(location.isfinite().all() & covariance.isfinite().all() & factor.isfinite().all()):
-                raise ValueError("location, covariance and factor must be finite")
+        check_finite(location=location, covariance=covariance, factor=factor)
+        if values_are_readable(covariance):
             _check_positive(covariance, full=covariance.ndim > location.ndim)
         return cls(location, covariance, factor)
 
@@ -154,7 +159,7 @@ class Gaussian(Measure):
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         """That of N(mean(eta), Σ): of the deviation alone, however far eta has carried the mean."""
         matrix = self._matrix()
-        if values_are_readable(matrix) and bool(is_singular(matrix).any()):
+        if values_are_readable(matrix) and some(is_singular(matrix)):
             raise MissingFormError(
                 f"Gaussian: a degenerate covariance (singular to rounding in {matrix.dtype}) has no density"
             )
@@ -212,13 +217,14 @@ class Gaussian(Measure):
 
 def _check_positive(covariance: Tensor, *, full: bool) -> None:
     if not full:
-        if bool((covariance < 0).any()):
-            raise ValueError(f"variances must not be negative, got {float(covariance.detach().min()):.3g}")
+        if some(covariance < 0):
+            raise ValueError(f"variances must not be negative, got {float(unwrapped(covariance).min()):.3g}")
         return
     matrix = covariance.detach().double()
     rounding = matrix.shape[-1] * torch.finfo(covariance.dtype).eps * matrix.abs().amax((-2, -1), keepdim=True)
-    if bool(((matrix - matrix.mT).abs() > 8 * rounding).any()):
+    if some((matrix - matrix.mT).abs() > 8 * rounding):
         raise ValueError("covariance must be symmetric")
     smallest = torch.linalg.eigvalsh(matrix)[..., 0]
-    if bool((smallest < -8 * rounding[..., 0, 0]).any()):
-        raise ValueError(f"covariance must be positive semi-definite, got an eigenvalue of {float(smallest.min()):.3g}")
+    if some(smallest < -8 * rounding[..., 0, 0]):
+        least = float(unwrapped(smallest).min())
+        raise ValueError(f"covariance must be positive semi-definite, got an eigenvalue of {least:.3g}")

@@ -5,21 +5,15 @@ that nothing is known; override one with a closed form only. Hooks are given flo
 or wider, that lie in the domain; they check nothing.
 """
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal, Self
+from abc import abstractmethod
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.polynomial.legendre import leggauss
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-if TYPE_CHECKING:
-    from massieu.measures.base import Measure
-    from massieu.measures.listed import Listed
-
-GAUSS_LEGENDRE = [(float(0.5 * (x + 1)), float(0.5 * w)) for x, w in zip(*leggauss(8), strict=True)]
-"""Nodes t and weights of the eight-point rule on [0, 1]."""
+from massieu.foundation.numerics import GAUSS_LEGENDRE
+from massieu.foundation.values import Value, align
 
 
 def _embedded_rule() -> list[float]:
@@ -37,11 +31,19 @@ Reference = Literal["counting", "lebesgue", "surface", "mixed"]
 """What a density is taken with respect to; "mixed" has atoms and a density."""
 
 
+class Listed(NamedTuple):
+    """A discrete measure's points, log-weights, and how large the numbers are that each point was added up from."""
+
+    points: Tensor  # (*batch, N, d)
+    log_weight: Tensor  # (*batch, N)
+    size: Tensor  # (*batch, N, d)
+
+
 class MissingFormError(TypeError):
     """A measure has no sampler, or no density, that is known in closed form."""
 
 
-class Hooks(ABC):
+class Hooks(Value):
     """The hooks of a measure. ``lead`` below is the shape ``(*batch, *query)``, that of eta without its event."""
 
     # What an author writes.
@@ -95,7 +97,7 @@ class Hooks(ABC):
         """
         return point if self._reference == "lebesgue" else None
 
-    def _listed(self) -> "Listed | None":
+    def _listed(self) -> Listed | None:
         """A discrete measure as a list of its points, where these are no more than `listed.MOST_LISTED`, else None."""
         return None
 
@@ -109,10 +111,6 @@ class Hooks(ABC):
 
     def _conjugate(self, mu: Tensor) -> Tensor | None:
         """A*(mu), shape ``lead``: its value on the boundary too, +inf outside; None: no closed form."""
-        return None
-
-    def _power(self, exponent: float) -> "Measure | None":
-        """The measure of log-partition exponent·A in closed form, or None."""
         return None
 
     # What follows from the log-partition.
@@ -150,7 +148,7 @@ class Hooks(ABC):
         By default in float64, by the more exact of two forms: the Bregman difference, or, where rounding would show in
         that, its integral ∫₀¹ (1 − t) deltaᵀ F(eta + t·delta) delta dt, whose terms are non-negative.
         """
-        dtype, measure, eta, delta = eta.dtype, self._to(torch.float64), eta.double(), delta.double()
+        dtype, measure, eta, delta = eta.dtype, self.to(torch.float64), eta.double(), delta.double()
         start, end = measure._log_partition(eta), measure._log_partition(eta + delta)
         slope = self._dot(measure._mean(eta), delta)
         difference = end - start - slope
@@ -194,14 +192,18 @@ class Hooks(ABC):
 
         Its batch may be a prefix of the measure's; `rest` is the number of its dimensions that are not batch.
         """
-        own = tensor.ndim - rest
-        missing = eta.ndim - len(self.event_shape) - own
-        return tensor.reshape((*tensor.shape[:own], *[1] * missing, *tensor.shape[own:]))
+        return align(tensor, eta.ndim - len(self.event_shape) + rest, rest)
 
     def _dot(self, left: Tensor, right: Tensor) -> Tensor:
         """Sum of products over the event dimensions."""
         return (left * right).sum(tuple(range(-len(self.event_shape), 0)))
 
-    def _to(self, dtype: torch.dtype) -> Self:
-        """The measure with all floating tensors in `dtype`."""
-        return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self)
+    def _on_support(self, points: Tensor, given: torch.dtype) -> Tensor:
+        """The points, or the nearest of the support where that is no further off than the rounding to `given`."""
+        nearest = None if given == points.dtype else self._nearest(points)
+        if nearest is None:
+            return points
+        limits, event = torch.finfo(given), len(self.event_shape)
+        near = (nearest - points).abs() <= limits.eps * (nearest.abs() + limits.tiny)
+        hit = near.flatten(points.ndim - event).all(-1)
+        return torch.where(hit.reshape(*hit.shape, *[1] * event), nearest, points)

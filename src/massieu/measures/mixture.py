@@ -6,13 +6,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures import stable
-from massieu.measures.atoms import Atoms
-from massieu.measures.base import Measure, longest_batch, values_are_readable
-from massieu.measures.hooks import Reference
-from massieu.measures.listed import Listed, together
-from massieu.measures.moments import cumulants_of_moments, moments_of_cumulants
-from massieu.measures.value import real_tensor
+from massieu.foundation.arguments import check_log_probabilities, check_shape, real_tensor
+from massieu.foundation.numerics import log_softmax, logsumexp
+from massieu.foundation.transforms import some, values_are_readable
+from massieu.foundation.values import longest_batch, spread
+from massieu.measures import listed
+from massieu.measures.base import Measure
+from massieu.measures.hooks import Listed, Reference
+from massieu.measures.moments import centred_log_mean_exp, cumulants_of_moments, moments_of_cumulants
+from massieu.measures.sums import all_known, one_reference
 
 
 def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure] | Measure) -> "Mixture":
@@ -27,7 +29,6 @@ def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure]
         ValueError: no component, shapes that do not fit, a NaN or infinite log-weight.
         TypeError: `log_weight` is not floating-point.
     """
-    log_weight = real_tensor("log_weight", log_weight)
     if isinstance(components, Measure):
         if not components.batch_shape:
             raise ValueError("mixture needs several measures, or one with a batch dimension that counts the components")
@@ -37,13 +38,15 @@ def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure]
         events = {tuple(part.event_shape) for part in parts}
         if len(events) > 1:
             raise ValueError(f"mixture needs components on one event shape, got {sorted(events)}")
-    if log_weight.ndim == 0 or count == 0 or log_weight.shape[-1] != count:
+    log_weight = real_tensor("log_weight", log_weight)
+    if log_weight.ndim == 0:
+        log_weight = log_weight.expand(count)
+    if count == 0 or log_weight.shape[-1] != count:
         raise ValueError(
             f"mixture needs log_weight of shape {('*batch', count)} for {count} components, got "
             f"{tuple(log_weight.shape)}"
         )
-    if values_are_readable(log_weight) and not bool((log_weight < torch.inf).all()):
-        raise ValueError("log_weight must be finite or −inf, got NaN or +inf")
+    check_log_probabilities(log_weight=log_weight)
     mixed = Mixture(log_weight, parts)
     longest_batch("mixture", mixed._batch_shapes)
     return mixed
@@ -75,11 +78,7 @@ class Mixture(Measure):
         return self.components.event_shape if isinstance(self.components, Measure) else self.components[0].event_shape
 
     def responsibilities(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query K"]:
-        """Each component's share of Z(eta): r_k ∝ exp(log_weight_k + A_k(eta)), the gate of head k (S14).
-
-        Raises:
-            ValueError, DomainError: as `log_partition`.
-        """
+        """Each component's share of Z(eta): r_k ∝ exp(log_weight_k + A_k(eta)), the gate of head k (S14)."""
         measure, eta = self._admit(eta)
         return measure._log_share(eta).exp().movedim(measure._axis, -1)
 
@@ -96,12 +95,11 @@ class Mixture(Measure):
             weights: r, non-negative with sum one over the last dimension; the mixture's normalised weights by default.
 
         Raises:
-            ValueError, DomainError: as `log_partition`, and for weights of another shape than ``log_weight``.
+            ValueError: weights of another shape than ``log_weight``.
         """
         if weights is None:
-            weights = stable.log_softmax(self.log_weight).exp()
-        if weights.shape != self.log_weight.shape:
-            raise ValueError(f"weights must have shape {tuple(self.log_weight.shape)}, got {tuple(weights.shape)}")
+            weights = log_softmax(self.log_weight).exp()
+        check_shape("weights", weights, self.log_weight.shape)
         measure, eta = self._admit(eta)
         share = measure._spread(weights.to(eta.dtype), eta)
         taken = share > 0
@@ -154,12 +152,12 @@ class Mixture(Measure):
         infinite = terms == torch.inf
         alone = torch.where(infinite, 0.0, -torch.inf)
         scores = torch.where(infinite.any(axis, keepdim=True), alone, terms)
-        return stable.log_softmax(scores.movedim(axis, -1)).movedim(-1, axis)
+        return log_softmax(scores.movedim(axis, -1)).movedim(-1, axis)
 
     def _unless_tied(self, terms: Tensor, parts: Tensor, value: Tensor) -> Tensor:
         """`value`, and NaN where it depends on the shares of terms that are too large, since their `parts` differ."""
         axis, tied = self._axis, terms == torch.inf
-        if values_are_readable(tied) and not bool(tied.any()):
+        if values_are_readable(tied) and not some(tied):
             return value
         several = tied.sum(axis) > 1
         tied = tied.reshape((*tied.shape, *[1] * (parts.ndim - tied.ndim)))
@@ -169,13 +167,13 @@ class Mixture(Measure):
 
     def _defined(self, eta: Tensor, value: Tensor) -> Tensor:
         """`value`, unless log-partitions that are too large leave it undefined."""
-        if values_are_readable(value) and bool(value.isnan().any()):
+        if some(value.isnan()):
             infinite = (self._log_terms(eta) == torch.inf).any(self._axis)
             _refuse(infinite & value.isnan().reshape(*infinite.shape, -1).any(-1), value.dtype)
         return value
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        return stable.logsumexp(self._log_terms(eta).movedim(self._axis, -1))
+        return logsumexp(self._log_terms(eta).movedim(self._axis, -1))
 
     def _shares_and_means(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-terms and responsibilities (*batch, K, *query), means less the mixture's with *event behind, and its mean."""
@@ -229,8 +227,7 @@ class Mixture(Measure):
 
         In float64, where no difference of two log-partitions is taken.
         """
-        measure, point, delta = self._to(torch.float64), eta.double(), delta.double()
-        assert isinstance(measure, Mixture)
+        measure, point, delta = self.to(torch.float64), eta.double(), delta.double()
         axis = measure._axis
         _, _, offsets, _ = measure._shares_and_means(point)
         log_share = measure._log_share(point).movedim(axis, -1)
@@ -242,7 +239,7 @@ class Mixture(Measure):
         gain = gain - gain.gather(-1, log_share.argmax(-1, keepdim=True))
         share = log_share.exp()
         ratio = gain - (share * gain).sum(-1, keepdim=True)
-        between = stable.centred_log_mean_exp(log_share, ratio)
+        between = centred_log_mean_exp(log_share, ratio)
         within = torch.where(share > 0, within, 0.0)
         divergence = torch.where(within.isinf().any(-1), torch.inf, between + (share * within).sum(-1))
         return self._defined(eta, divergence.to(eta.dtype))
@@ -273,16 +270,20 @@ class Mixture(Measure):
 
     def _interior(self) -> Tensor | None:
         """A component's interior point that lies in all domains."""
+        known = [inside for part in self._parts() if (inside := part._interior()) is not None]
+        if not known:
+            return None
+        batch, event = self.batch_shape, len(self.event_shape)
         if isinstance(self.components, Measure):
-            inside = self.components._interior()
-            return None if inside is None else inside.select(len(self.components.batch_shape) - 1, 0)
-        known = [inside for part in self.components if (inside := part._interior()) is not None]
-        for point in known:
-            lead = point.reshape(*point.shape[:-1], *[1] * (self._axis + 1 - point.ndim), point.shape[-1])
-            inside = self._in_domain(lead.expand(*self.batch_shape, *self.event_shape))
-            if inside is None or not values_are_readable(inside) or bool(inside.all()):
-                return point
-        return known[0] if known else None
+            points = spread("mixture", known[0], batch, event + 1)
+        else:
+            points = torch.stack([spread("mixture", point, batch, event) for point in known], len(batch))
+        inside = self._in_domain(points)
+        if inside is None:
+            return points.select(len(batch), 0)
+        return points.take_along_dim(self._eventwise(inside.byte().argmax(-1, keepdim=True)), len(batch)).squeeze(
+            len(batch)
+        )
 
     def _domain(self) -> str:
         return " and ".join(dict.fromkeys(part._domain() for part in self._parts()))
@@ -301,8 +302,7 @@ class Mixture(Measure):
 
     @property
     def _reference(self) -> Reference:
-        references: set[Reference] = {part._reference for part in self._parts()}
-        return references.pop() if len(references) == 1 else "mixed"
+        return one_reference(self._parts())
 
     def _log_density(self, point: Tensor) -> Tensor:
         terms = self._each(lambda part, x: part._log_density(x), point) + self._spread(self.log_weight, point)
@@ -316,46 +316,43 @@ class Mixture(Measure):
     def _united(self, terms: Tensor) -> Tensor:
         """The log-sum-exp of the components' terms, the last dimension."""
         if self._reference != "mixed":
-            return stable.logsumexp(terms)
+            return logsumexp(terms)
         # Where an atom sits, a density is nothing against its mass.
         discrete = torch.tensor([part._reference == "counting" for part in self._parts()], device=terms.device)
-        masses = stable.logsumexp(terms.masked_fill(~discrete, -torch.inf))
-        densities = stable.logsumexp(terms.masked_fill(discrete, -torch.inf))
+        masses = logsumexp(terms.masked_fill(~discrete, -torch.inf))
+        densities = logsumexp(terms.masked_fill(discrete, -torch.inf))
         return torch.where(masses > -torch.inf, masses, densities)
 
     def _nearest(self, point: Tensor) -> Tensor | None:
         """Of the components without a density: those with one hold every point."""
         if isinstance(self.components, Measure):
-            found = self.components._nearest(self._seen_by(self.components, point))
-            if found is None:
+            axis = len(self.components.batch_shape) - 1
+            stacked = self.components._nearest(self._seen_by(self.components, point))
+            if stacked is None:
                 return None
-            candidates = [*found.unbind(len(self.components.batch_shape) - 1)]
+            stacked = stacked.movedim(axis, 0)
         else:
             thin = [part for part in self.components if part._reference != "lebesgue"] or self.components
-            found = [part._nearest(point) for part in thin]
-            candidates = [each for each in found if each is not None]
-            if len(candidates) < len(found):
+            known = all_known([part._nearest(point) for part in thin])
+            if known is None:
                 return None
-        stacked = torch.stack(candidates)
-        event = len(self.event_shape)
-        distance = (stacked - point).abs().flatten(stacked.ndim - event).amax(-1)
+            stacked = torch.stack(known)
+        distance = (stacked - point).abs().flatten(stacked.ndim - len(self.event_shape)).amax(-1)
         index = self._eventwise(distance.argmin(0, keepdim=True))
         return stacked.take_along_dim(index, 0).squeeze(0)
 
     def _listed(self) -> Listed | None:
-        batch = self.batch_shape
-        if isinstance(self.components, Measure):
-            part, own = self.components._listed(), len(self.components.batch_shape) - 1
-            if part is None:
-                return None
-            atoms = (tensor.unbind(own) for tensor in (part.atoms.points, part.atoms.log_weight, part.size))
-            parts = [Listed(Atoms(points, log_weight), size) for points, log_weight, size in zip(*atoms, strict=True)]
-        else:
-            found = [part._listed() for part in self.components]
-            parts = [part for part in found if part is not None]
-            if len(parts) < len(found):
-                return None
-        return together(parts, self.log_weight.unbind(-1), batch)
+        if not isinstance(self.components, Measure):
+            known = all_known([part._listed() for part in self.components])
+            return None if known is None else listed.together(known, self.log_weight, self.batch_shape)
+        part = self.components._listed()
+        if part is None or self.log_weight.shape[-1] * part.size.shape[-2] > listed.MOST_LISTED:
+            return None
+        own, points, log_weight, size = (
+            spread("mixture", tensor, self.batch_shape, rest)
+            for tensor, rest in zip((self.log_weight, *part), (1, 3, 2, 3), strict=True)
+        )
+        return Listed(points.flatten(-3, -2), (own.unsqueeze(-1) + log_weight).flatten(-2), size.flatten(-3, -2))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         axis, leading = self._axis, len(shape)
@@ -371,7 +368,7 @@ class Mixture(Measure):
 
 
 def _refuse(undefined: Tensor, dtype: torch.dtype) -> None:
-    if values_are_readable(undefined) and bool(undefined.any()):
+    if some(undefined):
         advice = "a smaller eta" if dtype == torch.float64 else "a smaller eta, or float64"
         raise ValueError(
             f"Mixture: log-partitions of its components are too large for {dtype} at this eta, so that their shares, or "

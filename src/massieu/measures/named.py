@@ -4,11 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import check_range, real_tensor
+from massieu.foundation.transforms import every
 from massieu.measures.atoms import Atoms
-from massieu.measures.base import Measure, values_are_readable
+from massieu.measures.base import Measure
 from massieu.measures.gaussian import Gaussian
 from massieu.measures.mixture import Mixture, mixture
-from massieu.measures.value import real_tensor
 
 
 def boosting(
@@ -35,7 +36,7 @@ def boosting(
             f"boosting needs labels and logits of one shape (*batch, N) and learners of shape (*batch, N, d), got "
             f"{tuple(labels.shape)}, {tuple(logits.shape)} and {tuple(learners.shape)}"
         )
-    if values_are_readable(labels) and not bool((labels.abs() == 1).all()):
+    if not every(labels.abs() == 1):
         raise ValueError("labels must be +1 or −1")
     return Atoms.create(-labels.unsqueeze(-1) * learners, -labels * logits)
 
@@ -50,8 +51,7 @@ def hybrid(atoms: Atoms, background: Gaussian, concentration: Float[Tensor, "*ba
         ValueError: a concentration that is not positive, or shapes that do not fit.
     """
     weight = real_tensor("concentration", concentration, background.location).to(background.location)
-    if values_are_readable(weight) and not bool((weight > 0).all() & weight.isfinite().all()):
-        raise ValueError(f"concentration must be positive and finite, got {concentration}")
+    check_range("concentration", weight, above=0)
     return mixture(torch.stack([torch.zeros_like(weight), weight.log()], -1), [atoms, background])
 
 

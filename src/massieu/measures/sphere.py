@@ -7,9 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import Measure, static_field, values_are_readable
-from massieu.measures.hooks import GAUSS_LEGENDRE, Reference
-from massieu.measures.value import real_tensor
+from massieu.foundation.arguments import check_range, real_tensor, whole_number
+from massieu.foundation.numerics import GAUSS_LEGENDRE
+from massieu.foundation.values import static_field
+from massieu.measures.base import Measure
+from massieu.measures.hooks import Reference
 from massieu.ops import bessel
 
 _NEWTON_STEPS = 8
@@ -41,21 +43,13 @@ class Sphere(Measure):
     dim: int = static_field()
 
     @classmethod
-    def create(cls, dim: int, radius: Float[Tensor, "*batch"] | float = 1.0) -> Self:
-        """The sphere in R^dim; a number for `radius` is held in torch's default dtype.
-
-        Raises:
-            ValueError: `dim` is less than 2 (in one dimension use `Spin`), or a radius is not positive and finite.
-            TypeError: `dim` is not an int, or `radius` not a number or a floating-point tensor.
-        """
-        if not isinstance(dim, int) or isinstance(dim, bool):
-            raise TypeError(f"dim must be an int, got {type(dim).__name__}")
-        if dim < 2:
+    def create(cls, radius: Float[Tensor, "*batch"] | float = 1.0, *, dim: int) -> Self:
+        """Spheres in R^dim, dim ≥ 2 (in one dimension use `Spin`); see `Measure` for what is taken and raised."""
+        if whole_number("dim", dim) < 2:
             hint = "; the sphere in one dimension is Spin" if dim == 1 else ""
             raise ValueError(f"Sphere needs dim of at least 2, got {dim}{hint}")
         radius = real_tensor("radius", radius)
-        if values_are_readable(radius) and not bool((radius.isfinite() & (radius > 0)).all()):
-            raise ValueError(f"radius must be positive and finite, got {radius.tolist()}")
+        check_range("radius", radius, above=0)
         return cls(radius, dim)
 
     @property

@@ -1,16 +1,19 @@
 """Independent parts: products and powers. Log-partitions add."""
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import accumulate
-from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from massieu.foundation.arguments import number
+from massieu.foundation.values import longest_batch, spread, static_field
 from massieu.measures import listed
-from massieu.measures.base import Measure, MissingFormError, longest_batch, static_field
-from massieu.measures.hooks import Reference
-from massieu.measures.listed import Listed, in_batch
+from massieu.measures.base import Measure
+from massieu.measures.combine import Wrapped
+from massieu.measures.hooks import Listed, MissingFormError, Reference
 
 
 def product(*measures: Measure) -> Measure:
@@ -32,11 +35,7 @@ def power(measure: Measure, exponent: float) -> Measure:
     Raises:
         ValueError: an exponent that is not positive and finite, or a fractional one without a closed form.
     """
-    if isinstance(exponent, complex):
-        raise TypeError(f"power needs a real exponent, got {exponent}")
-    if not (exponent > 0 and isfinite(exponent)):
-        raise ValueError(f"power needs a positive, finite exponent, got {exponent}")
-    closed = measure._power(float(exponent))
+    closed = measure._power(float(number("exponent", exponent, above=0)))
     if closed is not None:
         return closed
     if exponent != int(exponent):
@@ -56,14 +55,62 @@ def check_parts(owner: str, measures: tuple[Measure, ...]) -> None:
     longest_batch(owner, [measure.batch_shape for measure in measures])
 
 
-class Product(Measure):
-    """Independent vectors joined end to end. Made by `product`."""
+class Independent(Measure):
+    """Independent draws, one from each measure, that are put together: log-partitions add.
+
+    `_parts` says which coordinates of eta a measure sees, and `_together` how points are made from one of each.
+    """
 
     measures: tuple[Measure, ...]
 
     @property
     def batch_shape(self) -> torch.Size:
         return max([measure.batch_shape for measure in self.measures], key=len)
+
+    @abstractmethod
+    def _parts(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
+        """Each measure with what it sees of each tensor."""
+
+    @abstractmethod
+    def _together(self, points: list[Tensor]) -> Tensor:
+        """One point from one of each measure."""
+
+    def _in_domain(self, eta: Tensor) -> Tensor | None:
+        inside = [part for measure, x in self._parts(eta) if (part := measure._in_domain(x)) is not None]
+        return torch.stack(inside).all(0) if inside else None
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return total([measure._log_partition(x) for measure, x in self._parts(eta)])
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self._together([measure._mean(x) for measure, x in self._parts(eta)])
+
+    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
+        return self._together([measure._fisher_vp(x, v) for measure, x, v in self._parts(eta, vector)])
+
+    def _entropy(self, eta: Tensor) -> Tensor:
+        return total([measure._entropy(x) for measure, x in self._parts(eta)])
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        return total([measure._kl(x, change) for measure, x, change in self._parts(eta, delta)])
+
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        return total([measure._cumulants(x, v, order) for measure, x, v in self._parts(eta, direction)])
+
+    def _support(self, direction: Tensor) -> Tensor | None:
+        known = all_known([measure._support(v) for measure, v in self._parts(direction)])
+        return None if known is None else total(known)
+
+    def _power(self, exponent: float) -> Measure | None:
+        known = all_known([measure._power(exponent) for measure in self.measures])
+        return None if known is None else type(self)(tuple(known))
+
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return self._together([measure._sample(x, shape, generator) for measure, x in self._parts(eta)])
+
+
+class Product(Independent):
+    """Independent vectors joined end to end. Made by `product`."""
 
     @property
     def event_shape(self) -> torch.Size:
@@ -78,10 +125,8 @@ class Product(Measure):
         pieces = [tensor.split(self._sizes, -1) for tensor in tensors]
         return list(zip(self.measures, *pieces, strict=True))
 
-    def _in_domain(self, eta: Tensor) -> Tensor | None:
-        found = [measure._in_domain(x) for measure, x in self._parts(eta)]
-        inside = [part for part in found if part is not None]
-        return torch.stack(inside).all(0) if inside else None
+    def _together(self, points: list[Tensor]) -> Tensor:
+        return torch.cat(points, -1)
 
     def _domain(self) -> str:
         return "; ".join(
@@ -90,42 +135,19 @@ class Product(Measure):
         )
 
     def _interior(self) -> Tensor | None:
-        known = [inside for measure in self.measures if (inside := measure._interior()) is not None]
-        if not known:
+        found = [measure._interior() for measure in self.measures]
+        known = next((inside for inside in found if inside is not None), None)
+        if known is None:
             return None
-        points = []
-        for measure in self.measures:
-            inside = measure._interior()
-            if inside is None:
-                inside = known[0].new_zeros((*measure.batch_shape, *measure.event_shape))
-            points.append(in_batch(inside, self.batch_shape, 1).expand(*self.batch_shape, -1))
-        return torch.cat(points, -1)
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return total([measure._log_partition(x) for measure, x in self._parts(eta)])
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return torch.cat([measure._mean(x) for measure, x in self._parts(eta)], -1)
-
-    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return torch.cat([measure._fisher_vp(x, v) for measure, x, v in self._parts(eta, vector)], -1)
-
-    def _entropy(self, eta: Tensor) -> Tensor:
-        return total([measure._entropy(x) for measure, x in self._parts(eta)])
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return total([measure._kl(x, change) for measure, x, change in self._parts(eta, delta)])
-
-    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        return total([measure._cumulants(x, v, order) for measure, x, v in self._parts(eta, direction)])
-
-    def _support(self, direction: Tensor) -> Tensor | None:
-        return sum_of_known([measure._support(v) for measure, v in self._parts(direction)])
+        points = [
+            known.new_zeros(measure.event_shape) if inside is None else inside
+            for measure, inside in zip(self.measures, found, strict=True)
+        ]
+        return torch.cat([spread("product", point, self.batch_shape, 1) for point in points], -1)
 
     @property
     def _reference(self) -> Reference:
-        references: set[Reference] = {measure._reference for measure in self.measures}
-        return references.pop() if len(references) == 1 else "mixed"
+        return one_reference(self.measures)
 
     def _log_density(self, point: Tensor) -> Tensor:
         return total([measure._log_density(x) for measure, x in self._parts(point)])
@@ -134,54 +156,26 @@ class Product(Measure):
         return total([measure._log_prob(e, x) for measure, e, x in self._parts(eta, point)])
 
     def _nearest(self, point: Tensor) -> Tensor | None:
-        found = [measure._nearest(x) for measure, x in self._parts(point)]
-        known = [part for part in found if part is not None]
-        return torch.cat(known, -1) if len(known) == len(found) else None
+        known = all_known([measure._nearest(x) for measure, x in self._parts(point)])
+        return None if known is None else torch.cat(known, -1)
 
     def _listed(self) -> Listed | None:
-        found = [measure._listed() for measure in self.measures]
-        known = [part for part in found if part is not None]
-        return listed.joined(known, self.batch_shape) if len(known) == len(found) else None
+        known = all_known([measure._listed() for measure in self.measures])
+        return None if known is None else listed.joined(known, self.batch_shape)
 
     def _conjugate(self, mu: Tensor) -> Tensor | None:
-        return sum_of_known([measure._conjugate(x) for measure, x in self._parts(mu)])
+        known = all_known([measure._conjugate(x) for measure, x in self._parts(mu)])
+        return None if known is None else total(known)
 
     def _natural(self, mu: Tensor) -> Tensor | None:
-        found = [measure._natural(x) for measure, x in self._parts(mu)]
-        known = [part for part in found if part is not None]
-        return torch.cat(known, -1) if len(known) == len(found) else None
-
-    def _power(self, exponent: float) -> Measure | None:
-        found = [measure._power(exponent) for measure in self.measures]
-        known = tuple(part for part in found if part is not None)
-        return Product(known) if len(known) == len(found) else None
-
-    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        return torch.cat([measure._sample(x, shape, generator) for measure, x in self._parts(eta)], -1)
+        known = all_known([measure._natural(x) for measure, x in self._parts(mu)])
+        return None if known is None else torch.cat(known, -1)
 
 
-class Power(Measure):
+class Power(Wrapped):
     """The law of a sum of `count` independent draws. Made by `power`."""
 
-    measure: Measure
     count: int = static_field()
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.measure.batch_shape
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.measure.event_shape
-
-    def _in_domain(self, eta: Tensor) -> Tensor | None:
-        return self.measure._in_domain(eta)
-
-    def _domain(self) -> str:
-        return self.measure._domain()
-
-    def _interior(self) -> Tensor | None:
-        return self.measure._interior()
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return self.count * self.measure._log_partition(eta)
@@ -208,16 +202,9 @@ class Power(Measure):
         support = self.measure._support(direction)
         return None if support is None else self.count * support
 
-    @property
-    def _reference(self) -> Reference:
-        return self.measure._reference
-
     def _listed(self) -> Listed | None:
         part = self.measure._listed()
         return None if part is None else listed.repeated(part, self.count)
-
-    def _log_density(self, point: Tensor) -> Tensor:
-        return total([self._log_prob(torch.zeros_like(point), point), self._log_partition(torch.zeros_like(point))])
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         part = self._listed()
@@ -230,7 +217,7 @@ class Power(Measure):
 
     def _nearest(self, point: Tensor) -> Tensor | None:
         part = self._listed()
-        return super()._nearest(point) if part is None else part.atoms._nearest(point)
+        return super()._nearest(point) if part is None else listed.atoms(part)._nearest(point)
 
     def _natural(self, mu: Tensor) -> Tensor | None:
         return self.measure._natural(mu / self.count)
@@ -252,6 +239,12 @@ def total(parts: list[Tensor]) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
-def sum_of_known(parts: list[Tensor | None]) -> Tensor | None:
-    known = [part for part in parts if part is not None]
-    return total(known) if len(known) == len(parts) else None
+def all_known(parts: Sequence[Any]) -> list[Any] | None:
+    """The parts, unless one is None."""
+    return None if any(part is None for part in parts) else list(parts)
+
+
+def one_reference(measures: Sequence[Measure]) -> Reference:
+    """What the measures' densities are taken with respect to, if that is one and the same."""
+    references: set[Reference] = {measure._reference for measure in measures}
+    return references.pop() if len(references) == 1 else "mixed"

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures.base import values_are_readable
+from massieu.foundation.transforms import every
 from massieu.measures.coordinates import Coordinates, checked_parameters, in_words, magnitude
 
 _TERMS = 24
@@ -52,16 +52,15 @@ class Uniform(Coordinates):
     high: Float[Tensor, "*batch d"]
 
     @classmethod
-    def create(cls, low: Float[Tensor, "*batch d"], high: Float[Tensor, "*batch d"]) -> Self:
-        """The uniform law between `low` and `high`.
+    def create(
+        cls, low: Float[Tensor, "*batch d"] | float, high: Float[Tensor, "*batch d"] | float, *, dim: int | None = None
+    ) -> Self:
+        """The uniform law between `low` and `high`, which is above it (a coordinate of one value is a `Constant`).
 
-        Raises:
-            ValueError: no coordinate, two shapes, a value that is not finite, or a `high` that is not above its `low`
-                (a coordinate of one value is a `Constant`).
-            TypeError: not floating-point.
+        See `Measure` for what is taken and raised.
         """
-        low, high = checked_parameters(low=low, high=high)
-        if values_are_readable(low, high) and not bool((low < high).all()):
+        low, high = checked_parameters(dim, low=low, high=high)
+        if not every(low < high):
             raise ValueError(f"low must be below high, got {in_words(low)} and {in_words(high)}")
         return cls(low, high)
 
@@ -80,7 +79,7 @@ class Uniform(Coordinates):
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
         if order > 2 and eta.dtype != torch.float64:
-            return self._to(torch.float64)._cumulant(eta.double(), order).to(eta.dtype)
+            return self.to(torch.float64)._cumulant(eta.double(), order).to(eta.dtype)
         low, high, width = self._box(eta)
         near = _is_near(width * eta)
         close = (0.5 * width) ** order * _log_sinh_derivative(0.5 * width * torch.where(near, eta, 0.0), order)
@@ -99,7 +98,7 @@ class Uniform(Coordinates):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         """In float64: a Taylor polynomial for small delta, else differences of the logarithmic parts of A."""
         if eta.dtype != torch.float64:
-            return self._to(torch.float64)._kl(eta.double(), delta.double()).to(eta.dtype)
+            return self.to(torch.float64)._kl(eta.double(), delta.double()).to(eta.dtype)
         _, _, width = self._box(eta)
         radius = torch.maximum(eta.abs(), 2 * math.pi / width)
         close = delta.abs() < _CLOSE * radius
@@ -123,9 +122,6 @@ class Uniform(Coordinates):
 
     def _range(self) -> tuple[Tensor, Tensor]:
         return self.low, self.high
-
-    def _log_density_each(self, point: Tensor) -> Tensor:
-        return -self._box(point)[2].log().expand_as(point)
 
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
         low, high, width = self._box(eta)

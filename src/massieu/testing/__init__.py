@@ -7,3 +7,7 @@ support), `inverse` (mean to natural parameter), `edges` (boundary, emptiness, n
 from massieu.testing.check import check_measure
 
 __all__ = ["check_measure"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from massieu.measures.base import MissingFormError
+from massieu.measures.hooks import MissingFormError
 from massieu.measures.moments import moments_of_cumulants
 from massieu.testing.subject import EXACT, Subject, agree, at_most, expand
 

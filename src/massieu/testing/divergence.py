@@ -30,8 +30,8 @@ def _bregman(measure: Measure, eta_p: Tensor, eta_q: Tensor) -> tuple[Tensor, Te
 
 
 def check_kl_of_close_parameters(subject: Subject) -> None:
-    single, eta_p = subject.measure._to(torch.float32), subject.eta.float()
-    measure = single._to(torch.float64)
+    single, eta_p = subject.measure.to(torch.float32), subject.eta.float()
+    measure = single.to(torch.float64)
     direction = torch.randn(eta_p.shape, generator=subject.generator).to(eta_p)
     direction = direction * expand((subject.reach / subject.norm(direction)).to(direction), direction)
     for distance in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6):

@@ -9,7 +9,8 @@ from torch.utils import _pytree as pytree
 
 from massieu.duality import conjugate, natural
 from massieu.errors import ConvergenceError
-from massieu.measures.base import Measure, MissingFormError
+from massieu.measures.base import Measure
+from massieu.measures.hooks import MissingFormError
 from massieu.testing.batching import DERIVED, FUNCTIONS
 from massieu.testing.distribution import has_density
 from massieu.testing.subject import EXACT, Subject, agree, at_most, expand
@@ -23,7 +24,7 @@ def check_draws_in_other_precisions(subject: Subject) -> None:
     """What is drawn in single precision is possible; so it is when it has been rounded to half."""
     if not has_density(subject):
         return
-    measure = subject.measure._to(torch.float32)
+    measure = subject.measure.to(torch.float32)
     eta = subject.eta.float()
     eta = _kept(subject, measure, eta)
     try:
@@ -96,7 +97,7 @@ def check_boundary(subject: Subject, draws: Tensor | None) -> None:
     """
     eta = subject.far
     for dtype in (torch.float64, torch.float32):
-        measure = subject.measure._to(dtype)
+        measure = subject.measure.to(dtype)
         points = _kept(subject, measure, eta.to(dtype))
         mean, entropy = measure.mean(points), measure.entropy(points)
         # Means a long way out are not those that have come to a bound.

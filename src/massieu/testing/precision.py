@@ -7,8 +7,8 @@ from massieu.testing.subject import Subject, agree, expand
 
 
 def check_precision(subject: Subject) -> None:
-    single = subject.measure._to(torch.float32)
-    measure, eta = single._to(torch.float64), subject.far.float()
+    single = subject.measure.to(torch.float32)
+    measure, eta = single.to(torch.float64), subject.far.float()
     exact = eta.double()
     wanted = {name: getattr(measure, name)(exact) for name in DERIVED[:3]}
     lead = exact.shape[: subject.queries + 1]

@@ -92,7 +92,7 @@ class Subject:
 
 
 def subject_of(measure: Measure, eta: Tensor | None, scales: Sequence[float], seed: int) -> Subject:
-    measure = measure._to(torch.float64)
+    measure = measure.to(torch.float64)
     device = pytree.tree_leaves(measure)[0].device
     generator = torch.Generator().manual_seed(seed)
     batch, event, queries = measure.batch_shape, measure.event_shape, len(measure.batch_shape)

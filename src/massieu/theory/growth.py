@@ -85,7 +85,7 @@ def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Te
 def _mean_length(scale: float, dim: int) -> Tensor:
     eta = torch.zeros(dim, dtype=torch.float64)
     eta[0] = scale
-    return Sphere.create(dim, torch.ones((), dtype=torch.float64)).mean(eta)[0]
+    return Sphere.create(torch.ones((), dtype=torch.float64), dim=dim).mean(eta)[0]
 
 
 def _hermite(z: Tensor, order: int) -> Tensor:

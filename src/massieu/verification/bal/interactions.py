@@ -70,7 +70,7 @@ def _outer(weight: Float[Tensor, "V H"], factor: Float[Tensor, "H"], order: int)
 
 def _derivatives(prior: Prior, column: Float[Tensor, "V"]) -> Iterator[Check]:
     """Of K(w·v) in closed form, by repeated differentiation at v = 0."""
-    machine = BoltzmannMachine.create(Spin.create(len(column)), prior.measure, column.unsqueeze(-1))
+    machine = BoltzmannMachine.create(Spin.create(dim=len(column)), prior.measure, column.unsqueeze(-1))
     derivative = lambda v: prior.log_mean_exp(v @ column)  # noqa: E731
     found = []
     for tensor in machine.couplings(4):
@@ -100,7 +100,7 @@ def _series(field: Tensor, last: int) -> Float[Tensor, "... terms"]:
 def _machine(normal: Normal, share: float) -> BoltzmannMachine:
     """Spins whose largest field, over all states, is that share of the radius."""
     weight = share * _RADIUS * F.normalize(normal(_SEEN, _HIDDEN), p=1, dim=0)
-    return BoltzmannMachine.create(Spin.create(_SEEN), Spin.create(_HIDDEN), weight)
+    return BoltzmannMachine.create(Spin.create(dim=_SEEN), Spin.create(dim=_HIDDEN), weight)
 
 
 def _level(machine: BoltzmannMachine, states: Float[Tensor, "S V"]) -> Float[Tensor, "S"]:
@@ -150,7 +150,7 @@ def _beyond_the_radius(normal: Normal) -> Iterator[Check]:
 def _one_pair(normal: Normal) -> Iterator[Check]:
     """One hidden spin between two: the exact coupling is artanh(tanh a tanh b), below ab."""
     size = 0.3 + 0.4 * torch.sigmoid(normal(2))
-    machine = BoltzmannMachine.create(Spin.create(2), Spin.create(1), size.unsqueeze(-1))
+    machine = BoltzmannMachine.create(Spin.create(dim=2), Spin.create(dim=1), size.unsqueeze(-1))
     states = spin_states(2)
     exact = (states.prod(-1) * -machine.effective_energy(states)).mean()
     yield close("two spins: pair coupling and artanh(tanh a tanh b)", exact, torch.atanh(size.tanh().prod()))

@@ -43,7 +43,7 @@ def _memories(normal: Normal) -> dict[str, Measure]:
         "keys": Atoms.create(normal(7, width)),
         "three heads of masked keys": Atoms.create(normal(3, 7, width), masked),
         "Gaussian": Gaussian.create(normal(width), 0.1 * normal(width).square()),
-        "sphere": Sphere.create(width, torch.tensor(1.5, dtype=torch.float64)),
+        "sphere": Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=width),
         "two Gaussians": mixture(
             normal(2), [Gaussian.create(zeros + sign, torch.full_like(zeros, 0.2)) for sign in (-1, 1)]
         ),

@@ -44,8 +44,8 @@ def _measures(normal: Normal, width: int) -> dict[str, tuple[Measure, float, tup
     return {
         "keys": (Atoms.create(normal(9, width), normal(9)), 1.0, every),
         "Gaussian": (Gaussian.create(normal(width), normal(width).square()), 1.0, every),
-        "sphere": (Sphere.create(width, torch.tensor(1.5, dtype=torch.float64)), 1.0, every),
-        "spins": (Spin.create(width), 1.0, every),
+        "sphere": (Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=width), 1.0, every),
+        "spins": (Spin.create(dim=width), 1.0, every),
         "bits": (Bernoulli.create(torch.sigmoid(normal(width))), 1.0, every),
         "two Gaussians": (mixture(normal(2), parts), 1.0, every),
         "Poisson": (Poisson.create(torch.ones_like(zeros)), 0.5, (0.1, 1.0)),

@@ -146,7 +146,7 @@ def _circle(normal: Normal, draws: int) -> Member:
     points = radius * torch.stack([angle.cos(), angle.sin()], -1)
     log_density = -torch.log(2 * math.pi * radius).expand(100)
     volume = (radius * 2 * math.pi / 100).log()
-    return Member("circle", Sphere.create(2, radius), normal(draws, 2), points, log_density, volume)
+    return Member("circle", Sphere.create(radius, dim=2), normal(draws, 2), points, log_density, volume)
 
 
 def _sphere(normal: Normal, draws: int) -> Member:
@@ -159,7 +159,7 @@ def _sphere(normal: Normal, draws: int) -> Member:
     # Archimedes: the surface between two heights is proportional to what they are apart.
     volume = (log_height + (radius.square() * 2 * math.pi / 60).log()).repeat_interleave(60)
     log_density = -torch.log(4 * math.pi * radius.square()).expand(len(points))
-    return Member("sphere", Sphere.create(3, radius), normal(draws, 3), points, log_density, volume)
+    return Member("sphere", Sphere.create(radius, dim=3), normal(draws, 3), points, log_density, volume)
 
 
 def _uniform(normal: Normal, draws: int) -> Member:

@@ -127,7 +127,7 @@ def _on_a_sphere(normal: Normal, atoms: int, dimensions: int, samples: int) -> I
 
     # Z/N over keys drawn from the sphere is unbiased for the sphere's own Z, with a variance that it knows.
     many = _unit(normal(samples, dimensions))
-    sphere = Sphere.create(dimensions, torch.ones((), dtype=many.dtype))
+    sphere = Sphere.create(torch.ones((), dtype=many.dtype), dim=dimensions)
     ratio = Atoms.create(many).log_partition(eta[0]).exp() / samples
     z, second = sphere.log_partition(eta[0]).exp(), sphere.log_partition(2 * eta[0]).exp()
     error = ((second - z * z) / samples).sqrt()

@@ -61,8 +61,8 @@ def _measures(normal: Normal, width: int) -> dict[str, Measure]:
     return {
         "keys": Atoms.create(normal(9, width), normal(9)),
         "Gaussian": Gaussian.create(normal(width), normal(width).square()),
-        "sphere": Sphere.create(width, torch.tensor(1.5, dtype=torch.float64)),
-        "spins": Spin.create(width),
+        "sphere": Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=width),
+        "spins": Spin.create(dim=width),
         "bits": Bernoulli.create(torch.sigmoid(normal(width))),
         "two Gaussians": mixture(normal(2), parts),
     }
