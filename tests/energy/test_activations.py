@@ -267,9 +267,9 @@ def test_what_is_not_known_of_a_measure_is_said():
     variance = torch.tensor([0.5, 3.0, 1.0], dtype=F64)
     gaussian = MeasureActivation.of("reference", measures.Gaussian.create(torch.zeros(3, dtype=F64), variance))
     torch.testing.assert_close(gaussian.lipschitz, constant(3.0))
-    assert MeasureActivation.of("reference", measures.Spin.create(3)).lipschitz == 1
+    assert MeasureActivation.of("reference", measures.Spin.create(dim=3)).lipschitz == 1
     with pytest.raises(measures.MissingFormError, match="mean of Sphere is not known"):
-        _ = MeasureActivation.of("reference", measures.Sphere.create(3)).lipschitz
+        _ = MeasureActivation.of("reference", measures.Sphere.create(dim=3)).lipschitz
     sparse = MeasureActivation.of("hidden", SparseAtoms.create(torch.eye(3)))
     with pytest.raises(measures.MissingFormError, match="conjugate of SparseAtoms"):
         sparse.conjugate(torch.ones(3) / 3)

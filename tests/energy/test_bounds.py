@@ -255,7 +255,7 @@ REFUSED = {
         "identity",
     ),
     "a reference without a constant": (
-        lambda: bounds.lipschitz(HopfieldEnergy.create(draw(4, 3), reference=measures.Sphere.create(3))),
+        lambda: bounds.lipschitz(HopfieldEnergy.create(draw(4, 3), reference=measures.Sphere.create(dim=3))),
         TypeError,
         "Sphere",
     ),

@@ -165,4 +165,4 @@ def test_what_has_no_density_is_refused():
     with pytest.raises(TypeError, match="identity"):
         HopfieldDensity.create(HopfieldEnergy.create(draw(3, 4), reference=activations.Tanh.create()))
     with pytest.raises(TypeError, match="Spin"):
-        HopfieldDensity.create(HopfieldEnergy.create(measures.Spin.create(3)))
+        HopfieldDensity.create(HopfieldEnergy.create(measures.Spin.create(dim=3)))

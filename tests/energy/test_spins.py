@@ -204,10 +204,14 @@ def test_a_glassy_model_says_that_it_did_not_converge():
     ("call", "error", "message"),
     [
         (lambda: SpinModel.create("spin", couplings(2)), TypeError, "got 'spin'"),
-        (lambda: SpinModel.create(Spin.create(3), couplings(2).float()), ValueError, r"\(3, 3\) .* got \(2, 2\)"),
-        (lambda: SpinModel.create(Spin.create(2), torch.ones(2, 2)), ValueError, "couple to itself"),
-        (lambda: SpinModel.create(Spin.create(2), torch.tensor([[0.0, 1.0], [0.5, 0.0]])), ValueError, "transpose"),
-        (lambda: SpinModel.create(Spin.create(2), torch.tensor([[0.0, math.nan], [0.5, 0.0]])), ValueError, "finite"),
+        (lambda: SpinModel.create(Spin.create(dim=3), couplings(2).float()), ValueError, r"\(3, 3\) .* got \(2, 2\)"),
+        (lambda: SpinModel.create(Spin.create(dim=2), torch.ones(2, 2)), ValueError, "couple to itself"),
+        (lambda: SpinModel.create(Spin.create(dim=2), torch.tensor([[0.0, 1.0], [0.5, 0.0]])), ValueError, "transpose"),
+        (
+            lambda: SpinModel.create(Spin.create(dim=2), torch.tensor([[0.0, math.nan], [0.5, 0.0]])),
+            ValueError,
+            "finite",
+        ),
         (
             lambda: SpinModel.create(Poisson.create(torch.ones(3, 1)), couplings(3).float()).exact(),
             ValueError,

@@ -18,7 +18,8 @@ from massieu.errors import ConvergenceError
 from massieu.foundation import matrices
 from massieu.foundation.transforms import every, unwrapped, values_are_readable
 from massieu.measures import Measure
-from massieu.solve import FixedPointResult, Status, fixed_point
+from massieu.solve import Status, fixed_point
+from massieu.solve.status import FixedPointResult
 
 
 class MagnetisationResult(NamedTuple):

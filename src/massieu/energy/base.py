@@ -23,7 +23,7 @@ from massieu.energy.gradients import jacobian
 from massieu.foundation.arguments import floating, number, whole_number
 from massieu.foundation.values import Value, promoted_dtype
 from massieu.solve import Status, fixed_point
-from massieu.solve.telling import tell
+from massieu.solve.status import warn_unconverged
 
 _DAMPINGS: dict[str, Callable[[float], bool]] = {
     "(0, 2)": lambda damping: 0 < damping < 2,
@@ -200,7 +200,7 @@ class Energy(Value):
             finite = residual.isfinite() & self._size(end).isfinite()
             status = torch.where(settled, int(Status.CONVERGED), int(Status.MAX_STEPS))
             status = torch.where(finite, status, int(Status.NOT_FINITE))
-        tell(status, residual, f"{type(self).__name__}.retrieve", only=Status.NOT_FINITE)
+        warn_unconverged(status, residual, f"{type(self).__name__}.retrieve", only=Status.NOT_FINITE)
         return RetrievalResult(end, self._energy(end), residual, torch.full_like(status, steps), status)
 
     # What follows from the energy; a closed form may replace it.

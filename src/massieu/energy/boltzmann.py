@@ -21,6 +21,7 @@ from massieu.energy.normalisable import why_not_normalisable
 from massieu.foundation.arguments import check_finite, check_shape, choice, floating, instance, whole_number
 from massieu.foundation.transforms import in_functorch, some, unwrapped, values_are_readable
 from massieu.foundation.values import Value
+from massieu.inference.annealed import AnnealResult
 from massieu.measures import Measure
 
 
@@ -175,7 +176,7 @@ class BoltzmannMachine(Value):
         schedule: int = 1000,
         method: Literal["importance", "sequential"] = "importance",
         generator: torch.Generator | None = None,
-    ) -> inference.AnnealResult:
+    ) -> AnnealResult:
         """log Σ exp(vᵀWh) a b with its standard error, from chains whose weight W grows from 0.
 
         `AnnealResult.position` are visible units, `AnnealResult.history` what each step of the schedule met. "importance":

@@ -14,7 +14,8 @@ from massieu.energy.hopfield import HopfieldEnergy
 from massieu.foundation.arguments import described
 from massieu.foundation.transforms import some
 from massieu.foundation.values import Value, align
-from massieu.measures import Atoms, Gaussian, Mixture, mixture
+from massieu.measures import Atoms, Gaussian, mixture
+from massieu.measures.mixture import Mixture
 
 
 class HopfieldDensity(Value):

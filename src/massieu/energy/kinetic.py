@@ -23,8 +23,8 @@ from massieu.foundation.transforms import every, unwrapped
 from massieu.foundation.values import Value, need_batch, promoted_dtype, static_field
 from massieu.measures import Sphere
 from massieu.ops.bessel import sphere_slopes
-from massieu.solve import FixedPointResult, Method, fixed_point
-from massieu.solve.telling import tell
+from massieu.solve import Method, fixed_point
+from massieu.solve.status import FixedPointResult, warn_unconverged
 
 Order = Literal["first", "second"]
 Lost = Literal["nan", "zero"]
@@ -80,7 +80,7 @@ class Kinetic(Value):
             return self.field(self._checked(state))
         found = self.second_order_step(state, max_steps=max_steps, throw=throw)
         if not throw:
-            tell(found.status, found.residual, f"{type(self).__name__}.step")
+            warn_unconverged(found.status, found.residual, f"{type(self).__name__}.step")
         return found.value
 
     def second_order_step(

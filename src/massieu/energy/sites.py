@@ -17,7 +17,8 @@ from torch import Tensor
 
 from massieu.foundation import matrices
 from massieu.foundation.values import Value
-from massieu.measures import Atoms, Bernoulli, Categorical, Constant, Gaussian, Measure, Sphere, Spin, Tilted
+from massieu.measures import Atoms, Bernoulli, Categorical, Constant, Gaussian, Measure, Sphere, Spin
+from massieu.measures.combine import Tilted
 
 MOST = 1 << 20
 """So many states at most are gone through."""

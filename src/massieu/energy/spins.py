@@ -22,7 +22,8 @@ from massieu.foundation.arguments import check_finite, floating, instance
 from massieu.foundation.transforms import every, unwrapped, values_are_readable
 from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, Spin
-from massieu.solve import FixedPointResult, fixed_point
+from massieu.solve import fixed_point
+from massieu.solve.status import FixedPointResult
 
 
 class SpinModel(Value):

@@ -6,7 +6,6 @@
 - `resample`, `effective_sample_size`: of weighted particles.
 """
 
-from massieu.inference.annealed import AnnealResult as AnnealResult
 from massieu.inference.annealed import anneal
 from massieu.inference.gibbs import contrastive_divergence, gibbs_init, gibbs_step
 from massieu.inference.langevin import langevin_init, langevin_noise, langevin_step

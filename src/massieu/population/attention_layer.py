@@ -21,6 +21,7 @@ from massieu.foundation.arguments import (
 from massieu.foundation.values import Value, spread, static_field
 from massieu.measures import Atoms, Gaussian, Measure, MissingFormError
 from massieu.ops import sharded
+from massieu.ops.attention import AttentionResult
 from massieu.ops.sharded.collectives import Group
 from massieu.population.operator import (
     AffineMap,
@@ -238,7 +239,7 @@ class AttentionLayer(Operator):
         move = self.step_size.to(particles.dtype) * move
         return apply(self.contraction, particles + move if self.residual else move, group)
 
-    def _attended(self, z: Tensor, attend: Callable[..., ops.AttentionResult]) -> Tensor:
+    def _attended(self, z: Tensor, attend: Callable[..., AttentionResult]) -> Tensor:
         """What all heads write, with the bias."""
         dtype, batch = z.dtype, z.shape[:-2]
         # The scale goes into the query's map, which is small.

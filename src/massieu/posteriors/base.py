@@ -28,6 +28,7 @@ from massieu.foundation.arguments import (
     real_tensor,
 )
 from massieu.foundation.values import Value, need_batch, promoted_dtype, spread
+from massieu.ops.attention import AttentionResult
 
 
 class Posterior(Value):
@@ -112,10 +113,10 @@ class AttentionForm(NamedTuple):
     batch: torch.Size
     """The batch shape of which B is the product."""
 
-    def attend(self) -> ops.AttentionResult:
+    def attend(self) -> AttentionResult:
         """The attention: output (*batch, E), the posterior mean; log_partition (*batch), what averages leave out."""
         found = ops.attention(self.query, self.key, self.value, log_weight=self.log_weight, scale=1.0)
-        return ops.AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
+        return AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
 
 
 def with_sink(

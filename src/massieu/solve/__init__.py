@@ -9,7 +9,6 @@ from massieu.solve.attraction import spectral_radius
 from massieu.solve.fixed_point import fixed_point
 from massieu.solve.linear import GMRES, ConjugateGradients, LinearSolver
 from massieu.solve.methods import Anderson, Auto, Method, Newton
-from massieu.solve.status import FixedPointResult as FixedPointResult
 from massieu.solve.status import Status
 
 __all__ = [

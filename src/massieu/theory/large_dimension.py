@@ -18,7 +18,8 @@ from torch import Tensor
 from massieu.foundation.arguments import as_tensor, check_finite, check_range, floating
 from massieu.foundation.transforms import unwrapped, values_are_readable
 from massieu.foundation.values import Value, promoted_dtype
-from massieu.solve import FixedPointResult, fixed_point
+from massieu.solve import fixed_point
+from massieu.solve.status import FixedPointResult
 
 
 class SaddlePointResult(NamedTuple):

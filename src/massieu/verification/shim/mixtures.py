@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.measures import Atoms, Constant, Gaussian, Mixture, convolve, hybrid, mixture
+from massieu.measures import Atoms, Constant, Gaussian, convolve, hybrid, mixture
+from massieu.measures.mixture import Mixture
 from massieu.verification.claim import GRADIENT_BY_DIFFERENCES, Check, all_raise, at_least, at_most, close
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
