@@ -56,7 +56,7 @@ def kinds() -> dict[str, Callable[[Tensor], Tensor]]:
         "attention": lambda tokens: tokens + STEP * attention(tokens),
         "attention, sphere": lambda tokens: sphere(tokens + STEP * attention(tokens)),
         "doubly stochastic, sphere": DoublyStochasticLayer.create(
-            scale=SCALE, step_size=STEP, residual=True, contraction=RMSNorm.create(eps=0.0)
+            scale=SCALE, step_size=STEP, residual=True, activation=RMSNorm.create(eps=0.0)
         ),
     }
 

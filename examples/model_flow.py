@@ -82,7 +82,7 @@ def closure(attention: AttentionLayer, tokens: Tensor) -> tuple[float, float, fl
 
     Both without their means over the tokens, which are most of what is added and no question of the law's shape.
     """
-    added = dataclasses.replace(attention, residual=False, contraction=Identity())
+    added = dataclasses.replace(attention, residual=False, activation=Identity())
     law = Gaussian.create(tokens.mean(0), tokens.T.cov(correction=0))
     with torch.no_grad():
         output = added(tokens)

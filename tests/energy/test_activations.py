@@ -165,7 +165,7 @@ def test_maps_of_measures_are_theirs():
     x = draw(5, WIDTH, seed=1)
     pairs = (
         (activations.Tanh.create(), measures.Spin(torch.zeros(WIDTH, dtype=F64))),
-        (activations.SoftSphere.create(torch.tensor(1.5, dtype=F64)), measures.Sphere.create(WIDTH, 1.5)),
+        (activations.SoftSphere.create(torch.tensor(1.5, dtype=F64)), measures.Sphere.create(1.5, dim=WIDTH)),
     )
     for map_, measure in pairs:
         torch.testing.assert_close(map_(x), measure.mean(x))

@@ -9,7 +9,7 @@ from scipy.integrate import quad
 from tests.rows import every_row
 
 from massieu.inference import langevin_init, langevin_noise, langevin_step
-from massieu.inference.langevin import LangevinNoise
+from massieu.inference.langevin import LangevinNoiseResult
 
 
 def double_well(position):
@@ -41,7 +41,7 @@ def test_detailed_balance():
         state = langevin_init(here, double_well)
         slope = -4 * here * (here.square() - 1) + 0.3
         normal = (there - here - 0.5 * step_size**2 * slope) / step_size
-        noise = LangevinNoise(normal, torch.ones(50, dtype=torch.float64))
+        noise = LangevinNoiseResult(normal, torch.ones(50, dtype=torch.float64))
         acceptance = langevin_step(state, noise, double_well, step_size=step_size).acceptance
         proposal = -0.5 * normal.square()[:, 0]
         return state.log_density + proposal + acceptance.log()
@@ -51,7 +51,7 @@ def test_detailed_balance():
 
 def test_a_refused_proposal_changes_nothing():
     state = langevin_init(torch.zeros(2, 1, dtype=torch.float64), double_well)
-    noise = LangevinNoise(torch.tensor([[50.0], [0.1]]).double(), torch.full((2,), 0.5).double())
+    noise = LangevinNoiseResult(torch.tensor([[50.0], [0.1]]).double(), torch.full((2,), 0.5).double())
     found = langevin_step(state, noise, double_well, step_size=1.0)
     assert found.accepted.tolist() == [False, True]
     assert all(torch.equal(new[0], old[0]) for new, old in zip(found.state, state, strict=True))
@@ -63,7 +63,7 @@ def test_what_is_not_finite_is_refused():
         return torch.where(position[:, 0] > 0, position[:, 0].log() - position[:, 0], math.nan)
 
     state = langevin_init(torch.tensor([[1.0]]), log_gamma)
-    found = langevin_step(state, LangevinNoise(torch.tensor([[-9.0]]), torch.zeros(1)), log_gamma, step_size=1.0)
+    found = langevin_step(state, LangevinNoiseResult(torch.tensor([[-9.0]]), torch.zeros(1)), log_gamma, step_size=1.0)
     assert not found.accepted.item()
     assert found.acceptance.item() == 0
 

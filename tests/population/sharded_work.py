@@ -33,9 +33,9 @@ def stack():
     norm = Normalisation.create(LayerNorm.create(), draw(4, seed=70), draw(4, seed=71))
     return Composition.create(
         [
-            layer(normalisation=norm, contraction=RMSNorm.create(), step_size=0.7),
+            layer(normalisation=norm, activation=RMSNorm.create(), step_size=0.7),
             FeedForward.create(torch.tanh, normalisation=norm),
-            layer(seed=3, contraction=Halved()),
+            layer(seed=3, activation=Halved()),
             AttentionLayer.create(**weights(seed=5), population=draw(6, 4, seed=72)),
         ]
     )
@@ -76,8 +76,8 @@ def renormalised():
     """Attention, and behind it, or before it, what only the whole population can do."""
     whole = Renormalisation.create(draw(4, seed=73), 2 * torch.eye(4, dtype=torch.float64), eps=0.1)
     return [
-        layer(contraction=whole),
-        layer(seed=3, normalisation=whole, contraction=TraceRenormalisation.create(3.0)),
+        layer(activation=whole),
+        layer(seed=3, normalisation=whole, activation=TraceRenormalisation.create(3.0)),
         TraceRenormalisation.create(1.0),
         lambda x: x + 1,
     ]

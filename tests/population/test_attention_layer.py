@@ -107,10 +107,10 @@ def test_norms_before_and_behind():
     plain = layer()
     moved = x + (plain(normed) - normed)
     torch.testing.assert_close(layer(normalisation=norm)(x), moved, rtol=1e-12, atol=1e-12)
-    behind = layer(normalisation=norm, contraction=RMSNorm.create(eps=1e-6))(x)
+    behind = layer(normalisation=norm, activation=RMSNorm.create(eps=1e-6))(x)
     torch.testing.assert_close(behind, F.rms_norm(moved, (4,), eps=1e-6), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(layer(contraction=Tanh.create())(x), plain(x).tanh(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(layer(contraction=Centred())(x).mean(-2), torch.zeros(2, 4).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(layer(activation=Tanh.create())(x), plain(x).tanh(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer(activation=Centred())(x).mean(-2), torch.zeros(2, 4).double(), atol=1e-12, rtol=0)
 
 
 def test_it_is_a_function_of_the_set():
@@ -121,7 +121,7 @@ def test_it_is_a_function_of_the_set():
 
 def test_feed_forward_and_composition():
     x = draw(3, 4, seed=9)
-    step = FeedForward.create(torch.sin, step_size=0.5, normalisation=Tanh.create(), contraction=Scalar.create(2.0))
+    step = FeedForward.create(torch.sin, step_size=0.5, normalisation=Tanh.create(), activation=Scalar.create(2.0))
     torch.testing.assert_close(step(x), 2 * (x + 0.5 * torch.sin(torch.tanh(x))), rtol=1e-13, atol=1e-13)
     tied = Composition.repeat(step, 3)
     torch.testing.assert_close(tied(x), step(step(step(x))))
@@ -139,7 +139,7 @@ def test_feed_forward_and_composition():
 @pytest.mark.medium
 @pytest.mark.parametrize("population", [None, Atoms.create(draw(3, 3, seed=20)), law(3)])
 def test_derivatives(population):
-    given = AttentionLayer.create(**weights(3, 2, 2, 2), population=population, contraction=RMSNorm.create(1.0))
+    given = AttentionLayer.create(**weights(3, 2, 2, 2), population=population, activation=RMSNorm.create(1.0))
     leaves, structure = pytree.tree_flatten(given)
     moving = [leaf.detach().clone().requires_grad_() for leaf in leaves[:8]]
 
@@ -195,7 +195,7 @@ def _by_quadrature(given: AttentionLayer, before: Gaussian, population: Gaussian
     for h in range(len(given.query_weight)):
         scores = given.scale[h] * (z @ given.query_weight[h].T + given.query_bias[h]) @ given.key_weight[h] @ y.T
         move = move + torch.softmax(scores + share.log(), -1) @ y @ given.value_weight[h].T @ given.output_weight[h].T
-    moved = given.contraction(given.residual * x + given.step_size * move)
+    moved = given.activation(given.residual * x + given.step_size * move)
     mean = weight @ moved
     return mean, (weight.unsqueeze(-1) * (moved - mean)).T @ (moved - mean)
 
@@ -208,9 +208,9 @@ _WHITE = Whitening.create(draw(2, seed=30), torch.tensor([[1.3, 0.4], [0.4, 0.8]
     [
         {},
         {"residual": False},
-        {"contraction": Scalar.create(0.5), "step_size": 2.0},
-        {"contraction": _WHITE},
-        {"normalisation": _WHITE, "contraction": Scalar.create(2.0)},
+        {"activation": Scalar.create(0.5), "step_size": 2.0},
+        {"activation": _WHITE},
+        {"normalisation": _WHITE, "activation": Scalar.create(2.0)},
         {"population": law(2, seed=7)},
         {"population": law(2, seed=7), "normalisation": _WHITE, "residual": False},
     ],
@@ -236,7 +236,7 @@ def test_the_closed_form_of_s20():
 
 def test_laws_through_compositions_and_population_maps():
     before = law(4)
-    given = layer(contraction=Centred())
+    given = layer(activation=Centred())
     after = given.gaussian(before)
     torch.testing.assert_close(after.location, torch.zeros(4).double())
     torch.testing.assert_close(covariance(after), covariance(layer().gaussian(before)))
@@ -252,7 +252,7 @@ def test_laws_through_compositions_and_population_maps():
 @every_row(
     ("operator", "named"),
     [
-        (layer(contraction=LayerNorm.create()), "LayerNorm is not affine"),
+        (layer(activation=LayerNorm.create()), "LayerNorm is not affine"),
         (layer(normalisation=RMSNorm.create()), "RMSNorm is not affine"),
         (layer(normalisation=Centred()), "Centred is not affine"),
         (layer(population=draw(3, 4)), "a frozen Atoms is not affine"),
@@ -280,7 +280,7 @@ def test_what_keeps_no_law_gaussian_says_so(operator, named):
         (lambda: layer(step_size=torch.ones(2)), ValueError, "step_size must be one number"),
         (lambda: layer(population=draw(3, 5)), ValueError, "live in 4 dimensions"),
         (lambda: layer(population=3), TypeError, "must be a measure"),
-        (lambda: layer(contraction=torch.tanh), TypeError, "contraction must be an Activation"),
+        (lambda: layer(activation=torch.tanh), TypeError, "activation must be an Activation"),
         (lambda: layer(normalisation=3), TypeError, "normalisation must be an Activation"),
         (lambda: layer(population=Atoms.create(draw(3, 6, 4)))(draw(2, 5, 4)), ValueError, r"batch shape \(3,\)"),
         (lambda: AttentionLayer.create(*draw(4, 1, 2, 3)), ValueError, r"output \(1, 2, 3\)"),
@@ -296,7 +296,7 @@ def test_what_keeps_no_law_gaussian_says_so(operator, named):
         (lambda: Composition.repeat(layer(), -1), ValueError, "at least 0, got -1"),
         (lambda: Normalisation.create(Tanh.create(), draw(2, 2)), ValueError, "vectors"),
         (lambda: Normalisation.create(torch.tanh, draw(2)), TypeError, "must be an Activation"),
-        (lambda: layer(contraction=Centred()).sharded(draw(3, 4)), ValueError, "Centred needs the whole population"),
+        (lambda: layer(activation=Centred()).sharded(draw(3, 4)), ValueError, "Centred needs the whole population"),
         (lambda: Composition.create([Centred()]).sharded(draw(3, 4)), ValueError, "Centred needs the whole population"),
     ],
 )

@@ -72,7 +72,7 @@ def test_many_draws_and_flat_scores_are_attention():
 def test_a_renormalisation_stands_behind_them_too():
     held = cases.law(seed=4)
     back = Renormalisation.create(held.location, cases.covariance(held))
-    layers = Composition.create([drawn(contraction=back), DoublyStochasticLayer.create(contraction=back)])
+    layers = Composition.create([drawn(activation=back), DoublyStochasticLayer.create(activation=back)])
     after = layers.gaussian(cases.law(seed=5))
     torch.testing.assert_close(cases.covariance(after), cases.covariance(held))
     cloud = layers(cases.draw(50, 2, seed=6))

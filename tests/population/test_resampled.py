@@ -106,15 +106,15 @@ def test_trap_34_draws_are_unbiased_for_attention_which_is_biased_for_the_popula
 
 def test_options_and_bad_calls():
     points = draws(7, 3)
-    inside = layer(contraction=RMSNorm.create(eps=0.0), step_size=2.0, residual=True)
+    inside = layer(activation=RMSNorm.create(eps=0.0), step_size=2.0, residual=True)
     torch.testing.assert_close(inside(points).square().mean(-1), torch.ones(7, dtype=torch.float64))
     assert inside(points.bfloat16()).dtype == torch.float32
     with pytest.raises(ValueError, match=r"key_weight must have shape \(·, 3\) for tokens of d = 3, got \(2, 2\)"):
         layer(key_weight=torch.ones(2, 2))(points)
     with pytest.raises(ValueError, match="scale must be finite, got inf"):
         layer(scale=math.inf)
-    with pytest.raises(TypeError, match="contraction must be an Activation, or an operator"):
-        layer(contraction=torch.tanh)
+    with pytest.raises(TypeError, match="activation must be an Activation, or an operator"):
+        layer(activation=torch.tanh)
     with pytest.raises(ValueError, match="draws must be a whole number, at least 1"):
         layer(draws=0)(points)
 
@@ -152,6 +152,6 @@ def test_which_laws_are_not_known():
     with pytest.raises(MissingFormError, match="mean of 4 systematic draws is not Gaussian"):
         layer(draws=4, method="systematic").gaussian(law)
     with pytest.raises(MissingFormError, match="LayerNorm is not affine"):
-        layer(contraction=LayerNorm.create()).gaussian(law)
+        layer(activation=LayerNorm.create()).gaussian(law)
     with pytest.raises(ValueError, match=r"query_weight must have shape \(·, 2\) for tokens of d = 2"):
         layer(query_weight=torch.ones(2, 3)).gaussian(law)

@@ -85,9 +85,9 @@ def test_heads_without_a_number_are_not_counted_among_those_with_one():
 
 def test_a_change_that_is_nan_is_not_one_that_does_not_sharpen():
     """A share over the changes that are numbers: 1 of 2 here, not 1 of 3."""
-    selective = torch.tensor([[[0.5, -0.5, torch.nan]]])  # one head, one item, three queries
+    slope = torch.tensor([0.5, -0.5, torch.nan]).reshape(1, 1, 3, 1)  # one head, one item, three queries, one dimension
     ratio = Ratio((1, 3, 1), Units())
-    _add(ratio, [_slope_parts(selective, selective)], torch.ones(1, 3, dtype=torch.bool))
+    _add(ratio, [_slope_parts((slope, slope), torch.ones(1, 3, 1))], torch.ones(1, 3, dtype=torch.bool))
     assert ratio.value()[0, 0, 0] == 0.5
     assert ratio.estimate().count[0, 0, 0] == 2
 

@@ -56,7 +56,7 @@ def test_norms_before_and_behind_with_gains_of_their_own(name, norm_first):
         assert isinstance(attention, AttentionLayer) and isinstance(feed_forward, FeedForward)
         for part in (attention, feed_forward):
             assert (type(part.normalisation).__name__ == "Normalisation") == norm_first
-            assert (type(part.contraction).__name__ == "Normalisation") != norm_first
+            assert (type(part.activation).__name__ == "Normalisation") != norm_first
     batch = {key: value.double() if value.is_floating_point() else value for key, value in zoo.inputs(name).items()}
     with torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states

@@ -16,7 +16,7 @@ LAW = equilibrium(torch.tensor([0.3, -0.2], dtype=F64), COVARIANCE)
 
 def renormalised(matrix, step, law=LAW):
     whole = Renormalisation.create(law.location, law.covariance)
-    return AttentionLayer.from_score(matrix, matrix, step_size=step, contraction=whole)
+    return AttentionLayer.from_score(matrix, matrix, step_size=step, activation=whole)
 
 
 def assert_equal(one, other, tolerance=1e-11):
@@ -30,7 +30,7 @@ def test_the_layers_law_is_the_theorems(step):
     assert_equal(bare.gaussian(LAW), after_layer(LAW, key_law(LAW, COVARIANCE), step))
     assert_equal(Composition.repeat(renormalised(COVARIANCE, step), 6).gaussian(LAW), LAW)
     held = AttentionLayer.from_score(
-        COVARIANCE, COVARIANCE, step_size=step, contraction=TraceRenormalisation.create(2.0)
+        COVARIANCE, COVARIANCE, step_size=step, activation=TraceRenormalisation.create(2.0)
     ).gaussian(LAW)
     spread = cases.covariance(after_layer(LAW, key_law(LAW, COVARIANCE), step))
     torch.testing.assert_close(cases.covariance(held), 2 * spread / spread.trace())
@@ -55,7 +55,7 @@ def _linear_part(layer, law):
     moved = AttentionLayer.from_score(COVARIANCE, COVARIANCE, step_size=0.7, population=law)
     points = torch.cat([torch.zeros(1, 2, dtype=F64), torch.eye(2, dtype=F64)])
     images = moved(points)
-    matrix = layer.contraction.matrix(cases.covariance(after_layer(law, key_law(law, COVARIANCE), 0.7)))
+    matrix = layer.activation.matrix(cases.covariance(after_layer(law, key_law(law, COVARIANCE), 0.7)))
     return matrix @ (images[1:] - images[0]).T
 
 

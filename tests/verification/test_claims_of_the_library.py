@@ -16,7 +16,7 @@ from massieu.verification.run import verify
 from massieu.verification.shim import layers
 from massieu.verification.zhang import generalisation
 
-_STEP, _BASIN, _EXACT, _ENERGY = FeedForward._step, bounds.basin, SpinModel.exact, BinaryHopfieldEnergy._energy
+_STEP, _BASIN, _EXACT, _ENERGY = FeedForward._moved, bounds.basin, SpinModel.exact, BinaryHopfieldEnergy._energy
 _PRODUCTION, _WEIGHTS, _LEVEL = KineticSpins.entropy_production, ScoreDeviation._weights_of_scores, TwoLayer._energy
 _SPARSE, _FEATURES = SparseAtoms._weights_of_scores, random_features.random_feature_log_partition
 
@@ -44,8 +44,8 @@ WRONG = {
     "S21: a layer of half the step": (
         "S21",
         FeedForward,
-        "_step",
-        lambda self, x, z: x + 0.5 * (_STEP(self, x, z) - x),
+        "_moved",
+        lambda self, x, group: x + 0.5 * (_STEP(self, x, group) - x),
     ),
     "S21: half the asymmetry": ("S21", layers, "jacobian_asymmetry", lambda f, x: 0.5 * jacobian_asymmetry(f, x)),
     "B4: half of the energy of couplings": (

@@ -89,7 +89,7 @@ class SiteLaw(Value):
         """Of the laws e^{field·S + ½ SᵀVS} ρ(dS), V the curvature."""
 
 
-class Listed(SiteLaw):
+class ListedSites(SiteLaw):
     """Sites of finitely many states, or of the nodes of a rule: probabilities exp(log_weight) at points."""
 
     points: Float[Tensor, "N K d"]
@@ -136,7 +136,7 @@ def law(site: Measure, like: Tensor) -> SiteLaw:
         log_weight = weight.log().expand(points.shape[:2])
         if isinstance(site, Tilted):
             log_weight = log_weight + torch.einsum("nka,na->nk", points, site.eta.to(like))
-        return Listed(points, torch.log_softmax(log_weight, -1))
+        return ListedSites(points, torch.log_softmax(log_weight, -1))
     kind = f"{type(sphere).__name__} in {sphere.dim} dimensions" if isinstance(sphere, Sphere) else type(site).__name__
     levels = count_at(site)
     if levels is None:
@@ -146,7 +146,7 @@ def law(site: Measure, like: Tensor) -> SiteLaw:
         )
     if levels * site.batch_shape[0] > MOST:
         raise ValueError(f"adaptive TAP goes through at most 2^20 states of sites, got {site.batch_shape[0]}·{levels}")
-    return Listed(*of_sites(site, like))
+    return ListedSites(*of_sites(site, like))
 
 
 def too_sharp(site: Measure, field: Float[Tensor, "N d"], curvature: Float[Tensor, "N d d"]) -> float | None:

@@ -26,7 +26,7 @@ class LangevinState(NamedTuple):
     """Of the log-density, at the position."""
 
 
-class LangevinNoise(NamedTuple):
+class LangevinNoiseResult(NamedTuple):
     """What one step draws."""
 
     normal: Float[Tensor, "chains *event"]
@@ -60,14 +60,14 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
     return state
 
 
-def langevin_noise(state: LangevinState, generator: torch.Generator | None = None) -> LangevinNoise:
+def langevin_noise(state: LangevinState, generator: torch.Generator | None = None) -> LangevinNoiseResult:
     """Noise for one step from `state`."""
     like = {"dtype": state.position.dtype, "device": state.position.device, "generator": generator}
-    return LangevinNoise(torch.randn(state.position.shape, **like), torch.rand(state.log_density.shape, **like))
+    return LangevinNoiseResult(torch.randn(state.position.shape, **like), torch.rand(state.log_density.shape, **like))
 
 
 def langevin_step(
-    state: LangevinState, noise: LangevinNoise, log_density: LogDensity, *, step_size: float
+    state: LangevinState, noise: LangevinNoiseResult, log_density: LogDensity, *, step_size: float
 ) -> LangevinResult:
     """One proposal along the gradient, accepted or not, so that exp(log_density) stays invariant.
 

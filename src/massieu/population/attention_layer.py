@@ -43,7 +43,7 @@ class Moving(Value):
 
 
 class AttentionLayer(Operator):
-    """x_i ← contraction(x_i + step_size·(Σ_h W_O softmax_j(scale·(W_Q z_i + b_Q)·W_K y_j) W_V y_j + bias)).
+    """x_i ← activation(x_i + step_size·(Σ_h W_O softmax_j(scale·(W_Q z_i + b_Q)·W_K y_j) W_V y_j + bias)).
 
     Here z is normalisation(x). The population y is *moving*, the particles themselves (y_j = z_j), or *frozen*: atoms, or
     any measure h, whose part of the sum is W_O W_V ∇A_h(scale·W_Kᵀ(W_Q z + b_Q)) exactly (S3, S20). A bias of the keys
@@ -65,7 +65,7 @@ class AttentionLayer(Operator):
         scale: Inverse temperature of each head, shape (H).
         step_size: Shape ().
         normalisation: Before attention (pre-norm): a `massieu.energy.activations.Activation`, or an operator.
-        contraction: After the step (post-norm): the same.
+        activation: After the step (post-norm): the same.
         population: `Moving()`, or the frozen one, behind the normalisation.
         residual: Whether x_i itself is in the sum.
     """
@@ -79,7 +79,7 @@ class AttentionLayer(Operator):
     scale: Float[Tensor, "H"]
     step_size: Float[Tensor, ""]
     normalisation: Map
-    contraction: Map
+    activation: Map
     population: Measure | Moving
     residual: bool = static_field()
 
@@ -96,7 +96,7 @@ class AttentionLayer(Operator):
         scale: Float[Tensor, "..."] | float | None = None,
         step_size: Float[Tensor, ""] | float = 1.0,
         normalisation: Map | None = None,
-        contraction: Map | None = None,
+        activation: Map | None = None,
         population: Measure | Float[Tensor, "N d"] | None = None,
         residual: bool = True,
     ) -> Self:
@@ -107,7 +107,7 @@ class AttentionLayer(Operator):
             query_bias, bias: Zero by default; of biases b_V of the values and b_O, `bias` is Σ_h W_O b_V + b_O.
             scale: One number, or one a head; K^-½ by default.
             step_size: A number.
-            normalisation, contraction: The identity by default.
+            normalisation, activation: The identity by default.
             population: Moving by default; frozen: points of equal weight, or a measure on R^d, of no batch or of a batch
                 that the particles' batch begins with.
             residual: False leaves x_i out of the sum.
@@ -149,7 +149,7 @@ class AttentionLayer(Operator):
             scale.expand(heads),
             one_number("step_size", step_size, query),
             as_map("normalisation", normalisation),
-            as_map("contraction", contraction),
+            as_map("activation", activation),
             _attended_to(population, width),
             flag("residual", residual),
         )
@@ -220,7 +220,7 @@ class AttentionLayer(Operator):
         matrix = weights.step_size * (matrix @ normalised.matrix)
         if self.residual:
             matrix = matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        return law_after(self.contraction, pushed(AffineMap(matrix, offset), before))
+        return law_after(self.activation, pushed(AffineMap(matrix, offset), before))
 
     def _attention_to(self, law: ParticleMoments) -> AffineMap:
         """z ↦ Σ_h W_O W_V (m + scale·C W_Kᵀ(W_Q z + b_Q)) + bias."""
@@ -237,7 +237,7 @@ class AttentionLayer(Operator):
             attend = partial(sharded.attention, queries="sharded", group=group.handle)
         move = self._attended(apply(self.normalisation, particles, group), attend)
         move = self.step_size.to(particles.dtype) * move
-        return apply(self.contraction, particles + move if self.residual else move, group)
+        return apply(self.activation, particles + move if self.residual else move, group)
 
     def _attended(self, z: Tensor, attend: Callable[..., AttentionResult]) -> Tensor:
         """What all heads write, with the bias."""

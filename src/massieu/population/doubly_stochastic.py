@@ -144,7 +144,7 @@ class DoublyStochasticLayer(Head):
 
     Attributes:
         query_weight, key_weight, value_weight, scale: Of the one head; no map: the tokens as they are; k^-½ by default.
-        step_size, residual, contraction: As in `AttentionLayer`; by default the output replaces the token.
+        step_size, residual, activation: As in `AttentionLayer`; by default the output replaces the token.
         tolerance, max_steps: As in `sinkhorn`, whose errors a call has.
 
     Source: Janati et al., arXiv 2006.02572, for scores of a squared distance.

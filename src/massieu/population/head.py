@@ -21,11 +21,11 @@ class HeadOptions(TypedDict, total=False):
     scale: float | None
     step_size: float
     residual: bool
-    contraction: Map | None
+    activation: Map | None
 
 
 class Head(Operator):
-    """x_i ← contraction(step_size·out_i), or contraction(x_i + step_size·out_i): one head's queries, keys and values.
+    """x_i ← activation(step_size·out_i), or activation(x_i + step_size·out_i): one head's queries, keys and values.
 
     Attributes:
         query_weight, key_weight: Maps (k, d) to queries and keys; None: the tokens as they are.
@@ -33,7 +33,7 @@ class Head(Operator):
         scale: Inverse temperature of the scores; None: k^-½.
         step_size: A number, 1 by default.
         residual: Whether x_i itself is in the sum; without it, as by default, tokens are replaced.
-        contraction: Of the moved tokens: a `massieu.energy.activations.Activation`, or an operator.
+        activation: Of the moved tokens: a `massieu.energy.activations.Activation`, or an operator.
     """
 
     needs_all = True
@@ -44,7 +44,7 @@ class Head(Operator):
     scale: float | None = static_field()
     step_size: float = static_field()
     residual: bool = static_field()
-    contraction: Map
+    activation: Map
 
     def _heads(self, particles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of shape (1, batch, n, ·); each cloud of a batch is a head.
@@ -63,7 +63,7 @@ class Head(Operator):
     def _after(self, particles: Tensor, output: Tensor) -> Tensor:
         """Where the outputs take the tokens."""
         move = self.step_size * output.reshape(*particles.shape[:-1], output.shape[-1])
-        return apply(self.contraction, particles.to(move) + move if self.residual else move, None)
+        return apply(self.activation, particles.to(move) + move if self.residual else move, None)
 
     def _weighed(self, law: object) -> tuple[ParticleMoments, Tensor, Tensor]:
         """A law's moments, and scale·KᵀQ and V as matrices, for the law after the layer."""
@@ -83,7 +83,7 @@ class Head(Operator):
         mean, covariance = pushed(AffineMap(matrix, offset), before)
         if noise is not None:
             covariance = covariance + self.step_size**2 * noise
-        return law_after(self.contraction, ParticleMoments(mean, covariance))
+        return law_after(self.activation, ParticleMoments(mean, covariance))
 
     def _check_weights(self, width: int) -> None:
         for name in ("query_weight", "key_weight", "value_weight"):
@@ -98,7 +98,7 @@ def checked(options: HeadOptions) -> dict[str, Any]:
     """The fields of a head.
 
     Raises:
-        TypeError: a weight that is no floating-point tensor, a number that is none, another contraction, or an option
+        TypeError: a weight that is no floating-point tensor, a number that is none, another activation, or an option
             that does not exist.
         ValueError: a number that is not finite.
     """
@@ -115,5 +115,5 @@ def checked(options: HeadOptions) -> dict[str, Any]:
         "scale": None if scale is None else number("scale", scale),
         "step_size": number("step_size", options.get("step_size", 1.0)),
         "residual": flag("residual", options.get("residual", False)),
-        "contraction": as_map("contraction", options.get("contraction")),
+        "activation": as_map("activation", options.get("activation")),
     }

@@ -69,7 +69,7 @@ class Normalisation(Operator):
 
 
 class FeedForward(Operator):
-    """x_i ← contraction(x_i + step_size·function(normalisation(x_i))): every token by itself (S20, S21). Use `create`.
+    """x_i ← activation(x_i + step_size·function(normalisation(x_i))): every token by itself (S20, S21). Use `create`.
 
     Nothing is known of the function, so no law stays Gaussian. The result is at least float32, unless the function gives
     less. Other shapes than the particles', or no tensor, are a ValueError or TypeError of the call.
@@ -77,13 +77,13 @@ class FeedForward(Operator):
     Attributes:
         function: Any map of (*batch, n, d) to the same shape that treats every token alike, such as a module.
         step_size: Shape ().
-        normalisation, contraction: As in `AttentionLayer`.
+        normalisation, activation: As in `AttentionLayer`.
     """
 
     function: Callable[[Tensor], Tensor] = static_field()
     step_size: Float[Tensor, ""]
     normalisation: Map
-    contraction: Map
+    activation: Map
 
     @classmethod
     def create(
@@ -92,9 +92,9 @@ class FeedForward(Operator):
         *,
         step_size: Float[Tensor, ""] | float = 1.0,
         normalisation: Map | None = None,
-        contraction: Map | None = None,
+        activation: Map | None = None,
     ) -> Self:
-        """Normalisation and contraction are the identity by default.
+        """Normalisation and activation are the identity by default.
 
         Raises:
             ValueError: `step_size` is not one finite number.
@@ -105,7 +105,7 @@ class FeedForward(Operator):
         # A number takes the dtype of what it multiplies.
         like = step_size if isinstance(step_size, Tensor) else torch.zeros((), dtype=torch.float64)
         step_size = one_number("step_size", step_size, like)
-        return cls(function, step_size, as_map("normalisation", normalisation), as_map("contraction", contraction))
+        return cls(function, step_size, as_map("normalisation", normalisation), as_map("activation", activation))
 
     def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
         update = self.function(apply(self.normalisation, particles, group))
@@ -115,7 +115,7 @@ class FeedForward(Operator):
             shape = tuple(particles.shape)
             raise ValueError(f"function must keep the shape {shape} of particles, got {tuple(update.shape)}")
         moved = particles + self.step_size.to(particles.device, update.dtype) * update
-        return apply(self.contraction, moved, group)
+        return apply(self.activation, moved, group)
 
 
 class Composition(Operator):

@@ -51,7 +51,7 @@ class ResampledLayer(Head):
 
     Attributes:
         query_weight, key_weight, value_weight, scale: Of the one head; no map: the tokens as they are; k^-½ by default.
-        step_size, residual, contraction: As in `AttentionLayer`; by default the draw replaces the token.
+        step_size, residual, activation: As in `AttentionLayer`; by default the draw replaces the token.
         generator: Source of the draws; each call goes on with it.
         draws: S, the draws a token becomes the mean of.
         method: "multinomial", or "systematic", as in `massieu.ops.resample_attention`.
@@ -88,7 +88,7 @@ class ResampledLayer(Head):
         return self._drawn(self._admitted(particles))
 
     def attended(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The same with attention in place of the draws: for no contraction their expectation."""
+        """The same with attention in place of the draws: for no activation their expectation."""
         particles = self._admitted(particles)
         return self._after(particles, ops.attention(*self._heads(particles), scale=self.scale).output)
 

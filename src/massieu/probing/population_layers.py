@@ -208,7 +208,7 @@ class _Block:
             bias=bias,
             scale=call.scale,
             normalisation=None if read.norm is None else self._norm(read.norm, read.state.shape[-1], dtype),
-            contraction=self._behind(behind),
+            activation=self._behind(behind),
         )
 
     def _check_no_positions(self, name: str, actual: Tensor, state: Tensor, matrix: Tensor, offset: Tensor) -> None:
@@ -225,7 +225,7 @@ class _Block:
         if "Norm" in type(chain[0]).__name__:
             dtype = torch.promote_types(torch.float32, step.before.dtype)
             normalisation, chain = self._norm(chain[0], step.before.shape[-1], dtype), chain[1:]
-        return FeedForward.create(_Chain(*chain), normalisation=normalisation, contraction=self._behind(behind))
+        return FeedForward.create(_Chain(*chain), normalisation=normalisation, activation=self._behind(behind))
 
     def _chain(self, step: Step) -> list[nn.Module]:
         """The fewest modules that lead from the stream to what is added to it."""

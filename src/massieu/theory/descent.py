@@ -52,10 +52,10 @@ def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Fl
     return damping * (1 - damping / 2) * promoted(force).square().sum(-1)
 
 
-def path_length(first_move: Float[Tensor, "*lead"], contraction: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
+def path_length(first_move: Float[Tensor, "*lead"], lipschitz: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
     """‖T(x) − x‖/(1 − L): the whole path from x is at most this long, the end at most this far, for a factor L < 1.
 
     For L ≥ 1 the path of a Hopfield memory is still of finite length, and has one end (B5.5), but no bound is known: +inf.
     """
-    first_move, gap = promoted(floating("first_move", first_move)), 1 - promoted(floating("contraction", contraction))
+    first_move, gap = promoted(floating("first_move", first_move)), 1 - promoted(floating("lipschitz", lipschitz))
     return torch.where(gap > 0, first_move / torch.where(gap > 0, gap, 1.0), torch.inf)

@@ -166,7 +166,7 @@ def _layer_norm(normal: Normal) -> Iterator[Check]:
 
 def _each_token(normal: Normal, width: int, layers: int) -> Iterator[Check]:
     norm = activations.RMSNorm.create(eps=0.0)
-    keys = Sphere.create(width, torch.tensor(math.sqrt(width), dtype=torch.float64))
+    keys = Sphere.create(torch.tensor(math.sqrt(width), dtype=torch.float64), dim=width)
     points = norm(normal(50, width))
     for step in (0.5, 30.0):
         for beta in (0.2, 3.0):
