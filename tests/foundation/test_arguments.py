@@ -209,3 +209,10 @@ def test_checks_are_compiled_whole():
         return a.as_tensor("n", n, x) * x if a.flag("flag", flag) else x
 
     torch.testing.assert_close(torch.compile(checked, backend="eager", fullgraph=True)(ONES, 2.0, True), 2 * ONES)
+
+
+@pytest.mark.medium
+def test_numbers_become_tensors_in_compiled_code():
+    found = torch.compile(lambda like: real_tensor("x", 0.5, like), fullgraph=True, backend="eager")(torch.ones(2))
+    assert found.dtype == torch.float32
+    assert found == 0.5

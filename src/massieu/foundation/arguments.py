@@ -26,6 +26,7 @@ WHOLES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 Kind = TypeVar("Kind")
 _LONGEST = 60
+_ARRAYS = (np.ndarray, np.generic)  # a tuple: compiled code cannot make a union of the two
 
 
 def described(value: object) -> str:
@@ -87,7 +88,7 @@ def real_tensor(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     tensor = value
     if not isinstance(tensor, Tensor):
         try:
-            known = like is not None and like.is_floating_point() and not isinstance(value, np.ndarray | np.generic)
+            known = like is not None and like.is_floating_point() and not isinstance(value, _ARRAYS)
             dtype, device = like.dtype if like is not None and known else None, None if like is None else like.device
             tensor = torch.tensor(value, dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError):
