@@ -96,7 +96,7 @@ def test_rows_that_see_keys_in_one_block_only_or_in_none():
         torch.testing.assert_close(tensor.grad, gradient, atol=1e-12, rtol=1e-12)
 
 
-def test_a_null_slot():
+def test_a_sink_in_a_partial_result():
     query, key, value = problem(3)
     slot = Partial(query.new_zeros(BATCH, HEADS, LENGTH), query.new_zeros(BATCH, HEADS, LENGTH, VALUE))
     for size in (1.0, -1e4, 1e4):

@@ -136,7 +136,7 @@ def test_bug_16_logarithms_are_natural(tmp_path):
 
 @every_row("backend", BACKENDS)
 @every_row("height", [-1e4, -50.0, -1.0, 0.0, 3.0, 1e4])
-def test_bug_17_a_null_slot_is_not_the_one_that_is_added_after_the_maximum_is_taken_out(height, backend):
+def test_bug_17_a_sink_is_not_the_one_that_is_added_after_the_maximum_is_taken_out(height, backend):
     """Scores all at one height: the slot's share is 1/(1 + n·exp(height)), and not 1/(1 + n)."""
     query, key = torch.full((1, 1, 1, 1), height, dtype=torch.float64), torch.ones(1, 1, 3, 1, dtype=torch.float64)
     value = draw(1, 1, 3, 2)
