@@ -16,7 +16,8 @@ Three doors:
   parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.posteriors`` (exact laws of a latent given
   tokens), ``massieu.regression`` (conditional means), ``massieu.solve`` and ``massieu.inference``; ``massieu.testing`` tests
   your own measures;
-- check: ``massieu.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers.
+- check: ``massieu.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers; ``massieu.theory``
+  (what is proved of ideal cases, as functions).
 
 Importing this module loads neither torch nor transformers; names are loaded when they are first used.
 """

@@ -51,7 +51,7 @@ class EnergyTransformer(nn.Module):
             quantity: Of memories, at least 0; 4·embed_dim by default.
             steps: At least 1.
             step_size: Positive: the paper's α. With None every token's is the largest with which E falls for certain
-                (`massieu.energy.EnergyTransformer.safe_step_size`): far smaller.
+                (`massieu.energy.TransformerEnergy.safe_step_size`): far smaller.
             scale: Inverse temperature; hidden_size^-½ by default. A number, a tensor or a Parameter, one or one a head.
             eps: Of the LayerNorm.
         """

@@ -20,7 +20,7 @@ class SpinAttention(HeadsOfTokens):
 
     Each head is a system of its own, of one spin in R^D for each token, D the head's size. The drive x and the couplings
     J = softmax(coupling_scale·query_i·key_j) are projections of the tokens, and stay what they are while the spins move.
-    J is not symmetric: there is no energy that falls. φ is a contraction to the ball of radius √(D/2 − 1), the mean of
+    J is not symmetric: there is no energy that falls. φ is an activation into the ball of radius √(D/2 − 1), the mean of
     spins in the field θ at inverse temperature β.
 
     To first order this is attention between two residual connections and a normalisation. The echo of second order is a

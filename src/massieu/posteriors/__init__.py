@@ -1,7 +1,7 @@
-"""Exact laws of a latent given exchangeable tokens, also as attention (Z1 to Z3).
+"""Exact laws of a latent given exchangeable tokens, also as attention (Z1 to Z4, Z11, Z14).
 
 Tokens that may be permuted are draws from a law that depends on a latent z (de Finetti, Z1). What they say of any label is
-said by the posterior of z (Z2), whose mean is attention in conjugate families (Z3).
+said by the posterior of z (Z2), whose mean is attention with a sink in conjugate families (Z3).
 Zhang, Liu, Cai, Wang and Wang (arXiv 2212.14852).
 """
 

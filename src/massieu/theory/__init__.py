@@ -1,9 +1,10 @@
 """What is proved of attention in ideal cases: bounds, laws, exactly solved models; nothing that one builds or probes with.
 
-- Bal: how a memory descends (B5); vector spins of many components, `SphericalSpins` (B15, B16); `ClusteringEnergy` on a sphere;
-- Shim: the equilibrium of a population and what grows about it, Gaussian laws under layers, the expansion (S11 to S20);
-- Zhang et al.: finite exchangeability (Z1), softmax as a smoother of the sphere (Z4 to Z6), Gaussian tokens (Z7), what a
-  masked objective transfers (Z8 to Z12), generalisation (Z13, Z14).
+- Bal: how a memory descends (B5); vector spins of many components, `SphericalSpins` (B15);
+- Shim: the equilibrium of a population and what grows about it (S13, S15, X7), the expansion (S12, X6), Gaussian laws in
+  continuous time (S20, N6); tokens that cluster on a sphere, `ClusteringEnergy` (N5);
+- Zhang et al.: finite exchangeability (Z1), softmax as a smoother of the sphere (Z7, X9), Gaussian tokens (X1, X2), what a
+  masked objective transfers (Z12, Z13), generalisation (Z10).
 """
 
 from massieu.theory.assumptions import equilibrium_report

@@ -26,7 +26,7 @@ class ClusteringEnergy(Energy):
     to where the tangent is largest. The flow in continuous time: Geshkovski et al., arXiv 2312.10794; in three dimensions and
     more almost every start ends in one cluster.
 
-    Tokens that attend to held keys have an energy each (`Hopfield`); here the tokens are the keys as well, so that the
+    Tokens that attend to held keys have an energy each (`HopfieldEnergy`); here the tokens are the keys as well, so that the
     gradient has a term for either part (S3).
 
     Attributes:
