@@ -15,9 +15,9 @@ from massieu.verification.shim import resampling
 _STEP, _OBSERVED = ClusteringEnergy._step, ResampledLayer.observed
 
 
-def _softmax_layer(self, particles):
-    query, key, value = self.heads(particles)
-    return self.moved(particles, ops.attention(query, key, value, scale=self.scale).output)
+def _softmax_layer(self, particles, group):
+    query, key, value = self._heads(particles)
+    return self._after(particles, ops.attention(query, key, value, scale=self.scale).output)
 
 
 def _softmax(query, key, value, *, log_weight=None, scale=1.0):
@@ -35,7 +35,7 @@ def _each_its_own_ancestor(self, particles):
 
 
 WRONG = {
-    "N8: a layer of softmax attention": ("N8", DoublyStochasticLayer, "__call__", _softmax_layer),
+    "N8: a layer of softmax attention": ("N8", DoublyStochasticLayer, "_moved", _softmax_layer),
     "N8: softmax attention": ("N8", doubly_stochastic, "doubly_stochastic_attention", _softmax),
     "N8: tokens of equal weight": ("N8", doubly_stochastic, "doubly_stochastic_attention", _weights_forgotten),
     "N5: a step twice as long": ("N5", ClusteringEnergy, "_step", lambda self, state: _STEP(self, _STEP(self, state))),
