@@ -182,3 +182,10 @@ def test_it_learns_in_context_regression_better_than_softmax_at_the_same_budget(
     print(f"softmax {softmax:.3f}, linear {linear:.3f}, gaussian {gaussian:.3f}")
     assert linear < 0.1 * softmax
     assert gaussian < 0.5 * softmax
+
+
+def test_the_exponential_kernel_starts_from_attentions_scale():
+    exponential = ConditionalMeanAttention(18, 2, kernel="exponential").kernel
+    torch.testing.assert_close(exponential.scale.detach(), torch.full((2,), 1 / 3))
+    gaussian = ConditionalMeanAttention(18, 2).kernel
+    torch.testing.assert_close(gaussian.lengthscale.detach(), torch.full((2,), 3.0))

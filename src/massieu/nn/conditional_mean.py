@@ -50,7 +50,8 @@ class ConditionalMeanAttention(Iterating, MultiHead):
         Args:
             kernel: "gaussian", of lengthscale `width`; "exponential", softmax's, of scale 1/width²; "linear", which has no
                 width: in-context ridge regression.
-            width: What each head's starts from; √head_dim by default, of keys of unit variance about a distance.
+            width: What each head's starts from. By default √head_dim, of keys of unit variance about a distance; for the
+                exponential kernel head_dim^¼, so that its scale is head_dim^-½, as attention's.
             ridge: What each head's λ starts from.
             method, preconditioner_rank: As for `massieu.regression.conditional_mean_attention`. Where conjugate gradients
                 stop above their tolerance the last iterate is used; `convergence` tells of each value column.
@@ -62,8 +63,8 @@ class ConditionalMeanAttention(Iterating, MultiHead):
         choice("kernel", kernel, "gaussian", "exponential", "linear")
         if kernel == "linear" and width is not None:
             raise ValueError(f"the linear kernel has no width, got {width}")
-        width = math.sqrt(self.head_dim) if width is None else width
-        number("width", width, above=0)
+        power = 0.25 if kernel == "exponential" else 0.5
+        width = number("width", self.head_dim**power if width is None else width, above=0)
         number("ridge", ridge, above=0)
         self.kernel_name = kernel
         self.method: Method = method
