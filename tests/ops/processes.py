@@ -45,5 +45,9 @@ def _process(rank: int, function: Callable[[int, int], object], size: int, folde
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=limit)
+    # Nobody begins before all have joined: one that dies at once would else be an error of joining.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"joined {rank}", "")
+    store.wait([f"joined {other}" for other in range(size)], datetime.timedelta(seconds=30))
     result = function(rank, size)
     torch.save(result, Path(folder) / f"{rank}.pt")
