@@ -44,7 +44,7 @@ def leave_one_out(
     """Residuals (v − Hv)ₙ/(1 − Hₙₙ), H = G(G + λI)⁻¹, without a second fit (Allen 1974, PRESS).
 
     λ stays what it is with all tokens, that of an operator ridge too. Arguments, derivatives and errors are those of
-    `conditional_mean_attention`, method "cholesky". In features the ridge must be positive, and so large that no key's
+    `conditional_mean_attention` by `Cholesky`. In features the ridge must be positive, and so large that no key's
     1 − Hₙₙ is rounding: a residual has the relative rounding ε/(1 − Hₙₙ).
     """
     _, tokens = check_tokens(
