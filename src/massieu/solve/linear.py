@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from massieu.foundation.arguments import check_dense, described, floating, number, whole_number
+from massieu.foundation.arguments import described, number, whole_number
 from massieu.foundation.transforms import repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -43,9 +43,9 @@ class LinearSolver(ABC):
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
-        """Solve A x = right from x = 0, where ``product(x, *constants)`` is A x.
+        """Solve A x = right from x = 0, where ``product(x, *constants)`` is A x, without derivatives and checks.
 
-        Not differentiable itself. Compiled, `product` may use no other tensors than `constants`.
+        Compiled, `product` may use no other tensors than `constants`.
         """
 
 
@@ -73,9 +73,9 @@ class ConjugateGradients(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR at a direction of no or negative curvature, with the x before it."""
-        rtol = default_rtol(self.rtol, _checked(right).dtype)
+        rtol = default_rtol(self.rtol, right.dtype)
         limit = max(2 * right.shape[-1], 50) if self.max_steps is None else self.max_steps
-        start = right if self.preconditioner is None else _image(self.preconditioner, right, constants)
+        start = self._near(right, constants)
         square = (right * start).sum(-1)
         size, nothing = square.sqrt(), torch.zeros_like(square)
         count = torch.zeros_like(square, dtype=torch.int64)
@@ -92,7 +92,7 @@ class ConjugateGradients(LinearSolver):
         )
 
         def step(state: _Conjugate, *constants: Tensor) -> _Conjugate:
-            image = _image(product, state.direction, constants)
+            image = product(state.direction, *constants)
             curvature = (state.direction * image).sum(-1)
             running = state.status == RUNNING
             steepest = torch.maximum(state.steepest, curvature / state.length)
@@ -101,7 +101,7 @@ class ConjugateGradients(LinearSolver):
             step = torch.where(good, state.square / curvature, 0.0).unsqueeze(-1)
             value = state.value + step * state.direction
             residual = state.residual - step * torch.where(good.unsqueeze(-1), image, 0.0)
-            near = residual if self.preconditioner is None else _image(self.preconditioner, residual, constants)
+            near = self._near(residual, constants)
             square = torch.where(good, (residual * near).sum(-1), state.square)
             onward = torch.where(good, square / state.square, 0.0)
             direction = torch.where(good.unsqueeze(-1), near + onward.unsqueeze(-1) * state.direction, state.direction)
@@ -114,6 +114,22 @@ class ConjugateGradients(LinearSolver):
 
         end = repeat(step, begun, lambda state: state.status == RUNNING, limit, constants)
         return LinearSolveResult(end.value, _conclude(end.status), end.steps, end.square.sqrt())
+
+    def _near(self, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
+        """M vector, which must be like it."""
+        if self.preconditioner is None:
+            return vector
+        image = self.preconditioner(vector, *constants)
+        if (
+            not isinstance(image, Tensor)
+            or image.shape != vector.shape
+            or image.dtype != vector.dtype
+            or image.is_meta != vector.is_meta
+        ):
+            raise ValueError(
+                f"the preconditioner must return a vector like the one it is given, got {described(image)}"
+            )
+        return image
 
 
 @dataclass(frozen=True)
@@ -139,7 +155,7 @@ class GMRES(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR where the Krylov space ends before the residual does."""
-        size = _checked(right).norm(dim=-1)
+        size = right.norm(dim=-1)
         target = default_rtol(self.rtol, right.dtype) * size
         steps = torch.zeros_like(size, dtype=torch.int64)
         solution = LinearSolveResult(torch.zeros_like(right), _begin(size, target), steps, size)
@@ -178,43 +194,13 @@ class Dense(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR where LU meets a pivot of 0."""
-        matrix = dense(lambda vector: product(vector, *constants), _checked(right))
+        matrix = dense(lambda vector: product(vector, *constants), right)
         factors = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
         value = factors.result.squeeze(-1)
         status = torch.where(factors.info == 0, CONVERGED, SINGULAR)
         status = torch.where(value.isfinite().all(-1) | (factors.info != 0), status, NOT_FINITE)
         residual = (right - (matrix @ value.unsqueeze(-1)).squeeze(-1)).norm(dim=-1)
         return LinearSolveResult(value, status, torch.full_like(status, right.shape[-1]), residual)
-
-
-def _checked(right: Tensor) -> Tensor:
-    """A right side that can be solved for.
-
-    Raises:
-        TypeError: it is not floating-point, or in half precision, in which no system is solved.
-        ValueError: it has no dimension.
-    """
-    if floating("right", right).dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"right must be of float32 or float64, got {right.dtype}")
-    if right.ndim == 0:
-        raise ValueError("right must have shape (*items, n), got a number")
-    return right
-
-
-def _image(product: Product, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
-    """A vector's image, which must be like it."""
-    image = product(vector, *constants)
-    if torch.compiler.is_compiling():
-        return image
-    if not isinstance(image, Tensor) or image.is_meta != vector.is_meta:
-        raise TypeError(f"product must return a vector like the one it is given, got {described(image)}")
-    check_dense("product's value", image)
-    if image.shape != vector.shape or image.dtype != vector.dtype:
-        raise ValueError(
-            f"product must return the vector's shape and dtype, {tuple(vector.shape)} and {vector.dtype}, got "
-            f"{tuple(image.shape)} and {image.dtype}"
-        )
-    return image
 
 
 def dense(product: Product, like: Float[Tensor, "*items n"]) -> Float[Tensor, "*items n n"]:
@@ -304,7 +290,7 @@ def _arnoldi(product: Product) -> Callable[..., _Cycle]:
         state = state if torch.compiler.is_compiling() else _grown(state)
         places = torch.arange(state.basis.shape[-2], device=state.basis.device)
         here, after = (places == state.turn).to(state.basis.dtype), (places == state.turn + 1).to(state.basis.dtype)
-        image = _image(product, here @ state.basis, constants)
+        image = product(here @ state.basis, *constants)
         vector, column, length = orthogonalise(state.basis, image)
         column = (state.rotation @ (column + length.unsqueeze(-1) * after).unsqueeze(-1)).squeeze(-1)
 
