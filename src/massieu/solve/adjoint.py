@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.arguments import choice, flag, instance
-from massieu.foundation.derivatives import forward_derivative, reverse_derivative
+from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
 from massieu.solve.linear import GMRES, SOLVERS, LinearSolver, dense
 from massieu.solve.problem import FixedPointProblem
 from massieu.solve.system import LinearSystem, attach, chord, needs_plain_operations
@@ -91,7 +91,7 @@ _WORDS = (
 
 def _left(problem: FixedPointProblem, vector: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
     """(I − Jᵀ) vector."""
-    pulled = reverse_derivative(lambda z: problem(z, *leaves), [value], vector)[0]
+    pulled = lean_reverse_derivative(lambda z: problem(z, *leaves), [value], vector)[0]
     assert pulled is not None
     return vector - pulled
 
@@ -112,7 +112,7 @@ class _FixedPointEquation:
         refused, *leaves = inputs
         value = self._harmless(value, refused)
         solved = self._solve(self.system, cotangent, value, refused, leaves)
-        return None, *reverse_derivative(partial(self.problem, value), leaves, solved, wanted[1:])
+        return None, *lean_reverse_derivative(partial(self.problem, value), leaves, solved, wanted[1:])
 
     def push(self, tangents: Sequence[Tensor | None], value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """(I − J)⁻¹∂_θf dθ."""

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from massieu.foundation.arguments import described, number, whole_number
+from massieu.foundation.arguments import check_dense, described, number, whole_number
 from massieu.foundation.transforms import repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -120,15 +120,13 @@ class ConjugateGradients(LinearSolver):
         if self.preconditioner is None:
             return vector
         image = self.preconditioner(vector, *constants)
-        if (
-            not isinstance(image, Tensor)
-            or image.shape != vector.shape
-            or image.dtype != vector.dtype
-            or image.is_meta != vector.is_meta
-        ):
-            raise ValueError(
-                f"the preconditioner must return a vector like the one it is given, got {described(image)}"
-            )
+        if not isinstance(image, Tensor):
+            raise TypeError(f"preconditioner must return a vector like the one it is given, got {described(image)}")
+        check_dense("preconditioner's value", image)
+        if (image.shape, image.dtype, image.is_meta) != (vector.shape, vector.dtype, vector.is_meta):
+            given = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
+            got = f"{tuple(image.shape)} of {image.dtype} on {image.device}"
+            raise ValueError(f"preconditioner must return a vector like the one it is given, {given}, got {got}")
         return image
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from massieu.errors import ConvergenceError
 from massieu.foundation.arguments import instance
-from massieu.foundation.derivatives import forward_derivative, reverse_derivative
+from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
 from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, may_be_differentiated, some, unwrapped
 from massieu.solve.linear import ANY_MATRIX, SOLVERS, LinearSolver, LinearSolveResult, Product, dense
 from massieu.solve.problem import pose, refuse_captured
@@ -121,7 +121,7 @@ class LinearSystem:
         if not self.transposed or self.solver.symmetric:
             return self.product(vector, *leaves)
         # A linear function has the same derivative everywhere.
-        pulled = reverse_derivative(lambda x: self.product(x, *leaves), [torch.zeros_like(vector)], vector)[0]
+        pulled = lean_reverse_derivative(lambda x: self.product(x, *leaves), [torch.zeros_like(vector)], vector)[0]
         assert pulled is not None
         return pulled
 
@@ -149,7 +149,7 @@ class LinearSystem:
         """Another solve, and the derivatives of −⟨left, A x⟩."""
         leaves, other = inputs[1:], self.turned.solve(cotangent, inputs[1:])
         x, left = (other, value) if self.transposed else (value, other)
-        return other, *reverse_derivative(lambda *leaves: self.product(x, *leaves), leaves, -left, wanted[1:])
+        return other, *lean_reverse_derivative(lambda *leaves: self.product(x, *leaves), leaves, -left, wanted[1:])
 
     def push(self, tangents: Sequence[Tensor | None], value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """A solve with the same matrix."""
