@@ -66,6 +66,11 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
 
     Raises:
         ValueError, TypeError: a number out of its range, or no number.
+
+    Example:
+        >>> from massieu.regression import ridge_from
+        >>> ridge_from(noise_variance=0.5, prior_variance=2.0)
+        0.25
     """
     for name, value, least, above in (
         ("noise_variance", noise_variance, 0.0, None),
@@ -135,6 +140,14 @@ def conditional_mean_attention(
         ValueError: shapes or devices that do not fit (both are named), a ridge that is negative or NaN, both or none of
             the ridges, a singular matrix, numbers that are not finite, what a method does not do.
         ConvergenceError: conjugate gradients stopped above their tolerance, and `throw`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import LinearKernel, conditional_mean_attention
+        >>> key = torch.tensor([[[[1.0], [2.0]]]])
+        >>> how = {"kernel": LinearKernel.create(), "ridge": 0.0}
+        >>> round(conditional_mean_attention(3 * key[:, :, :1], key, 2 * key, **how).output.item(), 4)  # at 3
+        6.0
     """
     problem, tokens = check_tokens(
         query,

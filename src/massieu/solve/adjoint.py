@@ -32,6 +32,15 @@ class Implicit:
             as if the item were not there, so that a query without a fixed point does not end the training of the others.
         check_attraction: Whether fixed points at which ∂f/∂z has an eigenvalue of modulus ≥ 1 are refused, at up to
             12 evaluations. None: where a derivative may be wanted, and after Newton's method.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import ConjugateGradients, Implicit, fixed_point
+        >>> a = torch.tensor([0.5], requires_grad=True)
+        >>> symmetric = Implicit(ConjugateGradients())
+        >>> z = fixed_point(lambda z, a: a * z + 1, torch.zeros(1), (a,), adjoint=symmetric).value
+        >>> round(torch.autograd.grad(z, a)[0].item(), 4)  # of 1/(1 − a)
+        4.0
     """
 
     # Not the class itself: `torch.compile` makes no instance of a class that it meets as a default.
@@ -49,12 +58,30 @@ class Implicit:
 
 @dataclass(frozen=True)
 class OneStep:
-    """Derivatives of the function at a constant z: off by about the Lipschitz constant, but cheap. None to the start."""
+    """Derivatives of the function at a constant z: off by about the Lipschitz constant, but cheap. None to the start.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import OneStep, fixed_point
+        >>> a = torch.tensor([0.5], requires_grad=True)
+        >>> z = fixed_point(lambda z, a: a * z + 1, torch.zeros(1), (a,), adjoint=OneStep()).value
+        >>> round(torch.autograd.grad(z, a)[0].item(), 4)  # z, where the whole derivative is z/(1 − a) = 4
+        2.0
+    """
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Derivatives of the plain moves that were made, all of which are kept; the only ones that flow to the start."""
+    """Derivatives of the plain moves that were made, all of which are kept; the only ones that flow to the start.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Picard, Unrolled, fixed_point
+        >>> start, ways = torch.zeros(1, requires_grad=True), {"method": Picard(), "adjoint": Unrolled()}
+        >>> z = fixed_point(lambda z: 0.5 * z + 1, start, max_steps=3, throw=False, **ways).value
+        >>> z.item(), torch.autograd.grad(z, start)[0].item()
+        (1.75, 0.125)
+    """
 
 
 Adjoint = Implicit | OneStep | Unrolled

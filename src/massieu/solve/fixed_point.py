@@ -59,6 +59,15 @@ def fixed_point(
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range, `function` changes shape or dtype, or uses a tensor that requires grad
             and is not among the parameters.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import fixed_point
+        >>> a = torch.tensor([0.5], requires_grad=True)
+        >>> z = fixed_point(lambda z, a: a * z + 1, torch.zeros(1), (a,)).value  # 1/(1 − a)
+        >>> z.sum().backward()
+        >>> round(z.item(), 4), round(a.grad.item(), 4)
+        (2.0, 4.0)
     """
     instance("method", method, Method, "a Method, such as Auto(), Picard(), Anderson() or Newton()")
     _check(method, adjoint, max_steps, throw, rtol=rtol, atol=atol)

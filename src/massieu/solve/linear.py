@@ -34,7 +34,19 @@ class LinearSolveResult(NamedTuple):
 
 
 class LinearSolver(ABC):
-    """How linear systems are solved: `linear_solve` asks it, and so do implicit derivatives."""
+    """How linear systems are solved: `linear_solve` asks it, and so do implicit derivatives.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import LinearSolver, linear_solve
+        >>> from massieu.solve.linear import LinearSolveResult
+        >>> class Diagonal(LinearSolver):  # a solver of one's own
+        ...     def solve(self, product, right, constants=()):
+        ...         diagonal, none = product(torch.ones_like(right), *constants), 0 * right[..., 0]
+        ...         return LinearSolveResult(right / diagonal, none.long(), none.long() + 1, none)
+        >>> linear_solve(lambda x: 2 * x, torch.ones(2), solver=Diagonal()).value.tolist()
+        [0.5, 0.5]
+    """
 
     symmetric: ClassVar[bool] = False
     """Whether choosing it declares A symmetric: the transpose's products are then A's own."""
@@ -58,6 +70,14 @@ class ConjugateGradients(LinearSolver):
         max_steps: None: twice the size of an item, at least 50.
         preconditioner: ``preconditioner(x, *constants)`` is M x, with M symmetric positive definite and near A⁻¹ but for a
             factor: the nearer, the fewer steps. Both norms above are then √(xᵀMx).
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import ConjugateGradients, linear_solve
+        >>> diagonal = torch.tensor([1.0, 10.0, 100.0])
+        >>> inverse = ConjugateGradients(preconditioner=lambda x: x / diagonal)  # the exact one: one step
+        >>> linear_solve(lambda x: diagonal * x, diagonal, solver=inverse).steps.item()
+        1
     """
 
     symmetric: ClassVar[bool] = True
@@ -139,6 +159,13 @@ class GMRES(LinearSolver):
         memory: Vectors kept before a restart, for each item. None: 100, taken as they are needed, or in compiled code,
             which takes all room at once, 30.
         cycles: Restarts, the first included.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import GMRES, linear_solve
+        >>> found = linear_solve(lambda x: 2 * x.flip(-1), torch.tensor([2.0, 4.0]), solver=GMRES(memory=10))
+        >>> found.value.round(decimals=4).tolist()
+        [2.0, 1.0]
     """
 
     rtol: float | None = None
@@ -186,7 +213,14 @@ class GMRES(LinearSolver):
 
 @dataclass(frozen=True)
 class Dense(LinearSolver):
-    """By the matrix itself: n products and n² numbers for each item, then LU. For small items."""
+    """By the matrix itself: n products and n² numbers for each item, then LU. For small items.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Dense, linear_solve
+        >>> linear_solve(lambda x: 2 * x.flip(-1), torch.tensor([2.0, 4.0]), solver=Dense()).value.tolist()
+        [2.0, 1.0]
+    """
 
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()

@@ -53,6 +53,15 @@ def linear_solve(
         TypeError: an argument is of the wrong kind.
         ValueError: `right` has no dimension, or `product` changes shape or dtype, or uses a tensor that requires grad and is
             not among the parameters.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import linear_solve
+        >>> a = torch.tensor([2.0, 4.0], requires_grad=True)
+        >>> x = linear_solve(lambda x, a: a * x, torch.ones(2), (a,)).value
+        >>> x.sum().backward()
+        >>> x.detach().round(decimals=4).tolist(), a.grad.round(decimals=4).tolist()  # 1/a and −1/a²
+        ([0.5, 0.25], [-0.25, -0.0625])
     """
     instance("solver", solver, LinearSolver, SOLVERS)
     problem, right, leaves = pose(product, right, parameters, 1, ("product", "right"))
