@@ -146,9 +146,13 @@ def test_what_is_captured_raises():
 @every_row(
     ("given", "error", "said"),
     [
-        ({"right": torch.tensor(1.0)}, ValueError, "item_dims|dimension"),
+        ({"right": torch.tensor(1.0)}, ValueError, r"right must have shape \(\*items, n\), got a number"),
         ({"solver": "gmres"}, TypeError, r"such as GMRES\(\), ConjugateGradients\(\) or Dense\(\), got 'gmres'"),
-        ({"product": lambda x: x.sum()}, ValueError, r"product must return z's shape \(2, 3\)"),
+        (
+            {"product": lambda x: x.sum()},
+            ValueError,
+            r"product must return its first argument's shape and dtype, \(2, 3\)",
+        ),
         ({"parameters": FACTOR}, TypeError, "parameters must be a tuple"),
     ],
 )

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
-from massieu.foundation.arguments import instance
+from massieu.foundation.arguments import floating, instance
 from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
 from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, may_be_differentiated, some, unwrapped
 from massieu.solve.linear import ANY_MATRIX, SOLVERS, LinearSolver, LinearSolveResult, Product, dense
@@ -64,6 +64,8 @@ def linear_solve(
         ([0.5, 0.25], [-0.25, -0.0625])
     """
     instance("solver", solver, LinearSolver, SOLVERS)
+    if floating("right", right).ndim == 0:
+        raise ValueError("right must have shape (*items, n), got a number")
     problem, right, leaves = pose(product, right, parameters, 1, ("product", "right"))
     if torch.is_grad_enabled():
         refuse_captured(problem(torch.zeros_like(right).detach(), *(leaf.detach() for leaf in leaves)), "product")
@@ -84,20 +86,6 @@ _WORDS = (
     "A is singular or nearly so, or, for conjugate gradients, not symmetric positive definite; try GMRES(memory=100), a "
     "preconditioner, a looser rtol, or float64",
 )
-
-
-class Equation(Protocol):
-    """What a known value solves, and so depends on tensors."""
-
-    def pull(
-        self, cotangent: Tensor, value: Tensor, inputs: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> Sequence[Tensor | None]:
-        """The cotangents of the inputs."""
-        ...
-
-    def push(self, tangents: Sequence[Tensor | None], value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """The tangent of the value."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -177,8 +165,8 @@ class LinearSystem:
         )
 
 
-def attach(equation: Equation, value: Tensor, *inputs: Tensor) -> Tensor:
-    """`value` with the derivatives that the equation gives it in the inputs, of every order."""
+def attach(equation: Any, value: Tensor, *inputs: Tensor) -> Tensor:
+    """`value` with the derivatives that an equation gives it in the inputs, of every order: by its `pull` and `push`."""
     return (_Reverse if torch.compiler.is_compiling() else _Forward).apply(equation, value, *inputs)
 
 
@@ -188,7 +176,7 @@ class _Reverse(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(equation: Equation, value: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(equation: Any, value: Tensor, *inputs: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
