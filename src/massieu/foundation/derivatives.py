@@ -59,13 +59,14 @@ def lean_reverse_derivative(
 
     Outside of transforms a plain backward pass keeps a graph only where derivatives of these cotangents are being taken.
     """
+    if torch.compiler.is_compiling() or in_functorch() or forward_ad._current_level >= 0:
+        return reverse_derivative(function, tensors, cotangent, wanted)
     chosen = [is_differentiable(tensor) for tensor in tensors]
     if wanted is not None:
         chosen = [own and want for own, want in zip(chosen, wanted, strict=True)]
     restricted, primals = _restrict(function, tensors, chosen)
-    # Pulled back after a transform has ended, tensors are still wrapped: a plain pass would find zeros there.
-    near = in_functorch() or forward_ad._current_level >= 0 or any(map(is_functorch_wrapped_tensor, primals))
-    if torch.compiler.is_compiling() or near or not primals:
+    if not primals or any(map(is_functorch_wrapped_tensor, primals)):
+        # Pulled back after a transform has ended, tensors are still wrapped: a plain pass would find zeros there.
         return reverse_derivative(function, tensors, cotangent, chosen)
     again = torch.is_grad_enabled()
     with torch.enable_grad():
