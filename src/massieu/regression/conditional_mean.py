@@ -149,16 +149,7 @@ def conditional_mean_attention(
         >>> round(conditional_mean_attention(3 * key[:, :, :1], key, 2 * key, **how).output.item(), 4)  # at 3
         6.0
     """
-    problem, tokens = check_tokens(
-        query,
-        key,
-        value,
-        kernel=kernel,
-        ridge=ridge,
-        operator_ridge=operator_ridge,
-        log_weight=log_weight,
-        is_causal=is_causal,
-    )
+    problem, tokens = check_tokens(query, key, value, kernel, ridge, operator_ridge, log_weight, is_causal)
     how = _method(method, tokens, is_causal)
     whole_number("preconditioner_rank", preconditioner_rank, least=0)
     asked = problem.query.to(problem.dtype)

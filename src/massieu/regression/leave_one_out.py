@@ -55,16 +55,7 @@ def leave_one_out(
         >>> [round(r, 3) for r in found.residual.flatten().tolist()]  # value − (sum of the others)/3
         [-1.0, 0.333, 1.667]
     """
-    _, tokens = check_tokens(
-        key,
-        key,
-        value,
-        kernel=kernel,
-        ridge=ridge,
-        operator_ridge=operator_ridge,
-        log_weight=log_weight,
-        is_causal=False,
-    )
+    _, tokens = check_tokens(key, key, value, kernel, ridge, operator_ridge, log_weight)
     features = tokens.features()
     if features is None:
         factor = tokens.gram_factor()

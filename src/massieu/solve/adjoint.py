@@ -17,6 +17,7 @@ from massieu.foundation.arguments import choice, flag, instance
 from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
 from massieu.solve.linear import GMRES, SOLVERS, LinearSolver, dense
 from massieu.solve.problem import FixedPointProblem
+from massieu.solve.status import CONVERGED, MAX_STEPS, FixedPointResult
 from massieu.solve.system import LinearSystem, attach, chord, needs_plain_operations
 
 
@@ -95,18 +96,16 @@ def one_step(problem: FixedPointProblem, value: Tensor, leaves: tuple[Tensor, ..
 
 
 def implicit(
-    problem: FixedPointProblem,
-    adjoint: Implicit,
-    throw: bool,
-    value: Tensor,
-    refused: Tensor,
-    leaves: tuple[Tensor, ...],
+    problem: FixedPointProblem, adjoint: Implicit, throw: bool, found: FixedPointResult, leaves: tuple[Tensor, ...]
 ) -> Tensor:
-    """`value` with the derivatives of the fixed point in the leaves; what is lost for refused items."""
+    """The flat value with the derivatives of the fixed point in the leaves; what is lost for items without one."""
+    refused = (found.status != CONVERGED) & (found.status != MAX_STEPS)
     lost = math.nan if adjoint.lost == "nan" else 0.0
     system = LinearSystem(partial(_left, problem), adjoint.solver, throw, lost, _WORDS)
     equation = _FixedPointEquation(problem, system, lost)
-    return (equation.plain if needs_plain_operations() else partial(attach, equation))(value, refused, *leaves)
+    return (equation.plain if needs_plain_operations() else partial(attach, equation))(
+        problem.flat(found.value), refused, *leaves
+    )
 
 
 _WORDS = (

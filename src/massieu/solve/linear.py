@@ -99,17 +99,8 @@ class ConjugateGradients(LinearSolver):
         square = (right * start).sum(-1)
         size, nothing = square.sqrt(), torch.zeros_like(square)
         count = torch.zeros_like(square, dtype=torch.int64)
-        begun = _Conjugate(
-            torch.zeros_like(right),
-            right,
-            start,
-            square,
-            square,
-            nothing,
-            _begin(size, rtol * size),
-            count,
-            rtol * size,
-        )
+        status, target, zero = _begin(size, rtol * size), rtol * size, torch.zeros_like(right)
+        begun = _Conjugate(zero, right, start, square, square, nothing, status, count, target)
 
         def step(state: _Conjugate, *constants: Tensor) -> _Conjugate:
             image = product(state.direction, *constants)
