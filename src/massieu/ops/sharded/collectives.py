@@ -21,6 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+# Their names were others until PyTorch 2.12.
+_NEW_NAMES = hasattr(dist, "all_gather_single")
+ALL_GATHER = "all_gather_single" if _NEW_NAMES else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if _NEW_NAMES else "reduce_scatter_tensor"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -122,7 +127,7 @@ def gathered(tensor: Tensor, group: Group) -> Tensor:
     """All processes' tensors, stacked, without derivative."""
     result = tensor.new_empty(group.size, *tensor.shape)
     if tensor.numel():
-        dist.all_gather_single(result.view(-1), tensor.detach().contiguous().view(-1), group=group.handle)
+        getattr(dist, ALL_GATHER)(result.view(-1), tensor.detach().contiguous().view(-1), group=group.handle)
     return result
 
 
@@ -130,7 +135,7 @@ def _scattered(tensor: Tensor, group: Group) -> Tensor:
     wide = _widened(tensor)
     result = torch.empty_like(wide[0])
     if result.numel():
-        dist.reduce_scatter_single(result.view(-1), wide.view(-1), group=group.handle)
+        getattr(dist, REDUCE_SCATTER)(result.view(-1), wide.view(-1), group=group.handle)
     return result.to(tensor.dtype)
 
 
