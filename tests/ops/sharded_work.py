@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from massieu import ops
 from massieu.ops import sharded
-from massieu.ops.sharded.collectives import ALL_GATHER, REDUCE_SCATTER
 
 BATCH, HEADS, KEY_HEADS, LENGTH, SIZE, VALUE = 2, 4, 2, 3, 5, 6
 KEYS = {2: (7, 4), 4: (3, 0, 5, 3)}
@@ -237,7 +236,7 @@ def messages(rank, size):
 def recorded():
     """The bytes of each message while this lasts."""
     sizes: list[int] = []
-    names = ["all_reduce", ALL_GATHER, REDUCE_SCATTER, "all_to_all_single"]
+    names = ["all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"]
     originals = {name: getattr(dist, name) for name in names}
 
     def recording(name):

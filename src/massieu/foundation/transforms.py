@@ -119,13 +119,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def autocasts(kind: str) -> bool:
     """Whether `torch.autocast` is on for this kind of device."""
-    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
-
-
-@torch.compiler.assume_constant_result
-def _has_autocast(kind: str) -> bool:
-    # The compiler of PyTorch 2.9 cannot look into it.
-    return torch.amp.is_autocast_available(kind)
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -47,13 +47,4 @@ def _with_generator(func: Any) -> Any:
         names = [argument.name for argument in overload._schema.arguments]
         if "generator" in names and [n for n in names if n != "generator"] == [n for n in own if n != "generator"]:
             return overload
-    name = func._schema.name.removeprefix("aten::")
-    if name in ("rand_like", "randn_like"):
-        # Until PyTorch 2.10 these had no such form.
-        fill = torch.Tensor.uniform_ if name == "rand_like" else torch.Tensor.normal_
-
-        def drawn(like: Tensor, *, generator: torch.Generator, **options: Any) -> Tensor:
-            return fill(torch.empty_like(like, **options), generator=generator)
-
-        return drawn
     raise RuntimeError(f"{func} draws random numbers from the global generator, and takes no other")

@@ -21,11 +21,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-# Their names were others until PyTorch 2.12.
-_NEW_NAMES = hasattr(dist, "all_gather_single")
-ALL_GATHER = "all_gather_single" if _NEW_NAMES else "all_gather_into_tensor"
-REDUCE_SCATTER = "reduce_scatter_single" if _NEW_NAMES else "reduce_scatter_tensor"
-
 
 @dataclass(frozen=True)
 class Group:
@@ -127,7 +122,7 @@ def gathered(tensor: Tensor, group: Group) -> Tensor:
     """All processes' tensors, stacked, without derivative."""
     result = tensor.new_empty(group.size, *tensor.shape)
     if tensor.numel():
-        getattr(dist, ALL_GATHER)(result.view(-1), tensor.detach().contiguous().view(-1), group=group.handle)
+        dist.all_gather_single(result.view(-1), tensor.detach().contiguous().view(-1), group=group.handle)
     return result
 
 
@@ -135,7 +130,7 @@ def _scattered(tensor: Tensor, group: Group) -> Tensor:
     wide = _widened(tensor)
     result = torch.empty_like(wide[0])
     if result.numel():
-        getattr(dist, REDUCE_SCATTER)(result.view(-1), wide.view(-1), group=group.handle)
+        dist.reduce_scatter_single(result.view(-1), wide.view(-1), group=group.handle)
     return result.to(tensor.dtype)
 
 
