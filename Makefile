@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder check test slow emulated floor core lint types types-changed packages bench clean
+.PHONY: demo demo-decoder check test slow emulated floor core lint types types-changed packages bench release-check clean
 
 # What pytest makes of the test files is kept: the next run reads them in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -99,6 +99,10 @@ bench: $(VENV)/measured ## the benchmarks one after the other, written to benchm
 	done
 	$(BIN)/python benchmarks/page.py
 	rm -r $(MEASURED)
+
+# Builds the distribution from what is committed and tries it in environments of its own, the demo from the wheel among them.
+release-check: ## what a release must pass; leaves the two files in dist/
+	scripts/release_check.sh $(PYTHON)
 
 clean:
 	rm -rf $(VENV) $(FLOOR) massieu-results build dist
