@@ -38,7 +38,7 @@ SECTIONS = {
     "conditional_mean": sections.conditional_mean,
 }
 """All others are tables of comparisons."""
-MORE = {"scaling": "\nWhat follows from it for 10⁹ keys, on paper: [estimate](scaling.md).\n"}
+MORE = {"scaling": "\nWhat follows from it for 10⁹ keys, on paper: [estimate](explanation/scaling.md).\n"}
 
 INTRODUCTION = """\
 # Benchmarks

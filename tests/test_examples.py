@@ -13,26 +13,26 @@ from massieu.probing.statistics.registry import STATISTICS
 
 ROOT = Path(__file__).parent.parent
 PAGES_WITH_CODE = (
-    "measures",
-    "ops",
-    "losses",
-    "streaming",
-    "duality",
-    "verify",
-    "solve",
-    "energy",
-    "sparse",
-    "machines",
-    "spins",
-    "flow",
-    "population",
-    "nn",
-    "energy_transformer",
-    "equilibrium",
-    "posterior",
-    "smoothing",
-    "transfer",
-    "conditional_mean",
+    "how-to/measures",
+    "how-to/ops",
+    "how-to/losses",
+    "how-to/streaming",
+    "how-to/duality",
+    "how-to/verify",
+    "how-to/solve",
+    "how-to/energy",
+    "how-to/sparse",
+    "how-to/machines",
+    "how-to/spins",
+    "how-to/flow",
+    "how-to/population",
+    "how-to/nn",
+    "how-to/energy_transformer",
+    "explanation/equilibrium",
+    "how-to/posterior",
+    "explanation/smoothing",
+    "explanation/transfer",
+    "how-to/conditional_mean",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -114,7 +114,7 @@ def test_the_table_of_experiments_names_what_there_is():
 def test_numbers_of_benchmarks_are_told_on_their_page_alone():
     """An interval of a ratio is a measurement: typed again it would stay as it is when the next is made."""
     interval = re.compile(r"\d\.\d+ \[\d\.\d+, \d\.\d+\]")
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         if path.name != "benchmarks.md":
             assert interval.search(path.read_text()) is None, path.name
 
@@ -302,7 +302,7 @@ def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
     # What the page says of it.
     ((masks, least, largest, lost),) = numbers(r"κ of (\d+) masks: (\S+) to (\S+); not identifiable: (\d+)", found)
     ((near, alike),) = numbers(r"among the (\d+) masks of 15 to 17 pixels: (\S+)", found)
-    page = (ROOT / "docs/transfer.md").read_text().replace("−", "-")
+    page = (ROOT / "docs/explanation/transfer.md").read_text().replace("−", "-")
     for words in (
         f"Over {masks} masks κ goes from {float(least):.0f} to {float(largest):.0f}.",
         f"at most {float(share):.2f} of its bound; the rank correlation",
@@ -310,7 +310,7 @@ def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
         f"{lost} more masks, and four pixels by themselves, are not enough",
     ):
         assert words in page, words
-    assert f"(Z13): rank correlation {ratio}." in (ROOT / "docs/examples.md").read_text()
+    assert f"(Z13): rank correlation {ratio}." in (ROOT / "docs/start/examples.md").read_text()
     assert picture.stat().st_size > 10_000
 
 
