@@ -56,7 +56,11 @@ STANDINGS = {
     "assumption": "made precise: what is assumed fails",
 }
 
-HEAD = """# From the papers to the code
+HEAD = """---
+hide: [toc]
+---
+
+# From the papers to the code
 
 Each row is a statement of a paper, where it stands, the claim that checks it, and the public names that the check uses.
 Ask for the numbers of one with `massieu verify S7`. The page is made from the claim registry when the site is built.

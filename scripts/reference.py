@@ -58,7 +58,7 @@ def reference_page(module: griffe.Module) -> str:
     uri = reference_uri(module.path)
     parts = [
         f"# `{module.path}`",
-        f"::: {module.path}\n    options:\n      members: false\n      show_root_heading: false",
+        f"::: {module.path}\n    options:\n      members: false\n      show_root_heading: false\n      show_root_toc_entry: false",
     ]
     names = public_names(module)
     elsewhere = {path: reference_uri(path) for path in names.values() if path in modules()}

@@ -19,6 +19,9 @@ from scripts.reference import ROOT, Uri, reference_page, reference_uri, rooms
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=(?:#[^)\s]*)?\))")
 """The path of a link, where its target is not an anchor alone."""
 
+ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+CODE = re.compile(r"`[^`]+`")
+
 
 def generated_pages() -> dict[Uri, str]:
     """The pages of the reference and the map of the papers."""
@@ -48,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they are on the site."""
+    """Links as they are on the site, and tables as its Markdown reads them."""
     uri = page.file.src_uri
     source = uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}"
     here = os.path.dirname(uri)
@@ -57,7 +60,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = _resolved(source, link[1])
         return os.path.relpath(_uri(path), here) if _is_moved(source, path) else link[1]
 
-    return LINK.sub(on_site, markdown)
+    return LINK.sub(on_site, bars(markdown))
+
+
+def bars(markdown: str) -> str:
+    """GitHub takes a bar in a table's code for the end of a cell, unless it is escaped; Python's Markdown shows the escape."""
+    return ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
 
 
 def _outside(source: str, markdown: str) -> set[str]:

@@ -5,11 +5,16 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from html import unescape
 from pathlib import Path
 
 import pytest
+from markdown import Markdown
+from markdown_it import MarkdownIt
+from mkdocs.config import load_config
 from scripts.papers import papers_page, standing, used_names
 from scripts.reference import places, public_names, reference_page, reference_uri, rooms
+from scripts.site_pages import bars
 from tests.test_house import _public_names
 
 from massieu.verification.registry import claims
@@ -145,3 +150,23 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
     assert "&gt;&gt;&gt; " not in re.sub(
         r"<(pre|code)\b.*?</\1>", "", pages[Path("reference/ops.html")], flags=re.DOTALL
     )
+
+
+@pytest.mark.slow
+def test_the_site_shows_what_github_shows():
+    """Two readings of Markdown, one of lists and tables that the other takes for text."""
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    ours = Markdown(extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
+    github = MarkdownIt("commonmark").enable("table")
+    differ = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        if path.is_relative_to(DOCS) or path.name in ("CONTRIBUTING.md", "ARCHITECTURE.md"):
+            differ += [path.name] * (_shown(ours.reset().convert(bars(text))) != _shown(github.render(text)))
+    assert not differ
+
+
+def _shown(page: str) -> tuple[Counter[str], str]:
+    """How many lists, cells and emphases a page has, and its text."""
+    tags = Counter(re.findall(r"<(li|ul|ol|td|th|h\d|pre|em|strong|img|table)\b", page))
+    return tags, re.sub(r"[\s¶]+", "", unescape(re.sub(r"<[^>]*>", "", page)))
