@@ -58,7 +58,7 @@ def reference_page(module: griffe.Module) -> str:
     uri = reference_uri(module.path)
     parts = [
         f"# `{module.path}`",
-        f"::: {module.path}\n    options:\n      members: false\n      show_root_heading: false\n      show_root_toc_entry: false",
+        f"::: {module.path}\n    options: {{ members: false, show_root_heading: false, show_root_toc_entry: false }}",
     ]
     names = public_names(module)
     elsewhere = {path: reference_uri(path) for path in names.values() if path in modules()}
@@ -69,7 +69,7 @@ def reference_page(module: griffe.Module) -> str:
         parts.append(f"On other pages: {links}.")
     for name, path in names.items():
         if path not in elsewhere:
-            parts.append(f"::: {path}\n    options:\n      heading: {name}\n      toc_label: {name}")
+            parts.append(f"::: {path}\n    options: {{ heading: {name}, toc_label: {name} }}")
     return "\n\n".join(parts) + "\n"
 
 
