@@ -15,8 +15,8 @@ from markdown_it.token import Token
 MOST_WORDS = 35
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 SHORT = re.compile(r"\b(?:e\.g|i\.e|et al|eqs?|vs|cf|Thm|Prop|Cor|Fig|no)\.$")
-END = re.compile(r"[.!?…][\"'”’)]*\s+(?=[\"'“‘(]*[^\Wa-z])")
-"""A point and what closes with it, before what may begin a sentence."""
+END = re.compile(r"[.!?…][\"'”’)]*\s+(?=[\"'“‘(]*[^\Wa-z]|\([a-z]+\) )")
+"""A point and what closes with it, before what may begin a sentence: a capital, a number, or an item such as (b)."""
 
 
 def sentences(markdown: str) -> Iterator[tuple[int, str]]:
