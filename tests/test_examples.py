@@ -305,7 +305,7 @@ def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
     page = (ROOT / "docs/explanation/transfer.md").read_text().replace("−", "-")
     for words in (
         f"Over {masks} masks κ goes from {float(least):.0f} to {float(largest):.0f}.",
-        f"at most {float(share):.2f} of its bound; the rank correlation",
+        f"at most {float(share):.2f} of its bound. The rank correlation",
         f"measured ratio of errors is {ratio}, between κ and accuracy {accuracy}, and {alike} among the {near} masks",
         f"{lost} more masks, and four pixels by themselves, are not enough",
     ):
