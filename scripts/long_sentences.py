@@ -1,7 +1,7 @@
 """Sentences of more than 35 words in Markdown: `python scripts/long_sentences.py README.md docs`.
 
-A heading, a table's cell and a list's item end a sentence too. Code in a line is one word, a link's target none, and blocks of
-code are not read.
+A heading, a table's cell and an item of a list end a sentence too. Code in a line is one word, a link's target none. Blocks
+of code are not read.
 """
 
 import re
@@ -15,8 +15,8 @@ from markdown_it.token import Token
 MOST_WORDS = 35
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 SHORT = re.compile(r"\b(?:e\.g|i\.e|et al|eqs?|vs|cf|Thm|Prop|Cor|Fig|no)\.$")
-END = re.compile(r"[.!?…][\"'”’)]*\s+(?=[\"'“‘(]*[^\Wa-z]|\([a-z]+\) )")
-"""A point and what closes with it, before what may begin a sentence: a capital, a number, or an item such as (b)."""
+END = re.compile(r"(?: ·|[.!?…][\"'”’)]*)\s+(?=[\"'“‘(]*[^\Wa-z]|\([a-z]+\) )")
+"""A point and what closes with it, before what may begin a sentence: a capital, a number, (b). Or a dot · between items."""
 
 
 def sentences(markdown: str) -> Iterator[tuple[int, str]]:
