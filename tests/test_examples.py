@@ -13,6 +13,7 @@ from massieu.probing.statistics.registry import STATISTICS
 
 ROOT = Path(__file__).parent.parent
 PAGES_WITH_CODE = (
+    "start/index",
     "how-to/measures",
     "how-to/ops",
     "how-to/losses",
@@ -78,6 +79,25 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
     run_here("\n\n".join(blocks), tmp_path / "page.py", monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_blocks_on_the_probe_run(tmp_path, monkeypatch):
+    """Where the page says `notes.md`, a file of that name stands: the blocks write beside it."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/probe.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "notes.md").write_text("Attention is the gradient of its log-partition. " * 40)
+    (tmp_path / "page.py").write_text("\n\n".join(blocks))
+    monkeypatch.chdir(tmp_path)
+    found = runpy.run_path("page.py")
+    assert found["again"].table.equals(found["frame"])
+    assert len(found["sharpest"]) == 3
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_every_page_with_code_is_run():
+    """The probe's blocks have a test of their own; the README's too."""
+    pages = {path for path in (ROOT / "docs").rglob("*.md") if "```python" in path.read_text(encoding="utf-8")}
+    assert {str(path.relative_to(ROOT)) for path in pages} == {*PAGES, "docs/how-to/probe.md"}
 
 
 @pytest.mark.medium
