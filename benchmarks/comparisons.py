@@ -19,7 +19,7 @@ def section(content: Json) -> str:
         parts.append(
             f"The floor of the eager moments, L = {found['length']:,}: their {sum(found['times'].values())} operations on a "
             f"tile, each timed by itself on one that stays in the cache, make {duration(found['total'])} for all tiles, "
-            f"{share} of fused attention; {duration(of['seconds'])} is what they take together.\n"
+            f"{share} of fused attention. Together they take {duration(of['seconds'])}.\n"
         )
     if "flex_attention" in content:
         answers = content["flex_attention"]
@@ -114,7 +114,7 @@ def _extrapolated(matrix: Json, rows: list[Json]) -> str:
     sizes = ", ".join(f"{size:,.0f}" for size in peak["sizes"])
     return (
         f"**{matrix['pairs']:,} pairs.** Ours is measured: {duration(ours['seconds'])}, {memory(ours['mebibytes'])}. The whole "
-        f"score matrix is too large to be run there; it is extrapolated from {sizes} pairs, with 95 % intervals for a "
+        f"score matrix is too large to be run there. It is extrapolated from {sizes} pairs, with 95 % intervals for a "
         f"measurement: {peak['extrapolated'] / 1024:.3g} GiB [{low:.3g}, {high:.3g}] (exponent {exponent(peak)}) and "
         f"{time['extrapolated']:.3g} s [{early:.3g}, {late:.3g}] (exponent {exponent(time)}). Beside that, ours is "
         f"{ratio(ours['mebibytes'] / peak['extrapolated'])} of the memory and "

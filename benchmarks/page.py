@@ -38,7 +38,7 @@ SECTIONS = {
     "conditional_mean": sections.conditional_mean,
 }
 """All others are tables of comparisons."""
-MORE = {"scaling": "\nWhat follows from it for 10⁹ keys, on paper: [estimate](scaling.md).\n"}
+MORE = {"scaling": "\nWhat follows from it for 10⁹ keys, on paper: [estimate](explanation/scaling.md).\n"}
 
 INTRODUCTION = """\
 # Benchmarks
@@ -46,14 +46,14 @@ INTRODUCTION = """\
 Written by `python benchmarks/page.py` from the files in [`benchmarks/results/`](../benchmarks/results); do not edit. Each
 section names the command that measures its numbers again; `make bench` runs all and writes this page.
 
-* **Time** is CPU time of one thread, in float32 where nothing else is said. Two sides take turns in one run; ratios are
+* **Time** is CPU time of one thread, in float32 where nothing else is said. Two sides take turns in one run. Ratios are
   ours divided by the reference's, of medians, with the 95 % interval of resampled rounds: three of works of many
   seconds, up to 41 of works of milliseconds.
 * **Memory** is what the resident set of a fresh process grows by while the work is done once, beyond its inputs.
 * **A bar is met** when the upper ends of the intervals are at or under it, in time and in memory; the median alone
   does not count.
 * **The count** is the time of what our way cannot do without, one after the other, at the rates that a thread reaches on
-  each alone: products, exponentials, and for eager tiles the bytes that their operations take through the cache.
+  each alone. Counted are products, exponentials, and for eager tiles the bytes that their operations take through the cache.
 """
 NOT_MEASURED = """\
 ## CUDA: not measured

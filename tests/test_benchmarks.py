@@ -264,9 +264,9 @@ def test_the_page_says_what_is_extrapolated():
 
 
 def test_the_estimate_for_many_keys_is_of_the_measured_numbers():
-    """What `docs/scaling.md` says was measured, and what follows from it, from the file that it names."""
+    """What `docs/explanation/scaling.md` says was measured, and what follows from it, from the file that it names."""
     results = RESULTS["scaling"]
-    text, rates = (FOLDER.parent / "docs" / "scaling.md").read_text(), results["ceilings"]
+    text, rates = (FOLDER.parent / "docs" / "explanation" / "scaling.md").read_text(), results["ceilings"]
     names = {(1, False): "1 query, forwards", (1, True): "1 query, both ways"}
     names |= {(64, False): "64 queries, forwards", (64, True): "64 queries, both ways"}
     over, wanted = [], []

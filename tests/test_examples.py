@@ -13,26 +13,27 @@ from massieu.probing.statistics.registry import STATISTICS
 
 ROOT = Path(__file__).parent.parent
 PAGES_WITH_CODE = (
-    "measures",
-    "ops",
-    "losses",
-    "streaming",
-    "duality",
-    "verify",
-    "solve",
-    "energy",
-    "sparse",
-    "machines",
-    "spins",
-    "flow",
-    "population",
-    "nn",
-    "energy_transformer",
-    "equilibrium",
-    "posterior",
-    "smoothing",
-    "transfer",
-    "conditional_mean",
+    "start/index",
+    "how-to/measures",
+    "how-to/ops",
+    "how-to/losses",
+    "how-to/streaming",
+    "how-to/duality",
+    "how-to/verify",
+    "how-to/solve",
+    "how-to/energy",
+    "how-to/sparse",
+    "how-to/machines",
+    "how-to/spins",
+    "how-to/flow",
+    "how-to/population",
+    "how-to/nn",
+    "how-to/energy_transformer",
+    "explanation/equilibrium",
+    "how-to/posterior",
+    "explanation/smoothing",
+    "explanation/transfer",
+    "how-to/conditional_mean",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -80,6 +81,25 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     run_here("\n\n".join(blocks), tmp_path / "page.py", monkeypatch)
 
 
+@pytest.mark.slow
+def test_the_blocks_on_the_probe_run(tmp_path, monkeypatch):
+    """Where the page says `notes.md`, a file of that name stands: the blocks write beside it."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/probe.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "notes.md").write_text("Attention is the gradient of its log-partition. " * 40)
+    (tmp_path / "page.py").write_text("\n\n".join(blocks))
+    monkeypatch.chdir(tmp_path)
+    found = runpy.run_path("page.py")
+    assert found["again"].table.equals(found["frame"])
+    assert len(found["sharpest"]) == 3
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_every_page_with_code_is_run():
+    """The probe's blocks have a test of their own; the README's too."""
+    pages = {path for path in (ROOT / "docs").rglob("*.md") if "```python" in path.read_text(encoding="utf-8")}
+    assert {str(path.relative_to(ROOT)) for path in pages} == {*PAGES, "docs/how-to/probe.md"}
+
+
 @pytest.mark.medium
 def test_the_readmes_python_runs(tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -114,7 +134,7 @@ def test_the_table_of_experiments_names_what_there_is():
 def test_numbers_of_benchmarks_are_told_on_their_page_alone():
     """An interval of a ratio is a measurement: typed again it would stay as it is when the next is made."""
     interval = re.compile(r"\d\.\d+ \[\d\.\d+, \d\.\d+\]")
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         if path.name != "benchmarks.md":
             assert interval.search(path.read_text()) is None, path.name
 
@@ -302,15 +322,15 @@ def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
     # What the page says of it.
     ((masks, least, largest, lost),) = numbers(r"κ of (\d+) masks: (\S+) to (\S+); not identifiable: (\d+)", found)
     ((near, alike),) = numbers(r"among the (\d+) masks of 15 to 17 pixels: (\S+)", found)
-    page = (ROOT / "docs/transfer.md").read_text().replace("−", "-")
+    page = (ROOT / "docs/explanation/transfer.md").read_text().replace("−", "-")
     for words in (
         f"Over {masks} masks κ goes from {float(least):.0f} to {float(largest):.0f}.",
-        f"at most {float(share):.2f} of its bound; the rank correlation",
+        f"at most {float(share):.2f} of its bound. The rank correlation",
         f"measured ratio of errors is {ratio}, between κ and accuracy {accuracy}, and {alike} among the {near} masks",
         f"{lost} more masks, and four pixels by themselves, are not enough",
     ):
         assert words in page, words
-    assert f"(Z13): rank correlation {ratio}." in (ROOT / "docs/examples.md").read_text()
+    assert f"(Z13): rank correlation {ratio}." in (ROOT / "docs/start/examples.md").read_text()
     assert picture.stat().st_size > 10_000
 
 

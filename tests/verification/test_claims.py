@@ -48,7 +48,7 @@ def test_the_documentation_has_the_claim_with_its_status(id: str):
 
 
 def test_the_theory_page_lists_what_verify_runs():
-    (line,) = re.findall(r"runs (.+) and prints the numbers", (THEORY.parent / "theory.md").read_text(encoding="utf-8"))
+    (line,) = re.findall(r"runs (.+) and prints the numbers", (THEORY / "index.md").read_text(encoding="utf-8"))
     listed = set()
     for first, last in re.findall(r"([A-Z]\d+[a-h]?)(?:–[A-Z](\d+))?", line):
         end = int(last or 0)

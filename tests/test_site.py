@@ -1,0 +1,173 @@
+"""The documentation as a site: links lead somewhere, every name and claim has its entry, nothing comes from a network."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from html import unescape
+from pathlib import Path
+
+import pytest
+from markdown import Markdown
+from markdown_it import MarkdownIt
+from mkdocs.config import load_config
+from scripts.papers import papers_page, standing, used_names
+from scripts.reference import places, public_names, reference_page, reference_uri, rooms
+from scripts.site_pages import bars
+from tests.test_house import _public_names
+
+from massieu.verification.registry import claims
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md")) + [
+    ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "ARCHITECTURE", "CHANGELOG")
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def _prose(text: str) -> str:
+    """Without code: what looks like a link there is none."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "code", text)
+
+
+def _slug(heading: str) -> str:
+    """The anchor that GitHub and the site both make of a heading."""
+    return re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()).replace(" ", "-")
+
+
+@cache
+def _anchors(path: Path) -> frozenset[str]:
+    text = path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return frozenset([*map(_slug, headings), *re.findall(r'<a id="([^"]+)">', text)])
+
+
+def _broken(path: Path, text: str) -> list[str]:
+    """The links of a page that lead nowhere."""
+    generated = {"theory/papers.md", *(reference_uri(room.path) for room in rooms())}
+    wrong = []
+    for link in LINK.findall(_prose(text)):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        found = (path.parent / target).resolve() if target else path
+        if found.is_relative_to(DOCS) and str(found.relative_to(DOCS)) in generated:
+            continue
+        if not found.exists() or (anchor and anchor not in _anchors(found)):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.medium
+def test_every_link_leads_somewhere():
+    broken = {str(path.relative_to(ROOT)): _broken(path, path.read_text(encoding="utf-8")) for path in PAGES}
+    assert not {page: links for page, links in broken.items() if links}
+
+
+@pytest.mark.medium
+def test_a_link_that_leads_nowhere_is_seen():
+    right = "[a](index.md) [b](theory/shim.md#s7) `[c](gone.md)` [d](theory/papers.md)"
+    text = f"{right} [e](gone.md) [f](glossary.md#gone) [g](#gone)"
+    assert _broken(DOCS / "index.md", text) == ["gone.md", "glossary.md#gone", "#gone"]
+
+
+# --- what is generated -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.medium
+def test_every_public_name_has_its_entry_in_the_reference():
+    pages = {reference_uri(room.path): reference_page(room) for room in rooms()}
+    entries = Counter(path for page in pages.values() for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE))
+    assert set(entries.values()) == {1}
+    assert {path for path in entries if path in places()} == set(places())
+    listed = {f"{room.path}.{name}".removeprefix("massieu.") for room in rooms() for name in public_names(room)}
+    assert set(_public_names()) <= listed
+
+
+@pytest.mark.medium
+def test_entries_stand_in_the_order_of_the_source():
+    (ops,) = (reference_page(room) for room in rooms() if room.path == "massieu.ops")
+    named = re.findall(r"heading: (\w+)", ops)
+    assert (
+        named.index("attention")
+        < named.index("fisher_vp")
+        < named.index("Partial")
+        < named.index("linear_cross_entropy")
+    )
+
+
+@pytest.mark.medium
+def test_every_claim_is_on_the_map_with_what_it_uses():
+    page = papers_page()
+    rows = re.findall(r"^\|.*?\| \[([A-Z]\d+[a-z]?)\]\((\w+\.md)#", page, flags=re.MULTILINE)
+    assert sorted(claims()) == sorted(id for id, _ in rows)
+    assert not [id for id, entry in claims().items() if not used_names(entry)]
+    assert _broken(DOCS / "theory" / "papers.md", page) == []
+    assert "errors." not in page  # every claim raises them
+    anchors = {entry.partition("#")[2] for _, entry in places().values()}
+    assert set(re.findall(r"reference/[\w.]+\.md#([\w.]+)", page)) <= anchors
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("id", "names", "stands"),
+    [
+        ("S7", ["massieu.measures.base.Measure"], "quoted; **corrected**: the printed form fails"),
+        ("X4", ["massieu.ops.attention.attention", "massieu.ops.attention.log_partition"], "derived; holds"),
+        ("N23", ["massieu.energy.hopfield.HopfieldEnergy", "massieu.energy.newton.newton_step"], "quoted; holds"),
+        ("B12", ["massieu.solve.fixed_point.fixed_point"], "quoted; made precise"),
+        ("Z10", ["massieu.theory.generalisation.generalisation_bound"], "abstract only; holds"),
+    ],
+)
+def test_a_claim_names_what_it_uses_and_how_it_stands(id, names, stands):
+    entry = claims()[id]
+    assert used_names(entry)[: len(names)] == names
+    assert standing(entry) == stands
+
+
+# --- the site --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {path.relative_to(tmp_path): path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    fetched = re.compile(
+        r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(?:https?:)?//|<link\b(?![^>]*rel=\"?canonical)[^>]*https?://"
+    )
+    assert not [page for page, text in pages.items() if fetched.search(text)]
+    for sheet in tmp_path.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import\s+)[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+    for path, (_, entry) in places().items():
+        assert f'id="{path}"' in pages[Path(entry.partition("#")[0]).with_suffix(".html")], path
+    assert "&gt;&gt;&gt; " not in re.sub(
+        r"<(pre|code)\b.*?</\1>", "", pages[Path("reference/ops.html")], flags=re.DOTALL
+    )
+
+
+@pytest.mark.slow
+def test_the_site_shows_what_github_shows():
+    """Two readings of Markdown, one of lists and tables that the other takes for text."""
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    ours = Markdown(extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
+    github = MarkdownIt("commonmark").enable("table")
+    differ = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        if path.is_relative_to(DOCS) or path.name in ("CONTRIBUTING.md", "ARCHITECTURE.md"):
+            differ += [path.name] * (_shown(ours.reset().convert(bars(text))) != _shown(github.render(text)))
+    assert not differ
+
+
+def _shown(page: str) -> tuple[Counter[str], str]:
+    """How many lists, cells and emphases a page has, and its text."""
+    tags = Counter(re.findall(r"<(li|ul|ol|td|th|h\d|pre|em|strong|img|table)\b", page))
+    return tags, re.sub(r"[\s¶]+", "", unescape(re.sub(r"<[^>]*>", "", page)))
