@@ -1,7 +1,7 @@
 """The heads of attention that estimates the conditional mean of a value given a key, without the bias of softmax."""
 
 import math
-from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -15,8 +15,6 @@ from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, Linear
 from massieu.regression.conditional_mean import Method
 
 _ONE_SYSTEM = "hiding keys from some queries alone would take a system of equations for each; mask by key_padding_mask"
-_NO_DROPOUT = "weights of a regression are not dropped"
-_NOT_A_TOKEN = "an added key is no token to regress on"
 
 
 class ConditionalMeanHeads(Iterating, Heads):
@@ -37,6 +35,10 @@ class ConditionalMeanHeads(Iterating, Heads):
     """
 
     gives = ("variance",)
+    refused = MappingProxyType(
+        {"dropout": "weights of a regression are not dropped", "attn_mask": _ONE_SYSTEM}
+        | dict.fromkeys(("add_bias_kv", "add_zero_attn"), "an added key is no token to regress on")
+    )
     log_ridge: nn.Parameter
     log_width: nn.Parameter | None
 
@@ -70,11 +72,6 @@ class ConditionalMeanHeads(Iterating, Heads):
         self.method: Method = method
         self.preconditioner_rank, self.throw = preconditioner_rank, throw
 
-    @property
-    def refused(self) -> Mapping[str, str]:
-        added = dict.fromkeys(("add_bias_kv", "add_zero_attn"), _NOT_A_TOKEN)
-        return {"dropout": _NO_DROPOUT, "attn_mask": _ONE_SYSTEM, **added}
-
     def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
         width, ridge = self._starts
         if width is None:
@@ -83,7 +80,7 @@ class ConditionalMeanHeads(Iterating, Heads):
             if name == "log_width" and self.kernel_name == "linear":
                 self.log_width = None
             else:
-                hold(self, name, torch.full((self.num_heads or 1,), math.log(start), device="cpu"), True, device, dtype)
+                hold(self, name, torch.full((self.num_heads,), math.log(start), device="cpu"), True, device, dtype)
 
     @property
     def ridge(self) -> Float[Tensor, "H"]:

@@ -1,6 +1,6 @@
 """The heads of attention to convergence, held by its query."""
 
-from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,16 +11,14 @@ from massieu import ops
 from massieu.foundation.arguments import number
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask
-from massieu.nn.modules import Iterating, LearnableAlpha, Number, settings
-from massieu.nn.strategy import Heads, HeadsResult, Request
-from massieu.solve import Method, fixed_point
+from massieu.nn.modules import LearnableAlpha, Number, settings
+from massieu.nn.strategy import SolvedHeads
+from massieu.solve import ConjugateGradients, Method
+from massieu.solve.methods import AS_IT_PAYS
 from massieu.solve.status import FixedPointResult
 
-NO_WEIGHTS = "there are no weights to drop"
-_NO_VALUES = "keys are the values"
 
-
-class ImplicitHeads(Iterating, Heads):
+class ImplicitHeads(SolvedHeads):
     """The fixed point of z = (1 − α)·query + α·Σ p_n key_n, p = softmax(scale·z·key_n), for each head (B12).
 
     It is a critical point of (1 − α)‖z − query‖²/2 + α·E(z), E the Hopfield energy of the keys: a query pulled to
@@ -39,6 +37,9 @@ class ImplicitHeads(Iterating, Heads):
     """
 
     projections = ("query", "key")
+    refused = MappingProxyType(
+        {**SolvedHeads.refused, **dict.fromkeys(("vdim", "add_bias_kv", "add_zero_attn"), "keys are the values")}
+    )
     pull: LearnableAlpha
     scale: Tensor | float | None
 
@@ -49,7 +50,7 @@ class ImplicitHeads(Iterating, Heads):
         learn_alpha: bool = False,
         scale: Number = None,
         max_lipschitz: float | None = None,
-        method: Method | Any = "auto",
+        method: Method = AS_IT_PAYS,
         max_steps: int = 200,
         throw: bool = False,
     ) -> None:
@@ -67,28 +68,18 @@ class ImplicitHeads(Iterating, Heads):
                 used; `convergence` tells of each query.
             throw: Raise a ConvergenceError instead, with the residual and what to try.
         """
-        super().__init__(scale=scale)
+        super().__init__(method, max_steps, throw, scale=scale)
         self._alpha = alpha, learn_alpha
         self.max_lipschitz = None if max_lipschitz is None else number("max_lipschitz", max_lipschitz, above=0, below=1)
-        self.method, self.max_steps, self.throw = method, max_steps, throw
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        return {"dropout": NO_WEIGHTS} | dict.fromkeys(("vdim", "add_bias_kv", "add_zero_attn"), _NO_VALUES)
 
     def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
         alpha, learn = self._alpha
-        self.pull = LearnableAlpha(alpha, self.num_heads or 1, 0.0, 1.0, learn=learn, device=device, dtype=dtype)
+        self.pull = LearnableAlpha(alpha, self.num_heads, 0.0, 1.0, learn=learn, device=device, dtype=dtype)
 
     @property
     def alpha(self) -> float | Tensor:
         """α: a number, or a tensor of one or one a head."""
         return self.pull()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        found = self.solve(query, key, log_weight=request.log_weight, is_causal=request.is_causal)
-        self._keep(found.status, found.residual)
-        return HeadsResult(found.value.to(query.dtype))
 
     def solve(
         self,
@@ -121,17 +112,8 @@ class ImplicitHeads(Iterating, Heads):
                 # In a ball of radius r, D is at most 2r.
                 excess = key.to(dtype).square().sum(-1, keepdim=True) * (alpha * beta / self.max_lipschitz)
                 key = key / excess.clamp(min=1.0).sqrt().to(key.dtype)
-            return fixed_point(
-                pulled,
-                query,
-                (query, key, alpha, options),
-                method=self.method,
-                max_steps=self.max_steps,
-                # α·scale times a covariance is symmetric.
-                linear_solver="cg",
-                throw=self.throw,
-                lost_derivative="nan" if self.throw else "zero",
-            )
+            # α·scale times a covariance is symmetric.
+            return self._solved(pulled, query, (query, key, alpha, options), 1, ConjugateGradients())
 
     def extra_repr(self) -> str:
-        return settings(self, "scale", "max_lipschitz", "method", "max_steps", "throw")
+        return f"{super().extra_repr()}, {settings(self, 'max_lipschitz')}".removesuffix(", ")

@@ -45,7 +45,7 @@ class NormalizedHeads(Heads):
 
     def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
         for name in ("gain", "level"):
-            hold(self, name, torch.ones(self.num_heads or 1, device="cpu"), True, device, dtype)
+            hold(self, name, torch.ones(self.num_heads, device="cpu"), True, device, dtype)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         dtype = torch.promote_types(query.dtype, torch.float32)

@@ -1,6 +1,7 @@
 """The heads of softmax attention, with log Z and moments, and those of any measure in place of the atoms."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from massieu.nn.strategy import Heads, HeadsResult, Request
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
 """From points (key, value), side by side, and their log-weights to a measure."""
-_NO_POSITION = "a window goes by position, which added keys have not; use sink"
-_NO_WEIGHTS = "there are no weights to drop"
 _ONE_FOR_ALL = "a measure holds weights of keys, one for all queries; mask by key_padding_mask"
 
 
@@ -71,10 +70,9 @@ class SoftmaxHeads(Heads):
             raise ValueError("sink_value is the value of a sink: give its log-weight as sink, got None")
         self.softcap = None if softcap is None else number("softcap", softcap, above=0)
         self.sink_value, self.window = sink_value, window
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        return {} if self.window is None else dict.fromkeys(("add_bias_kv", "add_zero_attn"), _NO_POSITION)
+        if window is not None:
+            reason = "a window goes by position, which added keys have not; use sink"
+            self.refused = MappingProxyType(dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason))
 
     def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
         value = self.sink_value
@@ -121,7 +119,7 @@ class SoftmaxHeads(Heads):
 
 
 class MeasureHeads(Heads):
-    """The mean of a measure over pairs (key, value) at eta = (scale·query, 0), in its second half; log Z its log-partition (S3).
+    """The mean of a measure over pairs (key, value) at eta = (scale·query, 0), in its second half; log Z its own (S3).
 
     Atoms make softmax attention; a Gaussian fitted to the pairs makes linear attention (X1). There are no weights, and masks
     are those of keys. A call may ask for `need_log_partition`.
@@ -137,16 +135,15 @@ class MeasureHeads(Heads):
     """
 
     gives = ("log_partition",)
+    refused = MappingProxyType(
+        {"dropout": "there are no weights to drop", "attn_mask": _ONE_FOR_ALL, "is_causal": _ONE_FOR_ALL}
+    )
     scale: Tensor | float | None
 
     def __init__(self, measure: MeasureOfPairs, *, scale: Number = None) -> None:
         """Takes a function of points (key, value) and log-weights to a measure; `scale` as for `SoftmaxHeads`."""
         super().__init__(scale=scale)
         self.measure = measure
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        return {"dropout": _NO_WEIGHTS, "attn_mask": _ONE_FOR_ALL, "is_causal": _ONE_FOR_ALL}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         dtype = torch.promote_types(query.dtype, torch.float32)

@@ -45,7 +45,7 @@ class EntmaxHeads(Heads):
 
     def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
         alpha, learn = self._alpha
-        self.order = LearnableAlpha(alpha, self.num_heads or 1, 1.0, math.inf, learn=learn, device=device, dtype=dtype)
+        self.order = LearnableAlpha(alpha, self.num_heads, 1.0, math.inf, learn=learn, device=device, dtype=dtype)
 
     @property
     def alpha(self) -> float | Tensor:

@@ -1,9 +1,9 @@
 """What a strategy of `Attention` is: a module that makes outputs of the heads' queries, keys and values."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.nn.heads import Mask
-from massieu.nn.modules import Number, Resettable, register_number
+from massieu.nn.modules import Iterating, Number, Resettable, register_number, settings
 from massieu.ops.moments import MomentsResult
+from massieu.solve import Implicit, LinearSolver, Method, fixed_point
+from massieu.solve.status import FixedPointResult
 
 
 class Request(NamedTuple):
@@ -50,8 +52,10 @@ class Heads(Resettable, ABC):
     """Which inputs the module projects to the heads. Without values, keys are the values."""
     gives: ClassVar[tuple[str, ...]] = ()
     """What a call may ask for by ``need_…=True``, beside weights."""
-    num_heads: int | None = None
-    """None before it is bound."""
+    refused: Mapping[str, str] = MappingProxyType({})
+    """Arguments of the module and of its call that do not go with this strategy, each with the reason."""
+    num_heads: int = 0
+    """0 before it is bound."""
 
     def __init__(self, **numbers: Number) -> None:
         """Keep each number, to be one or one a head, as the attribute of its name."""
@@ -59,11 +63,6 @@ class Heads(Resettable, ABC):
         self._numbers = tuple(numbers)
         for name, value in numbers.items():
             setattr(self, name, value)
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """Arguments of the module and of its call that do not go with this strategy, each with the reason."""
-        return MappingProxyType({})
 
     def bind(
         self, num_heads: int, head_dim: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -73,7 +72,7 @@ class Heads(Resettable, ABC):
         Raises:
             ValueError: it is bound already; a number out of its range, or neither one nor one a head.
         """
-        if self.num_heads is not None:
+        if self.num_heads:
             raise ValueError(
                 f"this {type(self).__name__} is another module's: make one for each, or copy.deepcopy both"
             )
@@ -98,3 +97,33 @@ class Heads(Resettable, ABC):
         request: Request,
     ) -> HeadsResult:
         """What the heads do, the output in the query's dtype."""
+
+
+class SolvedHeads(Iterating, Heads, ABC):
+    """Heads whose outputs are fixed points: `solve` finds them of what `Attention.project` returns. No weights are returned."""
+
+    refused = MappingProxyType({"dropout": "there are no weights to drop"})
+
+    def __init__(self, method: Method, max_steps: int, throw: bool, **numbers: Number) -> None:
+        super().__init__(**numbers)
+        self.method, self.max_steps, self.throw = method, max_steps, throw
+
+    @abstractmethod
+    def solve(self, *heads: Tensor, log_weight: Mask | None = None, is_causal: bool = False) -> FixedPointResult:
+        """The fixed points (B, H, L, D), with status, steps and residual; masks as for `massieu.ops.attention`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        heads = (query, key, value)[: len(self.projections)]
+        found = self.solve(*heads, log_weight=request.log_weight, is_causal=request.is_causal)
+        self._keep(found.status, found.residual)
+        return HeadsResult(found.value.to(query.dtype))
+
+    def _solved(
+        self, function: Callable[..., Tensor], start: Tensor, parameters: Any, item_dims: int, solver: LinearSolver
+    ) -> FixedPointResult:
+        options: dict[str, Any] = {"method": self.method, "max_steps": self.max_steps, "throw": self.throw}
+        adjoint = Implicit(solver, lost="nan" if self.throw else "zero")
+        return fixed_point(function, start, parameters, item_dims=item_dims, adjoint=adjoint, **options)
+
+    def extra_repr(self) -> str:
+        return settings(self, *self._numbers, "method", "max_steps", "throw")

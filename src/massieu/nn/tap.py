@@ -1,7 +1,7 @@
 """The heads of attention as a spin model: values are fields, attention couples them, the output is how the spins settle."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -10,16 +10,15 @@ from torch import Tensor
 from massieu.foundation.arguments import choice, floating
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, merge_log_weights, per_head, with_positions
-from massieu.nn.implicit import NO_WEIGHTS
-from massieu.nn.modules import Iterating, Number, settings
-from massieu.nn.strategy import Heads, HeadsResult, Request
-from massieu.solve import Method, fixed_point
+from massieu.nn.modules import Number, settings
+from massieu.nn.strategy import SolvedHeads
+from massieu.solve import GMRES, Auto, Method
 from massieu.solve.status import FixedPointResult
 
-_NO_SPIN = "an added key would have no spin"
+_DAMPED = Auto(damping=0.5)
 
 
-class TAPHeads(Iterating, Heads):
+class TAPHeads(SolvedHeads):
     """Mean spins of tokens that couple by attention, to first or second order in the couplings (B13, B14).
 
     In each head token i puts the field x_i, its value, on D spins and couples them to those of token j by J_ij =
@@ -49,6 +48,9 @@ class TAPHeads(Iterating, Heads):
         [2.0, 2.0]
     """
 
+    refused = MappingProxyType(
+        {**SolvedHeads.refused, **dict.fromkeys(("add_bias_kv", "add_zero_attn"), "an added key would have no spin")}
+    )
     scale: Tensor | float | None
     strength: Tensor | float
 
@@ -59,8 +61,7 @@ class TAPHeads(Iterating, Heads):
         site: Literal["spin", "gaussian"] = "spin",
         strength: Number = 0.5,
         scale: Number = None,
-        method: Method | Any = "auto",
-        damping: float = 0.5,
+        method: Method = _DAMPED,
         max_steps: int = 200,
         throw: bool = False,
     ) -> None:
@@ -71,23 +72,13 @@ class TAPHeads(Iterating, Heads):
             site: "spin" for components of ±1, "gaussian" for normal ones of variance 1.
             strength: What a token's couplings add up to; a number, a tensor or a Parameter, one or one a head.
             scale: As for `SoftmaxHeads`.
-            method, damping, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
+            method, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
                 state is used; `convergence` tells of each head.
             throw: Raise a ConvergenceError instead, with the residual and what to try.
         """
-        super().__init__(strength=strength, scale=scale)
+        super().__init__(method, max_steps, throw, strength=strength, scale=scale)
         self.order = choice("order", order, "mean_field", "tap")
         self.site = choice("site", site, "spin", "gaussian")
-        self.method, self.damping, self.max_steps, self.throw = method, damping, max_steps, throw
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        return {"dropout": NO_WEIGHTS, "add_bias_kv": _NO_SPIN, "add_zero_attn": _NO_SPIN}
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        found = self.solve(query, key, value, log_weight=request.log_weight, is_causal=request.is_causal)
-        self._keep(found.status, found.residual)
-        return HeadsResult(found.value.to(query.dtype))
 
     def solve(
         self,
@@ -128,21 +119,12 @@ class TAPHeads(Iterating, Heads):
                     raise ValueError("coupling does not go with log_weight or is_causal: set it to 0 there")
                 share = torch.where(apart, _checked(coupling, layout).to(field), 0.0)
             couplings = (share * per_head(self.strength)).to(field.dtype).expand(layout)
-            return fixed_point(
-                _EQUATIONS[self.site, self.order],
-                # 0, but NaN where a field is: what is not finite is not to be returned as if it were.
-                0 * field.detach(),
-                (field, couplings),
-                item_dims=2,
-                method=self.method,
-                damping=self.damping,
-                max_steps=self.max_steps,
-                throw=self.throw,
-                lost_derivative="nan" if self.throw else "zero",
-            )
+            # 0, but NaN where a field is: what is not finite is not to be returned as if it were.
+            start = 0 * field.detach()
+            return self._solved(_EQUATIONS[self.site, self.order], start, (field, couplings), 2, GMRES())
 
     def extra_repr(self) -> str:
-        return settings(self, "order", "site", "strength", "scale", "method", "max_steps", "throw")
+        return f"{settings(self, 'order', 'site')}, {super().extra_repr()}"
 
 
 def _mean_field(mean: Tensor, field: Tensor, coupling: Tensor) -> Tensor:
