@@ -71,8 +71,8 @@ class Attention(Resettable):
         self._qkv_same_embed_dim = False
         place = {"device": device, "dtype": dtype}
         sizes = [size for name, size in self._sizes().items() if name in heads.projections]
-        packed = sizes == 3 * [embed_dim]
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **place)) if packed else None
+        packed = all(size == embed_dim for size in sizes)
+        self.in_proj_weight = nn.Parameter(torch.empty(len(sizes) * embed_dim, embed_dim, **place)) if packed else None
         for name, size in self._sizes().items():
             own = name in heads.projections and not packed
             weight = nn.Parameter(torch.empty(embed_dim, size, **place)) if own else None
@@ -194,7 +194,8 @@ class Attention(Resettable):
         @overload
         def __call__(self, *given: Any, need_variance: Literal[True], **options: Any) -> tuple[*_Pair, Tensor]: ...
         @overload
-        def __call__(self, *given: Any, **options: Any) -> _Pair: ...
+        def __call__(self, *given: Any, **options: Tensor | bool | None) -> _Pair: ...
+        def __call__(self, *given: Any, **options: Any) -> Any: ...
 
     def project(
         self,
@@ -217,8 +218,11 @@ class Attention(Resettable):
         }
         self._check(inputs)
         packed, bias = self.in_proj_weight, self.in_proj_bias
-        weights = [getattr(self, f"{name[0]}_proj_weight") for name in inputs] if packed is None else packed.chunk(3)
-        biases = len(inputs) * [None] if bias is None else bias.chunk(len(inputs))
+        count = len(inputs)
+        weights = (
+            [getattr(self, f"{name[0]}_proj_weight") for name in inputs] if packed is None else packed.chunk(count)
+        )
+        biases = count * [None] if bias is None else bias.chunk(count)
         return tuple(
             split_heads(F.linear(self._with_batch_first(tensor), weight, bias), self.num_heads)
             for tensor, weight, bias in zip(inputs.values(), weights, biases, strict=True)
@@ -281,7 +285,7 @@ class Attention(Resettable):
 def _check_taken(heads: Heads, **given: object) -> None:
     """Raise a ValueError at an argument that the strategy does not go with."""
     for name, value in given.items():
-        if name in heads.refused and value is not None and value is not False and value != 0:
+        if name in heads.refused and (isinstance(value, Tensor) or value):
             raise ValueError(f"{type(heads).__name__} do not go with {name}: {heads.refused[name]}")
 
 

@@ -103,14 +103,11 @@ class SolvedHeads(Iterating, Heads, ABC):
     """Heads whose outputs are fixed points: `solve` finds them of what `Attention.project` returns. No weights are returned."""
 
     refused = MappingProxyType({"dropout": "there are no weights to drop"})
+    solve: Callable[..., FixedPointResult]
 
     def __init__(self, method: Method, max_steps: int, throw: bool, **numbers: Number) -> None:
         super().__init__(**numbers)
         self.method, self.max_steps, self.throw = method, max_steps, throw
-
-    @abstractmethod
-    def solve(self, *heads: Tensor, log_weight: Mask | None = None, is_causal: bool = False) -> FixedPointResult:
-        """The fixed points (B, H, L, D), with status, steps and residual; masks as for `massieu.ops.attention`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         heads = (query, key, value)[: len(self.projections)]
