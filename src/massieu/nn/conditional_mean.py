@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu.foundation.arguments import choice, number
-from massieu.nn.modules import Iterating, hold, settings
+from massieu.nn.modules import Iterating, hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
 from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, LinearKernel, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
@@ -120,6 +120,3 @@ class ConditionalMeanHeads(Iterating, Heads):
             self._keep(*found.convergence)
         weights = found.output[..., width:] if request.need_weights else None
         return HeadsResult(found.output[..., :width], weights, found.variance)
-
-    def extra_repr(self) -> str:
-        return settings(self, "kernel_name", "method", "throw")

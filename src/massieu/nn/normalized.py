@@ -8,7 +8,7 @@ from massieu.foundation.arguments import number
 from massieu.foundation.numerics import log_softmax
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import added, per_head, with_positions
-from massieu.nn.modules import hold, settings
+from massieu.nn.modules import hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
 
 
@@ -61,9 +61,6 @@ class NormalizedHeads(Heads):
                 return HeadsResult(output.to(query.dtype), None, potential)
             output, weights, potential = self._by_weights(*parts, request)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)
-
-    def extra_repr(self) -> str:
-        return settings(self, "eps")
 
     def _by_weights(
         self, query: Tensor, key: Tensor, value: Tensor, shares: Tensor, request: Request

@@ -13,7 +13,7 @@ from massieu.foundation.arguments import floating, number
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Measure
 from massieu.nn.heads import added, attention_weights, per_head, with_positions
-from massieu.nn.modules import Number, hold, settings
+from massieu.nn.modules import Number, hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
@@ -116,9 +116,6 @@ class SoftmaxHeads(Heads):
                 output = output + share * self.sink_value.unsqueeze(-2).to(share.dtype)
         return output.to(query.dtype), weights.to(query.dtype), log_partition
 
-    def extra_repr(self) -> str:
-        return settings(self, "scale", "sink", "sink_value", "window", "softcap")
-
 
 class MeasureHeads(Heads):
     """The mean of a measure over pairs (key, value) at eta = (scale·query, 0), in its second half; log Z its own (S3).
@@ -158,6 +155,3 @@ class MeasureHeads(Heads):
             output = measure.mean(eta)[..., self.head_dim :]
             log_partition = measure.log_partition(eta) if request.beside else None
         return HeadsResult(output.to(query.dtype), beside=log_partition)
-
-    def extra_repr(self) -> str:
-        return settings(self, "scale")
