@@ -252,7 +252,7 @@ def spread(layer: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     for module in layer.modules():
         if isinstance(module, nn.Linear):
-            module.reset_parameters()
+            nn.Linear.reset_parameters(module)
     return layer
 
 

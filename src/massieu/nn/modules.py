@@ -108,7 +108,10 @@ def hold(
 
 
 class Resettable(nn.Module):
-    """A module that can start anew: made on `meta`, it gets memory by `to_empty(device=…)` and its start by `reset_parameters`."""
+    """A module that can start anew: made on `meta`, it gets memory by `to_empty(device=…)` and a start by `reset_parameters`.
+
+    One call resets the parts of the module too.
+    """
 
     def reset_parameters(self) -> None:
         """Draw again what was drawn at the start, in parts of the module too, and restore the numbers that were given.
@@ -209,11 +212,11 @@ class Iterating:
     """Of the last forward pass; None before the first, and where nothing was solved for."""
     _warned: bool = False
 
-    def _keep(self, status: Tensor, residual: Tensor) -> None:
+    def _keep(self, status: Tensor, residual: Tensor, *, warn: bool = True) -> None:
         if in_functorch():
             return
         self.convergence = Convergence(status.detach(), residual.detach())
-        self._warned = self._warned or warn_unconverged(status, residual, type(self).__name__)
+        self._warned = self._warned or (warn and warn_unconverged(status, residual, type(self).__name__))
 
 
 class HeadsOfTokens(Iterating, Resettable):
