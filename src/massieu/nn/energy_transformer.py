@@ -76,8 +76,8 @@ class EnergyTransformer(Resettable):
         self.steps, self.step_size = steps, None if step_size is None else number("step_size", step_size, above=0)
         place: dict[str, Any] = {"device": device or torch.get_default_device(), "dtype": dtype}
         register_number(self, "scale", scale, num_heads, above=0, **place)
-        for name, count in (("key", num_heads), ("query", num_heads)):
-            self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(count, hidden_size, embed_dim, **place)))
+        self.key_weight = nn.Parameter(torch.empty(num_heads, hidden_size, embed_dim, **place))
+        self.query_weight = nn.Parameter(torch.empty(num_heads, hidden_size, embed_dim, **place))
         self.memories = nn.Parameter(torch.empty(quantity, embed_dim, **place))
         start = LayerNorm.create(1.0, torch.zeros(embed_dim, device="cpu"), eps=eps)
         self.normalisation = Activation(start, **place)

@@ -148,8 +148,7 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
         Raises:
             ConvergenceError: with `throw`, `steps=None`: a descent has not ended after `max_steps`.
         """
-        heads = self._heads(input)
-        return self._associate(*heads, stored_pattern_padding_mask, association_mask)
+        return self._associate(self._heads(input), stored_pattern_padding_mask, association_mask)
 
     def association_matrix(
         self,
@@ -206,10 +205,9 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
             )
         return heads["states"] if query is None else query.expand(len(keys), -1, -1, -1), keys, values
 
-    def _associate(
-        self, query: Tensor, key: Tensor, value: Tensor, padding: Mask | None, association: Mask | None
-    ) -> Tensor:
+    def _associate(self, heads: tuple[Tensor, ...], padding: Mask | None, association: Mask | None) -> Tensor:
         """From the heads' queries, keys and values to the output."""
+        query, key, value = heads
         log_weight = log_weight_of(padding, association, query, key)
         state = self._descended(query, key, log_weight)
         if self.training and self.dropout > 0:
@@ -275,7 +273,7 @@ class HopfieldPooling(hflayers.Readable, Resettable):
         """
         layer = self.hopfield
         heads = layer._heads(input, layer._part("states", self.states, batch_first=True))
-        found = layer._associate(*heads, stored_pattern_padding_mask, association_mask)
+        found = layer._associate(heads, stored_pattern_padding_mask, association_mask)
         return (found if layer.batch_first else found.transpose(0, 1)).flatten(1)
 
     def extra_repr(self) -> str:
@@ -335,7 +333,7 @@ class HopfieldLayer(hflayers.Readable, Resettable):
         stored = layer._part("stored", self.patterns, batch_first=True)
         values = layer._part("projections", self.patterns if self.targets is None else self.targets, batch_first=True)
         keys, values = (part.expand(len(query), -1, -1, -1) for part in (stored, values))
-        return layer._associate(query, keys, values, stored_pattern_padding_mask, association_mask)
+        return layer._associate((query, keys, values), stored_pattern_padding_mask, association_mask)
 
     def extra_repr(self) -> str:
         return f"quantity={self.patterns.shape[1]}, separate_targets={self.targets is not None}"

@@ -1,5 +1,6 @@
 """What modules share: checked inputs, numbers that train, a start to go back to, projections, iterations that may not end."""
 
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -133,8 +134,7 @@ class Resettable(nn.Module):
 def reset_parts(module: nn.Module) -> None:
     """Have each part of a module reset its parameters; a part that cannot, its own parts."""
     for part in module.children():
-        reset = getattr(part, "reset_parameters", None)
-        reset() if callable(reset) else reset_parts(part)
+        getattr(part, "reset_parameters", partial(reset_parts, part))()
 
 
 def settings(module: nn.Module, *names: str) -> str:
