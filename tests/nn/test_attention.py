@@ -183,7 +183,9 @@ def test_the_value_of_a_sink(need_weights):
     sink, width = torch.tensor([-1.0, 2.0]).double(), WIDTH // HEADS
     value = torch.linspace(-1, 1, WIDTH).double().view(HEADS, width)
     for own in (value, nn.Parameter(value[0])):
-        module = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(sink=sink, sink_value=own))
+        module = Attention(
+            WIDTH, HEADS, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(sink=sink, sink_value=own)
+        )
         module.load_state_dict(ours.state_dict(), strict=False)
         output, _, level = module(*arguments, need_weights=need_weights, need_log_partition=True)
         share = (sink[:, None] - level).exp().unsqueeze(-1)
@@ -262,7 +264,9 @@ def fitted_gaussian(points, log_weight):
 
 def test_a_gaussian_of_pairs_is_linear_attention():
     """Its mean at (scale·query, 0) is mean value + Cov(value, key)·scale·query (X1)."""
-    module = Attention(6, 1, bias=False, batch_first=True, dtype=torch.float64, heads=MeasureHeads(fitted_gaussian, scale=0.5))
+    module = Attention(
+        6, 1, bias=False, batch_first=True, dtype=torch.float64, heads=MeasureHeads(fitted_gaussian, scale=0.5)
+    )
     with torch.no_grad():
         module.in_proj_weight.copy_(torch.eye(6).repeat(3, 1))
         module.out_proj.weight.copy_(torch.eye(6))
@@ -377,7 +381,10 @@ BAD = {
         lambda: Attention(8, 2, add_zero_attn=True, heads=SoftmaxHeads(window=3)),
         "SoftmaxHeads do not go with add_zero_attn: a window goes by position",
     ),
-    "measure": (lambda: Attention(8, 2, 0.1, heads=MeasureHeads(fitted_gaussian)), "MeasureHeads do not go with dropout"),
+    "measure": (
+        lambda: Attention(8, 2, 0.1, heads=MeasureHeads(fitted_gaussian)),
+        "MeasureHeads do not go with dropout",
+    ),
     "no strategy": (lambda: Attention(8, 2, heads="softmax"), "heads must be a strategy, .* got 'softmax'"),
     "scale 0": (lambda: Attention(8, 2, heads=SoftmaxHeads(scale=0)), "scale must be positive and finite, got 0"),
     "scale below 0": (

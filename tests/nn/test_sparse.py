@@ -118,7 +118,9 @@ def test_compiled():
     made, arguments = module(alpha=1.5, learn_alpha=True).float(), [tensor.detach().float() for tensor in inputs()]
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     outputs = [call(*arguments)[0] for call in (made, compiled)]
-    gradients = [torch.autograd.grad(out.square().sum(), [made.heads.order.logit, made.in_proj_weight]) for out in outputs]
+    gradients = [
+        torch.autograd.grad(out.square().sum(), [made.heads.order.logit, made.in_proj_weight]) for out in outputs
+    ]
     for eager, got in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
         torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.energy.normalisable import untilted, why_not_normalisable
 from massieu.foundation.arguments import check_dense, check_one_device, check_shape, instance, number, whole_number
-from massieu.foundation.transforms import every, some, unwrapped
+from massieu.foundation.transforms import every, some, unwrapped, values_are_readable
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
 from massieu.nn.activation import HeldValue
@@ -70,9 +70,9 @@ class RestrictedBoltzmannMachine(Resettable):
         """
         super().__init__()
         shape, like = (_units(visible, "visible"), _units(hidden, "hidden")), _like(visible, hidden).to(device, dtype)
-        visible, hidden = visible.to(like.dtype, like.device), hidden.to(like.dtype, like.device)
-        BoltzmannMachine.create(visible, hidden, like.new_zeros(shape))
-        self.visible, self.hidden = HeldValue(visible), HeldValue(hidden)
+        place = {"device": like.device, "dtype": like.dtype}
+        self.visible, self.hidden = HeldValue(visible, **place), HeldValue(hidden, **place)
+        BoltzmannMachine.create(self.visible.value(), self.hidden.value(), like.new_zeros(shape))
         self.weight = nn.Parameter(like.new_zeros(shape))
         self.visible_bias = nn.Parameter(like.new_zeros(shape[0]))
         self.hidden_bias = nn.Parameter(like.new_zeros(shape[1]))
@@ -93,7 +93,7 @@ class RestrictedBoltzmannMachine(Resettable):
         visible, hidden = self.visible.value(), self.hidden.value()
         device = None if generator is None else generator.device
         weight = (0.01 * torch.randn(self.weight.shape, generator=generator, device=device)).to(self.weight)
-        if why_not_normalisable(visible, hidden, weight) is not None:
+        if values_are_readable(weight) and why_not_normalisable(visible, hidden, weight) is not None:
             weight = -weight.abs()
         BoltzmannMachine.create(visible, hidden, weight)
         self.weight.copy_(weight)

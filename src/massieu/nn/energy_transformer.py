@@ -142,7 +142,7 @@ class EnergyTransformer(Resettable):
 
     def extra_repr(self) -> str:
         heads, size, width = self.key_weight.shape
-        sizes = f"{width}, {heads}, hidden_size={size}, quantity={len(self.memories)}"
+        sizes = f"embed_dim={width}, num_heads={heads}, hidden_size={size}, quantity={len(self.memories)}"
         return ", ".join(
             filter(None, (sizes, f"steps={self.steps}, step_size={self.step_size}", settings(self, "scale")))
         )

@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
-from massieu.foundation.arguments import check_shape, floating, number, whole_number
+from massieu.foundation.arguments import number, whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
 from massieu.nn.activation import Activation, as_module
 from massieu.nn.heads import Mask, added, attention_weights, log_weight_of, merge_heads, split_heads
-from massieu.nn.modules import Device, Iterating, Number, Resettable, check_input, register_number, settings
+from massieu.nn.modules import Device, Iterating, Number, Resettable, check_tokens, register_number, settings
 from massieu.solve import GMRES, ConjugateGradients, Implicit, Picard, fixed_point
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, FixedPointResult
 
@@ -185,10 +185,8 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
     def _part(self, name: str, tensor: Tensor, batch_first: bool | None = None) -> Float[Tensor, "B H L D"]:
         """The heads of stored patterns, states or projections, checked."""
         module = {"stored": self.stored, "states": self.state, "projections": self.projection}[name]
-        first = self.batch_first if batch_first is None else batch_first
-        check_shape(name, floating(name, tensor), (*(("batch", "length") if first else ("length", "batch")), "size"))
-        check_input(name, tensor, module)
-        heads = split_heads(module(tensor if first else tensor.transpose(0, 1)), self.num_heads)
+        tokens = check_tokens(name, tensor, module, self.batch_first if batch_first is None else batch_first)
+        heads = split_heads(module(tokens), self.num_heads)
         return heads if name == "projections" else self.space(heads)
 
     def _heads(self, input: Patterns | tuple[Patterns, ...], query: Tensor | None = None) -> tuple[Tensor, ...]:
