@@ -252,7 +252,7 @@ def spread(layer: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     for module in layer.modules():
         if isinstance(module, nn.Linear):
-            module.reset_parameters()
+            nn.Linear.reset_parameters(module)
     return layer
 
 
@@ -313,7 +313,7 @@ def test_wrong_calls_name_what_is_wrong():
     stored, state, projection = patterns(dtype=torch.float32)
     layer = Hopfield(6, 2)
     calls = [
-        ((stored[0],), {}, r"stored must have shape \(batch, length, size\), got \(7, 6\)"),
+        ((stored[0],), {}, r"stored must have shape \(batch, length, 6\), got \(7, 6\)"),
         (((stored, state),), {}, "or \\(stored, states, projections\\), got 2"),
         ((stored, torch.zeros(2, 6)), {}, r"key_padding_mask must have shape \(\(2, 7\)|must have shape \(2, 7\)"),
         (((stored, state[:1], projection),), {}, "one batch size"),

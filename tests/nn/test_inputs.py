@@ -143,7 +143,10 @@ def test_parts_that_do_not_fit_each_other():
             lambda: layer((tokens(), tokens())),
             r"input must be .* or \(stored, states, projections\), got 2",
         ),
-        (lambda: pooling((tokens(2, 5, 8), tokens(2, 6, 8))), r"one batch size and length.*\(2, 6, 8\)"),
+        (
+            lambda: pooling((tokens(2, 5, 8), tokens(2, 6, 8))),
+            r"one batch size, and stored and projections one length.*\(2, 6, 8\)",
+        ),
         (
             lambda: modules.Attention(SIZE, 2, batch_first=True)(tokens(2, 5, 8), tokens(3, 5, 8)),
             r"one batch size, got \(2, 5, 8\)",

@@ -17,7 +17,7 @@ from massieu.nn.modules import Device, Resettable, check_input, hold, settings
 
 
 class HeldValue(Resettable):
-    """A value kept by a module: its tensors are buffers or parameters by their fields' names, and move and are saved with it."""
+    """A value kept by a module: its tensors, by their fields' names, are buffers or parameters, and move and are saved."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""What modules share: checked inputs, numbers that train, a start to go back to, projections, iterations that may not end."""
+"""What modules share: checked inputs, numbers that train, a start to go back to, iterations that may not end."""
 
+from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 
 from massieu.foundation.arguments import FLOATS, check_one_device, check_range, check_shape, floating, number
 from massieu.foundation.transforms import autocasts, every, in_functorch, values_are_readable
-from massieu.nn.heads import merge_heads, split_heads
 from massieu.solve.status import warn_unconverged
 
 Number = float | int | Tensor | None
@@ -50,6 +50,18 @@ def check_input(
         ours, theirs = (str(dtype).removeprefix("torch.") for dtype in (own.dtype, given.dtype))
         raise TypeError(f"{name} is {theirs}, the module's parameters {ours}: convert one, as by .to(torch.{ours})")
     return given
+
+
+def check_tokens(name: str, given: object, projection: nn.Module, batch_first: bool) -> Float[Tensor, "B L d"]:
+    """Tokens for a projection, batch first; given as (batch, length, size), or else (length, batch, size).
+
+    Raises:
+        TypeError, ValueError: another shape; as `check_input`.
+    """
+    order = ("batch", "length") if batch_first else ("length", "batch")
+    check_shape(name, floating(name, given), (*order, input_size(projection) or "size"))
+    tokens = check_input(name, given, projection)
+    return tokens if batch_first else tokens.transpose(0, 1)
 
 
 def input_size(module: nn.Module) -> int | None:
@@ -108,7 +120,10 @@ def hold(
 
 
 class Resettable(nn.Module):
-    """A module that can start anew: made on `meta`, it gets memory by `to_empty(device=…)` and its start by `reset_parameters`."""
+    """A module that can start anew: made on `meta`, it gets memory by `to_empty(device=…)` and a start by `reset_parameters`.
+
+    One call resets the parts of the module too.
+    """
 
     def reset_parameters(self) -> None:
         """Draw again what was drawn at the start, in parts of the module too, and restore the numbers that were given.
@@ -130,8 +145,8 @@ class Resettable(nn.Module):
 def reset_parts(module: nn.Module) -> None:
     """Have each part of a module reset its parameters; a part that cannot, its own parts."""
     for part in module.children():
-        reset = getattr(part, "reset_parameters", None)
-        reset() if callable(reset) else reset_parts(part)
+        own: Any = getattr(part, "reset_parameters", partial(reset_parts, part))
+        own()
 
 
 def settings(module: nn.Module, *names: str) -> str:
@@ -209,49 +224,8 @@ class Iterating:
     """Of the last forward pass; None before the first, and where nothing was solved for."""
     _warned: bool = False
 
-    def _keep(self, status: Tensor, residual: Tensor) -> None:
+    def _keep(self, status: Tensor, residual: Tensor, *, warn: bool = True) -> None:
         if in_functorch():
             return
         self.convergence = Convergence(status.detach(), residual.detach())
-        self._warned = self._warned or warn_unconverged(status, residual, type(self).__name__)
-
-
-class HeadsOfTokens(Iterating, Resettable):
-    """A module that projects tokens to heads, solves for something in each, and projects that to the output.
-
-    Attributes are the arguments of the same names.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        bias: bool,
-        batch_first: bool,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        **sizes: int,
-    ) -> None:
-        """Projections `…_proj` from the sizes by name, and `out_proj` to `embed_dim`."""
-        super().__init__()
-        check_heads(embed_dim, num_heads)
-        for name, size in {**sizes, "out": embed_dim}.items():
-            setattr(self, f"{name}_proj", nn.Linear(size, embed_dim, bias=bias, device=device, dtype=dtype))
-        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
-
-    def _heads(self, name: str, tokens: object, *projections: str) -> list[Float[Tensor, "B H L D"]]:
-        """The projections of one input.
-
-        Raises:
-            ValueError, TypeError: it is not (batch, length, size) or, if the batch is second, (length, batch, size).
-        """
-        modules = [self.get_submodule(f"{projection}_proj") for projection in projections]
-        order = ("batch", "length") if self.batch_first else ("length", "batch")
-        check_shape(name, floating(name, tokens), (*order, input_size(modules[0]) or "size"))
-        given = check_input(name, tokens, modules[0])
-        given = given if self.batch_first else given.transpose(0, 1)
-        return [split_heads(module(given), self.num_heads) for module in modules]
-
-    def _output(self, heads: Float[Tensor, "B H L D"], dtype: torch.dtype) -> Tensor:
-        output = self.out_proj(merge_heads(heads).to(dtype))
-        return output if self.batch_first else output.transpose(0, 1)
+        self._warned = self._warned or (warn and warn_unconverged(status, residual, type(self).__name__))
