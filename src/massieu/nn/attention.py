@@ -70,14 +70,14 @@ class Attention(Resettable):
         # False whatever the sizes: else `nn.TransformerEncoderLayer` would compute its own attention of our parameters.
         self._qkv_same_embed_dim = False
         place = {"device": device, "dtype": dtype}
-        sizes = [size for name, size in self._sizes().items() if name in heads.projections]
-        packed = all(size == embed_dim for size in sizes)
-        self.in_proj_weight = nn.Parameter(torch.empty(len(sizes) * embed_dim, embed_dim, **place)) if packed else None
-        for name, size in self._sizes().items():
+        count, sizes = len(heads.projections), self._sizes()
+        packed = all(sizes[name] == embed_dim for name in heads.projections)
+        self.in_proj_weight = nn.Parameter(torch.empty(count * embed_dim, embed_dim, **place)) if packed else None
+        for name, size in sizes.items():
             own = name in heads.projections and not packed
             weight = nn.Parameter(torch.empty(embed_dim, size, **place)) if own else None
             self.register_parameter(f"{name[0]}_proj_weight", weight)
-        self.in_proj_bias = nn.Parameter(torch.empty(len(sizes) * embed_dim, **place)) if bias else None
+        self.in_proj_bias = nn.Parameter(torch.empty(count * embed_dim, **place)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
         self.bias_k = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if add_bias_kv else None
         self.bias_v = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if add_bias_kv else None
@@ -162,17 +162,15 @@ class Attention(Resettable):
         dropout = self.dropout if self.training else 0.0
         keys = self._with_more(key_heads, self.bias_k)
         values = self._with_more(others[0], self.bias_v) if others else keys
-        found = self.heads(
-            heads, keys, values, Request(log_weight, is_causal and not more, need_weights, beside, dropout)
-        )
+        request = Request(log_weight, is_causal and not more, need_weights, beside, dropout)
+        found = self.heads(heads, keys, values, request)
         output = self.out_proj(merge_heads(found.output))
         weights, told = found.weights if need_weights else None, found.beside if beside else None
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
-            output, weights, told = pytree.tree_map_only(
-                Tensor, lambda found: found.squeeze(0), (output, weights, told)
-            )
+            found = output, weights, told
+            output, weights, told = pytree.tree_map_only(Tensor, lambda tensor: tensor.squeeze(0), found)
         elif not self.batch_first:
             output = output.transpose(0, 1)
         if hidden is not None:
@@ -211,19 +209,16 @@ class Attention(Resettable):
         wanted = self.heads.projections
         if "value" not in wanted and value is not key:
             raise ValueError(f"the values of {type(self.heads).__name__} are the keys: give the key as value, or none")
-        inputs = {
-            name: tensor for name, tensor in zip(self._sizes(), (query, key, value), strict=True) if name in wanted
-        }
+        given = {"query": query, "key": key, "value": value}
+        inputs = {name: given[name] for name in wanted}
         self._check(inputs)
         if query.ndim == 2:
             inputs = {name: tensor.unsqueeze(0) for name, tensor in inputs.items()}
         elif not self.batch_first:
             inputs = {name: tensor.transpose(0, 1) for name, tensor in inputs.items()}
-        packed, bias = self.in_proj_weight, self.in_proj_bias
-        count = len(inputs)
-        weights = (
-            [getattr(self, f"{name[0]}_proj_weight") for name in inputs] if packed is None else packed.chunk(count)
-        )
+        count, packed, bias = len(inputs), self.in_proj_weight, self.in_proj_bias
+        apart = [getattr(self, f"{name[0]}_proj_weight") for name in inputs]
+        weights = apart if packed is None else packed.chunk(count)
         biases = count * [None] if bias is None else bias.chunk(count)
         return tuple(
             split_heads(F.linear(tensor, weight, bias), self.num_heads)

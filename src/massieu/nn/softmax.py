@@ -86,11 +86,8 @@ class SoftmaxHeads(Heads):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         options: dict[str, Any] = {"scale": self.scale, "sink": self.sink, "softcap": self.softcap}
-        masks: dict[str, Any] = {
-            "log_weight": request.log_weight,
-            "is_causal": request.is_causal,
-            "window": self.window,
-        }
+        log_weight, is_causal = request.log_weight, request.is_causal
+        masks: dict[str, Any] = {"log_weight": log_weight, "is_causal": is_causal, "window": self.window}
         by_weights, moments = request.need_weights or request.dropout > 0, None
         if request.beside == "moments":
             given = (None, None) if by_weights else (value, self.sink_value)
