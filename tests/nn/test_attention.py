@@ -411,10 +411,10 @@ def test_wrong_calls_name_what_is_wrong():
         ((query, key[0], value), {}, "key must have shape"),
         ((query, key.long(), value), {}, "key must be a floating-point tensor, got a tensor of torch.int64"),
         ((query, key, value), {"attn_mask": torch.zeros(7, 5)}, r"attn_mask must have shape \(5, 7\) or \(6, 5, 7\)"),
-        ((query, key, value), {"key_padding_mask": torch.zeros(3, 5)}, r"key_padding_mask must have shape \(\(3, 7\)"),
+        ((query, key, value), {"key_padding_mask": torch.zeros(3, 5)}, r"key_padding_mask must have shape \(3, 7\)"),
         ((query, key, value), {"attn_mask": torch.zeros(5, 7).long()}, "True hides"),
     ]
-    for arguments, keywords, message in calls[:6] + calls[7:]:
+    for arguments, keywords, message in calls:
         with pytest.raises((ValueError, TypeError), match=message):
             module(*arguments, **keywords)
     with pytest.raises(ValueError, match="one for all queries"):

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from massieu.foundation.arguments import floating, instance, number
 from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with_more_keys, with_positions
-from massieu.nn.modules import Resettable, check_heads, check_input, settings
+from massieu.nn.modules import Device, Resettable, check_heads, check_input, settings
 from massieu.nn.softmax import SoftmaxHeads
 from massieu.nn.strategy import Heads, Request
 from massieu.ops.moments import MomentsResult
@@ -46,7 +46,7 @@ class Attention(Resettable):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         heads: Heads | None = None,
@@ -71,8 +71,8 @@ class Attention(Resettable):
         self._qkv_same_embed_dim = False
         place = {"device": device, "dtype": dtype}
         sizes = [size for name, size in self._sizes().items() if name in heads.projections]
-        packed = sizes == 3 * [embed_dim]
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **place)) if packed else None
+        packed = all(size == embed_dim for size in sizes)
+        self.in_proj_weight = nn.Parameter(torch.empty(len(sizes) * embed_dim, embed_dim, **place)) if packed else None
         for name, size in self._sizes().items():
             own = name in heads.projections and not packed
             weight = nn.Parameter(torch.empty(embed_dim, size, **place)) if own else None
@@ -144,14 +144,12 @@ class Attention(Resettable):
         asked = {"log_partition": need_log_partition, "moments": need_moments}
         beside = self._beside(**asked, potential=need_potential, variance=need_variance)
         _check_taken(self.heads, attn_mask=attn_mask, is_causal=is_causal)
-        key = query if key is None else key
-        value = key if value is None else value
         nested, hidden = query, None
         if isinstance(query, Tensor) and query.is_nested:
-            self._check_nested(key, value, key_padding_mask)
-            same = value is key
-            (query, hidden), (key, key_padding_mask) = padded(query), padded(key)
-            value = key if same else padded(value)[0]
+            given = (query, query if key is None else key)
+            self._check_nested(given[1], given[1] if value is None else value, key_padding_mask)
+            (query, hidden), (key, key_padding_mask) = map(padded, given)
+            value = None if value is None or value is given[1] else padded(value)[0]
         heads, key_heads, *others = self.project(query, key, value)
         batched = query.ndim == 3
         if not batched and isinstance(key_padding_mask, Tensor):
@@ -194,7 +192,8 @@ class Attention(Resettable):
         @overload
         def __call__(self, *given: Any, need_variance: Literal[True], **options: Any) -> tuple[*_Pair, Tensor]: ...
         @overload
-        def __call__(self, *given: Any, **options: Any) -> _Pair: ...
+        def __call__(self, *given: Any, **options: Tensor | bool | None) -> _Pair: ...
+        def __call__(self, *given: Any, **options: Any) -> Any: ...
 
     def project(
         self,
@@ -216,17 +215,23 @@ class Attention(Resettable):
             name: tensor for name, tensor in zip(self._sizes(), (query, key, value), strict=True) if name in wanted
         }
         self._check(inputs)
+        if query.ndim == 2:
+            inputs = {name: tensor.unsqueeze(0) for name, tensor in inputs.items()}
+        elif not self.batch_first:
+            inputs = {name: tensor.transpose(0, 1) for name, tensor in inputs.items()}
         packed, bias = self.in_proj_weight, self.in_proj_bias
-        weights = [getattr(self, f"{name[0]}_proj_weight") for name in inputs] if packed is None else packed.chunk(3)
-        biases = len(inputs) * [None] if bias is None else bias.chunk(len(inputs))
+        count = len(inputs)
+        weights = (
+            [getattr(self, f"{name[0]}_proj_weight") for name in inputs] if packed is None else packed.chunk(count)
+        )
+        biases = count * [None] if bias is None else bias.chunk(count)
         return tuple(
-            split_heads(F.linear(self._with_batch_first(tensor), weight, bias), self.num_heads)
+            split_heads(F.linear(tensor, weight, bias), self.num_heads)
             for tensor, weight, bias in zip(inputs.values(), weights, biases, strict=True)
         )
 
     def extra_repr(self) -> str:
-        sizes = "embed_dim", "num_heads", "kdim", "vdim", "dropout", "batch_first"
-        return settings(self, *sizes)
+        return settings(self, "embed_dim", "num_heads", "kdim", "vdim", "dropout", "batch_first")
 
     def _sizes(self) -> dict[str, int]:
         return {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
@@ -240,11 +245,6 @@ class Attention(Resettable):
             given = " and ".join(f"need_{name}" for name in names)
             raise ValueError(f"a call to {type(self.heads).__name__} may ask for {has} beside the weights, got {given}")
         return names[0] if names else None
-
-    def _with_batch_first(self, tensor: Tensor) -> Tensor:
-        if tensor.ndim == 2:
-            return tensor.unsqueeze(0)
-        return tensor if self.batch_first else tensor.transpose(0, 1)
 
     def _with_more(self, heads: Tensor, learned: Tensor | None) -> Tensor:
         """Keys or values with the learned one, and the zero one, behind the others."""
@@ -281,7 +281,7 @@ class Attention(Resettable):
 def _check_taken(heads: Heads, **given: object) -> None:
     """Raise a ValueError at an argument that the strategy does not go with."""
     for name, value in given.items():
-        if name in heads.refused and value is not None and value is not False and value != 0:
+        if name in heads.refused and (isinstance(value, Tensor) or value):
             raise ValueError(f"{type(heads).__name__} do not go with {name}: {heads.refused[name]}")
 
 

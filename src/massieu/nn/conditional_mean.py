@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu.foundation.arguments import choice, number
-from massieu.nn.modules import Iterating, hold, settings
+from massieu.nn.modules import Iterating, hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
 from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, LinearKernel, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
@@ -30,8 +30,8 @@ class ConditionalMeanHeads(Iterating, Heads):
         >>> attention = Attention(1, 1, batch_first=True, heads=ConditionalMeanHeads(kernel="linear", ridge=1.0))
         >>> _ = torch.nn.init.ones_(attention.in_proj_weight)  # queries, keys and values are the tokens
         >>> _, weights = attention(torch.tensor([[[1.0], [1.0]]]))
-        >>> [round(float(weight), 3) for weight in weights[0, 0]]  # kq/(Σk² + 1)
-        [0.333, 0.333]
+        >>> weights[0, 0].round(decimals=2).tolist()  # kq/(Σk² + 1)
+        [0.33..., 0.33...]
     """
 
     gives = ("variance",)
@@ -80,7 +80,8 @@ class ConditionalMeanHeads(Iterating, Heads):
             if name == "log_width" and self.kernel_name == "linear":
                 self.log_width = None
             else:
-                hold(self, name, torch.full((self.num_heads,), math.log(start), device="cpu"), True, device, dtype)
+                numbers = torch.full((self.num_heads,), math.log(start), dtype=dtype, device="cpu")
+                hold(self, name, numbers, True, device)
 
     @property
     def ridge(self) -> Float[Tensor, "H"]:
@@ -119,6 +120,3 @@ class ConditionalMeanHeads(Iterating, Heads):
             self._keep(*found.convergence)
         weights = found.output[..., width:] if request.need_weights else None
         return HeadsResult(found.output[..., :width], weights, found.variance)
-
-    def extra_repr(self) -> str:
-        return settings(self, "kernel_name", "method", "throw")

@@ -33,7 +33,7 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
     goes on to its end. No pass holds its weights: memory is linear in the number of patterns and of states.
 
     Where a descent ends does not depend on where in the basin it began: with `steps=None` states get no gradient (B12),
-    `ImplicitAttention` gives them one. A state that sees no pattern retrieves 0.
+    `ImplicitHeads` give them one. A state that sees no pattern retrieves 0.
 
     `memory(stored)` is the energy itself, without training too: `layer.memory(stored).retrieve(layer.query(states))`.
 

@@ -11,7 +11,7 @@ from massieu import ops
 from massieu.foundation.arguments import number
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask
-from massieu.nn.modules import LearnableAlpha, Number, settings
+from massieu.nn.modules import LearnableAlpha, Number
 from massieu.nn.strategy import SolvedHeads
 from massieu.solve import ConjugateGradients, Method
 from massieu.solve.methods import AS_IT_PAYS
@@ -114,6 +114,3 @@ class ImplicitHeads(SolvedHeads):
                 key = key / excess.clamp(min=1.0).sqrt().to(key.dtype)
             # α·scale times a covariance is symmetric.
             return self._solved(pulled, query, (query, key, alpha, options), 1, ConjugateGradients())
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {settings(self, 'max_lipschitz')}".removesuffix(", ")

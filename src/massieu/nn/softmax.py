@@ -13,7 +13,7 @@ from massieu.foundation.arguments import floating, number
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Measure
 from massieu.nn.heads import added, attention_weights, per_head, with_positions
-from massieu.nn.modules import Number, hold, settings
+from massieu.nn.modules import Number, hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
@@ -72,7 +72,7 @@ class SoftmaxHeads(Heads):
         self.sink_value, self.window = sink_value, window
         if window is not None:
             reason = "a window goes by position, which added keys have not; use sink"
-            self.refused = MappingProxyType(dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason))
+            self.refused = dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason)
 
     def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
         value = self.sink_value
@@ -91,19 +91,21 @@ class SoftmaxHeads(Heads):
             "is_causal": request.is_causal,
             "window": self.window,
         }
-        wants_moments = request.beside == "moments"
-        if request.need_weights or request.dropout:
-            moments = ops.attention_moments(query, key, **options, **masks) if wants_moments else None
-            found = self._with_weights(query, key, value, request, options)
-            return found if moments is None else found._replace(beside=moments)
-        attend = ops.attention_moments if wants_moments else ops.attention
-        found = attend(query, key, value, sink_value=self.sink_value, **options, **masks)
-        beside = found._replace(output=None) if isinstance(found, ops.moments.MomentsResult) else found.log_partition
-        return HeadsResult(found.output, beside=beside)
+        by_weights, moments = request.need_weights or request.dropout > 0, None
+        if request.beside == "moments":
+            given = (None, None) if by_weights else (value, self.sink_value)
+            moments = ops.attention_moments(query, key, given[0], sink_value=given[1], **options, **masks)
+        if by_weights:
+            output, weights, log_partition = self._with_weights(query, key, value, request, options)
+            return HeadsResult(output, weights, log_partition if moments is None else moments)
+        if moments is not None and moments.output is not None:
+            return HeadsResult(moments.output, beside=moments._replace(output=None))
+        output, log_partition = ops.attention(query, key, value, sink_value=self.sink_value, **options, **masks)
+        return HeadsResult(output, beside=log_partition)
 
     def _with_weights(
         self, query: Tensor, key: Tensor, value: Tensor, request: Request, options: dict[str, Any]
-    ) -> HeadsResult:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The same by the matrix of weights."""
         log_weight = with_positions(request.log_weight, query, key, request.is_causal, self.window)
         with without_autocast(query.device):
@@ -112,10 +114,7 @@ class SoftmaxHeads(Heads):
             if self.sink is not None and self.sink_value is not None:
                 share = (per_head(self.sink) - log_partition.unsqueeze(-1)).exp()
                 output = output + share * self.sink_value.unsqueeze(-2).to(share.dtype)
-        return HeadsResult(output.to(query.dtype), weights.to(query.dtype), log_partition)
-
-    def extra_repr(self) -> str:
-        return settings(self, "scale", "sink", "sink_value", "window", "softcap")
+        return output.to(query.dtype), weights.to(query.dtype), log_partition
 
 
 class MeasureHeads(Heads):
@@ -156,6 +155,3 @@ class MeasureHeads(Heads):
             output = measure.mean(eta)[..., self.head_dim :]
             log_partition = measure.log_partition(eta) if request.beside else None
         return HeadsResult(output.to(query.dtype), beside=log_partition)
-
-    def extra_repr(self) -> str:
-        return settings(self, "scale")

@@ -11,10 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.nn.heads import Mask
-from massieu.nn.modules import Iterating, Number, Resettable, register_number, settings
+from massieu.nn.modules import Device, Iterating, Number, Resettable, register_number, settings
 from massieu.ops.moments import MomentsResult
 from massieu.solve import Implicit, LinearSolver, Method, fixed_point
 from massieu.solve.status import FixedPointResult
+
+_UNTOLD = {"training", "num_heads", "head_dim", "refused", "convergence"}
 
 
 class Request(NamedTuple):
@@ -64,18 +66,14 @@ class Heads(Resettable, ABC):
         for name, value in numbers.items():
             setattr(self, name, value)
 
-    def bind(
-        self, num_heads: int, head_dim: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def bind(self, num_heads: int, head_dim: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
         """Make the strategy's parameters and buffers for so many heads of that size.
 
         Raises:
             ValueError: it is bound already; a number out of its range, or neither one nor one a head.
         """
         if self.num_heads:
-            raise ValueError(
-                f"this {type(self).__name__} is another module's: make one for each, or copy.deepcopy both"
-            )
+            raise ValueError(f"this {type(self).__name__} is another module's: make one for each module")
         self.num_heads, self.head_dim = num_heads, head_dim
         device = torch.get_default_device() if device is None else torch.device(device)
         for name in self._numbers:
@@ -98,19 +96,20 @@ class Heads(Resettable, ABC):
     ) -> HeadsResult:
         """What the heads do, the output in the query's dtype."""
 
+    def extra_repr(self) -> str:
+        names = (*vars(self), *self._parameters, *self._buffers)
+        return settings(self, *(name for name in names if not name.startswith("_") and name not in _UNTOLD))
+
 
 class SolvedHeads(Iterating, Heads, ABC):
     """Heads whose outputs are fixed points: `solve` finds them of what `Attention.project` returns. No weights are returned."""
 
     refused = MappingProxyType({"dropout": "there are no weights to drop"})
+    solve: Callable[..., FixedPointResult]
 
     def __init__(self, method: Method, max_steps: int, throw: bool, **numbers: Number) -> None:
         super().__init__(**numbers)
         self.method, self.max_steps, self.throw = method, max_steps, throw
-
-    @abstractmethod
-    def solve(self, *heads: Tensor, log_weight: Mask | None = None, is_causal: bool = False) -> FixedPointResult:
-        """The fixed points (B, H, L, D), with status, steps and residual; masks as for `massieu.ops.attention`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         heads = (query, key, value)[: len(self.projections)]
@@ -124,6 +123,3 @@ class SolvedHeads(Iterating, Heads, ABC):
         options: dict[str, Any] = {"method": self.method, "max_steps": self.max_steps, "throw": self.throw}
         adjoint = Implicit(solver, lost="nan" if self.throw else "zero")
         return fixed_point(function, start, parameters, item_dims=item_dims, adjoint=adjoint, **options)
-
-    def extra_repr(self) -> str:
-        return settings(self, *self._numbers, "method", "max_steps", "throw")

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import choice, floating
+from massieu.foundation.arguments import check_shape, choice, expanded, floating
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, merge_log_weights, per_head, with_positions
-from massieu.nn.modules import Number, settings
+from massieu.nn.modules import Number
 from massieu.nn.strategy import SolvedHeads
 from massieu.solve import GMRES, Auto, Method
 from massieu.solve.status import FixedPointResult
@@ -117,14 +117,12 @@ class TAPHeads(SolvedHeads):
             else:
                 if log_weight is not None or is_causal:
                     raise ValueError("coupling does not go with log_weight or is_causal: set it to 0 there")
-                share = torch.where(apart, _checked(coupling, layout).to(field), 0.0)
+                check_shape("coupling", floating("coupling", coupling), ("1 or batch", "1 or heads", *layout[2:]))
+                share = torch.where(apart, expanded("coupling", coupling, layout, "the heads'").to(field), 0.0)
             couplings = (share * per_head(self.strength)).to(field.dtype).expand(layout)
             # 0, but NaN where a field is: what is not finite is not to be returned as if it were.
             start = 0 * field.detach()
             return self._solved(_EQUATIONS[self.site, self.order], start, (field, couplings), 2, GMRES())
-
-    def extra_repr(self) -> str:
-        return f"{settings(self, 'order', 'site')}, {super().extra_repr()}"
 
 
 def _mean_field(mean: Tensor, field: Tensor, coupling: Tensor) -> Tensor:
@@ -146,17 +144,3 @@ _EQUATIONS = {
     # With the Onsager term −V_i m_i the variance becomes 1/(1 − V_i), and V_i drops out.
     ("gaussian", "tap"): _gaussian,
 }
-
-
-def _checked(coupling: object, layout: tuple[int, ...]) -> Tensor:
-    """Couplings given in place of a softmax."""
-    given = floating("coupling", coupling)
-    batch, heads, *lengths = layout
-    if (
-        given.ndim != 4
-        or len(given) not in (1, batch)
-        or given.shape[1] not in (1, heads)
-        or [*given.shape[2:]] != lengths
-    ):
-        raise ValueError(f"coupling must have shape {layout}, or 1 for batch or heads, got {tuple(given.shape)}")
-    return given
