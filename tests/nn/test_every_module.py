@@ -88,7 +88,9 @@ CASES = {
         ("scale",),
     ),
     "NormalizedHeads": Case(heads(modules.NormalizedHeads), "NormalizedHeads"),
-    "ConditionalMeanHeads": Case(heads(lambda: modules.ConditionalMeanHeads(ridge=0.1)), "kernel_name=gaussian log_ridge"),
+    "ConditionalMeanHeads": Case(
+        heads(lambda: modules.ConditionalMeanHeads(ridge=0.1)), "kernel_name=gaussian log_ridge"
+    ),
     "ImplicitHeads": Case(
         heads(lambda **options: modules.ImplicitHeads(alpha=0.25, **options)), "alpha=0.25", ("scale",)
     ),

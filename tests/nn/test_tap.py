@@ -243,7 +243,10 @@ def test_wrong_numbers_and_calls():
             lambda: module(tokens, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool)),
             r"key_padding_mask must have shape \(2, 5\)",
         ),
-        (lambda: solved(module, tokens, coupling=torch.ones(5, 5)), r"shape \(1 or batch, 1 or heads, 5, 5\), got \(5, 5\)"),
+        (
+            lambda: solved(module, tokens, coupling=torch.ones(5, 5)),
+            r"shape \(1 or batch, 1 or heads, 5, 5\), got \(5, 5\)",
+        ),
         (lambda: solved(module, tokens, coupling=torch.ones(1, 1, 5, 4)), r"got \(1, 1, 5, 4\)"),
         (lambda: solved(module, tokens, coupling=[1.0]), "floating-point tensor, got list"),
         (lambda: solved(module, tokens, is_causal=True, coupling=torch.ones(1, 1, 5, 5)), "does not go with"),

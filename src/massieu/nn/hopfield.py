@@ -37,8 +37,8 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
 
     `memory(stored)` is the energy itself, without training too: `layer.memory(stored).retrieve(layer.query(states))`.
 
-    `convergence` has, for each state and head, the residual where the descent ended; for a number of steps, how far the last
-    one moved, of which nothing is said, and None if there was none.
+    `convergence` has status and residual of each state and head where the descent ended. With `steps=K` the residual is how
+    far the last move went, and there is no warning; with one pass nothing moves, and there is none.
 
     Example:
         >>> import torch
@@ -192,7 +192,11 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
     def _heads(self, input: Patterns | tuple[Patterns, ...], query: Tensor | None = None) -> tuple[Tensor, ...]:
         """Queries, keys and values of an input; of one without states, if their query is given for each item alike."""
         names = ("stored", "states", "projections") if query is None else ("stored", "projections")
-        given = dict(zip(names, several("input", input, names), strict=True))
+        tensors: Any = (input,) * len(names) if isinstance(input, Tensor) else input
+        if not isinstance(tensors, tuple | list) or len(tensors) != len(names):
+            kind = f"{len(input)} of them" if isinstance(input, tuple | list) else type(input).__name__
+            raise TypeError(f"input must be a floating-point tensor or ({', '.join(names)}), got {kind}")
+        given = dict(zip(names, tensors, strict=True))
         heads = {name: self._part(name, tensor) for name, tensor in given.items()}
         keys, values = heads["stored"], heads["projections"]
         if len({len(part) for part in heads.values()}) > 1 or keys.shape[2] != values.shape[2]:
@@ -233,7 +237,17 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
         return found.value.to(query.dtype)
 
 
-class HopfieldPooling(hflayers.Readable, Resettable):
+class _Trained(hflayers.Readable, Resettable):
+    """Patterns that train, around a `Hopfield`."""
+
+    def reset_parameters(self) -> None:
+        """Patterns and weights start normal, of deviation 0.02; numbers that were given are restored."""
+        super().reset_parameters()
+        for own in self.parameters(recurse=False):
+            nn.init.normal_(own, std=START)
+
+
+class HopfieldPooling(_Trained):
     """A set of patterns to a vector: trained states retrieve from it.
 
     Example:
@@ -251,11 +265,6 @@ class HopfieldPooling(hflayers.Readable, Resettable):
         super().__init__()
         self.hopfield = Hopfield(input_size, num_heads, **options)
         self.states = _patterns(quantity, input_size, **options)
-
-    def reset_parameters(self) -> None:
-        """States and weights start normal, of deviation 0.02; numbers that were given are restored."""
-        super().reset_parameters()
-        nn.init.normal_(self.states, std=START)
 
     def forward(
         self,
@@ -278,7 +287,7 @@ class HopfieldPooling(hflayers.Readable, Resettable):
         return f"quantity={self.states.shape[1]}"
 
 
-class HopfieldLayer(hflayers.Readable, Resettable):
+class HopfieldLayer(_Trained):
     """A trained memory: the input retrieves from stored patterns that are parameters.
 
     Patterns are projected once for a whole batch.
@@ -315,36 +324,18 @@ class HopfieldLayer(hflayers.Readable, Resettable):
         self.patterns = _patterns(quantity, stored, **options)
         self.targets = _patterns(quantity, target, **options) if separate_targets else None
 
-    def reset_parameters(self) -> None:
-        """Patterns, targets and weights start normal, of deviation 0.02; numbers that were given are restored."""
-        super().reset_parameters()
-        for own in (self.patterns, self.targets):
-            if own is not None:
-                nn.init.normal_(own, std=START)
-
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Mask | None = None, association_mask: Mask | None = None
     ) -> Float[Tensor, "B L output"]:
         """What belongs to the patterns that the states in `input` retrieve. Masks and errors are those of `Hopfield`."""
-        layer = self.hopfield
+        layer, targets = self.hopfield, self.patterns if self.targets is None else self.targets
         query = layer.query(input)
-        stored = layer._part("stored", self.patterns, batch_first=True)
-        values = layer._part("projections", self.patterns if self.targets is None else self.targets, batch_first=True)
-        keys, values = (part.expand(len(query), -1, -1, -1) for part in (stored, values))
-        return layer._associate((query, keys, values), stored_pattern_padding_mask, association_mask)
+        parts = {"stored": self.patterns, "projections": targets}
+        heads = (layer._part(name, own, batch_first=True).expand(len(query), -1, -1, -1) for name, own in parts.items())
+        return layer._associate((query, *heads), stored_pattern_padding_mask, association_mask)
 
     def extra_repr(self) -> str:
         return f"quantity={self.patterns.shape[1]}, separate_targets={self.targets is not None}"
-
-
-def several(name: str, given: Any, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The tensors of a tuple, or one tensor in each one's place."""
-    if isinstance(given, Tensor):
-        return (given,) * len(parts)
-    if not isinstance(given, tuple | list) or len(given) != len(parts):
-        kind = f"{len(given)} of them" if isinstance(given, tuple | list) else type(given).__name__
-        raise TypeError(f"{name} must be a floating-point tensor or ({', '.join(parts)}), got {kind}")
-    return tuple(given)
 
 
 def descend(
