@@ -48,7 +48,7 @@ class ConditionalMeanHeads(Iterating, Heads):
         kernel: Literal["gaussian", "exponential", "linear"] = "gaussian",
         width: float | None = None,
         ridge: float = 1.0,
-        method: Method = "auto",
+        method: Method = None,
         preconditioner_rank: int = 256,
         throw: bool = False,
     ) -> None:
