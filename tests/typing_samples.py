@@ -55,8 +55,19 @@ def modules(tokens: Tensor) -> Tensor:
     return block.forward(tokens)
 
 
+def heads(tokens: Tensor) -> Tensor:
+    module = nn.Attention(8, 2, batch_first=True)
+    output, weights = module(tokens, tokens, tokens, need_weights=False)
+    assert_type(output, Tensor)
+    assert_type(weights, Tensor | None)
+    assert_type(module(tokens, need_moments=True)[2].entropy, Tensor)
+    assert_type(module(tokens, need_log_partition=True)[2], Tensor)
+    return output
+
+
 if __name__ == "__main__":
     draw = torch.randn(4, 8, requires_grad=True)
+    assert heads(draw.detach().reshape(1, 4, 8)).isfinite().all()
     assert losses(draw, torch.randn(5, 8), torch.tensor([0, 1, 0, 1])).isfinite()
     assert attention(*(torch.randn(1, 2, 5, 8) for _ in range(3))).shape == (1, 2, 5, 8)
     assert values(torch.randn(5, 8), torch.randn(8)).isfinite()
