@@ -11,6 +11,9 @@
 - `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
 - `RestrictedBoltzmannMachine` has any units.
 
+Modules can be made on `meta`, and compute shapes there; iterations that stop by values take no step on `meta`.
+`reset_parameters` brings a module back to its start.
+
 Constructors raise a TypeError or ValueError for an argument of a wrong kind or out of its range, calls for inputs and masks
 that do not fit the module or each other. With `throw`, a call whose iteration does not end raises a ConvergenceError.
 """

@@ -33,7 +33,7 @@ LAYER = POOLING | {"lookup_weights_as_separated": False, "lookup_targets_as_trai
 """What `hflayers.HopfieldLayer` is made with."""
 
 
-class Readable:
+class FromHflayers:
     """A module that can be read from the state dict of its namesake in hopfield-layers."""
 
     _keywords: ClassVar[Mapping[str, Any]]

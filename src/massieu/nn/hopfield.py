@@ -24,7 +24,7 @@ START = 0.02
 Patterns = Float[Tensor, "B L d"]
 
 
-class Hopfield(hflayers.Readable, Iterating, Resettable):
+class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
     """Heads that retrieve stored patterns and return what belongs to them (Ramsauer et al., arXiv 2008.02217).
 
     Of stored patterns Y, states R and projections V (all three may be one tensor), each head makes keys, a query and
@@ -106,9 +106,9 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
         number("dropout", dropout, least=0, below=1)
         size = hidden_size
         if size is None and input_size is not None:
-            if input_size % num_heads:
+            size, rest = divmod(input_size, num_heads)
+            if rest:
                 raise ValueError(f"input_size must be a multiple of num_heads, got {input_size} and {num_heads}")
-            size = input_size // num_heads
         sizes = {
             "input_size": input_size,
             "stored_pattern_size": stored_pattern_size or input_size,
@@ -212,12 +212,13 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
         query, key, value = heads
         log_weight = log_weight_of(padding, association, query, key)
         state = self._descended(query, key, log_weight)
+        options: dict[str, Any] = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
         if self.training and self.dropout > 0:
             with without_autocast(query.device):
-                weights, _ = attention_weights(state, key, log_weight=log_weight, scale=self.scale, sink=self.sink)
+                weights, _ = attention_weights(state, key, **options)
                 found = (F.dropout(weights, self.dropout) @ value.to(weights.dtype)).to(value.dtype)
         else:
-            found = ops.attention(state, key, value, log_weight=log_weight, scale=self.scale, sink=self.sink).output
+            found = ops.attention(state, key, value, **options).output
         output = self.output(merge_heads(found))
         return output if self.batch_first else output.transpose(0, 1)
 
@@ -237,7 +238,7 @@ class Hopfield(hflayers.Readable, Iterating, Resettable):
         return found.value.to(query.dtype)
 
 
-class _Trained(hflayers.Readable, Resettable):
+class _Trained(hflayers.FromHflayers, Resettable):
     """Patterns that train, around a `Hopfield`."""
 
     def reset_parameters(self) -> None:
@@ -264,7 +265,7 @@ class HopfieldPooling(_Trained):
         """`quantity` states of `input_size`; all else is `Hopfield`'s."""
         super().__init__()
         self.hopfield = Hopfield(input_size, num_heads, **options)
-        self.states = _patterns(quantity, input_size, **options)
+        self.states = _patterns(quantity, input_size, options)
 
     def forward(
         self,
@@ -321,8 +322,8 @@ class HopfieldLayer(_Trained):
             raise ValueError(f"patterns of {stored} and targets of {target} numbers need separate_targets=True")
         sizes = {"stored_pattern_size": stored, "pattern_projection_size": target}
         self.hopfield = Hopfield(input_size, num_heads, **sizes, **options)
-        self.patterns = _patterns(quantity, stored, **options)
-        self.targets = _patterns(quantity, target, **options) if separate_targets else None
+        self.patterns = _patterns(quantity, stored, options)
+        self.targets = _patterns(quantity, target, options) if separate_targets else None
 
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Mask | None = None, association_mask: Mask | None = None
@@ -382,9 +383,7 @@ def settle(
         given["log_weight"] = added(hidden, state.new_zeros((), dtype=torch.promote_types(state.dtype, torch.float32)))
     behind = () if activation is None else (activation,)
 
-    def step(
-        point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[energy.activations.Activation, ...]
-    ) -> Tensor:
+    def step(point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[Any, ...]) -> Tensor:
         return descend(point, key, 1, behind[0] if behind else None, **options)
 
     with without_autocast(state.device):
@@ -393,9 +392,9 @@ def settle(
             state,
             (key, given, behind),
             method=Picard(),
-            max_steps=max_steps,
             # β times a covariance is symmetric; an activation after it is not.
             adjoint=Implicit(GMRES() if behind else ConjugateGradients(), lost="nan" if throw else "zero"),
+            max_steps=max_steps,
             throw=throw,
         )
 
@@ -415,8 +414,7 @@ def _projection(name: str, size: int | None, hidden: int | None, heads: int, pla
     return nn.Sequential(nn.LayerNorm(size, **place), SmallLinear(size, heads * hidden, **place))
 
 
-def _patterns(
-    quantity: int, size: int, device: Device = None, dtype: torch.dtype | None = None, **_: Any
-) -> nn.Parameter:
+def _patterns(quantity: int, size: int, options: dict[str, Any]) -> nn.Parameter:
     """Patterns that train."""
-    return nn.Parameter(nn.init.normal_(torch.empty(1, quantity, size, device=device, dtype=dtype), std=START))
+    place = {name: options.get(name) for name in ("device", "dtype")}
+    return nn.Parameter(nn.init.normal_(torch.empty(1, quantity, size, **place), std=START))

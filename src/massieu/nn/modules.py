@@ -15,10 +15,9 @@ from massieu.solve.status import warn_unconverged
 Number = float | int | Tensor | None
 """One number or one a head: a constant, a tensor that is saved with the module, or a Parameter, which trains."""
 
-
+Device = torch.device | str | None
 _SHOWN = 8
 """The most numbers of a setting that a module's `repr` lists."""
-Device = torch.device | str | None
 
 
 def check_input(
@@ -102,7 +101,9 @@ def register_number(
     if tuple(floating(name, value).shape) not in ((), (heads,)):
         raise ValueError(f"{name} must be one number or one for each of {heads} heads, got shape {tuple(value.shape)}")
     check_range(name, value, above=above)
-    hold(module, name, value, isinstance(value, nn.Parameter), device or torch.get_default_device(), dtype)
+    if device is None and value.device.type == "cpu":
+        device = torch.get_default_device()
+    hold(module, name, value, isinstance(value, nn.Parameter), device, dtype)
 
 
 def hold(
@@ -113,7 +114,8 @@ def hold(
     if not trained:
         module.register_buffer(name, moved)
     else:
-        own = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach())
+        trains = start.requires_grad or not isinstance(start, nn.Parameter)
+        own = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach(), requires_grad=trains)
         module.register_parameter(name, own)
     start = start.detach()
     vars(module).setdefault("_given", {})[name] = start if start.is_meta else start.to("cpu", copy=True)
