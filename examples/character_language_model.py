@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from massieu.nn import Attention, ImplicitAttention, SparseAttention
+from massieu.nn import Attention, EntmaxHeads, ImplicitHeads, SoftmaxHeads
+from massieu.nn.strategy import Heads
 
 CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 64, 4, 2, 16
 STUDENT_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
@@ -32,29 +33,15 @@ Mixing = Callable[[Tensor], Tensor]
 
 
 class Causal(nn.Module):
-    """Attention with projections in place of `nn.MultiheadAttention`, of a sequence to itself."""
+    """Attention of a sequence to itself."""
 
-    def __init__(self, attention: Attention | SparseAttention) -> None:
+    def __init__(self, heads: Heads) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention = Attention(WIDTH, HEADS, batch_first=True, heads=heads)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        output, *_ = self.attention(tokens, tokens, tokens, need_weights=False, is_causal=True)
+        output, _ = self.attention(tokens, need_weights=False, is_causal=True)
         return output
-
-
-class CausalImplicit(nn.Module):
-    """The fixed point of attention that its query holds; its keys are its values.
-
-    Of the millions of fixed points of a training, without a contraction some are saddles or reached too slowly.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = ImplicitAttention(WIDTH, HEADS, alpha=0.5, max_lipschitz=0.8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.attention(tokens, is_causal=True)
 
 
 class Block(nn.Module):
@@ -82,9 +69,10 @@ class LanguageModel(nn.Module):
 
 
 ATTENTION: dict[str, Callable[[], nn.Module]] = {
-    "softmax": lambda: Causal(Attention(WIDTH, HEADS, batch_first=True)),
-    "1.5-entmax, learned": lambda: Causal(SparseAttention(WIDTH, HEADS, alpha=1.5, learn_alpha=True, batch_first=True)),
-    "implicit": CausalImplicit,
+    "softmax": lambda: Causal(SoftmaxHeads()),
+    "1.5-entmax, learned": lambda: Causal(EntmaxHeads(alpha=1.5, learn_alpha=True)),
+    # Of the millions of fixed points of a training, without a contraction some are saddles or reached too slowly.
+    "implicit": lambda: Causal(ImplicitHeads(alpha=0.5, max_lipschitz=0.8)),
 }
 
 

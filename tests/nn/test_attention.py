@@ -11,7 +11,7 @@ from tests.rows import every_row
 from torch import nn
 
 from massieu import measures
-from massieu.nn import Attention
+from massieu.nn import Attention, MeasureHeads, SoftmaxHeads
 
 TORCH = {
     "plain": {},
@@ -123,7 +123,7 @@ def test_takes_its_place_in_a_transformer_also_when_that_has_a_fast_path(norm_fi
         replaced.load_state_dict(layer.self_attn.state_dict())
         layer.self_attn = replaced.eval()
         torch.testing.assert_close(layer(tokens), wanted)
-        layer.self_attn.scale = 2.0
+        layer.self_attn.heads.scale = 2.0
         assert (layer(tokens) - wanted).abs().max() > 1e-3
         torch.testing.assert_close(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)(tokens), layer(tokens))
 
@@ -164,7 +164,7 @@ def test_scale_sink_window_and_cap(need_weights):
     for options, form in cases:
         if form is None:
             form = {"scale": scale[:, None, None], "sink": sink[:, None], "log_weight": banded, "softcap": 0.5}
-        module = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, **options)
+        module = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(**options))
         module.load_state_dict(ours.state_dict(), strict=False)
         wanted = explicit(module, *arguments, **({"scale": (WIDTH // HEADS) ** -0.5, "log_weight": 0.0} | form))
         keywords = {"need_weights": need_weights, "average_attn_weights": False, "need_log_partition": True}
@@ -183,20 +183,22 @@ def test_the_value_of_a_sink(need_weights):
     sink, width = torch.tensor([-1.0, 2.0]).double(), WIDTH // HEADS
     value = torch.linspace(-1, 1, WIDTH).double().view(HEADS, width)
     for own in (value, nn.Parameter(value[0])):
-        module = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, sink=sink, sink_value=own)
+        module = Attention(
+            WIDTH, HEADS, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(sink=sink, sink_value=own)
+        )
         module.load_state_dict(ours.state_dict(), strict=False)
         output, _, level = module(*arguments, need_weights=need_weights, need_log_partition=True)
         share = (sink[:, None] - level).exp().unsqueeze(-1)
         part = (share * own.expand(HEADS, width).unsqueeze(-2)).transpose(1, 2).flatten(2)
-        plain = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, sink=sink)
+        plain = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(sink=sink))
         plain.load_state_dict(ours.state_dict(), strict=False)
         wanted = plain(*arguments, need_weights=need_weights)[0] + part @ module.out_proj.weight.mT
         torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-12)
-    assert "sink_value" in dict(module.named_parameters())
+    assert "heads.sink_value" in dict(module.named_parameters())
     with pytest.raises(ValueError, match="give its log-weight as sink"):
-        Attention(WIDTH, HEADS, sink_value=value)
+        SoftmaxHeads(sink_value=value)
     with pytest.raises(ValueError, match="sink_value must have shape"):
-        Attention(WIDTH, HEADS, sink=sink, sink_value=value[:, :1])
+        Attention(WIDTH, HEADS, heads=SoftmaxHeads(sink=sink, sink_value=value[:, :1]))
 
 
 @pytest.mark.medium
@@ -207,12 +209,12 @@ def test_parameters_train(shape, need_weights):
     torch.manual_seed(0)
     scale = nn.Parameter(torch.full(shape, 0.7).double())
     sink = nn.Parameter(torch.full(shape, 0.2).double())
-    module = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, scale=scale, sink=sink)
-    assert {"scale", "sink"} <= set(dict(module.named_parameters()))
+    module = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(scale=scale, sink=sink))
+    assert {"heads.scale", "heads.sink"} <= set(dict(module.named_parameters()))
     arguments = [tensor.detach() for tensor in inputs(module)]
 
     def function(scale, sink):
-        parameters = {"scale": scale, "sink": sink}
+        parameters = {"heads.scale": scale, "heads.sink": sink}
         keywords = {"need_weights": need_weights, "need_log_partition": True}
         output, _, log_partition = torch.func.functional_call(module, parameters, tuple(arguments), keywords)
         return output, log_partition
@@ -222,14 +224,14 @@ def test_parameters_train(shape, need_weights):
 
 
 def test_numbers_that_are_tensors_are_buffers_and_move():
-    module = Attention(8, 2, scale=torch.tensor([0.1, 0.2]))
-    assert "scale" in module.state_dict()
-    assert module.double().scale.dtype == torch.float64
+    module = Attention(8, 2, heads=SoftmaxHeads(scale=torch.tensor([0.1, 0.2])))
+    assert "heads.scale" in module.state_dict()
+    assert module.double().heads.scale.dtype == torch.float64
 
 
 def test_the_log_partition_generates_the_output():
     """∂log Z/∂(scale·query) is the mean key: with values = keys and identity maps, the output (S3)."""
-    module = Attention(6, 1, bias=False, batch_first=True, scale=1.3, dtype=torch.float64)
+    module = Attention(6, 1, bias=False, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(scale=1.3))
     with torch.no_grad():
         module.in_proj_weight.copy_(torch.eye(6).repeat(3, 1))
         module.out_proj.weight.copy_(torch.eye(6))
@@ -243,7 +245,7 @@ def test_the_log_partition_generates_the_output():
 def test_a_measure_of_atoms_is_the_default():
     _, ours = pair()
     arguments, padding = inputs(ours), masks("boolean")["key_padding_mask"]
-    other = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, measure=measures.Atoms.create)
+    other = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, heads=MeasureHeads(measures.Atoms.create))
     other.load_state_dict(ours.state_dict())
     for mask in (None, padding, torch.randn(BATCH, KEYS).double()):
         wanted = ours(*arguments, key_padding_mask=mask, need_weights=False, need_log_partition=True)
@@ -262,7 +264,9 @@ def fitted_gaussian(points, log_weight):
 
 def test_a_gaussian_of_pairs_is_linear_attention():
     """Its mean at (scale·query, 0) is mean value + Cov(value, key)·scale·query (X1)."""
-    module = Attention(6, 1, bias=False, batch_first=True, measure=fitted_gaussian, scale=0.5, dtype=torch.float64)
+    module = Attention(
+        6, 1, bias=False, batch_first=True, dtype=torch.float64, heads=MeasureHeads(fitted_gaussian, scale=0.5)
+    )
     with torch.no_grad():
         module.in_proj_weight.copy_(torch.eye(6).repeat(3, 1))
         module.out_proj.weight.copy_(torch.eye(6))
@@ -277,7 +281,7 @@ def test_a_gaussian_of_pairs_is_linear_attention():
 @every_row("need_weights", [True, False])
 @every_row("sink", [None, 0.3])
 def test_a_query_that_sees_no_key(need_weights, sink):
-    module = Attention(WIDTH, HEADS, batch_first=True, sink=sink, dtype=torch.float64)
+    module = Attention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(sink=sink))
     nn.init.normal_(module.out_proj.bias)
     arguments = inputs(module)
     padding = torch.zeros(BATCH, KEYS, dtype=torch.bool)
@@ -293,7 +297,7 @@ def test_a_query_that_sees_no_key(need_weights, sink):
 
 
 def test_items_do_not_depend_on_their_batch_mates():
-    module = Attention(WIDTH, HEADS, batch_first=True, sink=0.1)
+    module = Attention(WIDTH, HEADS, batch_first=True, heads=SoftmaxHeads(sink=0.1))
     arguments = inputs(module, dtype=torch.float32)
     padding = masks("boolean")["key_padding_mask"]
     together = module(*arguments, key_padding_mask=padding, need_weights=False)[0]
@@ -324,7 +328,7 @@ def test_evaluation_has_the_gradient_of_training_and_dropout_is_of_weights():
 @every_row("need_weights", [True, False])
 @every_row("autocast", [True, False])
 def test_half_precision(dtype, need_weights, autocast):
-    module = Attention(WIDTH, HEADS, batch_first=True, sink=nn.Parameter(torch.zeros(HEADS)))
+    module = Attention(WIDTH, HEADS, batch_first=True, heads=SoftmaxHeads(sink=nn.Parameter(torch.zeros(HEADS))))
     arguments = inputs(module, dtype=torch.float32)
     keywords = {"need_weights": need_weights, "need_log_partition": True, "is_causal": True}
     wanted, _, wanted_log = module.double()(*(x.double() for x in arguments), **keywords)
@@ -344,14 +348,15 @@ def test_half_precision(dtype, need_weights, autocast):
 @pytest.mark.medium
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_compiled(need_weights):
-    module = Attention(WIDTH, HEADS, batch_first=True, sink=0.1, scale=nn.Parameter(torch.tensor([0.2, 0.4])))
+    heads = SoftmaxHeads(sink=0.1, scale=nn.Parameter(torch.tensor([0.2, 0.4])))
+    module = Attention(WIDTH, HEADS, batch_first=True, heads=heads)
     arguments = inputs(module, dtype=torch.float32)
     padding = masks("boolean")["key_padding_mask"]
     keywords = {"key_padding_mask": padding, "need_weights": need_weights, "need_log_partition": True}
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     outputs = [module(*arguments, **keywords) for module in (module, compiled)]
     gradients = [
-        torch.autograd.grad(output.square().sum() + log_partition.sum(), [*arguments, module.scale])
+        torch.autograd.grad(output.square().sum() + log_partition.sum(), [*arguments, module.heads.scale])
         for output, _, log_partition in outputs
     ]
     for eager, got in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
@@ -369,11 +374,23 @@ def test_vmap_is_a_loop():
 BAD = {
     "embed_dim": (lambda: Attention(7, 2), "multiple of num_heads, got 7 and 2"),
     "dropout": (lambda: Attention(8, 2, dropout=1.0), "dropout must be finite, at least 0 and below 1, got 1.0"),
-    "scale shape": (lambda: Attention(8, 2, scale=torch.ones(3)), r"2 heads, got shape \(3,\)"),
-    "scale kind": (lambda: Attention(8, 2, scale="1"), "scale must be a number, got '1'"),
-    "sink": (lambda: Attention(8, 2, sink=math.inf), "sink must be finite, got inf"),
-    "window": (lambda: Attention(8, 2, window=3, add_zero_attn=True), "window does not go with"),
-    "measure": (lambda: Attention(8, 2, window=3, measure=fitted_gaussian), "measure does not go with window"),
+    "scale shape": (lambda: Attention(8, 2, heads=SoftmaxHeads(scale=torch.ones(3))), r"2 heads, got shape \(3,\)"),
+    "scale kind": (lambda: Attention(8, 2, heads=SoftmaxHeads(scale="1")), "scale must be a number, got '1'"),
+    "sink": (lambda: Attention(8, 2, heads=SoftmaxHeads(sink=math.inf)), "sink must be finite, got inf"),
+    "window": (
+        lambda: Attention(8, 2, add_zero_attn=True, heads=SoftmaxHeads(window=3)),
+        "SoftmaxHeads do not go with add_zero_attn: a window goes by position",
+    ),
+    "measure": (
+        lambda: Attention(8, 2, 0.1, heads=MeasureHeads(fitted_gaussian)),
+        "MeasureHeads do not go with dropout",
+    ),
+    "no strategy": (lambda: Attention(8, 2, heads="softmax"), "heads must be a strategy, .* got 'softmax'"),
+    "scale 0": (lambda: Attention(8, 2, heads=SoftmaxHeads(scale=0)), "scale must be positive and finite, got 0"),
+    "scale below 0": (
+        lambda: Attention(8, 2, heads=SoftmaxHeads(scale=torch.tensor([1.0, -1.0]))),
+        "scale must be positive and finite, got -1",
+    ),
     "unknown": (lambda: Attention(8, 2, beta=3), "unexpected keyword argument 'beta'"),
 }
 
@@ -394,14 +411,14 @@ def test_wrong_calls_name_what_is_wrong():
         ((query, key[0], value), {}, "key must have shape"),
         ((query, key.long(), value), {}, "key must be a floating-point tensor, got a tensor of torch.int64"),
         ((query, key, value), {"attn_mask": torch.zeros(7, 5)}, r"attn_mask must have shape \(5, 7\) or \(6, 5, 7\)"),
-        ((query, key, value), {"key_padding_mask": torch.zeros(3, 5)}, r"key_padding_mask must have shape \(\(3, 7\)"),
+        ((query, key, value), {"key_padding_mask": torch.zeros(3, 5)}, r"key_padding_mask must have shape \(3, 7\)"),
         ((query, key, value), {"attn_mask": torch.zeros(5, 7).long()}, "True hides"),
     ]
-    for arguments, keywords, message in calls[:6] + calls[7:]:
+    for arguments, keywords, message in calls:
         with pytest.raises((ValueError, TypeError), match=message):
             module(*arguments, **keywords)
     with pytest.raises(ValueError, match="one for all queries"):
-        Attention(8, 2, batch_first=True, measure=fitted_gaussian)(query, key, value, is_causal=True)
+        Attention(8, 2, batch_first=True, heads=MeasureHeads(fitted_gaussian))(query, key, value, is_causal=True)
 
 
 def test_every_combination_of_options_differs():
@@ -409,9 +426,10 @@ def test_every_combination_of_options_differs():
     torch.manual_seed(0)
     query = torch.randn(1, LENGTH, WIDTH)
     outputs = []
-    for options in ({}, {"scale": 3.0}, {"sink": 0.0}, {"window": 1}, {"softcap": 0.1}, {"measure": fitted_gaussian}):
+    options = ({}, {"scale": 3.0}, {"sink": 0.0}, {"window": 1}, {"softcap": 0.1})
+    for heads in (*(SoftmaxHeads(**option) for option in options), MeasureHeads(fitted_gaussian)):
         torch.manual_seed(1)
-        outputs.append(Attention(WIDTH, HEADS, batch_first=True, **options)(query, query, query)[0])
+        outputs.append(Attention(WIDTH, HEADS, batch_first=True, heads=heads)(query)[0])
     for one, other in itertools.combinations(outputs, 2):
         assert (one - other).abs().max() > 1e-4
 
@@ -423,7 +441,7 @@ def test_every_combination_of_options_differs():
     size=st.integers(1, 4),
     length=st.integers(1, 5),
     keys=st.integers(1, 5),
-    scale=st.sampled_from([0.0, 1e-6, 1.0, 300.0]),
+    scale=st.sampled_from([1e-6, 1.0, 300.0]),
     seed=st.integers(0, 1000),
     causal=st.booleans(),
     data=st.data(),
@@ -432,7 +450,7 @@ def test_any_shape_scale_and_mask(heads, size, length, keys, scale, seed, causal
     """Against float64 matrices; rows without a key, repeated keys and huge scores among them."""
     torch.manual_seed(seed)
     hidden = torch.tensor(data.draw(st.lists(st.booleans(), min_size=keys, max_size=keys)))
-    module = Attention(heads * size, heads, batch_first=True, scale=scale, dtype=torch.float64)
+    module = Attention(heads * size, heads, batch_first=True, dtype=torch.float64, heads=SoftmaxHeads(scale=scale))
     query, key, value = (torch.randn(1, count, heads * size).double() for count in (length, keys, keys))
     if data.draw(st.booleans()):
         key = key[:, :1].expand(key.shape)

@@ -1,4 +1,4 @@
-"""`massieu.nn.ConditionalMeanAttention` against scikit-learn's ridge within each head, masks, training."""
+"""`massieu.nn.ConditionalMeanHeads` against scikit-learn's ridge within each head, masks, training."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,12 @@ from sklearn.kernel_ridge import KernelRidge
 from tests.rows import every_row
 from torch import nn
 
-from massieu.nn import Attention, ConditionalMeanAttention
+from massieu.nn import Attention, ConditionalMeanHeads, SoftmaxHeads
 
 
 def module(**options):
     torch.manual_seed(0)
-    return ConditionalMeanAttention(8, 2, batch_first=True, dtype=torch.float64, **options)
+    return Attention(8, 2, batch_first=True, dtype=torch.float64, heads=ConditionalMeanHeads(**options))
 
 
 def inputs(batch=2):
@@ -86,7 +86,7 @@ def test_layouts_and_rows_without_keys():
     single = made(*(tensor[0] for tensor in arguments), need_weights=False, need_variance=True)
     torch.testing.assert_close(single[0], batched[0][0])
     torch.testing.assert_close(single[2], batched[2][0])
-    second = ConditionalMeanAttention(8, 2, dtype=torch.float64)
+    second = Attention(8, 2, dtype=torch.float64, heads=ConditionalMeanHeads())
     second.load_state_dict(made.state_dict())
     swapped = second(*(tensor.transpose(0, 1) for tensor in arguments), need_weights=False)[0]
     torch.testing.assert_close(swapped.transpose(0, 1), batched[0])
@@ -97,13 +97,13 @@ def test_layouts_and_rows_without_keys():
 
 def test_state_dict_and_kinds_of_numbers():
     made = module(ridge=0.3, width=2.0)
-    assert set(made.state_dict()) - set(Attention(8, 2).state_dict()) == {"log_ridge", "log_width"}
-    torch.testing.assert_close(made.ridge, torch.full((2,), 0.3, dtype=torch.float64))
+    assert set(made.state_dict()) - set(Attention(8, 2).state_dict()) == {"heads.log_ridge", "heads.log_width"}
+    torch.testing.assert_close(made.heads.ridge, torch.full((2,), 0.3, dtype=torch.float64))
     other = module()
     other.load_state_dict(made.state_dict())
     arguments = inputs()
     assert torch.equal(other(*arguments)[0], made(*arguments)[0])
-    assert module(kernel="linear").log_width is None
+    assert module(kernel="linear").heads.log_width is None
     made(*arguments)[0].sum().backward()
     for parameter in made.parameters():
         assert parameter.grad is not None
@@ -142,7 +142,7 @@ def test_bad_options_are_named(options, named):
 
 
 def test_a_mask_of_pairs_is_refused():
-    with pytest.raises(ValueError, match="attn_mask hides keys from some queries alone"):
+    with pytest.raises(ValueError, match="do not go with attn_mask: hiding keys from some queries alone"):
         module()(*inputs(), attn_mask=torch.zeros(4, 11, dtype=torch.bool))
 
 
@@ -176,16 +176,16 @@ def trained(made):
 def test_it_learns_in_context_regression_better_than_softmax_at_the_same_budget():
     sizes = {"kdim": 4, "vdim": 1, "batch_first": True}
     torch.manual_seed(0)
-    softmax = trained(Attention(8, 2, scale=nn.Parameter(torch.ones(2)), **sizes))
-    linear = trained(ConditionalMeanAttention(8, 2, kernel="linear", **sizes))
-    gaussian = trained(ConditionalMeanAttention(8, 2, kernel="gaussian", **sizes))
+    softmax = trained(Attention(8, 2, heads=SoftmaxHeads(scale=nn.Parameter(torch.ones(2))), **sizes))
+    linear = trained(Attention(8, 2, heads=ConditionalMeanHeads(kernel="linear"), **sizes))
+    gaussian = trained(Attention(8, 2, heads=ConditionalMeanHeads(kernel="gaussian"), **sizes))
     print(f"softmax {softmax:.3f}, linear {linear:.3f}, gaussian {gaussian:.3f}")
     assert linear < 0.1 * softmax
     assert gaussian < 0.5 * softmax
 
 
 def test_the_exponential_kernel_starts_from_attentions_scale():
-    exponential = ConditionalMeanAttention(18, 2, kernel="exponential").kernel
+    exponential = Attention(18, 2, heads=ConditionalMeanHeads(kernel="exponential")).heads.kernel
     torch.testing.assert_close(exponential.scale.detach(), torch.full((2,), 1 / 3))
-    gaussian = ConditionalMeanAttention(18, 2).kernel
+    gaussian = Attention(18, 2, heads=ConditionalMeanHeads()).heads.kernel
     torch.testing.assert_close(gaussian.lengthscale.detach(), torch.full((2,), 3.0))

@@ -8,7 +8,7 @@ from tests.rows import every_row
 from torch import Tensor, nn
 
 from massieu.errors import ConvergenceError, ConvergenceWarning
-from massieu.nn import ConditionalMeanAttention, Hopfield, ImplicitAttention, SpinAttention, TAPAttention
+from massieu.nn import Attention, ConditionalMeanHeads, Hopfield, ImplicitHeads, SpinAttention, TAPHeads
 from massieu.solve import ConjugateGradients, Implicit, Status, fixed_point
 
 
@@ -21,17 +21,26 @@ def modules(**options) -> dict[str, nn.Module]:
     torch.manual_seed(0)
     return {
         "Hopfield": Hopfield(8, 2, steps=None, scale=3.0, state=nn.Linear(8, 8), stored=nn.Linear(8, 8), **options),
-        "ImplicitAttention": ImplicitAttention(8, 2, alpha=0.9, scale=3.0, **options),
-        "TAPAttention": TAPAttention(8, 2, strength=20.0, **options),
+        "ImplicitHeads": Attention(8, 2, batch_first=True, heads=ImplicitHeads(alpha=0.9, scale=3.0, **options)),
+        "TAPHeads": Attention(8, 2, batch_first=True, heads=TAPHeads(strength=20.0, **options)),
         "SpinAttention": SpinAttention(8, 2, steps=None, scale=1.9, **options),
         "SpinAttention, second order": SpinAttention(8, 2, steps=2, order="second", scale=1.9, **options),
     }
 
 
+def output_of(module: nn.Module, *tokens: Tensor) -> Tensor:
+    return module(*tokens)[0] if isinstance(module, Attention) else module(*tokens)
+
+
+def iterating(module: nn.Module) -> nn.Module:
+    """The one that keeps what became of each item."""
+    return module.heads if isinstance(module, Attention) else module
+
+
 ITEMS = {
     "Hopfield": (3, 2, 5),
-    "ImplicitAttention": (3, 2, 5),
-    "TAPAttention": (3, 2),
+    "ImplicitHeads": (3, 2, 5),
+    "TAPHeads": (3, 2),
     "SpinAttention": (3, 2),
     "SpinAttention, second order": (3, 2, 5),
 }
@@ -40,16 +49,16 @@ ITEMS = {
 @every_row("name", ITEMS)
 def test_a_module_goes_on_and_says_so_once(name: str):
     module, tokens = modules(max_steps=1)[name], draw(3, 5, 8)
-    assert module.convergence is None
+    assert iterating(module).convergence is None
     with pytest.warns(ConvergenceWarning, match="have not converged.*MAX_STEPS.*residual") as told:
-        output = module(tokens)
+        output = output_of(module, tokens)
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = module(tokens)
+        again = output_of(module, tokens)
     assert torch.equal(output, again)
     assert output.isfinite().all()
-    found = module.convergence
+    found = iterating(module).convergence
     assert found is not None
     assert found.status.shape == found.residual.shape == ITEMS[name]
     assert (found.status == Status.MAX_STEPS).any()
@@ -65,16 +74,16 @@ def test_a_module_raises_if_asked_to(name: str):
         modules(max_steps=1, throw=True)[name](draw(3, 5, 8))
 
 
-@every_row("name", ["ImplicitAttention", "TAPAttention", "Hopfield"])
+@every_row("name", ["ImplicitHeads", "TAPHeads", "Hopfield"])
 def test_an_item_that_is_not_finite_has_its_own_status_and_spoils_no_other(name: str):
     module, tokens = modules()[name], draw(3, 5, 8)
-    if isinstance(module, TAPAttention):
-        module.strength = 0.5
-    wanted = module(tokens[1:])
+    if name == "TAPHeads":
+        module.heads.strength = 0.5
+    wanted = output_of(module, tokens[1:])
     tokens[0, 2] = torch.nan
     with pytest.warns(ConvergenceWarning, match="NOT_FINITE"):
-        output = module(tokens)
-    assert (module.convergence.status[0] == Status.NOT_FINITE).any()
+        output = output_of(module, tokens)
+    assert (iterating(module).convergence.status[0] == Status.NOT_FINITE).any()
     torch.testing.assert_close(output[1:], wanted)
     assert output[0].isnan().any()
 
@@ -122,40 +131,39 @@ def test_lost_derivatives_are_nan_unless_asked_for():
 def test_training_goes_on_through_a_query_that_is_at_a_saddle():
     """Two memories and a query between them, where z = Σ p key repels: the other queries train as they do without it."""
     torch.manual_seed(0)
-    module = ImplicitAttention(4, 1, alpha=0.95, scale=40.0, bias=False).double()
+    module = Attention(4, 1, bias=False, batch_first=True, heads=ImplicitHeads(alpha=0.95, scale=40.0)).double()
     tokens, query = draw(1, 6, 4, seed=1).double(), draw(1, 3, 4, seed=2).double()
     query[0, 1] = 0.0
     keys = torch.cat([tokens, -tokens], 1)  # even in the query: 0 is a fixed point, and repels
     with pytest.warns(ConvergenceWarning, match="NOT_ATTRACTING"):
-        output = module(query, keys)
-    assert module.convergence.status.flatten().tolist() == [0, int(Status.NOT_ATTRACTING), 0]
-    gradients = torch.autograd.grad(output[:, [0, 2]].square().sum() + output[:, 1].sum(), list(module.parameters()))
-    alone = module(query[:, [0, 2]], keys)
-    expected = torch.autograd.grad(alone.square().sum(), [module.query_proj.weight, module.key_proj.weight])
+        output, _ = module(query, keys)
+    assert module.heads.convergence.status.flatten().tolist() == [0, int(Status.NOT_ATTRACTING), 0]
+    gradients = torch.autograd.grad(output[:, [0, 2]].square().sum() + output[:, 1].sum(), [module.in_proj_weight])
+    alone, _ = module(query[:, [0, 2]], keys)
+    expected = torch.autograd.grad(alone.square().sum(), [module.in_proj_weight])
     torch.testing.assert_close(gradients[0], expected[0], rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(gradients[1], expected[1], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.medium
 def test_compiled_modules_keep_it_too():
-    module, tokens = modules(max_steps=1)["ImplicitAttention"], draw(3, 5, 8)
+    module, tokens = modules(max_steps=1)["ImplicitHeads"], draw(3, 5, 8)
     with pytest.warns(ConvergenceWarning):
-        wanted, status = module(tokens), module.convergence.status
-    module.convergence = None
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(tokens), wanted)
-    assert torch.equal(module.convergence.status, status)
+        wanted, status = module(tokens)[0], module.heads.convergence.status
+    module.heads.convergence = None
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(tokens)[0], wanted)
+    assert torch.equal(module.heads.convergence.status, status)
 
 
 def test_a_transform_keeps_nothing():
-    module, tokens = modules()["ImplicitAttention"], draw(3, 5, 8)
-    torch.func.vmap(lambda one: module(one.unsqueeze(0)))(tokens)
-    assert module.convergence is None
+    module, tokens = modules()["ImplicitHeads"], draw(3, 5, 8)
+    torch.func.vmap(lambda one: module(one.unsqueeze(0))[0])(tokens)
+    assert module.heads.convergence is None
 
 
-def conditional_means(**options) -> ConditionalMeanAttention:
+def conditional_means(**options) -> Attention:
     torch.manual_seed(0)
     options |= {"method": ConjugateGradients(max_steps=1), "preconditioner_rank": 0}
-    return ConditionalMeanAttention(8, 2, batch_first=True, ridge=1e-3, **options)
+    return Attention(8, 2, batch_first=True, heads=ConditionalMeanHeads(ridge=1e-3, **options))
 
 
 def test_conjugate_gradients_that_stop_short_end_no_training():
@@ -163,7 +171,7 @@ def test_conjugate_gradients_that_stop_short_end_no_training():
     with pytest.warns(ConvergenceWarning, match="have not converged.*MAX_STEPS") as told:
         output = module(tokens, tokens, tokens, need_weights=False)[0]
     assert len(told) == 1
-    found = module.convergence
+    found = module.heads.convergence
     assert found is not None
     assert found.status.shape == found.residual.shape == (3, 2, 4)  # batch, heads, value columns
     assert bool((found.status == Status.MAX_STEPS).all())
@@ -177,10 +185,10 @@ def test_conjugate_gradients_that_stop_short_end_no_training():
 
 def test_systems_that_have_converged_say_so():
     module, tokens = conditional_means(), draw(3, 9, 8)
-    module.method = ConjugateGradients()
+    module.heads.method = ConjugateGradients()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module(tokens, tokens, tokens, need_weights=False)
-    assert module.convergence is not None
-    assert bool((module.convergence.status == Status.CONVERGED).all())
-    assert float(module.convergence.residual.max()) <= 1e-6
+    assert module.heads.convergence is not None
+    assert bool((module.heads.convergence.status == Status.CONVERGED).all())
+    assert float(module.heads.convergence.residual.max()) <= 1e-6

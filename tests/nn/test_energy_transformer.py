@@ -217,3 +217,11 @@ def test_stacks_that_cannot_be_made():
         EnergyTransformerStack([block(), EnergyTransformer(4, 2)])
     with pytest.raises(TypeError, match="must be EnergyTransformer modules, got Linear"):
         EnergyTransformerStack([nn.Linear(8, 8)])
+
+
+def test_weights_start_normal_with_a_variance_of_one_over_the_width():
+    torch.manual_seed(0)
+    block = EnergyTransformer(64, 4)
+    for weight in (block.key_weight, block.query_weight, block.memories):
+        # Of n normal numbers the deviation is known to 1/√(2n): five of that.
+        assert abs(8 * float(weight.detach().std()) - 1) < 5 / (2 * weight.numel()) ** 0.5

@@ -1,6 +1,7 @@
 """`massieu.nn.Hopfield` against explicit matrices, and what hopfield-layers could not do."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -252,7 +253,7 @@ def spread(layer: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     for module in layer.modules():
         if isinstance(module, nn.Linear):
-            module.reset_parameters()
+            nn.Linear.reset_parameters(module)
     return layer
 
 
@@ -313,7 +314,7 @@ def test_wrong_calls_name_what_is_wrong():
     stored, state, projection = patterns(dtype=torch.float32)
     layer = Hopfield(6, 2)
     calls = [
-        ((stored[0],), {}, r"stored must have shape \(batch, length, size\), got \(7, 6\)"),
+        ((stored[0],), {}, r"stored must have shape \(batch, length, 6\), got \(7, 6\)"),
         (((stored, state),), {}, "or \\(stored, states, projections\\), got 2"),
         ((stored, torch.zeros(2, 6)), {}, r"key_padding_mask must have shape \(\(2, 7\)|must have shape \(2, 7\)"),
         (((stored, state[:1], projection),), {}, "one batch size"),
@@ -345,3 +346,21 @@ def test_memory_is_linear_in_patterns_and_states(steps):
     assert doubled <= 2.01 * total
     # A pass keeps a state, an output and log Z; keys, values and what made them are kept once.
     assert total <= 1000 * (3 * 8 * 8 + steps * 8 * 4)
+
+
+def test_a_number_of_steps_keeps_how_far_the_last_one_went():
+    inputs = patterns()
+    for steps, scale, ends in ((1, 1.0, None), (4, 1.0, Status.MAX_STEPS), (300, 0.1, Status.CONVERGED)):
+        layer = bare(steps=steps, scale=scale)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer(inputs)
+        if ends is None:
+            assert layer.convergence is None
+            continue
+        stored, state, _ = inputs
+        before, after = (explicit(stored, state, stored, scale, passes) for passes in (steps - 2, steps - 1))
+        torch.testing.assert_close(layer.convergence.residual, (after - before).norm(dim=-1).unsqueeze(1).detach())
+        assert bool((layer.convergence.status == ends).all())
+    layer((inputs[0], inputs[1] * torch.nan, inputs[2]))
+    assert bool((layer.convergence.status == Status.NOT_FINITE).all())

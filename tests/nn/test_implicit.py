@@ -1,4 +1,4 @@
-"""`massieu.nn.ImplicitAttention` against hundreds of unrolled iterations and what theory says of its fixed points (B12)."""
+"""`massieu.nn.ImplicitHeads` against hundreds of unrolled iterations and what theory says of its fixed points (B12)."""
 
 import pytest
 import torch
@@ -6,13 +6,30 @@ from tests.rows import every_row
 from torch import nn
 
 from massieu.errors import ConvergenceError
-from massieu.nn import ImplicitAttention
+from massieu.nn import Attention, ImplicitHeads
 from massieu.solve import Status
 
 
 def layer(heads=2, **options):
+    """Attention with a bias that is not 0."""
     torch.manual_seed(0)
-    return ImplicitAttention(6, heads, **options).double()
+    module = Attention(6, heads, batch_first=True, dtype=torch.float64, heads=ImplicitHeads(**options))
+    nn.init.normal_(module.in_proj_bias, std=0.3)
+    return module
+
+
+def projected(module, *tensors):
+    """The projections of queries, and of keys, before they are cut into heads."""
+    weights, biases = module.in_proj_weight.chunk(2), module.in_proj_bias.chunk(2)
+    return [tensor @ weight.T + bias for tensor, weight, bias in zip(tensors, weights, biases, strict=False)]
+
+
+def by_head(module, *tensors):
+    return [tensor.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for tensor in projected(module, *tensors)]
+
+
+def solved(module, *tensors, **masks):
+    return module.heads.solve(*module.project(*tensors), **masks)
 
 
 def inputs(dtype=torch.float64):
@@ -22,10 +39,7 @@ def inputs(dtype=torch.float64):
 
 def unrolled(module, query, key, alpha, scale, log_weight=0.0, count=400):
     """The same by iterating explicit matrices."""
-    q, k = (
-        projection(tensor).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-        for projection, tensor in ((module.query_proj, query), (module.key_proj, key))
-    )
+    q, k = by_head(module, query, key)
     z = q
     for _ in range(count):
         z = (1 - alpha) * q + alpha * torch.softmax(scale * z @ k.mT + log_weight, -1) @ k
@@ -36,8 +50,9 @@ def unrolled(module, query, key, alpha, scale, log_weight=0.0, count=400):
 def test_outputs_and_gradients_are_those_of_many_iterations(alpha):
     module, (query, key) = layer(alpha=alpha, scale=nn.Parameter(torch.tensor([0.5, 1.1]))), inputs()
     mask = torch.randn(4, 7).double()
-    found = module(query, key, attn_mask=mask)
-    wanted = unrolled(module, query, key, alpha, module.scale[:, None, None], mask)
+    found, nothing = module(query, key, attn_mask=mask)
+    assert nothing is None
+    wanted = unrolled(module, query, key, alpha, module.heads.scale[:, None, None], mask)
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
     of = [query, key, *module.parameters()]
     gradients = [torch.autograd.grad(output.square().sum(), of) for output in (found, wanted)]
@@ -48,24 +63,25 @@ def test_outputs_and_gradients_are_those_of_many_iterations(alpha):
 
 def test_alpha_is_learned_within_its_interval():
     module, (query, key) = layer(alpha=torch.tensor([0.3, 0.6]), learn_alpha=True, scale=0.7), inputs()
-    torch.testing.assert_close(module.alpha, torch.tensor([0.3, 0.6]).double(), rtol=1e-6, atol=0)
-    found = module(query, key)
-    wanted = unrolled(module, query, key, module.alpha[:, None, None], 0.7)
-    got, want = (torch.autograd.grad(output.square().sum(), module.pull.logit)[0] for output in (found, wanted))
+    torch.testing.assert_close(module.heads.alpha, torch.tensor([0.3, 0.6]).double(), rtol=1e-6, atol=0)
+    found, _ = module(query, key)
+    wanted = unrolled(module, query, key, module.heads.alpha[:, None, None], 0.7)
+    got, want = (torch.autograd.grad(output.square().sum(), module.heads.pull.logit)[0] for output in (found, wanted))
     torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.medium
 def test_second_derivatives():
-    module = ImplicitAttention(2, 1, alpha=0.5, scale=0.8).double()
+    module = Attention(2, 1, batch_first=True, dtype=torch.float64, heads=ImplicitHeads(alpha=0.5, scale=0.8))
+    function = lambda query, key: module(query, key)[0]  # noqa: E731
     query, key = (torch.randn(1, count, 2, dtype=torch.float64, requires_grad=True) for count in (2, 3))
-    assert torch.autograd.gradcheck(module, (query, key), atol=1e-5)
-    assert torch.autograd.gradgradcheck(module, (query, key), atol=1e-5)
+    assert torch.autograd.gradcheck(function, (query, key), atol=1e-5)
+    assert torch.autograd.gradgradcheck(function, (query, key), atol=1e-5)
 
 
 def test_the_solution_is_a_fixed_point_and_says_so():
     module, (query, key) = layer(scale=1.0), inputs()
-    found = module.solve(query, key)
+    found = solved(module, query, key)
     assert found.value.shape == (2, 2, 4, 3)
     assert bool((found.status == Status.CONVERGED).all())
     assert found.residual.max() < 1e-9
@@ -77,7 +93,7 @@ def test_the_solution_is_a_fixed_point_and_says_so():
 def test_self_attention_padding_and_causality(causal):
     module, (query, _) = layer(scale=0.8), inputs()
     padding = torch.tensor([[False] * 4, [False, True, False, True]])
-    found = module(query, key_padding_mask=padding, is_causal=causal)
+    found, _ = module(query, key_padding_mask=padding, is_causal=causal)
     mask = torch.zeros(2, 1, 1, 4).double().masked_fill(padding[:, None, None], -torch.inf)
     if causal:
         mask = mask + torch.full((4, 4), -torch.inf).triu(1).double()
@@ -88,25 +104,25 @@ def test_without_keys_the_query_is_kept():
     module, (query, key) = layer(alpha=0.25), inputs()
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[1] = True
-    found = module(query, key, padding)
-    torch.testing.assert_close(found[1], module.out_proj(0.75 * module.query_proj(query[1])))
+    found, _ = module(query, key, key_padding_mask=padding)
+    torch.testing.assert_close(found[1], module.out_proj(0.75 * projected(module, query[1])[0]))
     assert all(bool(gradient.isfinite().all()) for gradient in torch.autograd.grad(found.sum(), [query, key]))
 
 
 def test_length_first_and_other_key_sizes():
     torch.manual_seed(0)
-    module = ImplicitAttention(6, 2, kdim=5, batch_first=False)
+    module = Attention(6, 2, kdim=5, heads=ImplicitHeads())
     query, key = torch.randn(4, 2, 6), torch.randn(7, 2, 5)
-    found = module(query, key)
+    found, _ = module(query, key)
     module.batch_first = True
-    torch.testing.assert_close(found.transpose(0, 1), module(query.transpose(0, 1), key.transpose(0, 1)))
+    torch.testing.assert_close(found.transpose(0, 1), module(query.transpose(0, 1), key.transpose(0, 1))[0])
 
 
 def test_items_do_not_depend_on_their_batch_mates():
     module, (query, key) = layer(scale=2.0).float(), inputs(torch.float32)
-    together = module(query, key)
+    together, _ = module(query, key)
     for item in (slice(0, 1), slice(1, 2)):
-        torch.testing.assert_close(together[item], module(query[item], key[item]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(together[item], module(query[item], key[item])[0], rtol=1e-5, atol=1e-5)
 
 
 BOUNDED = {"one": {"alpha": 0.9}, "a head": {"alpha": torch.tensor([0.2, 0.95]), "scale": 3.0}}
@@ -116,7 +132,7 @@ def bounded(options):
     """A module whose keys are all too long."""
     module = layer(**options, max_lipschitz=0.7)
     with torch.no_grad():
-        module.key_proj.weight.mul_(20)
+        module.in_proj_weight[6:].mul_(20)
     return module
 
 
@@ -125,13 +141,10 @@ def test_the_lipschitz_constant_is_kept_whatever_the_weights(name):
     options = BOUNDED[name]
     module = bounded(options)
     query, key = inputs()
-    found = module.solve(query, key)
+    found = solved(module, query, key)
     assert found.converged.all()
     alpha = torch.as_tensor(options["alpha"]).double().reshape(-1, 1, 1)
-    keys, queries = (
-        projection(tensor).unflatten(-1, (2, -1)).transpose(1, 2)
-        for projection, tensor in ((module.key_proj, key), (module.query_proj, query))
-    )
+    queries, keys = by_head(module, query, key)
     scale = options.get("scale", keys.shape[-1] ** -0.5)
     drawn_in = keys * (0.7 / (alpha * scale)).sqrt() / keys.norm(dim=-1, keepdim=True)  # all are too long
 
@@ -149,18 +162,18 @@ def test_the_lipschitz_constant_is_kept_whatever_the_weights(name):
 @every_row("name", BOUNDED)
 def test_derivatives_where_keys_are_drawn_in(name):
     module = bounded(BOUNDED[name])
-    assert torch.autograd.gradcheck(lambda query, key: module.solve(query, key).value, inputs(), atol=1e-4)
+    assert torch.autograd.gradcheck(lambda query, key: solved(module, query, key).value, inputs(), atol=1e-4)
 
 
 def test_a_learned_alpha_starts_where_it_is_told():
-    torch.testing.assert_close(layer(alpha=0.3, learn_alpha=True).alpha, torch.full((2,), 0.3).double())
+    torch.testing.assert_close(layer(alpha=0.3, learn_alpha=True).heads.alpha, torch.full((2,), 0.3).double())
 
 
 def test_a_contraction_that_holds_anyway_changes_nothing():
     query, key = inputs()
     torch.testing.assert_close(
-        layer(alpha=0.1, scale=0.01, max_lipschitz=0.99)(query, key),
-        layer(alpha=0.1, scale=0.01)(query, key),
+        layer(alpha=0.1, scale=0.01, max_lipschitz=0.99)(query, key)[0],
+        layer(alpha=0.1, scale=0.01)(query, key)[0],
         rtol=0,
         atol=0,
     )
@@ -170,18 +183,18 @@ def test_not_converged_is_told():
     module, (query, key) = layer(alpha=0.9, scale=3.0, max_steps=1, throw=True), inputs()
     with pytest.raises(ConvergenceError, match="residual"):
         module(query, key)
-    module.throw = False
-    assert bool((module.solve(query, key).status == Status.MAX_STEPS).any())
+    module.heads.throw = False
+    assert bool((solved(module, query, key).status == Status.MAX_STEPS).any())
 
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_half_precision(autocast):
     module, (query, key) = layer(scale=0.8), inputs()
-    wanted = module(query, key)
+    wanted, _ = module(query, key)
     dtype = torch.float32 if autocast else torch.bfloat16
     module.to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found = module(query.to(dtype), key.to(dtype))
+        found, _ = module(query.to(dtype), key.to(dtype))
     torch.testing.assert_close(found.double(), wanted, rtol=0.1, atol=0.05)
     found.float().sum().backward()
     assert all(bool(p.grad.isfinite().all()) for p in module.parameters())
@@ -191,8 +204,8 @@ def test_half_precision(autocast):
 def test_compiled():
     module, (query, key) = layer(scale=nn.Parameter(torch.tensor(0.8)), learn_alpha=True).float(), inputs(torch.float32)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    outputs = [call(query, key) for call in (module, compiled)]
-    gradients = [torch.autograd.grad(output.square().sum(), [query, key, module.scale]) for output in outputs]
+    outputs = [call(query, key)[0] for call in (module, compiled)]
+    gradients = [torch.autograd.grad(output.square().sum(), [query, key, module.heads.scale]) for output in outputs]
     for eager, got in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
         torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
 
@@ -202,12 +215,23 @@ def test_wrong_numbers_and_calls():
         ({"alpha": 1.0}, r"alpha must lie in \[0, 1\), got 1.0"),
         ({"alpha": 1.0, "learn_alpha": True}, r"\(0, 1\) to be learned"),
         ({"alpha": nn.Parameter(torch.tensor(0.5))}, "learn_alpha=True trains it"),
-        ({"num_heads": 4}, "multiple of num_heads, got 6 and 4"),
         ({"max_lipschitz": 1.0}, "max_lipschitz must be finite, above 0 and below 1, got 1.0"),
-        ({"scale": torch.ones(3)}, "one for each of 1 heads"),
+        ({"scale": torch.ones(3)}, "one for each of 2 heads"),
+        ({"scale": 0.0}, "scale must be positive and finite, got 0"),
         ({"beta": 1.0}, "unexpected keyword"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            ImplicitAttention(6, **options)
-    with pytest.raises(ValueError, match=r"query must have shape \(batch, length, 6\), got"):
-        layer()(torch.randn(4, 6).double())
+            layer(**options)
+    module, (query, key) = layer(), inputs()
+    for options, message in (
+        ({"dropout": 0.1}, "ImplicitHeads do not go with dropout: there are no weights to drop"),
+        ({"vdim": 6}, "do not go with vdim: keys are the values"),
+        ({"add_bias_kv": True}, "do not go with add_bias_kv"),
+        ({"heads": module.heads}, "this ImplicitHeads is another module's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Attention(6, 2, **({"heads": ImplicitHeads()} | options))
+    with pytest.raises(ValueError, match="the values of ImplicitHeads are the keys"):
+        module(query, key, key + 1)
+    with pytest.raises(ValueError, match="may ask for nothing beside the weights, got need_moments"):
+        module(query, key, need_moments=True)

@@ -1,18 +1,18 @@
-"""`massieu.nn.NormalizedAttention` against explicit matrices, its potential, and power iteration (B18)."""
+"""`massieu.nn.NormalizedHeads` against explicit matrices, its potential, and power iteration (B18)."""
 
 import pytest
 import torch
 from tests.rows import every_row
 from torch import nn
 
-from massieu.nn import NormalizedAttention
+from massieu.nn import Attention, NormalizedHeads
 
 
-def module(heads=2, width=8, **options):
+def module(**options):
     torch.manual_seed(0)
-    made = NormalizedAttention(width, heads, batch_first=True, dtype=torch.float64, **options)
-    nn.init.normal_(made.gain)
-    nn.init.normal_(made.level)
+    made = Attention(8, 2, batch_first=True, dtype=torch.float64, heads=NormalizedHeads(), **options)
+    nn.init.normal_(made.heads.gain)
+    nn.init.normal_(made.heads.level)
     return made
 
 
@@ -29,8 +29,8 @@ def explicit(made, query, key, value, shares):
     )
     z = q @ k.mT / made.head_dim**0.5
     mean = (shares * z).sum(-1, keepdim=True)
-    sigma = ((shares * z.square()).sum(-1, keepdim=True) - mean.square() + made.eps).sqrt()
-    gain, level = made.gain[:, None, None], made.level[:, None, None]
+    sigma = ((shares * z.square()).sum(-1, keepdim=True) - mean.square() + made.heads.eps).sqrt()
+    gain, level = made.heads.gain[:, None, None], made.heads.level[:, None, None]
     weights = shares * (gain * (z - mean) / sigma + level)
     return made.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights, (gain * sigma + level * mean).squeeze(-1)
 
@@ -59,8 +59,8 @@ def test_equals_the_matrix_of_weights(kind, need_weights):
         if got is not None:
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
     if need_weights:
-        torch.testing.assert_close(found[1].sum(-1), made.level[:, None].expand(2, 2, 7))
-    of = [*arguments, made.gain, made.level]
+        torch.testing.assert_close(found[1].sum(-1), made.heads.level[:, None].expand(2, 2, 7))
+    of = [*arguments, made.heads.gain, made.heads.level]
     gradients = [torch.autograd.grad(out[0].square().sum(), of) for out in (found, wanted)]
     for got, want in zip(*gradients, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
@@ -79,12 +79,12 @@ def test_a_zero_key_is_one_more_key_also_when_causal(need_weights):
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_the_output_is_the_gradient_of_the_potential(need_weights):
-    made = NormalizedAttention(8, 1, bias=False, batch_first=True, dtype=torch.float64)
+    made = Attention(8, 1, bias=False, batch_first=True, dtype=torch.float64, heads=NormalizedHeads())
     with torch.no_grad():
         made.in_proj_weight.copy_(torch.eye(8).repeat(3, 1))
         made.out_proj.weight.copy_(torch.eye(8))
-        made.gain.fill_(1.3)
-        made.level.fill_(0.4)
+        made.heads.gain.fill_(1.3)
+        made.heads.level.fill_(0.4)
     query, key, _ = inputs()
     output, _, potential = made(query, key, key, need_weights=need_weights, need_potential=True)
     (gradient,) = torch.autograd.grad(potential.sum(), query)
@@ -93,11 +93,11 @@ def test_the_output_is_the_gradient_of_the_potential(need_weights):
 
 def test_iterated_it_finds_the_first_principal_component():
     """q ← Σ̂q/σ: power iteration; the limit has norm √λ (B18)."""
-    made = NormalizedAttention(6, 1, bias=False, batch_first=True, eps=1e-24, dtype=torch.float64)
+    made = Attention(6, 1, bias=False, batch_first=True, dtype=torch.float64, heads=NormalizedHeads(eps=1e-24))
     with torch.no_grad():
         made.in_proj_weight.copy_(torch.eye(6).repeat(3, 1))
         made.out_proj.weight.copy_(torch.eye(6))
-        made.level.zero_()
+        made.heads.level.zero_()
     torch.manual_seed(0)
     keys = torch.randn(1, 40, 6).double() * torch.tensor([3.0, 1, 1, 1, 1, 0.5])
     values, vectors = torch.linalg.eigh(torch.cov(keys[0].T, correction=0))
@@ -138,4 +138,4 @@ def test_bfloat16_vmap_and_compile(need_weights):
 
 def test_eps_must_be_positive():
     with pytest.raises(ValueError, match="eps must be positive and finite, got 0"):
-        NormalizedAttention(8, 2, eps=0)
+        NormalizedHeads(eps=0)

@@ -1,18 +1,18 @@
-"""`massieu.nn.SparseAttention` against softmax, sparsemax by projection, and its own potential's gradient."""
+"""`massieu.nn.EntmaxHeads` against softmax, sparsemax by projection, and its own potential's gradient."""
 
 import pytest
 import torch
 from tests.rows import every_row
 from torch import nn
 
-from massieu.nn import Attention, SparseAttention
+from massieu.nn import Attention, EntmaxHeads
 
 KEYWORDS = {"average_attn_weights": False, "need_potential": True}
 
 
 def module(**options):
     torch.manual_seed(0)
-    made = SparseAttention(8, 2, batch_first=True, dtype=torch.float64, **options)
+    made = Attention(8, 2, batch_first=True, dtype=torch.float64, heads=EntmaxHeads(**options))
     for parameter in (made.in_proj_weight, made.out_proj.weight):
         nn.init.normal_(parameter)
     return made
@@ -53,7 +53,7 @@ def test_at_one_it_is_softmax(alpha):
 
 
 def test_a_learned_alpha_starts_where_it_is_told():
-    torch.testing.assert_close(module(alpha=1.25, learn_alpha=True).alpha, torch.full((2,), 1.25).double())
+    torch.testing.assert_close(module(alpha=1.25, learn_alpha=True).heads.alpha, torch.full((2,), 1.25).double())
 
 
 def test_at_two_weights_are_the_projection_to_the_simplex():
@@ -79,15 +79,15 @@ def test_alpha_may_be_each_heads_own_and_changes_the_output():
 @pytest.mark.parametrize("need_potential", [True, False])
 def test_learned_alpha_and_scale_have_the_right_gradient(need_potential):
     made = module(alpha=1.4, learn_alpha=True, scale=nn.Parameter(torch.tensor([0.5, 0.9]).double()))
-    torch.testing.assert_close(made.alpha, torch.full((2,), 1.4).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(made.heads.alpha, torch.full((2,), 1.4).double(), rtol=1e-6, atol=0)
     arguments = [tensor.detach() for tensor in inputs()]
 
     def function(logit, scale):
-        parameters = {"order.logit": logit, "scale": scale}
+        parameters = {"heads.order.logit": logit, "heads.scale": scale}
         keywords = {"need_potential": need_potential}
         return [x for x in torch.func.functional_call(made, parameters, tuple(arguments), keywords) if x is not None]
 
-    assert torch.autograd.gradcheck(function, (made.order.logit, made.scale))
+    assert torch.autograd.gradcheck(function, (made.heads.order.logit, made.heads.scale))
 
 
 def test_masks_causality_and_rows_without_a_key():
@@ -118,7 +118,9 @@ def test_compiled():
     made, arguments = module(alpha=1.5, learn_alpha=True).float(), [tensor.detach().float() for tensor in inputs()]
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     outputs = [call(*arguments)[0] for call in (made, compiled)]
-    gradients = [torch.autograd.grad(out.square().sum(), [made.order.logit, made.in_proj_weight]) for out in outputs]
+    gradients = [
+        torch.autograd.grad(out.square().sum(), [made.heads.order.logit, made.in_proj_weight]) for out in outputs
+    ]
     for eager, got in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
         torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
 
@@ -129,9 +131,9 @@ def test_compiled():
         ({"alpha": 0.5}, r"alpha must lie in \[1, inf\), got 0.5"),
         ({"alpha": 3.0, "learn_alpha": True}, r"alpha must lie in \(1, 2\) to be learned, got 3.0"),
         ({"alpha": "2"}, "alpha must be a number, got '2'"),
-        ({"scale": float("nan")}, "scale must be finite"),
+        ({"scale": float("nan")}, "scale must be positive and finite"),
     ],
 )
 def test_what_cannot_be_made(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        SparseAttention(8, 2, **options)
+        Attention(8, 2, heads=EntmaxHeads(**options))

@@ -1,4 +1,4 @@
-"""`massieu.nn.TAPAttention` against Glauber's dynamics, spin models, linear algebra and unrolled iterations (B13, B14)."""
+"""`massieu.nn.TAPHeads` against Glauber's dynamics, spin models, linear algebra and unrolled iterations (B13, B14)."""
 
 import itertools
 import math
@@ -10,37 +10,50 @@ from torch import nn
 from massieu.energy import SpinModel
 from massieu.errors import ConvergenceError
 from massieu.measures import Gaussian, Spin
-from massieu.nn import TAPAttention
+from massieu.nn import Attention, TAPHeads
 from massieu.solve import Status
 
 
 def layer(heads=2, **options):
+    """Attention with a bias that is not 0."""
     torch.manual_seed(0)
-    return TAPAttention(6, heads, **options).double()
+    module = Attention(6, heads, batch_first=True, dtype=torch.float64, heads=TAPHeads(**options))
+    nn.init.normal_(module.in_proj_bias, std=0.3)
+    return module
 
 
 def inputs(length=5, dtype=torch.float64):
     return torch.randn(2, length, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
-def heads_of(module, projection, tokens):
-    return projection(tokens).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+def projected(module, tokens):
+    """Queries, keys and fields, before they are cut into heads."""
+    weights, biases = module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3)
+    return [tokens @ weight.T + bias for weight, bias in zip(weights, biases, strict=True)]
+
+
+def by_head(module, tokens):
+    return [part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in projected(module, tokens)]
+
+
+def solved(module, tokens, **options):
+    return module.heads.solve(*module.project(tokens), **options)
 
 
 def couplings(module, tokens, log_weight=0.0):
-    query, key = (heads_of(module, part, tokens) for part in (module.query_proj, module.key_proj))
+    query, key, _ = by_head(module, tokens)
     scores = query @ key.mT / math.sqrt(query.shape[-1]) + log_weight
     scores = scores.masked_fill(torch.eye(tokens.shape[1], dtype=torch.bool), -torch.inf)
     alone = (scores == -torch.inf).all(-1, keepdim=True)
-    return module.strength * torch.softmax(scores.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)
+    return module.heads.strength * torch.softmax(scores.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)
 
 
 def unrolled(module, tokens, log_weight=0.0):
     """300 plain iterations with explicit matrices."""
-    field, coupling = heads_of(module, module.field_proj, tokens), couplings(module, tokens, log_weight)
+    field, coupling = by_head(module, tokens)[2], couplings(module, tokens, log_weight)
     mean = torch.zeros_like(field)
     for _ in range(300):
-        onsager = mean * (coupling.square() @ (1 - mean.square())) if module.order == "tap" else 0.0
+        onsager = mean * (coupling.square() @ (1 - mean.square())) if module.heads.order == "tap" else 0.0
         mean = torch.tanh(field + coupling @ mean - onsager)
     return module.out_proj(mean.transpose(1, 2).flatten(2))
 
@@ -54,7 +67,9 @@ def test_unrolled_iterations_with_masks_and_their_gradients(order, causal):
     mask = torch.zeros(2, 1, 1, 5).double().masked_fill(padding[:, None, None], -torch.inf)
     if causal:
         mask = mask + torch.full((5, 5), -torch.inf).triu(1).double()
-    found, wanted = module(tokens, padding, is_causal=causal), unrolled(module, tokens, mask)
+    found, nothing = module(tokens, key_padding_mask=padding, is_causal=causal)
+    wanted = unrolled(module, tokens, mask)
+    assert nothing is None
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
     gradients = [torch.autograd.grad(output.sin().sum(), [tokens, *module.parameters()]) for output in (found, wanted)]
     for got, want in zip(*gradients, strict=True):
@@ -85,8 +100,8 @@ def test_asymmetric_couplings_are_those_of_glaubers_dynamics(order, power, causa
     errors = []
     for strength in (0.4, 0.1):
         module, tokens = layer(6, order=order, strength=strength), inputs()[:1]
-        found = module.solve(tokens, is_causal=causal).value[0, 0, :, 0]
-        field = heads_of(module, module.field_proj, tokens)[0, 0, :, 0]
+        found = solved(module, tokens, is_causal=causal).value[0, 0, :, 0]
+        field = by_head(module, tokens)[2][0, 0, :, 0]
         mask = torch.full((5, 5), -torch.inf).triu(1).double() if causal else 0.0
         coupling = couplings(module, tokens, mask)[0, 0]
         assert (coupling - coupling.T).abs().max() > 0.1 * strength
@@ -99,8 +114,8 @@ def test_asymmetric_couplings_are_those_of_glaubers_dynamics(order, power, causa
 def test_symmetric_couplings_are_a_spin_model(order):
     module, tokens = layer(order=order, strength=0.4), inputs()
     drawn = torch.randn(1, 2, 5, 5, generator=torch.Generator().manual_seed(2)).double() / 3
-    found = module.solve(tokens, coupling=drawn + drawn.mT).value
-    field = heads_of(module, module.field_proj, tokens)
+    found = solved(module, tokens, coupling=drawn + drawn.mT).value
+    field = by_head(module, tokens)[2]
     for item, head in itertools.product(range(2), range(2)):
         coupling = 0.4 * (drawn + drawn.mT)[0, head]
         model = SpinModel.create(Spin.create(field[item, head].detach()), coupling - coupling.diagonal().diag())
@@ -110,12 +125,12 @@ def test_symmetric_couplings_are_a_spin_model(order):
 @pytest.mark.parametrize("order", ["mean_field", "tap"])
 def test_gaussian_sites_solve_a_linear_system_whatever_the_order(order):
     module, tokens = layer(site="gaussian", order=order, strength=0.7), inputs()
-    field, coupling = heads_of(module, module.field_proj, tokens), couplings(module, tokens)
+    field, coupling = by_head(module, tokens)[2], couplings(module, tokens)
     wanted = torch.linalg.solve(torch.eye(5).double() - coupling, field)
-    torch.testing.assert_close(module.solve(tokens).value, wanted, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(solved(module, tokens).value, wanted, rtol=1e-8, atol=1e-9)
     # Symmetric couplings: adaptive TAP of the spin model, whose means the Onsager term leaves alone (trap 31).
     symmetric = (coupling + coupling.mT) / (2 * 0.7)
-    found = module.solve(tokens, coupling=symmetric).value[0, 0].detach()
+    found = solved(module, tokens, coupling=symmetric).value[0, 0].detach()
     site = Gaussian.create(field[0, 0].detach(), torch.ones(5).double())
     model = SpinModel.create(site, 0.7 * symmetric[0, 0].detach())
     torch.testing.assert_close(found, model.adaptive_tap().mean, rtol=1e-8, atol=1e-8)
@@ -123,10 +138,11 @@ def test_gaussian_sites_solve_a_linear_system_whatever_the_order(order):
 
 @pytest.mark.medium
 def test_second_derivatives():
-    module = TAPAttention(2, 1, strength=0.5).double()
+    module = Attention(2, 1, batch_first=True, dtype=torch.float64, heads=TAPHeads(strength=0.5))
+    function = lambda tokens: module(tokens)[0]  # noqa: E731
     tokens = torch.randn(1, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(module, (tokens,), atol=1e-5)
-    assert torch.autograd.gradgradcheck(module, (tokens,), atol=1e-5)
+    assert torch.autograd.gradcheck(function, (tokens,), atol=1e-5)
+    assert torch.autograd.gradgradcheck(function, (tokens,), atol=1e-5)
 
 
 def test_strength_and_scale_train_one_a_head():
@@ -135,7 +151,7 @@ def test_strength_and_scale_train_one_a_head():
     step = 1e-6
 
     def loss():
-        return module(tokens).sin().sum()
+        return module(tokens)[0].sin().sum()
 
     gradients = torch.autograd.grad(loss(), [strength, scale])
     for parameter, gradient in zip((strength, scale), gradients, strict=True):
@@ -153,32 +169,32 @@ def test_a_token_alone_keeps_its_own_spins():
     for site, own in (("spin", torch.tanh), ("gaussian", nn.Identity())):
         module, tokens = layer(site=site), inputs().requires_grad_()
         for found in (
-            module(tokens, is_causal=True)[:, 0],
-            module(tokens, torch.ones(2, 5, dtype=torch.bool))[:, 0],
-            module(tokens[:, :1])[:, 0],
+            module(tokens, is_causal=True)[0][:, 0],
+            module(tokens, key_padding_mask=torch.ones(2, 5, dtype=torch.bool))[0][:, 0],
+            module(tokens[:, :1])[0][:, 0],
         ):
-            torch.testing.assert_close(found, module.out_proj(own(module.field_proj(tokens[:, 0]))))
+            torch.testing.assert_close(found, module.out_proj(own(projected(module, tokens[:, 0])[2])))
             assert bool(torch.autograd.grad(found.sum(), tokens)[0].isfinite().all())
 
 
 def test_length_first_and_batch_mates():
     module, tokens = layer(), inputs()
-    together = module(tokens)
+    together, _ = module(tokens)
     for item in (slice(0, 1), slice(1, 2)):
-        torch.testing.assert_close(together[item], module(tokens[item]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(together[item], module(tokens[item])[0], rtol=1e-9, atol=1e-9)
     module.batch_first = False
-    torch.testing.assert_close(module(tokens.transpose(0, 1)).transpose(0, 1), together)
+    torch.testing.assert_close(module(tokens.transpose(0, 1))[0].transpose(0, 1), together)
 
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_half_precision_is_solved_in_float32(autocast):
     module, tokens = layer(), inputs()
-    wanted = module(tokens)
+    wanted, _ = module(tokens)
     dtype = torch.float32 if autocast else torch.bfloat16
     module.to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found = module(tokens.to(dtype))
-        assert module.solve(tokens.to(dtype)).value.dtype == torch.float32
+        found, _ = module(tokens.to(dtype))
+        assert solved(module, tokens.to(dtype)).value.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=0.1, atol=0.05)
     found.float().sum().backward()
     assert all(bool(p.grad.isfinite().all()) for p in module.parameters() if p.grad is not None)
@@ -186,8 +202,8 @@ def test_half_precision_is_solved_in_float32(autocast):
 
 def test_vmap():
     module, tokens = layer(), inputs()
-    mapped = torch.func.vmap(lambda item: module(item.unsqueeze(0)).squeeze(0))(tokens)
-    torch.testing.assert_close(mapped, module(tokens), rtol=1e-9, atol=1e-9)
+    mapped = torch.func.vmap(lambda item: module(item.unsqueeze(0))[0].squeeze(0))(tokens)
+    torch.testing.assert_close(mapped, module(tokens)[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -195,8 +211,8 @@ def test_compiled():
     module, tokens = layer(strength=nn.Parameter(torch.tensor(0.5))).float(), inputs(dtype=torch.float32)
     tokens.requires_grad_()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    outputs = [call(tokens, is_causal=True) for call in (module, compiled)]
-    gradients = [torch.autograd.grad(output.square().sum(), [tokens, module.strength]) for output in outputs]
+    outputs = [call(tokens, is_causal=True)[0] for call in (module, compiled)]
+    gradients = [torch.autograd.grad(output.square().sum(), [tokens, module.heads.strength]) for output in outputs]
     for eager, got in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
         torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
 
@@ -205,30 +221,35 @@ def test_not_converged_is_told():
     module, tokens = layer(strength=30.0, max_steps=3, throw=True), inputs()
     with pytest.raises(ConvergenceError, match="residual"):
         module(tokens)
-    module.throw = False
-    assert bool((module.solve(tokens).status == Status.MAX_STEPS).any())
+    module.heads.throw = False
+    assert bool((solved(module, tokens).status == Status.MAX_STEPS).any())
 
 
 def test_wrong_numbers_and_calls():
     for options, message in (
-        ({"num_heads": 4}, "multiple of num_heads, got 6 and 4"),
         ({"order": "bethe"}, "order must be 'mean_field' or 'tap', got 'bethe'"),
         ({"site": "potts"}, "site must be 'spin' or 'gaussian', got 'potts'"),
         ({"strength": None}, "strength must be a number"),
         ({"strength": math.inf}, "strength must be finite"),
-        ({"scale": torch.ones(3)}, "one for each of 1 heads"),
+        ({"scale": torch.ones(3)}, "one for each of 2 heads"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            TAPAttention(6, **options)
+            layer(**options)
     module, tokens = layer(), inputs()
     for call, message in (
-        (lambda: module(tokens[0]), r"tokens must have shape \(batch, length, 6\), got \(5, 6\)"),
+        (lambda: module(tokens, tokens[:, 1:]), r"keys must be the queries' 5, got 4"),
         (lambda: module(tokens[..., :4]), r"got \(2, 5, 4\)"),
-        (lambda: module(tokens, torch.zeros(2, 4, dtype=torch.bool)), r"key_padding_mask must have shape \(2, 5\)"),
-        (lambda: module(tokens, coupling=torch.ones(5, 5)), r"shape \(2, 2, 5, 5\), or 1 .* got \(5, 5\)"),
-        (lambda: module(tokens, coupling=torch.ones(1, 1, 5, 4)), r"got \(1, 1, 5, 4\)"),
-        (lambda: module(tokens, coupling=[1.0]), "floating-point tensor, got list"),
-        (lambda: module(tokens, is_causal=True, coupling=torch.ones(1, 1, 5, 5)), "does not go with"),
+        (
+            lambda: module(tokens, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool)),
+            r"key_padding_mask must have shape \(2, 5\)",
+        ),
+        (
+            lambda: solved(module, tokens, coupling=torch.ones(5, 5)),
+            r"shape \(1 or batch, 1 or heads, 5, 5\), got \(5, 5\)",
+        ),
+        (lambda: solved(module, tokens, coupling=torch.ones(1, 1, 5, 4)), r"got \(1, 1, 5, 4\)"),
+        (lambda: solved(module, tokens, coupling=[1.0]), "floating-point tensor, got list"),
+        (lambda: solved(module, tokens, is_causal=True, coupling=torch.ones(1, 1, 5, 5)), "does not go with"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             call()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.rows import every_row
 
-from massieu.nn import ConditionalMeanAttention
+from massieu.nn import Attention, ConditionalMeanHeads
 from massieu.regression import Cholesky, ExponentialKernel, LowRank, conditional_mean_attention, leave_one_out
 from massieu.solve import ConjugateGradients
 
@@ -160,7 +160,7 @@ def test_what_has_no_finite_form_is_said(method):
 
 
 def test_the_module_says_so_too():
-    module = ConditionalMeanAttention(4, 1, kernel="exponential", width=0.01, batch_first=True)
+    module = Attention(4, 1, batch_first=True, heads=ConditionalMeanHeads(kernel="exponential", width=0.01))
     tokens = normal(1, 3, 4, scale=3.0)
     with pytest.raises(ValueError, match=r"beyond the range of torch.float32|farther apart than torch.float32 holds"):
         module(tokens, tokens, tokens)

@@ -122,7 +122,11 @@ def _register(cls: Any) -> None:
     def unflatten(values: Iterable[Any], context: tuple[Any, ...]) -> Any:
         return cls(**dict(zip(dynamic, values, strict=True)), **dict(zip(static, context, strict=True)))
 
-    pytree.register_pytree_node(cls, flatten, unflatten)
+    def flatten_with_keys(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves, context = flatten(value)
+        return list(zip(map(pytree.GetAttrKey, dynamic), leaves, strict=True)), context
+
+    pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
 
 
 def promoted_dtype(*tensors: Tensor) -> torch.dtype:

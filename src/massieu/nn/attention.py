@@ -1,48 +1,39 @@
-"""Multi-head attention that takes PyTorch's place, returns log Z, and is the mean of any measure."""
+"""Multi-head attention that takes PyTorch's place: projections, masks and layouts around a strategy for the heads."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from massieu import ops
-from massieu.foundation.arguments import floating
-from massieu.foundation.transforms import without_autocast
-from massieu.measures import Measure
-from massieu.nn.heads import Mask, added, attention_weights, per_head, with_positions
-from massieu.nn.modules import Number, register_number
-from massieu.nn.multihead import HeadsResult, MultiHead, Request
+from massieu.foundation.arguments import floating, instance, number
+from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with_more_keys, with_positions
+from massieu.nn.modules import Device, Resettable, check_heads, check_input, settings
+from massieu.nn.softmax import SoftmaxHeads
+from massieu.nn.strategy import Heads, Request
+from massieu.ops.moments import MomentsResult
 
-MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
-"""From points (key, value), side by side, and their log-weights to a measure."""
+_Pair = tuple[Tensor, Tensor | None]
 
 
-class Attention(MultiHead):
-    """`torch.nn.MultiheadAttention`, call and state dict alike, on `massieu.ops.attention`.
+class Attention(Resettable):
+    """`torch.nn.MultiheadAttention`, call and state dict alike, with a strategy for the heads that can be chosen.
 
-    Σ_n p_n value_n with p ∝ exp(scale·query·key_n + log-weight_n): the mean of the atoms (key_n, value_n) at eta =
-    (scale·query, 0), in its second half; log Z is their log-partition (S3). A query that sees no key gets 0 from
-    the heads, not NaN. Without weights and dropout, memory is linear in queries and keys, forward and backward.
+    Names of the parameters, their start and the order of arguments are those of PyTorch's module, so that this one takes its
+    place and its state dict. Attributes are the arguments of the same names; the strategy, `heads`, has its own settings
+    and parameters, named `heads.…` in the state dict. A query that sees no key gets 0 from the heads, not NaN.
 
-    What it has beyond the original:
-
-    - `need_log_partition=True` in the call returns log Z;
-    - `scale`, the inverse temperature, may be a number, a tensor, or a Parameter, which trains; one, or one a head;
-    - `sink`: the log-weight of one more key at the origin, with score and value 0, of the same kinds: with it, the output
-      is what it was, times Z/(Z + e^sink) (X4), and log Z counts the sink;
-    - `sink_value`: the sink's value in a head, a tensor or Parameter (head_dim,), or one a head (num_heads, head_dim): a
-      prior worth e^sink tokens of it. The weights that a call returns are those of the keys;
-    - `window`: query i sees keys i − left … i + right;
-    - `softcap`: scores are softcap·tanh(score/softcap);
-    - `measure`: another measure over pairs (key, value) in place of the atoms. The output is the second half of its
-      mean, log Z its log-partition. A Gaussian fitted to the pairs makes linear attention (X1). There are then no
-      weights, and masks are those of keys.
+    Example:
+        >>> import torch
+        >>> from massieu.nn import Attention
+        >>> attention = Attention(4, 2, batch_first=True)
+        >>> _ = attention.load_state_dict(torch.nn.MultiheadAttention(4, 2).state_dict())
+        >>> _, _, moments = attention(torch.zeros(1, 3, 4), need_weights=False, is_causal=True, need_moments=True)
+        >>> moments.entropy[0, 0].exp().round(decimals=3).tolist()  # query i attends to keys 0 … i alike
+        [1.0, 2.0, 3.0]
     """
-
-    scale: Tensor | float | None
-    sink: Tensor | float | None
-    sink_value: Tensor | None
 
     def __init__(
         self,
@@ -55,51 +46,66 @@ class Attention(MultiHead):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        scale: Number = None,
-        sink: Number = None,
-        sink_value: Tensor | None = None,
-        window: int | tuple[int, int] | None = None,
-        softcap: float | None = None,
-        measure: MeasureOfPairs | None = None,
+        heads: Heads | None = None,
     ) -> None:
-        """The arguments of `torch.nn.MultiheadAttention`, and the keywords that the class describes.
+        """The arguments of `torch.nn.MultiheadAttention`, and the strategy of the heads, by default `SoftmaxHeads()`.
 
         Dropout is of weights, and then takes memory L×N in training. The weights returned are those before it.
 
         Raises:
-            ValueError: options that exclude each other.
+            ValueError: an argument that the strategy does not go with, or a strategy that another module has.
         """
-        super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-        )
-        if window is not None and (add_bias_kv or add_zero_attn):
-            raise ValueError(
-                "window does not go with add_bias_kv or add_zero_attn, whose keys have no position: use sink"
-            )
-        if measure is not None and not (window is softcap is sink is None and dropout == 0):
-            raise ValueError("measure does not go with window, softcap, sink or dropout, which are made for atoms")
-        register_number(self, "scale", scale, num_heads)
-        register_number(self, "sink", sink, num_heads)
-        if sink_value is not None:
-            if sink is None:
-                raise ValueError("sink_value is the value of a sink: give its log-weight as sink, got None")
-            if tuple(floating("sink_value", sink_value).shape) not in ((self.head_dim,), (num_heads, self.head_dim)):
-                shapes = f"{(self.head_dim,)} or {(num_heads, self.head_dim)}"
-                raise ValueError(f"sink_value must have shape {shapes}, got {tuple(sink_value.shape)}")
-        if isinstance(sink_value, torch.nn.Parameter):
-            self.register_parameter("sink_value", sink_value)
-        else:
-            self.register_buffer("sink_value", sink_value)
-        self.window, self.softcap, self.measure = window, softcap, measure
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        number("dropout", dropout, least=0, below=1)
+        heads = SoftmaxHeads() if heads is None else instance("heads", heads, Heads, "a strategy, as SoftmaxHeads() is")
+        _check_taken(heads, dropout=dropout, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, vdim=vdim)
+        heads.bind(num_heads, embed_dim // num_heads, device, dtype)
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
+        # False whatever the sizes: else `nn.TransformerEncoderLayer` would compute its own attention of our parameters.
+        self._qkv_same_embed_dim = False
+        place = {"device": device, "dtype": dtype}
+        count, sizes = len(heads.projections), self._sizes()
+        packed = all(sizes[name] == embed_dim for name in heads.projections)
+        self.in_proj_weight = nn.Parameter(torch.empty(count * embed_dim, embed_dim, **place)) if packed else None
+        for name, size in sizes.items():
+            own = name in heads.projections and not packed
+            weight = nn.Parameter(torch.empty(embed_dim, size, **place)) if own else None
+            self.register_parameter(f"{name[0]}_proj_weight", weight)
+        self.in_proj_bias = nn.Parameter(torch.empty(count * embed_dim, **place)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        self.bias_k = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if add_bias_kv else None
+        self.bias_v = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if add_bias_kv else None
+        self.heads = heads
+        self._draw()
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reset_parameters(self) -> None:
+        """Start anew, as `torch.nn.MultiheadAttention` does; the strategy's numbers are those that were given."""
+        super().reset_parameters()
+        self._draw()
+
+    def _draw(self) -> None:
+        for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            weight = getattr(self, name)
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.xavier_normal_(extra)
+
+    def forward(
         self,
         query: Float[Tensor, "*batch L embed_dim"],
-        key: Float[Tensor, "*batch N kdim"],
-        value: Float[Tensor, "*batch N vdim"],
+        key: Float[Tensor, "*batch N kdim"] | None = None,
+        value: Float[Tensor, "*batch N vdim"] | None = None,
         key_padding_mask: Mask | None = None,
         need_weights: bool = True,
         attn_mask: Mask | None = None,
@@ -107,58 +113,185 @@ class Attention(MultiHead):
         is_causal: bool = False,
         *,
         need_log_partition: bool = False,
-    ) -> tuple[Tensor | None, ...]:
-        """`MultiHead`'s call; the potential is log Z in nats, −inf for a query that sees no key."""
-        options = need_weights, attn_mask, average_attn_weights, is_causal
-        return super().forward(query, key, value, key_padding_mask, *options, need_potential=need_log_partition)
+        need_moments: bool = False,
+        need_potential: bool = False,
+        need_variance: bool = False,
+    ) -> tuple[Any, ...]:
+        """`torch.nn.MultiheadAttention`'s call, with one thing more on request.
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        if self.measure is not None:
-            return self._through_measure(query, key, value, request)
-        if request.need_weights or self._drops:
-            return self._with_weights(query, key, value, request)
-        found = ops.attention(
-            query,
-            key,
-            value,
-            log_weight=request.log_weight,
-            scale=self.scale,
-            is_causal=request.is_causal,
-            window=self.window,
-            softcap=self.softcap,
-            sink=self.sink,
-            sink_value=self.sink_value,
+        Args:
+            query, key, value: (L, B, ·) and (N, B, ·); batch first with `batch_first=True`; or (L, ·) and (N, ·). Nested
+                tensors are taken too, as `torch.nn.TransformerEncoder` makes them in evaluation where there is padding.
+                Without keys, the queries; without values, the keys.
+            key_padding_mask: (B, N), or (N,). Booleans of which True hides a key, or log-weights of the keys.
+            need_weights: Return the weights too, in memory L×N. Without them memory is linear in L and N where the
+                strategy says so.
+            attn_mask: (L, N) or (B·H, L, N). Booleans of which True hides, or numbers added to the scores.
+            average_attn_weights: Weights averaged over the heads, or (B, H, L, N).
+            is_causal: Query i sees keys 0 … i, whether a mask is given or not.
+            need_log_partition: Return log Z in nats, (B, H, L), too: −inf for a query that sees no key.
+            need_moments: Return a `massieu.ops.moments.MomentsResult` too, with log Z, entropy and moments of the scores, each
+                (B, H, L). Dropout does not change them.
+            need_potential: Return too what the heads' output is the gradient of, where that is not log Z.
+            need_variance: Return the variance of an estimate too.
+
+        Returns:
+            The output, in the query's shape; the weights, or None; and what was asked for, in float32 or float64.
+
+        Raises:
+            TypeError, ValueError: tensors or masks that do not fit the module or each other; what the strategy has not.
+        """
+        asked = {"log_partition": need_log_partition, "moments": need_moments}
+        beside = self._beside(**asked, potential=need_potential, variance=need_variance)
+        _check_taken(self.heads, attn_mask=attn_mask, is_causal=is_causal)
+        nested, hidden = query, None
+        if isinstance(query, Tensor) and query.is_nested:
+            given = (query, query if key is None else key)
+            self._check_nested(given[1], given[1] if value is None else value, key_padding_mask)
+            (query, hidden), (key, key_padding_mask) = map(padded, given)
+            value = None if value is None or value is given[1] else padded(value)[0]
+        heads, key_heads, *others = self.project(query, key, value)
+        batched = query.ndim == 3
+        if not batched and isinstance(key_padding_mask, Tensor):
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        log_weight = log_weight_of(key_padding_mask, attn_mask, heads, key_heads)
+        more = (self.bias_k is not None) + self.add_zero_attn
+        if more:
+            # Keys behind the others would be in the future.
+            log_weight = with_more_keys(with_positions(log_weight, heads, key_heads, is_causal), more)
+        dropout = self.dropout if self.training else 0.0
+        keys = self._with_more(key_heads, self.bias_k)
+        values = self._with_more(others[0], self.bias_v) if others else keys
+        request = Request(log_weight, is_causal and not more, need_weights, beside, dropout)
+        found = self.heads(heads, keys, values, request)
+        output = self.out_proj(merge_heads(found.output))
+        weights, told = found.weights if need_weights else None, found.beside if beside else None
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            found = output, weights, told
+            output, weights, told = pytree.tree_map_only(Tensor, lambda tensor: tensor.squeeze(0), found)
+        elif not self.batch_first:
+            output = output.transpose(0, 1)
+        if hidden is not None:
+            output = nested_like(output, hidden, nested)
+        return (output, weights, told) if beside else (output, weights)
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self, *given: Any, need_moments: Literal[True], **options: Any
+        ) -> tuple[*_Pair, MomentsResult]: ...
+        @overload
+        def __call__(self, *given: Any, need_log_partition: Literal[True], **options: Any) -> tuple[*_Pair, Tensor]: ...
+        @overload
+        def __call__(self, *given: Any, need_potential: Literal[True], **options: Any) -> tuple[*_Pair, Tensor]: ...
+        @overload
+        def __call__(self, *given: Any, need_variance: Literal[True], **options: Any) -> tuple[*_Pair, Tensor]: ...
+        @overload
+        def __call__(self, *given: Any, **options: Tensor | bool | None) -> _Pair: ...
+        def __call__(self, *given: Any, **options: Any) -> Any: ...
+
+    def project(
+        self,
+        query: Float[Tensor, "*batch L embed_dim"],
+        key: Float[Tensor, "*batch N kdim"] | None = None,
+        value: Float[Tensor, "*batch N vdim"] | None = None,
+    ) -> tuple[Float[Tensor, "B H _ D"], ...]:
+        """Queries, keys and, where the strategy takes values of their own, values, by head, as its `solve` takes them.
+
+        Raises:
+            TypeError, ValueError: as a call.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        wanted = self.heads.projections
+        if "value" not in wanted and value is not key:
+            raise ValueError(f"the values of {type(self.heads).__name__} are the keys: give the key as value, or none")
+        given = {"query": query, "key": key, "value": value}
+        inputs = {name: given[name] for name in wanted}
+        self._check(inputs)
+        if query.ndim == 2:
+            inputs = {name: tensor.unsqueeze(0) for name, tensor in inputs.items()}
+        elif not self.batch_first:
+            inputs = {name: tensor.transpose(0, 1) for name, tensor in inputs.items()}
+        count, packed, bias = len(inputs), self.in_proj_weight, self.in_proj_bias
+        apart = [getattr(self, f"{name[0]}_proj_weight") for name in inputs]
+        weights = apart if packed is None else packed.chunk(count)
+        biases = count * [None] if bias is None else bias.chunk(count)
+        return tuple(
+            split_heads(F.linear(tensor, weight, bias), self.num_heads)
+            for tensor, weight, bias in zip(inputs.values(), weights, biases, strict=True)
         )
-        return HeadsResult(found.output, None, found.log_partition)
 
-    def _with_weights(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        """The same by the matrix of weights."""
-        log_weight = with_positions(request.log_weight, query, key, request.is_causal, self.window)
-        with without_autocast(query.device):
-            weights, log_partition = attention_weights(
-                query, key, scale=self.scale, log_weight=log_weight, sink=self.sink, softcap=self.softcap
-            )
-            output = self._dropped(weights) @ value.to(weights.dtype)
-            if self.sink is not None and self.sink_value is not None:
-                share = (per_head(self.sink) - log_partition.unsqueeze(-1)).exp()
-                output = output + share * self.sink_value.unsqueeze(-2).to(share.dtype)
-        return HeadsResult(output.to(query.dtype), weights.to(query.dtype), log_partition)
+    def extra_repr(self) -> str:
+        return settings(self, "embed_dim", "num_heads", "kdim", "vdim", "dropout", "batch_first")
 
-    def _through_measure(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        assert self.measure is not None
-        given = request.log_weight
-        if request.is_causal or (given is not None and (given.shape[1], given.shape[2]) != (1, 1)):
+    def _sizes(self) -> dict[str, int]:
+        return {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+
+    def _beside(self, **asked: bool) -> str | None:
+        """What is asked for beside output and weights."""
+        names = [name for name, wanted in asked.items() if wanted]
+        known = self.heads.gives
+        if len(names) > 1 or (names and names[0] not in known):
+            has = " or ".join(f"need_{name}" for name in known) if known else "nothing"
+            given = " and ".join(f"need_{name}" for name in names)
+            raise ValueError(f"a call to {type(self.heads).__name__} may ask for {has} beside the weights, got {given}")
+        return names[0] if names else None
+
+    def _with_more(self, heads: Tensor, learned: Tensor | None) -> Tensor:
+        """Keys or values with the learned one, and the zero one, behind the others."""
+        if learned is not None:
+            learned = split_heads(learned, self.num_heads).to(heads.dtype)
+            heads = torch.cat([heads, learned.expand(*heads.shape[:2], 1, -1)], 2)
+        return F.pad(heads, (0, 0, 0, 1)) if self.add_zero_attn else heads
+
+    def _check_nested(self, key: object, value: object, key_padding_mask: object) -> None:
+        nested = all(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (key, value))
+        if not self.batch_first or key_padding_mask is not None or not nested:
             raise ValueError(
-                "a measure holds weights of keys, one for all queries: with `measure`, mask by key_padding_mask, not by "
-                "attn_mask or is_causal"
+                "nested tensors need batch_first=True, keys and values that are nested too, and no key_padding_mask, "
+                "which their lengths are"
             )
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        with without_autocast(query.device):
-            points = torch.cat([key, value], -1).to(dtype)
-            weight = added(given, points.new_zeros(key.shape[0], 1, 1, key.shape[2])).squeeze(2)
-            measure = self.measure(points, weight.expand(points.shape[:-1]))
-            field = query.to(dtype) * (self.head_dim**-0.5 if self.scale is None else per_head(self.scale))
-            eta = torch.cat([field, torch.zeros_like(field)], -1)
-            output = measure.mean(eta)[..., self.head_dim :]
-            log_partition = measure.log_partition(eta) if request.need_potential else None
-        return HeadsResult(output.to(query.dtype), None, log_partition)
+
+    def _check(self, inputs: dict[str, Tensor]) -> None:
+        query, sizes, shapes = inputs["query"], self._sizes(), {}
+        for name, tensor in inputs.items():
+            shapes[name], size = tuple(floating(name, tensor).shape), sizes[name]
+            if tensor.ndim != query.ndim or tensor.ndim not in (2, 3) or tensor.shape[-1] != size:
+                order = "(batch, length, {})" if self.batch_first else "(length, batch, {})"
+                wanted = order.format(size) if query.ndim == 3 else f"(length, {size}), or with a batch dimension,"
+                raise ValueError(f"{name} must have shape {wanted}, got {shapes[name]} for query {shapes['query']}")
+            check_input(name, tensor, self, size)
+        key, value = shapes["key"], shapes.get("value", shapes["key"])
+        if key[:-1] != value[:-1]:
+            raise ValueError(f"key and value must have one length and batch, got {key} and {value}")
+        batch = 0 if self.batch_first else 1
+        if query.ndim == 3 and query.shape[batch] != key[batch]:
+            raise ValueError(f"query and key must have one batch size, got {shapes['query']} and {key}")
+
+
+def _check_taken(heads: Heads, **given: object) -> None:
+    """Raise a ValueError at an argument that the strategy does not go with."""
+    for name, value in given.items():
+        if name in heads.refused and (isinstance(value, Tensor) or value):
+            raise ValueError(f"{type(heads).__name__} do not go with {name}: {heads.refused[name]}")
+
+
+def padded(nested: Tensor) -> tuple[Float[Tensor, "B L d"], Bool[Tensor, "B L"]]:
+    """The sequences of a nested tensor in one dense tensor, 0 behind their ends, and where that padding is."""
+    lengths = torch.tensor([len(sequence) for sequence in nested.unbind()], device=nested.device)
+    dense = torch.nested.to_padded_tensor(nested, 0.0)
+    return dense, torch.arange(dense.shape[1], device=nested.device) >= lengths.unsqueeze(-1)
+
+
+def nested_like(dense: Float[Tensor, "B L d"], padding: Bool[Tensor, "B L"], nested: Tensor) -> Tensor:
+    """The sequences of a dense tensor, in the layout of `nested`."""
+    if nested.layout == torch.jagged:
+        # With its own offsets, since sums of nested tensors ask whether these are the same.
+        offsets = nested.offsets()  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.nested.nested_tensor_from_jagged(dense[~padding], offsets)
+    rows = zip(dense, (~padding).sum(-1).tolist(), strict=True)
+    return torch.nested.as_nested_tensor([row[:length] for row, length in rows])

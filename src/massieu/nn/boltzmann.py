@@ -15,15 +15,17 @@ from torch.utils import _pytree as pytree
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.energy.normalisable import untilted, why_not_normalisable
 from massieu.foundation.arguments import check_dense, check_one_device, check_shape, instance, number, whole_number
-from massieu.foundation.transforms import every, some, unwrapped
+from massieu.foundation.transforms import every, some, unwrapped, values_are_readable
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
+from massieu.nn.activation import HeldValue
+from massieu.nn.modules import Device, Resettable
 
 _MEMORY = 0.01
 """Of the running mean of hidden activities: the weight of the newest batch."""
 
 
-class RestrictedBoltzmannMachine(nn.Module):
+class RestrictedBoltzmannMachine(Resettable):
     """p(v, h) ∝ exp(vᵀWh + a·v + b·h) on any two measures, with parameters W, a and b (B1).
 
     The layers are given as measures: `Bernoulli.create(torch.full((64,), 0.5))` for 64 bits, and `Spin`, `Gaussian`,
@@ -34,16 +36,31 @@ class RestrictedBoltzmannMachine(nn.Module):
         weight: W, (V, H).
         visible_bias: a, (V,).
         hidden_bias: b, (H,).
+
+    Example:
+        >>> import torch
+        >>> from massieu import measures, nn
+        >>> bits, spins = measures.Bernoulli.create(torch.full((6,), 0.5)), measures.Spin.create(dim=4)
+        >>> machine = nn.RestrictedBoltzmannMachine(bits, spins)
+        >>> torch.nn.init.zeros_(machine.weight)[0, 0].item()  # without couplings, all 64 states are equally likely
+        0.0
+        >>> machine.score_samples(torch.ones(6)).exp().mul(64).round(decimals=3).item()
+        1.0
     """
 
-    weight: nn.Parameter
-    visible_bias: nn.Parameter
-    hidden_bias: nn.Parameter
     chains: Tensor | None
     """Visible units of the persistent chains, after `fit`; a checkpoint holds none, and `fit` starts them at the data."""
 
-    def __init__(self, visible: Measure, hidden: Measure, *, generator: torch.Generator | None = None) -> None:
-        """Weights start as small normal numbers, biases as 0, of the dtype and on the device of the measures.
+    def __init__(
+        self,
+        visible: Measure,
+        hidden: Measure,
+        *,
+        generator: torch.Generator | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Weights start as small normal numbers, biases as 0, by default of the dtype and on the device of the measures.
 
         Weights between layers that are both bounded from below alone (Poisson, Exponential, Gamma) start negative, as a
         normaliser needs.
@@ -52,27 +69,42 @@ class RestrictedBoltzmannMachine(nn.Module):
             TypeError, ValueError: as `BoltzmannMachine.create`; kinds of units that have no normaliser together.
         """
         super().__init__()
-        shape = _units(visible, "visible"), _units(hidden, "hidden")
-        like = _like(visible, hidden)
-        BoltzmannMachine.create(visible, hidden, like.new_zeros(shape))
-        weight = 0.01 * torch.randn(shape, generator=generator, device=None if generator is None else generator.device)
-        weight = weight.to(like)
-        if why_not_normalisable(visible, hidden, weight) is not None:
-            weight = -weight.abs()
-        BoltzmannMachine.create(visible, hidden, weight)
-        self._visible, self._hidden = _Layer(visible).to(like.dtype), _Layer(hidden).to(like.dtype)
-        self.weight = nn.Parameter(weight)
+        shape, like = (_units(visible, "visible"), _units(hidden, "hidden")), _like(visible, hidden).to(device, dtype)
+        place = {"device": like.device, "dtype": like.dtype}
+        self.visible, self.hidden = HeldValue(visible, **place), HeldValue(hidden, **place)
+        BoltzmannMachine.create(self.visible.value(), self.hidden.value(), like.new_zeros(shape))
+        self.weight = nn.Parameter(like.new_zeros(shape))
         self.visible_bias = nn.Parameter(like.new_zeros(shape[0]))
         self.hidden_bias = nn.Parameter(like.new_zeros(shape[1]))
         self.register_buffer("chains", None, persistent=False)
+        self._draw(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw new weights, put the biases to 0, restore the measures, and forget the chains. Raises as the constructor."""
+        super().reset_parameters()
+        self.visible_bias.zero_()
+        self.hidden_bias.zero_()
+        self.chains = None
+        self._draw(generator)
+
+    @torch.no_grad()
+    def _draw(self, generator: torch.Generator | None) -> None:
+        visible, hidden = self.visible.value(), self.hidden.value()
+        device = None if generator is None else generator.device
+        weight = (0.01 * torch.randn(self.weight.shape, generator=generator, device=device)).to(self.weight)
+        if values_are_readable(weight) and why_not_normalisable(visible, hidden, weight) is not None:
+            weight = -weight.abs()
+        BoltzmannMachine.create(visible, hidden, weight)
+        self.weight.copy_(weight)
 
     def extra_repr(self) -> str:
-        visible, hidden = (f"{_kind(layer())} × {len(bias)}" for layer, bias in self._layers())
-        return f"visible={visible}, hidden={hidden}"
+        layers = (("visible", self.visible, self.visible_bias), ("hidden", self.hidden, self.hidden_bias))
+        return ", ".join(f"{name}={_kind(layer.value())} × {len(bias)}" for name, layer, bias in layers)
 
     def machine(self) -> BoltzmannMachine:
         """The machine at the current parameters, differentiable in them."""
-        visible, hidden = self._visible(), self._hidden()
+        visible, hidden = self.visible.value(), self.hidden.value()
         return BoltzmannMachine(visible.tilt(self.visible_bias), hidden.tilt(self.hidden_bias), self.weight)
 
     def forward(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
@@ -82,7 +114,7 @@ class RestrictedBoltzmannMachine(nn.Module):
             TypeError: not a tensor; so do all methods that take data.
             ValueError: a shape that does not fit, or a NaN; so do they all.
         """
-        return self._hidden().mean(self._hidden_field(self._read(visible)))
+        return self.hidden.value().mean(self._hidden_field(self._read(visible))).to(self.weight.dtype)
 
     def energy(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items"]:
         """The effective energy: −log p(v) up to the normaliser (B2)."""
@@ -96,7 +128,7 @@ class RestrictedBoltzmannMachine(nn.Module):
     @torch.no_grad()
     def reconstruct(self, data: Float[Tensor, "*items V"]) -> Float[Tensor, "*items V"]:
         """Mean visible units given the mean hidden units of the data."""
-        return self._visible().mean(self._visible_field(self(data)))
+        return self.visible.value().mean(self._visible_field(self(data)))
 
     @torch.no_grad()
     def score_samples(
@@ -121,7 +153,7 @@ class RestrictedBoltzmannMachine(nn.Module):
         Raises:
             ValueError: the visible units take more than two values.
         """
-        visible = self._visible()
+        visible = self.visible.value()
         if not isinstance(visible, Bernoulli | Spin):
             raise ValueError(
                 f"the pseudo-likelihood is for Bernoulli or Spin visible units, not {type(visible).__name__}"
@@ -145,7 +177,7 @@ class RestrictedBoltzmannMachine(nn.Module):
             TypeError, ValueError: `count` or `sweeps` is not a positive whole number.
         """
         _check_positive(count=count, sweeps=sweeps)
-        start = self._visible().sample(self.visible_bias.expand(count, -1), generator=generator)
+        start = self.visible.value().sample(self.visible_bias.expand(count, -1), generator=generator)
         return self._sweep(start, sweeps, generator)
 
     def fit(
@@ -209,9 +241,6 @@ class RestrictedBoltzmannMachine(nn.Module):
         state = gibbs_init(visible, machine.sample_hidden, generator)
         return gibbs_step(state, machine.sample_visible, machine.sample_hidden, generator, steps=sweeps).visible
 
-    def _layers(self) -> tuple[tuple["_Layer", Tensor], ...]:
-        return (self._visible, self.visible_bias), (self._hidden, self.hidden_bias)
-
     def _read(self, data: Tensor) -> Tensor:
         """Visible units, checked, in the dtype of the parameters."""
         check_dense("data", instance("data", data, Tensor, "a tensor"))
@@ -235,7 +264,7 @@ class RestrictedBoltzmannMachine(nn.Module):
             raise ValueError(f"data must have at least one item, got shape {tuple(data.shape)}")
         machine = self.machine()
         BoltzmannMachine.create(machine.visible, machine.hidden, machine.weight)
-        visible = self._visible()
+        visible = self.visible.value()
         inside = visible.log_prob(torch.zeros_like(data), data) > -torch.inf
         if not every(inside):
             raise ValueError(
@@ -259,7 +288,7 @@ class _Training:
         self, model: RestrictedBoltzmannMachine, data: Tensor, chains: int, generator: torch.Generator | None
     ) -> None:
         self.model, self.generator, self.done = model, generator, 0
-        self.visible_layer, self.hidden_layer = model._visible(), model._hidden()
+        self.visible_layer, self.hidden_layer = model.visible.value(), model.hidden.value()
         self.centre = data.mean(0)
         kept = model.chains
         drawn = torch.randint(len(data), (chains,), generator=generator, device=data.device)
@@ -329,19 +358,3 @@ def _like(*measures: Measure) -> Tensor:
 
 def _units(measure: Measure, name: str) -> int:
     return instance(name, measure, Measure, "a measure").event_shape.numel()
-
-
-class _Layer(nn.Module):
-    """A measure kept by a module: its tensors are buffers, so that they move, are cast and are saved with the module."""
-
-    def __init__(self, measure: Measure) -> None:
-        super().__init__()
-        leaves, self._structure = pytree.tree_flatten(measure)
-        self._count = len(leaves)
-        for index, leaf in enumerate(leaves):
-            # Of its own memory: two modules of one measure share nothing, and a checkpoint holds each tensor once.
-            self.register_buffer(f"leaf{index}", leaf.detach().clone(memory_format=torch.contiguous_format))
-
-    def forward(self) -> Measure:
-        """The measure, of the buffers as they are now."""
-        return pytree.tree_unflatten([getattr(self, f"leaf{index}") for index in range(self._count)], self._structure)

@@ -1,7 +1,7 @@
 """A layer whose forward pass walks down an energy of all tokens."""
 
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from massieu import energy
 from massieu.energy.activations import LayerNorm
-from massieu.foundation.arguments import boolean, check_one_device, floating, number, whole_number
+from massieu.foundation.arguments import boolean, number, whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.activation import Activation
-from massieu.nn.modules import Number, check_heads, register_number
+from massieu.nn.modules import Device, Number, Resettable, check_heads, check_input, register_number, settings
 
 _Tokens = Float[Tensor, "*lead n embed_dim"]
 
 
-class EnergyTransformer(nn.Module):
+class EnergyTransformer(Resettable):
     """Steps of x ← x − step_size·∂E/∂g, g = LayerNorm(x), on the energy of tokens that attend to each other and of memories.
 
     A block of the Energy Transformer (Hoover et al., arXiv 2302.07253; N1). Attention and feed-forward layer are gradients of
@@ -27,6 +27,14 @@ class EnergyTransformer(nn.Module):
     Gradients are those of the steps. Each costs one force, a closed form over fused attention in memory linear in the tokens.
     No fixed point is solved for: where a descent ends does not depend on where in its basin it began, so the tokens would get
     no gradient (B12). `energy().retrieve` has that fixed point, for analysis.
+
+    Example:
+        >>> import torch
+        >>> from massieu import nn
+        >>> block = nn.EnergyTransformer(8, num_heads=2, steps=3, step_size=None)
+        >>> moved, energies = block(torch.randn(5, 10, 8), need_energies=True)
+        >>> moved.shape, bool((energies.diff(dim=0) < 0).all())  # each of three steps goes down
+        (torch.Size([5, 10, 8]), True)
     """
 
     scale: Tensor | float | None
@@ -42,6 +50,8 @@ class EnergyTransformer(nn.Module):
         step_size: float | None = 0.1,
         scale: Number = None,
         eps: float = 1e-5,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """A block of so many heads and memories.
 
@@ -52,7 +62,7 @@ class EnergyTransformer(nn.Module):
             steps: At least 1.
             step_size: Positive: the paper's α. With None every token's is the largest with which E falls for certain
                 (`massieu.energy.TransformerEnergy.safe_step_size`): far smaller.
-            scale: Inverse temperature; hidden_size^-½ by default. A number, a tensor or a Parameter, one or one a head.
+            scale: Inverse temperature, above 0: number, tensor or Parameter, one or one a head; hidden_size^-½ by default.
             eps: Of the LayerNorm.
         """
         super().__init__()
@@ -64,12 +74,23 @@ class EnergyTransformer(nn.Module):
         for name, given in zip(least, (embed_dim, num_heads, hidden_size, quantity, steps), strict=True):
             whole_number(name, given, least=least[name])
         self.steps, self.step_size = steps, None if step_size is None else number("step_size", step_size, above=0)
-        register_number(self, "scale", scale, num_heads)
-        spread = embed_dim**-0.5
-        self.key_weight = nn.Parameter(spread * torch.randn(num_heads, hidden_size, embed_dim))
-        self.query_weight = nn.Parameter(spread * torch.randn(num_heads, hidden_size, embed_dim))
-        self.memories = nn.Parameter(spread * torch.randn(quantity, embed_dim))
-        self.normalisation = Activation(LayerNorm.create(1.0, torch.zeros(embed_dim), eps=eps))
+        place: dict[str, Any] = {"device": device or torch.get_default_device(), "dtype": dtype}
+        register_number(self, "scale", scale, num_heads, above=0, **place)
+        self.key_weight = nn.Parameter(torch.empty(num_heads, hidden_size, embed_dim, **place))
+        self.query_weight = nn.Parameter(torch.empty(num_heads, hidden_size, embed_dim, **place))
+        self.memories = nn.Parameter(torch.empty(quantity, embed_dim, **place))
+        start = LayerNorm.create(1.0, torch.zeros(embed_dim, device="cpu"), eps=eps)
+        self.normalisation = Activation(start, **place)
+        self._draw()
+
+    def reset_parameters(self) -> None:
+        """Weights and memories start normal, of variance 1/embed_dim; the normalisation and given numbers are restored."""
+        super().reset_parameters()
+        self._draw()
+
+    def _draw(self) -> None:
+        for weight in (self.key_weight, self.query_weight, self.memories):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def energy(self, key_padding_mask: Bool[Tensor, "*lead n"] | None = None) -> energy.TransformerEnergy:
         """The energy at the current parameters: no training needed to call it. True in the mask hides a token."""
@@ -108,7 +129,7 @@ class EnergyTransformer(nn.Module):
             key_padding_mask: True for padding, which comes out as it went in and is seen by no token.
             need_energies: Return E before the first and after every step as well, in nats/scale and at least float32.
         """
-        check_one_device(tokens=floating("tokens", tokens), **{"the module's parameters": self.key_weight})
+        check_input("tokens", tokens, self, or_half=True)
         with without_autocast(tokens.device):
             function = self.energy(key_padding_mask)
             if need_energies:
@@ -121,12 +142,23 @@ class EnergyTransformer(nn.Module):
 
     def extra_repr(self) -> str:
         heads, size, width = self.key_weight.shape
-        sizes = f"{width}, {heads}, hidden_size={size}, quantity={len(self.memories)}"
-        return f"{sizes}, steps={self.steps}, step_size={self.step_size}"
+        sizes = f"embed_dim={width}, num_heads={heads}, hidden_size={size}, quantity={len(self.memories)}"
+        return ", ".join(
+            filter(None, (sizes, f"steps={self.steps}, step_size={self.step_size}", settings(self, "scale")))
+        )
 
 
-class EnergyTransformerStack(nn.Module):
-    """Blocks one after the other, each with an energy of its own; the tokens of one go into the next."""
+class EnergyTransformerStack(Resettable):
+    """Blocks one after the other, each with an energy of its own; the tokens of one go into the next.
+
+    Example:
+        >>> import torch
+        >>> from massieu import nn
+        >>> stack = nn.EnergyTransformerStack(nn.EnergyTransformer(8, num_heads=2, steps=3) for _ in range(2))
+        >>> tokens, energies = stack(torch.randn(5, 10, 8), need_energies=True)
+        >>> tokens.shape, [path.shape for path in energies]  # before the first and after each of three steps
+        (torch.Size([5, 10, 8]), [torch.Size([4, 5]), torch.Size([4, 5])])
+    """
 
     def __init__(self, blocks: Iterable[EnergyTransformer]) -> None:
         """A stack of these blocks; one of them given several times shares its weights.

@@ -1,118 +1,108 @@
 """Reading the modules of hopfield-layers (`hflayers`): their state dicts, and the keywords they are made with."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+_PATTERNS = "stored_pattern", "state_pattern", "pattern_projection"
+_STATIC = {"q": "state_pattern", "k": "stored_pattern", "v": "pattern_projection"}
 
-@dataclass(frozen=True)
-class Keywords:
-    """What `hflayers.Hopfield` is made with, and its defaults."""
-
-    input_size: int | None = None
-    hidden_size: int | None = None
-    output_size: int | None = None
-    pattern_size: int | None = None
-    num_heads: int = 1
-    scaling: float | Tensor | None = None
-    update_steps_max: int | None = 0
-    update_steps_eps: float = 1e-4
-    normalize_stored_pattern: bool = True
-    normalize_stored_pattern_affine: bool = True
-    normalize_stored_pattern_eps: float = 1e-5
-    normalize_state_pattern: bool = True
-    normalize_state_pattern_affine: bool = True
-    normalize_state_pattern_eps: float = 1e-5
-    normalize_pattern_projection: bool = True
-    normalize_pattern_projection_affine: bool = True
-    normalize_pattern_projection_eps: float = 1e-5
-    normalize_hopfield_space: bool = False
-    normalize_hopfield_space_affine: bool = False
-    normalize_hopfield_space_eps: float = 1e-5
-    stored_pattern_as_static: bool = False
-    state_pattern_as_static: bool = False
-    pattern_projection_as_static: bool = False
-    pattern_projection_as_connected: bool = False
-    stored_pattern_size: int | None = None
-    pattern_projection_size: int | None = None
-    batch_first: bool = True
-    association_activation: str | None = None
-    dropout: float = 0.0
-    input_bias: bool = True
-    concat_bias_pattern: bool = False
-    add_zero_association: bool = False
-    disable_out_projection: bool = False
-
-    @property
-    def head_size(self) -> int:
-        """Of queries and keys."""
-        return self.hidden_size or (self.input_size or 0) // self.num_heads
-
-    @property
-    def static(self) -> dict[str, bool]:
-        """Whether query, key and value are the patterns as they are."""
-        return {
-            "q": self.state_pattern_as_static,
-            "k": self.stored_pattern_as_static,
-            "v": self.pattern_projection_as_static,
-        }
-
-    @property
-    def default_scaling(self) -> float | None:
-        """1 for a module that changes no pattern, the head's size to the −½ for all others."""
-        bare = not (
-            self.pattern_projection_as_connected
-            or self.normalize_hopfield_space
-            or self.normalize_hopfield_space_affine
-            or not self.disable_out_projection
-        )
-        return 1.0 if bare and all(self.static.values()) else None
+HOPFIELD: dict[str, Any] = {
+    **dict.fromkeys(("input_size", "hidden_size", "output_size", "pattern_size", "scaling"), None),
+    **dict.fromkeys(("stored_pattern_size", "pattern_projection_size", "association_activation"), None),
+    **{f"normalize_{name}{more}": True for name in _PATTERNS for more in ("", "_affine")},
+    **dict.fromkeys(("normalize_hopfield_space", "normalize_hopfield_space_affine"), False),
+    **{f"normalize_{name}_eps": 1e-5 for name in (*_PATTERNS, "hopfield_space")},
+    **{f"{name}_as_static": False for name in _PATTERNS},
+    **dict.fromkeys(("pattern_projection_as_connected", "concat_bias_pattern", "add_zero_association"), False),
+    "disable_out_projection": False,
+    "num_heads": 1,
+    "update_steps_max": 0,
+    "update_steps_eps": 1e-4,
+    "batch_first": True,
+    "dropout": 0.0,
+    "input_bias": True,
+}
+"""What `hflayers.Hopfield` is made with, and its defaults."""
+POOLING = HOPFIELD | {"quantity": 1, "trainable": True}
+"""What `hflayers.HopfieldPooling` is made with."""
+LAYER = POOLING | {"lookup_weights_as_separated": False, "lookup_targets_as_trainable": True}
+"""What `hflayers.HopfieldLayer` is made with."""
 
 
-@dataclass(frozen=True)
-class PoolingKeywords(Keywords):
-    """What `hflayers.HopfieldPooling` is made with."""
+class FromHflayers:
+    """A module that can be read from the state dict of its namesake in hopfield-layers."""
 
-    quantity: int = 1
-    trainable: bool = True
+    _keywords: ClassVar[Mapping[str, Any]]
+
+    @classmethod
+    def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
+        """The same function as the module of this name in `hflayers`, from its state dict and the keywords it was made with.
+
+        `update_steps_max=u` there makes u + 1 passes: `steps` here. Outputs agree to rounding, but where that module stops
+        early (`update_steps_eps`, once all items of the batch have settled), mixes items of the batch (static patterns
+        with several heads), or deals a scaling per head out to coordinates.
+
+        Raises:
+            ValueError: tensors missing or left over, a number of steps per head, an unknown activation.
+            TypeError: an unknown keyword.
+        """
+        unknown = [name for name in keywords if name not in cls._keywords]
+        if unknown:
+            raise TypeError(f"from_hflayers got an unexpected keyword argument '{unknown[0]}'")
+        given = SimpleNamespace(**{**cls._keywords, **keywords})
+        given.head_size = given.hidden_size or (given.input_size or 0) // given.num_heads
+        given.static = {name: getattr(given, f"{pattern}_as_static") for name, pattern in _STATIC.items()}
+        if "quantity" not in cls._keywords:
+            return cls(**_arguments(state_dict, given))
+        prefix = "hopfield."
+        rest = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        options = _arguments(rest, given) | {"input_size": given.input_size}
+        names, trainable = {"pooling_weights": "states"}, {"pooling_weights": given.trainable}
+        if "lookup_weights_as_separated" in cls._keywords:
+            names = {"lookup_weights": "patterns"}
+            if given.lookup_weights_as_separated:
+                names["target_weights"] = "targets"
+                sizes = ("stored_pattern_size", "pattern_projection_size")
+                options |= {"separate_targets": True, **{name: getattr(given, name) for name in sizes}}
+            trainable = {"lookup_weights": given.trainable, "target_weights": given.lookup_targets_as_trainable}
+        _need(names, state_dict)
+        module: Any = cls(**options)
+        for theirs, ours in names.items():
+            tensor = state_dict[theirs] if given.batch_first else state_dict[theirs].transpose(0, 1)
+            setattr(module, ours, nn.Parameter(tensor.clone(), requires_grad=trainable[theirs]))
+        return module
 
 
-@dataclass(frozen=True)
-class LayerKeywords(PoolingKeywords):
-    """What `hflayers.HopfieldLayer` is made with."""
-
-    lookup_weights_as_separated: bool = False
-    lookup_targets_as_trainable: bool = True
-
-
-def arguments(state_dict: Mapping[str, Tensor], keywords: Keywords) -> dict[str, Any]:
-    """What `massieu.nn.Hopfield` is made with to be the same function.
-
-    Raises:
-        ValueError: tensors missing or left over, a number of steps per head, an unknown activation.
-    """
+def _arguments(state_dict: Mapping[str, Tensor], keywords: Any) -> dict[str, Any]:
+    """What `massieu.nn.Hopfield` is made with to be the same function."""
     reader = _Reader(state_dict, keywords)
     steps, scaling = keywords.update_steps_max, keywords.scaling
     if not (steps is None or isinstance(steps, int)):
         raise ValueError(f"update_steps_max must be one number for all heads, or None, got {steps!r}")
-    linear = {name: reader.linear(name) for name in ("q", "k", "v")}
+    linear = {name: reader.linear(name) for name in _STATIC}
     projection = linear["v"]
     if keywords.pattern_projection_as_connected and not keywords.stored_pattern_as_static:
         projection = linear["k"] if keywords.pattern_projection_as_static else nn.Sequential(linear["k"], projection)
+    # A module that changes no pattern has scaling 1, all others the head's size to the −½.
+    changes = keywords.pattern_projection_as_connected or not keywords.disable_out_projection
+    changes = changes or keywords.normalize_hopfield_space or keywords.normalize_hopfield_space_affine
+    default = 1.0 if all(keywords.static.values()) and not changes else None
     size = keywords.input_size
     stored_size, projection_size = keywords.stored_pattern_size or size, keywords.pattern_projection_size or size
     made = {
         "num_heads": keywords.num_heads,
+        "hidden_size": keywords.head_size,
         "state": nn.Sequential(reader.norm("state_pattern", size), linear["q"]),
         "stored": nn.Sequential(reader.norm("stored_pattern", stored_size), linear["k"]),
         "projection": nn.Sequential(reader.norm("pattern_projection", projection_size), projection),
         "space": reader.norm("hopfield_space", keywords.head_size),
         "output": reader.output(),
         "steps": None if steps is None else steps + 1,
-        "scale": keywords.default_scaling if scaling is None else scaling,
+        "scale": default if scaling is None else scaling,
         "sink": 0.0 if keywords.add_zero_association else None,
         "dropout": keywords.dropout,
         "batch_first": keywords.batch_first,
@@ -122,37 +112,10 @@ def arguments(state_dict: Mapping[str, Tensor], keywords: Keywords) -> dict[str,
     return made
 
 
-def wrapped(cls: Any, inner: Any, state_dict: Mapping[str, Tensor], keywords: PoolingKeywords) -> Any:
-    """A pooling or lookup module around a `Hopfield`.
-
-    Raises:
-        ValueError: as `arguments`.
-    """
-    prefix = "hopfield."
-    own = {name: tensor for name, tensor in state_dict.items() if not name.startswith(prefix)}
-    rest = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-    module = cls.__new__(cls)
-    nn.Module.__init__(module)
-    module.hopfield = inner(**arguments(rest, keywords))
-    if isinstance(keywords, LayerKeywords):
-        names = {"lookup_weights": "patterns", "target_weights": "targets"}
-        trainable = {"lookup_weights": keywords.trainable, "target_weights": keywords.lookup_targets_as_trainable}
-        if not keywords.lookup_weights_as_separated:
-            del names["target_weights"]
-            module.register_parameter("targets", None)
-    else:
-        names, trainable = {"pooling_weights": "states"}, {"pooling_weights": keywords.trainable}
-    _need(names, own)
-    for theirs, ours in names.items():
-        tensor = own[theirs] if keywords.batch_first else own[theirs].transpose(0, 1)
-        module.register_parameter(ours, nn.Parameter(tensor.clone(), requires_grad=trainable[theirs]))
-    return module
-
-
 class _Reader:
     """Takes tensors out of a state dict, and knows which are left."""
 
-    def __init__(self, state_dict: Mapping[str, Tensor], keywords: Keywords) -> None:
+    def __init__(self, state_dict: Mapping[str, Tensor], keywords: Any) -> None:
         self.keywords = keywords
         self.tensors = dict(state_dict)
         # Learned keys and values are in the state dict but not in the module's output.

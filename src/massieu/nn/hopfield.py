@@ -1,7 +1,6 @@
 """Hopfield layers: attention over stored patterns, repeated until a pattern is retrieved."""
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,15 +8,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
-from massieu.foundation.arguments import check_shape, floating, number, whole_number
+from massieu.foundation.arguments import number, whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
 from massieu.nn.activation import Activation, as_module
 from massieu.nn.heads import Mask, added, attention_weights, log_weight_of, merge_heads, split_heads
-from massieu.nn.modules import Iterating, Number, check_input, register_number
+from massieu.nn.modules import Device, Iterating, Number, Resettable, check_tokens, register_number, settings
 from massieu.solve import GMRES, ConjugateGradients, Implicit, Picard, fixed_point
-from massieu.solve.status import FixedPointResult
+from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, FixedPointResult
 
 START = 0.02
 """The standard deviation of weights and patterns at the start, hopfield-layers' own."""
@@ -25,7 +24,7 @@ START = 0.02
 Patterns = Float[Tensor, "B L d"]
 
 
-class Hopfield(Iterating, nn.Module):
+class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
     """Heads that retrieve stored patterns and return what belongs to them (Ramsauer et al., arXiv 2008.02217).
 
     Of stored patterns Y, states R and projections V (all three may be one tensor), each head makes keys, a query and
@@ -34,13 +33,25 @@ class Hopfield(Iterating, nn.Module):
     goes on to its end. No pass holds its weights: memory is linear in the number of patterns and of states.
 
     Where a descent ends does not depend on where in the basin it began: with `steps=None` states get no gradient (B12),
-    `ImplicitAttention` gives them one. A state that sees no pattern retrieves 0.
+    `ImplicitHeads` give them one. A state that sees no pattern retrieves 0.
 
     `memory(stored)` is the energy itself, without training too: `layer.memory(stored).retrieve(layer.query(states))`.
+
+    `convergence` has status and residual of each state and head where the descent ended. With `steps=K` the residual is how
+    far the last move went, and there is no warning; with one pass nothing moves, and there is none.
+
+    Example:
+        >>> import torch
+        >>> from massieu import nn
+        >>> bare = {part: torch.nn.Identity() for part in ("state", "stored", "projection", "output")}
+        >>> stored, noisy = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), torch.tensor([[[0.8, 0.3]]])
+        >>> nn.Hopfield(**bare, steps=3, scale=20.0)((stored, noisy, stored)).round(decimals=3).tolist()
+        [[[1.0, 0.0]]]
     """
 
     scale: Tensor | float | None
     sink: Tensor | float | None
+    _keywords = hflayers.HOPFIELD
 
     def __init__(
         self,
@@ -64,6 +75,8 @@ class Hopfield(Iterating, nn.Module):
         batch_first: bool = True,
         max_steps: int = 1000,
         throw: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Sizes, or modules in place of what the sizes make.
 
@@ -75,13 +88,14 @@ class Hopfield(Iterating, nn.Module):
             space: What queries and keys go through by head, such as a LayerNorm of hidden_size. None by default.
             output: From the heads side by side to the output; by default a linear map.
             steps: Passes over the patterns; None: until retrieval has converged.
-            scale: Inverse temperature; hidden_size^-½ by default. A number, a tensor or a Parameter, one or one a head.
+            scale: Inverse temperature, above 0: number, tensor or Parameter, one or one a head; hidden_size^-½ by default.
             sink: Log-weight of a null pattern, 0 with value 0, of the same kinds.
             activation: What follows every pass but the last: the energy's reference, the identity by default. An
                 `nn.Activation`, or what it is made of.
             dropout: Of the weights of the last pass, in training; takes memory L×N.
             max_steps: For `steps=None`, when to give up: the last state is used; `convergence` tells of each.
             throw: Raise instead.
+            device, dtype: Of what is made here; modules that are given stay as they are.
 
         Raises:
             ValueError: a size is missing that a module is to be made of.
@@ -92,44 +106,30 @@ class Hopfield(Iterating, nn.Module):
         number("dropout", dropout, least=0, below=1)
         size = hidden_size
         if size is None and input_size is not None:
-            if input_size % num_heads:
+            size, rest = divmod(input_size, num_heads)
+            if rest:
                 raise ValueError(f"input_size must be a multiple of num_heads, got {input_size} and {num_heads}")
-            size = input_size // num_heads
         sizes = {
             "input_size": input_size,
             "stored_pattern_size": stored_pattern_size or input_size,
             "pattern_projection_size": pattern_projection_size or input_size,
         }
-        modules = [
-            _projection(name, sizes[name], size, num_heads) if module is None else module
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.state, self.stored, self.projection = (
+            _projection(name, sizes[name], size, num_heads, place) if module is None else module
             for name, module in zip(sizes, (state, stored, projection), strict=True)
-        ]
-        self.state, self.stored, self.projection = modules
+        )
         self.space = nn.Identity() if space is None else space
         if output is None:
             if size is None or input_size is None:
                 raise ValueError("input_size is needed to make the module `output`; or give that module")
-            output = _linear(num_heads * size, output_size or input_size)
+            output = SmallLinear(num_heads * size, output_size or input_size, **place)
         self.output = output
-        self.activation = as_module(activation)
-        register_number(self, "scale", scale, num_heads)
-        register_number(self, "sink", sink, num_heads)
+        self.activation = as_module(activation, **place)
+        register_number(self, "scale", scale, num_heads, above=0, **place)
+        register_number(self, "sink", sink, num_heads, **place)
         self.num_heads, self.steps, self.dropout, self.batch_first = num_heads, steps, dropout, batch_first
         self.max_steps, self.throw = max_steps, throw
-
-    @classmethod
-    def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
-        """The same function as an `hflayers.Hopfield`, from its state dict and the keywords it was made with.
-
-        `update_steps_max=u` there makes u + 1 passes: `steps` here. Outputs agree to rounding, but where that module stops
-        early (`update_steps_eps`, once all items of the batch have settled), mixes items of the batch (static patterns
-        with several heads), or deals a scaling per head out to coordinates.
-
-        Raises:
-            ValueError: tensors missing or left over.
-            TypeError: an unknown keyword.
-        """
-        return cls(**hflayers.arguments(state_dict, hflayers.Keywords(**keywords)))
 
     def forward(
         self,
@@ -148,8 +148,7 @@ class Hopfield(Iterating, nn.Module):
         Raises:
             ConvergenceError: with `throw`, `steps=None`: a descent has not ended after `max_steps`.
         """
-        found = self._associate(*self._heads(input), stored_pattern_padding_mask, association_mask)
-        return found if self.batch_first else found.transpose(0, 1)
+        return self._associate(self._heads(input), stored_pattern_padding_mask, association_mask)
 
     def association_matrix(
         self,
@@ -165,7 +164,7 @@ class Hopfield(Iterating, nn.Module):
 
     def memory(self, stored: Patterns, stored_pattern_padding_mask: Mask | None = None) -> energy.HopfieldEnergy:
         """The energy of the keys of `stored`, one for each item and head, at the current parameters."""
-        keys = self._keys(self._batch_first(stored, "stored", self.stored))
+        keys = self._part("stored", stored)
         padding = log_weight_of(stored_pattern_padding_mask, None, keys[:, :, :1], keys)
         log_weight = added(padding, keys.new_zeros(len(keys), 1, 1, keys.shape[2])).squeeze(2).expand(keys.shape[:3])
         if self.sink is not None:
@@ -178,71 +177,95 @@ class Hopfield(Iterating, nn.Module):
 
     def query(self, state: Patterns) -> Float[Tensor, "B H L D"]:
         """Where the descent of each state begins, by head."""
-        return self.space(split_heads(self.state(self._batch_first(state, "states", self.state)), self.num_heads))
+        return self._part("states", state)
 
-    def _keys(self, stored: Tensor) -> Tensor:
-        return self.space(split_heads(self.stored(stored), self.num_heads))
+    def extra_repr(self) -> str:
+        return f"{settings(self, 'num_heads', 'scale', 'sink', 'dropout')}, steps={self.steps}"
 
-    def _values(self, projection: Tensor) -> Tensor:
-        return split_heads(self.projection(projection), self.num_heads)
+    def _part(self, name: str, tensor: Tensor, batch_first: bool | None = None) -> Float[Tensor, "B H L D"]:
+        """The heads of stored patterns, states or projections, checked."""
+        module = {"stored": self.stored, "states": self.state, "projections": self.projection}[name]
+        tokens = check_tokens(name, tensor, module, self.batch_first if batch_first is None else batch_first)
+        heads = split_heads(module(tokens), self.num_heads)
+        return heads if name == "projections" else self.space(heads)
 
-    def _batch_first(self, tensor: Tensor, name: str, projection: nn.Module) -> Tensor:
-        order = ("batch", "length") if self.batch_first else ("length", "batch")
-        check_shape(name, floating(name, tensor), (*order, "size"))
-        check_input(name, tensor, projection)
-        return tensor if self.batch_first else tensor.transpose(0, 1)
-
-    def _heads(self, input: Patterns | tuple[Patterns, Patterns, Patterns]) -> tuple[Tensor, Tensor, Tensor]:
-        stored, state, projection = several("input", input, "stored, states, projections")
-        keys = self._keys(self._batch_first(stored, "stored", self.stored))
-        values = self._values(self._batch_first(projection, "projections", self.projection))
-        query = self.query(state)
-        if not len(query) == len(keys) == len(values) or keys.shape[2] != values.shape[2]:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (stored, state, projection))
+    def _heads(self, input: Patterns | tuple[Patterns, ...], query: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Queries, keys and values of an input; of one without states, if their query is given for each item alike."""
+        names = ("stored", "states", "projections") if query is None else ("stored", "projections")
+        tensors: Any = (input,) * len(names) if isinstance(input, Tensor) else input
+        if not isinstance(tensors, tuple | list) or len(tensors) != len(names):
+            kind = f"{len(input)} of them" if isinstance(input, tuple | list) else type(input).__name__
+            raise TypeError(f"input must be a floating-point tensor or ({', '.join(names)}), got {kind}")
+        given = dict(zip(names, tensors, strict=True))
+        heads = {name: self._part(name, tensor) for name, tensor in given.items()}
+        keys, values = heads["stored"], heads["projections"]
+        if len({len(part) for part in heads.values()}) > 1 or keys.shape[2] != values.shape[2]:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in given.values())
             raise ValueError(
-                "stored, states and projections must have one batch size, and stored and projections one length, got "
-                f"shapes {shapes}"
+                f"{' and '.join((', '.join(names[:-1]), names[-1]))} must have one batch size, and stored and projections "
+                f"one length, got shapes {shapes}"
             )
-        return query, keys, values
+        return heads["states"] if query is None else query.expand(len(keys), -1, -1, -1), keys, values
 
-    def _associate(
-        self, query: Tensor, key: Tensor, value: Tensor, padding: Mask | None, association: Mask | None
-    ) -> Tensor:
+    def _associate(self, heads: tuple[Tensor, ...], padding: Mask | None, association: Mask | None) -> Tensor:
         """From the heads' queries, keys and values to the output."""
+        query, key, value = heads
         log_weight = log_weight_of(padding, association, query, key)
         state = self._descended(query, key, log_weight)
+        options: dict[str, Any] = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
         if self.training and self.dropout > 0:
             with without_autocast(query.device):
-                weights, _ = attention_weights(state, key, log_weight=log_weight, scale=self.scale, sink=self.sink)
+                weights, _ = attention_weights(state, key, **options)
                 found = (F.dropout(weights, self.dropout) @ value.to(weights.dtype)).to(value.dtype)
         else:
-            found = ops.attention(state, key, value, log_weight=log_weight, scale=self.scale, sink=self.sink).output
-        return self.output(merge_heads(found))
+            found = ops.attention(state, key, value, **options).output
+        output = self.output(merge_heads(found))
+        return output if self.batch_first else output.transpose(0, 1)
 
     def _descended(self, query: Tensor, key: Tensor, log_weight: Mask | None) -> Tensor:
         """The state before the last pass."""
         activation = None if self.activation is None else self.activation.activation()
         options = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
+        if self.steps == 1:
+            return query
         if self.steps is not None:
-            return descend(query, key, self.steps - 1, activation, **options)
+            before = descend(query, key, self.steps - 2, activation, **options)
+            state = descend(before, key, 1, activation, **options)
+            self._keep(*moved(before, state), warn=False)
+            return state
         found = settle(query, key, activation, self.max_steps, self.throw, **options)
         self._keep(found.status, found.residual)
         return found.value.to(query.dtype)
 
 
-class HopfieldPooling(nn.Module):
-    """A set of patterns to a vector: trained states retrieve from it."""
+class _Trained(hflayers.FromHflayers, Resettable):
+    """Patterns that train, around a `Hopfield`."""
+
+    def reset_parameters(self) -> None:
+        """Patterns and weights start normal, of deviation 0.02; numbers that were given are restored."""
+        super().reset_parameters()
+        for own in self.parameters(recurse=False):
+            nn.init.normal_(own, std=START)
+
+
+class HopfieldPooling(_Trained):
+    """A set of patterns to a vector: trained states retrieve from it.
+
+    Example:
+        >>> import torch
+        >>> from massieu import nn
+        >>> pooling = nn.HopfieldPooling(8, num_heads=2, quantity=3)
+        >>> pooling(torch.randn(5, 100, 8)).shape  # three states side by side
+        torch.Size([5, 24])
+    """
+
+    _keywords = hflayers.POOLING
 
     def __init__(self, input_size: int, num_heads: int = 1, *, quantity: int = 1, **options: Any) -> None:
         """`quantity` states of `input_size`; all else is `Hopfield`'s."""
         super().__init__()
         self.hopfield = Hopfield(input_size, num_heads, **options)
-        self.states = nn.Parameter(START * torch.randn(1, quantity, input_size))
-
-    @classmethod
-    def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
-        """The same function as an `hflayers.HopfieldPooling`; see `Hopfield.from_hflayers`."""
-        return hflayers.wrapped(cls, Hopfield, state_dict, hflayers.PoolingKeywords(**keywords))
+        self.states = _patterns(quantity, input_size, options)
 
     def forward(
         self,
@@ -257,24 +280,29 @@ class HopfieldPooling(nn.Module):
             stored_pattern_padding_mask, association_mask: As for `Hopfield`, with states for queries; so are errors.
         """
         layer = self.hopfield
-        stored, projection = several("input", input, "stored, projections")
-        keys = layer._keys(layer._batch_first(stored, "stored", layer.stored))
-        values = layer._values(layer._batch_first(projection, "projections", layer.projection))
-        if keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
-            shapes = f"{tuple(stored.shape)} and {tuple(projection.shape)}"
-            raise ValueError(f"stored and projections must have one batch size and length, got shapes {shapes}")
-        states = self.states if layer.batch_first else self.states.transpose(0, 1)
-        query = layer.query(states).expand(len(keys), -1, -1, -1)
-        return layer._associate(query, keys, values, stored_pattern_padding_mask, association_mask).flatten(1)
+        heads = layer._heads(input, layer._part("states", self.states, batch_first=True))
+        found = layer._associate(heads, stored_pattern_padding_mask, association_mask)
+        return (found if layer.batch_first else found.transpose(0, 1)).flatten(1)
+
+    def extra_repr(self) -> str:
+        return f"quantity={self.states.shape[1]}"
 
 
-class HopfieldLayer(nn.Module):
+class HopfieldLayer(_Trained):
     """A trained memory: the input retrieves from stored patterns that are parameters.
 
     Patterns are projected once for a whole batch.
+
+    Example:
+        >>> import torch
+        >>> from massieu import nn
+        >>> memory = nn.HopfieldLayer(8, num_heads=2, quantity=50, steps=2)
+        >>> memory.patterns.shape, memory(torch.randn(5, 10, 8)).shape
+        (torch.Size([1, 50, 8]), torch.Size([5, 10, 8]))
     """
 
     targets: nn.Parameter | None
+    _keywords = hflayers.LAYER
 
     def __init__(
         self,
@@ -292,40 +320,23 @@ class HopfieldLayer(nn.Module):
         stored, target = stored_pattern_size or input_size, pattern_projection_size or input_size
         if stored != target and not separate_targets:
             raise ValueError(f"patterns of {stored} and targets of {target} numbers need separate_targets=True")
-        self.hopfield = Hopfield(
-            input_size, num_heads, stored_pattern_size=stored, pattern_projection_size=target, **options
-        )
-        self.patterns = nn.Parameter(START * torch.randn(1, quantity, stored))
-        self.targets = nn.Parameter(START * torch.randn(1, quantity, target)) if separate_targets else None
-
-    @classmethod
-    def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
-        """The same function as an `hflayers.HopfieldLayer`; see `Hopfield.from_hflayers`."""
-        return hflayers.wrapped(cls, Hopfield, state_dict, hflayers.LayerKeywords(**keywords))
+        sizes = {"stored_pattern_size": stored, "pattern_projection_size": target}
+        self.hopfield = Hopfield(input_size, num_heads, **sizes, **options)
+        self.patterns = _patterns(quantity, stored, options)
+        self.targets = _patterns(quantity, target, options) if separate_targets else None
 
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Mask | None = None, association_mask: Mask | None = None
     ) -> Float[Tensor, "B L output"]:
         """What belongs to the patterns that the states in `input` retrieve. Masks and errors are those of `Hopfield`."""
-        layer = self.hopfield
+        layer, targets = self.hopfield, self.patterns if self.targets is None else self.targets
         query = layer.query(input)
-        targets = self.patterns if self.targets is None else self.targets
-        keys, values = (
-            heads.expand(len(query), -1, -1, -1) for heads in (layer._keys(self.patterns), layer._values(targets))
-        )
-        found = layer._associate(query, keys, values, stored_pattern_padding_mask, association_mask)
-        return found if layer.batch_first else found.transpose(0, 1)
+        parts = {"stored": self.patterns, "projections": targets}
+        heads = (layer._part(name, own, batch_first=True).expand(len(query), -1, -1, -1) for name, own in parts.items())
+        return layer._associate((query, *heads), stored_pattern_padding_mask, association_mask)
 
-
-def several(name: str, given: Any, parts: str) -> tuple[Tensor, ...]:
-    """The tensors of a tuple, or one tensor in each one's place."""
-    count = parts.count(",") + 1
-    if isinstance(given, Tensor):
-        return (given,) * count
-    if not isinstance(given, tuple | list) or len(given) != count:
-        kind = f"{len(given)} of them" if isinstance(given, tuple | list) else type(given).__name__
-        raise TypeError(f"{name} must be a floating-point tensor or ({parts}), got {kind}")
-    return tuple(given)
+    def extra_repr(self) -> str:
+        return f"quantity={self.patterns.shape[1]}, separate_targets={self.targets is not None}"
 
 
 def descend(
@@ -341,6 +352,17 @@ def descend(
         if activation is not None:
             state = activation(state).to(state.dtype)
     return state
+
+
+@torch.no_grad()
+def moved(before: Float[Tensor, "B H L D"], state: Float[Tensor, "B H L D"]) -> tuple[Tensor, Tensor]:
+    """The status of each state as `fixed_point` would have it, and how far the last step went."""
+    wide = torch.promote_types(state.dtype, torch.float32)
+    residual = torch.linalg.vector_norm(state - before, dim=-1, dtype=wide)
+    size = torch.linalg.vector_norm(state, dim=-1, dtype=wide)
+    rtol, atol = (1e-10, 1e-12) if wide == torch.float64 else (2e-6, 1e-8)
+    status = torch.where(residual <= atol + rtol * size, CONVERGED, MAX_STEPS)
+    return torch.where(residual.isfinite(), status, NOT_FINITE), residual
 
 
 def settle(
@@ -361,9 +383,7 @@ def settle(
         given["log_weight"] = added(hidden, state.new_zeros((), dtype=torch.promote_types(state.dtype, torch.float32)))
     behind = () if activation is None else (activation,)
 
-    def step(
-        point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[energy.activations.Activation, ...]
-    ) -> Tensor:
+    def step(point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[Any, ...]) -> Tensor:
         return descend(point, key, 1, behind[0] if behind else None, **options)
 
     with without_autocast(state.device):
@@ -372,23 +392,29 @@ def settle(
             state,
             (key, given, behind),
             method=Picard(),
-            max_steps=max_steps,
             # β times a covariance is symmetric; an activation after it is not.
             adjoint=Implicit(GMRES() if behind else ConjugateGradients(), lost="nan" if throw else "zero"),
+            max_steps=max_steps,
             throw=throw,
         )
 
 
-def _projection(name: str, size: int | None, hidden: int | None, heads: int) -> nn.Module:
+class SmallLinear(nn.Linear):
+    """Weights that start small and normal: all patterns begin with nearly one weight, and training parts them."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=START)
+        nn.init.zeros_(self.bias)
+
+
+def _projection(name: str, size: int | None, hidden: int | None, heads: int, place: dict[str, Any]) -> nn.Module:
     """A LayerNorm and a linear map to the heads."""
     if size is None or hidden is None:
         raise ValueError(f"input_size or {name} and hidden_size are needed to make a projection; or give its module")
-    return nn.Sequential(nn.LayerNorm(size), _linear(size, heads * hidden))
+    return nn.Sequential(nn.LayerNorm(size, **place), SmallLinear(size, heads * hidden, **place))
 
 
-def _linear(size: int, output: int) -> nn.Linear:
-    """Weights that start small and normal: all patterns begin with nearly one weight, and training parts them."""
-    made = nn.Linear(size, output)
-    nn.init.normal_(made.weight, std=START)
-    nn.init.zeros_(made.bias)
-    return made
+def _patterns(quantity: int, size: int, options: dict[str, Any]) -> nn.Parameter:
+    """Patterns that train."""
+    place = {name: options.get(name) for name in ("device", "dtype")}
+    return nn.Parameter(nn.init.normal_(torch.empty(1, quantity, size, **place), std=START))

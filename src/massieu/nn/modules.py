@@ -1,22 +1,33 @@
-"""What modules share: checked inputs, numbers that train, projections to heads, and iterations that may not end."""
+"""What modules share: checked inputs, numbers that train, a start to go back to, iterations that may not end."""
 
-from typing import NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from massieu.foundation.arguments import FLOATS, check_one_device, check_shape, floating, number
-from massieu.foundation.transforms import autocasts, in_functorch
-from massieu.nn.heads import merge_heads, split_heads
+from massieu.foundation.arguments import FLOATS, check_one_device, check_range, check_shape, floating, number
+from massieu.foundation.transforms import autocasts, every, in_functorch, values_are_readable
 from massieu.solve.status import warn_unconverged
 
 Number = float | int | Tensor | None
 """One number or one a head: a constant, a tensor that is saved with the module, or a Parameter, which trains."""
 
+Device = torch.device | str | None
+_SHOWN = 8
+"""The most numbers of a setting that a module's `repr` lists."""
 
-def check_input(name: str, tensor: object, module: nn.Module, size: int | None = None) -> Tensor:
+
+def check_input(
+    name: str, tensor: object, module: nn.Module, size: int | None = None, *, or_half: bool = False
+) -> Tensor:
     """The input, if it is floating-point, of the module's dtype and on its device, and of that size in its last dimension.
+
+    Args:
+        or_half: Half precision goes into a module of any dtype, which computes it in at least float32. Single numbers have
+            no dtype of their own: with none but these, any goes.
 
     Raises:
         TypeError: another dtype; both are named. Autocast makes half precision and float32 one.
@@ -26,16 +37,30 @@ def check_input(name: str, tensor: object, module: nn.Module, size: int | None =
     size = input_size(module) if size is None else size
     if size is not None and (given.ndim == 0 or given.shape[-1] != size):
         raise ValueError(f"{name} must have {size} numbers in its last dimension, got shape {tuple(given.shape)}")
-    own = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+    held = chain(module.parameters(), module.buffers())
+    own = next((one for one in held if one.is_floating_point() and one.ndim), None)
     if own is None:
         return given
     check_one_device(**{name: given, "the module's parameters": own})
     # Autocast brings all but float64 to one dtype.
     cast = autocasts(given.device.type) and torch.float64 not in (given.dtype, own.dtype)
+    cast = cast or (or_half and given.dtype.itemsize == 2)
     if given.dtype != own.dtype and own.dtype in FLOATS and not cast:
         ours, theirs = (str(dtype).removeprefix("torch.") for dtype in (own.dtype, given.dtype))
         raise TypeError(f"{name} is {theirs}, the module's parameters {ours}: convert one, as by .to(torch.{ours})")
     return given
+
+
+def check_tokens(name: str, given: object, projection: nn.Module, batch_first: bool) -> Float[Tensor, "B L d"]:
+    """Tokens for a projection, batch first; given as (batch, length, size), or else (length, batch, size).
+
+    Raises:
+        TypeError, ValueError: another shape; as `check_input`.
+    """
+    order = ("batch", "length") if batch_first else ("length", "batch")
+    check_shape(name, floating(name, given), (*order, input_size(projection) or "size"))
+    tokens = check_input(name, given, projection)
+    return tokens if batch_first else tokens.transpose(0, 1)
 
 
 def input_size(module: nn.Module) -> int | None:
@@ -53,49 +78,131 @@ def check_heads(embed_dim: int, num_heads: int) -> None:
         raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and {num_heads}")
 
 
-def register_number(module: nn.Module, name: str, value: Number, heads: int, *, or_none: bool = True) -> None:
+def register_number(
+    module: nn.Module,
+    name: str,
+    value: Number,
+    heads: int,
+    *,
+    or_none: bool = True,
+    above: float | None = None,
+    device: Device = None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Keep a number as it is, a tensor as a buffer and a Parameter as a parameter, which trains.
 
     Raises:
         TypeError: neither number nor floating-point tensor.
-        ValueError: not finite, or a tensor that is neither one number nor one a head.
+        ValueError: not finite or not above that bound, or a tensor that is neither one number nor one a head.
     """
     if not isinstance(value, Tensor):
-        setattr(module, name, None if value is None and or_none else float(number(name, value)))
+        setattr(module, name, None if value is None and or_none else float(number(name, value, above=above)))
         return
     if tuple(floating(name, value).shape) not in ((), (heads,)):
         raise ValueError(f"{name} must be one number or one for each of {heads} heads, got shape {tuple(value.shape)}")
-    if isinstance(value, nn.Parameter):
-        module.register_parameter(name, value)
+    check_range(name, value, above=above)
+    if device is None and value.device.type == "cpu":
+        device = torch.get_default_device()
+    hold(module, name, value, isinstance(value, nn.Parameter), device, dtype)
+
+
+def hold(
+    module: nn.Module, name: str, start: Tensor, trained: bool, device: Device = None, dtype: torch.dtype | None = None
+) -> None:
+    """Register a tensor as a buffer or a parameter, and remember it for a reset. A Parameter stays the same object."""
+    moved = start.to(device, dtype if start.is_floating_point() else None)
+    if not trained:
+        module.register_buffer(name, moved)
     else:
-        module.register_buffer(name, value)
+        trains = start.requires_grad or not isinstance(start, nn.Parameter)
+        own = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach(), requires_grad=trains)
+        module.register_parameter(name, own)
+    start = start.detach()
+    vars(module).setdefault("_given", {})[name] = start if start.is_meta else start.to("cpu", copy=True)
 
 
-class LearnableAlpha(nn.Module):
+class Resettable(nn.Module):
+    """A module that can start anew: made on `meta`, it gets memory by `to_empty(device=…)` and a start by `reset_parameters`.
+
+    One call resets the parts of the module too.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw again what was drawn at the start, in parts of the module too, and restore the numbers that were given.
+
+        Raises:
+            ValueError: a number was given on `meta`, where it has no value to restore.
+        """
+        reset_parts(self)
+        for name, start in vars(self).get("_given", {}).items():
+            own = getattr(self, name)
+            if start.is_meta and not own.is_meta:
+                raise ValueError(
+                    f"{name} was given on meta, where it has no value: load a state dict, or give it elsewhere"
+                )
+            with torch.no_grad():
+                own.copy_(start)
+
+
+def reset_parts(module: nn.Module) -> None:
+    """Have each part of a module reset its parameters; a part that cannot, its own parts."""
+    for part in module.children():
+        own: Any = getattr(part, "reset_parameters", partial(reset_parts, part))
+        own()
+
+
+def settings(module: nn.Module, *names: str) -> str:
+    """``name=value`` for the attributes of a module that are not None, as its `repr` shows them."""
+    return ", ".join(f"{name}={_told(value)}" for name in names if (value := getattr(module, name)) is not None)
+
+
+def _told(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    known = value.numel() <= _SHOWN and values_are_readable(value)
+    numbers = ", ".join(f"{one:g}" for one in value.flatten().tolist()) if known else f"shape {tuple(value.shape)}"
+    return f"{f'[{numbers}]' if value.ndim else numbers}{' trained' if isinstance(value, nn.Parameter) else ''}"
+
+
+class LearnableAlpha(Resettable):
     """A number in [low, high), or one or one a head; a trained one lies between `low` and low + 1, and its logit is trained."""
 
     logit: Tensor | None
     alpha: Tensor | float
 
-    def __init__(self, value: float | Tensor, heads: int, low: float, high: float, *, learn: bool) -> None:
+    def __init__(
+        self,
+        value: float | Tensor,
+        heads: int,
+        low: float,
+        high: float,
+        *,
+        learn: bool,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Raises ValueError outside [low, high), or, to be learned, outside (low, low + 1); TypeError for what is no number."""
         super().__init__()
         if isinstance(value, nn.Parameter):
             raise TypeError("alpha must be a number or a tensor; learn_alpha=True trains it")
-        register_number(self, "alpha", value, heads, or_none=False)
-        given = torch.as_tensor(self.alpha)
+        register_number(self, "alpha", value, heads, or_none=False, device=device, dtype=dtype)
+        given = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
         inside = (given > low) & (given < low + 1) if learn else (given >= low) & (given < high)
-        if not bool(inside.all()):
+        if not every(inside):
             interval = f"({low:g}, {low + 1:g}) to be learned" if learn else f"[{low:g}, {high:g})"
             raise ValueError(f"alpha must lie in {interval}, got {given.tolist()}")
         self.low, self.logit = low, None
         if learn:
-            start = torch.logit((given - low).to(torch.get_default_dtype()))
-            self.logit = nn.Parameter(start.expand(heads).clone())
-            del self.alpha
+            del self.alpha, self.logit
+            vars(self).pop("_given", None)
+            start = torch.logit((given - low).to(torch.get_default_dtype())).expand(heads)
+            hold(self, "logit", start, True, device or torch.get_default_device(), dtype)
 
     def forward(self) -> Tensor | float:
         return self.alpha if self.logit is None else self.low + torch.sigmoid(self.logit)
+
+    def extra_repr(self) -> str:
+        return settings(self, "logit") if self.logit is not None else settings(self, "alpha")
 
 
 class Convergence(NamedTuple):
@@ -119,41 +226,8 @@ class Iterating:
     """Of the last forward pass; None before the first, and where nothing was solved for."""
     _warned: bool = False
 
-    def _keep(self, status: Tensor, residual: Tensor) -> None:
+    def _keep(self, status: Tensor, residual: Tensor, *, warn: bool = True) -> None:
         if in_functorch():
             return
         self.convergence = Convergence(status.detach(), residual.detach())
-        self._warned = self._warned or warn_unconverged(status, residual, type(self).__name__)
-
-
-class HeadsOfTokens(Iterating, nn.Module):
-    """A module that projects tokens to heads, solves for something in each, and projects that to the output.
-
-    Attributes are the arguments of the same names.
-    """
-
-    def __init__(self, embed_dim: int, num_heads: int, bias: bool, batch_first: bool, **sizes: int) -> None:
-        """Projections `…_proj` from the sizes by name, and `out_proj` to `embed_dim`."""
-        super().__init__()
-        check_heads(embed_dim, num_heads)
-        for name, size in sizes.items():
-            setattr(self, f"{name}_proj", nn.Linear(size, embed_dim, bias=bias))
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
-
-    def _heads(self, name: str, tokens: object, *projections: str) -> list[Float[Tensor, "B H L D"]]:
-        """The projections of one input.
-
-        Raises:
-            ValueError, TypeError: it is not (batch, length, size) or, if the batch is second, (length, batch, size).
-        """
-        modules = [self.get_submodule(f"{projection}_proj") for projection in projections]
-        order = ("batch", "length") if self.batch_first else ("length", "batch")
-        check_shape(name, floating(name, tokens), (*order, input_size(modules[0]) or "size"))
-        given = check_input(name, tokens, modules[0])
-        given = given if self.batch_first else given.transpose(0, 1)
-        return [split_heads(module(given), self.num_heads) for module in modules]
-
-    def _output(self, heads: Float[Tensor, "B H L D"], dtype: torch.dtype) -> Tensor:
-        output = self.out_proj(merge_heads(heads).to(dtype))
-        return output if self.batch_first else output.transpose(0, 1)
+        self._warned = self._warned or (warn and warn_unconverged(status, residual, type(self).__name__))

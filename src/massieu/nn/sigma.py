@@ -5,21 +5,32 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu.foundation.arguments import floating, number
+from massieu.nn.modules import Device, Resettable, hold, settings
 
 
-class SigmaReparametrization(nn.Module):
+class SigmaReparametrization(Resettable):
     """W ↦ (gain/‖W‖₂)·W, for `torch.nn.utils.parametrize.register_parametrization(layer, "weight", …)`.
 
     The spectral norm of the weight in use is |gain|, one trained number, whatever training does to W; with those of queries and
     keys bounded, `massieu.energy.least_entropy` says how far attention can collapse. The norm is exact, from eigenvalues of the
     smaller Gram matrix, where power iteration would lag behind: min(m, n)³ operations in each forward pass, none of state, and
     one gradient in training and evaluation. A stack of matrices is scaled one by one, by one gain. A matrix of zeros stays.
+    The gain is one number: it takes the dtype of each weight.
+
+    Example:
+        >>> import torch
+        >>> from massieu import nn
+        >>> nn.SigmaReparametrization(gain=3.0)(torch.diag(torch.tensor([4.0, 2.0]))).round(decimals=4).tolist()
+        [[3.0, 0.0], [0.0, 1.5]]
     """
 
-    def __init__(self, gain: float = 1.0) -> None:
+    gain: nn.Parameter
+
+    def __init__(self, gain: float = 1.0, *, device: Device = None, dtype: torch.dtype | None = None) -> None:
         """The gain to start from, positive; the norm the weight has now keeps the layer as it is."""
         super().__init__()
-        self.gain = nn.Parameter(torch.tensor(float(number("gain", gain, above=0))))
+        start = torch.tensor(float(number("gain", gain, above=0)), device="cpu")
+        hold(self, "gain", start, True, device or torch.get_default_device(), dtype)
 
     def forward(self, weight: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
         """The weight in use, in the dtype of W; half precision is computed in float32.
@@ -40,3 +51,6 @@ class SigmaReparametrization(nn.Module):
         largest = torch.linalg.eigvalsh(gram)[..., -1, None, None]
         largest = torch.where(size > 0, largest, 1.0)
         return (self.gain.to(wide) * unit / largest.sqrt()).to(weight.dtype)
+
+    def extra_repr(self) -> str:
+        return settings(self, "gain")

@@ -1,4 +1,4 @@
-"""Attention whose weights are exactly zero for low scores."""
+"""The heads of attention whose weights are exactly zero for low scores."""
 
 import math
 
@@ -8,60 +8,55 @@ from torch import Tensor
 from massieu.energy.entmax import entmax, entmax_conjugate
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import attention_scores, per_head, with_positions
-from massieu.nn.modules import LearnableAlpha, Number, register_number
-from massieu.nn.multihead import HeadsResult, MultiHead, Request
+from massieu.nn.modules import LearnableAlpha, Number
+from massieu.nn.strategy import Heads, HeadsResult, Request
 
 
-class SparseAttention(MultiHead):
-    """Multi-head attention by α-entmax (Correia, Niculae and Martins, 2019), the gradient of Ω* where softmax is that of log Z.
+class EntmaxHeads(Heads):
+    """Weights by α-entmax (Correia, Niculae and Martins, 2019), the gradient of Ω* where softmax is that of log Z (B19).
 
-    Weights sum to one and are exactly 0 more than 1/(α − 1) below the largest score; α = 1 is softmax, 2 sparsemax. Call and
-    state dict are `torch.nn.MultiheadAttention`'s; `need_potential=True` returns Ω*. Memory is L×N.
+    Weights sum to one and are exactly 0 more than 1/(α − 1) below the largest score; α = 1 is softmax, 2 sparsemax. A call
+    may ask for Ω* by `need_potential`. Memory is L×N.
+
+    Example:
+        >>> import torch
+        >>> from massieu.nn import Attention, EntmaxHeads
+        >>> attention = Attention(1, 1, batch_first=True, heads=EntmaxHeads(alpha=2.0))
+        >>> _ = torch.nn.init.ones_(attention.in_proj_weight)  # queries, keys and values are the tokens
+        >>> _, weights = attention(torch.tensor([[[1.0], [0.5], [-2.0]]]))
+        >>> weights[0, 0].round(decimals=3).tolist()
+        [0.75, 0.25, 0.0]
     """
 
+    gives = ("potential",)
+    order: LearnableAlpha
     scale: Tensor | float | None
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        alpha: float | Tensor = 1.5,
-        learn_alpha: bool = False,
-        scale: Number = None,
-    ) -> None:
-        """The arguments of `torch.nn.MultiheadAttention`, and:
+    def __init__(self, *, alpha: float | Tensor = 1.5, learn_alpha: bool = False, scale: Number = None) -> None:
+        """Takes α and the scale.
 
         Args:
             alpha: At least 1; a number, or a tensor of one or one a head.
             learn_alpha: Train it, one a head, within (1, 2), from `alpha`.
-            scale: As for `Attention`.
+            scale: As for `SoftmaxHeads`.
         """
-        super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-        )
-        self.order = LearnableAlpha(alpha, num_heads, 1.0, math.inf, learn=learn_alpha).to(device, dtype)
-        register_number(self, "scale", scale, num_heads)
+        super().__init__(scale=scale)
+        self._alpha = alpha, learn_alpha
+
+    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        alpha, learn = self._alpha
+        self.order = LearnableAlpha(alpha, self.num_heads, 1.0, math.inf, learn=learn, device=device, dtype=dtype)
 
     @property
     def alpha(self) -> float | Tensor:
         """α: a number, or a tensor of one or one a head."""
         return self.order()
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         log_weight, alpha = with_positions(request.log_weight, query, key, request.is_causal), per_head(self.alpha)
         with without_autocast(query.device):
             scores = attention_scores(query, key, self.scale)
             weights = entmax(scores, alpha, log_weight=log_weight)
-            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if request.need_potential else None
-            output = self._dropped(weights) @ value.to(weights.dtype)
+            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if request.beside else None
+            output = request.dropped(weights) @ value.to(weights.dtype)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)

@@ -4,20 +4,29 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
-from massieu.foundation.arguments import check_range, choice, whole_number
+from massieu.foundation.arguments import choice, whole_number
 from massieu.foundation.transforms import without_autocast
-from massieu.nn.heads import Mask, attention_weights, log_weight_of, with_positions
-from massieu.nn.modules import HeadsOfTokens, Number, register_number
+from massieu.nn.heads import Mask, attention_weights, log_weight_of, merge_heads, split_heads, with_positions
+from massieu.nn.modules import (
+    Device,
+    Iterating,
+    Number,
+    Resettable,
+    check_heads,
+    check_tokens,
+    register_number,
+    settings,
+)
 from massieu.solve import Auto, Implicit, Method
 
 _AUTO = Auto()
 
 
-class SpinAttention(HeadsOfTokens):
+class SpinAttention(Iterating, Resettable):
     """Kinetic mean-field spins: θ_i = x_i + Σ_j J_ij φ(θ_j) (+ echo_i), the output their means φ(θ) (B16).
 
     Each head is a system of its own, of one spin in R^D for each token, D the head's size. The drive x and the couplings
@@ -29,6 +38,14 @@ class SpinAttention(HeadsOfTokens):
     spin's reaction to itself by way of the others, which takes a feed-forward layer's place; it needs no parameter.
 
     Where β < 2 the first order has one fixed point, and a step brings all states nearer to it by a factor of β/2 or less.
+
+    Example:
+        >>> import torch
+        >>> from massieu import nn
+        >>> spins, tokens = nn.SpinAttention(8, 2, steps=3), torch.randn(5, 10, 8)
+        >>> mean = spins.model(tokens).mean(spins.state(spins.model(tokens)))
+        >>> spins(tokens).shape, bool((mean.norm(dim=-1) < 1).all())  # within the ball of radius √(4/2 − 1)
+        (torch.Size([5, 10, 8]), True)
     """
 
     scale: Tensor | float
@@ -49,6 +66,8 @@ class SpinAttention(HeadsOfTokens):
         method: Method = _AUTO,
         max_steps: int = 200,
         throw: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Projections of tokens to drives, queries and keys, and of spins to the output: 4·embed_dim² weights.
 
@@ -57,23 +76,31 @@ class SpinAttention(HeadsOfTokens):
             exact: Means by Bessel functions' ratios, in place of the form for many components.
             steps: How often the spins move, beginning at θ = x; None: to a fixed point, with implicit gradients.
             scale: β > 0; a number, a tensor or a Parameter, one or one a head.
-            coupling_scale: Inverse temperature of the softmax, of the same kinds; by default D to the −½.
+            coupling_scale: Inverse temperature of the softmax, above 0, of the same kinds; by default D to the −½.
             method: As for `massieu.solve.fixed_point`, to the fixed point.
             max_steps: As there; of each step's own equation too, to second order. What is not found by then goes on with its
                 last state: `convergence` tells of each head, or of each spin's equation, at its worst step.
             throw: Raise instead.
         """
-        super().__init__(embed_dim, num_heads, bias, batch_first, drive=embed_dim, query=embed_dim, key=embed_dim)
+        super().__init__()
+        check_heads(embed_dim, num_heads)
         if embed_dim // num_heads < 3:
             raise ValueError(f"spins need heads of at least 3 dimensions, got {embed_dim // num_heads}")
         if steps is not None:
             whole_number("steps", steps, least=1)
-        register_number(self, "scale", scale, num_heads, or_none=False)
-        register_number(self, "coupling_scale", coupling_scale, num_heads)
-        check_range("scale", self.scale, above=0)
+        self.drive_proj, self.query_proj, self.key_proj, self.out_proj = (
+            nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype) for _ in range(4)
+        )
+        register_number(self, "scale", scale, num_heads, or_none=False, above=0, device=device, dtype=dtype)
+        register_number(self, "coupling_scale", coupling_scale, num_heads, above=0, device=device, dtype=dtype)
+        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.order: Order = choice("order", order, "first", "second")
         self.exact, self.steps = exact, steps
         self.method, self.max_steps, self.throw = method, max_steps, throw
+
+    def extra_repr(self) -> str:
+        told = settings(self, "embed_dim", "num_heads", "order", "exact", "scale", "coupling_scale")
+        return f"{told}, steps={self.steps}"
 
     def forward(
         self,
@@ -95,7 +122,8 @@ class SpinAttention(HeadsOfTokens):
         model = self.model(tokens, key_padding_mask, attn_mask, is_causal)
         with without_autocast(tokens.device):
             spins = model.mean(self.state(model))
-        return self._output(spins, tokens.dtype)
+        output = self.out_proj(merge_heads(spins).to(tokens.dtype))
+        return output if self.batch_first else output.transpose(0, 1)
 
     def model(
         self,
@@ -105,7 +133,9 @@ class SpinAttention(HeadsOfTokens):
         is_causal: bool = False,
     ) -> KineticSpins:
         """The spins before they move, of batch shape (B, H). Arguments and errors as for a call."""
-        drive, query, key = self._heads("tokens", tokens, "drive", "query", "key")
+        given = check_tokens("tokens", tokens, self.drive_proj, self.batch_first)
+        projections = (self.drive_proj, self.query_proj, self.key_proj)
+        drive, query, key = (split_heads(projection(given), self.num_heads) for projection in projections)
         masks = log_weight_of(key_padding_mask, attn_mask, query, key)
         log_weight = with_positions(masks, query, key, is_causal)
         with without_autocast(tokens.device):

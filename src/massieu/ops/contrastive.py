@@ -1,7 +1,7 @@
 """Contrastive and metric losses as Fenchel–Young losses of the log-partition, without the matrix of scores."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,6 +36,35 @@ class FalseNegatives:
 
 
 LogWeight = Float[Tensor, "..."] | Bool[Tensor, "..."] | FalseNegatives | None
+
+
+class _Options(TypedDict, total=False):
+    positive: Tensor | None
+    negatives: Tensor | None
+    log_weight: LogWeight
+    symmetric: bool
+
+
+@overload
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    *,
+    temperature: float | Tensor,
+    return_log_partition: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+
+
+@overload
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    *,
+    temperature: float | Tensor,
+    return_log_partition: Literal[True],
+    **options: Unpack[_Options],
+) -> ContrastResult: ...
 
 
 def info_nce(
@@ -112,11 +141,18 @@ def n_pairs(
     """
     number("norm_weight", norm_weight, least=0)
     loss = info_nce(query, key, log_weight=log_weight, temperature=1.0)
-    assert isinstance(loss, Tensor)
     if not norm_weight:
         return loss
     norms = query.to(loss.dtype).square().sum(-1) + key.to(loss.dtype).square().sum(-1)
     return loss + float(norm_weight) * norms.mean()
+
+
+@overload
+def nca(embedding: Tensor, labels: Tensor, *, return_log_partition: Literal[False] = False) -> Tensor: ...
+
+
+@overload
+def nca(embedding: Tensor, labels: Tensor, *, return_log_partition: Literal[True]) -> ContrastResult: ...
 
 
 def nca(

@@ -1,6 +1,6 @@
 """The language-model head as log Z − score: cross-entropy over a vocabulary without its matrix of logits."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,6 +18,31 @@ class CrossEntropyResult(NamedTuple):
     """In nats."""
     log_partition: Float[Tensor, "*lead"]
     """log Z of every token, the ignored ones too, in nats."""
+
+
+class _Options(TypedDict, total=False):
+    bias: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    reduction: Literal["none", "sum", "mean"]
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_log_partition: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, return_log_partition: Literal[True], **options: Unpack[_Options]
+) -> CrossEntropyResult: ...
 
 
 def linear_cross_entropy(

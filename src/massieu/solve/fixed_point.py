@@ -95,7 +95,7 @@ def fixed_point(
         if asked is None:
             asked = isinstance(method, Newton) or (differentiated and isinstance(adjoint, Implicit))
         if asked:
-            state = _check_attraction(problem, state, constants, method.damping)
+            state = _check_attraction(problem, state, constants, method.share)
     found = _finish(problem, state, tolerance, max_steps, throw)
     if not differentiated:
         return found

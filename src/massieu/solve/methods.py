@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,10 +157,17 @@ class Method(ABC):
     damping: float = field(default=1.0, kw_only=True)
     memory = 0
     """How many moves are remembered."""
+    _damping: ClassVar[str]
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for a number out of its range."""
         number("damping", self.damping, above=0, below=2)
+        object.__setattr__(self, "_damping", repr(self.damping))
+
+    @property
+    def share(self) -> float:
+        """The damping, a constant of compiled code: its second value would else be an input, which loops there cannot have."""
+        return float(self._damping) if torch.compiler.is_compiling() else self.damping
 
     @abstractmethod
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
@@ -181,7 +188,7 @@ class Picard(Method):
 
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """A plain move."""
-        return move(evaluate, state, plain(state, self.damping), torch.zeros_like(state.running))
+        return move(evaluate, state, plain(state, self.share), torch.zeros_like(state.running))
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ class Anderson(Method):
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """An accelerated move if the last one did not fail."""
         guarded = (state.steps > 0) & (state.wait == 0)
-        return move(evaluate, state, mixed(state, guarded, self.damping, self.ridge), guarded, self.memory)
+        return move(evaluate, state, mixed(state, guarded, self.share, self.ridge), guarded, self.memory)
 
 
 @dataclass(frozen=True)
@@ -245,7 +252,7 @@ class Auto(Anderson):
         """A plain or an accelerated move."""
         ratio = state.ratios[..., 0]
         guarded = (state.steps > 1) & (state.wait == 0) & (ratio > self.fast) & (ratio < 1)
-        return move(evaluate, state, mixed(state, guarded, self.damping, self.ridge), guarded, self.memory)
+        return move(evaluate, state, mixed(state, guarded, self.share, self.ridge), guarded, self.memory)
 
 
 @dataclass(frozen=True)
@@ -284,7 +291,7 @@ class Newton(Method):
 
         constants = (state.point, state.image, *evaluate.leaves)
         found = GMRES(self.rtol, self.products, cycles=1).solve(product, right, constants)
-        trial = torch.where(guarded.unsqueeze(-1), state.point + found.value, plain(state, self.damping))
+        trial = torch.where(guarded.unsqueeze(-1), state.point + found.value, plain(state, self.share))
         moved = move(evaluate, state, trial, guarded)
         return moved._replace(evaluations=moved.evaluations + found.steps)
 

@@ -1,0 +1,154 @@
+"""The heads of softmax attention, with log Z and moments, and those of any measure in place of the atoms."""
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from massieu import ops
+from massieu.foundation.arguments import floating, number
+from massieu.foundation.transforms import without_autocast
+from massieu.measures import Measure
+from massieu.nn.heads import added, attention_weights, per_head, with_positions
+from massieu.nn.modules import Number, hold
+from massieu.nn.strategy import Heads, HeadsResult, Request
+
+MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
+"""From points (key, value), side by side, and their log-weights to a measure."""
+_ONE_FOR_ALL = "a measure holds weights of keys, one for all queries; mask by key_padding_mask"
+
+
+class SoftmaxHeads(Heads):
+    """Softmax attention, `massieu.ops.attention`: Σ_n p_n value_n with p ∝ exp(scale·query·key_n + log-weight_n).
+
+    That is the mean of the atoms (key_n, value_n) at eta = (scale·query, 0), in its second half, and log Z is their
+    log-partition (S3). Without weights and dropout, memory is linear in queries and keys, forward and backward; with them
+    it is L×N. A call may ask for `need_log_partition` and for `need_moments`, the entropy of a query's attention and more.
+
+    Example:
+        >>> import torch
+        >>> from massieu.nn import Attention, SoftmaxHeads
+        >>> attention = Attention(4, 2, batch_first=True, heads=SoftmaxHeads(sink=0.0))
+        >>> _, weights, log_partition = attention(torch.zeros(1, 3, 4), need_log_partition=True)
+        >>> weights[0, 0].tolist(), round(float(log_partition[0, 0, 0].exp().detach()))  # 3 keys and the sink
+        ([0.25, 0.25, 0.25], 4)
+    """
+
+    gives = ("log_partition", "moments")
+    scale: Tensor | float | None
+    sink: Tensor | float | None
+    sink_value: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        scale: Number = None,
+        sink: Number = None,
+        sink_value: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Numbers that are tensors are saved with the module; Parameters train.
+
+        Args:
+            scale: Inverse temperature, positive; one, or one a head; by default the head's size to the −½.
+            sink: Log-weight of one more key at the origin, with score and value 0; one, or one a head. The output is what it
+                was, times Z/(Z + e^sink) (X4), and log Z and the moments count the sink.
+            sink_value: The sink's value in a head, (head_dim,), or one a head (num_heads, head_dim): a prior worth e^sink
+                tokens of it. The weights that a call returns are those of the keys.
+            window: Query i sees keys i − left … i + right; one number is both.
+            softcap: Scores are softcap·tanh(score/softcap).
+
+        Raises:
+            ValueError: a sink's value without a sink.
+        """
+        super().__init__(scale=scale, sink=sink)
+        if sink_value is not None and sink is None:
+            raise ValueError("sink_value is the value of a sink: give its log-weight as sink, got None")
+        self.softcap = None if softcap is None else number("softcap", softcap, above=0)
+        self.sink_value, self.window = sink_value, window
+        if window is not None:
+            reason = "a window goes by position, which added keys have not; use sink"
+            self.refused = dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason)
+
+    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        value = self.sink_value
+        if value is None:
+            return
+        shapes = (self.head_dim,), (self.num_heads, self.head_dim)
+        if tuple(floating("sink_value", value).shape) not in shapes:
+            raise ValueError(f"sink_value must have shape {shapes[0]} or {shapes[1]}, got {tuple(value.shape)}")
+        del self.sink_value
+        hold(self, "sink_value", value, isinstance(value, nn.Parameter), device, dtype)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        options: dict[str, Any] = {"scale": self.scale, "sink": self.sink, "softcap": self.softcap}
+        log_weight, is_causal = request.log_weight, request.is_causal
+        masks: dict[str, Any] = {"log_weight": log_weight, "is_causal": is_causal, "window": self.window}
+        by_weights, moments = request.need_weights or request.dropout > 0, None
+        if request.beside == "moments":
+            given = (None, None) if by_weights else (value, self.sink_value)
+            moments = ops.attention_moments(query, key, given[0], sink_value=given[1], **options, **masks)
+        if by_weights:
+            output, weights, log_partition = self._with_weights(query, key, value, request, options)
+            return HeadsResult(output, weights, log_partition if moments is None else moments)
+        if moments is not None and moments.output is not None:
+            return HeadsResult(moments.output, beside=moments._replace(output=None))
+        output, log_partition = ops.attention(query, key, value, sink_value=self.sink_value, **options, **masks)
+        return HeadsResult(output, beside=log_partition)
+
+    def _with_weights(
+        self, query: Tensor, key: Tensor, value: Tensor, request: Request, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by the matrix of weights."""
+        log_weight = with_positions(request.log_weight, query, key, request.is_causal, self.window)
+        with without_autocast(query.device):
+            weights, log_partition = attention_weights(query, key, log_weight=log_weight, **options)
+            output = request.dropped(weights) @ value.to(weights.dtype)
+            if self.sink is not None and self.sink_value is not None:
+                share = (per_head(self.sink) - log_partition.unsqueeze(-1)).exp()
+                output = output + share * self.sink_value.unsqueeze(-2).to(share.dtype)
+        return output.to(query.dtype), weights.to(query.dtype), log_partition
+
+
+class MeasureHeads(Heads):
+    """The mean of a measure over pairs (key, value) at eta = (scale·query, 0), in its second half; log Z its own (S3).
+
+    Atoms make softmax attention; a Gaussian fitted to the pairs makes linear attention (X1). There are no weights, and masks
+    are those of keys. A call may ask for `need_log_partition`.
+
+    Example:
+        >>> import torch
+        >>> from massieu import measures
+        >>> from massieu.nn import Attention, MeasureHeads
+        >>> attention = Attention(4, 2, batch_first=True, heads=MeasureHeads(measures.Atoms.create))
+        >>> _, _, log_partition = attention(torch.zeros(1, 3, 4), need_log_partition=True)
+        >>> round(float(log_partition[0, 0, 0].exp().detach()))  # 3 keys
+        3
+    """
+
+    gives = ("log_partition",)
+    refused = MappingProxyType(
+        {"dropout": "there are no weights to drop", "attn_mask": _ONE_FOR_ALL, "is_causal": _ONE_FOR_ALL}
+    )
+    scale: Tensor | float | None
+
+    def __init__(self, measure: MeasureOfPairs, *, scale: Number = None) -> None:
+        """Takes a function of points (key, value) and log-weights to a measure; `scale` as for `SoftmaxHeads`."""
+        super().__init__(scale=scale)
+        self.measure = measure
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        with without_autocast(query.device):
+            points = torch.cat([key, value], -1).to(dtype)
+            weight = added(request.log_weight, points.new_zeros(key.shape[0], 1, 1, key.shape[2])).squeeze(2)
+            measure = self.measure(points, weight.expand(points.shape[:-1]))
+            field = query.to(dtype) * (self.head_dim**-0.5 if self.scale is None else per_head(self.scale))
+            eta = torch.cat([field, torch.zeros_like(field)], -1)
+            output = measure.mean(eta)[..., self.head_dim :]
+            log_partition = measure.log_partition(eta) if request.beside else None
+        return HeadsResult(output.to(query.dtype), beside=log_partition)

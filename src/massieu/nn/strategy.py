@@ -1,0 +1,125 @@
+"""What a strategy of `Attention` is: a module that makes outputs of the heads' queries, keys and values."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.nn.heads import Mask
+from massieu.nn.modules import Device, Iterating, Number, Resettable, register_number, settings
+from massieu.ops.moments import MomentsResult
+from massieu.solve import Implicit, LinearSolver, Method, fixed_point
+from massieu.solve.status import FixedPointResult
+
+_UNTOLD = {"training", "num_heads", "head_dim", "refused", "convergence"}
+
+
+class Request(NamedTuple):
+    """What a call wants of the heads."""
+
+    log_weight: Mask | None
+    """Boolean (True keeps) or a number, of N in its last dimension."""
+    is_causal: bool
+    need_weights: bool
+    beside: str | None
+    """What else: one of the strategy's `gives`."""
+    dropout: float
+    """The share of weights that are dropped now; 0 in evaluation."""
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        return F.dropout(weights, self.dropout) if self.dropout else weights
+
+
+class HeadsResult(NamedTuple):
+    """What the heads return; what was not asked for may be None."""
+
+    output: Float[Tensor, "B H L E"]
+    weights: Float[Tensor, "B H L N"] | None = None
+    beside: Float[Tensor, "B H L"] | MomentsResult | None = None
+
+
+class Heads(Resettable, ABC):
+    """A strategy: what the heads of `Attention` do. It owns its numbers and settings, the module projections and masks.
+
+    The module that takes it tells it how many heads there are (`bind`). One strategy belongs to one module: copies of the
+    module, as `torch.nn.TransformerEncoder` makes them, have copies of it.
+    """
+
+    projections: ClassVar[tuple[str, ...]] = ("query", "key", "value")
+    """Which inputs the module projects to the heads. Without values, keys are the values."""
+    gives: ClassVar[tuple[str, ...]] = ()
+    """What a call may ask for by ``need_…=True``, beside weights."""
+    refused: Mapping[str, str] = MappingProxyType({})
+    """Arguments of the module and of its call that do not go with this strategy, each with the reason."""
+    num_heads: int = 0
+    """0 before it is bound."""
+
+    def __init__(self, **numbers: Number) -> None:
+        """Keep each number, to be one or one a head, as the attribute of its name."""
+        super().__init__()
+        self._numbers = tuple(numbers)
+        for name, value in numbers.items():
+            setattr(self, name, value)
+
+    def bind(self, num_heads: int, head_dim: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
+        """Make the strategy's parameters and buffers for so many heads of that size.
+
+        Raises:
+            ValueError: it is bound already; a number out of its range, or neither one nor one a head.
+        """
+        if self.num_heads:
+            raise ValueError(f"this {type(self).__name__} is another module's: make one for each module")
+        self.num_heads, self.head_dim = num_heads, head_dim
+        device = torch.get_default_device() if device is None else torch.device(device)
+        for name in self._numbers:
+            value = getattr(self, name)
+            delattr(self, name)
+            or_none, above = name in ("scale", "sink"), 0.0 if name == "scale" else None
+            register_number(self, name, value, num_heads, or_none=or_none, above=above, device=device, dtype=dtype)
+        self._make(device, dtype)
+
+    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Make what more there is, once the heads are known."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: Float[Tensor, "B H L D"],
+        key: Float[Tensor, "B H N D"],
+        value: Float[Tensor, "B H N D"],
+        request: Request,
+    ) -> HeadsResult:
+        """What the heads do, the output in the query's dtype."""
+
+    def extra_repr(self) -> str:
+        names = (*vars(self), *self._parameters, *self._buffers)
+        return settings(self, *(name for name in names if not name.startswith("_") and name not in _UNTOLD))
+
+
+class SolvedHeads(Iterating, Heads, ABC):
+    """Heads whose outputs are fixed points: `solve` finds them of what `Attention.project` returns. No weights are returned."""
+
+    refused = MappingProxyType({"dropout": "there are no weights to drop"})
+    solve: Callable[..., FixedPointResult]
+
+    def __init__(self, method: Method, max_steps: int, throw: bool, **numbers: Number) -> None:
+        super().__init__(**numbers)
+        self.method, self.max_steps, self.throw = method, max_steps, throw
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        heads = (query, key, value)[: len(self.projections)]
+        found = self.solve(*heads, log_weight=request.log_weight, is_causal=request.is_causal)
+        self._keep(found.status, found.residual)
+        return HeadsResult(found.value.to(query.dtype))
+
+    def _solved(
+        self, function: Callable[..., Tensor], start: Tensor, parameters: Any, item_dims: int, solver: LinearSolver
+    ) -> FixedPointResult:
+        options: dict[str, Any] = {"method": self.method, "max_steps": self.max_steps, "throw": self.throw}
+        adjoint = Implicit(solver, lost="nan" if self.throw else "zero")
+        return fixed_point(function, start, parameters, item_dims=item_dims, adjoint=adjoint, **options)

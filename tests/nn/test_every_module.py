@@ -1,0 +1,254 @@
+"""What every module of `massieu.nn` can do, whatever it computes: one table, and a class without a case fails."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.rows import every_row
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from massieu import measures
+from massieu import nn as modules
+from massieu.energy import activations
+
+SIZE = 8
+HEADS = torch.tensor([0.5, 0.25])
+"""A number for each of two heads."""
+
+
+@dataclass
+class Case:
+    """How a module is made at a place (`device`, `dtype`) and with options, and what it says."""
+
+    make: Callable[..., nn.Module]
+    shown: str = ""
+    """Settings that the `repr` must show, apart by blanks."""
+    scaled: tuple[str, ...] = ()
+    """Options that are inverse temperatures."""
+    any_dtype: str = ""
+    """Why input of another dtype is taken, where it is."""
+
+
+def heads(strategy: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`Attention` with that strategy, which gets the options."""
+
+    def make(device: Any = None, dtype: Any = None, **options: Any) -> nn.Module:
+        chosen: Any = strategy(**options)
+        return modules.Attention(SIZE, 2, batch_first=True, device=device, dtype=dtype, heads=chosen)
+
+    return make
+
+
+def stack(device: Any = None, dtype: Any = None) -> nn.Module:
+    block = modules.EnergyTransformer(SIZE, 2, steps=2, device=device, dtype=dtype)
+    return modules.EnergyTransformerStack([block, block])
+
+
+def machine(**place: Any) -> nn.Module:
+    bits = measures.Bernoulli.create(torch.full((SIZE,), 0.5))
+    return modules.RestrictedBoltzmannMachine(bits, measures.Spin.create(torch.zeros(3)), **place)
+
+
+def fitted(points: Tensor, log_weight: Tensor) -> measures.Measure:
+    return measures.Gaussian.create(points.mean(-2), torch.diag_embed(points.square().mean(-2)))
+
+
+def hopfield(**options: Any) -> nn.Module:
+    given = {"scale": HEADS, "steps": 3, "activation": activations.RMSNorm.create(0.9)}
+    return modules.Hopfield(SIZE, 2, **given | options)
+
+
+CASES = {
+    "Activation": Case(
+        lambda **place: modules.Activation(activations.LayerNorm.create(0.8, torch.zeros(SIZE)), **place),
+        "LayerNorm log_gain=-0.223144 trained",
+    ),
+    "Activation, a measure": Case(
+        lambda **place: modules.Activation(measures.Spin.create(torch.zeros(SIZE)), **place), "Spin field=["
+    ),
+    "Attention": Case(
+        lambda **options: modules.Attention(SIZE, 2, batch_first=True, **options),
+        "embed_dim=8 num_heads=2 SoftmaxHeads",
+    ),
+    "SoftmaxHeads": Case(
+        heads(lambda **options: modules.SoftmaxHeads(**{"scale": HEADS, "sink": 0.3, "window": 3} | options)),
+        "scale=[0.5, 0.25] sink=0.3 window=3",
+        ("scale",),
+    ),
+    "MeasureHeads": Case(heads(lambda **options: modules.MeasureHeads(fitted, **options)), "MeasureHeads", ("scale",)),
+    "EntmaxHeads": Case(
+        heads(lambda **options: modules.EntmaxHeads(**{"alpha": 1.25, "scale": HEADS} | options)),
+        "alpha=1.25 scale=[0.5, 0.25]",
+        ("scale",),
+    ),
+    "NormalizedHeads": Case(heads(modules.NormalizedHeads), "NormalizedHeads"),
+    "ConditionalMeanHeads": Case(
+        heads(lambda: modules.ConditionalMeanHeads(ridge=0.1)), "kernel_name=gaussian log_ridge"
+    ),
+    "ImplicitHeads": Case(
+        heads(lambda **options: modules.ImplicitHeads(alpha=0.25, **options)), "alpha=0.25", ("scale",)
+    ),
+    "TAPHeads": Case(heads(lambda **options: modules.TAPHeads(strength=0.25, **options)), "strength=0.25", ("scale",)),
+    "Hopfield": Case(hopfield, "num_heads=2 scale=[0.5, 0.25] steps=3 RMSNorm", ("scale",)),
+    "Hopfield, to its end": Case(lambda **options: hopfield(steps=None, sink=0.5, **options), "sink=0.5 steps=None"),
+    "HopfieldPooling": Case(
+        lambda **options: modules.HopfieldPooling(SIZE, 2, quantity=3, **options), "quantity=3 steps=1", ("scale",)
+    ),
+    "HopfieldLayer": Case(
+        lambda **options: modules.HopfieldLayer(SIZE, 2, quantity=3, separate_targets=True, **options),
+        "quantity=3 separate_targets=True",
+        ("scale",),
+    ),
+    "EnergyTransformer": Case(
+        lambda **options: modules.EnergyTransformer(SIZE, 2, steps=2, **options),
+        "embed_dim=8 num_heads=2 hidden_size=4 quantity=32 steps=2 step_size=0.1",
+        ("scale",),
+    ),
+    "EnergyTransformerStack": Case(stack, "EnergyTransformer steps=2"),
+    "SigmaReparametrization": Case(
+        lambda **place: modules.SigmaReparametrization(2.0, **place),
+        "gain=2 trained",
+        any_dtype="one number has no dtype",
+    ),
+    "SpinAttention": Case(
+        lambda **options: modules.SpinAttention(SIZE, 2, **{"steps": 2, "scale": HEADS} | options),
+        "embed_dim=8 num_heads=2 order=first scale=[0.5, 0.25] steps=2",
+        ("scale", "coupling_scale"),
+    ),
+    "SpinAttention, to its end": Case(
+        lambda **options: modules.SpinAttention(SIZE, 2, steps=None, order="second", **options),
+        "order=second steps=None",
+    ),
+    "RestrictedBoltzmannMachine": Case(
+        machine, "visible=Bernoulli × 8 hidden=Spin × 3", any_dtype="data are cast, as bits are whole numbers"
+    ),
+}
+NAMES = list(CASES)
+
+
+def made(name: str, **options: Any) -> nn.Module:
+    """A module with numbers that do not change with the order of the tests."""
+    torch.manual_seed(0)
+    return CASES[name].make(**options)
+
+
+def tokens(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.rand(2, 5, SIZE, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def output(module: nn.Module, given: Tensor | None = None) -> Tensor:
+    """The first tensor that a module returns for one that is query, key and value at once."""
+    given = tokens() if given is None else given
+    found = module(given, given, given) if isinstance(module, modules.Attention) else module(given)
+    return next(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
+
+
+def test_every_public_class_has_a_case():
+    assert {name.partition(",")[0] for name in NAMES} == set(modules.__all__)
+
+
+@pytest.mark.medium
+@every_row("name", NAMES)
+def test_on_meta_a_module_is_made_and_computes_shapes(name: str):
+    wanted = output(made(name))
+    with torch.device("meta"):
+        inside = made(name)
+    for module in (inside, made(name, device="meta")):
+        assert all(tensor.is_meta for tensor in module.state_dict().values())
+        found = output(module, tokens(device="meta"))
+        assert (found.is_meta, found.shape, found.dtype) == (True, wanted.shape, wanted.dtype)
+
+
+@pytest.mark.medium
+@every_row("name", NAMES)
+def test_a_dtype_is_that_of_all_numbers(name: str):
+    module = made(name, device="cpu", dtype=torch.float64)
+    dtypes = {held.dtype for held in module.state_dict().values() if held.is_floating_point()}
+    assert dtypes <= {torch.float64}
+    other, given = made(name).double(), tokens(torch.float64)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(output(module, given), output(other, given))
+
+
+@every_row("name", NAMES)
+def test_from_meta_to_memory_to_the_start(name: str):
+    """The same draws as at the construction, and the numbers that were given, not what was in memory or learned."""
+    wanted = made(name).state_dict()
+    module = made(name, device="meta").to_empty(device="cpu")
+    for attempt in range(2):
+        with torch.no_grad():
+            for held in module.state_dict(keep_vars=True).values():
+                held.fill_(torch.nan if attempt else 7)
+        torch.manual_seed(0)
+        module.reset_parameters()  # pyright: ignore[reportCallIssue]
+        found = module.state_dict()
+        assert list(found) == list(wanted)
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.medium
+@every_row("name", NAMES)
+def test_copies_and_checkpoints_compute_the_same(name: str):
+    module = made(name)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+    loaded = made(name)
+    loaded.load_state_dict(module.state_dict(), strict=True)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded]
+    for other in copies:
+        assert repr(other) == repr(module)
+        assert torch.equal(output(other), output(module))
+
+
+@every_row("name", NAMES)
+def test_tensors_go_by_the_names_of_their_fields(name: str):
+    assert not [key for key in made(name).state_dict() if re.search(r"leaf|(^|[._])_|[a-z]\d+$", key)]
+
+
+@every_row("name", NAMES)
+def test_the_repr_shows_the_settings(name: str):
+    told = repr(made(name))
+    assert not [part for part in re.split(r" (?=[A-Za-z])", CASES[name].shown) if part not in told], told
+
+
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore::massieu.errors.ConvergenceWarning")
+@every_row("dtype", [torch.bfloat16, torch.float16])
+@every_row("name", NAMES)
+def test_half_precision_comes_back_as_it_was(name: str, dtype: torch.dtype):
+    found = output(made(name, dtype=dtype), tokens(dtype))
+    assert found.dtype == dtype
+    wanted = output(made(name, dtype=dtype).double(), tokens(dtype).double())
+    torch.testing.assert_close(found.double(), wanted, rtol=0.05, atol=0.05)
+
+
+@every_row("name", [name for name, case in CASES.items() if not case.any_dtype])
+def test_another_dtype_is_one_sentence_that_names_both(name: str):
+    for own, given in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        names = [str(dtype).removeprefix("torch.") for dtype in (given, own)]
+        with pytest.raises(TypeError, match=f"is {names[0]}, the module's parameters {names[1]}: convert one"):
+            output(made(name, dtype=own), tokens(given))
+    with pytest.raises(TypeError, match=r"floating-point tensor, got a tensor of torch.int64"):
+        output(made(name), tokens().long())
+
+
+@every_row("name", [name for name, case in CASES.items() if case.scaled])
+def test_inverse_temperatures_are_positive(name: str):
+    for option in CASES[name].scaled:
+        for wrong in (0.0, -1.0, torch.tensor(0.0), torch.tensor([0.5, -0.5]), nn.Parameter(torch.tensor(-1.0))):
+            with pytest.raises(ValueError, match=f"{option} must be positive and finite, got -?[01]"):
+                made(name, **{option: wrong})
+
+
+def test_a_number_given_on_meta_cannot_be_restored():
+    with torch.device("meta"):
+        module = modules.Activation(activations.RMSNorm.create(torch.tensor(2.0)))
+    with pytest.raises(ValueError, match=r"log_gain was given on meta, where it has no value: load a state dict"):
+        module.to_empty(device="cpu").reset_parameters()
