@@ -5,6 +5,7 @@ computed again in the backward pass, so that memory is linear in the number of q
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from massieu.foundation.derivatives import forward_derivative, is_differentiable, reverse_derivative
 from massieu.foundation.transforms import in_nested_forward_mode, without_autocast
-from massieu.ops import idle
-from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position
+from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position, slices
 
 BLOCK_PAIRS = 1 << 21
 """Scores that are held at once. A smaller problem is one block, without recomputation."""
@@ -22,26 +22,27 @@ BLOCK_PAIRS = 1 << 21
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-def attention(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
-    assert problem.value is not None
-    output, log_partition = in_blocks(idle.zeroed(problem), _attention)
-    return output.to(problem.query.dtype), log_partition
+@dataclass(frozen=True)
+class Reference:
+    """The backend that is right everywhere."""
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    name = "reference"
+
+    def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
+        """Nothing."""
+        return None
 
 
-def log_partition(problem: AttentionProblem) -> tuple[Tensor]:
-    """log Σ_n w_n exp(score_n), shape ``(B, Hk, G, L)``."""
-    return (in_blocks(idle.zeroed(problem), _log_partition)[0],)
+def attention(problem: AttentionProblem) -> tuple[Tensor, ...]:
+    """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
+    *output, log_z = in_blocks(problem.without_idle(), _attention)
+    return *(part.to(problem.query.dtype) for part in output), log_z
 
 
-def _attention(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    assert value is not None
+def _attention(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
     weights, total, log_z = softmax(scores, log_weight)
-    return weighted_sum(weights, value) / total.unsqueeze(-1), log_z
-
-
-def _log_partition(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor]:
-    return (softmax(scores, log_weight)[2],)
+    return (log_z,) if value is None else (weighted_sum(weights, value) / total.unsqueeze(-1), log_z)
 
 
 def softmax(scores: Tensor, log_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,12 +99,12 @@ def in_blocks(problem: AttentionProblem, function: Function) -> tuple[Tensor, ..
     if rows >= length:
         return _block(function, problem.softcap, problem.band, 0, query, key, problem.log_weight, value)
     results = []
-    for first in range(0, length, rows):
+    for some in slices(length, rows):
         weight = problem.log_weight
         if weight is not None and weight.shape[3] > 1:
-            weight = weight[:, :, :, first : first + rows]
-        block = partial(_block, function, problem.softcap, problem.band, first)
-        results.append(recomputed(block, query[:, :, :, first : first + rows], key, weight, value))
+            weight = weight[:, :, :, some]
+        block = partial(_block, function, problem.softcap, problem.band, some.start)
+        results.append(recomputed(block, query[:, :, :, some], key, weight, value))
     return tuple(torch.cat(parts, dim=3) for parts in zip(*results, strict=True))
 
 

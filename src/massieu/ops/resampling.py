@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.foundation.arguments import choice, whole_number
 from massieu.foundation.arguments import generator as check_generator
 from massieu.foundation.transforms import uncompiled, without_autocast
-from massieu.ops import idle, reference
+from massieu.ops import reference
 from massieu.ops.shapes import AttentionProblem, Scale, check_problem
 
 Method = Literal["multinomial", "systematic"]
@@ -104,7 +104,7 @@ def _draw(
         size = torch.where(log_z == -torch.inf, 0.0, 1 / share.square().sum(-1))
         return _inverse(weights, rows, log_z == -torch.inf), size
 
-    index, size = reference.in_blocks(idle.zeroed(problem), weigh)
+    index, size = reference.in_blocks(problem.without_idle(), weigh)
     return index, size, offspring
 
 
