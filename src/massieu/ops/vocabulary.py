@@ -8,6 +8,7 @@ from torch import Tensor
 from massieu.foundation.arguments import check_shape, choice, flag, number, whole_number
 from massieu.foundation.transforms import autocasts, without_autocast
 from massieu.ops.linear_scores import Direction, check_places, index_tensor, log_partitions, values_are_known
+from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import check_alike, working_dtype
 
 
@@ -73,7 +74,7 @@ def linear_cross_entropy(
         rows, words = rows.to(working_dtype(hidden)), words.where(counted, 0)
         # Before log Z: its gradient is then added last, in place, to the weight's.
         average = _mean_score(rows, weight, bias) if label_smoothing else None
-        (found,) = log_partitions(rows, weight, bias, words, bias_in_score=True)
+        (found,) = log_partitions(ScorePlan(rows, weight, bias, words, bias_in_score=True))
         loss, level = token_losses(found, average, counted, label_smoothing, z_loss), found.log_partition
         if reduction == "mean":
             loss = loss.sum() / counted.sum()
