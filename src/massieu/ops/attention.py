@@ -84,6 +84,14 @@ def attention(
         TypeError: not a tensor, not of 16-, 32- or 64-bit floating point, dtypes that differ, an option of another type.
         ValueError: shapes or devices that do not fit (both are named), an option out of its range, an unknown backend,
             one that refuses (its reason is given).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> key, value = torch.tensor([1.0, 3.0]).log().view(1, 1, 2, 1), torch.tensor([0.0, 4.0]).view(1, 1, 2, 1)
+        >>> output, log_z = ops.attention(torch.ones(1, 1, 1, 1), key, value)
+        >>> round(output.item(), 3), round(log_z.exp().item(), 3)  # weights 1/4 and 3/4
+        (3.0, 4.0)
     """
     if value is None:
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
@@ -111,6 +119,13 @@ def log_partition(
 
     Arguments, guarantees and errors are those of `attention`. Its gradient with respect to the query is
     scale·Σ p_n key_n: attention with values = keys (S3), unless there is a soft cap.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> log_z = ops.log_partition(torch.zeros(1, 1, 1, 2), torch.randn(1, 1, 8, 2))
+        >>> round(log_z.exp().item(), 3)  # every score is 0
+        8.0
     """
     query, key = in_autocast_dtype(query, key)
     problem = check_problem(query, key, None, log_weight, scale, is_causal, window, softcap, sink)

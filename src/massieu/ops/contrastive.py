@@ -28,6 +28,13 @@ class FalseNegatives:
     """A log-weight of −inf for every key that has its query's id, except the query's positive.
 
     Given as `log_weight` it hides, for instance, other captions of the same image, and no matrix of pairs is made.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> twins = ops.FalseNegatives(torch.tensor([7, 7]))  # no other image is left
+        >>> float(ops.info_nce(torch.eye(2), torch.eye(2), temperature=1.0, log_weight=twins))
+        0.0
     """
 
     query_ids: Int[Tensor, "B"]
@@ -77,6 +84,13 @@ def info_nce(
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
         ValueError: shapes or devices that do not fit (both are named), a temperature that is not above 0 (a tensor is
             looked at on the CPU alone), `symmetric` with `positive`; on the CPU a positive out of range (elsewhere NaN).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> loss = ops.info_nce(torch.eye(2), torch.eye(2), temperature=1 / torch.tensor(3.0).log())
+        >>> round(float((-loss).exp()), 3)  # the positive's weight is 3 of 3 + 1
+        0.75
     """
     count = check_arguments(query, key, negatives, symmetric, return_log_partition)
     target = targets(query, key, positive, symmetric)
@@ -109,6 +123,12 @@ def n_pairs(
 
     Raises:
         TypeError, ValueError: as `info_nce`.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> round(float(ops.n_pairs(torch.zeros(4, 2), torch.zeros(4, 2)).exp()), 3)  # four keys alike
+        4.0
     """
     number("norm_weight", norm_weight, least=0)
     loss = info_nce(query, key, log_weight=log_weight, temperature=1.0)
@@ -140,6 +160,12 @@ def nca(
     Raises:
         TypeError: not a tensor, not floating-point, labels that are not integers.
         ValueError: shapes or devices that do not fit (both are named).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> round(float(ops.nca(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1])).exp()), 3)  # one of three alike
+        3.0
     """
     floating("embedding", embedding)
     if embedding.ndim != 2 or embedding.shape[1] == 0:

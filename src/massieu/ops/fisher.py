@@ -62,6 +62,13 @@ def fisher_vp(
     Raises:
         TypeError: as `attention`.
         ValueError: as there; also "blocks" where it cannot go.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> key = torch.tensor([-1.0, 1.0]).view(1, 1, 2, 1)  # of equal weights: variance 1
+        >>> ops.fisher_vp(torch.zeros(1, 1, 1, 1), key, torch.full((1, 1, 1, 1), 2.0)).item()
+        2.0
     """
     query, key, vector = in_autocast_dtype(query, key, vector)
     problem = check_problem(query, key, None, log_weight, scale, is_causal, window, sink=sink)

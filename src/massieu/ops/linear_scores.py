@@ -21,7 +21,7 @@ from massieu.foundation.transforms import (
     without_autocast,
 )
 from massieu.ops import reference, score_tiles
-from massieu.ops.differentiable import differentiable, one_by_one
+from massieu.ops.differentiable import differentiable, one_by_one, recomputed
 from massieu.ops.score_tiles import Rule, ScorePlan
 from massieu.ops.shapes import slices
 
@@ -90,7 +90,7 @@ def _plain_rows(plan: ScorePlan) -> tuple[Tensor, ...]:
     for rows in list(slices(length, block)) or [slice(0, 0)]:
         part = plan._replace(row=plan.row[rows], log_weight=None if weight is None else weight[rows])
         function = partial(_plain_block, rows, part[7:])
-        parts.append(function(*part[:7]) if block >= length else reference.recomputed(function, *part[:7]))
+        parts.append(function(*part[:7]) if block >= length else recomputed(function, *part[:7]))
     return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 

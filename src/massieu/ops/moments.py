@@ -91,6 +91,13 @@ def attention_moments(
     Raises:
         TypeError: as `massieu.ops.attention`.
         ValueError: as there; also a backend that cannot do this.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> found = ops.attention_moments(torch.zeros(1, 1, 1, 2), torch.randn(1, 1, 4, 2))  # equal weights
+        >>> round(found.entropy.exp().item(), 3), round(found.collision.item(), 3)
+        (4.0, 0.25)
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
@@ -126,6 +133,12 @@ def moments_backend(
 
     Raises:
         TypeError, ValueError: as `attention_moments`.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> ops.moments_backend(torch.zeros(1, 1, 1, 2, requires_grad=True), torch.zeros(1, 1, 4, 2))
+        'reference'
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(query, key, value, log_weight, scale, is_causal)

@@ -65,6 +65,14 @@ def resample_attention(
     Raises:
         TypeError: as `massieu.ops.attention`; a generator or number of draws of another type.
         ValueError: the same; fewer than 1 draw, an unknown method.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> query, key, certain = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 3, 2), torch.arange(3) == 1
+        >>> found = ops.resample_attention(query, key, key, generator=torch.Generator(), draws=2, log_weight=certain)
+        >>> found.indices.tolist()
+        [[[[1, 1]]]]
     """
     check_generator("generator", generator)
     whole_number("draws", draws, least=1)

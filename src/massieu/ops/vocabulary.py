@@ -59,6 +59,13 @@ def linear_cross_entropy(
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
         ValueError: shapes or devices that do not fit (both are named), an option out of range; on the CPU a target out
             of range (elsewhere, compiled, or in a transform such a token's loss is NaN).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> loss = ops.linear_cross_entropy(torch.zeros(3, 2), torch.randn(5, 2), torch.tensor([0, 4, -100]))
+        >>> round(float(loss.exp()), 3)  # five words alike
+        5.0
     """
     words = check_shapes(hidden, weight, target, bias).reshape(-1)
     check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)

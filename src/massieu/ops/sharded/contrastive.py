@@ -57,6 +57,14 @@ def info_nce(
         TypeError: as `massieu.ops.info_nce`.
         ValueError: the same, a positive out of range on any device; processes differ in what must be alike.
         RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from massieu.ops import sharded
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> round(float(sharded.info_nce(torch.zeros(4, 2), torch.zeros(4, 2), temperature=1.0).exp()), 3)
+        4.0
+        >>> dist.destroy_process_group()
     """
     shard = Group.of(group)
 

@@ -57,6 +57,15 @@ def linear_cross_entropy(
         TypeError: as `massieu.ops.linear_cross_entropy`.
         ValueError: the same, a target out of range on any device; processes differ in what must be alike.
         RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from massieu.ops import sharded
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> loss = sharded.linear_cross_entropy(torch.zeros(3, 2), torch.zeros(5, 2), torch.tensor([0, 1, 4]))
+        >>> round(float(loss.exp()), 3)
+        5.0
+        >>> dist.destroy_process_group()
     """
     shard = Group.of(group)
     own = isinstance(tokens, str) and tokens == "sharded"
