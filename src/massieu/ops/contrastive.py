@@ -178,11 +178,9 @@ def nca(
         # No distance changes with the origin, so no derivative goes through it.
         point = point - point.mean(0).detach()
         norm = point.square().sum(-1)
-        target = torch.zeros_like(labels)
-        everyone, peers = (
-            log_partitions(ScorePlan(2 * point, point, -norm, target, ids, ids, rule=rule))[0].log_partition
-            for ids, rule in ((None, "no self"), (labels, "peers"))
-        )
+        plan = ScorePlan(2 * point, point, -norm, torch.zeros_like(labels), rule="no self")
+        alike = plan._replace(row_ids=labels, column_ids=labels, rule="peers")
+        everyone, peers = (log_partitions(one)[0].log_partition for one in (plan, alike))
         counted = peers.detach() != -torch.inf
         loss = (everyone - peers.where(counted, 0.0)).where(counted, 0.0).sum() / counted.sum()
         return ContrastResult(loss, everyone - norm) if return_log_partition else loss

@@ -30,21 +30,13 @@ class CpuKernel:
     ) -> tuple[Tensor, ...]:
         """Output and log Z."""
         run = _forward_operator if torch.compiler.is_compiling() else _of_all_scores
-        return run(*_rows_contiguous(query, key, value, mask), scale, is_causal)
+        query, key, value, mask = _rows_contiguous(query, key, value, mask)
+        return run(query, key, value, mask, scale, is_causal)
 
     @staticmethod
-    def backward(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_z: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, ...]:
+    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
         """Gradients of query, key and value."""
+        query, key, value, output, log_z, mask, scale, is_causal = given
         query, key, value, mask = _rows_contiguous(query, key, value, mask)
         return _backward(grad, query, key, value, output, log_z, 0.0, is_causal, attn_mask=mask, scale=scale)
 

@@ -35,7 +35,7 @@ class Fused:
             return "it has no gradient for a log_weight per query and key"
         return self._kernel.refuses(problem)
 
-    def forward(self, problem: AttentionProblem) -> tuple[Tensor, ...]:
+    def forward(self, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
         """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
         query, key, mask, scale = _kernel_arguments(problem)
         if problem.value is None:

@@ -44,20 +44,12 @@ class Kernel(Protocol):
         ...
 
     @staticmethod
-    def backward(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_z: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, ...]:
-        """Gradients of query, key and value from `grad`, the output's cotangent.
+    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        """Gradients of query, key and value from the cotangent of the output.
 
-        The output is not the one that `forward` returned, and may be used for its product with `grad` alone.
+        Args:
+            given: query, key, value, output, log-partition, mask, scale and is_causal. The output is not the one that
+                `forward` returned, and may be used for its product with `grad` alone.
         """
         ...
 
@@ -103,8 +95,7 @@ def _gradient(
             query, key, value, output = (F.pad(tensor, (0, 1)) for tensor in (query, key, value, output))
             grad_output = None if grad_output is None else F.pad(grad_output, (0, 1))
         grad_output, output = _merge_cotangents(grad_output, grad_log_z, output)
-        given = query, key, value, output, log_z, mask
-        gradients = pull_back(grad_output, *given, scale, is_causal)
+        gradients = pull_back(grad_output, query, key, value, output, log_z, mask, scale, is_causal)
         if one_channel:
             gradients = tuple(gradient[..., :1].contiguous() for gradient in gradients)
     return tuple(gradient.to(dtype) for gradient, needed in zip(gradients, wanted, strict=True) if needed)

@@ -256,8 +256,8 @@ def _(row: Tensor, column: Tensor, *rest: Any) -> list[Tensor]:
 )
 def backward_operator(*arguments: Any) -> list[Tensor]:
     """`backward` of a plan's tensors, what `forward` returned, cotangents, the plan's options, and what is wanted."""
-    *tensors, results, cotangents, rule, bias_in_score, both, wanted = arguments
-    return list(backward(ScorePlan(*tensors, rule, bias_in_score, both), results, cotangents, wanted))
+    fields, (results, cotangents), wanted = (*arguments[:7], *arguments[9:12]), arguments[7:9], arguments[12]
+    return list(backward(ScorePlan(*fields), results, cotangents, wanted))
 
 
 @backward_operator.register_fake

@@ -20,7 +20,7 @@ from massieu.ops.attention import attention as block_attention
 from massieu.ops.differentiable import BlockSum
 from massieu.ops.partial import Partial, around, shares
 from massieu.ops.shapes import AttentionProblem, Scale, check_problem, slices
-from massieu.ops.store import AtomBlock, AtomStore
+from massieu.ops.store import AtomStore
 
 __all__ = ["attention", "log_partition"]
 
@@ -42,13 +42,13 @@ class _Pass:
     kind: dict[str, Any]
     """Dtype and device that its blocks are brought to."""
 
-    def __iter__(self) -> Iterator[AtomBlock]:
-        """Blocks with values."""
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Blocks of atoms, with values."""
         done = 0
         for points, values, log_weight in self.store.blocks(self.block_size):
             points = points.to(**self.kind)
             values = points if values is None or self.values_are_points else values.to(**self.kind)
-            yield AtomBlock(points, values, None if log_weight is None else log_weight.to(**self.kind))
+            yield points, values, None if log_weight is None else log_weight.to(**self.kind)
             done += points.shape[1]
             if self.progress is not None:
                 self.progress(done, len(self.store))
@@ -185,21 +185,13 @@ def _shares(
     return shares(Partial(level, mean), _part(eta, points, values, log_weight))
 
 
-def _share_gradients(
-    points: Tensor,
-    values: Tensor,
-    log_weight: Tensor | None,
-    eta: Tensor,
-    level: Tensor,
-    mean: Tensor,
-    grad: Tensor | None,
-    grad_moment: Tensor | None,
-) -> tuple[Tensor, ...]:
+def _share_gradients(*arguments: Any) -> tuple[Tensor, ...]:
     """Σ_n p_n (grad + grad_moment·(value_n − mean)) point_n with p_n = w_n exp(eta·point_n − level), in tiles.
 
     Three products, where a fused backward pass after a recomputed forward pass takes seven, four of them for gradients of
     points and values. The anchor, level and mean, is a constant, whose gradient nobody takes.
     """
+    points, values, log_weight, eta, level, mean, grad, grad_moment = arguments
     anchor = torch.zeros_like(level), torch.zeros_like(mean)
     level = level.masked_fill(level == -torch.inf, torch.inf).unsqueeze(-1)
     base = torch.zeros_like(level) if grad is None else grad.unsqueeze(-1)
