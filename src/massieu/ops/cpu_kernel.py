@@ -14,7 +14,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class CpuKernel:
-    """A `massieu.ops.fused_kernel.Kernel` of grouped queries, float32 log Z for half precision, and any mask."""
+    """A `massieu.ops.fused_kernel.FusedKernel` of grouped queries, float32 log Z for half precision, and any mask."""
 
     name = "fused"
 

@@ -12,14 +12,14 @@ from massieu.foundation.transforms import (
     values_are_readable,
 )
 from massieu.ops.cpu_kernel import CpuKernel
-from massieu.ops.fused_kernel import Kernel, with_log_partition
+from massieu.ops.fused_kernel import FusedKernel, with_log_partition
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 
 
 class Fused:
     """The backend of a kernel, with the derivatives that it lacks."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: FusedKernel) -> None:
         self.name, self._kernel, self._function = kernel.name, kernel, with_log_partition(kernel)
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:

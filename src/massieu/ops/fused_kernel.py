@@ -20,7 +20,7 @@ from massieu.ops.shapes import AttentionProblem
 Pass = Callable[..., tuple[Tensor, ...]]
 
 
-class Kernel(Protocol):
+class FusedKernel(Protocol):
     """Attention by an operator that has a log-partition but no gradient for it.
 
     Queries are ``(B, H, L, D)``, keys and values ``(B, Hk, N, D)`` of one head size, masks are added to the scores and
@@ -216,8 +216,8 @@ def _fold_into_batch(
     return unfolded, (0,) * len(unfolded)
 
 
-def with_log_partition(kernel: Kernel) -> Callable[..., tuple[Tensor, ...]]:
-    """(query, key, value, mask, scale, is_causal, value_is_key) ↦ the results of `Kernel.forward`.
+def with_log_partition(kernel: FusedKernel) -> Callable[..., tuple[Tensor, ...]]:
+    """(query, key, value, mask, scale, is_causal, value_is_key) ↦ the results of `FusedKernel.forward`.
 
     Derivatives are those in query, key and value. With `value_is_key` only log Z is wanted, and the value is the key: a
     cheaper gradient.

@@ -22,7 +22,7 @@ from massieu.foundation.transforms import (
 )
 from massieu.ops import reference, score_tiles
 from massieu.ops.differentiable import differentiable, one_by_one, recomputed
-from massieu.ops.score_tiles import Rule, ScorePlan
+from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import slices
 
 
@@ -122,20 +122,9 @@ def _plain_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[
     return (excess + lost).masked_fill(~inside, torch.nan), excess + own
 
 
-def _forward(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    rule: Rule,
-    bias_in_score: bool,
-    both: bool,
-) -> tuple[Tensor, ...]:
+def _forward(*fields: Any) -> tuple[Tensor, ...]:
     forward = score_tiles.forward_operator if torch.compiler.is_compiling() else score_tiles.forward
-    return tuple(forward(row, column, bias, target, row_ids, column_ids, log_weight, rule, bias_in_score, both))
+    return tuple(forward(*fields))
 
 
 def _gradient(
