@@ -172,7 +172,7 @@ OWN = [
     ("attention", {"softcap": 0.0}, ValueError, ("softcap", "0.0")),
     ("log_partition", {"softcap": "30"}, TypeError, ("softcap", "got '")),
     ("fisher_vp", {"softcap": 30.0}, TypeError, ("softcap",)),
-    ("log_partition", {"backend": "blocks"}, ValueError, ("backend", "'blocks'")),
+    ("log_partition", {"backend": "tiles"}, ValueError, ("backend", "'tiles'")),
     ("attention_moments", {"backend": "fused"}, ValueError, ("backend", "'fused'")),
     ("attention_moments", {"softcap": 0}, ValueError, ("softcap", "0")),
     ("attention_moments", {"softcap": -3.5}, ValueError, ("softcap", "-3.5")),

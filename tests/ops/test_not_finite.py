@@ -10,7 +10,7 @@ from tests.rows import every_row
 from massieu import ops
 from massieu.energy import HopfieldEnergy
 from massieu.measures import Atoms, affine, power
-from massieu.ops import AtomBlock, AtomStore, Partial, fused_kernel, streaming
+from massieu.ops import AtomBlock, AtomStore, Partial, cpu_kernel, streaming
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LENGTHS = [1, 3, 7, 8, 9, 15, 16, 17, 33]
@@ -226,7 +226,7 @@ def test_a_query_that_sees_nothing_takes_no_part(hide, number, keys, backend):
 def test_a_log_partition_of_exactly_0_stays(monkeypatch):
     """What the kernel says where there is no key is right of finite scores, and costs no second computation."""
     query, key, value = torch.zeros(1, 1, 3, 2), draw(1, 1, 1, 2, dtype=torch.float32), torch.zeros(1, 1, 1, 2)
-    monkeypatch.delattr(fused_kernel, "_plain")
+    monkeypatch.delattr(cpu_kernel, "plain")
     output, level = ops.attention(query, key, value)
     assert not output.any() and torch.equal(level, torch.zeros(1, 1, 3))
     keep = torch.tensor([[True], [False], [True]])
@@ -252,4 +252,4 @@ def test_the_operator_of_compiled_code(dtype):
     query, key = draw(1, 2, 4, 3, dtype=dtype), draw(1, 1, 20, 3, seed=1, dtype=dtype)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for mask in (None, torch.zeros(1, 1, 1, 20)):
-        torch.library.opcheck(fused_kernel._forward_operator, (query, key, key, mask, 0.5, False), test_utils=tests)
+        torch.library.opcheck(cpu_kernel._forward_operator, (query, key, key, mask, 0.5, False), test_utils=tests)

@@ -277,7 +277,7 @@ BAD = [
     (lambda q, k, v: ops.attention(q, k, v, scale=torch.ones(3)), ValueError, "3"),
     (lambda q, k, v: ops.attention(q, k, v, scale="1"), TypeError, "got '"),
     (lambda q, k, v: ops.log_partition(q.numpy(), k), TypeError, "ndarray"),
-    (lambda q, k, v: ops.log_partition(q, k, backend="blocks"), ValueError, "blocks"),
+    (lambda q, k, v: ops.log_partition(q, k, backend="tiles"), ValueError, "blocks"),
     (lambda q, k, v: ops.attention_moments(q, k, softcap=-1.0), ValueError, "-1"),
     (lambda q, k, v: ops.attention_moments(q, k, softcap="2"), TypeError, "got '"),
     (lambda q, k, v: ops.attention_moments(q, k, backend="fused"), ValueError, "fused"),

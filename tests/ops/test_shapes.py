@@ -105,7 +105,7 @@ def differentiable(leaves, names):
 def backends_of(arguments, options):
     """Those that must all be right; the fused kernel, where it says that it is."""
     problem = check_problem(*arguments, **({"log_weight": None, "scale": None} | options))
-    return ["auto", "reference"] + ([] if fused.unusable(problem) else ["fused"])
+    return ["auto", "reference"] + ([] if fused.CPU.refuses(problem) else ["fused"])
 
 
 @pytest.mark.medium

@@ -10,7 +10,7 @@ from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
-from massieu.ops import attention_blocks
+from massieu.ops import tiles
 
 
 def tensors(batch=2, heads=4, key_heads=2, length=9, keys=11, size=8, dtype=torch.float64, spread=1.0, seed=0):
@@ -59,7 +59,7 @@ def test_any_shape(batch, key_heads, group, length, keys, softcap, capacity, mas
         weight = weight if seen is None else weight.masked_fill(~seen, -math.inf)
     wanted = capped(query, key, value, softcap, weight)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_blocks, "PAIRS_PER_THREAD", capacity)
+        patch.setattr(tiles, "PAIRS_PER_THREAD", capacity)
         found = ops.attention(query.requires_grad_(learns), key, value, softcap=softcap, **options)
         alone = ops.log_partition(query, key, softcap=softcap, **options)
     assert found.output.requires_grad == learns

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
-from massieu.ops import score_tiles, tile_operators
+from massieu.ops import score_tiles
 from massieu.ops.contrastive import FalseNegatives, info_nce, nca
 from massieu.ops.vocabulary import linear_cross_entropy
 
@@ -46,12 +46,14 @@ def test_operators_are_well_formed(name, dtype):
     found = score_tiles.forward(*given)
     # The last check takes NaN, the excess of a row whose target is elsewhere, for a difference.
     without_nan = checks[:2] if found[0].isnan().any() else checks
-    torch.library.opcheck(tile_operators.forward, given, test_utils=without_nan)
+    torch.library.opcheck(score_tiles.forward_operator, given, test_utils=without_nan)
     cotangents = [draw(len(part), seed=10 + index) for index, part in enumerate(found)]
     cotangents = [part.masked_fill(result.isnan(), 0.0) for part, result in zip(cotangents, found, strict=True)]
     given = (*given[:7], list(found), cotangents, *given[7:])
-    torch.library.opcheck(tile_operators.backward, (*given, [True, True, given[2] is not None]), test_utils=checks)
-    torch.library.opcheck(tile_operators.backward, (*given, [False, True, False]), test_utils=checks)
+    torch.library.opcheck(
+        score_tiles.backward_operator, (*given, [True, True, given[2] is not None]), test_utils=checks
+    )
+    torch.library.opcheck(score_tiles.backward_operator, (*given, [False, True, False]), test_utils=checks)
 
 
 def test_more_rows_than_columns():
@@ -71,7 +73,7 @@ def test_more_rows_than_columns():
     objective = (given[0][:4] * (right[0][:4] - own)).sum() + (given[1] * right[0]).sum()
     objective = objective + (given[2] * (right[1] - own)).sum() + (given[3] * right[1]).sum()
     (slope,) = torch.autograd.grad(objective, scores)
-    found = score_tiles.backward((row, column, *rest[:5]), results, given, rest[5:], (True, True, False))
+    found = score_tiles.backward(score_tiles.ScorePlan(row, column, *rest), results, given, (True, True, False))
     torch.testing.assert_close(found[0], slope @ column)
     torch.testing.assert_close(found[1], slope.mT @ row)
 

@@ -1,18 +1,20 @@
 """Attention that also returns its log-partition, and the log-partition alone."""
 
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import choice
 from massieu.foundation.transforms import in_autocast_dtype
-from massieu.ops import attention_blocks, band, fused, reference, tiles
+from massieu.ops import backends, band, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.fused import CPU
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
-Backend = Literal["auto", "reference", "fused"]
+AttentionBackend = Literal["auto", "fused", "blocks", "reference"]
+
+BACKENDS: tuple[backends.Backend, ...] = (CPU, tiles.Blocks(tiles.attention), reference.Reference(reference.attention))
+"""In order of preference."""
 
 
 class AttentionResult(NamedTuple):
@@ -36,7 +38,7 @@ def attention(
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
-    backend: Backend = "auto",
+    backend: AttentionBackend = "auto",
 ) -> AttentionResult:
     """Softmax attention and its log-partition, differentiable in both, in memory linear in queries and keys.
 
@@ -64,10 +66,10 @@ def attention(
         sink_value: the sink's value, zero by default: finite, one (E,), one a head (H, E), or broadcasting to
             (B, H, L, E); it has a gradient. With it the sink is a prior worth exp(sink) tokens of this value (X4, Z3): a
             query that sees no key has it as output.
-        backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
-            right on every device. "fused": PyTorch's fused CPU kernel, exact gradients for both results, no soft cap.
-            "auto": fused where it is right, on the CPU; for a soft cap there, where no derivative may be wanted, tiles
-            that stay in cache; elsewhere, on CUDA too, the reference.
+        backend: "auto" takes the first of these that does not refuse. "fused": PyTorch's fused CPU kernel, exact
+            gradients for both results, no soft cap. "blocks": tiles of scores that stay in cache, on the CPU, where no
+            derivative may be wanted. "reference": plain operations, in blocks of queries that are computed again in the
+            backward pass; right on every device, CUDA too.
 
     Both are differentiable any number of times, forwards too, and under `torch.func` transforms; second derivatives are
     computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate
@@ -81,7 +83,15 @@ def attention(
     Raises:
         TypeError: not a tensor, not of 16-, 32- or 64-bit floating point, dtypes that differ, an option of another type.
         ValueError: shapes or devices that do not fit (both are named), an option out of its range, an unknown backend,
-            "fused" where it is not right.
+            one that refuses (its reason is given).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> key, value = torch.tensor([1.0, 3.0]).log().view(1, 1, 2, 1), torch.tensor([0.0, 4.0]).view(1, 1, 2, 1)
+        >>> output, log_z = ops.attention(torch.ones(1, 1, 1, 1), key, value)
+        >>> round(output.item(), 3), round(log_z.exp().item(), 3)  # weights 1/4 and 3/4
+        (3.0, 4.0)
     """
     if value is None:
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
@@ -103,12 +113,19 @@ def log_partition(
     window: Window = None,
     softcap: float | None = None,
     sink: Sink = None,
-    backend: Backend = "auto",
+    backend: AttentionBackend = "auto",
 ) -> Float[Tensor, "*query"]:
     """log Z = log Σ_n w_n exp(scale·query·key_n) in nats, in linear memory, its gradient too.
 
     Arguments, guarantees and errors are those of `attention`. Its gradient with respect to the query is
     scale·Σ p_n key_n: attention with values = keys (S3), unless there is a soft cap.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> log_z = ops.log_partition(torch.zeros(1, 1, 1, 2), torch.randn(1, 1, 8, 2))
+        >>> round(log_z.exp().item(), 3)  # every score is 0
+        8.0
     """
     query, key = in_autocast_dtype(query, key)
     problem = check_problem(query, key, None, log_weight, scale, is_causal, window, softcap, sink)
@@ -118,21 +135,6 @@ def log_partition(
     return problem.restore(log_z)
 
 
-def of_problem(problem: AttentionProblem, backend: Backend = "auto") -> tuple[Tensor, ...]:
+def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
     """Output, where there are values, and log Z, in the common layout and without the sink."""
-    implementation = _implementation(problem, backend)
-    return band.apply(implementation.log_partition if problem.value is None else implementation.attention, problem)
-
-
-def _implementation(problem: AttentionProblem, backend: str) -> ModuleType:
-    """The file that computes it."""
-    choice("backend", backend, "auto", "reference", "fused")
-    if backend == "reference":
-        return reference
-    reason = fused.unusable(problem)
-    if reason is None:
-        return fused
-    if backend == "fused":
-        raise ValueError(f"backend 'fused' cannot be used here: {reason}; 'reference' can")
-    capped = problem.softcap is not None and tiles.unusable(problem, problem.value) is None
-    return attention_blocks if capped else reference
+    return band.apply(backends.choose(backend, BACKENDS, problem).forward, problem)

@@ -1,7 +1,7 @@
 """Contrastive and metric losses as Fenchel–Young losses of the log-partition, without the matrix of scores."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_one_device, check_range, described, flag, floating, number
 from massieu.foundation.transforms import without_autocast
-from massieu.ops.linear_scores import EVERYTHING, check_places, index_tensor, log_partitions, values_are_known
-from massieu.ops.score_tiles import Seen
+from massieu.ops.linear_scores import check_places, index_tensor, log_partitions, values_are_known
+from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import check_alike, working_dtype
 
 
@@ -28,6 +28,13 @@ class FalseNegatives:
     """A log-weight of −inf for every key that has its query's id, except the query's positive.
 
     Given as `log_weight` it hides, for instance, other captions of the same image, and no matrix of pairs is made.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> twins = ops.FalseNegatives(torch.tensor([7, 7]))  # no other image is left
+        >>> float(ops.info_nce(torch.eye(2), torch.eye(2), temperature=1.0, log_weight=twins))
+        0.0
     """
 
     query_ids: Int[Tensor, "B"]
@@ -106,17 +113,24 @@ def info_nce(
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
         ValueError: shapes or devices that do not fit (both are named), a temperature that is not above 0 (a tensor is
             looked at on the CPU alone), `symmetric` with `positive`; on the CPU a positive out of range (elsewhere NaN).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> loss = ops.info_nce(torch.eye(2), torch.eye(2), temperature=1 / torch.tensor(3.0).log())
+        >>> round(float((-loss).exp()), 3)  # the positive's weight is 3 of 3 + 1
+        0.75
     """
     count = check_arguments(query, key, negatives, symmetric, return_log_partition)
     target = targets(query, key, positive, symmetric)
     if positive is not None and values_are_known(target):
         check_places("positive", target, len(key))
-    bias, seen = weights(log_weight, query, count)
+    fields = weights(log_weight, query, count)
     dtype = working_dtype(query)
     with without_autocast(query.device):
         keys = key if negatives is None else torch.cat([key, negatives])
         row = query.to(dtype) / checked_temperature(temperature, query, dtype)
-        found = log_partitions(row, keys, bias, target, seen, both=symmetric)
+        found = log_partitions(ScorePlan(row, keys, target=target, both=symmetric, **fields))
         loss = torch.stack([direction.seen_excess().mean() for direction in found]).mean()
     return contrast(loss, [direction.log_partition for direction in found]) if return_log_partition else loss
 
@@ -138,6 +152,12 @@ def n_pairs(
 
     Raises:
         TypeError, ValueError: as `info_nce`.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> round(float(ops.n_pairs(torch.zeros(4, 2), torch.zeros(4, 2)).exp()), 3)  # four keys alike
+        4.0
     """
     number("norm_weight", norm_weight, least=0)
     loss = info_nce(query, key, log_weight=log_weight, temperature=1.0)
@@ -176,6 +196,12 @@ def nca(
     Raises:
         TypeError: not a tensor, not floating-point, labels that are not integers.
         ValueError: shapes or devices that do not fit (both are named).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> round(float(ops.nca(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1])).exp()), 3)  # one of three alike
+        3.0
     """
     floating("embedding", embedding)
     if embedding.ndim != 2 or embedding.shape[1] == 0:
@@ -188,11 +214,9 @@ def nca(
         # No distance changes with the origin, so no derivative goes through it.
         point = point - point.mean(0).detach()
         norm = point.square().sum(-1)
-        target = torch.zeros_like(labels)
-        everyone, peers = (
-            log_partitions(2 * point, point, -norm, target, seen)[0].log_partition
-            for seen in (Seen(rule="no self"), Seen(labels, labels, rule="peers"))
-        )
+        plan = ScorePlan(2 * point, point, -norm, torch.zeros_like(labels), rule="no self")
+        alike = plan._replace(row_ids=labels, column_ids=labels, rule="peers")
+        everyone, peers = (log_partitions(one)[0].log_partition for one in (plan, alike))
         counted = peers.detach() != -torch.inf
         loss = (everyone - peers.where(counted, 0.0)).where(counted, 0.0).sum() / counted.sum()
         return ContrastResult(loss, everyone - norm) if return_log_partition else loss
@@ -239,30 +263,29 @@ def checked_temperature(temperature: float | Tensor, query: Tensor, dtype: torch
     return temperature.reshape(()).to(dtype)
 
 
-def weights(log_weight: LogWeight, query: Tensor, count: int, rows: int | None = None) -> tuple[Tensor | None, Seen]:
-    """Log-weights of single keys, and those of pairs.
+def weights(log_weight: LogWeight, query: Tensor, count: int, rows: int | None = None) -> dict[str, Any]:
+    """Log-weights of single keys, and those of pairs: fields of a `ScorePlan`.
 
     Args:
         count: Of the keys.
         rows: Queries that pairs' log-weights are of; by default those of `query`.
     """
     if log_weight is None:
-        return None, EVERYTHING
+        return {"bias": None}
     if isinstance(log_weight, FalseNegatives):
         own = index_tensor("query_ids", log_weight.query_ids, (len(query),), query=query)
         others = log_weight.query_ids if log_weight.key_ids is None else log_weight.key_ids
-        return None, Seen(
-            own, index_tensor("key_ids (negatives included)", others, (count,), query=query), rule="no equals"
-        )
+        others = index_tensor("key_ids (negatives included)", others, (count,), query=query)
+        return {"bias": None, "row_ids": own, "column_ids": others, "rule": "no equals"}
     if not isinstance(log_weight, Tensor):
         raise TypeError(f"log_weight must be a tensor or FalseNegatives, got {described(log_weight)}")
     floating("log_weight", log_weight, or_boolean=True)
     check_one_device(query=query, log_weight=log_weight)
     shape, rows = tuple(log_weight.shape), len(query) if rows is None else rows
     if shape == (rows, count):
-        return None, Seen(log_weight=log_weight)
+        return {"bias": None, "log_weight": log_weight}
     if shape != (count,):
         raise ValueError(f"log_weight must have shape {(count,)} or {(rows, count)}, got {shape}")
     if log_weight.dtype == torch.bool:
         log_weight = torch.zeros_like(log_weight, dtype=query.dtype).masked_fill(~log_weight, -torch.inf)
-    return log_weight, EVERYTHING
+    return {"bias": log_weight}

@@ -1,16 +1,22 @@
-"""A fast function with a fast gradient, differentiable any number of times: all other derivatives are its plain twin's.
+"""Functions with derivatives of every order that autograd could not take, or not in bounded memory.
 
-Second derivatives: the gradient is an `autograd.Function` itself, whose backward is the gradient of the twin's gradient.
-Forward mode, which `torch.compile` does not accept in such a function, is added where nothing is compiled.
+`differentiable`: a fast function with a fast gradient; all other derivatives are its plain twin's. For second derivatives
+the gradient is an `autograd.Function` itself, whose backward is the gradient of the twin's gradient. Forward mode, which
+`torch.compile` does not accept in such a function, is added where nothing is compiled.
+
+`BlockSum`, `recomputed`: functions that are computed again, block by block, for every derivative.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from massieu.foundation.derivatives import forward_derivative, reverse_derivative
+from massieu.foundation.derivatives import forward_derivative, is_differentiable, reverse_derivative
+from massieu.foundation.transforms import in_functorch, in_nested_forward_mode
 
 Results = tuple[Tensor, ...]
 VmapRule = Callable[[type[torch.autograd.Function], int, Sequence[Any], Sequence[Any]], tuple[Any, Any]]
@@ -138,3 +144,84 @@ def one_by_one(
         results.append(function.apply(*chosen))
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+@dataclass(frozen=True)
+class BlockSum:
+    """tensors ↦ Σ_block term(*block, *tensors), whose derivatives of every order, reverse and forward, are such sums too.
+
+    Nothing is kept but the tensors: blocks are gone through again for each derivative.
+    """
+
+    term: Callable[..., Results]
+    blocks: Iterable[Sequence[Any]] = ((),)
+    gradient: Callable[..., Results] | None = None
+    """(*block, *tensors, *cotangents) ↦ the gradients of one term, where there is a quicker way than its own derivative."""
+
+    def __call__(self, *tensors: Tensor | None, known: Sequence[Tensor] = ()) -> Results:
+        """The sum.
+
+        Args:
+            known: its value, if it is known; then the blocks are first gone through for a derivative.
+        """
+        return _BlockSum.apply(self, len(known), *known, *tensors)  # pyright: ignore[reportReturnType]
+
+
+class _BlockSum(torch.autograd.Function):
+    """(sum, number of known results, known results, tensors) ↦ results."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(blocks: BlockSum, known: int, *tensors: Tensor | None) -> Results:
+        if known:
+            return tuple(tensor.clone() for tensor in tensors[:known] if tensor is not None)
+        total: Results | None = None
+        for block in blocks.blocks:
+            found = blocks.term(*block, *tensors)
+            total = found if total is None else tuple(a + b for a, b in zip(total, found, strict=True))
+        assert total is not None
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+        ctx.sum, ctx.known, *tensors = inputs
+        ctx.save_for_backward(*tensors[ctx.known :])
+        ctx.save_for_forward(*tensors[ctx.known :])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, none = ctx.saved_tensors, (None,) * (2 + ctx.known)
+        if all(cotangent is None for cotangent in cotangents):
+            return *none, *(None for _ in tensors)
+        term = partial(_gradients, ctx.sum, len(tensors), len(cotangents))
+        found = iter(BlockSum(term, ctx.sum.blocks)(*tensors, *cotangents))
+        return *none, *(next(found) if is_differentiable(tensor) else None for tensor in tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Results:
+        term = partial(_tangents, ctx.sum.term, len(ctx.saved_tensors))
+        return BlockSum(term, ctx.sum.blocks)(*ctx.saved_tensors, *tangents[2 + ctx.known :])
+
+
+def _gradients(blocks: BlockSum, count: int, results: int, *arguments: Any) -> Results:
+    """The cotangents of one term's `count` tensors, those that are floating-point."""
+    if blocks.gradient is not None and not in_functorch():
+        return blocks.gradient(*arguments)
+    given, cotangents = arguments[:-results], arguments[-results:]
+    found = reverse_derivative(partial(blocks.term, *given[:-count]), given[-count:], cotangents)
+    return tuple(gradient for gradient in found if gradient is not None)
+
+
+def _tangents(term: Callable[..., Results], count: int, *arguments: Any) -> Results:
+    given = arguments[:-count]
+    return forward_derivative(partial(term, *given[:-count]), given[-count:], arguments[-count:])
+
+
+def recomputed(function: Callable[..., Results], *tensors: Tensor | None) -> Results:
+    """``function(*tensors)`` that keeps nothing but its arguments for the backward pass."""
+    if torch.compiler.is_compiling() or in_nested_forward_mode():
+        # The compiler chooses itself what to keep; and a custom function has one forward derivative only.
+        return function(*tensors)
+    return BlockSum(function)(*tensors)

@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import choice
 from massieu.foundation.transforms import in_autocast_dtype, without_autocast
-from massieu.ops import band, fused, idle, reference, tiles
+from massieu.ops import backends, band, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.fused import CPU
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_alike, check_problem
-from massieu.ops.tiles import Tile
+from massieu.ops.tiles import Plan, Slab
 
-FisherBackend = Literal["auto", "reference", "blocks"]
+FisherBackend = Literal["auto", "blocks", "reference"]
 
 PAIRS_PER_THREAD = 1 << 18
 """Scores of a tile per thread: two float32 buffers of this size fill a 2 MiB second-level cache."""
@@ -62,34 +62,29 @@ def fisher_vp(
     Raises:
         TypeError: as `attention`.
         ValueError: as there; also "blocks" where it cannot go.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> key = torch.tensor([-1.0, 1.0]).view(1, 1, 2, 1)  # of equal weights: variance 1
+        >>> ops.fisher_vp(torch.zeros(1, 1, 1, 1), key, torch.full((1, 1, 1, 1), 2.0)).item()
+        2.0
     """
     query, key, vector = in_autocast_dtype(query, key, vector)
     problem = check_problem(query, key, None, log_weight, scale, is_causal, window, sink=sink)
     check_alike(query=query, vector=vector)
     if vector.shape != query.shape:
         raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")
-    compute = _blocks if _choose(problem, vector, backend) == "blocks" else _reference
+    chosen = backends.choose(backend, BACKENDS, problem, vector)
     vector = vector.reshape(problem.query.shape).to(problem.dtype)
-    (product,) = band.apply(lambda part, vectors: (compute(_centred(part), vectors),), problem, vector)
+    (product,) = band.apply(lambda part, vectors: chosen.forward(_centred(part), vectors), problem, vector)
     if problem.sink is not None:
         product = _with_sink(problem, vector, product)
     return problem.restore(product).to(query.dtype)
 
 
-def _choose(problem: AttentionProblem, vector: Tensor, backend: str) -> str:
-    choice("backend", backend, "auto", "reference", "blocks")
-    if backend == "reference":
-        return backend
-    reason = tiles.unusable(problem, vector)
-    if reason is None:
-        return "blocks"
-    if backend == "blocks":
-        raise ValueError(f"backend 'blocks' cannot be used here: {reason}; 'reference' can")
-    return "reference"
-
-
 def _centred(problem: AttentionProblem) -> AttentionProblem:
-    """The problem in its working dtype, its scale in the query, its keys about their weighted mean."""
+    """The problem in its working dtype, its scale in the query, its keys about their weighted mean; these are the values."""
     query, key, weight = problem.scaled_query(), problem.key.to(problem.dtype), problem.log_weight
     low, high = problem.band or (None, key.shape[2])
     # Of hidden keys nothing is known but that they are finite, so they must not move the mean.
@@ -100,7 +95,7 @@ def _centred(problem: AttentionProblem) -> AttentionProblem:
         share = part.new_full((1, 1, count), 1 / count) if weight is None else _share(weight.detach(), seen, key.dtype)
         with without_autocast(key.device):
             key = key - share.unsqueeze(-2) @ part
-    return replace(problem, query=query, key=key, scale=1.0)
+    return replace(problem, query=query, key=key, value=key, scale=1.0)
 
 
 def _share(weight: Tensor, seen: slice, dtype: torch.dtype) -> Tensor:
@@ -118,16 +113,16 @@ def _with_sink(problem: AttentionProblem, vector: Tensor, product: Tensor) -> Te
     """The covariance that one more key, at the origin, makes of that of the others: κ·Cov + κ(1 − κ)·mean meanᵀ."""
     key = problem.key.to(problem.dtype)
     whole = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
-    attention = (fused if fused.unusable(whole) is None else reference).attention
+    attention = CPU.forward if CPU.refuses(whole) is None else reference.attention
     mean, log_z = band.apply(attention, whole)
     _, kept, share = (share.unsqueeze(-1) for share in with_sink.shares(log_z, problem))
     return kept * (product + share * mean * (mean * vector).sum(-1, keepdim=True))
 
 
-def _reference(problem: AttentionProblem, vector: Tensor) -> Tensor:
+def _reference(problem: AttentionProblem, vector: Tensor) -> tuple[Tensor, ...]:
     # Vectors are one more group of queries: their products with the keys are the changes of the scores.
-    both = torch.cat([idle.zeroed(problem).query, vector], dim=2)
-    return reference.in_blocks(replace(problem, query=both, value=problem.key), _product)[0]
+    both = torch.cat([problem.without_idle().query, vector], dim=2)
+    return reference.in_blocks(replace(problem, query=both), _product)
 
 
 def _product(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> tuple[Tensor]:
@@ -142,29 +137,23 @@ def _product(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> t
     return (reference.weighted_sum(change, key) / total,)
 
 
-def _blocks(problem: AttentionProblem, vector: Tensor) -> Tensor:
-    capacity = tiles.tile_capacity(problem, PAIRS_PER_THREAD)
-    buffers = problem.query.new_empty(2, min(capacity, problem.pairs))
-    result = torch.zeros_like(problem.query)
-    for slab in tiles.slabs(problem, capacity):
-        vectors = slab.of(vector).reshape(slab.query.shape)
-        product = torch.empty_like(slab.query)
-        weight = tiles.finite_weight(problem, slab)
-        for tile in slab.tiles(buffers, 1.0):
-            _tile_product(tile, weight, vectors[tile.heads], product[tile.heads])
-        empty = slab.per_query(slab.seen.count) == 0
-        slab.of(result).copy_(product.masked_fill_(empty, 0.0).view(*slab.shape, -1))
-    return result
+def _blocks(problem: AttentionProblem, vector: Tensor) -> tuple[Tensor, ...]:
+    def work(slab: Slab) -> tuple[Tensor, ...]:
+        """Each line is one pass over the tile's two buffers."""
+        vectors, weight = slab.fold(vector), slab.weight()
+        for tile in slab.tiles():
+            weights, change = tile.scores, tile.scratch[0]
+            _, total = tile.exponentiate(weight)
+            torch.bmm(vectors[tile.heads], slab.key[tile.heads], out=change)
+            change.mul_(weights)
+            # The largest weight is exactly 1: where nearly all is on one key only the mean is rounded, so take it twice.
+            for _ in range(2):
+                change.addcmul_(weights, change.sum(-1, keepdim=True).div_(total), value=-1)
+            tile.multiply(change, total)
+        return ()
+
+    return Plan.of(problem, PAIRS_PER_THREAD, buffers=2).run(work)
 
 
-def _tile_product(tile: Tile, weight: Tensor | None, vector: Tensor, product: Tensor) -> None:
-    """Each line is one pass over the tile's two buffers."""
-    weights, change = tile.scores, tile.scratch[0]
-    key = tile.slab.key[tile.heads]
-    _, total = tile.exponentiate(weight)
-    torch.bmm(vector, key, out=change)
-    change.mul_(weights)
-    # The largest weight is exactly 1: where nearly all weight is on one key only the mean is rounded, so take it twice.
-    for _ in range(2):
-        change.addcmul_(weights, change.sum(-1, keepdim=True).div_(total), value=-1)
-    torch.bmm(change, key.mT, out=product).div_(total)
+BACKENDS: tuple[backends.Backend, ...] = (tiles.Blocks(_blocks), reference.Reference(_reference))
+"""In order of preference."""

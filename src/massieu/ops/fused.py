@@ -1,4 +1,4 @@
-"""Attention and log Z from PyTorch's fused CPU kernel: where it is right, and what it wants."""
+"""Attention and log Z from a fused kernel: where it is right, and what it wants."""
 
 import torch
 import torch.nn.functional as F
@@ -11,68 +11,58 @@ from massieu.foundation.transforms import (
     some,
     values_are_readable,
 )
-from massieu.ops import idle
-from massieu.ops.fused_kernel import fused_attention
+from massieu.ops.cpu_kernel import CpuKernel
+from massieu.ops.fused_kernel import FusedKernel, with_log_partition
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 
 
-def unusable(problem: AttentionProblem) -> str | None:
-    """Why the kernel cannot take this problem; None where it is right."""
-    weight = problem.log_weight
-    if problem.query.device.type != "cpu":
-        return f"it runs on the CPU, got {problem.query.device}"
-    if torch.compiler.is_compiling() and in_functorch():
-        return "inside a compiled torch.func transform its gradient would be lost"
-    if in_nested_forward_mode():
-        return "it has no forward mode within forward mode"
-    if problem.softcap is not None:
-        return "it has no soft cap"
-    if problem.pairs == 0:
-        return "it needs at least one query and one key"
-    if weight is not None and may_be_differentiated(weight) and weight.shape[3] > 1:
-        return "it has no gradient for a log_weight per query and key"
-    return None
+class Fused:
+    """The backend of a kernel, with the derivatives that it lacks."""
 
+    def __init__(self, kernel: FusedKernel) -> None:
+        self.name, self._kernel, self._function = kernel.name, kernel, with_log_partition(kernel)
 
-def attention(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
-    assert problem.value is not None
-    query, key, mask, scale = _kernel_arguments(problem)
-    # The kernel does not check that key and value have as many heads.
-    value = _repeat_heads(problem.value.to(query.dtype), key.shape[1])
-    size, value_size = query.shape[-1], value.shape[-1]
-    if value_size < size:
-        value = F.pad(value, (0, size - value_size))
-    elif value_size > size:
-        query, key = F.pad(query, (0, value_size - size)), F.pad(key, (0, value_size - size))
-    # The compiler does not take one tensor for two arguments of a custom function.
-    value = value.view_as(value) if value is key else value
-    output, log_z = _run(query, key, value, mask, scale, problem, value_is_key=False)
-    output = output[..., :value_size].to(problem.query.dtype)
-    return output.unflatten(1, problem.query.shape[1:3]), log_z
+    def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
+        """Why the kernel cannot take this problem."""
+        weight = problem.log_weight
+        if torch.compiler.is_compiling() and in_functorch():
+            return "inside a compiled torch.func transform its gradient would be lost"
+        if in_nested_forward_mode():
+            return "it has no forward mode within forward mode"
+        if problem.pairs == 0:
+            return "it needs at least one query and one key"
+        if weight is not None and may_be_differentiated(weight) and weight.shape[3] > 1:
+            return "it has no gradient for a log_weight per query and key"
+        return self._kernel.refuses(problem)
 
+    def forward(self, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
+        """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
+        query, key, mask, scale = _kernel_arguments(problem)
+        if problem.value is None:
+            # The kernel must have values, and the keys are at hand.
+            return (self._run(problem, query, key, key.detach(), mask, scale)[1],)
+        # The kernel does not check that key and value have as many heads.
+        value = _repeat_heads(problem.value.to(query.dtype), key.shape[1])
+        size, value_size = query.shape[-1], value.shape[-1]
+        if value_size < size:
+            value = F.pad(value, (0, size - value_size))
+        elif value_size > size:
+            query, key = F.pad(query, (0, value_size - size)), F.pad(key, (0, value_size - size))
+        # The compiler does not take one tensor for two arguments of a custom function.
+        value = value.view_as(value) if value is key else value
+        output, log_z = self._run(problem, query, key, value, mask, scale)
+        output = output[..., :value_size].to(problem.query.dtype)
+        return output.unflatten(1, problem.query.shape[1:3]), log_z
 
-def log_partition(problem: AttentionProblem) -> tuple[Tensor]:
-    """log Z alone: the kernel must have values, and the keys are at hand."""
-    query, key, mask, scale = _kernel_arguments(problem)
-    return (_run(query, key, key.detach(), mask, scale, problem, value_is_key=True)[1],)
-
-
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    problem: AttentionProblem,
-    value_is_key: bool,
-) -> tuple[Tensor, Tensor]:
-    empty = idle.queries(problem)
-    if empty is not None and (torch.compiler.is_compiling() or in_functorch() or bool(empty.any())):
-        query = query.masked_fill(empty.expand(-1, *problem.query.shape[1:3], -1).flatten(1, 2).unsqueeze(-1), 0.0)
-    output, log_z = fused_attention(query, key, value, mask, scale, problem.is_causal, value_is_key)
-    log_z = log_z.unflatten(1, problem.query.shape[1:3])
-    return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
+    def _run(
+        self, problem: AttentionProblem, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        empty, heads = problem.idle(), problem.query.shape[1:3]
+        if empty is not None and (torch.compiler.is_compiling() or in_functorch() or bool(empty.any())):
+            query = query.masked_fill(empty.expand(-1, *heads, -1).flatten(1, 2).unsqueeze(-1), 0.0)
+        output, log_z = self._function(query, key, value, mask, scale, problem.is_causal, problem.value is None)
+        log_z = log_z.unflatten(1, heads)
+        return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
 
 
 def _kernel_arguments(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor | None, float]:
@@ -139,3 +129,7 @@ def _with_weight_column(
 def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
     repeats = heads // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
+
+
+CPU = Fused(CpuKernel())
+"""PyTorch's kernel for the CPU."""

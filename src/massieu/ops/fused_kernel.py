@@ -1,14 +1,13 @@
-"""PyTorch's fused CPU attention as a differentiable function of both its results.
+"""Somebody else's fused attention as a differentiable function of both its results.
 
-The kernel already computes log Z, and its backward needs the forward's output only for D_i = Σ_c grad_ic·output_ic.
+Such a kernel already computes log Z, and its backward needs the forward's output only for D_i = Σ_c grad_ic·output_ic.
 A cotangent g of log Z enters the gradients as D_i − g_i, so handing the kernel some other output whose product with the
 cotangent is D_i − g_i gives the gradients of both results at once. Second derivatives and forward mode are the
 reference's.
 """
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +17,44 @@ from massieu.ops import reference
 from massieu.ops.differentiable import differentiable
 from massieu.ops.shapes import AttentionProblem
 
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+Pass = Callable[..., tuple[Tensor, ...]]
 
 
-def _plain(
+class FusedKernel(Protocol):
+    """Attention by an operator that has a log-partition but no gradient for it.
+
+    Queries are ``(B, H, L, D)``, keys and values ``(B, Hk, N, D)`` of one head size, masks are added to the scores and
+    broadcast to ``(B, H, L, N)``. The scale is positive if `is_causal` (upper left aligned). Both passes are static methods.
+    """
+
+    @property
+    def name(self) -> str:
+        """How a caller asks for it."""
+        ...
+
+    def refuses(self, problem: AttentionProblem) -> str | None:
+        """Which device, dtype, head size, mask, window or soft cap of the problem it cannot take; None if it takes all."""
+        ...
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+    ) -> tuple[Tensor, ...]:
+        """Output ``(B, H, L, D)`` and log-partition ``(B, H, L)``, float32 or float64; that of a row without a key may be 0."""
+        ...
+
+    @staticmethod
+    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        """Gradients of query, key and value from the cotangent of the output.
+
+        Args:
+            given: query, key, value, output, log-partition, mask, scale and is_causal. The output is not the one that
+                `forward` returned, and may be used for its product with `grad` alone.
+        """
+        ...
+
+
+def plain(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, value_is_key: bool
 ) -> tuple[Tensor, ...]:
     """The kernel's two results by the reference."""
@@ -35,49 +67,9 @@ def _plain(
     return tuple(problem.restore(result) for result in reference.attention(problem))
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, value_is_key: bool
-) -> tuple[Tensor, Tensor]:
-    query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-    mask = None if mask is None else _rows_contiguous(mask)
-    run = _forward_operator if torch.compiler.is_compiling() else _of_all_scores
-    return run(query, key, value, mask, scale, is_causal)
-
-
-def _of_all_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The kernel's forward pass, with the reference's results for rows of extreme scores.
-
-    Of fewer scores than its vectors hold, all of them NaN or −∞, it makes a row without a key, of which it says output 0
-    and log Z = 0. In half precision, one score of +∞ among more makes its output 0.
-    """
-    output, log_z = _kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-    # 0/0 and ∞/∞ are NaN: two quick operations tell that there is no such log Z, which other rows seldom have.
-    if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, scale):
-        lost = (log_z == 0) | (log_z == torch.inf)
-        right = _plain(query, key, value, mask, scale, is_causal, False)
-        output[lost], log_z[lost] = (result[lost] for result in right)
-    return output, log_z
-
-
-def _are_moderate(query: Tensor, key: Tensor, scale: float) -> bool:
-    """Whether no product of a query and a key can be NaN or near the largest number; NaN of a mask the kernel keeps."""
-    largest = [tensor.abs().amax().double().clamp_min(1.0) for tensor in (query, key)]
-    bound = largest[0] * largest[1] * abs(scale) * query.shape[-1]
-    return bool(bound < torch.finfo(torch.float32).max / 2**16)
-
-
-_forward_operator = torch.library.custom_op("massieu::fused_attention", _of_all_scores, mutates_args=())
-"""The same for compiled code, which may not ask for the values that it computes."""
-
-
-@_forward_operator.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    return _kernel(query, key, value, 0.0, options[1], attn_mask=mask, scale=options[0])
-
-
 def _gradient(
+    run: Pass,
+    pull_back: Pass,
     tensors: Sequence[Any],
     results: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
@@ -94,20 +86,16 @@ def _gradient(
     # Weights of 0 where all scores are −∞, as where there is no key.
     log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
     if value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and not is_causal:
-        gradients = _log_partition_gradients(query, key, mask, output, log_z, grad_log_z, scale)
-        gradients = (*gradients, torch.zeros_like(value))
+        gradients = _log_partition_gradients(run, query, key, mask, output, log_z, grad_log_z, scale)
+        gradients = *gradients, torch.zeros_like(value)
     else:
-        mask = None if mask is None else _rows_contiguous(mask)
         one_channel = query.shape[-1] == 1
         if one_channel:
             # `_merge_cotangents` works with two.
             query, key, value, output = (F.pad(tensor, (0, 1)) for tensor in (query, key, value, output))
             grad_output = None if grad_output is None else F.pad(grad_output, (0, 1))
         grad_output, output = _merge_cotangents(grad_output, grad_log_z, output)
-        query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-        gradients = _backward(
-            grad_output, query, key, value, output, log_z, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
+        gradients = pull_back(grad_output, query, key, value, output, log_z, mask, scale, is_causal)
         if one_channel:
             gradients = tuple(gradient[..., :1].contiguous() for gradient in gradients)
     return tuple(gradient.to(dtype) for gradient, needed in zip(gradients, wanted, strict=True) if needed)
@@ -118,7 +106,14 @@ def _is_per_key(mask: Tensor | None) -> bool:
 
 
 def _log_partition_gradients(
-    query: Tensor, key: Tensor, mask: Tensor | None, mean: Tensor, log_z: Tensor, grad: Tensor, scale: float
+    run: Pass,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    mean: Tensor,
+    log_z: Tensor,
+    grad: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of log Z for query and key by one more forward pass, with queries and keys in exchanged roles.
 
@@ -133,7 +128,7 @@ def _log_partition_gradients(
     )
     # A mask whose rows are not contiguous would be written out in full by the kernel.
     level = -level.mT.contiguous()
-    sums, log_total = _forward(key, queries, values, level, scale, False, False)
+    sums, log_total = run(key, queries, values, level, scale, False)
     if mask is not None:
         log_total = log_total + mask.squeeze(2)
     return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
@@ -147,7 +142,9 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     """A cotangent of the output and an output whose product is D_i − g_i, to the square of their dtype's rounding."""
     if grad_output is None:
         grad_output = torch.zeros_like(output)
-    grad_output = _rows_contiguous(grad_output.to(output.dtype))
+    grad_output = grad_output.to(output.dtype)
+    # Kernels read rows of adjacent numbers.
+    grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
     if grad_log_z is None:
         return grad_output, output
     pieces = min(-(-output.numel() // _PIECE), output.shape[2])
@@ -201,11 +198,6 @@ def _merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor) -> tuple[Te
     return grad_output, carrier
 
 
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    """The kernel reads rows of adjacent numbers."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _fold_into_batch(
     function: type[torch.autograd.Function], size: int, in_dims: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[Any, Any]:
@@ -224,13 +216,28 @@ def _fold_into_batch(
     return unfolded, (0,) * len(unfolded)
 
 
-fused_attention = differentiable(_forward, _gradient, _plain, tensors=4, options=3, vmap=_fold_into_batch)
-"""(query, key, value, mask, scale, is_causal, value_is_key) ↦ output ``(B, H, L, E)`` and log-partition ``(B, H, L)``.
+def with_log_partition(kernel: FusedKernel) -> Callable[..., tuple[Tensor, ...]]:
+    """(query, key, value, mask, scale, is_causal, value_is_key) ↦ the results of `FusedKernel.forward`.
 
-The kernel reports log Z = 0 for a row without a key. Derivatives are those in query, key and value.
+    Derivatives are those in query, key and value. With `value_is_key` only log Z is wanted, and the value is the key: a
+    cheaper gradient.
+    """
 
-- query, key, value: ``(B, H, L, D)``, ``(B, Hk, N, D)`` and ``(B, Hk, N, D)``.
-- mask: added to the scores, ``(#B, #H, #L, N)``, or None; without gradient.
-- scale: positive if is_causal, as the kernel multiplies its causal mask, of −∞, by it.
-- value_is_key: only log Z is wanted, and the value is the key: a cheaper gradient.
-"""
+    # Compiled code holds functions, not objects.
+    run, pull_back = kernel.forward, kernel.backward
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        is_causal: bool,
+        value_is_key: bool,
+    ) -> tuple[Tensor, ...]:
+        return run(query, key, value, mask, scale, is_causal)
+
+    def gradient(*arguments: Any) -> tuple[Tensor, ...]:
+        return _gradient(run, pull_back, *arguments)
+
+    return differentiable(forward, gradient, plain, tensors=4, options=3, vmap=_fold_into_batch)

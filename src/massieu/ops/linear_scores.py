@@ -20,11 +20,10 @@ from massieu.foundation.transforms import (
     values_are_readable,
     without_autocast,
 )
-from massieu.ops import reference, score_tiles, tile_operators
-from massieu.ops.differentiable import differentiable, one_by_one
-from massieu.ops.score_tiles import Rule, Seen
-
-EVERYTHING = Seen()
+from massieu.ops import reference, score_tiles
+from massieu.ops.differentiable import differentiable, one_by_one, recomputed
+from massieu.ops.score_tiles import ScorePlan
+from massieu.ops.shapes import slices
 
 
 class Direction(NamedTuple):
@@ -61,85 +60,47 @@ def values_are_known(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not in_functorch() and values_are_readable(tensor)
 
 
-def log_partitions(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    seen: Seen = EVERYTHING,
-    *,
-    bias_in_score: bool = False,
-    both: bool = False,
-) -> tuple[Direction, ...]:
-    """log Σ_j exp(row_i·column_j + bias_j + log_weight_ij) over what row i sees, and its excess over the target's score.
-
-    Args:
-        row: (T, D), float32 or float64.
-        column: (V, D), of any floating dtype; promoted to the row's a tile at a time.
-        bias: (V,) or None: a part of the target's score if `bias_in_score`, else a log-weight.
-        target: (T,), which column is the row's own; outside 0 … V − 1 its excess is NaN.
-        both: also the log-partitions of the first min(T, V) columns over the rows, without the bias. Row i's target must be
-            i, or be out of range, where column i's excess is NaN too.
-    """
-    weight_gradient = seen.log_weight is not None and may_be_differentiated(seen.log_weight)
+def log_partitions(plan: ScorePlan) -> tuple[Direction, ...]:
+    """log Σ_j exp(row_i·column_j + bias_j + log_weight_ij) over what row i sees, and its excess over the target's score."""
+    weight_gradient = plan.log_weight is not None and may_be_differentiated(plan.log_weight)
     compiling = torch.compiler.is_compiling()
     compute = tiled
     if weight_gradient or (compiling and in_functorch()) or in_nested_forward_mode():
         compute = plain
-    elif compiling and seen.column_ids is not None:
+    elif compiling and plan.column_ids is not None:
         # The compiler refuses a custom function that is given one tensor twice.
-        seen = seen._replace(column_ids=seen.column_ids.clone())
-    with without_autocast(row.device):
-        found = compute(row, column, bias, target, *seen, bias_in_score, both)
+        plan = plan._replace(column_ids=plan.column_ids.clone())
+    with without_autocast(plan.row.device):
+        found = compute(*plan)
     return tuple(Direction(*found[start : start + 2]) for start in range(0, len(found), 2))
 
 
-def plain(row: Tensor, column: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The definition, in blocks of rows; (excess, log-partition), for both directions one after the other.
-
-    Args:
-        rest: The fields of `Seen`, and `bias_in_score` and `both` of `log_partitions`.
-    """
-    *pairs, bias_in_score, both = rest
-    seen, column = Seen(*pairs), column.to(row.dtype)
-    found = _plain_rows(seen, bias_in_score, row, column, None if bias is None else bias.to(row.dtype), target)
-    if both:
-        row_ids, column_ids, weight, rule = seen
-        first = slice(min(len(row), len(column)))
-        column_ids, weight = (None if part is None else part[..., first] for part in (column_ids, weight))
-        turned = Seen(column_ids, row_ids, None if weight is None else weight.mT, rule)
-        found += _plain_rows(turned, False, column[first], row, None, target[first])
-    return found
+def plain(*fields: Any) -> tuple[Tensor, ...]:
+    """The definition, in blocks of rows; (excess, log-partition) of a `ScorePlan`, for both directions one after the other."""
+    plan = ScorePlan(*fields)
+    dtype, bias = plan.row.dtype, plan.bias
+    plan = plan._replace(column=plan.column.to(dtype), bias=None if bias is None else bias.to(dtype))
+    return _plain_rows(plan) + (_plain_rows(plan.turned()) if plan.both else ())
 
 
-def _plain_rows(
-    seen: Seen, bias_in_score: bool, row: Tensor, column: Tensor, bias: Tensor | None, target: Tensor
-) -> tuple[Tensor, ...]:
-    length, (*ids, weight, rule) = len(row), seen
-    block = max(1, min(length, reference.BLOCK_PAIRS // max(1, len(column))))
+def _plain_rows(plan: ScorePlan) -> tuple[Tensor, ...]:
+    length, weight = len(plan.row), plan.log_weight
+    block = max(1, min(length, reference.BLOCK_PAIRS // max(1, len(plan.column))))
     parts = []
-    for first in range(0, max(length, 1), block):
-        rows = slice(first, min(length, first + block))
-        arguments = (row[rows], column, bias, None if weight is None else weight[rows], target, *ids)
-        function = partial(_plain_block, rule, bias_in_score, rows)
-        parts.append(function(*arguments) if block >= length else reference.recomputed(function, *arguments))
+    for rows in list(slices(length, block)) or [slice(0, 0)]:
+        part = plan._replace(row=plan.row[rows], log_weight=None if weight is None else weight[rows])
+        function = partial(_plain_block, rows, part[7:])
+        parts.append(function(*part[:7]) if block >= length else recomputed(function, *part[:7]))
     return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
-def _plain_block(
-    rule: Rule,
-    bias_in_score: bool,
-    rows: slice,
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    log_weight: Tensor | None,
-    target: Tensor,
-    *ids: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _plain_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, Tensor]:
+    """Of a plan whose rows and log-weights are those of some rows alone."""
+    plan = ScorePlan(*tensors, *options)
+    row, column, bias, target, _, _, log_weight, _, bias_in_score, _ = plan
     with without_autocast(row.device):
         scores = row @ column.mT
-    hidden = Seen(*ids, rule=rule).hidden(target, rows, slice(0, len(column)))
+    hidden = plan.hidden(rows, slice(0, len(column)))
     target = target[rows]
     weight = scores.new_zeros(()) if bias is None else bias
     if log_weight is not None and log_weight.dtype == torch.bool:
@@ -161,33 +122,22 @@ def _plain_block(
     return (excess + lost).masked_fill(~inside, torch.nan), excess + own
 
 
-def _forward(
-    row: Tensor,
-    column: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_ids: Tensor | None,
-    column_ids: Tensor | None,
-    log_weight: Tensor | None,
-    rule: Rule,
-    bias_in_score: bool,
-    both: bool,
-) -> tuple[Tensor, ...]:
-    forward = tile_operators.forward if torch.compiler.is_compiling() else score_tiles.forward
-    return tuple(forward(row, column, bias, target, row_ids, column_ids, log_weight, rule, bias_in_score, both))
+def _forward(*fields: Any) -> tuple[Tensor, ...]:
+    forward = score_tiles.forward_operator if torch.compiler.is_compiling() else score_tiles.forward
+    return tuple(forward(*fields))
 
 
 def _gradient(
     tensors: Sequence[Any],
     results: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
-    options: tuple[Rule, bool, bool],
+    options: Sequence[Any],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     with without_autocast(tensors[0].device):
         if torch.compiler.is_compiling():
-            return tuple(tile_operators.backward(*tensors, results, cotangents, *options, wanted))
-        return score_tiles.backward(tensors, results, cotangents, options, wanted)
+            return tuple(score_tiles.backward_operator(*tensors, results, cotangents, *options, wanted))
+        return score_tiles.backward(ScorePlan(*tensors, *options), results, cotangents, wanted)
 
 
 # Each item of vmap has scores of its own, so nothing is lost by doing one after the other.

@@ -1,15 +1,13 @@
 """Moments of attention's weights: what each query's attention looks like, in one pass over the scores."""
 
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import choice
 from massieu.foundation.transforms import in_autocast_dtype
-from massieu.ops import band, compiled, idle, moment_blocks, reference, tiles
+from massieu.ops import backends, band, moment_blocks, reference, tiles
 from massieu.ops import sink as with_sink
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
@@ -93,11 +91,24 @@ def attention_moments(
     Raises:
         TypeError: as `massieu.ops.attention`.
         ValueError: as there; also a backend that cannot do this.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> found = ops.attention_moments(torch.zeros(1, 1, 1, 2), torch.randn(1, 1, 4, 2))  # equal weights
+        >>> round(found.entropy.exp().item(), 3), round(found.collision.item(), 3)
+        (4.0, 0.25)
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
-    chosen = _choose(problem, backend)
-    found = band.apply(partial(_moments, chosen, backend == "auto"), problem)
+    chosen = backends.choose(backend, _registry(problem, backend), problem)
+
+    def compute(part: AttentionProblem) -> tuple[Tensor, ...]:
+        if backend == "auto" and chosen.name != "reference" and moment_blocks.is_fusable(part):
+            _Work.pairs += part.pairs
+        return chosen.forward(part)
+
+    found = band.apply(compute, problem)
     if problem.sink is not None:
         found = with_sink.moments(found, problem)
     moments, output = found[:10], found[10] if value is not None else None
@@ -122,41 +133,30 @@ def moments_backend(
 
     Raises:
         TypeError, ValueError: as `attention_moments`.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> ops.moments_backend(torch.zeros(1, 1, 1, 2, requires_grad=True), torch.zeros(1, 1, 4, 2))
+        'reference'
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    return _choose(check_problem(query, key, value, log_weight, scale, is_causal), "auto")
+    problem = check_problem(query, key, value, log_weight, scale, is_causal)
+    return backends.choose("auto", _registry(problem, "auto"), problem).name
 
 
-def _moments(chosen: str, counted: bool, problem: AttentionProblem) -> tuple[Tensor, ...]:
-    """The moments in the order of `MomentsResult`, and the output where there are values."""
-    if chosen == "reference":
-        return reference.in_blocks(idle.zeroed(problem), _reference)
-    if counted and _is_fusable(problem):
-        _Work.pairs += problem.pairs
-    tile = compiled if chosen == "compiled" else moment_blocks
-    with torch.no_grad():
-        return moment_blocks.moments(problem, tile.summarise, tile.PAIRS_PER_THREAD)
+class _Compiled(tiles.Blocks):
+    name = "compiled"
+
+    def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
+        reason = super().refuses(problem, *others)
+        return "no C++ compiler was found" if reason is None and not moment_blocks.compiler_exists() else reason
 
 
-def _choose(problem: AttentionProblem, backend: str) -> str:
-    choice("backend", backend, "auto", "reference", "compiled", "blocks")
-    if backend == "reference":
-        return backend
-    reason = tiles.unusable(problem, problem.value)
-    if backend != "auto":
-        if reason is None and backend == "compiled" and not compiled.compiler_exists():
-            reason = "no C++ compiler was found"
-        if reason is not None:
-            raise ValueError(f"backend {backend!r} cannot be used here: {reason}; 'reference' can")
-        return backend
-    if reason is not None:
-        return "reference"
-    repaid = _Work.pairs >= REPAYING_PAIRS and _is_fusable(problem)
-    return "compiled" if repaid and compiled.compiler_exists() else "blocks"
-
-
-def _is_fusable(problem: AttentionProblem) -> bool:
-    return problem.log_weight is None or problem.log_weight.dtype == torch.bool
+def _registry(problem: AttentionProblem, asked: str) -> tuple[backends.Backend, ...]:
+    """In order of preference. A compilation is taken where it is asked for, or repaid."""
+    repaid = asked != "auto" or (_Work.pairs >= REPAYING_PAIRS and moment_blocks.is_fusable(problem))
+    return BACKENDS if repaid else BACKENDS[1:]
 
 
 def _reference(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
@@ -190,3 +190,10 @@ def _largest(numbers: Tensor, visible: Tensor) -> Tensor:
     if numbers.shape[-1] == 0:
         return numbers.sum(-1) - torch.inf
     return numbers.masked_fill(~visible, -torch.inf).amax(-1)
+
+
+BACKENDS: tuple[backends.Backend, ...] = (
+    _Compiled(moment_blocks.compiled_moments),
+    tiles.Blocks(moment_blocks.moments),
+    reference.Reference(lambda problem: reference.in_blocks(problem.without_idle(), _reference)),
+)

@@ -23,6 +23,14 @@ class Partial(NamedTuple):
     A part need not come from keys: log-partition b and mean v are a sink, to which a query may attend instead.
 
     Make one by `Partial.of(attention(query, some_keys, some_values))`. Merging checks what it is given.
+
+    Example:
+        >>> import torch
+        >>> from massieu.ops import Partial
+        >>> one = Partial(torch.zeros(1), torch.zeros(1, 1))
+        >>> both = one.merge(Partial(torch.full((1,), 3.0).log(), torch.full((1, 1), 4.0)))
+        >>> round(both.log_partition.exp().item(), 3), round(both.mean.item(), 3)  # 1 + 3, ¾ of 4
+        (4.0, 3.0)
     """
 
     log_partition: Float[Tensor, "*query"]

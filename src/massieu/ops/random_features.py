@@ -67,6 +67,14 @@ def random_feature_log_partition(
     Raises:
         TypeError: as `massieu.ops.log_partition`; a generator, scale or number of features of another type.
         ValueError: the same; no feature; a log-weight per query.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> query, key = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 3, 2)  # nothing is random at 0
+        >>> found = ops.random_feature_log_partition(query, key, generator=torch.Generator())
+        >>> round(found.log_partition.exp().item(), 3), round(found.standard_error.item(), 3)
+        (3.0, 0.0)
     """
     flag("standard_error", standard_error)
     if isinstance(scale, Tensor):

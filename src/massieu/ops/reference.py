@@ -5,16 +5,15 @@ computed again in the backward pass, so that memory is linear in the number of q
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from massieu.foundation.derivatives import forward_derivative, is_differentiable, reverse_derivative
-from massieu.foundation.transforms import in_nested_forward_mode, without_autocast
-from massieu.ops import idle
-from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position
+from massieu.foundation.transforms import without_autocast
+from massieu.ops.differentiable import recomputed
+from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position, slices
 
 BLOCK_PAIRS = 1 << 21
 """Scores that are held at once. A smaller problem is one block, without recomputation."""
@@ -22,26 +21,27 @@ BLOCK_PAIRS = 1 << 21
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-def attention(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, Hk, G, L, E)`` and log-partition ``(B, Hk, G, L)``."""
-    assert problem.value is not None
-    output, log_partition = in_blocks(idle.zeroed(problem), _attention)
-    return output.to(problem.query.dtype), log_partition
+@dataclass(frozen=True)
+class Reference:
+    """The backend that is right everywhere."""
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    name = "reference"
+
+    def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
+        """Nothing."""
+        return None
 
 
-def log_partition(problem: AttentionProblem) -> tuple[Tensor]:
-    """log Σ_n w_n exp(score_n), shape ``(B, Hk, G, L)``."""
-    return (in_blocks(idle.zeroed(problem), _log_partition)[0],)
+def attention(problem: AttentionProblem) -> tuple[Tensor, ...]:
+    """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
+    *output, log_z = in_blocks(problem.without_idle(), _attention)
+    return *(part.to(problem.query.dtype) for part in output), log_z
 
 
-def _attention(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    assert value is not None
+def _attention(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
     weights, total, log_z = softmax(scores, log_weight)
-    return weighted_sum(weights, value) / total.unsqueeze(-1), log_z
-
-
-def _log_partition(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor]:
-    return (softmax(scores, log_weight)[2],)
+    return (log_z,) if value is None else (weighted_sum(weights, value) / total.unsqueeze(-1), log_z)
 
 
 def softmax(scores: Tensor, log_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +89,7 @@ def _float_weight(log_weight: Tensor | None, hidden: Tensor | None, dtype: torch
 def in_blocks(problem: AttentionProblem, function: Function) -> tuple[Tensor, ...]:
     """Apply ``function(scores, log_weight, value)`` to blocks of queries and join its results along the queries.
 
-    More than one block: each is computed again in the backward pass (`Recomputed`).
+    More than one block: each is computed again in the backward pass (`recomputed`).
     """
     query, key, value = problem.scaled_query(), problem.key.to(problem.dtype), problem.value
     value = None if value is None else value.to(problem.dtype)
@@ -98,12 +98,12 @@ def in_blocks(problem: AttentionProblem, function: Function) -> tuple[Tensor, ..
     if rows >= length:
         return _block(function, problem.softcap, problem.band, 0, query, key, problem.log_weight, value)
     results = []
-    for first in range(0, length, rows):
+    for some in slices(length, rows):
         weight = problem.log_weight
         if weight is not None and weight.shape[3] > 1:
-            weight = weight[:, :, :, first : first + rows]
-        block = partial(_block, function, problem.softcap, problem.band, first)
-        results.append(recomputed(block, query[:, :, :, first : first + rows], key, weight, value))
+            weight = weight[:, :, :, some]
+        block = partial(_block, function, problem.softcap, problem.band, some.start)
+        results.append(recomputed(block, query[:, :, :, some], key, weight, value))
     return tuple(torch.cat(parts, dim=3) for parts in zip(*results, strict=True))
 
 
@@ -121,43 +121,3 @@ def _block(
         hidden = hidden_by_position(band, first, query.shape[3], key.shape[2], query.device)
         weight = _float_weight(log_weight, hidden, query.dtype)
         return function(_scores(query, key, softcap), weight, value)
-
-
-def recomputed(function: Function, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """``function(*tensors)`` that keeps nothing but its arguments for the backward pass."""
-    if torch.compiler.is_compiling() or in_nested_forward_mode():
-        # The compiler chooses itself what to keep; and a custom function has one forward derivative only.
-        return function(*tensors)
-    return Recomputed.apply(function, *tensors)  # pyright: ignore[reportReturnType]
-
-
-class Recomputed(torch.autograd.Function):
-    """A function whose derivatives of every order, reverse and forward, are those of its recomputation."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(function: Function, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return function(*tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.function = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        gradients = iter(Recomputed.apply(partial(_gradients, ctx.function, len(tensors)), *tensors, *cotangents))
-        return None, *(next(gradients) if is_differentiable(tensor) else None for tensor in tensors)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        return forward_derivative(ctx.function, ctx.saved_tensors, tangents[1:])
-
-
-def _gradients(function: Function, count: int, *arguments: Tensor | None) -> tuple[Tensor, ...]:
-    """The cotangents of the first ``count`` arguments of ``function`` that are floating-point."""
-    found = reverse_derivative(function, arguments[:count], arguments[count:])
-    return tuple(gradient for gradient in found if gradient is not None)

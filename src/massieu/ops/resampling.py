@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.foundation.arguments import choice, whole_number
 from massieu.foundation.arguments import generator as check_generator
 from massieu.foundation.transforms import uncompiled, without_autocast
-from massieu.ops import idle, reference
+from massieu.ops import reference
 from massieu.ops.shapes import AttentionProblem, Scale, check_problem
 
 Method = Literal["multinomial", "systematic"]
@@ -65,6 +65,14 @@ def resample_attention(
     Raises:
         TypeError: as `massieu.ops.attention`; a generator or number of draws of another type.
         ValueError: the same; fewer than 1 draw, an unknown method.
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> query, key, certain = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 3, 2), torch.arange(3) == 1
+        >>> found = ops.resample_attention(query, key, key, generator=torch.Generator(), draws=2, log_weight=certain)
+        >>> found.indices.tolist()
+        [[[[1, 1]]]]
     """
     check_generator("generator", generator)
     whole_number("draws", draws, least=1)
@@ -104,7 +112,7 @@ def _draw(
         size = torch.where(log_z == -torch.inf, 0.0, 1 / share.square().sum(-1))
         return _inverse(weights, rows, log_z == -torch.inf), size
 
-    index, size = reference.in_blocks(idle.zeroed(problem), weigh)
+    index, size = reference.in_blocks(problem.without_idle(), weigh)
     return index, size, offspring
 
 

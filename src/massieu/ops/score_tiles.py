@@ -1,6 +1,10 @@
 """The numerical work of `massieu.ops.linear_scores`: log-partitions and their gradients from tiles of scores.
 
 A tile holds the scores of some rows and some columns; nothing larger than a tile is made beside the results.
+
+`torch.compile` calls either pass as one operator and does not look into it. Traced, a loop over tiles is a program of as
+many pieces, and the compiler decides which of them live at once: Inductor lets most of the scores live. An operator has
+no derivatives: `massieu.ops.linear_scores` gives them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.numerics import exp_
+from massieu.ops.shapes import slices
 
 TILE_PAIRS = 1 << 20
 """Scores of a tile on the CPU: 4 MiB in float32, so that the passes over them stay in the caches."""
@@ -22,90 +27,117 @@ Rule = Literal["all", "no equals", "no self", "peers"]
 but the one of its own index."""
 
 
-class Seen(NamedTuple):
-    """Which pairs of a row and a column count, and with which log-weight."""
+class ScorePlan(NamedTuple):
+    """Linear scores ``row_i·column_j`` and what is wanted of them: seven tensors and three options, in that order."""
 
+    row: Tensor
+    """(T, D), float32 or float64."""
+    column: Tensor
+    """(V, D), of any floating dtype; promoted to the row's a tile at a time."""
+    bias: Tensor | None
+    """(V,): a part of the target's score if `bias_in_score`, else a log-weight."""
+    target: Tensor
+    """(T,), which column is the row's own; outside 0 … V − 1 its excess is NaN."""
     row_ids: Tensor | None = None
     column_ids: Tensor | None = None
     log_weight: Tensor | None = None
-    """(rows, columns), float, or bool with True = keep."""
+    """(T, V), float, or bool with True = keep."""
     rule: Rule = "all"
+    bias_in_score: bool = False
+    both: bool = False
+    """Also the log-partitions of the first min(T, V) columns over the rows, without the bias. Row i's target must be i, or
+    be out of range, where column i's excess is NaN too."""
 
-    def hidden(self, target: Tensor, rows: slice, columns: slice) -> Tensor | None:
+    def turned(self) -> "ScorePlan":
+        """The other direction of `both`."""
+        first = slice(min(len(self.row), len(self.column)))
+        ids, weight = (None if part is None else part[..., first] for part in (self.column_ids, self.log_weight))
+        weight = None if weight is None else weight.mT
+        return ScorePlan(self.column[first], self.row, None, self.target[first], ids, self.row_ids, weight, self.rule)
+
+    def tiles(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Columns, rows, those columns in the row's dtype, and scores; all rows of some columns one after the other."""
+        length, count = len(self.row), len(self.column)
+        # A device other than the CPU needs more work at a time to be busy.
+        pairs = TILE_PAIRS if self.row.device.type == "cpu" else TILE_PAIRS << 5
+        height = max(1, min(length, TILE_ROWS))
+        for columns in slices(count, max(1, min(count, pairs // height))):
+            keys = self.column[columns].to(self.row.dtype)
+            for rows in slices(length, height):
+                yield columns, rows, keys, self.row[rows] @ keys.mT
+
+    def hidden(self, rows: slice, columns: slice) -> Tensor | None:
         """Which pairs of a tile do not count by the rule; None if all do."""
         if self.rule == "all":
             return None
-        position = torch.arange(columns.start, columns.stop, device=target.device)
-        own = torch.arange(rows.start, rows.stop, device=target.device).unsqueeze(1) == position
+        position = torch.arange(columns.start, columns.stop, device=self.target.device)
+        own = torch.arange(rows.start, rows.stop, device=self.target.device).unsqueeze(1) == position
         if self.rule == "no self":
             return own
         assert self.row_ids is not None and self.column_ids is not None
         equal = self.row_ids[rows].unsqueeze(1) == self.column_ids[columns]
         if self.rule == "peers":
             return ~equal | own
-        return equal & (target[rows].unsqueeze(1) != position)
+        return equal & (self.target[rows].unsqueeze(1) != position)
 
-    def weigh_(self, scores: Tensor, target: Tensor, rows: slice, columns: slice) -> None:
+    def weigh_(self, scores: Tensor, rows: slice, columns: slice) -> None:
         """Add a tile's log-weights, −inf for pairs that do not count."""
         weight = None if self.log_weight is None else self.log_weight[rows, columns]
         if weight is not None and weight.dtype == torch.bool:
             scores.masked_fill_(~weight, -torch.inf)
         elif weight is not None:
             scores += weight.to(scores.dtype)
-        mask = self.hidden(target, rows, columns)
+        mask = self.hidden(rows, columns)
         if mask is not None:
             scores.masked_fill_(mask, -torch.inf)
 
+    def place(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Where in a tile's columns the rows' targets are, (rows, 1), and whether they are there at all, (rows,)."""
+        target = self.target[rows]
+        inside = (target >= columns.start) & (target < columns.stop)
+        return torch.where(inside, target - columns.start, 0).unsqueeze(1), inside
 
-def forward(row: Tensor, column: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """(excess, log Z) of the rows, then if `both` of the first columns over the rows.
 
-    Args:
-        row, column, bias, target: As in `linear_scores.log_partitions`.
-        rest: The fields of `Seen`, and `bias_in_score` and `both` as there.
-    """
-    *pairs, bias_in_score, both = rest
-    seen = Seen(*pairs)
+def forward(*fields: Any) -> tuple[Tensor, ...]:
+    """(excess, log Z) of the rows of a `ScorePlan`, then if `both` of the first columns over the rows."""
+    plan = ScorePlan(*fields)
+    row, column, bias = plan[:3]
     of_rows, of_columns = _Level(row, len(row)), _Level(row, len(column))
     score = row.new_full((len(row),), torch.nan)
-    for columns, rows, keys in _tiles(row, column):
-        scores = row[rows] @ keys.mT
-        place, inside = _place(target[rows], columns)
-        if not bias_in_score:
-            score[rows] = torch.where(inside, scores.gather(1, place).squeeze(1), score[rows])
-        seen.weigh_(scores, target, rows, columns)
-        if both:
+
+    def note_targets(rows: slice, columns: slice, scores: Tensor) -> None:
+        place, inside = plan.place(rows, columns)
+        score[rows] = torch.where(inside, scores.gather(1, place).squeeze(1), score[rows])
+
+    for columns, rows, _, scores in plan.tiles():
+        if not plan.bias_in_score:
+            note_targets(rows, columns, scores)
+        plan.weigh_(scores, rows, columns)
+        if plan.both:
             of_columns.add(columns, scores.clone(), 0)
         if bias is not None:
             scores += bias[columns].to(scores.dtype)
-        if bias_in_score:
-            score[rows] = torch.where(inside, scores.gather(1, place).squeeze(1), score[rows])
+        if plan.bias_in_score:
+            note_targets(rows, columns, scores)
         of_rows.add(rows, scores, 1)
     found = of_rows.excess(score), of_rows.log_partition()
-    if not both:
+    if not plan.both:
         return found
     length = min(len(row), len(column))
     return *found, of_columns.excess(score[:length], length), of_columns.log_partition(length)
 
 
 def backward(
-    tensors: Sequence[Any],
-    results: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-    options: tuple[Rule, bool, bool],
-    wanted: Sequence[bool],
+    plan: ScorePlan, results: Sequence[Tensor], cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """Gradients of row, column and bias, those that are wanted.
 
     A score has the gradient (g_excess + g_level)·p, less g_excess at the target; p = exp(score − level).
 
     Args:
-        tensors, options: The arguments of `forward`.
-        results, cotangents: What it returns, and the cotangents of that.
+        results, cotangents: What `forward` returns, and the cotangents of that.
     """
-    row, column, bias, target, row_ids, column_ids, log_weight = tensors
-    rule, bias_in_score, both = options
-    seen = Seen(row_ids, column_ids, log_weight, rule)
+    row, column, bias, *_, bias_in_score, both = plan
     level, column_level = results[1], results[3] if both else None
     grad_excess, grad_level = cotangents[:2]
     grad_column_excess, grad_column_level = cotangents[2:] if both else (None, None)
@@ -124,9 +156,8 @@ def backward(
     grad_column = torch.zeros_like(column, memory_format=torch.contiguous_format) if wanted[1] else None
     grad_bias = torch.zeros_like(bias, dtype=row.dtype) if wanted[2] and bias is not None else None
     part = None
-    for columns, rows, keys in _tiles(row, column):
-        scores = row[rows] @ keys.mT
-        seen.weigh_(scores, target, rows, columns)
+    for columns, rows, keys, scores in plan.tiles():
+        plan.weigh_(scores, rows, columns)
         other = scores.clone() if both else None
         if bias is not None:
             scores += bias[columns].to(scores.dtype)
@@ -136,7 +167,7 @@ def backward(
         if other is not None:
             assert column_level is not None
             weights.addcmul_(exp_(other.sub_(column_level[columns])), column_share[columns])
-        place, inside = _place(target[rows], columns)
+        place, inside = plan.place(rows, columns)
         weights.scatter_add_(1, place, torch.where(inside, own[rows], 0.0).unsqueeze(1))
         if grad_bias is not None and bias_in_score:
             grad_bias[columns] += weights.sum(0)
@@ -152,26 +183,6 @@ def backward(
 
 def _accumulate(part: Tensor | None, weights: Tensor, row: Tensor, first: bool) -> Tensor:
     return weights.mT @ row if first or part is None else part.addmm_(weights.mT, row)
-
-
-def _tiles(row: Tensor, column: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Columns, rows, and those columns in the row's dtype; all rows of some columns one after the other."""
-    length, count = len(row), len(column)
-    # A device other than the CPU needs more work at a time to be busy.
-    pairs = TILE_PAIRS if row.device.type == "cpu" else TILE_PAIRS << 5
-    height = max(1, min(length, TILE_ROWS))
-    width = max(1, min(count, pairs // height))
-    for start in range(0, count, width):
-        columns = slice(start, min(count, start + width))
-        keys = column[columns].to(row.dtype)
-        for first in range(0, length, height):
-            yield columns, slice(first, min(length, first + height)), keys
-
-
-def _place(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Where in a tile's columns the rows' targets are, (rows, 1), and whether they are there at all, (rows,)."""
-    inside = (target >= columns.start) & (target < columns.stop)
-    return torch.where(inside, target - columns.start, 0).unsqueeze(1), inside
 
 
 class _Level:
@@ -212,3 +223,44 @@ def _sum(like: Tensor, size: int, *parts: Tensor | None) -> Tensor:
         if part is not None:
             total = total + part
     return total
+
+
+_TENSORS = (
+    "Tensor row, Tensor column, Tensor? bias, Tensor target, Tensor? row_ids, Tensor? column_ids, Tensor? log_weight"
+)
+_OPTIONS = "str rule, bool bias_in_score, bool both"
+
+
+@torch.library.custom_op(
+    "massieu::score_tiles_forward", mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> Tensor[]"
+)
+def forward_operator(*fields: Any) -> list[Tensor]:
+    """`forward` of a plan's fields."""
+    return list(forward(*fields))
+
+
+@forward_operator.register_fake
+def _(row: Tensor, column: Tensor, *rest: Any) -> list[Tensor]:
+    rows = [row.new_empty(row.shape[0]) for _ in range(2)]
+    both = rest[-1]
+    if not both:
+        return rows
+    count = torch.sym_min(row.shape[0], column.shape[0])
+    return rows + [row.new_empty(count) for _ in range(2)]  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+@torch.library.custom_op(
+    "massieu::score_tiles_backward",
+    mutates_args=(),
+    schema=f"({_TENSORS}, Tensor[] results, Tensor?[] cotangents, {_OPTIONS}, bool[] wanted) -> Tensor[]",
+)
+def backward_operator(*arguments: Any) -> list[Tensor]:
+    """`backward` of a plan's tensors, what `forward` returned, cotangents, the plan's options, and what is wanted."""
+    fields, (results, cotangents), wanted = (*arguments[:7], *arguments[9:12]), arguments[7:9], arguments[12]
+    return list(backward(ScorePlan(*fields), results, cotangents, wanted))
+
+
+@backward_operator.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    tensors = zip(arguments[:3], arguments[-1], strict=True)
+    return [tensor.new_empty(tensor.shape) for tensor, needed in tensors if needed and tensor is not None]

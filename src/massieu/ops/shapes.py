@@ -5,10 +5,12 @@ head size. Log-weights become ``(B or 1, Hk or 1, G or 1, L or 1, N or 1)``.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -78,9 +80,43 @@ class AttentionProblem:
         """The window, or causality as one."""
         return (None, 0) if self.is_causal else self.window
 
+    def idle(self) -> Bool[Tensor, "#B #Hk #G L"] | None:
+        """Which queries see no key; None where that cannot be."""
+        weight, band = self.log_weight, self.band
+        length, keys = self.query.shape[3], self.key.shape[2]
+        if weight is None and self.window is None:
+            return None
+        if weight is None:
+            kept = torch.ones(1, 1, 1, 1, keys, dtype=torch.bool, device=self.query.device)
+        else:
+            kept = weight.detach() if weight.dtype == torch.bool else weight.detach() != -torch.inf
+        if band is None:
+            return ~kept.any(-1)
+        if kept.shape[3] > 1:
+            hidden = hidden_by_position(band, 0, length, keys, kept.device)
+            return ~(kept & ~hidden).any(-1)  # pyright: ignore[reportOptionalOperand]
+        # One mask of keys for all queries: how many are kept below either end of each query's band.
+        before = F.pad(kept.expand(*kept.shape[:-1], keys).squeeze(3).cumsum(-1), (1, 0))
+        query = torch.arange(length, device=kept.device)
+        low, high = band
+        below = 0 if low is None else before[..., (query + low).clamp(0, keys)]
+        return before[..., (query + high + 1).clamp(0, keys)] == below
+
+    def without_idle(self) -> "AttentionProblem":
+        """Queries that see no key take no part, in no result and no gradient of another: zeros, so that no NaN of theirs
+        meets a key or a weight of 0."""
+        empty = None if self.pairs == 0 else self.idle()
+        return self if empty is None else replace(self, query=self.query.masked_fill(empty.unsqueeze(-1), 0.0))
+
 
 Band = tuple[int | None, int] | None
 """(low, high): query i sees keys i + low … i + high; a low of None: all from the first; None: all."""
+
+
+def slices(length: int, size: int) -> Iterator[slice]:
+    """0 … length − 1 in pieces of at most `size`."""
+    for first in range(0, length, size):
+        yield slice(first, min(length, first + size))
 
 
 def hidden_by_position(

@@ -16,7 +16,14 @@ from massieu.foundation.files import replacing
 
 
 class AtomBlock(NamedTuple):
-    """Some of the atoms: points with or without values and log-weights of their own, for each of Hk key heads."""
+    """Some of the atoms: points with or without values and log-weights of their own, for each of Hk key heads.
+
+    Example:
+        >>> import torch
+        >>> from massieu.ops import AtomBlock
+        >>> AtomBlock(torch.zeros(2, 10, 3), log_weight=torch.zeros(2, 10)).points.shape  # 2 heads, 10 atoms
+        torch.Size([2, 10, 3])
+    """
 
     points: Float[Tensor, "Hk N D"]
     values: Float[Tensor, "Hk N E"] | None = None
@@ -32,6 +39,14 @@ class AtomStore:
     A file holds `points` (Hk, n, D) and, if any, `values` (Hk, n, E) and `log_weight` (Hk, n), in any floating dtype;
     files of one directory follow each other in the order of their names. Nothing else is in it, so that any tool that
     writes safetensors can make one. Make a store by `write` or `open`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from massieu.ops import AtomBlock, AtomStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = AtomStore.write(f"{folder}/atoms", [AtomBlock(torch.zeros(1, n, 2)) for n in (3, 2)])
+        ...     len(store), [block.points.shape[1] for block in store.blocks(2)]
+        (5, [2, 1, 2])
     """
 
     files: tuple[Path, ...]

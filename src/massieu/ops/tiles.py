@@ -1,17 +1,46 @@
-"""How the scores of a long attention are cut into pieces that stay in a core's cache, and which keys each piece sees."""
+"""How the scores of a long attention are cut into pieces that stay in a core's cache, and which keys each piece sees.
 
-from collections.abc import Iterator
+What works in tiles does so on the CPU and without derivative, and gives the numbers of the reference to rounding.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import in_functorch, may_be_differentiated
-from massieu.ops.shapes import AttentionProblem, hidden_by_position
+from massieu.ops.shapes import AttentionProblem, hidden_by_position, slices
 
 HIDDEN = -1e30
 """Stands for −inf where 0·score must stay 0."""
+
+PAIRS_PER_THREAD = 1 << 18
+"""Scores of an attention's tile per thread: one float32 buffer of this size, a query's scores and values fill the cache of
+a core."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A backend that works in tiles."""
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    name = "blocks"
+
+    def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
+        """Why tiles cannot take this problem."""
+        tensors = (problem.query, problem.key, problem.value, problem.log_weight, problem.scale, *others)
+        if problem.query.device.type != "cpu":
+            return f"it runs on the CPU, got {problem.query.device}"
+        if torch.compiler.is_compiling():
+            return "it cannot be compiled into something else"
+        if in_functorch() or may_be_differentiated(*(tensor for tensor in tensors if isinstance(tensor, Tensor))):
+            return "it has no derivative, and one may be wanted here"
+        if problem.pairs == 0:
+            return "it needs at least one query and one key"
+        return None
 
 
 @dataclass(frozen=True)
@@ -22,32 +51,122 @@ class Visible:
     key; between these, `keep` is 1 where the key is seen and 0 elsewhere.
     """
 
-    first: int
-    last: int
-    mixed_first: int
-    mixed_last: int
-    keep: Tensor | None
-    """Shape (#b, #Hk, #G, #rows, mixed)."""
     count: Tensor
     """How many keys each query sees, shape (#b, #Hk, #G, #rows)."""
+    first: int = 0
+    last: int = 0
+    mixed_first: int = 0
+    mixed_last: int = 0
+    keep: Tensor | None = None
+    """Shape (#b, #Hk, #G, #rows, mixed)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is cut: slabs of items and queries, each done in tiles of a few heads."""
+
+    problem: AttentionProblem
+    """Of contiguous tensors of the working dtype, its scale a number."""
+    capacity: int
+    """Scores of a tile."""
+    buffers: Tensor
+    """(number, scores of a tile): what a tile works in, its scores first, and the next tile uses again."""
+
+    @staticmethod
+    def of(problem: AttentionProblem, pairs_per_thread: int, buffers: int) -> "Plan":
+        """Tiles of so many scores a thread, and of at least those of one query of a key head."""
+        query, scale = problem.query.to(problem.dtype), problem.scale
+        if isinstance(scale, Tensor):
+            query, scale = (query * scale).to(problem.dtype), 1.0
+        key, value = (
+            None if part is None else part.to(problem.dtype).contiguous() for part in (problem.key, problem.value)
+        )
+        assert key is not None
+        capacity = max(pairs_per_thread * torch.get_num_threads(), query.shape[2] * key.shape[2])
+        space = query.new_empty(buffers, min(capacity, problem.pairs))
+        return Plan(replace(problem, query=query.contiguous(), key=key, value=value, scale=scale), capacity, space)
+
+    @torch.no_grad()
+    def run(self, work: Callable[["Slab"], Sequence[Tensor]], levels: Sequence[float] = ()) -> tuple[Tensor, ...]:
+        """What `work` finds for each slab, as ``(B, Hk, G, L)``; then the slabs' products ``(B, Hk, G, L, E)``, if any.
+
+        Args:
+            work: gives numbers (b·Hk, G·rows, 1) of its slab's queries, and fills the slab's product.
+            levels: what these numbers are for queries that see no key, whose product is 0.
+        """
+        query, value = self.problem.query, self.problem.value
+        results = [query.new_full(query.shape[:4], level) for level in levels]
+        products = [] if value is None else [query.new_zeros(*query.shape[:4], value.shape[-1])]
+        for slab in self._slabs():
+            found = [*work(slab), *([] if slab.product is None else [slab.product])]
+            none = slab.seen.count == 0
+            for result, numbers, level in zip([*results, *products], found, [*levels, 0.0], strict=False):
+                part = slab.of(result)
+                part.copy_(numbers.view(part.shape)).masked_fill_(none if part.ndim == 4 else none[..., None], level)
+        return *results, *products
+
+    def _slabs(self) -> Iterator["Slab"]:
+        """Slabs without a visible key are left out."""
+        problem = self.problem
+        batch, key_heads, group, length, _ = problem.query.shape
+        keys = problem.key.shape[2]
+        items, rows = max(1, self.capacity // (key_heads * group * length * keys)), length
+        weight = problem.log_weight
+        if problem.band is not None or (weight is not None and weight.shape[3] > 1):
+            # Short blocks skip more of what a causal mask hides; longer ones multiply faster.
+            rows = min(rows, max(128, min(256, length // 8)))
+        rows = min(rows, max(1, self.capacity // (group * keys)))
+        for part in slices(batch, items if rows == length else 1):
+            for some in slices(length, rows):
+                seen = _visible(problem, part, some)
+                if seen.last > seen.first:
+                    yield Slab(self, part, some, seen)
 
 
 @dataclass(frozen=True)
 class Slab:
     """Some items, all heads, some queries: what shares one look at the mask. Pairs (item, key head) are one index."""
 
+    plan: Plan
     batch: slice
     rows: slice
     seen: Visible
-    shape: torch.Size
-    """(b, Hk, G, rows)."""
-    query: Tensor
-    """Shape (b·Hk, G·rows, D)."""
-    key: Tensor
-    """Shape (b·Hk, D, keys)."""
-    value: Tensor | None
-    """Shape (b·Hk, keys, E)."""
-    heads_per_tile: int
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """(b, Hk, G, rows)."""
+        return self.of(self.plan.problem.query).shape[:4]
+
+    @cached_property
+    def query(self) -> Tensor:
+        """Shape (b·Hk, G·rows, D)."""
+        return self.fold(self.plan.problem.query)
+
+    @cached_property
+    def key(self) -> Tensor:
+        """Shape (b·Hk, D, keys)."""
+        return self._visible_part(self.plan.problem.key).mT
+
+    @cached_property
+    def value(self) -> Tensor | None:
+        """Shape (b·Hk, keys, E)."""
+        return None if self.plan.problem.value is None else self._visible_part(self.plan.problem.value)
+
+    @cached_property
+    def product(self) -> Tensor | None:
+        """Where `Tile.multiply` puts Σ weight·value, shape (b·Hk, G·rows, E); None without values."""
+        return None if self.value is None else self.query.new_empty(*self.query.shape[:2], self.value.shape[-1])
+
+    def _visible_part(self, tensor: Tensor) -> Tensor:
+        return tensor[self.batch, :, self.seen.first : self.seen.last].flatten(0, 1)
+
+    def of(self, result: Tensor) -> Tensor:
+        """The slab's part of ``(B, Hk, G, L, ...)``."""
+        return result[self.batch, :, :, self.rows]
+
+    def fold(self, tensor: Tensor) -> Tensor:
+        """The slab's part of ``(B, Hk, G, L, C)`` as (b·Hk, G·rows, C)."""
+        return self.of(tensor).reshape(self.shape[0] * self.shape[1], -1, tensor.shape[-1])
 
     def new(self, *size: int) -> Tensor:
         """A buffer ``(*size, b·Hk, G·rows, 1)``."""
@@ -57,22 +176,30 @@ class Slab:
         """From (#b, #Hk, #G, #rows) to (b·Hk, G·rows, 1)."""
         return numbers.expand(self.shape).reshape(*self.query.shape[:2], 1)
 
-    def of(self, result: Tensor) -> Tensor:
-        """The slab's part of ``(B, Hk, G, L, ...)``."""
-        return result[self.batch, :, :, self.rows]
+    def weight(self) -> Tensor | None:
+        """Float log-weights, 0 for the hidden pairs that `Tile.hide` takes care of; None if all are 0 or there are none."""
+        weight = slab_weight(self.plan.problem, self.batch, self.rows)
+        if weight is None or weight.dtype == torch.bool:
+            return None
+        weight = weight[..., self.seen.first : self.seen.last].to(self.query.dtype)
+        weight = weight.masked_fill(weight == -torch.inf, 0.0)
+        return weight if bool(weight.any()) else None
 
-    def tiles(self, buffers: Tensor, scale: float, softcap: float | None = None) -> Iterator["Tile"]:
+    def tiles(self) -> Iterator["Tile"]:
         """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses."""
-        pairs = self.query.shape[1] * self.key.shape[2]
-        views = None
-        for start in range(0, self.query.shape[0], self.heads_per_tile):
-            heads = slice(start, min(self.query.shape[0], start + self.heads_per_tile))
+        count, rows, keys = *self.query.shape[:2], self.key.shape[2]
+        scale, softcap = self.plan.problem.scale, self.plan.problem.softcap
+        assert isinstance(scale, float)
+        # Several items are only taken together when all their heads fit.
+        some = count if self.shape[0] > 1 else max(1, self.plan.capacity // (rows * keys))
+        views: Sequence[Tensor] = ()
+        for heads in slices(count, some):
             number = heads.stop - heads.start
-            if views is None or len(views[0]) != number:
-                views = tuple(b[: number * pairs].view(number, -1, self.key.shape[2]) for b in buffers)
+            if not views or len(views[0]) != number:
+                views = [buffer[: number * rows * keys].view(number, rows, keys) for buffer in self.plan.buffers]
             scores, *scratch = views
-            query, key = self.query[heads], self.key[heads]
-            torch.baddbmm(scores, query, key, beta=0, alpha=scale if softcap is None else scale / softcap, out=scores)
+            alpha = scale if softcap is None else scale / softcap
+            torch.baddbmm(scores, self.query[heads], self.key[heads], beta=0, alpha=alpha, out=scores)
             if softcap is not None:
                 scores.tanh_().mul_(softcap)
             yield Tile(self, heads, scores, tuple(scratch))
@@ -108,6 +235,11 @@ class Tile:
         top = self.scores.amax(-1, keepdim=True)
         return top, exp_(self.scores.sub_(top)).sum(-1, keepdim=True)
 
+    def multiply(self, weights: Tensor, total: Tensor) -> None:
+        """Put Σ weight·value/total in the slab's product, where there are values."""
+        if self.slab.value is not None and self.slab.product is not None:
+            torch.bmm(weights, self.slab.value[self.heads], out=self.slab.product[self.heads]).div_(total)
+
     def hide(self) -> None:
         """Put the scores of hidden pairs far below every other."""
         keep = self.slab.seen.keep
@@ -126,46 +258,6 @@ class Tile:
         return self.spread_out(numbers)[..., seen.mixed_first - seen.first : seen.mixed_last - seen.first]
 
 
-def prepared(problem: AttentionProblem) -> AttentionProblem:
-    """Contiguous tensors of the working dtype and a scale that is a number."""
-    query, scale = problem.query.to(problem.dtype), problem.scale
-    if isinstance(scale, Tensor):
-        query, scale = (query * scale).to(problem.dtype), 1.0
-    value = None if problem.value is None else problem.value.to(problem.dtype).contiguous()
-    key = problem.key.to(problem.dtype).contiguous()
-    return replace(problem, query=query.contiguous(), key=key, value=value, scale=scale)
-
-
-def slabs(problem: AttentionProblem, capacity: int) -> Iterator[Slab]:
-    """Cut a problem so that a tile holds about `capacity` scores; slabs without a visible key are left out."""
-    batch, key_heads, group, length, _ = problem.query.shape
-    keys = problem.key.shape[2]
-    items, rows = max(1, capacity // (key_heads * group * length * keys)), length
-    weight = problem.log_weight
-    if problem.band is not None or (weight is not None and weight.shape[3] > 1):
-        # Short blocks skip more of what a causal mask hides; longer ones multiply faster.
-        rows = min(rows, max(128, min(256, length // 8)))
-    rows = min(rows, max(1, capacity // (group * keys)))
-    items = items if rows == length else 1
-    for start in range(0, batch, items):
-        for row in range(0, length, rows):
-            part = slice(start, min(batch, start + items)), slice(row, min(length, row + rows))
-            seen = _visible(problem, *part)
-            if seen.last > seen.first:
-                yield _slab(problem, *part, seen, capacity)
-
-
-def _slab(problem: AttentionProblem, batch: slice, rows: slice, seen: Visible, capacity: int) -> Slab:
-    query = problem.query[batch, :, :, rows]
-    shape = query.shape[:4]
-    query = query.reshape(shape[0] * shape[1], -1, query.shape[-1])
-    key = problem.key[batch, :, seen.first : seen.last].flatten(0, 1)
-    value = None if problem.value is None else problem.value[batch, :, seen.first : seen.last].flatten(0, 1)
-    # Several items are only taken together when all their heads fit.
-    heads = len(query) if shape[0] > 1 else max(1, capacity // (query.shape[1] * key.shape[1]))
-    return Slab(batch, rows, seen, shape, query, key.mT, value, heads)
-
-
 def slab_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor | None:
     """The log-weights of some items and queries, shape (#b, #Hk, #G, #rows, N)."""
     weight = problem.log_weight
@@ -176,16 +268,6 @@ def slab_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor 
     if weight.shape[3] > 1:
         weight = weight[:, :, :, rows]
     return weight.expand(*weight.shape[:-1], problem.key.shape[2])
-
-
-def finite_weight(problem: AttentionProblem, slab: Slab) -> Tensor | None:
-    """Float log-weights of a slab, 0 for the hidden pairs that `Tile.hide` takes care of; None if all are 0."""
-    weight = slab_weight(problem, slab.batch, slab.rows)
-    if weight is None or weight.dtype == torch.bool:
-        return None
-    weight = weight[..., slab.seen.first : slab.seen.last].to(problem.dtype)
-    weight = weight.masked_fill(weight == -torch.inf, 0.0)
-    return weight if bool(weight.any()) else None
 
 
 def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
@@ -202,12 +284,12 @@ def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
     if kept is not None:
         return _from_mask(kept, dtype)
     if not causal:
-        return Visible(0, keys, 0, 0, None, torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device))
+        return Visible(torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device), last=keys)
     position = torch.arange(rows.start, rows.stop, device=device)
     last = min(rows.stop, keys)
     keep = torch.arange(rows.start + 1, last, device=device) <= position[:, None]
     count = (position + 1).clamp_max(keys).to(dtype)
-    return Visible(0, last, rows.start + 1, last, keep.to(dtype)[None, None, None], count[None, None, None])
+    return Visible(count[None, None, None], 0, last, rows.start + 1, last, keep.to(dtype)[None, None, None])
 
 
 def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
@@ -215,29 +297,25 @@ def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
     anywhere = columns.any(0).nonzero()
     count = kept.sum(-1).to(dtype)
     if len(anywhere) == 0:
-        return Visible(0, 0, 0, 0, None, count)
+        return Visible(count)
     first, last = int(anywhere[0]), int(anywhere[-1]) + 1
     partly = (~columns[:, first:last].all(0)).nonzero()
     if len(partly) == 0:
-        return Visible(first, last, 0, 0, None, count)
+        return Visible(count, first, last)
     mixed_first, mixed_last = first + int(partly[0]), first + int(partly[-1]) + 1
-    return Visible(first, last, mixed_first, mixed_last, kept[..., mixed_first:mixed_last].to(dtype), count)
+    return Visible(count, first, last, mixed_first, mixed_last, kept[..., mixed_first:mixed_last].to(dtype))
 
 
-def tile_capacity(problem: AttentionProblem, pairs_per_thread: int) -> int:
-    """Scores of a tile: so many a thread, and at least those of one query of a key head."""
-    return max(pairs_per_thread * torch.get_num_threads(), problem.query.shape[2] * problem.key.shape[2])
+def attention(problem: AttentionProblem) -> tuple[Tensor, ...]:
+    """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
+    log_z, *output = Plan.of(problem, PAIRS_PER_THREAD, buffers=1).run(_attend, [-torch.inf])
+    return *(part.to(problem.query.dtype) for part in output), log_z
 
 
-def unusable(problem: AttentionProblem, *others: Tensor | None) -> str | None:
-    """Why tiles cannot take this problem, with the other tensors that go in; None where they can."""
-    tensors = (problem.query, problem.key, problem.log_weight, problem.scale, *others)
-    if problem.query.device.type != "cpu":
-        return f"it runs on the CPU, got {problem.query.device}"
-    if torch.compiler.is_compiling():
-        return "it cannot be compiled into something else"
-    if in_functorch() or may_be_differentiated(*(tensor for tensor in tensors if isinstance(tensor, Tensor))):
-        return "it has no derivative, and one may be wanted here"
-    if problem.pairs == 0:
-        return "it needs at least one query and one key"
-    return None
+def _attend(slab: Slab) -> list[Tensor]:
+    log_z, weight = slab.new(), slab.weight()
+    for tile in slab.tiles():
+        top, total = tile.exponentiate(weight)
+        torch.add(top, total.log(), out=log_z[tile.heads])
+        tile.multiply(tile.scores, total)
+    return [log_z]

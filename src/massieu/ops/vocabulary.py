@@ -8,6 +8,7 @@ from torch import Tensor
 from massieu.foundation.arguments import check_shape, choice, flag, number, whole_number
 from massieu.foundation.transforms import autocasts, without_autocast
 from massieu.ops.linear_scores import Direction, check_places, index_tensor, log_partitions, values_are_known
+from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import check_alike, working_dtype
 
 
@@ -83,6 +84,13 @@ def linear_cross_entropy(
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
         ValueError: shapes or devices that do not fit (both are named), an option out of range; on the CPU a target out
             of range (elsewhere, compiled, or in a transform such a token's loss is NaN).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> loss = ops.linear_cross_entropy(torch.zeros(3, 2), torch.randn(5, 2), torch.tensor([0, 4, -100]))
+        >>> round(float(loss.exp()), 3)  # five words alike
+        5.0
     """
     words = check_shapes(hidden, weight, target, bias).reshape(-1)
     check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)
@@ -98,7 +106,7 @@ def linear_cross_entropy(
         rows, words = rows.to(working_dtype(hidden)), words.where(counted, 0)
         # Before log Z: its gradient is then added last, in place, to the weight's.
         average = _mean_score(rows, weight, bias) if label_smoothing else None
-        (found,) = log_partitions(rows, weight, bias, words, bias_in_score=True)
+        (found,) = log_partitions(ScorePlan(rows, weight, bias, words, bias_in_score=True))
         loss, level = token_losses(found, average, counted, label_smoothing, z_loss), found.log_partition
         if reduction == "mean":
             loss = loss.sum() / counted.sum()

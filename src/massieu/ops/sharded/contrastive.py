@@ -1,5 +1,7 @@
 """Contrastive losses whose keys and negatives are those of all processes."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -9,7 +11,7 @@ from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import contrastive
 from massieu.ops.contrastive import ContrastResult, LogWeight
 from massieu.ops.linear_scores import Direction, check_places, log_partitions
-from massieu.ops.score_tiles import Seen
+from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import working_dtype
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
@@ -55,16 +57,24 @@ def info_nce(
         TypeError: as `massieu.ops.info_nce`.
         ValueError: the same, a positive out of range on any device; processes differ in what must be alike.
         RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from massieu.ops import sharded
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> round(float(sharded.info_nce(torch.zeros(4, 2), torch.zeros(4, 2), temperature=1.0).exp()), 3)
+        4.0
+        >>> dist.destroy_process_group()
     """
     shard = Group.of(group)
 
-    def check() -> tuple[tuple[Tensor, Tensor | None, Seen], Call]:
+    def check() -> tuple[tuple[Tensor, dict[str, Any]], Call]:
         count = contrastive.check_arguments(query, key, negatives, symmetric, return_log_partition)
         choice("loss", loss, "replicated", "sharded")
         own = contrastive.targets(query, key, positive, symmetric)
         weight = log_weight if isinstance(log_weight, Tensor) else None
         pairs = None if weight is None or weight.ndim != 2 else len(weight)
-        bias, seen = contrastive.weights(log_weight, query, count, pairs)
+        fields = contrastive.weights(log_weight, query, count, pairs)
         number = contrastive.checked_temperature(temperature, query, query.dtype)
         tensors = {"query": query, "key": key, "negatives": negatives, "temperature": number, "log_weight": weight}
         check_sendable(shard, **tensors)
@@ -80,23 +90,26 @@ def info_nce(
             "number of queries in log_weight": pairs,
         } | derivatives_wanted("the query", [query, temperature], list(tensors.values()))
         replicated = {"temperature": number} if isinstance(number, Tensor) else {}
-        return (own, bias, seen), Call("info_nce", alike, replicated, {"queries": len(query), "keys": len(key)})
+        return (own, fields), Call("info_nce", alike, replicated, {"queries": len(query), "keys": len(key)})
 
-    (own, bias, seen), numbers_of = together(shard, check)
+    (own, fields), numbers_of = together(shard, check)
     lengths, counts = numbers_of["queries"], numbers_of["keys"]
     dtype = working_dtype(query)
     with without_autocast(query.device):
         keys = key if negatives is None else torch.cat([key, negatives])
         own = own if positive is not None else own + sum(counts[: shard.rank])
-        given = [own] if seen.row_ids is None else [own, seen.row_ids]
+        given = [own, fields["row_ids"]] if "row_ids" in fields else [own]
         # Everyone's positives, and everyone's ids where there are any; each process looks at all, so each raises.
         target, *ids = rows.everyone(torch.stack(given, -1), lengths, shard).unbind(-1)
         check_places("positive", target, sum(counts))
-        seen = seen._replace(row_ids=ids[0] if ids else None, log_weight=_of_everyone(seen, lengths, shard))
+        if ids:
+            fields["row_ids"] = ids[0]
+        if "log_weight" in fields:
+            fields["log_weight"] = _of_everyone(fields["log_weight"], lengths, shard)
         row = query.to(dtype) / contrastive.checked_temperature(temperature, query, dtype)
         row = rows.everyone(row, lengths, shard)
         mine, place = rows.places(target, counts, shard)
-        first, *second = log_partitions(row, keys, bias, place, seen, both=symmetric)
+        first, *second = log_partitions(ScorePlan(row, keys, target=place, both=symmetric, **fields))
         numbers = torch.stack([first.log_partition, rows.held(first, row, keys, None, mine, place)], -1)
         found = [rows.settled(rows.answers(numbers, lengths, shard), own, counts)]
         # All queries are here, so the log-partitions of this process's keys over them are whole.
@@ -108,13 +121,9 @@ def info_nce(
     return contrastive.contrast(mean, levels) if return_log_partition else mean
 
 
-def _of_everyone(seen: Seen, lengths: list[int], group: Group) -> Tensor | None:
+def _of_everyone(log_weight: Tensor, lengths: list[int], group: Group) -> Tensor:
     """The log-weights of pairs, their rows in the order of `rows.everyone`."""
-    if seen.log_weight is None:
-        return None
-    if len(seen.log_weight) != sum(lengths):
+    if len(log_weight) != sum(lengths):
         # Alike on all processes, so all raise.
-        raise ValueError(
-            f"log_weight must be for the {sum(lengths)} queries of all processes, got {len(seen.log_weight)}"
-        )
-    return rows.own_first(seen.log_weight, lengths, group)
+        raise ValueError(f"log_weight must be for the {sum(lengths)} queries of all processes, got {len(log_weight)}")
+    return rows.own_first(log_weight, lengths, group)

@@ -67,6 +67,15 @@ def attention(
         TypeError: as `massieu.ops.attention`; a group of another type.
         ValueError: the same; what must be alike differs between processes; there is no process group.
         RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from massieu.ops import sharded
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> output, log_z = sharded.attention(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 4, 2), torch.ones(1, 1, 4, 2))
+        >>> round(output.mean().item(), 3), round(log_z.exp().item(), 3)
+        (1.0, 4.0)
+        >>> dist.destroy_process_group()
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem, found = _run((query, key, value, log_weight, scale, is_causal), True, queries, loss, group)
@@ -88,6 +97,14 @@ def log_partition(
     """log Z over the keys of all processes, with two numbers a query summed over processes.
 
     Arguments, guarantees and errors are those of `attention`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from massieu.ops import sharded
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> round(sharded.log_partition(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 8, 2)).exp().item(), 3)
+        8.0
+        >>> dist.destroy_process_group()
     """
     query, key = in_autocast_dtype(query, key)
     problem, found = _run((query, key, None, log_weight, scale, is_causal), False, queries, loss, group)

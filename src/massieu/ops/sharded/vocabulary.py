@@ -10,6 +10,7 @@ from massieu.foundation.arguments import choice
 from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import vocabulary
 from massieu.ops.linear_scores import Direction, check_places, log_partitions
+from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import working_dtype
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
@@ -56,6 +57,15 @@ def linear_cross_entropy(
         TypeError: as `massieu.ops.linear_cross_entropy`.
         ValueError: the same, a target out of range on any device; processes differ in what must be alike.
         RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from massieu.ops import sharded
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> loss = sharded.linear_cross_entropy(torch.zeros(3, 2), torch.zeros(5, 2), torch.tensor([0, 1, 4]))
+        >>> round(float(loss.exp()), 3)
+        5.0
+        >>> dist.destroy_process_group()
     """
     shard = Group.of(group)
     own = isinstance(tokens, str) and tokens == "sharded"
@@ -100,7 +110,7 @@ def linear_cross_entropy(
         row = hidden.reshape(-1, hidden.shape[-1])
         row = (rows.everyone(row, lengths, shard) if own else replicate(row, shard)).to(dtype)
         mine, place = rows.places(all_words.where(counted, -1), counts, shard)
-        (found,) = log_partitions(row, weight, bias, place, bias_in_score=True)
+        (found,) = log_partitions(ScorePlan(row, weight, bias, place, bias_in_score=True))
         numbers = [found.log_partition, rows.held(found, row, weight, bias, mine, place)]
         if label_smoothing:
             scores = row @ weight.sum(0, dtype=dtype)
