@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.measures.base import Measure
-from massieu.testing.subject import Subject, agree
+from massieu.testing.checks import agree
+from massieu.testing.subject import Subject
 
 DERIVED = ("log_partition", "mean", "fisher", "entropy")
 """Functions of one eta."""

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from massieu.measures.base import Measure
 from massieu.testing import batching, derivatives, distribution, divergence, domain, edges, inverse, precision
-from massieu.testing.subject import EXACT, SCALES, agree, subject_of
+from massieu.testing.checks import EXACT, agree
+from massieu.testing.subject import SCALES, subject_of
 
 
 def check_measure(

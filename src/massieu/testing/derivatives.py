@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from massieu.testing.subject import EXACT, Subject, agree, at_most, expand
+from massieu.testing.checks import EXACT, agree, at_most, expand
+from massieu.testing.subject import Subject
 
 ORDER = 6
 """Of the highest cumulant."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from massieu.measures.hooks import MissingFormError
 from massieu.measures.moments import moments_of_cumulants
-from massieu.testing.subject import EXACT, Subject, agree, at_most, expand
+from massieu.testing.checks import EXACT, agree, at_most, expand
+from massieu.testing.subject import Subject
 
 _ERRORS = 5
 _EXPECTED = 25

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from massieu.measures.base import Measure
-from massieu.testing.subject import EXACT, Subject, agree, at_most, expand
+from massieu.testing.checks import EXACT, agree, at_most, expand
+from massieu.testing.subject import Subject
 
 
 def check_kl(subject: Subject, oracle: Callable[[Tensor, Tensor], Tensor] | None) -> None:

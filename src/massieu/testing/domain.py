@@ -3,7 +3,8 @@
 import torch
 
 from massieu.measures.base import DomainError
-from massieu.testing.subject import Subject, expand
+from massieu.testing.checks import expand
+from massieu.testing.subject import Subject
 
 
 def check_domain(subject: Subject) -> bool:

@@ -12,8 +12,9 @@ from massieu.errors import ConvergenceError
 from massieu.measures.base import Measure
 from massieu.measures.hooks import MissingFormError
 from massieu.testing.batching import DERIVED, FUNCTIONS
+from massieu.testing.checks import EXACT, agree, at_most, expand
 from massieu.testing.distribution import has_density
-from massieu.testing.subject import EXACT, Subject, agree, at_most, expand
+from massieu.testing.subject import Subject
 
 _FAR = 1e3
 _POINTS = 4

@@ -4,7 +4,8 @@ import torch
 
 from massieu.duality import conjugate, natural
 from massieu.errors import ConvergenceError
-from massieu.testing.subject import EXACT, Subject, agree, at_most, expand
+from massieu.testing.checks import EXACT, agree, at_most, expand
+from massieu.testing.subject import Subject
 
 
 def check_natural(subject: Subject) -> None:

@@ -3,7 +3,8 @@
 import torch
 
 from massieu.testing.batching import DERIVED
-from massieu.testing.subject import Subject, agree, expand
+from massieu.testing.checks import agree, expand
+from massieu.testing.subject import Subject
 
 
 def check_precision(subject: Subject) -> None:

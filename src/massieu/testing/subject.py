@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.measures.base import Measure
-
-EXACT = 1e-9
-"""Relative tolerance, in float64, of two exact ways to one number."""
+from massieu.testing.checks import expand
 
 SCALES = (0.0, 1e-4, 1.0, 15.0, 100.0)
 """Lengths of eta that are tried."""
@@ -134,33 +132,3 @@ def _shrunk(measure: Measure, start: Tensor, drawn: Tensor) -> Tensor:
         f"check_measure found no eta inside the domain of {type(measure).__name__}, {measure._domain()}: "
         "give it `eta`, or the measure `_interior`"
     )
-
-
-def agree(law: str, eta: Tensor, actual: Tensor, expected: Tensor, tolerance: Tensor | float) -> None:
-    """Fail at the worst entry; `eta` and the numbers share their leading (batch and query) dimensions."""
-    if actual.shape != expected.shape:
-        raise AssertionError(f"{law}: got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
-    actual, expected = actual.detach().double(), expected.detach().double()
-    error = (actual - expected).abs()
-    # NaN is an error, equal infinities are not.
-    broken = ~(error <= tolerance) & (actual != expected)
-    if not bool(broken.any()):
-        return
-    excess = torch.where(broken, (error / tolerance).nan_to_num(nan=torch.inf), -1.0)
-    index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
-    allowed = torch.as_tensor(tolerance, dtype=error.dtype, device=error.device).expand_as(error)[index]
-    point = eta.detach()[index[: eta.ndim - 1]]
-    raise AssertionError(
-        f"{law}: broken at eta = {point.tolist()} (entry {index}): got {actual[index]:.12g}, "
-        f"expected {expected[index]:.12g}, tolerance {allowed:.2g}"
-    )
-
-
-def at_most(law: str, eta: Tensor, actual: Tensor, bound: Tensor, tolerance: Tensor | float) -> None:
-    """As `agree`, for actual ≤ bound."""
-    agree(law, eta, actual, torch.minimum(actual, bound.expand_as(actual)), tolerance)
-
-
-def expand(scalar: Tensor, like: Tensor) -> Tensor:
-    """A number per query, with singleton dimensions up to those of `like`."""
-    return scalar.reshape((*scalar.shape, *[1] * (like.ndim - scalar.ndim)))
