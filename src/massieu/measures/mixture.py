@@ -200,12 +200,12 @@ class Mixture(Measure):
         """Σ r_k (log w_k − log r_k + the entropy of component k): A and eta·mean, which may be too large, cancel."""
         terms = self._log_terms(eta)
         log_share = self._share_of(terms)
-        taken = log_share > -torch.inf
+        lost = log_share == -torch.inf
         own = self._each(lambda part, x: part._entropy(x), eta)
         parts, own = own, own + self._spread(self.log_weight, eta)
-        gain = torch.where(taken, own, 0.0) - torch.where(taken, log_share, 0.0)
+        gain = torch.where(lost, 0.0, own) - torch.where(lost, 0.0, log_share)
         entropy = (log_share.exp() * gain).sum(self._axis)
-        entropy = entropy.masked_fill(~taken.any(self._axis), -torch.inf)
+        entropy = entropy.masked_fill(lost.all(self._axis), -torch.inf)
         return self._defined(eta, self._unless_tied(terms, parts, entropy))
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
