@@ -320,8 +320,9 @@ def composed_cases() -> dict[str, MeasureCase]:
     }
 
 
+CONJUGATE = conjugate_cases()
 _STRONG = {f"{name}, strong": case for name, case in conjugate_cases(16.0).items()}
-CASES: dict[str, MeasureCase] = {**single_cases(), **conjugate_cases(), **composed_cases(), **_STRONG}
+CASES: dict[str, MeasureCase] = {**single_cases(), **CONJUGATE, **composed_cases(), **_STRONG}
 
 ONE_OF_EACH = [
     "atoms, batched and masked",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from tests.measures.cases import CASES, ONE_OF_EACH, VARIANTS
+from tests.measures.cases import CASES, CONJUGATE, ONE_OF_EACH, VARIANTS
 from tests.rows import some_slow
 
 import massieu.measures
@@ -83,7 +83,7 @@ def test_compiles(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, *sorted(set(CONJUGATE) - set(ONE_OF_EACH))])
 def test_conforms_compiled(name):
     """As graphs, where what may go wrong here would: tracing, and custom functions inside transforms."""
     measure_checks(replace(CASES[name], compile_backend="aot_eager"))["compiled"]()
