@@ -27,6 +27,12 @@ class Atoms(Measure):
     Attributes:
         points: Shape (*batch, N, d).
         log_weight: log w, shape (*batch, N); −inf leaves a point out.
+
+    Example:
+        >>> from massieu.measures import Atoms
+        >>> keys = Atoms.create([[1.0, 0.0], [0.0, 1.0]])
+        >>> keys.mean([[0.0, 0.0], [9.0, 9.0]]).tolist()  # softmax attention: both keys alike
+        [[0.5, 0.5], [0.5, 0.5]]
     """
 
     points: Float[Tensor, "*batch N d"]

@@ -28,6 +28,12 @@ def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure]
     Raises:
         ValueError: no component, shapes that do not fit, a NaN or infinite log-weight.
         TypeError: `log_weight` is not floating-point.
+
+    Example:
+        >>> from massieu.measures import Constant, Gaussian, mixture
+        >>> both = mixture([0.0, 0.0], [Constant.create(4.0), Gaussian.create(0.0, 1.0)])
+        >>> both.mean([0.0]).tolist(), both.responsibilities([0.0]).tolist()
+        ([2.0], [0.5, 0.5])
     """
     if isinstance(components, Measure):
         if not components.batch_shape:
