@@ -58,14 +58,6 @@ class Measure(Hooks):
         >>> class Counts(Measure):
         ...     rate: torch.Tensor  # (*batch, d)
         ...
-        ...     @property
-        ...     def batch_shape(self):
-        ...         return self.rate.shape[:-1]
-        ...
-        ...     @property
-        ...     def event_shape(self):
-        ...         return self.rate.shape[-1:]
-        ...
         ...     def _log_partition(self, eta):
         ...         return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
         >>> Counts(torch.tensor([2.0, 3.0])).mean(torch.zeros(2)).tolist()
