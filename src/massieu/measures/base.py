@@ -1,7 +1,7 @@
 """The contract every measure keeps.
 
 A measure h on R^d has a log-partition A(eta) = log ∫ exp(x·eta) h(dx), and everything else follows from A. Its author
-writes two shapes and one hook, `_log_partition`; mean, Fisher information, cumulants, entropy, KL divergence and tilt are
+writes one hook, `_log_partition`, and the shapes where the first tensor does not tell them; mean, Fisher information, cumulants, entropy, KL divergence and tilt are
 derived (`hooks.py`) with `torch.func`, and a closed form may replace any of the other hooks; `Measure` shows one.
 
 A measure is a value: a frozen dataclass of tensors and measures (deriving from `Measure` makes it one), and a pytree,

@@ -125,10 +125,7 @@ class Bernoulli(_TwoValued):
 
     @classmethod
     def create(cls, probability: Float[Tensor, "*batch d"] | float, *, dim: int | None = None) -> Self:
-        """Bits that are 1 with the given probability, strictly between 0 and 1 (a certain bit is a `Constant`).
-
-        See `Measure` for what is taken and raised.
-        """
+        """Bits of a probability strictly between 0 and 1 (a certain bit is a `Constant`); raises what `Measure` says."""
         (probability,) = checked_parameters(dim, probability=probability)
         check_range("probability", probability, above=0, below=1)
         return cls(torch.logit(probability))
