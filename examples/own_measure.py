@@ -1,4 +1,4 @@
-"""A measure of your own: two shapes, one hook, and attention over it trains.
+"""A measure of your own: one hook, the laws it must obey, and attention over it trains.
 
 The memory holds 100 images of digits. A query is one of them with its lower half erased, and with black and white
 exchanged half of the time; what is wanted back is the whole image, in the query's colours. Softmax attention, whose

@@ -70,7 +70,10 @@ class Hooks(Value):
     @property
     def _first(self) -> Tensor:
         """The first field that is a tensor."""
-        return next(value for name in self.__dataclass_fields__ if isinstance(value := getattr(self, name), Tensor))
+        for name in self.__dataclass_fields__:
+            if isinstance(value := getattr(self, name), Tensor):
+                return value
+        raise TypeError(f"{type(self).__name__} has no tensor to tell its shapes: override batch_shape and event_shape")
 
     @abstractmethod
     def _log_partition(self, eta: Tensor) -> Tensor:
