@@ -141,7 +141,9 @@ def conjugate_cases(times: float = 1.0) -> dict[str, MeasureCase]:
 
     def case(likelihood: Measure, density, pieces, eta, *parameters: Tensor) -> MeasureCase:
         line = Line(density, (*nu, *(numpy(p) for p in parameters)), pieces)
-        return case_of(ConjugatePrior.create(likelihood, strength), line, eta, scales=(0.0, 1e-4, 0.5))
+        # The quadrature of stronger ones has digits for A alone.
+        law, exact = ConjugatePrior.create(likelihood, strength), times == 1
+        return case_of(law, line, eta, density=exact, divergence=exact, scales=(0.0, 1e-4, 0.5))
 
     one = torch.ones_like(rate)
     return {
@@ -224,7 +226,11 @@ def single_cases() -> dict[str, MeasureCase]:
 def wide_cases() -> dict[str, MeasureCase]:
     """Three coordinates, whose domains reach far enough for large eta."""
     rate, shape, scale = 3 * positive(2, 3, low=2.0), positive(2, 3, low=0.2), positive(2, 3, low=0.05, high=0.2)
-    low, high, chance = -positive(2, 3), positive(2, 3, seed=1), torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.0, 0.5]])
+    low, high, chance = (
+        -positive(2, 3),
+        positive(2, 3, seed=1),
+        torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.0, 0.5]], dtype=F64),
+    )
     given = {"scales": (0.0, 1e-4, 1.0, 4.0, 15.0, 100.0)}
     return {
         "exponential, wide": case_of(Exponential.create(rate), exponential(rate), **given),
@@ -232,7 +238,7 @@ def wide_cases() -> dict[str, MeasureCase]:
         "laplace, wide": case_of(Laplace.create(scale), laplace(scale), **given),
         "uniform, wide": case_of(Uniform.create(low, high), uniform(low, high), **given),
         "categorical, of probabilities": case_of(
-            Categorical.create(chance.double()),
+            Categorical.create(chance),
             Enumerated(np.broadcast_to(np.eye(3), (2, 3, 3)), np.log(np.maximum(numpy(chance), 1e-300))),
         ),
         "sphere in eight dimensions": case_of(Sphere.create(rate[0], dim=8), UniformSphere(8, numpy(rate[0]))),

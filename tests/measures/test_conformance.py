@@ -59,6 +59,7 @@ LEFT_OUT = {
     "sum of uniforms": {"normalisation", *DENSITY},
     "gamma, wide": {"log_partition", "kl oracle", "log_prob oracle"},
     "mixture of spins and a Gaussian, in a batch": {"log_partition", "kl oracle", "log_prob oracle", "normalisation"},
+    **{name: {"kl oracle", "log_prob oracle"} for name in CASES if name.endswith("strong")},
     **{name: {"normalisation"} for name in CASES if name.startswith(("sphere", "circle", "hybrid", "product"))},
 }
 """What else is left out than domain and compilation, and one of the two ways to hold a density against the draws."""
