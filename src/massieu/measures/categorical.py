@@ -24,6 +24,11 @@ class Categorical(Measure):
 
     Attributes:
         log_probability: log π, shape (*batch, M), with Σ π = 1; −inf leaves a category out.
+
+    Example:
+        >>> from massieu.measures import Categorical
+        >>> Categorical.create([0.5, 0.5]).mean([0.0, 0.0]).tolist()
+        [0.5, 0.5]
     """
 
     log_probability: Float[Tensor, "*batch M"]
@@ -59,14 +64,6 @@ class Categorical(Measure):
     def probability(self) -> Float[Tensor, "*batch M"]:
         """π."""
         return self.log_probability.exp()
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.log_probability.shape[:-1]
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.log_probability.shape[-1:]
 
     @property
     def _reference(self) -> Reference:

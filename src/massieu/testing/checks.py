@@ -1,0 +1,112 @@
+"""What a conformance suite is made of: laws with names, the checks they become for one case, and the comparison of numbers.
+
+A suite is a table of `Law`s and a case class; `checks_of` makes of both what a test loops or parametrises over.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+EXACT = 1e-9
+"""Relative tolerance, in float64, of two exact ways to one number."""
+
+CaseT = TypeVar("CaseT")
+SubjectT = TypeVar("SubjectT")
+
+
+def _nothing(case: object) -> None:
+    """A law that holds of every case."""
+
+
+@dataclass(frozen=True)
+class Law(Generic[CaseT, SubjectT]):
+    """A law by its name; what it does not apply to is left out with a reason.
+
+    `holds` raises AssertionError where the subject breaks the law. `missing` looks at the case alone, while tests are
+    collected, so it must be cheap: None where the law applies, otherwise the reason why it does not.
+    """
+
+    name: str
+    holds: Callable[[SubjectT], object]
+    missing: Callable[[CaseT], str | None] = _nothing
+
+
+class Checks(Collection[tuple[str, Callable[[], None]]]):
+    """The checks of one case: pairs of a name and a function without arguments that raises AssertionError.
+
+    `left_out` names the laws that do not apply to the case, each with the reason. `checks["mean"]()` runs one of them.
+    What the object itself raises passes through.
+    """
+
+    def __init__(self, checks: dict[str, Callable[[], None]], left_out: dict[str, str]) -> None:
+        self._checks = checks
+        self.left_out = left_out
+
+    def __iter__(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        return iter(self._checks.items())
+
+    def __len__(self) -> int:
+        return len(self._checks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checks
+
+    def __getitem__(self, name: str) -> Callable[[], None]:
+        return self._checks[name]
+
+
+def checks_of(case: CaseT, subject_of: Callable[[CaseT], SubjectT], laws: Iterable[Law[CaseT, SubjectT]]) -> Checks:
+    """The laws as checks of `case`. The first check that runs builds the subject, and all share it."""
+
+    @cache
+    def subject() -> SubjectT:
+        return subject_of(case)
+
+    def check_of(law: Law[CaseT, SubjectT]) -> Callable[[], None]:
+        def check() -> None:  # pytest's id of a row is then "mean-check"
+            law.holds(subject())
+
+        return check
+
+    checks, left_out = {}, {}
+    for law in laws:
+        reason = law.missing(case)
+        if reason is None:
+            checks[law.name] = check_of(law)
+        else:
+            left_out[law.name] = reason
+    return Checks(checks, left_out)
+
+
+def agree(law: str, points: Tensor, actual: Tensor, expected: Tensor, tolerance: Tensor | float) -> None:
+    """Fail at the worst entry; `points` (…, event) and the numbers share their leading (batch and query) dimensions."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{law}: got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    actual, expected = actual.detach().double(), expected.detach().double()
+    error = (actual - expected).abs()
+    # NaN is an error, equal infinities are not.
+    broken = ~(error <= tolerance) & (actual != expected)
+    if not bool(broken.any()):
+        return
+    excess = torch.where(broken, (error / tolerance).nan_to_num(nan=torch.inf), -1.0)
+    index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+    allowed = torch.as_tensor(tolerance, dtype=error.dtype, device=error.device).expand_as(error)[index]
+    point = points.detach()[index[: points.ndim - 1]]
+    raise AssertionError(
+        f"{law}: broken at {point.tolist()} (entry {index}): got {actual[index]:.12g}, "
+        f"expected {expected[index]:.12g}, tolerance {allowed:.2g}"
+    )
+
+
+def at_most(law: str, points: Tensor, actual: Tensor, bound: Tensor, tolerance: Tensor | float) -> None:
+    """As `agree`, for actual ≤ bound."""
+    agree(law, points, actual, torch.minimum(actual, bound.expand_as(actual)), tolerance)
+
+
+def expand(scalar: Tensor, like: Tensor) -> Tensor:
+    """A number per query, with singleton dimensions up to those of `like`."""
+    return scalar.reshape((*scalar.shape, *[1] * (like.ndim - scalar.ndim)))
