@@ -74,9 +74,9 @@ class LogSumReLU(Energy):
     def _energy(self, state: Tensor) -> Tensor:
         _, scale, rise = self._rises(state)
         total = rise.sum(-1)
-        inside = total > 0
-        value = -torch.log(torch.where(inside, total, 1.0)) / scale.squeeze(-1)
-        return torch.where(inside, value, torch.inf)
+        outside = total == 0
+        value = -torch.log(torch.where(outside, 1.0, total)) / scale.squeeze(-1)
+        return torch.where(outside, torch.inf, value)
 
     def _step(self, state: Tensor) -> Tensor:
         energy, _, rise = self._rises(state)

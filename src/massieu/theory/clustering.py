@@ -55,6 +55,8 @@ class ClusteringEnergy(Energy):
     def _step(self, state: Tensor) -> Tensor:
         state = self._need(promoted(state))
         *lead, count, width = state.shape
+        if 0 in lead:
+            return state
         # One head for each cloud.
         tokens = state.reshape(1, -1, count, width)
         rate = align(self.scale.to(state), state.ndim).expand(*lead, 1, 1).reshape(1, -1, 1, 1)

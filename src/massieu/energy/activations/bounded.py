@@ -42,10 +42,10 @@ class Tanh(Activation):
 
     def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
         size = y.detach().abs()
-        inner = torch.where(size < 1, y, 0.0)
+        inner = torch.where(size >= 1, 0.0, y)
         value = 0.5 * ((1 + inner) * torch.log1p(inner) + (1 - inner) * torch.log1p(-inner))
         edge = torch.where(size <= 1 + rounding, math.log(2), torch.inf)
-        return torch.where(size < 1, value, edge).sum(-1)
+        return torch.where(size >= 1, edge, value).sum(-1)
 
 
 class SoftSphere(Activation):
@@ -129,16 +129,16 @@ class _Normalisation(Activation):
         slack = rounding * (radius + y.detach().norm(dim=-1) + deviation.detach().norm(dim=-1))
         outside = (gap < -2 * radius * slack) | ((deviation - inner).detach().norm(dim=-1) > slack)
         # On the sphere itself the root has no derivative.
-        within = (gap > 0) & (softening > 0)
+        within = ~(gap <= 0) & (softening > 0)
         value = -torch.where(within, softening * gap, 1.0).sqrt()
-        return torch.where(within, value, 0.0).masked_fill(outside, torch.inf)
+        return torch.where(within, value, 0.0 * gap).masked_fill(outside, torch.inf)
 
 
 def _length(u: Tensor, softening: float) -> Tensor:
     """√(‖u‖² + s²), with derivative 0 where both are 0."""
     square = u.square().sum(-1) + softening
-    above = square > 0
-    return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0)
+    origin = square == 0
+    return torch.where(origin, 0.0, torch.where(origin, 1.0, square).sqrt())
 
 
 class SphereProjection(_Normalisation):
