@@ -174,6 +174,8 @@ class DoublyStochasticLayer(Head):
         return self._law_after(before, AffineMap(value @ matrix, (value @ (still - matrix @ still)).squeeze(-1)))
 
     def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        if 0 in particles.shape[:-2]:
+            return particles
         query, key, value = self._heads(particles)
         found = doubly_stochastic_attention(
             query, key, value, scale=self.scale, tolerance=self.tolerance, max_steps=self.max_steps

@@ -68,8 +68,8 @@ def check_structure(subject: Subject[Any]) -> None:
     value = subject.value
     leaves, structure = pytree.tree_flatten(value)
     again = pytree.tree_unflatten(leaves, structure)
-    if type(again) is not type(value) or any(not isinstance(leaf, Tensor | None) for leaf in leaves):
-        raise AssertionError(f"structure: {type(value).__name__} is no pytree of tensors")
+    if type(again) is not type(value) or again is value:
+        raise AssertionError(f"structure: {type(value).__name__} is no pytree")
     for name, function in subject.functions.items():
         whole = function(value, subject.points)
         subject.same(f"structure: {name} of the value put together again", function(again, subject.points), whole, 0.0)
@@ -84,7 +84,7 @@ def check_one_by_one(subject: Subject[Any]) -> None:
         alone = [function(value, point) for point in points.unbind(query)]
         subject.same(f"one by one: {name} of all queries", whole, torch.stack(alone, query))
         if sliced:
-            parts = [pytree.tree_map(lambda leaf, i=i: leaf if leaf is None else leaf[i], value) for i in range(len(points))]
+            parts = [pytree.tree_map(lambda leaf, i=i: leaf[i] if isinstance(leaf, Tensor) else leaf, value) for i in range(len(points))]
             alone = [function(*pair) for pair in zip(parts, points, strict=True)]
             subject.same(f"one by one: {name} of the whole batch", whole, torch.stack(alone))
 
@@ -99,7 +99,7 @@ def check_vmap(subject: Subject[Any]) -> None:
 def _numbers(subject: Subject[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], tuple[Any, Tensor]]]:
     """The floating-point tensors of value and points, and the way back."""
     leaves, structure = pytree.tree_flatten((subject.value, subject.points))
-    places = [place for place, leaf in enumerate(leaves) if leaf is not None and leaf.is_floating_point()]
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
     def back(numbers: Sequence[Tensor]) -> tuple[Any, Tensor]:
         whole = list(leaves)
@@ -111,11 +111,16 @@ def _numbers(subject: Subject[Any]) -> tuple[list[Tensor], Callable[[Sequence[Te
 
 
 def _directions(subject: Subject[Any], numbers: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """A draw for every finite number; symmetric for square matrices, which may have to be."""
+    """A draw for every finite number, symmetric for square matrices, which may have to be; 0 for points of whole numbers,
+    which may be all that there is."""
     drawn = [subject.drawn(number, seed + place) for place, number in enumerate(numbers)]
     square = [number.ndim > 1 and number.shape[-1] == number.shape[-2] for number in numbers]
     drawn = [(way + way.mT) / 2 if even else way for way, even in zip(drawn, square, strict=True)]
-    return [torch.where(number.isfinite(), way, 0.0) for way, number in zip(drawn, numbers, strict=True)]
+    drawn = [torch.where(number.isfinite(), way, 0.0) for way, number in zip(drawn, numbers, strict=True)]
+    points = subject.points
+    if points.is_floating_point() and bool((points == points.round()).all()):
+        drawn[-1] = torch.zeros_like(points)
+    return drawn
 
 
 def _derivative(
@@ -169,9 +174,7 @@ def check_precision(subject: Subject[Any]) -> None:
         moved = torch.zeros_like(expected)
         for seed in range(3):
             ways = _directions(subject, numbers, 10 * seed)
-            # Whole numbers are exact in every precision.
-            ways = [torch.where(x == x.round(), 0.0, nudge * way) for x, way in zip(small, ways, strict=True)]
-            there = function(*back([x.double() * (1 + way) for x, way in zip(small, ways, strict=True)]))
+            there = function(*back([x.double() * (1 + nudge * way) for x, way in zip(small, ways, strict=True)]))
             moved = torch.maximum(moved, (there - expected).abs().nan_to_num(0.0, 0.0))
         rest = tuple(range(subject.query + 1, expected.ndim))
         size = (expected.abs() + moved / nudge).nan_to_num(posinf=0.0)
