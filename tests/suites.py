@@ -16,11 +16,13 @@ import massieu
 def every_check(
     suite: Callable[[Any], Any], cases: Mapping[str, Any], medium: Collection[str] = (), slow: Collection[str] = ()
 ) -> pytest.MarkDecorator:
-    """One test for each check of each case, "case: check"; those of the cases named are medium or slow."""
+    """One test for each check of each case, "case: check"; what is named, a case or one of its checks, is medium or slow."""
     rows = []
     for name, case in cases.items():
-        marks = [pytest.mark.slow] if name in slow else [pytest.mark.medium] if name in medium else []
-        rows += [pytest.param(check, marks=marks, id=f"{name}: {law}") for law, check in suite(case)]
+        for law, check in suite(case):
+            names = {name, f"{name}: {law}"}
+            marks = [pytest.mark.slow] if names & set(slow) else [pytest.mark.medium] if names & set(medium) else []
+            rows.append(pytest.param(check, marks=marks, id=f"{name}: {law}"))
     return pytest.mark.parametrize("check", rows)
 
 

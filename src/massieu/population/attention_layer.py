@@ -252,7 +252,7 @@ class AttentionLayer(Operator):
             points = spread("the population attended to", self.population.points.to(dtype), batch, 2)
             log_weight = spread("the population attended to", self.population.log_weight.to(dtype), batch, 1)
             keys, values = _heads(points, key_map), _heads(points, value_map)
-            log_weight = log_weight.reshape(len(query), 1, 1, -1)
+            log_weight = log_weight.reshape(len(query), 1, 1, log_weight.shape[-1])
             found = ops.attention(query, keys, values, log_weight=log_weight, scale=1.0).output
         else:
             eta = (query @ key_map).reshape(*batch, len(key_map), *z.shape[-2:])
