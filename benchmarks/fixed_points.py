@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import harness
-from massieu.solve import fixed_point
+from massieu.solve import Anderson, Auto, Method, Newton, fixed_point
 
 ITEMS, LIMIT, RTOL, ATOL, BAR = 24, 1000, 1e-6, 1e-8, 1.2
 Function = Callable[[Tensor], Tensor]
@@ -102,7 +102,7 @@ def _linear(matrix: Tensor, query: Tensor) -> Function:
 
 def solvers() -> dict[str, Solver]:
     """By name; ours are the first three."""
-    found: dict[str, Solver] = {name: _ours(name) for name in ("auto", "anderson", "newton")}
+    found: dict[str, Solver] = {"auto": _ours(Auto()), "anderson": _ours(Anderson()), "newton": _ours(Newton())}
     found["plain iteration"] = _plain
     for ridge in (1e-4, 1e-10):
         found[f"Anderson as in neqnn, ridge {ridge:g}"] = _bordered(ridge)
@@ -116,7 +116,7 @@ def solvers() -> dict[str, Solver]:
     return found
 
 
-def _ours(method: str) -> Solver:
+def _ours(method: Method) -> Solver:
     def solve(function: Function, start: Tensor) -> object:
         return fixed_point(function, start, method=method, rtol=RTOL, atol=ATOL, max_steps=LIMIT, throw=False)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import harness
-from massieu.solve import fixed_point
+from massieu.solve import Picard, fixed_point
 
 QUERIES, KEYS, SIZE, SHARE, SCALE = 1024, 256, 64, 0.9, 2.0
 MOVES = (10, 40, 160)
@@ -80,7 +80,7 @@ def implicit(moves: int) -> Layer:
     def solve(query: Tensor, memory: Tensor) -> Tensor:
         parameters, start = (query, memory), query.detach()
         return fixed_point(
-            layer, start, parameters, method="picard", max_steps=moves, rtol=0.0, atol=0.0, throw=False
+            layer, start, parameters, method=Picard(), max_steps=moves, rtol=0.0, atol=0.0, throw=False
         ).value
 
     return solve

@@ -11,7 +11,7 @@ from scipy.special import ive
 from massieu.energy import KineticIsing, KineticSpins
 from massieu.errors import ConvergenceError
 from massieu.measures import Sphere
-from massieu.solve import Status
+from massieu.solve import Picard, Status
 
 
 def spins(number=4, size=8, strength=0.3, seed=0, batch=(), **options):
@@ -258,10 +258,10 @@ def test_batches_by_vmap_and_half_precision():
 def test_no_fixed_point_is_told():
     ring = torch.tensor([[0.0, 40.0], [-40.0, 0.0]]).double()  # the spins turn for ever
     model = KineticSpins.create(0.1 * torch.ones(2, 4).double(), ring, scale=4.0)
-    found = model.stationary(max_steps=30, method="picard", throw=False)
+    found = model.stationary(max_steps=30, method=Picard(), throw=False)
     assert int(found.status) != Status.CONVERGED
     with pytest.raises(ConvergenceError):
-        model.stationary(max_steps=30, method="picard")
+        model.stationary(max_steps=30, method=Picard())
 
 
 def test_wrong_inputs():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from massieu.errors import ConvergenceError, ConvergenceWarning
 from massieu.nn import ConditionalMeanAttention, Hopfield, ImplicitAttention, SpinAttention, TAPAttention
-from massieu.solve import ConjugateGradients, Status, fixed_point
+from massieu.solve import ConjugateGradients, Implicit, Status, fixed_point
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -93,7 +93,7 @@ def test_items_without_a_fixed_point_have_no_derivative_and_take_none_from_other
     def solved(common: Tensor) -> Tensor:
         parameters = (common * share, drive)
         found = fixed_point(
-            pushed, torch.zeros_like(drive), parameters, throw=False, lost_derivative="zero", max_steps=500
+            pushed, torch.zeros_like(drive), parameters, throw=False, adjoint=Implicit(lost="zero"), max_steps=500
         )
         return torch.where(found.value.abs() < 100, found.value, 0.0).sum()
 
@@ -114,8 +114,8 @@ def test_lost_derivatives_are_nan_unless_asked_for():
     (slope,) = torch.autograd.grad(found.value.sum(), weight)
     assert slope[0].isfinite()
     assert slope[1].isnan()
-    with pytest.raises(ValueError, match=r"'zero' with throw=False, got 'zero'"):
-        fixed_point(pushed, torch.zeros(2, 1), (weight, weight), lost_derivative="zero")
+    with pytest.raises(ValueError, match="needs throw=False"):
+        fixed_point(pushed, torch.zeros(2, 1), (weight, weight), adjoint=Implicit(lost="zero"))
 
 
 @pytest.mark.medium

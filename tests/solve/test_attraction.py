@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.rows import every_row
 
-from massieu.solve import Status, fixed_point, spectral_radius
+from massieu.solve import Implicit, Newton, Status, fixed_point, spectral_radius
 
 DOUBLE = torch.float64
 
@@ -40,23 +40,25 @@ def test_a_map_that_is_not_normal_is_not_refused():
     # Norm 30, spectral radius 0.5.
     matrix = torch.tensor([[0.5, 30.0], [0.0, 0.4]], dtype=DOUBLE)
     shift = torch.ones(2, dtype=DOUBLE)
-    found = fixed_point(lambda z, a, b: a @ z + b, shift, (matrix, shift), check_attraction=True)
+    found = fixed_point(lambda z, a, b: a @ z + b, shift, (matrix, shift), adjoint=Implicit(check_attraction=True))
     assert torch.allclose(found.value, torch.linalg.solve(torch.eye(2, dtype=DOUBLE) - matrix, shift))
 
 
 @every_row(("slope", "attracts"), [(0.99, True), (-0.99, True), (1.2, False), (-1.2, False)])
 def test_what_attracts(slope, attracts):
     start = torch.full((1,), 0.0, dtype=DOUBLE)
-    found = fixed_point(lambda z, a: a * torch.sin(z), start, (slope,), check_attraction=True, throw=False)
+    found = fixed_point(
+        lambda z, a: a * torch.sin(z), start, (slope,), adjoint=Implicit(check_attraction=True), throw=False
+    )
     assert found.status == (Status.CONVERGED if attracts else Status.NOT_ATTRACTING)
 
 
 def test_newtons_method_finds_what_repels_and_says_so():
     # The fixed points of 3tanh: 0 repels, the others attract.
     start = torch.tensor([[0.1], [2.0]], dtype=DOUBLE)
-    found = fixed_point(lambda z: 3 * torch.tanh(z), start, method="newton", throw=False)
+    found = fixed_point(lambda z: 3 * torch.tanh(z), start, method=Newton(), throw=False)
     assert found.status.tolist() == [Status.NOT_ATTRACTING, Status.CONVERGED]
-    kept = fixed_point(lambda z: 3 * torch.tanh(z), start, method="newton", check_attraction=False)
+    kept = fixed_point(lambda z: 3 * torch.tanh(z), start, method=Newton(), adjoint=Implicit(check_attraction=False))
     assert kept.value[0].abs() < 1e-9
 
 

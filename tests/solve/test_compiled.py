@@ -5,7 +5,18 @@ import torch
 from tests.rows import some_slow
 from torch.func import grad, hessian, vmap
 
-from massieu.solve import GMRES, fixed_point
+from massieu.solve import (
+    GMRES,
+    Anderson,
+    ConjugateGradients,
+    Dense,
+    Implicit,
+    Newton,
+    OneStep,
+    Picard,
+    Unrolled,
+    fixed_point,
+)
 
 DOUBLE = torch.float64
 
@@ -44,10 +55,10 @@ def agrees(backend: str, **options) -> None:
 @some_slow(
     "options",
     [
-        {"method": "picard", "linear_solver": "cg"},
-        {"linear_solver": "dense"},
-        {"method": "picard", "adjoint": "one_step"},
-        {"method": "picard", "adjoint": "unrolled", "max_steps": 5, "throw": False},
+        {"method": Picard(), "adjoint": Implicit(ConjugateGradients())},
+        {"adjoint": Implicit(Dense())},
+        {"method": Picard(), "adjoint": OneStep()},
+        {"method": Picard(), "adjoint": Unrolled(), "max_steps": 5, "throw": False},
     ],
     1,
 )
@@ -58,7 +69,10 @@ def test_compiled_without_a_compiler(options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"method": "newton", "linear_solver": GMRES(memory=3)}, {"method": "anderson", "linear_solver": "cg"}],
+    [
+        {"method": Newton(), "adjoint": Implicit(GMRES(memory=3))},
+        {"method": Anderson(), "adjoint": Implicit(ConjugateGradients())},
+    ],
 )
 def test_other_methods_compiled_without_a_compiler(options):
     agrees("aot_eager", **options)
@@ -77,7 +91,11 @@ def test_compiled_inside_transforms(transform):
     memory, query = normal(6, 4), normal(3, 4, seed=1)
 
     def loss(query):
-        return solve(query, memory, method="picard", max_steps=40, check_attraction=False).value.sin().sum()
+        return (
+            solve(query, memory, method=Picard(), max_steps=40, adjoint=Implicit(check_attraction=False))
+            .value.sin()
+            .sum()
+        )
 
     whole = transform(loss)
     given = torch.compile(whole, fullgraph=True, backend="aot_eager")(query)
@@ -90,7 +108,7 @@ def test_what_cannot_be_raised_becomes_nan():
 
     def both(start, throw):
         return fixed_point(
-            lambda z, a: a * z + 1.0, start, (torch.tensor([[0.5], [3.0]]),), method="picard", throw=throw
+            lambda z, a: a * z + 1.0, start, (torch.tensor([[0.5], [3.0]]),), method=Picard(), throw=throw
         )
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")

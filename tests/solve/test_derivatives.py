@@ -11,10 +11,23 @@ from torch.utils._pytree import tree_leaves
 
 from massieu.errors import ConvergenceError
 from massieu.measures import Atoms
-from massieu.solve import GMRES, Status, fixed_point
+from massieu.solve import (
+    GMRES,
+    Anderson,
+    Auto,
+    ConjugateGradients,
+    Dense,
+    Implicit,
+    Newton,
+    OneStep,
+    Picard,
+    Status,
+    Unrolled,
+    fixed_point,
+)
 
 DOUBLE = torch.float64
-SOLVERS = ("gmres", "cg", "dense", GMRES(memory=2, cycles=100))
+SOLVERS = (GMRES(), ConjugateGradients(), Dense(), GMRES(memory=2, cycles=100))
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -60,10 +73,10 @@ def same(one, other, tolerance=1e-8):
 
 @pytest.mark.medium
 @every_row("solver", SOLVERS)
-@every_row("method", ["auto", "picard", "anderson", "newton"])
+@every_row("method", [Auto(), Picard(), Anderson(), Newton()])
 def test_first_derivatives_are_those_of_dense_linear_algebra(solver, method):
     inputs = QUERY.clone().requires_grad_(), MEMORY.clone().requires_grad_()
-    found = implicit(*inputs, linear_solver=solver, method=method)
+    found = implicit(*inputs, adjoint=Implicit(solver), method=method)
     cotangent = normal(3, 4, seed=5)
     given = torch.autograd.grad(found, inputs, cotangent)
     value, expected = found.detach(), [torch.zeros_like(QUERY), torch.zeros_like(MEMORY)]
@@ -82,7 +95,7 @@ def test_gradients_of_both_orders_and_modes_against_differences(solver):
     inputs = QUERY[:2, :2].clone().requires_grad_(), MEMORY[:3, :2].clone().requires_grad_()
 
     def solve(query, memory):
-        return implicit(query, memory, linear_solver=solver, rtol=1e-13, atol=1e-13)
+        return implicit(query, memory, adjoint=Implicit(solver), rtol=1e-13, atol=1e-13)
 
     assert gradcheck(solve, inputs, check_forward_ad=True)
     assert gradgradcheck(solve, inputs, check_fwd_over_rev=True)
@@ -151,7 +164,7 @@ def test_vmap_gives_the_loop_and_stops_as_early():
         calls.append(None)
         return 0.5 * z + query
 
-    found = vmap(lambda query: fixed_point(counted, torch.zeros(4), (query,), method="picard"))(torch.ones(5, 4))
+    found = vmap(lambda query: fixed_point(counted, torch.zeros(4), (query,), method=Picard()))(torch.ones(5, 4))
     assert found.status.tolist() == [0] * 5
     assert len(calls) == found.evaluations.max() < 40
 
@@ -200,7 +213,7 @@ def test_nothing_of_the_iteration_is_kept():
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             fixed_point(
-                forced, QUERY, (query, MEMORY), method="picard", max_steps=moves, rtol=0.0, atol=0.0, throw=False
+                forced, QUERY, (query, MEMORY), method=Picard(), max_steps=moves, rtol=0.0, atol=0.0, throw=False
             )
         sizes.append(sum(kept))
     assert sizes[0] == sizes[1] < 10 * QUERY.numel() + MEMORY.numel()
@@ -212,7 +225,7 @@ def test_nothing_of_the_iteration_is_kept():
 def test_unrolled_derivatives_are_those_of_the_moves():
     start, query, memory = (part.clone().requires_grad_() for part in (normal(3, 4, seed=8), QUERY, MEMORY))
     found = fixed_point(
-        forced, start, (query, memory), method="picard", adjoint="unrolled", max_steps=3, throw=False, damping=0.7
+        forced, start, (query, memory), method=Picard(damping=0.7), adjoint=Unrolled(), max_steps=3, throw=False
     )
     z = start
     for _ in range(3):
@@ -225,11 +238,11 @@ def test_unrolled_derivatives_are_those_of_the_moves():
 
 def test_one_step_derivatives_are_those_of_the_function_at_the_fixed_point():
     query, memory = QUERY.clone().requires_grad_(), MEMORY.clone().requires_grad_()
-    value = implicit(query, memory, adjoint="one_step")
+    value = implicit(query, memory, adjoint=OneStep())
     expected = forced(value.detach(), query, memory)
     inputs = (query, memory)
     assert same(torch.autograd.grad(value.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), 1e-13)
-    assert jvp(lambda q: implicit(q, MEMORY, adjoint="one_step"), (QUERY,), (QUERY,))[1].isfinite().all()
+    assert jvp(lambda q: implicit(q, MEMORY, adjoint=OneStep()), (QUERY,), (QUERY,))[1].isfinite().all()
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -260,11 +273,11 @@ def test_captured_parameters_raise(transform):
         _capture(transform)
 
 
-@every_row("adjoint", ["implicit", "one_step", "unrolled"])
+@every_row("adjoint", [Implicit(), OneStep(), Unrolled()])
 def test_a_captured_module_raises_and_names_the_shape(adjoint):
     layer = torch.nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"a tensor of shape \(4, 4\) that requires grad.*functional_call"):
-        fixed_point(lambda z: torch.tanh(layer(z)), torch.zeros(2, 4), method="picard", adjoint=adjoint)
+        fixed_point(lambda z: torch.tanh(layer(z)), torch.zeros(2, 4), method=Picard(), adjoint=adjoint)
 
 
 def test_what_is_captured_without_need_of_a_gradient_is_fine():
@@ -298,10 +311,12 @@ def test_a_singular_system_raises_in_the_backward_pass():
     def identity_along_an_axis(z, shift):
         return torch.stack([z[..., 0], 0.5 * z[..., 1]], -1) + shift
 
-    found = fixed_point(identity_along_an_axis, shift.detach(), (shift,), check_attraction=False)
-    with pytest.raises(ConvergenceError, match=r"SINGULAR.*I − J is singular.*try linear_solver='gmres'"):
+    found = fixed_point(identity_along_an_axis, shift.detach(), (shift,), adjoint=Implicit(check_attraction=False))
+    with pytest.raises(ConvergenceError, match=r"SINGULAR.*I − J is singular.*try Implicit\(GMRES\(memory=100\)\)"):
         found.value.sum().backward()
-    quiet = fixed_point(identity_along_an_axis, shift.detach(), (shift,), check_attraction=False, throw=False)
+    quiet = fixed_point(
+        identity_along_an_axis, shift.detach(), (shift,), adjoint=Implicit(check_attraction=False), throw=False
+    )
     assert torch.autograd.grad(quiet.value.sum(), shift)[0].isnan().all()
 
 
@@ -311,8 +326,7 @@ def test_conjugate_gradients_raise_where_the_fixed_point_is_no_minimum():
         lambda z, s: 3 * torch.tanh(z) * s,
         torch.zeros(1, dtype=DOUBLE),
         (shift,),
-        check_attraction=False,
-        linear_solver="cg",
+        adjoint=Implicit(ConjugateGradients(), check_attraction=False),
     )
     with pytest.raises(ConvergenceError, match="not symmetric positive definite"):
         found.value.sum().backward()

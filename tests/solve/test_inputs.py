@@ -8,8 +8,19 @@ import torch
 from tests.rows import every_row
 from tests.sentences import works_or_says, wrongs
 
-from massieu.solve import GMRES, ConjugateGradients, fixed_point, spectral_radius
-from massieu.solve.linear import Dense
+from massieu.solve import (
+    GMRES,
+    Anderson,
+    Auto,
+    ConjugateGradients,
+    Dense,
+    Implicit,
+    Newton,
+    Picard,
+    fixed_point,
+    linear_solve,
+    spectral_radius,
+)
 
 START = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -24,11 +35,21 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "its value": lambda x: fixed_point(lambda z: x, START),
     "parameters": lambda x: fixed_point(torch.cos, START, x),
     "rtol": lambda x: fixed_point(torch.cos, START, rtol=x, max_steps=3, throw=False),
-    "damping": lambda x: fixed_point(torch.cos, START, damping=x),
+    "damping": lambda x: Picard(damping=x),
+    "memory": lambda x: Anderson(memory=x),
+    "fast": lambda x: Auto(fast=x),
+    "products": lambda x: Newton(products=x),
     "item_dims": lambda x: fixed_point(torch.cos, START, item_dims=x),
     "method": lambda x: fixed_point(torch.cos, START, method=x),
     "adjoint": lambda x: fixed_point(torch.cos, START, adjoint=x),
-    "lost_derivative": lambda x: fixed_point(torch.cos, START, lost_derivative=x),
+    "lost": lambda x: Implicit(lost=x),
+    "check_attraction": lambda x: Implicit(check_attraction=x),
+    "the adjoint's solver": lambda x: Implicit(x),
+    "right": lambda x: linear_solve(twice, x),
+    "product": lambda x: linear_solve(x, START),
+    "the product's value": lambda x: linear_solve(lambda vector: x, START),
+    "parameters of a product": lambda x: linear_solve(twice, START, x),
+    "solver": lambda x: linear_solve(twice, START, solver=x),
     "spectral_radius": lambda x: spectral_radius(torch.cos, x),
     "GMRES": lambda x: GMRES().solve(twice, x),
     "ConjugateGradients": lambda x: ConjugateGradients().solve(twice, x),
@@ -41,8 +62,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
 @every_row("name", CALLS)
 def test_any_argument_works_or_is_one_sentence(name: str):
     for label, given in wrongs(START).items():
-        if name == "function" and not callable(given):
-            assert "function must be callable" in works_or_says(CALLS[name], given)
+        if name in ("function", "product") and not callable(given):
+            assert f"{name} must be callable" in works_or_says(CALLS[name], given)
             continue
         try:
             works_or_says(CALLS[name], given)
@@ -52,7 +73,7 @@ def test_any_argument_works_or_is_one_sentence(name: str):
 
 
 def test_items_without_numbers_and_shapes_without_values():
-    empty = fixed_point(torch.cos, torch.zeros(3, 0), check_attraction=True)
+    empty = fixed_point(torch.cos, torch.zeros(3, 0), adjoint=Implicit(check_attraction=True))
     assert empty.converged.all()
     assert empty.value.shape == (3, 0)
     found = fixed_point(torch.cos, START.to("meta"))

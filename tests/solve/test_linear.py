@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rows import every_row
 
-from massieu.solve import GMRES, ConjugateGradients, Status
-from massieu.solve.linear import Dense
+from massieu.solve import GMRES, ConjugateGradients, Dense, Status
 
 DOUBLE = torch.float64
 SOLVERS = (ConjugateGradients(), GMRES(), GMRES(memory=5, cycles=400), Dense())

@@ -18,7 +18,7 @@ from massieu.errors import ConvergenceError
 from massieu.foundation import matrices
 from massieu.foundation.transforms import every, unwrapped, values_are_readable
 from massieu.measures import Measure
-from massieu.solve import Status, fixed_point
+from massieu.solve import Auto, Status, fixed_point
 from massieu.solve.status import FixedPointResult
 
 
@@ -51,7 +51,7 @@ def adaptive_tap(
         _start(law, coupling),
         (law, coupling),
         item_dims=3,
-        damping=damping,
+        method=Auto(damping=damping),
         rtol=rtol,
         max_steps=max_steps,
         throw=throw,

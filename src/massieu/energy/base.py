@@ -22,7 +22,7 @@ from torch import Tensor
 from massieu.energy.gradients import jacobian
 from massieu.foundation.arguments import floating, number, whole_number
 from massieu.foundation.values import Value, promoted_dtype
-from massieu.solve import Status, fixed_point
+from massieu.solve import Picard, Status, fixed_point
 from massieu.solve.status import warn_unconverged
 
 _DAMPINGS: dict[str, Callable[[float], bool]] = {
@@ -181,12 +181,11 @@ class Energy(Value):
                 lambda point, energy: energy.step(point),
                 start,
                 (self,),
-                method="picard",
+                method=Picard(damping=damping),
                 item_dims=self._event_dims,
                 max_steps=max_steps,
                 rtol=tol,
                 atol=tol,
-                damping=damping,
                 throw=throw,
             )
             return RetrievalResult(found.value, self._energy(found.value), found.residual, found.steps, found.status)

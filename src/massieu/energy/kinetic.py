@@ -11,7 +11,7 @@ equilibrium and no free energy, and none is claimed.
 
 import math
 from abc import abstractmethod
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float
@@ -23,11 +23,12 @@ from massieu.foundation.transforms import every, unwrapped
 from massieu.foundation.values import Value, need_batch, promoted_dtype, static_field
 from massieu.measures import Sphere
 from massieu.ops.bessel import sphere_slopes
-from massieu.solve import Method, fixed_point
+from massieu.solve import Auto, Implicit, Method, fixed_point
+from massieu.solve.adjoint import Adjoint
 from massieu.solve.status import FixedPointResult, warn_unconverged
 
 Order = Literal["first", "second"]
-Lost = Literal["nan", "zero"]
+_AUTO, _IMPLICIT = Auto(), Implicit()
 
 
 class Kinetic(Value):
@@ -84,14 +85,14 @@ class Kinetic(Value):
         return found.value
 
     def second_order_step(
-        self, state: Tensor, *, max_steps: int = 200, throw: bool = True, lost_derivative: Lost = "nan"
+        self, state: Tensor, *, max_steps: int = 200, throw: bool = True, adjoint: Adjoint = _IMPLICIT
     ) -> FixedPointResult:
         """The step to second order, with status, residual and steps of each spin's equation. Raises as `step`.
 
         Options are those of `massieu.solve.fixed_point`.
         """
         field = self.field(self._checked(state))
-        options = {"max_steps": max_steps, "throw": throw, "lost_derivative": lost_derivative}
+        options = {"max_steps": max_steps, "throw": throw, "adjoint": adjoint}
         return fixed_point(_same_time, field, (self, state, field), item_dims=self._spin_dims, **options)
 
     def stationary(
@@ -99,10 +100,10 @@ class Kinetic(Value):
         order: Order = "first",
         start: Tensor | None = None,
         *,
-        method: Method | Any = "auto",
+        method: Method = _AUTO,
         max_steps: int = 200,
         throw: bool = True,
-        lost_derivative: Lost = "nan",
+        adjoint: Adjoint = _IMPLICIT,
     ) -> FixedPointResult:
         """θ = step(θ), with its derivatives by the implicit function theorem, and status, residual and steps (B12).
 
@@ -122,7 +123,7 @@ class Kinetic(Value):
             method=method,
             max_steps=max_steps,
             throw=throw,
-            lost_derivative=lost_derivative,
+            adjoint=adjoint,
         )
 
     def _checked(self, state: Tensor, name: str = "state") -> Tensor:

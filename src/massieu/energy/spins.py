@@ -22,7 +22,7 @@ from massieu.foundation.arguments import check_finite, floating, instance
 from massieu.foundation.transforms import every, unwrapped, values_are_readable
 from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, Spin
-from massieu.solve import fixed_point
+from massieu.solve import Auto, fixed_point
 from massieu.solve.status import FixedPointResult
 
 
@@ -209,7 +209,14 @@ class SpinModel(Value):
     ) -> FixedPointResult:
         start = torch.zeros_like(self.coupling[0, :, 0])
         return fixed_point(
-            equations, start, (self,), item_dims=2, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw
+            equations,
+            start,
+            (self,),
+            method=Auto(damping=damping),
+            item_dims=2,
+            rtol=rtol,
+            max_steps=max_steps,
+            throw=throw,
         )
 
 

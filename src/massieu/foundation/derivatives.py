@@ -1,13 +1,18 @@
 """Products with a function's Jacobian, for the backward and forward rules of custom functions.
 
-Both are made of `torch.func.vjp`, so that they can be differentiated again and stand inside any transform.
+They can be differentiated again and stand inside any transform, where they are made of `torch.func.vjp`. That records what its
+own derivatives would need, so outside of transforms the graph of a plain backward pass takes its place, at half the memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingModuleSource]
+from torch.autograd import forward_ad
+
+from massieu.foundation.transforms import in_functorch
 
 Function = Callable[..., Any]
 """Of tensors, or None where an argument is left out, to a tensor or a tuple of them."""
@@ -36,6 +41,8 @@ def reverse_derivative(
     if not any(chosen):
         return (None,) * len(chosen)
     restricted, primals = _restrict(function, tensors, chosen)
+    if (found := _pulled_back(restricted, primals, cotangents)) is not None:
+        return tuple(next(found) if one else None for one in chosen)
     results, pull_back = torch.func.vjp(restricted, *primals)  # pyright: ignore[reportAssignmentType]
     if isinstance(results, Tensor):
         given: Any = cotangents
@@ -46,6 +53,32 @@ def reverse_derivative(
         )
     found = iter(pull_back(given))
     return tuple(next(found) if one else None for one in chosen)
+
+
+def _pulled_back(
+    function: Function, primals: Sequence[Tensor], cotangents: Tensor | Sequence[Tensor | None]
+) -> Iterator[Tensor] | None:
+    """By a plain backward pass, which keeps a graph only where derivatives are being taken; None near a transform."""
+    if torch.compiler.is_compiling() or in_functorch() or forward_ad._current_level >= 0:
+        return None
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, so that only this use of them counts.
+        inputs = [
+            primal.view_as(primal) if again and primal.requires_grad else primal.detach().requires_grad_()
+            for primal in primals
+        ]
+        results = function(*inputs)
+        pairs = [(results, cotangents)] if isinstance(results, Tensor) else list(zip(results, cotangents, strict=True))
+        # Pulled back after a transform has ended, tensors are still wrapped: plain passes would find zeros there.
+        if any(map(is_functorch_wrapped_tensor, (*primals, *(result for result, _ in pairs)))):
+            return None
+        moving = [(result, given) for result, given in pairs if given is not None and result.requires_grad]
+        if not moving:
+            return iter(map(torch.zeros_like, primals))
+        outputs, given = zip(*moving, strict=True)
+        options = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
+        return iter(torch.autograd.grad(outputs, inputs, given, **options))
 
 
 def forward_derivative(function: Function, tensors: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Any:

@@ -16,7 +16,7 @@ from massieu.nn import hflayers
 from massieu.nn.activation import Activation, as_module
 from massieu.nn.heads import Mask, added, attention_weights, log_weight_of, merge_heads, split_heads
 from massieu.nn.modules import Iterating, Number, check_input, register_number
-from massieu.solve import fixed_point
+from massieu.solve import GMRES, ConjugateGradients, Implicit, Picard, fixed_point
 from massieu.solve.status import FixedPointResult
 
 START = 0.02
@@ -371,12 +371,11 @@ def settle(
             step,
             state,
             (key, given, behind),
-            method="picard",
+            method=Picard(),
             max_steps=max_steps,
             # β times a covariance is symmetric; an activation after it is not.
-            linear_solver="auto" if behind else "cg",
+            adjoint=Implicit(GMRES() if behind else ConjugateGradients(), lost="nan" if throw else "zero"),
             throw=throw,
-            lost_derivative="nan" if throw else "zero",
         )
 
 

@@ -11,8 +11,10 @@ from massieu.foundation.arguments import number
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, log_weight_of
 from massieu.nn.modules import HeadsOfTokens, LearnableAlpha, Number, register_number
-from massieu.solve import Method, fixed_point
+from massieu.solve import Auto, ConjugateGradients, Implicit, Method, fixed_point
 from massieu.solve.status import FixedPointResult
+
+_AUTO = Auto()
 
 
 class ImplicitAttention(HeadsOfTokens):
@@ -38,7 +40,7 @@ class ImplicitAttention(HeadsOfTokens):
         kdim: int | None = None,
         bias: bool = True,
         batch_first: bool = True,
-        method: Method | Any = "auto",
+        method: Method = _AUTO,
         max_steps: int = 200,
         throw: bool = False,
     ) -> None:
@@ -126,7 +128,6 @@ class ImplicitAttention(HeadsOfTokens):
                 method=self.method,
                 max_steps=self.max_steps,
                 # α·scale times a covariance is symmetric.
-                linear_solver="cg",
+                adjoint=Implicit(ConjugateGradients(), lost="nan" if self.throw else "zero"),
                 throw=self.throw,
-                lost_derivative="nan" if self.throw else "zero",
             )

@@ -12,7 +12,9 @@ from massieu.foundation.arguments import check_range, choice, whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, log_weight_of, with_positions
 from massieu.nn.modules import HeadsOfTokens, Number, register_number
-from massieu.solve import Method
+from massieu.solve import Auto, Implicit, Method
+
+_AUTO = Auto()
 
 
 class SpinAttention(HeadsOfTokens):
@@ -44,7 +46,7 @@ class SpinAttention(HeadsOfTokens):
         coupling_scale: Number = None,
         bias: bool = True,
         batch_first: bool = True,
-        method: Method | Any = "auto",
+        method: Method = _AUTO,
         max_steps: int = 200,
         throw: bool = False,
     ) -> None:
@@ -112,8 +114,8 @@ class SpinAttention(HeadsOfTokens):
 
     def state(self, model: KineticSpins) -> Float[Tensor, "B H L D"]:
         """θ, the spins' local fields once they have moved; a ConvergenceError as for a call."""
-        lost = "nan" if self.throw else "zero"
-        options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw, "lost_derivative": lost}
+        adjoint = Implicit(lost="nan" if self.throw else "zero")
+        options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw, "adjoint": adjoint}
         if self.steps is None:
             found = model.stationary(self.order, method=self.method, **options)
             self._keep(found.status, found.residual)

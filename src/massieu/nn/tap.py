@@ -1,6 +1,6 @@
 """Attention as a spin model: tokens are fields, heads couple them, the output is how the spins settle."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -10,8 +10,10 @@ from massieu.foundation.arguments import choice, floating
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, log_weight_of, merge_log_weights, per_head, with_positions
 from massieu.nn.modules import HeadsOfTokens, Number, register_number
-from massieu.solve import Method, fixed_point
+from massieu.solve import Auto, Implicit, Method, fixed_point
 from massieu.solve.status import FixedPointResult
+
+_DAMPED = Auto(damping=0.5)
 
 
 class TAPAttention(HeadsOfTokens):
@@ -49,8 +51,7 @@ class TAPAttention(HeadsOfTokens):
         scale: Number = None,
         bias: bool = True,
         batch_first: bool = True,
-        method: Method | Any = "auto",
-        damping: float = 0.5,
+        method: Method = _DAMPED,
         max_steps: int = 200,
         throw: bool = False,
     ) -> None:
@@ -61,7 +62,7 @@ class TAPAttention(HeadsOfTokens):
             site: "spin" for components of ±1, "gaussian" for normal ones of variance 1.
             strength: What a token's couplings add up to; a number, a tensor or a Parameter, one or one a head.
             scale: Inverse temperature of the softmax, of the same kinds; by default the head's size to the −½.
-            method, damping, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
+            method, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
                 state is used; `convergence` tells of each head.
             throw: Raise instead.
         """
@@ -70,7 +71,7 @@ class TAPAttention(HeadsOfTokens):
         self.site = choice("site", site, "spin", "gaussian")
         register_number(self, "strength", strength, num_heads, or_none=False)
         register_number(self, "scale", scale, num_heads)
-        self.method, self.damping, self.max_steps, self.throw = method, damping, max_steps, throw
+        self.method, self.max_steps, self.throw = method, max_steps, throw
 
     def forward(
         self,
@@ -129,10 +130,9 @@ class TAPAttention(HeadsOfTokens):
                 (field, couplings),
                 item_dims=2,
                 method=self.method,
-                damping=self.damping,
                 max_steps=self.max_steps,
                 throw=self.throw,
-                lost_derivative="nan" if self.throw else "zero",
+                adjoint=Implicit(lost="nan" if self.throw else "zero"),
             )
 
 

@@ -96,7 +96,7 @@ def sinkhorn(
         max_steps=max_steps,
         atol=tolerance * weight.shape[-1] ** 0.5,
         rtol=_ROUNDINGS * torch.finfo(query.dtype).eps,
-        check_attraction=False,
+        adjoint=solve.Implicit(check_attraction=False),
     )
     hidden = weight == -torch.inf
     g = _of_mean_zero(found.value, hidden)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -10,14 +11,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.errors import ConvergenceError
+from massieu.foundation.derivatives import reverse_derivative
 from massieu.regression.kernels import FeatureKernel, Kernel
 from massieu.regression.logarithms import lifted, with_last
 from massieu.regression.low_rank import pivoted_cholesky
 from massieu.regression.tokens import KeyValuePairs, Prediction, SystemsSolved, need_positive
-from massieu.solve import ConjugateGradients, Status
-from massieu.solve.linear import default_rtol
-
-Product = Callable[[Tensor], Tensor]
+from massieu.solve import ConjugateGradients, LinearSolver, Status, linear_solve
+from massieu.solve.linear import LinearSolveResult, Product, default_rtol
 
 BLOCK_PAIRS = 1 << 18
 """Kernel values that are held at once."""
@@ -39,29 +39,31 @@ def iterative(
     Without `throw` a system that has not converged has its last iterate, in the derivative too. The bound is what the
     residuals that are left let the output lie from the exact one.
     """
-    need_positive(tokens.ridge, "method 'conjugate_gradient'")
+    need_positive(tokens.ridge, "conjugate gradients")
     if isinstance(tokens.kernel, FeatureKernel):
         raise ValueError(
-            "method 'conjugate_gradient' is for kernels without a map of features; 'cholesky' uses the map"
+            "conjugate gradients are for kernels without a map of features; method=Cholesky() uses the map"
         )
     own = method.preconditioner is not None or not preconditioner_rank
-    system = _System(method, _same if own else _half_preconditioner(tokens, preconditioner_rank), throw, [])
-    solution = _solve(system, tokens, tokens.target, tokens.logarithms is not None)
+    logs, half = tokens.logarithms, _same if own else _half_preconditioner(tokens, preconditioner_rank)
+    solver = _SplitConjugateGradients(method, half, logs is not None, throw)
+    solved = _solve(solver, tokens, tokens.target)
+    solution = solved.value.mT
     output = _predicted(tokens, query, tokens.root.unsqueeze(-1) * solution)
-    logs = tokens.logarithms
-    half = None if logs is None else logs.half_at(query)
     prior = tokens.kernel.diagonal(query)
     with torch.no_grad():
         # |κᵀA⁻¹r| ≤ ½√κ(q, q)·‖Λ^-½r‖ for A = W^½GW^½ + Λ, as in `low_rank`.
         least = tokens.diagonal.clamp(min=torch.finfo(prior.dtype).tiny).sqrt().unsqueeze(-1)
         residual = ((tokens.target - _product(tokens, solution)) / least).flatten(2).norm(dim=-1, keepdim=True)
         bound = residual * prior.sqrt() / 2
-        bound = bound if logs is None or half is None else lifted(bound, half - logs.centre)
-    solved = system.solved[0]
+        bound = bound if logs is None else lifted(bound, logs.half_at(query) - logs.centre)
+    convergence = SystemsSolved(solved.status, solved.residual)
     if not need_variance:
-        return Prediction(output, None, bound, solved)
-    variance = _variance(system, tokens, query, prior)
-    return Prediction(output, variance if half is None else lifted(variance, 2 * half), bound, solved)
+        return Prediction(output, None, bound, convergence)
+    variance = _variance(replace(solver, graded=False), tokens, query, prior)
+    return Prediction(
+        output, variance if logs is None else lifted(variance, 2 * logs.half_at(query)), bound, convergence
+    )
 
 
 def _predicted(
@@ -79,11 +81,11 @@ def _predicted(
     return lifted(image, largest.unsqueeze(-1))
 
 
-def _variance(system: "_System", tokens: KeyValuePairs, query: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:
+def _variance(solver: LinearSolver, tokens: KeyValuePairs, query: Tensor, prior: Tensor) -> Float[Tensor, "B H Q"]:
     found = []
     for asked in query.split(_rows(tokens.key), 2):
         cross = tokens.root.unsqueeze(-1) * tokens.kernel(tokens.key, asked)
-        found.append((cross * _solve(system, tokens, cross)).sum(-2))
+        found.append((cross * _solve(solver, tokens, cross).value.mT).sum(-2))
     return (prior - torch.cat(found, -1)).clamp(min=0.0)
 
 
@@ -128,7 +130,7 @@ class _KernelProduct(torch.autograd.Function):
         pieces: list[Tensor] = []
         totals: list[Tensor | None] = [None] * len(others)
         for rows, cotangent in zip(left.split(size, 2), cotangents[0].split(size, 2), strict=True):
-            piece, *slopes = _slopes(block, (rows, *others), cotangent, needed)
+            piece, *slopes = reverse_derivative(block, (rows, *others), cotangent, needed)
             pieces += [] if piece is None else [piece]
             totals = [
                 slope if total is None or slope is None else total + slope
@@ -137,19 +139,9 @@ class _KernelProduct(torch.autograd.Function):
         return None, torch.cat(pieces, 2) if pieces else None, *totals
 
 
-def _slopes(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], cotangent: Tensor, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """The tensors' cotangents; they have derivatives where those are being taken, and else half the memory of `vjp`."""
-    if not any(needed):
-        return [None] * len(needed)
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases, so that only this use of them counts.
-        inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
-        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need and tensor is not None]
-        found = iter(torch.autograd.grad(function(*inputs), wanted, cotangent, create_graph=again, allow_unused=True))
-    return [next(found) if need else None for need in needed]
+def _solve(solver: LinearSolver, tokens: KeyValuePairs, right: Float[Tensor, "B H N C"]) -> LinearSolveResult:
+    """A⁻¹ right, a system for each column: (B, H, C, N). The solver raises itself."""
+    return linear_solve(lambda x, tokens: _product(tokens, x.mT).mT, right.mT, (tokens,), solver=solver, throw=False)
 
 
 def _product(tokens: KeyValuePairs, vectors: Float[Tensor, "B H N C"]) -> Float[Tensor, "B H N C"]:
@@ -162,61 +154,65 @@ def _product(tokens: KeyValuePairs, vectors: Float[Tensor, "B H N C"]) -> Float[
 # --- the system ------------------------------------------------------------------------------------------------------
 
 
-class _System(NamedTuple):
-    """How A x = b is solved, as HAH y = Hb with x = Hy: neither part has a derivative."""
+@dataclass(frozen=True)
+class _SplitConjugateGradients(LinearSolver):
+    """A x = b as HAH y = Hb with x = Hy: to a residual of each column's norm; if graded, of each equation's own size.
 
+    Raises ConvergenceError where a residual stays above its tolerance, if `throw`. Residuals are relative.
+    """
+
+    symmetric: ClassVar[bool] = True
     method: ConjugateGradients
-    half: Product
+    half: Callable[[Tensor], Tensor]
     """H, the root of a preconditioner: rounding costs the square root of what it costs in a product with H²."""
+    graded: bool
     throw: bool
-    solved: list[SystemsSolved]
-    """What became of each right side that was solved for, in the order of the calls."""
 
-    def run(self, product: Product, right: Float[Tensor, "B H N C"], graded: bool) -> Float[Tensor, "B H N C"]:
-        """To a residual of each column's norm; if graded, to one of each equation's own size.
+    def solve(
+        self, product: Product, right: Float[Tensor, "B H C N"], constants: Sequence[Tensor] = ()
+    ) -> LinearSolveResult:
+        """Refined where equations differ by powers of ten."""
 
-        Raises ConvergenceError where a column's residual stays above its tolerance, unless told not to.
-        """
-        solution, solved = self._columns(product, right)
-        if graded and right.numel():
-            solution, solved = self._refined(product, right, solution, solved)
-        self.solved.append(solved)
-        return solution
+        def image(columns: Tensor) -> Tensor:
+            return product(columns, *constants)
 
-    def _refined(
-        self, product: Product, right: Tensor, solution: Tensor, solved: SystemsSolved
-    ) -> tuple[Tensor, SystemsSolved]:
+        found = self._columns(image, right)
+        return self._refined(image, right, found) if self.graded and right.numel() else found
+
+    def _refined(self, product: Product, right: Tensor, found: LinearSolveResult) -> LinearSolveResult:
         # A residual small beside the largest equations says nothing of those that are smaller by tens of powers of ten:
         # what is left is solved for anew until it is small in each equation (Oettli & Prager 1964). No entry of A is negative.
         rtol = default_rtol(self.method.rtol, right.dtype)
-        last = (math.inf, math.inf)
+        last, solution = (math.inf, math.inf), found.value
         while True:
             left = right - product(solution)
             size = right.abs() + product(solution.abs()) + torch.finfo(right.dtype).tiny
             error, norm = (left.abs() / size).amax().item(), left.norm().item()
             if error <= max(rtol, _ROUNDINGS * torch.finfo(right.dtype).eps):
-                return solution, solved
+                return found._replace(value=solution)
             if not (error < last[0] / 2 or norm < last[1] / 2):
                 if not self.throw:
-                    worst = (left.abs() / size).amax(-2)
+                    worst = (left.abs() / size).amax(-1)
                     lost = torch.where(worst.isfinite(), int(Status.MAX_STEPS), int(Status.NOT_FINITE))
-                    status = torch.where(worst <= rtol, solved.status, torch.maximum(lost, solved.status))
-                    return solution, SystemsSolved(status, worst)
+                    status = torch.where(worst <= rtol, found.status, torch.maximum(lost, found.status))
+                    return LinearSolveResult(solution, status, found.steps, worst)
                 raise ConvergenceError(
                     f"conjugate gradients left a residual of {error:.1e} of one equation's size, beside others that are "
-                    "larger by powers of ten; a larger rtol, float64, or method 'cholesky' may help"
+                    "larger by powers of ten; a larger rtol, float64, or method=Cholesky() may help"
                 )
-            last, solution = (error, norm), solution + self._columns(product, left)[0]
+            last, solution = (error, norm), solution + self._columns(product, left).value
 
-    def _columns(self, product: Product, right: Float[Tensor, "B H N C"]) -> tuple[Tensor, SystemsSolved]:
-        method, half = self.method, self.half
+    def _columns(self, product: Product, right: Tensor) -> LinearSolveResult:
+        def half(columns: Tensor) -> Tensor:
+            return self.half(columns.mT).mT
+
         start = half(right)
         # In units of its own: squares of what a distant query has in common with the keys underflow.
-        unit = start.abs().amax(-2, keepdim=True)
+        unit = start.abs().amax(-1, keepdim=True)
         unit = torch.where(unit > 0, unit, 1.0)
-        start = (start / unit).mT.contiguous()
-        found = method.solve(lambda x: half(product(half(x.mT))).mT, start)
-        near = start if method.preconditioner is None else method.preconditioner(start)
+        start = (start / unit).contiguous()
+        found = self.method.solve(lambda x: half(product(half(x))), start)
+        near = start if self.method.preconditioner is None else self.method.preconditioner(start)
         norm = (start * near).sum(-1).sqrt()
         failed = found.status != Status.CONVERGED
         residual = found.residual / torch.where(norm > 0, norm, 1.0)
@@ -224,9 +220,9 @@ class _System(NamedTuple):
             raise ConvergenceError(
                 f"conjugate gradients left a relative residual of {residual.max().item():.1e} in {int(failed.sum())} of "
                 f"{failed.numel()} systems after {int(found.steps.max())} steps; a larger ridge, a larger rank of the "
-                "preconditioner, more max_steps, or method 'cholesky' may help"
+                "preconditioner, more max_steps, or method=Cholesky() may help"
             )
-        return unit * half(found.value.mT), SystemsSolved(found.status, residual)
+        return found._replace(value=unit * half(found.value), residual=residual)
 
 
 def _same(vectors: Tensor) -> Tensor:
@@ -234,7 +230,7 @@ def _same(vectors: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _half_preconditioner(tokens: KeyValuePairs, rank: int) -> Product:
+def _half_preconditioner(tokens: KeyValuePairs, rank: int) -> Callable[[Tensor], Tensor]:
     """H with HAH near λI: (FFᵀ/λ + I)^-½ for A ≈ FFᵀ + λI, as I + F core Fᵀ."""
     *_, factor = pivoted_cholesky(tokens, rank)
     squares, basis = torch.linalg.eigh(factor.mT @ factor)
@@ -251,33 +247,3 @@ def _typical(tokens: KeyValuePairs) -> Float[Tensor, "B H"]:
     mean = torch.where(visible, tokens.diagonal.log(), 0.0).sum(-1) / visible.sum(-1).clamp(min=1)
     # A ridge that the dtype does not hold beside the Gram matrix is rounding there.
     return mean.exp().clamp(min=torch.finfo(mean.dtype).eps) if tokens.logarithms is not None else tokens.ridge
-
-
-def _solve(
-    system: _System, tokens: KeyValuePairs, right: Float[Tensor, "B H N C"], graded: bool = False
-) -> Float[Tensor, "B H N C"]:
-    """A⁻¹ right, with derivatives by one more solve each."""
-    leaves, structure = pytree.tree_flatten(tokens)
-    return _Solve.apply(system, structure, graded, right, *leaves)
-
-
-class _Solve(torch.autograd.Function):
-    """d(A⁻¹b) = A⁻¹(db − dA x): the cotangent of b is A⁻¹ of x's, and that of A's parameters that of −A x."""
-
-    @staticmethod
-    def forward(ctx: Any, system: _System, structure: Any, graded: bool, right: Tensor, *leaves: Tensor) -> Tensor:
-        tokens = pytree.tree_unflatten(leaves, structure)
-        solution = system.run(lambda vectors: _product(tokens, vectors), right, graded)
-        ctx.system, ctx.structure, ctx.graded = system, structure, graded
-        ctx.save_for_backward(solution, *leaves)
-        return solution
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        solution, *leaves = ctx.saved_tensors
-        pulled = _Solve.apply(ctx.system, ctx.structure, ctx.graded, cotangents[0], *leaves)
-
-        def image(*leaves: Tensor) -> Tensor:
-            return _product(pytree.tree_unflatten(leaves, ctx.structure), solution)
-
-        return None, None, None, pulled, *_slopes(image, leaves, -pulled, ctx.needs_input_grad[4:])

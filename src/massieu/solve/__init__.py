@@ -1,26 +1,33 @@
-"""Fixed points z = f(z, θ), each item by itself, and their derivatives (B12).
+"""Fixed points z = f(z, θ) and linear systems, each item by itself, and their derivatives (B12).
 
-`fixed_point` takes a function, a start and parameters; how iterates move, where derivatives come from and how linear
-systems are solved are arguments of their own. Everything here knows functions only. Results, and methods without settings,
-are in the submodules.
+`fixed_point` and `linear_solve` take a function, where to begin and parameters. How iterates move, where derivatives come from
+and how linear systems are solved are objects. Everything here knows functions only. Results are in the submodules.
 """
 
+from massieu.solve.adjoint import Implicit, OneStep, Unrolled
 from massieu.solve.attraction import spectral_radius
 from massieu.solve.fixed_point import fixed_point
-from massieu.solve.linear import GMRES, ConjugateGradients, LinearSolver
-from massieu.solve.methods import Anderson, Auto, Method, Newton
+from massieu.solve.linear import GMRES, ConjugateGradients, Dense, LinearSolver
+from massieu.solve.methods import Anderson, Auto, Method, Newton, Picard
 from massieu.solve.status import Status
+from massieu.solve.system import linear_solve
 
 __all__ = [
     "GMRES",
     "Anderson",
     "Auto",
     "ConjugateGradients",
+    "Dense",
+    "Implicit",
     "LinearSolver",
     "Method",
     "Newton",
+    "OneStep",
+    "Picard",
     "Status",
+    "Unrolled",
     "fixed_point",
+    "linear_solve",
     "spectral_radius",
 ]
 

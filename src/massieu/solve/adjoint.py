@@ -1,47 +1,102 @@
-"""Derivatives of a fixed point z* = f(z*, θ): those of the implicit function theorem, or of one step (B12).
+"""Derivatives of a fixed point z* = f(z*, θ): those of the implicit function theorem, of one step, or of all (B12).
 
-dz* = (I − J)⁻¹ ∂_θf dθ with J = ∂_z f at z*. Solving with I − J, or its transpose, is a function with derivatives of its own
-that solve again, so that derivatives of all orders are right and no iterate is kept.
+dz* = (I − J)⁻¹ ∂_θf dθ with J = ∂_z f at z*. Solving with I − J, or its transpose, has derivatives of its own that solve
+again, so that derivatives of all orders are right and no iterate is kept.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from massieu.errors import ConvergenceError
+from massieu.foundation.arguments import choice, flag, instance
 from massieu.foundation.derivatives import forward_derivative, reverse_derivative
-from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, some, unwrapped
-from massieu.solve.linear import LinearSolver, LinearSolveResult, dense
+from massieu.solve.linear import GMRES, SOLVERS, LinearSolver, dense
 from massieu.solve.problem import FixedPointProblem
-from massieu.solve.status import CONVERGED, names
-
-_ORDERS = 3
-"""Orders of derivatives that are right where the theorem's own function cannot be used."""
+from massieu.solve.system import LinearSystem, chord, needs_plain_operations
 
 
 @dataclass(frozen=True)
 class Implicit:
+    """Derivatives of the implicit function theorem: of every order, in reverse and forward mode (B12).
+
+    Nothing of the iteration is kept: a linear system with I − ∂f/∂z is solved for each. None flow to the start.
+
+    Attributes:
+        solver: Of that system; `ConjugateGradients` declares ∂f/∂z symmetric.
+        lost: The derivative of an item that has none: "nan", which cannot be overlooked; or, with ``throw=False``, "zero",
+            as if the item were not there, so that a query without a fixed point does not end the training of the others.
+        check_attraction: Whether fixed points at which ∂f/∂z has an eigenvalue of modulus ≥ 1 are refused, at up to
+            12 evaluations. None: where a derivative may be wanted, and after Newton's method.
+    """
+
+    # Not the class itself: `torch.compile` makes no instance of a class that it meets as a default.
+    solver: LinearSolver = field(default_factory=lambda: GMRES())
+    lost: Literal["nan", "zero"] = "nan"
+    check_attraction: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a setting of another kind."""
+        instance("solver", self.solver, LinearSolver, SOLVERS)
+        choice("lost", self.lost, "nan", "zero")
+        if self.check_attraction is not None:
+            flag("check_attraction", self.check_attraction)
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """Derivatives of the function at a constant z: off by about the Lipschitz constant, but cheap. None to the start."""
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """Derivatives of the plain moves that were made, all of which are kept; the only ones that flow to the start."""
+
+
+Adjoint = Implicit | OneStep | Unrolled
+BY_THEOREM = Implicit()
+
+
+@dataclass(frozen=True)
+class _Equation:
     """What the derivatives of a fixed point need beside tensors."""
 
     problem: FixedPointProblem
-    solver: LinearSolver
-    throw: bool
-    lost: float = math.nan
-    """The derivative of an item that has none: NaN, or 0 where such an item must not end the training of the others."""
+    transposed: LinearSystem
+    """(I − Jᵀ) u = g; its matrix depends on z and the leaves."""
+    lost: float
+
+    def solve(self, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, leaves: list[Tensor]) -> Tensor:
+        """(I − Jᵀ)⁻¹ right, or if `transposed` (I − J)⁻¹ right; what is lost for refused items."""
+        without = refused.unsqueeze(-1)
+        lost = without & (right != 0).any(-1, keepdim=True)
+        found = self.transposed.solve(transposed, torch.where(without, 0.0, right), [value, *leaves])
+        return torch.where(lost, self.lost, found)
+
+    def harmless(self, value: Tensor, refused: Tensor) -> Tensor:
+        """The state, 0 for refused items whose derivative is to be 0: at what is not finite, 0 times a slope would be NaN."""
+        return value if math.isnan(self.lost) else torch.where(refused.unsqueeze(-1), 0.0, value)
 
 
-def implicit(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
-    """`value` with the derivatives of the fixed point in the leaves; NaN for refused items, or what the system says."""
-    # Compiled inside a transform, a custom function's backward would be ignored.
-    if in_nested_forward_mode() or (torch.compiler.is_compiling() and in_functorch()):
-        return _chord(system, value, refused, leaves)
-    function = _Implicit if torch.compiler.is_compiling() else _ImplicitForwardMode
-    return function.apply(system, value, refused, *leaves)
+def implicit(
+    problem: FixedPointProblem,
+    adjoint: Implicit,
+    throw: bool,
+    value: Tensor,
+    refused: Tensor,
+    leaves: tuple[Tensor, ...],
+) -> Tensor:
+    """`value` with the derivatives of the fixed point in the leaves; what is lost for refused items."""
+    lost = math.nan if adjoint.lost == "nan" else 0.0
+    system = LinearSystem(partial(_left, problem), adjoint.solver, throw, lost, _NAME, _ADVICE)
+    equation = _Equation(problem, system, lost)
+    if needs_plain_operations():
+        return _plain(equation, value, refused, leaves)
+    function = _Reverse if torch.compiler.is_compiling() else _Forward
+    return function.apply(equation, value, refused, *leaves)
 
 
 def one_step(problem: FixedPointProblem, value: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
@@ -50,151 +105,63 @@ def one_step(problem: FixedPointProblem, value: Tensor, leaves: tuple[Tensor, ..
     return value + (image - image.detach())
 
 
-class _Implicit(torch.autograd.Function):
-    """(system, z*, refused, *leaves) ↦ z*."""
+_NAME = "the linear system of the implicit derivative"
+_ADVICE = (
+    "I − J is singular or nearly so at the fixed point, or, for conjugate gradients, not symmetric positive definite; try "
+    "Implicit(GMRES(memory=100)), a looser rtol of the solver, or float64"
+)
+
+
+def _left(problem: FixedPointProblem, vector: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
+    """(I − Jᵀ) vector."""
+    pulled = reverse_derivative(lambda z: problem(z, *leaves), [value], vector)[0]
+    assert pulled is not None
+    return vector - pulled
+
+
+class _Reverse(torch.autograd.Function):
+    """(equation, z*, refused, *leaves) ↦ z*."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(system: Implicit, value: Tensor, refused: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(equation: _Equation, value: Tensor, refused: Tensor, *leaves: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.system, _, refused, *leaves = inputs
+        ctx.equation, _, refused, *leaves = inputs
         ctx.save_for_backward(output, refused, *leaves)
         ctx.save_for_forward(output, refused, *leaves)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         value, refused, *leaves = ctx.saved_tensors
-        solved = _solve(ctx.system, True, cotangents[0], value, refused, leaves)
-        value = _harmless(ctx.system, value, refused)
-        image = partial(ctx.system.problem, value)
+        value = ctx.equation.harmless(value, refused)
+        solved = ctx.equation.solve(False, cotangents[0], value, refused, leaves)
+        image = partial(ctx.equation.problem, value)
         return None, None, None, *reverse_derivative(image, leaves, solved, ctx.needs_input_grad[3:])
 
 
-class _ImplicitForwardMode(_Implicit):
+class _Forward(_Reverse):
     """With a rule for forward mode, which `torch.compile` does not take."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         value, refused, *leaves = ctx.saved_tensors
-        value = _harmless(ctx.system, value, refused)
-        moved = forward_derivative(partial(ctx.system.problem, value), leaves, tangents[3:])
-        return _solve(ctx.system, False, moved, value, refused, leaves)
+        value = ctx.equation.harmless(value, refused)
+        moved = forward_derivative(partial(ctx.equation.problem, value), leaves, tangents[3:])
+        return ctx.equation.solve(True, moved, value, refused, leaves)
 
 
-class _Solve(torch.autograd.Function):
-    """(system, transposed, right, z, refused, *leaves) ↦ (I − J)⁻¹ right, or (I − Jᵀ)⁻¹ right."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        system: Implicit, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, *leaves: Tensor
-    ) -> Tensor:
-        return _solution(system, transposed, right, value, refused, leaves)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.system, ctx.transposed, _, value, refused, *leaves = inputs
-        ctx.save_for_backward(output, value, refused, *leaves)
-        ctx.save_for_forward(output, value, refused, *leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        solution, value, refused, *leaves = ctx.saved_tensors
-        value = _harmless(ctx.system, value, refused)
-        other = _solve(ctx.system, not ctx.transposed, cotangents[0], value, refused, leaves)
-        # The derivatives of ⟨left, J right⟩ in z and the leaves.
-        left, right = (solution, other) if ctx.transposed else (other, solution)
-        wanted = ctx.needs_input_grad[3], *ctx.needs_input_grad[5:]
-        product = _product(ctx.system.problem, left, True)
-        share, *shares = reverse_derivative(product, [value, *leaves], right, wanted)
-        return None, None, other, share, None, *shares
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        solution, value, refused, *leaves = ctx.saved_tensors
-        value = _harmless(ctx.system, value, refused)
-        product = _product(ctx.system.problem, solution, ctx.transposed)
-        right = forward_derivative(product, [value, *leaves], (tangents[3], *tangents[5:]))
-        if tangents[2] is not None:
-            right = right + tangents[2]
-        return _solve(ctx.system, ctx.transposed, right, value, refused, leaves)
-
-
-def _solve(
-    system: Implicit, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, leaves: list[Tensor]
-) -> Tensor:
-    if torch.compiler.is_compiling():
-        # A compiled function is differentiated once.
-        return _solution(system, transposed, right, value, refused, leaves)
-    return _Solve.apply(system, transposed, right, value, refused, *leaves)
-
-
-def _solution(system: Implicit, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, leaves: Any) -> Tensor:
-    used, value = (right != 0).any(-1), _harmless(system, value, refused)
-
-    def product(vector: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
-        return vector - _product(system.problem, vector, transposed)(value, *leaves)
-
+def _plain(equation: _Equation, end: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
+    """The same by plain operations."""
+    problem, end = equation.problem, end.detach()
     with torch.no_grad():
-        asked = torch.where(refused.unsqueeze(-1), 0.0, right)
-        found = system.solver.solve(product, asked, (value, *leaves))
-        failed = found.status != CONVERGED
-        if system.throw and some(failed):
-            raise ConvergenceError(_reason(found))
-        return torch.where(((failed | refused) & used).unsqueeze(-1), system.lost, found.value)
-
-
-def _harmless(system: Implicit, value: Tensor, refused: Tensor) -> Tensor:
-    """The state, 0 for refused items whose derivative is to be 0: at what is not finite, 0 times a slope would be NaN."""
-    return value if math.isnan(system.lost) else torch.where(refused.unsqueeze(-1), 0.0, value)
-
-
-def _reason(found: LinearSolveResult) -> str:
-    status, steps = unwrapped(found.status).flatten(), unwrapped(found.steps).flatten()
-    failed = status != CONVERGED
-    residual = float(unwrapped(found.residual).flatten().expand_as(status)[failed].amax())
-    return (
-        f"the linear system of the implicit derivative was not solved for {int(failed.sum())} of {failed.numel()} items "
-        f"({names(status[failed])} after {int(steps.max())} products, residual {residual:.3g}): I − J is singular or "
-        "nearly so at the fixed point, or, for conjugate gradients, not symmetric positive definite; try "
-        "linear_solver='gmres', GMRES(memory=100), a looser rtol, or float64"
-    )
-
-
-def _product(problem: FixedPointProblem, vector: Tensor, transposed: bool) -> Callable[..., Tensor]:
-    """(z, *leaves) ↦ Jᵀ vector, or J vector, for which no forward mode is needed."""
-
-    def product(value: Tensor, *leaves: Tensor) -> Any:
-        def function(z: Tensor) -> Tensor:
-            return problem(z, *leaves)
-
-        if transposed:
-            return reverse_derivative(function, [value], vector)[0]
-        return forward_derivative(function, [value], [vector])
-
-    return product
-
-
-def _chord(system: Implicit, value: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
-    """The same by plain operations, n² numbers for each item: steps of the chord method at the solution.
-
-    Each makes one more order of derivatives right; what rounding left of the equation stays.
-    """
-    with torch.no_grad():
-        end = value.detach()
-        value = _harmless(system, end, refused)
-        constants = [leaf.detach() for leaf in leaves]
-        matrix = dense(lambda vector: vector - _product(system.problem, vector, False)(value, *constants), value)
+        value, constants = equation.harmless(end, refused), [leaf.detach() for leaf in leaves]
+        matrix = dense(lambda vector: equation.transposed.image(True, vector, value, *constants), value)
         inverse = torch.linalg.inv_ex(matrix).inverse
         lost = refused | ~inverse.isfinite().all((-2, -1))
-        inverse = torch.where(lost[..., None, None], system.lost, inverse).detach()
-        left = (system.problem(value, *constants) - value).detach()
-    for _ in range(_ORDERS):
-        missing = system.problem(value, *leaves) - value - left
-        value = value + (inverse @ missing.unsqueeze(-1)).squeeze(-1)
-    return value if math.isnan(system.lost) else value + (end - value).detach()
+        inverse = torch.where(lost[..., None, None], equation.lost, inverse)
+    found = chord(lambda z: problem(z, *leaves) - z, value, inverse)
+    return found if math.isnan(equation.lost) else found + (end - found).detach()

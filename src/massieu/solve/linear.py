@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -34,7 +34,10 @@ class LinearSolveResult(NamedTuple):
 
 
 class LinearSolver(ABC):
-    """How linear systems are solved."""
+    """How linear systems are solved: `linear_solve` asks it, and so do implicit derivatives."""
+
+    symmetric: ClassVar[bool] = False
+    """Whether choosing it declares A symmetric: the transpose's products are then A's own."""
 
     @abstractmethod
     def solve(
@@ -57,6 +60,7 @@ class ConjugateGradients(LinearSolver):
             factor: the nearer, the fewer steps. Both norms above are then √(xᵀMx).
     """
 
+    symmetric: ClassVar[bool] = True
     rtol: float | None = None
     max_steps: int | None = None
     preconditioner: Product | None = None
@@ -233,6 +237,10 @@ def default_rtol(rtol: float | None, dtype: torch.dtype) -> float:
     if rtol is not None:
         return rtol
     return 1e-10 if dtype == torch.float64 else 1e-6
+
+
+ANY_MATRIX = GMRES()
+SOLVERS = "a LinearSolver, such as GMRES(), ConjugateGradients() or Dense()"
 
 
 class _Conjugate(NamedTuple):

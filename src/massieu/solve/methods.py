@@ -1,14 +1,15 @@
 """How iterates move: plainly, accelerated, by Newton's method, or as it pays; each item on its own."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from massieu.foundation.arguments import number, whole_number
 from massieu.foundation.transforms import some
-from massieu.solve.linear import GMRES
+from massieu.solve.linear import GMRES, check_settings
 from massieu.solve.problem import BoundFunction
 from massieu.solve.status import CONVERGED, DIVERGED, NOT_FINITE, RUNNING
 
@@ -140,24 +141,34 @@ def _remember(history: Tensor, new: Tensor, moved: Tensor, failed: Tensor, memor
     return torch.where(moved[..., None, None], longer, same)[..., :memory, :]
 
 
+@dataclass(frozen=True)
 class Method(ABC):
-    """A way to a fixed point of f. A method moves all running items by one step, each on its own."""
+    """A way to a fixed point of f. A method moves all running items by one step, each on its own.
 
-    memory: int = 0
+    Attributes:
+        damping: γ in (0, 2): a plain move is z + γ(f(z) − z). No fixed point depends on it.
+    """
+
+    damping: float = field(default=1.0, kw_only=True)
+    memory = 0
     """How many moves are remembered."""
 
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a number out of its range."""
+        number("damping", self.damping, above=0, below=2)
+
     @abstractmethod
-    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
-        """The state after one step; a plain move is z + damping·(f(z) − z)."""
+    def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
+        """The state after one step."""
 
 
 @dataclass(frozen=True)
 class Picard(Method):
     """Plain iteration. It converges where f contracts, to the fixed point whose basin the start is in."""
 
-    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
+    def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """A plain move."""
-        return move(evaluate, state, plain(state, damping), torch.zeros_like(state.running))
+        return move(evaluate, state, plain(state, self.damping), torch.zeros_like(state.running))
 
 
 @dataclass(frozen=True)
@@ -172,33 +183,42 @@ class Anderson(Method):
     memory: int = 5
     ridge: float = 1e-8
 
-    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a number out of its range."""
+        super().__post_init__()
+        whole_number("memory", self.memory, least=1)
+        number("ridge", self.ridge, least=0)
+
+    def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """An accelerated move if the last one did not fail."""
         guarded = (state.steps > 0) & (state.wait == 0)
-        return move(evaluate, state, mixed(state, guarded, damping, self.ridge), guarded, self.memory)
+        return move(evaluate, state, mixed(state, guarded, self.damping, self.ridge), guarded, self.memory)
 
 
 @dataclass(frozen=True)
-class Auto(Method):
+class Auto(Anderson):
     """Plain iteration while it contracts fast or not at all, Anderson's acceleration while it contracts slowly.
 
     Where the residual grows the iterates leave a saddle, to which acceleration would take them back.
 
     Attributes:
         memory: As for `Anderson`; longer, since it serves the slow maps.
-        ridge: As for `Anderson`.
         fast: Up to this ratio of successive residuals iteration stays plain.
     """
 
     memory: int = 16
-    ridge: float = 1e-8
     fast: float = 0.2
 
-    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a number out of its range."""
+        super().__post_init__()
+        number("fast", self.fast, least=0)
+
+    def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """A plain or an accelerated move."""
         ratio = state.ratios[..., 0]
         guarded = (state.steps > 1) & (state.wait == 0) & (ratio > self.fast) & (ratio < 1)
-        return move(evaluate, state, mixed(state, guarded, damping, self.ridge), guarded, self.memory)
+        return move(evaluate, state, mixed(state, guarded, self.damping, self.ridge), guarded, self.memory)
 
 
 @dataclass(frozen=True)
@@ -215,7 +235,12 @@ class Newton(Method):
     rtol: float = 1e-2
     products: int = 30
 
-    def advance(self, evaluate: BoundFunction, state: IterationState, damping: float) -> IterationState:
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a number out of its range."""
+        super().__post_init__()
+        check_settings(self.rtol, products=self.products)
+
+    def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """Newton's move if the last one did not fail."""
         guarded = state.running & (state.wait == 0)
         right = torch.where(guarded.unsqueeze(-1), state.residual, 0.0)
@@ -225,12 +250,12 @@ class Newton(Method):
 
         constants = (state.point, state.image, *evaluate.leaves)
         found = GMRES(self.rtol, self.products, cycles=1).solve(product, right, constants)
-        trial = torch.where(guarded.unsqueeze(-1), state.point + found.value, plain(state, damping))
+        trial = torch.where(guarded.unsqueeze(-1), state.point + found.value, plain(state, self.damping))
         moved = move(evaluate, state, trial, guarded)
         return moved._replace(evaluations=moved.evaluations + found.steps)
 
 
-METHODS: dict[str, Method] = {"auto": Auto(), "picard": Picard(), "anderson": Anderson(), "newton": Newton()}
+AS_IT_PAYS = Auto()
 
 
 def plain(state: IterationState, damping: float) -> Tensor:

@@ -30,6 +30,7 @@ class FixedPointProblem:
         item_dims: How many of its last dimensions are one item.
         structure: Of the parameters.
         others: The parameters' leaves, a placeholder where there is one.
+        name: What errors call the function.
     """
 
     function: _Function
@@ -37,6 +38,7 @@ class FixedPointProblem:
     item_dims: int
     structure: pytree.TreeSpec
     others: tuple[Any, ...]
+    name: str
 
     @property
     def items(self) -> tuple[int, ...]:
@@ -55,18 +57,16 @@ class FixedPointProblem:
         merged = [next(remaining) if other is _TENSOR else other for other in self.others]
         image = self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
         if not isinstance(image, Tensor):
-            raise TypeError(f"the function must return a tensor of z's shape {self.shape}, got {described(image)}")
-        check_dense("the function's value", image)
+            raise TypeError(f"{self.name} must return a tensor of z's shape {self.shape}, got {described(image)}")
+        check_dense(f"{self.name}'s value", image)
         if tuple(image.shape) != self.shape:
-            raise ValueError(f"the function must return z's shape {self.shape}, got {tuple(image.shape)}")
+            raise ValueError(f"{self.name} must return z's shape {self.shape}, got {tuple(image.shape)}")
         if image.dtype != flat.dtype:
             raise ValueError(
-                f"the function must return z's dtype {flat.dtype}, got {image.dtype}; start from that dtype"
+                f"{self.name} must return z's dtype {flat.dtype}, got {image.dtype}; begin with that dtype"
             )
         if not torch.compiler.is_compiling() and image.is_meta != flat.is_meta:
-            raise ValueError(
-                f"the function must return a tensor on z's device {flat.device}, got one on {image.device}"
-            )
+            raise ValueError(f"{self.name} must return a tensor on z's device {flat.device}, got one on {image.device}")
         return self.flat(image)
 
 
@@ -82,17 +82,18 @@ class BoundFunction:
 
 
 def pose(
-    function: _Function, start: Tensor, parameters: Any, item_dims: int
+    function: _Function, start: Tensor, parameters: Any, item_dims: int, names: tuple[str, str] = ("function", "start")
 ) -> tuple[FixedPointProblem, Tensor, tuple[Tensor, ...]]:
-    """The problem, its flat start and the parameters' tensors, with half precision promoted.
+    """The problem, its flat start and the parameters' tensors, with half precision promoted; errors use the names.
 
     Raises:
         TypeError: `start` is no floating-point tensor, or `parameters` no tuple.
         ValueError: `item_dims` is not among the start's dimensions.
     """
-    floating("start", start)
+    name, first = names
+    floating(first, start)
     if not callable(function):
-        raise TypeError(f"function must be callable, got {type(function).__name__}")
+        raise TypeError(f"{name} must be callable, got {type(function).__name__}")
     instance("parameters", parameters, tuple, "a tuple, one entry for each argument after z")
     whole_number("item_dims", item_dims, least=0, most=start.ndim)
     leaves, structure = pytree.tree_flatten(parameters)
@@ -104,7 +105,7 @@ def pose(
             for place, leaf in enumerate(tensors)
         )
     others = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    problem = FixedPointProblem(function, tuple(start.shape), item_dims, structure, others)
+    problem = FixedPointProblem(function, tuple(start.shape), item_dims, structure, others, name)
     return problem, problem.flat(_promote(start)), tensors
 
 
@@ -133,14 +134,14 @@ def _leaves(node: Any) -> Iterator[Tensor]:
         waiting += [parent for parent, _ in node.next_functions if parent is not None]
 
 
-def refuse_captured(image: Tensor) -> None:
+def refuse_captured(image: Tensor, name: str = "function") -> None:
     """Raise a ValueError if f differentiably depends on anything but its arguments."""
     found = _captured(image)
     if found is None:
         return
     which = "" if found is image else f" of shape {tuple(found.shape)}"
     raise ValueError(
-        f"the function uses a tensor{which} that requires grad and is not among its parameters, "
+        f"{name} uses a tensor{which} that requires grad and is not among its parameters, "
         "whose gradient would be lost; pass it in `parameters` (a module's by torch.func.functional_call)"
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from massieu.foundation.arguments import as_tensor, check_finite, check_range, floating
 from massieu.foundation.transforms import unwrapped, values_are_readable
 from massieu.foundation.values import Value, promoted_dtype
-from massieu.solve import fixed_point
+from massieu.solve import Picard, fixed_point
 from massieu.solve.status import FixedPointResult
 
 
@@ -121,7 +121,7 @@ class SphericalSpins(Value):
         alone = 1 + (1 + 4 * scale[..., None].square() * field.square().mean(-1)).sqrt()
         start = coupling.abs().sum(-1) + alone / (4 * scale[..., None])
         found = fixed_point(
-            _newton, start.detach(), (field, coupling, scale), method="picard", max_steps=max_steps, throw=throw
+            _newton, start.detach(), (field, coupling, scale), method=Picard(), max_steps=max_steps, throw=throw
         )
         # One more step squares what is left of the error.
         multiplier = _newton(found.value, field, coupling, scale)

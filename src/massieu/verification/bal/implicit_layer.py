@@ -2,18 +2,27 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
-from massieu.solve import Method, Newton, fixed_point, spectral_radius
+from massieu.solve import (
+    Anderson,
+    Auto,
+    ConjugateGradients,
+    Implicit,
+    Method,
+    Newton,
+    Picard,
+    fixed_point,
+    spectral_radius,
+)
 from massieu.verification.claim import BAL, CLOSED_FORM, Check, all_raise, at_most, close
 from massieu.verification.inputs import check_at_least, normal_draws
 from massieu.verification.registry import claim
 
-_Way = Method | Literal["auto", "picard", "anderson", "newton"]
+_AUTO = Auto()
 
 _ITERATIONS = 500
 """Of what is differentiated step by step."""
@@ -43,15 +52,14 @@ class _Layer:
             z = self(z, query, keys)
         return z
 
-    def solve(self, query: Tensor, keys: Tensor, method: _Way = "auto", damping: float = 1.0) -> Tensor:
+    def solve(self, query: Tensor, keys: Tensor, method: Method = _AUTO) -> Tensor:
         """From the query, by the implicit function theorem."""
         return fixed_point(
             self,
             query.detach(),
             (query, keys),
             method=method,
-            damping=damping,
-            linear_solver="cg",
+            adjoint=Implicit(ConjugateGradients()),
             rtol=_EXACT,
             atol=_EXACT,
         ).value
@@ -88,14 +96,14 @@ def _fixed_points(layer: _Layer, query: Tensor, keys: Tensor, lipschitz: float) 
     value = layer.solve(query, keys)
     slope = torch.func.grad(lambda z: layer.energy(z, query, keys).sum())(value)
     yield close("∇E_q at the fixed point", slope, torch.zeros_like(slope))
-    ways: list[tuple[str, _Way, float]] = [
-        ("plain iteration", "picard", 1.0),
-        ("damped by ½", "picard", 0.5),
-        ("Anderson's acceleration", "anderson", 1.0),
-        ("Newton's method", "newton", 1.0),
+    ways: list[tuple[str, Method]] = [
+        ("plain iteration", Picard()),
+        ("damped by ½", Picard(damping=0.5)),
+        ("Anderson's acceleration", Anderson()),
+        ("Newton's method", Newton()),
     ]
-    for name, method, damping in ways:
-        yield close(f"{name} and the fixed point", layer.solve(query, keys, method, damping), value)
+    for name, method in ways:
+        yield close(f"{name} and the fixed point", layer.solve(query, keys, method), value)
     far = fixed_point(layer, 100 * query, (query, keys), rtol=_EXACT, atol=_EXACT).value
     yield close("from another start, αβD²/4 < 1", far, value)
 
