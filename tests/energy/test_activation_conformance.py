@@ -59,7 +59,8 @@ def _case(name: str) -> ActivationCase:
 
 CASES = {name: _case(name) for name in ACTIVATIONS}
 CASES |= {
-    name: ActivationCase(MeasureActivation.of("measure", make(3)), draw(3, 3, seed=1)) for name, make in MEASURES.items()
+    name: ActivationCase(MeasureActivation.of("measure", make(3)), draw(3, 3, seed=1))
+    for name, make in MEASURES.items()
 }
 CASES |= {
     "LayerNorm, batched": ActivationCase(

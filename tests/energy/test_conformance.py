@@ -29,7 +29,7 @@ SIGNS, FIELD = draw(4, 6).sign(), draw(6, seed=2)
 COUPLING = draw(3, 4)
 NETWORK, PADDED = network(), network(keep=padding(3, 4))
 TOKENS = draw(3, 4, 6, seed=7)
-DISCRETE = {law: "states are discrete" for law in ("force", "worst", "fixed points", "derivatives")}
+DISCRETE = dict.fromkeys(("force", "worst", "fixed points", "derivatives"), "states are discrete")
 
 
 def _hopfield(reference: str) -> EnergyCase:
@@ -85,7 +85,9 @@ CASES = {
         exempt=DISCRETE,
     ),
     "two layers": EnergyCase(TwoLayer.create(COUPLING), draw(5, 7, seed=1), _two_layer),
-    "two bounded layers": EnergyCase(TwoLayer.create(COUPLING, visible=Tanh.create(), hidden=Tanh.create()), draw(5, 7)),
+    "two bounded layers": EnergyCase(
+        TwoLayer.create(COUPLING, visible=Tanh.create(), hidden=Tanh.create()), draw(5, 7)
+    ),
     "transformer": EnergyCase(
         NETWORK,
         NETWORK.normalise(TOKENS),

@@ -87,7 +87,10 @@ CASES = {
         FeedForward.create(torch.tanh, step_size=0.5), CLOUDS, lambda x: x + 0.5 * torch.tanh(x)
     ),
     "composition": OperatorCase(
-        Composition.create([attention, TraceRenormalisation.create(2.0)]), CLOUDS, lambda x: _of_trace(_attention(x)), LAW
+        Composition.create([attention, TraceRenormalisation.create(2.0)]),
+        CLOUDS,
+        lambda x: _of_trace(_attention(x)),
+        LAW,
     ),
     "renormalisation": OperatorCase(Renormalisation.create(MEAN, COVARIANCE), CLOUDS, _renormalised, LAW),
     "trace": OperatorCase(TraceRenormalisation.create(2.0), CLOUDS, _of_trace, LAW),

@@ -22,7 +22,9 @@ def _joint_normal(law: Any, tokens: Tensor) -> float:
     """Of tokens' coordinates, each N(m, σ²(1 + 11ᵀ/κ))."""
     count = len(tokens)
     joint = float(law.variance) * (np.eye(count) + 1 / float(law.strength))
-    return sum(stats.multivariate_normal(np.full(count, m), joint).logpdf(x) for m, x in zip(law.mean, tokens.T, strict=True))
+    return sum(
+        stats.multivariate_normal(np.full(count, m), joint).logpdf(x) for m, x in zip(law.mean, tokens.T, strict=True)
+    )
 
 
 def _gamma(law: Any, tokens: Tensor) -> float:
@@ -97,7 +99,9 @@ OUTCOMES = {"Dirichlet": FOUR, "concepts": FOUR, "hidden Markov": FOUR, "Bernoul
 OUTCOMES["spin"] = 2 * COINS[0] - 1, COINS[1]
 OUTCOMES["Poisson"] = torch.cartesian_prod(*[torch.arange(60, dtype=F64)] * 2), torch.zeros(3600, dtype=F64)
 
-ORDERED = dict.fromkeys(("order", "masked"), "the order of tokens counts, and one that is not seen is a step of the chain")
+ORDERED = dict.fromkeys(
+    ("order", "masked"), "the order of tokens counts, and one that is not seen is a step of the chain"
+)
 OWN = {"half precision": "a function works in a precision of its own"}
 
 

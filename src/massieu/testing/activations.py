@@ -161,7 +161,9 @@ def _quadratic(subject: Subject[ActivationCase]) -> None:
     origin, image = activation(0 * points), activation(points)
     errors = [(activation(t * points) - origin - t * (image - origin)).abs().amax() for t in (-1, 2)]
     if bool(max(errors) < EXACT) != activation.quadratic:
-        raise AssertionError(f"quadratic is {activation.quadratic}; the map is off an affine one by {float(max(errors)):.2g}")
+        raise AssertionError(
+            f"quadratic is {activation.quadratic}; the map is off an affine one by {float(max(errors)):.2g}"
+        )
 
 
 def _missing_lipschitz(case: ActivationCase) -> str | None:

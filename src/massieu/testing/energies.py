@@ -66,7 +66,9 @@ def energy_checks(case: EnergyCase) -> Checks:
 
 
 def _subject(case: EnergyCase) -> Subject[EnergyCase]:
-    subject = Subject(case, case.energy.to(torch.float64), case.states.double(), {}, case.energy._event_dims, case.batch)
+    subject = Subject(
+        case, case.energy.to(torch.float64), case.states.double(), {}, case.energy._event_dims, case.batch
+    )
     discrete = "force" in case.exempt
     # Where E is finite on the range of the step alone, it is asked there.
     free = discrete or bool(subject.value(subject.points + 1e-3 * subject.drawn()).isfinite().all())

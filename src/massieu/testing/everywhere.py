@@ -48,7 +48,9 @@ class Subject(Generic[CaseT]):
         if expected.shape != actual.shape:
             raise AssertionError(f"{law}: got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
         rest = tuple(range(self.query + 1, expected.ndim))
-        size = expected.detach().abs().amax(rest, keepdim=True) if rest and expected.numel() else expected.detach().abs()
+        size = (
+            expected.detach().abs().amax(rest, keepdim=True) if rest and expected.numel() else expected.detach().abs()
+        )
         self.agree(law, actual, expected, tolerance * (1 + size.nan_to_num(posinf=0.0)))
 
     def drawn(self, like: Tensor | None = None, seed: int = 0) -> Tensor:
@@ -84,7 +86,10 @@ def check_one_by_one(subject: Subject[Any]) -> None:
         alone = [function(value, point) for point in points.unbind(query)]
         subject.same(f"one by one: {name} of all queries", whole, torch.stack(alone, query))
         if sliced:
-            parts = [pytree.tree_map(lambda leaf, i=i: leaf[i] if isinstance(leaf, Tensor) else leaf, value) for i in range(len(points))]
+            parts = [
+                pytree.tree_map(lambda leaf, i=i: leaf[i] if isinstance(leaf, Tensor) else leaf, value)
+                for i in range(len(points))
+            ]
             alone = [function(*pair) for pair in zip(parts, points, strict=True)]
             subject.same(f"one by one: {name} of the whole batch", whole, torch.stack(alone))
 

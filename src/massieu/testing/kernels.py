@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from massieu.regression import Kernel, conditional_mean_attention
 from massieu.solve import ConjugateGradients
-from massieu.testing.checks import EXACT, Checks, Law
+from massieu.testing.checks import Checks, Law
 from massieu.testing.everywhere import EVERYWHERE, Subject, checks_with_exemptions, without
 
 _RIDGE = 0.7
@@ -86,7 +86,9 @@ def _positive(subject: Subject[KernelCase]) -> None:
     points = torch.cat([points, points[..., :1, :]], -2)
     gram = subject.value(points, points)
     smallest, size = torch.linalg.eigvalsh(gram + gram.mT)[..., 0] / 2, gram.abs().amax((-2, -1))
-    subject.at_most("positive: the least eigenvalue is not negative", -smallest.amin(-1), 0 * size.amax(-1), 1e-10 * size.amax(-1))
+    subject.at_most(
+        "positive: the least eigenvalue is not negative", -smallest.amin(-1), 0 * size.amax(-1), 1e-10 * size.amax(-1)
+    )
 
 
 def _diagonal(subject: Subject[KernelCase]) -> None:

@@ -130,7 +130,7 @@ def _many(subject: Subject[OperatorCase]) -> None:
     for name, error in (("mean", mean), ("covariance", covariance)):
         if not bool((error <= errors).all()):
             raise AssertionError(
-                f"many particles: {name} of {_MANY} draws is off by {float(error.max()):.2g} of the law's size, not {errors:.2g}"
+                f"many particles: {name} of {_MANY} draws is off by {float(error.max()):.2g}, more than {errors:.2g}"
             )
 
 

@@ -91,7 +91,7 @@ def _cut(subject: Subject[PosteriorCase], *places: int | None) -> Tensor:
     return subject.points[(..., slice(*places), *[slice(None)] * subject.case.event)]
 
 
-def _against(name: str) -> Callable[[Subject[PosteriorCase]], None]:
+def _against(law: str, name: str) -> Callable[[Subject[PosteriorCase]], None]:
     def check(subject: Subject[PosteriorCase]) -> None:
         oracle, tokens, prior = getattr(subject.case, name), subject.points, subject.value
         lead = tokens.shape[: subject.query + 1]
@@ -102,7 +102,7 @@ def _against(name: str) -> Callable[[Subject[PosteriorCase]], None]:
             one = pytree.tree_map(lambda leaf, place=place: leaf[place] if isinstance(leaf, Tensor) else leaf, laws)
             expected.append(torch.as_tensor(oracle(one, tokens[place]), dtype=torch.float64))
         found = getattr(_read(subject, tokens), name)
-        subject.same(f"{name} = oracle", found, torch.stack(expected).reshape(found.shape), 1e-8)
+        subject.same(f"{law} = oracle", found, torch.stack(expected).reshape(found.shape), 1e-8)
 
     return check
 
@@ -132,7 +132,12 @@ def _masked(subject: Subject[PosteriorCase]) -> None:
     shown = seen.reshape(-1, *[1] * subject.case.event)
     junk = torch.where(shown, tokens, torch.nan if tokens.is_floating_point() else -7)
     found = _read(subject, junk, seen.expand(tokens.shape[: subject.query + 2]))
-    _same(subject, "masked: a token that is not seen", found, _read(subject, tokens[(..., seen, *[slice(None)] * subject.case.event)]))
+    _same(
+        subject,
+        "masked: a token that is not seen",
+        found,
+        _read(subject, tokens[(..., seen, *[slice(None)] * subject.case.event)]),
+    )
     if tokens.is_floating_point():
         leaf = junk.clone().requires_grad_()
         total = _read(subject, leaf, seen.expand(tokens.shape[: subject.query + 2])).log_evidence.sum()
@@ -172,8 +177,8 @@ def _whole(case: PosteriorCase) -> str | None:
 
 
 _LAWS: tuple[Law[Any, Any], ...] = (
-    Law("evidence", _against("log_evidence"), without("log_evidence")),
-    Law("mean", _against("mean"), without("mean")),
+    Law("evidence", _against("evidence", "log_evidence"), without("log_evidence")),
+    Law("mean", _against("mean", "mean"), without("mean")),
     Law("chain", _chain),
     Law("pieces", _pieces),
     Law("order", _order),
