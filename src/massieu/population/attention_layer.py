@@ -68,6 +68,13 @@ class AttentionLayer(Operator):
         activation: After the step (post-norm): the same.
         population: `Moving()`, or the frozen one, behind the normalisation.
         residual: Whether x_i itself is in the sum.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import AttentionLayer
+        >>> layer = AttentionLayer.from_score(torch.zeros(2, 2), torch.eye(2))  # no scores: everyone adds the mean
+        >>> layer(torch.tensor([[0.0, 2.0], [4.0, 0.0]])).tolist()
+        [[2.0, 3.0], [6.0, 1.0]]
     """
 
     query_weight: Float[Tensor, "H K d"]

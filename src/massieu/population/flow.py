@@ -69,6 +69,13 @@ class Flow:
     Raises:
         TypeError: a layer, an observable, a generator or a depth of another type.
         ValueError: no layer; several layers and a depth, or one and none; a group, and an operator that needs all tokens.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import CloudMoments, Flow
+        >>> flow = Flow(lambda cloud: 0.5 * cloud, depth=2, observables=[CloudMoments()])
+        >>> flow.run(torch.eye(2), progress=False).values("length").tolist()
+        [1.0, 0.5, 0.25]
     """
 
     def __init__(

@@ -85,7 +85,16 @@ class EmittingPosterior(Posterior):
 
 
 class DiscreteLatent(EmittingPosterior):
-    """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4)."""
+    """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4).
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import DiscreteLatent
+        >>> fair_and_bent = torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log()
+        >>> law = DiscreteLatent.create([0.0, 0.0], fair_and_bent).posterior(torch.tensor([0, 0]))
+        >>> [round(p, 3) for p in law.mean.tolist()]
+        [0.2, 0.8]
+    """
 
     @classmethod
     def create(cls, log_weight: Float[Tensor, "*batch K"], log_likelihood: LogLikelihood) -> Self:
@@ -152,6 +161,12 @@ class DirichletMultinomial(Posterior):
 
     Attributes:
         concentration: α, the prior's plus the counts, shape (*batch, V).
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import DirichletMultinomial
+        >>> DirichletMultinomial.create([1.0, 1.0]).posterior(torch.tensor([0, 0])).mean.tolist()
+        [0.75, 0.25]
     """
 
     concentration: Float[Tensor, "*batch V"]

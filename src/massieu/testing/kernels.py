@@ -126,9 +126,9 @@ def _conditional_mean(subject: Subject[KernelCase]) -> None:
     identity = torch.eye(points.shape[-2], dtype=gram.dtype, device=gram.device)
     expected = gram @ torch.linalg.solve(gram + _RIDGE * identity, value)
     # Products with the Gram matrix alone are for kernels without finitely many features.
-    iterated = [{"method": ConjugateGradients(rtol=1e-12)}] if kernel.features(points) is None else []
-    for method in ({}, *iterated):
-        found = conditional_mean_attention(points, points, value, kernel=kernel, ridge=_RIDGE, **method)
+    iterated = [ConjugateGradients(rtol=1e-12)] if kernel.features(points) is None else []
+    for method in ("auto", *iterated):
+        found = conditional_mean_attention(points, points, value, kernel=kernel, ridge=_RIDGE, method=method)
         subject.same("conditional mean: K(K + ridge)⁻¹v", found.output, expected, 1e-7)
 
 
