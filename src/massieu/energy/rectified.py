@@ -25,6 +25,13 @@ class LogSumReLU(Energy):
     Attributes:
         atoms: Patterns and the logs of their multiplicities.
         scale: The inverse temperature β, shape of the memory's batch.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import LogSumReLU
+        >>> memory = LogSumReLU.create(torch.tensor([[0.0], [1.0], [9.0]]), scale=0.5)
+        >>> memory.retrieve(torch.tensor([0.2])).state.tolist()  # a memory that emerges: the centroid of two
+        [0.5]
     """
 
     atoms: Atoms

@@ -87,8 +87,8 @@ def sinkhorn(
         >>> from massieu.population import sinkhorn
         >>> points = torch.eye(2).reshape(1, 1, 2, 2)
         >>> found = sinkhorn(points, points, scale=1.0)
-        >>> weights = (points @ points.mT + found.query_potential.unsqueeze(-1) + found.key_potential.unsqueeze(-2)).exp()
-        >>> [round(x, 3) for x in weights.sum(-2).flatten().tolist()]
+        >>> scores = points @ points.mT + found.query_potential.unsqueeze(-1) + found.key_potential.unsqueeze(-2)
+        >>> [round(x, 3) for x in scores.exp().sum(-2).flatten().tolist()]
         [1.0, 1.0]
     """
     tied = query is key

@@ -49,10 +49,6 @@ class ObservedLayer(Protocol):
 class Flow:
     """Tokens as particles, moved by operators ``particles (n, d) -> particles``; what is observed is recorded after each.
 
-        >>> flow = Flow(layer, depth=12, observables=[CloudMoments(), CloudShape()])
-        >>> result = flow.run(tokens)
-        >>> result.values("effective_rank")
-
     Nothing is kept of a layer but what was observed, so that memory does not grow with depth; the observables of this package
     need memory linear in n·d.
 

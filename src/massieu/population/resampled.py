@@ -59,7 +59,7 @@ class ResampledLayer(Head):
     Example:
         >>> import torch
         >>> from massieu.population import ResampledLayer
-        >>> layer = ResampledLayer.create(generator=torch.Generator(), scale=100.0)  # so cold that each token draws itself
+        >>> layer = ResampledLayer.create(generator=torch.Generator(), scale=100.0)  # each token draws itself
         >>> layer(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()
         [[1.0, 0.0], [0.0, 1.0]]
     """

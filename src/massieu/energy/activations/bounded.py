@@ -23,6 +23,12 @@ class Tanh(Activation):
     """x ↦ tanh x, L = Σ log cosh x: coordinates are the means of signs (`massieu.measures.Spin`), of any number.
 
     L* = Σ ½(1 + y) log(1 + y) + ½(1 − y) log(1 − y), without a gradient at ±1.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Tanh
+        >>> Tanh.create()(torch.tensor([-9.0, 0.0, 9.0])).round().tolist()
+        [-1.0, 0.0, 1.0]
     """
 
     @classmethod
@@ -55,6 +61,13 @@ class SoftSphere(Activation):
 
     Attributes:
         radius: Shape (*batch), positive.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import SoftSphere
+        >>> length = SoftSphere.create(2.0)(torch.tensor([100.0, 0.0])).norm()
+        >>> bool(1.9 < length < 2)
+        True
     """
 
     radius: Float[Tensor, "*batch"]
@@ -149,6 +162,12 @@ class SphereProjection(_Normalisation):
     Attributes:
         radius: Shape (*batch), positive.
         eps: At least 0.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import SphereProjection
+        >>> [round(x, 3) for x in SphereProjection.create(10.0)(torch.tensor([3.0, 4.0])).tolist()]
+        [6.0, 8.0]
     """
 
     radius: Float[Tensor, "*batch"]
@@ -169,6 +188,12 @@ class RMSNorm(_Normalisation):
     Attributes:
         gain: Shape (*batch), positive: one for all coordinates.
         eps: At least 0.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import RMSNorm
+        >>> RMSNorm.create(eps=0.0)(torch.tensor([2.0, -2.0])).tolist()
+        [1.0, -1.0]
     """
 
     gain: Float[Tensor, "*batch"]
@@ -192,6 +217,12 @@ class LayerNorm(_Normalisation):
         gain: Shape (*batch), positive: one for all coordinates.
         bias: Shape (*batch, d), or (*batch, 1) for one bias everywhere.
         eps: At least 0.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import LayerNorm
+        >>> LayerNorm.create(eps=0.0)(torch.tensor([1.0, 3.0])).tolist()
+        [-1.0, 1.0]
     """
 
     gain: Float[Tensor, "*batch"]
