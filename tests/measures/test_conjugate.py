@@ -24,7 +24,6 @@ from massieu.measures import (
     Poisson,
     Spin,
 )
-from massieu.testing import check_measure
 
 F64 = torch.float64
 LOGIT = math.log(0.3 / 0.7)
@@ -245,18 +244,6 @@ def test_batches_and_float32(name):
         torch.testing.assert_close(found, getattr(exact, function)(point.double()).float(), rtol=2e-7, atol=0)
 
 
-@CASES
-def test_samples(name):
-    case, measure, count = LIKELIHOODS[name], prior(name), 40_000
-    chi = tensor(*case.chi)[:, None]
-    draws = measure.sample(chi, (count,), generator=torch.Generator().manual_seed(0))
-    mean, variance = measure.mean(chi), measure.fisher(chi)[..., 0]
-    square = (draws - mean).square()
-    assert ((draws.mean(0) - mean).abs() <= 5 * (variance / count).sqrt()).all()
-    assert ((square.mean(0) - variance).abs() <= 5 * square.std(0) / math.sqrt(count)).all()
-    assert (draws < case.upper).all()
-
-
 def test_the_interior_is_inside_even_for_a_certain_likelihood():
     for likelihood in (Spin.create(tensor(30.0)), Bernoulli.create(tensor(1e-30))):
         measure = ConjugatePrior.create(likelihood, tensor(2.0))
@@ -296,29 +283,6 @@ def test_derivatives(name):
 
     assert torch.autograd.gradcheck(log_partition, inputs)
     assert torch.autograd.gradgradcheck(log_partition, inputs)
-
-
-@pytest.mark.medium
-@CASES
-def test_conforms(name):
-    case = LIKELIHOODS[name]
-    measure = ConjugatePrior.create(case.measure, tensor(16 * case.strength))
-    eta = torch.stack([measure._interior() * factor for factor in (0.8, 1.0, 1.1)])
-    check_measure(measure, eta=eta, scales=(1e-4, 1.0, 4.0))
-
-
-@pytest.mark.slow
-@CASES
-def test_compiled_is_eager(name):
-    measure, chi = prior(name), tensor(*LIKELIHOODS[name].chi)[:, None]
-
-    def everything(chi: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return measure.log_partition(chi), measure.mean(chi), measure.cumulants(chi, torch.ones_like(chi), 6)
-
-    torch.compiler.reset()
-    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")(chi)
-    for found, expected in zip(compiled, everything(chi), strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 def test_domain_errors_name_the_bound():

@@ -382,22 +382,6 @@ def test_products_and_mixtures_take_each_parts_own_form():
     )
 
 
-@every_row(
-    "name",
-    ["spin, fair", "poisson", "gaussian, full", "sphere", "uniform", "gamma", "kernel density", "power", "affine"],
-)
-def test_what_is_no_point_has_no_probability_and_nan_gives_nan(name):
-    measure = CASES[name].measure
-    eta = torch.zeros(*measure.batch_shape, *measure.event_shape, dtype=torch.float64)
-    point = measure.mean(eta)
-    assert (measure.log_prob(eta, torch.full_like(point, math.inf)) == -math.inf).all()
-    assert measure.log_prob(eta, torch.full_like(point, math.nan)).isnan().all()
-    if measure._in_domain(eta) is None:
-        assert measure.log_prob(torch.full_like(eta, math.nan), point).isnan().all()
-        with pytest.raises(ValueError, match="no law to sample from, eta is NaN"):
-            measure.sample(torch.full_like(eta, math.nan))
-
-
 @pytest.mark.medium
 @every_row("shape", [0.4, 1.0, 1.5, 16.0, 17.0, 40.0])
 def test_gamma_densities_have_their_derivatives(shape):

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from massieu.duality import natural
 from massieu.measures import Atoms, ConjugatePrior, Gaussian, Poisson, Sphere, Spin, convolve, hybrid, listed, mixture
-from massieu.testing import check_measure
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -215,14 +214,6 @@ def test_hybrid_is_attention_with_a_background():
     density = multivariate_normal(centre.location, torch.diag(centre.covariance)).logpdf(elsewhere)
     expected = math.log(2) + torch.from_numpy(density) + (elsewhere * eta).sum(-1) - z.log()
     torch.testing.assert_close(measure.log_prob(eta, elsewhere), expected, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.medium
-def test_conforms():
-    location, covariance = normals(2, 3)
-    check_measure(
-        mixture(draw(2, 3), [Spin.create(dim=3), Gaussian.create(location, covariance), Spin.create(draw(3))])
-    )
 
 
 @every_row(

@@ -27,7 +27,13 @@ from massieu.foundation.arguments import check_one_device
 
 
 def static_field(**keywords: Any) -> Any:
-    """A dataclass field that is neither tensor nor value: part of a value's structure, not of its numbers."""
+    """A dataclass field that is neither tensor nor value: part of a value's structure, not of its numbers.
+
+    Example:
+        >>> from massieu.measures import Sphere
+        >>> Sphere.create(2.0, dim=3).dim  # declared as ``dim: int = static_field()``
+        3
+    """
     return dataclasses.field(metadata={"static": True}, **keywords)
 
 

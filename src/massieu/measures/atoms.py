@@ -27,6 +27,12 @@ class Atoms(Measure):
     Attributes:
         points: Shape (*batch, N, d).
         log_weight: log w, shape (*batch, N); −inf leaves a point out.
+
+    Example:
+        >>> from massieu.measures import Atoms
+        >>> keys = Atoms.create([[1.0, 0.0], [0.0, 1.0]])
+        >>> keys.mean([[0.0, 0.0], [9.0, 9.0]]).tolist()  # softmax attention: both keys alike
+        [[0.5, 0.5], [0.5, 0.5]]
     """
 
     points: Float[Tensor, "*batch N d"]
@@ -138,10 +144,10 @@ class Atoms(Measure):
 
     def _entropy(self, eta: Tensor) -> Tensor:
         log_probability = self._log_probability(eta)
-        kept = log_probability > -torch.inf
-        excess = torch.where(kept, log_probability - self._align(self.log_weight, eta), 0.0)
+        lost = log_probability == -torch.inf
+        excess = torch.where(lost, 0.0, log_probability - self._align(self.log_weight, eta))
         entropy = -(log_probability.exp() * excess).sum(-1)
-        return entropy.masked_fill(~kept.any(-1), -torch.inf)
+        return entropy.masked_fill(lost.all(-1), -torch.inf)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         centred = self._centred()

@@ -2,21 +2,7 @@
 
 A measure h on R^d has a log-partition A(eta) = log ∫ exp(x·eta) h(dx), and everything else follows from A. Its author
 writes two shapes and one hook, `_log_partition`; mean, Fisher information, cumulants, entropy, KL divergence and tilt are
-derived (`hooks.py`) with `torch.func`, and a closed form may replace any of the other hooks:
-
-    class Poisson(Measure):
-        rate: Tensor  # (*batch, d)
-
-        @property
-        def batch_shape(self):
-            return self.rate.shape[:-1]
-
-        @property
-        def event_shape(self):
-            return self.rate.shape[-1:]
-
-        def _log_partition(self, eta):
-            return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+derived (`hooks.py`) with `torch.func`, and a closed form may replace any of the other hooks; `Measure` shows one.
 
 A measure is a value: a frozen dataclass of tensors and measures (deriving from `Measure` makes it one), and a pytree,
 so that `torch.func` transforms take and return it. It is rebuilt in every forward pass and owns no parameter. Its
@@ -43,7 +29,16 @@ _HIGHEST_ORDER = 6
 
 
 class DomainError(ValueError):
-    """`eta` lies outside {eta : A(eta) < ∞}."""
+    """`eta` lies outside {eta : A(eta) < ∞}.
+
+    Example:
+        >>> from massieu.measures import DomainError, Exponential
+        >>> try:
+        ...     Exponential.create(1.0).mean([2.0])
+        ... except DomainError as error:
+        ...     print(error)
+        Exponential: eta is outside the domain, eta < rate = 1 in every coordinate
+    """
 
 
 class Measure(Hooks):
@@ -56,6 +51,25 @@ class Measure(Hooks):
 
     Every method takes `eta` of shape ``(*batch_shape, *query, *event_shape)``, as a tensor or as numbers, and raises a
     ValueError for another shape, and a `DomainError` where A(eta) = ∞ (not noticed while compiling).
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Measure
+        >>> class Counts(Measure):
+        ...     rate: torch.Tensor  # (*batch, d)
+        ...
+        ...     @property
+        ...     def batch_shape(self):
+        ...         return self.rate.shape[:-1]
+        ...
+        ...     @property
+        ...     def event_shape(self):
+        ...         return self.rate.shape[-1:]
+        ...
+        ...     def _log_partition(self, eta):
+        ...         return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+        >>> Counts(torch.tensor([2.0, 3.0])).mean(torch.zeros(2)).tolist()
+        [2.0, 3.0]
     """
 
     _family: ClassVar[str] = "measures"

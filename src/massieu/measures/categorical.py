@@ -24,6 +24,11 @@ class Categorical(Measure):
 
     Attributes:
         log_probability: log π, shape (*batch, M), with Σ π = 1; −inf leaves a category out.
+
+    Example:
+        >>> from massieu.measures import Categorical
+        >>> Categorical.create([0.5, 0.5]).mean([0.0, 0.0]).tolist()
+        [0.5, 0.5]
     """
 
     log_probability: Float[Tensor, "*batch M"]

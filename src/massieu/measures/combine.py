@@ -22,6 +22,11 @@ def affine(
 
     Raises:
         ValueError: shapes that do not fit, or a measure whose points are not vectors.
+
+    Example:
+        >>> from massieu.measures import Spin, affine
+        >>> affine(Spin.create(dim=2), [[3.0, 4.0]], [1.0]).fisher([0.0]).tolist()  # 3² + 4²
+        [[25.0]]
     """
     if len(measure.event_shape) != 1:
         raise ValueError(f"affine needs a measure on vectors, got one with event shape {tuple(measure.event_shape)}")

@@ -35,6 +35,12 @@ class ConjugatePrior(Coordinates):
     Attributes:
         likelihood: The law of one observation; batch (*batch), event (d,).
         strength: Pseudo-observations ν, shape (*batch, d).
+
+    Example:
+        >>> from massieu.measures import Bernoulli, ConjugatePrior
+        >>> prior = ConjugatePrior.create(Bernoulli.create([0.5]), 2.0)
+        >>> round(prior.evidence([1.0], [[1.0], [1.0]]).exp().item(), 6)  # Pólya's urn: 1/2 · 2/3
+        0.333333
     """
 
     likelihood: Measure

@@ -66,6 +66,11 @@ class Exponential(_Waiting):
 
     Attributes:
         rate: Shape (*batch, d).
+
+    Example:
+        >>> from massieu.measures import Exponential
+        >>> Exponential.create(2.0).mean([1.5]).tolist()  # a waiting time of rate 2 − 1.5
+        [2.0]
     """
 
     rate: Float[Tensor, "*batch d"]
@@ -100,6 +105,11 @@ class Gamma(_Waiting):
     Attributes:
         shape: Shape parameter k, of tensor shape (*batch, d).
         scale: Shape (*batch, d); h has mean shape·scale.
+
+    Example:
+        >>> from massieu.measures import Gamma
+        >>> Gamma.create(shape=3.0, scale=2.0).mean([0.0]).tolist()
+        [6.0]
     """
 
     shape: Float[Tensor, "*batch d"]
@@ -141,6 +151,11 @@ class Laplace(Coordinates):
 
     Attributes:
         scale: Shape (*batch, d); h has variance 2·scale².
+
+    Example:
+        >>> from massieu.measures import Laplace
+        >>> Laplace.create(0.5).fisher([0.0]).tolist()  # the variance, 2·scale²
+        [[0.5]]
     """
 
     scale: Float[Tensor, "*batch d"]
@@ -211,6 +226,11 @@ class Constant(Coordinates):
 
     Attributes:
         value: Shape (*batch, d).
+
+    Example:
+        >>> from massieu.measures import Constant
+        >>> Constant.create([1.0, 2.0]).log_partition([3.0, 4.0]).tolist()
+        11.0
     """
 
     value: Float[Tensor, "*batch d"]

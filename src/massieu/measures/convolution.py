@@ -25,6 +25,11 @@ def convolve(*measures: Measure) -> Measure:
 
     Raises:
         ValueError: no measure, event shapes that differ, one whose points are not vectors, batch shapes that do not fit.
+
+    Example:
+        >>> from massieu.measures import Gaussian, Poisson, convolve
+        >>> convolve(Poisson.create(2.0), Gaussian.create([1.0], 0.5)).mean([0.0]).tolist()
+        [3.0]
     """
     check_parts("convolve", measures)
     sizes = sorted({measure.event_shape[0] for measure in measures})

@@ -44,6 +44,11 @@ class Spin(_TwoValued):
 
     Attributes:
         field: Half the log-odds of +1, shape (*batch, d).
+
+    Example:
+        >>> from massieu.measures import Spin
+        >>> round(Spin.create(dim=1).mean([0.5]).item(), 4)  # tanh(0.5)
+        0.4621
     """
 
     field: Float[Tensor, "*batch d"]
@@ -93,6 +98,12 @@ class Bernoulli(_TwoValued):
 
     Attributes:
         logit: Log-odds of 1, shape (*batch, d).
+
+    Example:
+        >>> from massieu.measures import Bernoulli
+        >>> bit = Bernoulli.create(0.5)
+        >>> bit.mean([0.0]).tolist(), bit.fisher([0.0]).tolist()
+        ([0.5], [[0.25]])
     """
 
     logit: Float[Tensor, "*batch d"]
@@ -155,6 +166,11 @@ class Poisson(Coordinates):
 
     Attributes:
         rate: Mean count, shape (*batch, d).
+
+    Example:
+        >>> from massieu.measures import Poisson
+        >>> Poisson.create(2.0).cumulants([0.0], [1.0], 4).tolist()  # all equal
+        [2.0, 2.0, 2.0, 2.0]
     """
 
     rate: Float[Tensor, "*batch d"]

@@ -26,6 +26,12 @@ class Gaussian(Measure):
         location: The mean of h, shape (*batch, d).
         covariance: Shape (*batch), (*batch, d) or (*batch, d, d).
         factor: Shape (*batch, d, r), r = 0 for none.
+
+    Example:
+        >>> from massieu.measures import Gaussian
+        >>> law = Gaussian.create([1.0, 0.0], 2.0)
+        >>> law.mean([0.5, 1.0]).tolist(), law.kl([0.0, 0.0], [1.0, 1.0]).tolist()
+        ([2.0, 2.0], 2.0)
     """
 
     location: Float[Tensor, "*batch d"]

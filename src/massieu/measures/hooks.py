@@ -40,7 +40,16 @@ class Listed(NamedTuple):
 
 
 class MissingFormError(TypeError):
-    """A measure has no sampler, or no density, that is known in closed form."""
+    """A measure has no sampler, or no density, that is known in closed form.
+
+    Example:
+        >>> from massieu.measures import MissingFormError, Uniform, convolve
+        >>> try:
+        ...     convolve(Uniform.create(0.0, 1.0), Uniform.create(0.0, 2.0)).log_prob([0.0], [1.0])
+        ... except MissingFormError as error:
+        ...     print(error)
+        convolve: the density of a sum of Uniform and Uniform has no closed form
+    """
 
 
 class Hooks(Value):

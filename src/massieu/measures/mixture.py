@@ -28,6 +28,12 @@ def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure]
     Raises:
         ValueError: no component, shapes that do not fit, a NaN or infinite log-weight.
         TypeError: `log_weight` is not floating-point.
+
+    Example:
+        >>> from massieu.measures import Constant, Gaussian, mixture
+        >>> both = mixture([0.0, 0.0], [Constant.create(4.0), Gaussian.create(0.0, 1.0)])
+        >>> both.mean([0.0]).tolist(), both.responsibilities([0.0]).tolist()
+        ([2.0], [0.5, 0.5])
     """
     if isinstance(components, Measure):
         if not components.batch_shape:
@@ -200,12 +206,12 @@ class Mixture(Measure):
         """Σ r_k (log w_k − log r_k + the entropy of component k): A and eta·mean, which may be too large, cancel."""
         terms = self._log_terms(eta)
         log_share = self._share_of(terms)
-        taken = log_share > -torch.inf
+        lost = log_share == -torch.inf
         own = self._each(lambda part, x: part._entropy(x), eta)
         parts, own = own, own + self._spread(self.log_weight, eta)
-        gain = torch.where(taken, own, 0.0) - torch.where(taken, log_share, 0.0)
+        gain = torch.where(lost, 0.0, own) - torch.where(lost, 0.0, log_share)
         entropy = (log_share.exp() * gain).sum(self._axis)
-        entropy = entropy.masked_fill(~taken.any(self._axis), -torch.inf)
+        entropy = entropy.masked_fill(lost.all(self._axis), -torch.inf)
         return self._defined(eta, self._unless_tied(terms, parts, entropy))
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:

@@ -28,6 +28,11 @@ def boosting(
     Raises:
         ValueError: labels other than ±1, or shapes that do not fit.
         TypeError: `learners` are not floating-point.
+
+    Example:
+        >>> from massieu.measures import boosting
+        >>> boosting([1.0, -1.0], [0.0, 0.0], [[1.0], [1.0]]).mean([0.0]).tolist()  # right once, wrong once
+        [0.0]
     """
     learners = real_tensor("learners", learners)
     labels, logits = real_tensor("labels", labels, learners), real_tensor("logits", logits, learners)
@@ -49,6 +54,12 @@ def hybrid(atoms: Atoms, background: Gaussian, concentration: Float[Tensor, "*ba
 
     Raises:
         ValueError: a concentration that is not positive, or shapes that do not fit.
+
+    Example:
+        >>> from massieu.measures import Atoms, Gaussian, hybrid
+        >>> law = hybrid(Atoms.create([[2.0]]), Gaussian.create([0.0], 1.0), 3.0)
+        >>> round(law.mean([0.0]).item(), 6)  # the atom has one quarter of the weight
+        0.5
     """
     weight = real_tensor("concentration", concentration, background.location).to(background.location)
     check_range("concentration", weight, above=0)
@@ -68,6 +79,12 @@ def divergence_kernel(measure: Measure, eta: Float[Tensor, "*batch N event"]) ->
 
     Raises:
         ValueError, DomainError: as ``measure.mean``, and for `eta` without exactly one query dimension.
+
+    Example:
+        >>> from massieu.measures import Gaussian, divergence_kernel
+        >>> kernel = divergence_kernel(Gaussian.create([0.0], 1.0), [[1.0], [2.0]])
+        >>> kernel.points.tolist(), kernel.log_weight.tolist()  # −½‖eta‖²
+        ([[1.0], [2.0]], [-0.5, -2.0])
     """
     eta = real_tensor("eta", eta)
     if eta.ndim != len(measure.batch_shape) + 1 + len(measure.event_shape) or len(measure.event_shape) != 1:

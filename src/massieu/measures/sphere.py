@@ -37,6 +37,11 @@ class Sphere(Measure):
     Attributes:
         radius: Shape (*batch), positive.
         dim: d.
+
+    Example:
+        >>> from massieu.measures import Sphere
+        >>> round(Sphere.create(dim=3).mean([0.0, 0.0, 1.0])[2].item(), 4)  # coth 1 − 1
+        0.313
     """
 
     radius: Float[Tensor, "*batch"]

@@ -21,6 +21,11 @@ def product(*measures: Measure) -> Measure:
 
     Raises:
         ValueError: no measure, one whose points are not vectors, or batch shapes that do not fit.
+
+    Example:
+        >>> from massieu.measures import Constant, Poisson, product
+        >>> product(Poisson.create(2.0), Constant.create(5.0)).mean([0.0, 0.0]).tolist()
+        [2.0, 5.0]
     """
     check_parts("product", measures)
     return Product(measures)
@@ -34,6 +39,11 @@ def power(measure: Measure, exponent: float) -> Measure:
 
     Raises:
         ValueError: an exponent that is not positive and finite, or a fractional one without a closed form.
+
+    Example:
+        >>> from massieu.measures import Bernoulli, power
+        >>> round(power(Bernoulli.create(0.5), 4).log_prob([0.0], [2.0]).exp().item(), 6)  # binomial: 6/16
+        0.375
     """
     closed = measure._power(float(number("exponent", exponent, above=0)))
     if closed is not None:

@@ -46,6 +46,11 @@ class Uniform(Coordinates):
     Attributes:
         low: Shape (*batch, d).
         high: Shape (*batch, d), above `low`.
+
+    Example:
+        >>> from massieu.measures import Uniform
+        >>> round(Uniform.create(-1.0, 1.0).fisher([0.0]).item(), 4)  # the variance, 1/3
+        0.3333
     """
 
     low: Float[Tensor, "*batch d"]

@@ -1,6 +1,6 @@
 """Batched, one by one, mapped and compiled: four ways to the same numbers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -9,23 +9,11 @@ from torch.utils import _pytree as pytree
 
 from massieu.measures.base import Measure
 from massieu.testing.checks import agree
-from massieu.testing.subject import Subject
-
-DERIVED = ("log_partition", "mean", "fisher", "entropy")
-"""Functions of one eta."""
-
-FUNCTIONS: dict[str, Callable[[Measure, Tensor, Tensor], Tensor]] = {
-    **{name: lambda measure, eta, other, name=name: getattr(measure, name)(eta) for name in DERIVED},
-    "fisher_vp": lambda measure, eta, other: measure.fisher_vp(eta, other),
-    "kl": lambda measure, eta, other: measure.kl(eta, other),
-    "cumulants": lambda measure, eta, other: measure.cumulants(eta, other, 3),
-}
-"""All deterministic functions of a measure at eta, with a second point of the domain for those that take two."""
+from massieu.testing.subject import DERIVED, FUNCTIONS, Subject
 
 
 def check_shapes(subject: Subject) -> None:
-    measure, eta = subject.measure, subject.eta
-    lead, event = eta.shape[: subject.queries + 1], measure.event_shape
+    measure, eta, lead, event = subject.measure, subject.eta, subject.lead, subject.measure.event_shape
     for name, shape in zip(DERIVED, (lead, eta.shape, (*eta.shape, *event), lead), strict=True):
         actual = tuple(getattr(measure, name)(eta).shape)
         if actual != tuple(shape):
@@ -40,10 +28,10 @@ def check_shapes(subject: Subject) -> None:
 def check_batching(subject: Subject) -> None:
     measure, eta, other, queries = subject.measure, subject.eta, subject.middle, subject.queries
     pairs = list(zip(eta.unbind(queries), other.unbind(queries), strict=True))
-    sliced = _can_be_sliced(measure)
+    sliced = can_be_sliced(measure)
     parts = [pytree.tree_map(lambda leaf, i=i: leaf[i], measure) for i in range(len(eta))] if sliced else []
     for name, function in FUNCTIONS.items():
-        whole = function(measure, eta, other)
+        whole = subject.results[name]
         tolerance = 1e-12 * (1 + whole.abs())
         alone = [function(measure, point, second) for point, second in pairs]
         agree(f"{name}: all queries at once = one by one", eta, whole, torch.stack(alone, queries), tolerance)
@@ -57,7 +45,7 @@ def check_batching(subject: Subject) -> None:
             agree(f"{name}: vmap over the batch", eta, whole, mapped, tolerance)
 
 
-def _can_be_sliced(measure: Measure) -> bool:
+def can_be_sliced(measure: Measure) -> bool:
     """Whether every tensor of the measure carries its first batch dimension (in compositions some may not)."""
     batch = measure.batch_shape
     return len(batch) > 0 and all(leaf.shape[: len(batch)] == batch for leaf in pytree.tree_leaves(measure))
@@ -75,10 +63,11 @@ COMPILED = {**FUNCTIONS, "gradient": _gradient, "gradient of the mean": _gradien
 """The functions that are compiled."""
 
 
-def check_compiled(subject: Subject, backend: str, names: Iterable[str] = COMPILED) -> None:
-    measure, eta, other = subject.measure, subject.eta, subject.middle
+def check_compiled(subject: Subject, names: Iterable[str] = COMPILED) -> None:
+    eta, other, backend = subject.eta, subject.middle, subject.case.compile_backend
+    assert backend is not None
     for name in names:
-        function = partial(COMPILED[name], measure)
+        function = partial(COMPILED[name], subject.measure)
         expected = function(eta, other)
         torch.compiler.reset()
         actual = torch.compile(function, fullgraph=True, backend=backend)(eta, other)

@@ -63,7 +63,7 @@ def check_cumulants(subject: Subject) -> None:
     """The first two against mean and Fisher information, each further one as the derivative of the one before."""
     measure, eta, direction = subject.measure, subject.eta, subject.direction
     cumulants = measure.cumulants(eta, direction, ORDER)
-    if cumulants.shape != (*eta.shape[: subject.queries + 1], ORDER):
+    if cumulants.shape != (*subject.lead, ORDER):
         raise AssertionError(f"shape of cumulants: got {tuple(cumulants.shape)}")
     mean, image = measure.mean(eta), measure.fisher_vp(eta, direction)
     first, second = measure._dot(mean, direction), measure._dot(image, direction)
@@ -95,4 +95,4 @@ def _slope(subject: Subject, order: int) -> Tensor:
     def total(t: Tensor) -> Tensor:
         return measure.cumulants(eta + expand(t, eta) * direction, direction, order)[..., -1].sum()
 
-    return torch.func.grad(total)(eta.new_zeros(eta.shape[: subject.queries + 1]))
+    return torch.func.grad(total)(eta.new_zeros(subject.lead))

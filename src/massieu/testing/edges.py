@@ -1,58 +1,60 @@
-"""Where callers go that no average case leads to: nothing, no values, half precision, and the boundary of the means."""
+"""Where callers go that no average case leads to: outside the domain, nothing, no values, NaN, lists for tensors."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.duality import conjugate, natural
-from massieu.errors import ConvergenceError
-from massieu.measures.base import Measure
+from massieu.measures.base import DomainError, Measure
 from massieu.measures.hooks import MissingFormError
-from massieu.testing.batching import DERIVED, FUNCTIONS
-from massieu.testing.checks import EXACT, agree, at_most, expand
-from massieu.testing.distribution import has_density
-from massieu.testing.subject import Subject
-
-_FAR = 1e3
-_POINTS = 4
-"""Draws whose conjugate is held against their probability."""
+from massieu.testing.batching import can_be_sliced
+from massieu.testing.checks import EXACT, agree, expand
+from massieu.testing.subject import DERIVED, FUNCTIONS, Subject
 
 
-def check_draws_in_other_precisions(subject: Subject) -> None:
-    """What is drawn in single precision is possible; so it is when it has been rounded to half."""
-    if not has_density(subject):
-        return
-    measure = subject.measure.to(torch.float32)
-    eta = subject.eta.float()
-    eta = _kept(subject, measure, eta)
-    try:
-        draws = measure.sample(eta, 50, generator=torch.Generator(eta.device).manual_seed(0))
-    except MissingFormError:
-        return
-    for name, points in (("float32", draws), ("bfloat16", draws.bfloat16())):
-        found = measure.log_prob(eta, points)
-        possible = (found > -torch.inf).to(eta).mean(0)
-        agree(f"log_prob: what is drawn is possible, rounded to {name}", eta, possible, torch.ones_like(possible), 0.0)
-
-
-def _kept(subject: Subject, measure: Measure, eta: Tensor) -> Tensor:
-    """The points that rounding has left inside the domain."""
+def check_domain(subject: Subject) -> None:
+    """Finite inside, `DomainError` in the measure's own words outside."""
+    measure, eta = subject.measure, subject.eta
     inside = measure._in_domain(eta)
-    if inside is None:
-        return eta
-    held = inside.reshape(-1, inside.shape[-1]).all(0)
-    return eta.index_select(subject.queries, held.nonzero().squeeze(-1))
+    assert inside is not None
+    if inside.shape != subject.lead or inside.dtype != torch.bool:
+        raise AssertionError(
+            f"domain: _in_domain is {inside.dtype} of shape {tuple(inside.shape)}, not bool for each eta"
+        )
+    for points in (eta, subject.far):
+        values = measure.log_partition(points)
+        if not bool(values.isfinite().all()):
+            worst = points[~values.isfinite()][0]
+            raise AssertionError(f"domain: A is not finite at eta = {worst.tolist()}, which is said to be inside")
+    for distance in (1.0, 1e2, 1e4, 1e8):
+        for sign in (1, -1):
+            points = eta + sign * distance * subject.direction
+            found = measure._in_domain(points)
+            assert found is not None
+            if not bool(found.all()):
+                _must_raise(subject, torch.where(expand(found, points), eta, points))
+                return
+
+
+def _must_raise(subject: Subject, points: Tensor) -> None:
+    measure = subject.measure
+    for name in DERIVED:
+        try:
+            getattr(measure, name)(points)
+        except DomainError as error:
+            if measure._domain() not in str(error):
+                raise AssertionError(f"domain: the error does not say {measure._domain()!r}: {error}") from error
+            continue
+        raise AssertionError(f"domain: {name} outside the domain ({measure._domain()}) did not raise DomainError")
 
 
 def check_empty(subject: Subject) -> None:
     """No query, and no measure: an empty result of the right shape."""
     measure, queries = subject.measure, subject.queries
     _check_shapes("no query", measure, subject.eta, subject.eta.narrow(queries, 0, 0), measure)
-    leaves = pytree.tree_leaves(measure)
-    if queries and all(leaf.shape[:queries] == measure.batch_shape for leaf in leaves):
+    if can_be_sliced(measure):
         nothing = pytree.tree_map(lambda leaf: leaf[:0], measure)
         _check_shapes("an empty batch", measure, subject.eta, subject.eta[:0], nothing)
 
@@ -91,50 +93,55 @@ def _check_shapes(law: str, measure: Measure, eta: Tensor, other: Tensor, varian
             )
 
 
-def check_boundary(subject: Subject, draws: Tensor | None) -> None:
-    """The conjugate where means saturate is −entropy, and at a discrete law's own points at most −log h.
-
-    The means of the far eta lie on the boundary of the support's hull to rounding, in single precision still more.
-    """
-    eta = subject.far
-    for dtype in (torch.float64, torch.float32):
-        measure = subject.measure.to(dtype)
-        points = _kept(subject, measure, eta.to(dtype))
-        mean, entropy = measure.mean(points), measure.entropy(points)
-        # Means a long way out are not those that have come to a bound.
-        nearby = measure.mean(points.narrow(subject.queries, 0, 1))
-        held = (subject.norm(mean) <= _FAR * (1 + subject.norm(nearby))) & entropy.isfinite()
-        value = _conjugate(measure, torch.where(expand(held, mean), mean, nearby))
-        value, expected = (torch.where(held, number, 0.0) for number in (value, -entropy))
-        # A rounding of the mean moves the conjugate by eta times that; far out, by all that it still gains.
-        rounding = 64 * torch.finfo(dtype).eps * (1 + subject.norm(points)) * (1 + subject.norm(mean))
-        law = f"conjugate of a saturated mean = −entropy, in {dtype}"
-        agree(law, points, value, expected, rounding + torch.finfo(dtype).eps ** 0.5 * (1 + expected.abs()))
-    measure = subject.measure
-    if draws is None or measure._reference != "counting" or not has_density(subject):
-        return
-    eta = subject.eta
-    for point in draws[:_POINTS]:
-        value = _conjugate(measure, point)
-        mass = measure.log_prob(eta, point) + measure.log_partition(eta) - measure._dot(eta, point)
-        at_most("conjugate(x) ≤ −log h({x}) at a drawn x", eta, value, -mass, 1e-6 * (1 + mass.abs()))
-        below = measure._dot(eta, point) - measure.log_partition(eta)
-        at_most("conjugate(x) ≥ eta·x − A(eta) at a drawn x", eta, below, value, 1e-6 * (1 + below.abs()))
-
-
-def _conjugate(measure: Measure, mu: Tensor) -> Tensor:
-    try:
-        return conjugate(measure, mu)
-    except (ValueError, ConvergenceError) as error:
-        raise AssertionError(f"conjugate at the boundary: {error}") from error
-
-
 def check_numbers(subject: Subject) -> None:
     """Lists of numbers and NumPy arrays are what tensors are, for eta as for a point."""
     measure, eta = subject.measure, subject.eta
     for name in DERIVED:
-        function = partial(getattr(measure, name))
-        expected = function(eta)
+        expected = subject.results[name]
         for kind, given in (("a list", eta.tolist()), ("an array", eta.numpy(force=True))):
-            if eta.numel():
-                agree(f"{name} of {kind} = of a tensor", eta, function(given), expected, EXACT * (1 + expected.abs()))
+            actual = getattr(measure, name)(given)
+            agree(f"{name} of {kind} = of a tensor", eta, actual, expected, EXACT * (1 + expected.abs()))
+
+
+def check_nan(subject: Subject) -> None:
+    """NaN in one coordinate of one eta: never a number for what depends on it, and the other eta keep theirs.
+
+    A `DomainError` is as good, since NaN lies in no domain.
+    """
+    queries, count = subject.queries, subject.eta.shape[subject.queries]
+    moves = subject.fisher(subject.eta).select(queries, 0)[..., -1, -1] > 0
+    for dtype in (torch.float64, torch.float32):
+        measure = subject.measure.to(dtype)
+        eta, other = subject.eta.to(dtype), subject.middle.to(dtype)
+        spoiled = eta.clone()
+        spoiled.select(queries, 0).flatten(queries)[..., -1] = torch.nan
+        for name, function in FUNCTIONS.items():
+            try:
+                result, expected = function(measure, spoiled, other), function(measure, eta, other)
+            except DomainError:
+                continue
+            first, rest = result.select(queries, 0), result.narrow(queries, 1, count - 1)
+            expected = expected.narrow(queries, 1, count - 1)
+            allowed = 4 * torch.finfo(dtype).eps * (1 + expected.double().abs())
+            agree(f"NaN in one eta leaves {name} of the others", rest, rest, expected, allowed)
+            number = moves & ~first.reshape(*first.shape[:queries], -1).isnan().any(-1)
+            # Second derivatives may be constant.
+            if name not in ("fisher", "fisher_vp") and bool(number.any()):
+                raise AssertionError(f"NaN in eta: {name} in {dtype} is a number: {first[number][0].tolist()}")
+
+
+def check_nan_in_log_prob(subject: Subject) -> None:
+    """NaN has no log-probability, infinity none but −inf, and no law is there to draw from at an eta of NaN."""
+    measure, eta, point = subject.measure, subject.eta, subject.draws[0]
+    nan, infinite = torch.full_like(eta, torch.nan), torch.full_like(eta, torch.inf)
+    if not bool(measure.log_prob(eta, nan).isnan().all()):
+        raise AssertionError("log_prob of NaN is a number")
+    if not bool((measure.log_prob(eta, infinite) == -torch.inf).all()):
+        raise AssertionError("log_prob of infinity is not −inf")
+    try:
+        if not bool(measure.log_prob(nan, point).isnan().all()):
+            raise AssertionError("log_prob at an eta of NaN is a number")
+        measure.sample(nan)
+    except ValueError:  # a DomainError among them
+        return
+    raise AssertionError("sample at an eta of NaN did not raise ValueError")

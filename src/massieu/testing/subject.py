@@ -1,10 +1,11 @@
-"""The measure that is checked, the points it is checked at, and the comparison that every law ends in."""
+"""The measure that is checked, its oracles, and the points it is checked at."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -14,27 +15,85 @@ from massieu.testing.checks import expand
 SCALES = (0.0, 1e-4, 1.0, 15.0, 100.0)
 """Lengths of eta that are tried."""
 
+DERIVED = ("log_partition", "mean", "fisher", "entropy")
+"""Functions of one eta."""
+
+FUNCTIONS: dict[str, Callable[[Measure, Tensor, Tensor], Tensor]] = {
+    **{name: lambda measure, eta, other, name=name: getattr(measure, name)(eta) for name in DERIVED},
+    "fisher_vp": lambda measure, eta, other: measure.fisher_vp(eta, other),
+    "kl": lambda measure, eta, other: measure.kl(eta, other),
+    "cumulants": lambda measure, eta, other: measure.cumulants(eta, other, 3),
+}
+"""All deterministic functions of a measure at eta, with a second point of the domain for those that take two."""
+
 _HALVINGS = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class MeasureCase:
+    """A measure to be checked by `measure_checks`, with what is known of it from elsewhere.
+
+    Attributes:
+        measure: Its tensors are converted to each precision that is tried.
+        log_partition: Oracle, from eta (*batch, query, *event) in float64 to A(eta): quadrature, enumeration, SciPy.
+        kl: Oracle, from eta_p and eta_q of that shape to KL(p_{eta_p} ‖ p_{eta_q}), in nats.
+        log_prob: Oracle, from eta and points (sample, *batch, query, *event) to (sample, *batch, query); it is asked at
+            the measure's own draws.
+        eta: At least two points in the domain's interior, one query dimension. By default normal draws about the
+            measure's interior point (the origin, where it names none), moved towards it until all are well inside; the
+            origin is added where it is in the domain.
+        scales: Distances from that interior point at which float32 is held against float64, along a drawn direction and
+            its opposite; points outside the domain, or whose numbers float32 cannot hold, are left out.
+        samples: Draws for each eta.
+        compile_backend: Backend of `torch.compile` for compiled = eager, for instance "inductor" (takes a minute) or
+            "aot_eager" (seconds); None leaves that law out.
+        seed: Of the draws.
+
+    Example:
+        >>> from massieu.measures import Spin
+        >>> from massieu.testing import MeasureCase, measure_checks
+        >>> case = MeasureCase(Spin.create(dim=2), log_partition=lambda eta: eta.cosh().log().sum(-1))
+        >>> measure_checks(case)["log_partition"]()
+    """
+
+    measure: Measure
+    log_partition: Callable[[Tensor], Tensor] | None = None
+    kl: Callable[[Tensor, Tensor], Tensor] | None = None
+    log_prob: Callable[[Tensor, Tensor], Tensor] | None = None
+    eta: Float[Tensor, "*batch_query_event"] | None = None
+    scales: Sequence[float] = SCALES
+    samples: int = 20_000
+    compile_backend: str | None = None
+    seed: int = 0
+
+    @property
+    def start(self) -> Tensor:
+        """One query at the measure's interior point, in float64."""
+        measure = self.measure
+        shape = (*measure.batch_shape, 1, *measure.event_shape)
+        origin = torch.zeros(shape, dtype=torch.float64, device=pytree.tree_leaves(measure)[0].device)
+        interior = measure._interior()
+        return origin if interior is None else origin + interior.unsqueeze(len(measure.batch_shape))
+
+
+@dataclass(frozen=True, eq=False)
 class Subject:
     """A measure in float64 and the points it is checked at."""
 
+    case: MeasureCase
     measure: Measure
     eta: Tensor  # (*batch, query, *event)
     far: Tensor  # the same, at the scales asked for
-    generator: torch.Generator
 
     @property
     def queries(self) -> int:
         """Which dimension of `eta` counts the queries."""
         return len(self.measure.batch_shape)
 
-    @cached_property
-    def middle(self) -> Tensor:
-        """Between each point and its neighbour: in the domain, which is convex."""
-        return (self.eta + self.swapped) / 2
+    @property
+    def lead(self) -> torch.Size:
+        """The shape of one number for each eta."""
+        return self.eta.shape[: self.queries + 1]
 
     @cached_property
     def swapped(self) -> Tensor:
@@ -42,15 +101,34 @@ class Subject:
         return self.eta.roll(1, self.queries)
 
     @cached_property
+    def middle(self) -> Tensor:
+        """Between each point and its neighbour: in the domain, which is convex."""
+        return (self.eta + self.swapped) / 2
+
+    @cached_property
     def direction(self) -> Tensor:
         """A drawn direction for each point, of largest entry one."""
-        drawn = torch.randn(self.eta.shape, dtype=torch.float64, generator=self.generator).to(self.eta.device)
-        return _of_size_one(drawn, len(self.measure.event_shape))
+        return _of_size_one(self.noise(self.eta), len(self.measure.event_shape))
+
+    @cached_property
+    def results(self) -> dict[str, Tensor]:
+        """What each of `FUNCTIONS` gives at `eta` and `middle`."""
+        return {name: function(self.measure, self.eta, self.middle) for name, function in FUNCTIONS.items()}
+
+    @cached_property
+    def draws(self) -> Tensor:
+        """Draws (count, *batch, query, *event)."""
+        return self.draw(self.case.samples)
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """Their log-probabilities or log-densities, (count, *batch, query)."""
+        return self.measure.log_prob(self.eta, self.draws)
 
     @cached_property
     def reach(self) -> Tensor:
         """How far the domain extends about each point along every axis, within a factor of two; 1 if it is further."""
-        reach = torch.ones(self.eta.shape[: self.queries + 1], dtype=torch.float64, device=self.eta.device)
+        reach = torch.ones(self.lead, dtype=torch.float64, device=self.eta.device)
         for _ in range(_HALVINGS):
             steps = [sign * expand(reach, self.eta) * axis for axis in self.basis() for sign in (1, -1)]
             found = [self.measure._in_domain(self.eta + step) for step in steps]
@@ -59,6 +137,14 @@ class Subject:
                 break
             reach = torch.where(torch.stack(inside).all(0), reach, reach / 2)
         return reach
+
+    def draw(self, *shape: int) -> Tensor:
+        return self.measure.sample(self.eta, shape, generator=_generator(self.eta.device, self.case.seed))
+
+    def noise(self, like: Tensor) -> Tensor:
+        """Normal draws of that shape, in float64: the same at each call."""
+        drawn = torch.randn(like.shape, dtype=torch.float64, generator=_generator("cpu", self.case.seed + 1))
+        return drawn.to(like.device)
 
     def slope(self, function: Callable[[Tensor], Tensor], direction: Tensor) -> Tensor:
         """Central five-point difference of `function` at `eta` along `direction`; error h⁴."""
@@ -88,25 +174,30 @@ class Subject:
         """The largest entry of each event."""
         return vector.abs().flatten(vector.ndim - len(self.measure.event_shape)).amax(-1)
 
+    def kept(self, measure: Measure, eta: Tensor) -> Tensor:
+        """The points that rounding, of them and of the measure, has left inside the domain."""
+        inside = measure._in_domain(eta)
+        if inside is None:
+            return eta
+        held = inside.reshape(-1, inside.shape[-1]).all(0)
+        return eta.index_select(self.queries, held.nonzero().squeeze(-1))
 
-def subject_of(measure: Measure, eta: Tensor | None, scales: Sequence[float], seed: int) -> Subject:
-    measure = measure.to(torch.float64)
-    device = pytree.tree_leaves(measure)[0].device
-    generator = torch.Generator().manual_seed(seed)
-    batch, event, queries = measure.batch_shape, measure.event_shape, len(measure.batch_shape)
-    origin = torch.zeros((*batch, 1, *event), dtype=torch.float64, device=device)
-    interior = measure._interior()
-    start = origin if interior is None else origin + interior.unsqueeze(queries)
+
+def subject_of(case: MeasureCase) -> Subject:
+    measure, start, eta = case.measure.to(torch.float64), case.start, case.eta
+    generator, event, queries = _generator("cpu", case.seed), len(measure.event_shape), len(measure.batch_shape)
     if eta is None:
-        drawn = torch.randn(*batch, 4, *event, dtype=torch.float64, generator=generator).to(device)
-        eta = _shrunk(measure, start, drawn)
-    eta = eta.to(device, torch.float64)
-    eta = torch.cat([eta, _inside(measure, origin)], queries)
+        size = (*start.shape[:queries], 4, *start.shape[queries + 1 :])
+        eta = _shrunk(measure, start, torch.randn(size, dtype=torch.float64, generator=generator).to(start.device))
+    eta = torch.cat([eta.to(start.device, torch.float64), _inside(measure, torch.zeros_like(start))], queries)
+    directions = torch.randn(start.shape, dtype=torch.float64, generator=generator).to(start.device)
+    directions = _of_size_one(directions, event)
+    far = [_inside(measure, start + sign * scale * directions) for scale in case.scales for sign in (1, -1)]
+    return Subject(case, measure, eta, torch.cat(far, queries))
 
-    directions = torch.randn(*batch, 1, *event, dtype=torch.float64, generator=generator).to(device)
-    directions = _of_size_one(directions, len(event))
-    far = [_inside(measure, start + sign * scale * directions) for scale in scales for sign in (1, -1)]
-    return Subject(measure, eta, torch.cat(far, queries), generator)
+
+def _generator(device: torch.device | str, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
 
 
 def _of_size_one(drawn: Tensor, event: int) -> Tensor:
@@ -123,12 +214,10 @@ def _shrunk(measure: Measure, start: Tensor, drawn: Tensor) -> Tensor:
     """Points about `start`, halfway or less from it to the domain's boundary."""
     for _ in range(_HALVINGS):
         inside = measure._in_domain(start + 2 * drawn)
-        if inside is None:
-            return start + drawn
-        if bool(inside.all()):
+        if inside is None or bool(inside.all()):
             return start + drawn
         drawn = torch.where(expand(inside, drawn), drawn, drawn / 2)
     raise ValueError(
-        f"check_measure found no eta inside the domain of {type(measure).__name__}, {measure._domain()}: "
-        "give it `eta`, or the measure `_interior`"
+        f"no eta was found inside the domain of {type(measure).__name__}, {measure._domain()}: "
+        "give the MeasureCase `eta`, or the measure `_interior`"
     )

@@ -1,0 +1,128 @@
+"""All laws of a measure, by their names."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from massieu.measures.base import Measure
+from massieu.measures.hooks import MissingFormError
+from massieu.testing import batching, derivatives, distribution, divergence, edges, inverse, precision
+from massieu.testing.checks import Checks, Law, checks_of
+from massieu.testing.subject import MeasureCase, Subject, subject_of
+
+Missing = Callable[[MeasureCase], str | None]
+
+
+def _given(name: str) -> Missing:
+    return lambda case: f"the case has no {name}" if getattr(case, name) is None else None
+
+
+def _known(what: str, ask: Callable[[Measure, Tensor], object]) -> Missing:
+    """A law needs what `ask` asks of the measure at one eta, which is None or a `MissingFormError` where it is not known."""
+
+    def missing(case: MeasureCase) -> str | None:
+        try:
+            known = ask(case.measure.to(torch.float64), case.start)
+        except MissingFormError as error:
+            return str(error)
+        except Exception:  # what else is wrong there, the law itself will meet
+            return None
+        return f"{type(case.measure).__name__} names no {what}" if known is None else None
+
+    return missing
+
+
+def _reference(*kinds: str) -> Missing:
+    def missing(case: MeasureCase) -> str | None:
+        kind = case.measure._reference
+        return None if kind in kinds else f"the density is with respect to a {kind} measure"
+
+    return missing
+
+
+def _all(*needs: Missing) -> Missing:
+    """The first reason of several."""
+    return lambda case: next((reason for need in needs if (reason := need(case)) is not None), None)
+
+
+_DOMAIN = _known("domain", lambda measure, eta: measure._in_domain(eta))
+_SUPPORT = _known("support", lambda measure, eta: measure._support(eta))
+_SAMPLER = _known("sampler", lambda measure, eta: measure.sample(eta, generator=torch.Generator(eta.device)))
+_DENSITY = _all(_SAMPLER, _known("density", lambda measure, eta: measure.log_prob(eta, eta)))
+
+LAWS: tuple[Law[MeasureCase, Subject], ...] = (
+    Law("shapes", batching.check_shapes),
+    Law("domain", edges.check_domain, _DOMAIN),
+    Law("log_partition", divergence.check_log_partition, _given("log_partition")),
+    Law("mean", derivatives.check_mean),
+    Law("fisher", derivatives.check_fisher),
+    Law("second derivatives", derivatives.check_second_derivatives),
+    Law("convexity", derivatives.check_convexity),
+    Law("cumulants", derivatives.check_cumulants),
+    Law("kl", divergence.check_kl),
+    Law("kl oracle", divergence.check_kl_oracle, _given("kl")),
+    Law("kl of close parameters", divergence.check_kl_of_close_parameters),
+    Law("entropy", divergence.check_fenchel_young),
+    Law("tilt", divergence.check_tilt),
+    Law("draws", distribution.check_draws, _SAMPLER),
+    Law("samples", distribution.check_samples, _SAMPLER),
+    Law("independence", distribution.check_independence, _SAMPLER),
+    Law("possible draws", distribution.check_possible, _DENSITY),
+    Law("log_prob", distribution.check_log_prob, _DENSITY),
+    Law("log_prob oracle", distribution.check_log_prob_oracle, _all(_given("log_prob"), _DENSITY)),
+    Law("frequencies", distribution.check_frequencies, _all(_reference("counting"), _DENSITY)),
+    Law("normalisation", distribution.check_normalisation, _all(_reference("lebesgue"), _DENSITY)),
+    Law("support", distribution.check_support, _SUPPORT),
+    Law("support of samples", distribution.check_support_of_samples, _all(_SAMPLER, _SUPPORT)),
+    Law("natural", inverse.check_natural),
+    Law("outside the support", inverse.check_outside, _SUPPORT),
+    Law("saturated means", inverse.check_saturated),
+    Law("atoms as means", inverse.check_atoms, _all(_reference("counting"), _DENSITY)),
+    Law("batching", batching.check_batching),
+    Law("compiled", batching.check_compiled, _given("compile_backend")),
+    Law("single precision", precision.check_single),
+    Law("half precision", precision.check_half),
+    Law("empty", edges.check_empty),
+    Law("meta", edges.check_meta),
+    Law("lists and arrays", edges.check_numbers),
+    Law("NaN", edges.check_nan),
+    Law("NaN in log_prob", edges.check_nan_in_log_prob, _DENSITY),
+)
+
+
+def measure_checks(case: MeasureCase) -> Checks:
+    """The laws of an exponential family's log-partition, as named checks of one measure.
+
+    Each is one item for pytest, ``@pytest.mark.parametrize(("name", "check"), measure_checks(case))``, or one turn of a loop.
+    In float64 unless said otherwise:
+
+    * shapes; the oracles given; A finite inside the domain, and a `DomainError` that names the bound outside;
+    * mean, Fisher information and cumulants to order 6 against automatic and finite differences; second derivatives
+      (`gradgradcheck`); convexity;
+    * KL ≥ 0, the right way round and accurate to 1e-5 in float32 down to distance 1e-6; Fenchel–Young; tilting as a
+      group action;
+    * samples within five standard errors: mean, covariance, third moment, independence of draws and of queries;
+    * log_prob: finite at each of the measure's own draws, in float32 and rounded to bfloat16 too; against A, KL, how
+      often each value is drawn (discrete laws) and the mass of the density (continuous ones);
+    * the support function: above means and samples, sublinear, reached by the mean far out;
+    * the inverse of the mean and the conjugate (`massieu.duality`), on the boundary too, where means saturate and at a
+      discrete law's own points; an error for a mu beyond the support;
+    * batched = loop = `vmap`; compiled = eager; float32 against float64; half precision promoted;
+    * no query, an empty batch, the meta device, lists and arrays; NaN in, NaN out.
+
+    Returns:
+        The checks. Their `left_out` names, with reasons, the laws that need an oracle, a backend, a sampler, a density, a
+        domain or a support which the case does not have. A check raises AssertionError, which names the law, the point and
+        the two numbers, or ValueError where no eta was given and none was found inside the domain.
+
+    Example:
+        >>> from massieu.measures import Spin
+        >>> from massieu.testing import MeasureCase, measure_checks
+        >>> checks = measure_checks(MeasureCase(Spin.create(dim=2)))
+        >>> for name, check in checks:
+        ...     check()
+        >>> checks.left_out["domain"]
+        'Spin names no domain'
+    """
+    return checks_of(case, subject_of, LAWS)
