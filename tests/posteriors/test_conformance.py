@@ -109,7 +109,9 @@ def _case(name: str, tokens: Tensor, prior: Posterior) -> PosteriorCase:
     sequences = torch.stack([tokens, tokens.flip(1), tokens.roll(1, 1)], 1)
     exempt = ORDERED if name == "hidden Markov" else OWN if name == "concepts of a function" else {}
     event = sequences.ndim - 3
-    return PosteriorCase(prior, sequences, event, EVIDENCE.get(name), MEANS.get(name), OUTCOMES.get(name), exempt)
+    return PosteriorCase(
+        prior, sequences, event, EVIDENCE.get(name), MEANS.get(name), OUTCOMES.get(name), exempt=exempt
+    )
 
 
 CASES = {name: _case(name, case.tokens, case.prior) for name, case in cases(5).items()}

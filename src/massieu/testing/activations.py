@@ -1,7 +1,7 @@
 """The laws of activations: `activation_checks`."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 from massieu.energy.activations import Activation
 from massieu.measures import MissingFormError
 from massieu.testing.checks import EXACT, Checks, Law
-from massieu.testing.everywhere import EVERYWHERE, Subject, checks_with_exemptions, slope, without
+from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, slope, without
 
 _SCALES = (0.0, 1e-4, 1.0, 15.0)
 _BEYOND = (1.0, 1e2, 1e4, 1e6)
 
 
-@dataclass(frozen=True)
-class ActivationCase:
+@dataclass(frozen=True, eq=False)
+class ActivationCase(SuiteCase):
     """An activation, and points to check it at.
 
     Attributes:
@@ -27,8 +27,14 @@ class ActivationCase:
         lagrangian: L of points (*batch, query, d), found in another way.
         steepest: Points at which the Lipschitz constant is attained, where the activation promises that it is.
         batch: How many leading dimensions are the activation's own.
-        exempt: Laws that the activation does not promise, by name, each with the reason.
-        compile_backend: Of `torch.compile`, such as "aot_eager" (seconds); None leaves "compiled" out.
+        exempt, compile_backend: Laws that are not promised, each with the reason; what "compiled" compiles with.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Tanh
+        >>> from massieu.testing import ActivationCase, activation_checks
+        >>> case = ActivationCase(Tanh.create(), torch.eye(3), lambda x: x.cosh().log().sum(-1))
+        >>> activation_checks(case)["lagrangian"]()
     """
 
     activation: Activation
@@ -36,8 +42,6 @@ class ActivationCase:
     lagrangian: Callable[[Tensor], Any] | None = None
     steepest: Float[Tensor, "*batch_query d"] | None = None
     batch: int = 0
-    exempt: Mapping[str, str] = field(default_factory=dict)
-    compile_backend: str | None = None
 
 
 def activation_checks(case: ActivationCase) -> Checks:
@@ -59,10 +63,10 @@ def activation_checks(case: ActivationCase) -> Checks:
         >>> for name, check in activation_checks(case):
         ...     check()
     """
-    return checks_with_exemptions(case, _subject, _LAWS)
+    return checks_with_exemptions(case, _trial, _LAWS)
 
 
-def _subject(case: ActivationCase) -> Subject[ActivationCase]:
+def _trial(case: ActivationCase) -> Trial[ActivationCase]:
     functions = {
         "the map": lambda activation, x: activation(x),
         "lagrangian": lambda activation, x: activation.lagrangian(x),
@@ -70,24 +74,24 @@ def _subject(case: ActivationCase) -> Subject[ActivationCase]:
     }
     if "conjugate" in case.exempt:
         del functions["conjugate"]
-    return Subject(case, case.activation.to(torch.float64), case.points.double(), functions, 1, case.batch)
+    return Trial(case, case.activation.to(torch.float64), case.points.double(), functions, 1, case.batch)
 
 
-def _lagrangian(subject: Subject[ActivationCase]) -> None:
-    subject = subject.scaled(_SCALES)
-    assert subject.case.lagrangian is not None
-    oracle = subject.case.lagrangian(subject.points)
-    subject.same("lagrangian = oracle", subject.value.lagrangian(subject.points), oracle)
+def _lagrangian(trial: Trial[ActivationCase]) -> None:
+    trial = trial.scaled(_SCALES)
+    assert trial.case.lagrangian is not None
+    oracle = trial.case.lagrangian(trial.points)
+    trial.same("lagrangian = oracle", trial.value.lagrangian(trial.points), oracle)
 
 
-def _gradient(subject: Subject[ActivationCase]) -> None:
-    activation, points, way = subject.value, subject.points, subject.drawn()
+def _gradient(trial: Trial[ActivationCase]) -> None:
+    activation, points, way = trial.value, trial.points, trial.drawn()
     found = (activation(points) * way).sum(-1)
     difference = slope(lambda t: activation.lagrangian(points + t * way))
-    subject.same("gradient: the map = finite difference of the Lagrangian", found, difference, 1e-7)
+    trial.same("gradient: the map = finite difference of the Lagrangian", found, difference, 1e-7)
     leaf = points.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(activation.lagrangian(leaf).sum(), leaf)
-    subject.same("gradient: the map = ∇L", activation(points), gradient)
+    trial.same("gradient: the map = ∇L", activation(points), gradient)
 
 
 def _jacobian(activation: Activation, points: Tensor) -> Tensor:
@@ -96,68 +100,68 @@ def _jacobian(activation: Activation, points: Tensor) -> Tensor:
     return torch.stack(rows, -2)
 
 
-def _convex(subject: Subject[ActivationCase]) -> None:
-    subject = subject.scaled(_SCALES[1:])
-    activation, points = subject.value, subject.points
+def _convex(trial: Trial[ActivationCase]) -> None:
+    trial = trial.scaled(_SCALES[1:])
+    activation, points = trial.value, trial.points
     jacobian = _jacobian(activation, points)
-    subject.same("convex: the Jacobian is symmetric", jacobian, jacobian.mT)
+    trial.same("convex: the Jacobian is symmetric", jacobian, jacobian.mT)
     least, size = torch.linalg.eigvalsh(jacobian)[..., 0], jacobian.abs().amax((-2, -1))
-    subject.at_most("convex: the Jacobian is positive semi-definite", -least, 0 * least, EXACT * (1 + size))
-    other = points.roll(1, subject.query)
+    trial.at_most("convex: the Jacobian is positive semi-definite", -least, 0 * least, EXACT * (1 + size))
+    other = points.roll(1, trial.query)
     chord = (activation.lagrangian(points) + activation.lagrangian(other)) / 2
     middle = activation.lagrangian((points + other) / 2)
-    subject.at_most("convex: L lies below its chords", middle, chord, EXACT * (1 + chord.abs()))
+    trial.at_most("convex: L lies below its chords", middle, chord, EXACT * (1 + chord.abs()))
 
 
-def _conjugate(subject: Subject[ActivationCase]) -> None:
-    activation, points = subject.value, subject.points
+def _conjugate(trial: Trial[ActivationCase]) -> None:
+    activation, points = trial.value, trial.points
     image = activation(points)
     found = activation.conjugate(image)
     expected = (points * image).sum(-1) - activation.lagrangian(points)
-    subject.same("conjugate: L(x) + L*(y) = x·y at y = ∇L(x)", found, expected, 1e-7)
-    for y in (image, 0.5 * (image + image.roll(1, subject.query)), 3 * image, 10 + subject.drawn().abs()):
+    trial.same("conjugate: L(x) + L*(y) = x·y at y = ∇L(x)", found, expected, 1e-7)
+    for y in (image, 0.5 * (image + image.roll(1, trial.query)), 3 * image, 10 + trial.drawn().abs()):
         value = activation.conjugate(y)
         for scale in _BEYOND:
             # Towards what lies outside the range, where the supremum is infinite.
             for x in (scale * points, scale * (y - activation(scale * y)), scale * (y - image)):
                 below = (x * y).sum(-1) - activation.lagrangian(x)
                 law = "conjugate: L*(y) ≥ x·y − L(x)"
-                subject.at_most(law, below, value, 1e-7 * (1 + below.abs() + (x * y).abs().sum(-1)))
+                trial.at_most(law, below, value, 1e-7 * (1 + below.abs() + (x * y).abs().sum(-1)))
 
 
-def _range(subject: Subject[ActivationCase]) -> None:
-    subject = subject.scaled((*_SCALES, 1e4))
-    image = subject.value(subject.points)
-    numbers = {"the map": image, "L": subject.value.lagrangian(subject.points)}
-    if "conjugate" not in subject.case.exempt:
-        numbers["L* of the map"] = subject.value.conjugate(image)
+def _range(trial: Trial[ActivationCase]) -> None:
+    trial = trial.scaled((*_SCALES, 1e4))
+    image = trial.value(trial.points)
+    numbers = {"the map": image, "L": trial.value.lagrangian(trial.points)}
+    if "conjugate" not in trial.case.exempt:
+        numbers["L* of the map"] = trial.value.conjugate(image)
     for name, number in numbers.items():
         if not bool(number.isfinite().all()):
-            raise AssertionError(f"range: {name} is not finite at {subject.points[~number.isfinite()][0].tolist()}")
+            raise AssertionError(f"range: {name} is not finite at {trial.points[~number.isfinite()][0].tolist()}")
 
 
-def _sizes(subject: Subject[ActivationCase], points: Tensor) -> tuple[Tensor, Tensor]:
+def _sizes(trial: Trial[ActivationCase], points: Tensor) -> tuple[Tensor, Tensor]:
     """The spectral norm of the Jacobian at each point, and the constant."""
-    found = torch.linalg.matrix_norm(_jacobian(subject.value, points), ord=2)
-    bound = subject.value.lipschitz.to(found.dtype)
+    found = torch.linalg.matrix_norm(_jacobian(trial.value, points), ord=2)
+    bound = trial.value.lipschitz.to(found.dtype)
     return found, bound.reshape(*bound.shape, *[1] * (found.ndim - bound.ndim)).expand_as(found)
 
 
-def _lipschitz(subject: Subject[ActivationCase]) -> None:
-    subject = subject.scaled(_SCALES[1:])
-    found, bound = _sizes(subject, subject.points)
-    subject.at_most("lipschitz: ‖∇²L‖ ≤ the constant", found, bound, EXACT * (1 + found))
+def _lipschitz(trial: Trial[ActivationCase]) -> None:
+    trial = trial.scaled(_SCALES[1:])
+    found, bound = _sizes(trial, trial.points)
+    trial.at_most("lipschitz: ‖∇²L‖ ≤ the constant", found, bound, EXACT * (1 + found))
 
 
-def _attained(subject: Subject[ActivationCase]) -> None:
-    assert subject.case.steepest is not None
-    subject = subject.at(subject.case.steepest.double())
-    found, bound = _sizes(subject, subject.points)
-    subject.agree("attained: ‖∇²L‖ = the Lipschitz constant", found, bound, 1e-6 * bound)
+def _attained(trial: Trial[ActivationCase]) -> None:
+    assert trial.case.steepest is not None
+    trial = trial.at(trial.case.steepest.double())
+    found, bound = _sizes(trial, trial.points)
+    trial.agree("attained: ‖∇²L‖ = the Lipschitz constant", found, bound, 1e-6 * bound)
 
 
-def _quadratic(subject: Subject[ActivationCase]) -> None:
-    activation, points = subject.value, subject.points
+def _quadratic(trial: Trial[ActivationCase]) -> None:
+    activation, points = trial.value, trial.points
     origin, image = activation(0 * points), activation(points)
     errors = [(activation(t * points) - origin - t * (image - origin)).abs().amax() for t in (-1, 2)]
     if bool(max(errors) < EXACT) != activation.quadratic:

@@ -1,7 +1,7 @@
 """The laws of energies: `energy_checks`."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from massieu.energy import Energy
 from massieu.solve import Status
 from massieu.testing.checks import Checks, Law
-from massieu.testing.everywhere import EVERYWHERE, Subject, checks_with_exemptions, slope, without
+from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, slope, without
 
 _ROUNDING = 1e-11
 _ASCENT = 8
@@ -19,8 +19,8 @@ _INSIDE = {"(0, 2)": (0.3, 1.0, 1.9), "(0, 1]": (0.3, 1.0), "{1}": (1.0,)}
 _OUTSIDE = {"(0, 2)": (0.0, 2.0), "(0, 1]": (0.0, 1.1), "{1}": (0.5, 1.5)}
 
 
-@dataclass(frozen=True)
-class EnergyCase:
+@dataclass(frozen=True, eq=False)
+class EnergyCase(SuiteCase):
     """An energy, and states to check it at.
 
     Attributes:
@@ -29,9 +29,16 @@ class EnergyCase:
         oracle: E of states (*batch, query, *event), found in another way.
         scales: What the states are multiplied by, too, where E and its step are tried; the domain must hold them.
         batch: How many leading dimensions are the energy's own.
-        exempt: Laws that the energy does not promise, by name, each with the reason: a map between discrete states is
-            exempt from "force", "derivatives", "fixed points" and "worst".
-        compile_backend: Of `torch.compile`, such as "aot_eager" (seconds); None leaves "compiled" out.
+        exempt, compile_backend: Laws that are not promised, each with the reason, as "force", "derivatives", "fixed points"
+            and "worst" are not where states are discrete; what "compiled" compiles with.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy
+        >>> from massieu.testing import EnergyCase, energy_checks
+        >>> one = HopfieldEnergy.create(torch.ones(1, 2))  # of one pattern: half the squared distance from it
+        >>> case = EnergyCase(one, torch.eye(2), lambda states: 0.5 * (states - 1).square().sum(-1))
+        >>> energy_checks(case)["energy"]()
     """
 
     energy: Energy
@@ -39,8 +46,6 @@ class EnergyCase:
     oracle: Callable[[Tensor], Any] | None = None
     scales: Sequence[float] = (1e-4, 1.0, 15.0)
     batch: int = 0
-    exempt: Mapping[str, str] = field(default_factory=dict)
-    compile_backend: str | None = None
 
 
 def energy_checks(case: EnergyCase) -> Checks:
@@ -62,16 +67,14 @@ def energy_checks(case: EnergyCase) -> Checks:
         >>> sorted(checks.left_out)
         ['compiled', 'energy']
     """
-    return checks_with_exemptions(case, _subject, _LAWS)
+    return checks_with_exemptions(case, _trial, _LAWS)
 
 
-def _subject(case: EnergyCase) -> Subject[EnergyCase]:
-    subject = Subject(
-        case, case.energy.to(torch.float64), case.states.double(), {}, case.energy._event_dims, case.batch
-    )
+def _trial(case: EnergyCase) -> Trial[EnergyCase]:
+    trial = Trial(case, case.energy.to(torch.float64), case.states.double(), {}, case.energy._event_dims, case.batch)
     discrete = "force" in case.exempt
     # Where E is finite on the range of the step alone, it is asked there.
-    free = discrete or bool(subject.value(subject.points + 1e-3 * subject.drawn()).isfinite().all())
+    free = discrete or bool(trial.value(trial.points + 1e-3 * trial.drawn()).isfinite().all())
     functions = {
         "energy": lambda energy, state: energy(state if free else energy.step(state)),
         "step": lambda energy, state: energy.step(state),
@@ -79,89 +82,89 @@ def _subject(case: EnergyCase) -> Subject[EnergyCase]:
     }
     if discrete:
         del functions["force"]
-    return replace(subject, functions=functions)
+    return replace(trial, functions=functions)
 
 
-def _energy(subject: Subject[EnergyCase]) -> None:
-    assert subject.case.oracle is not None
-    subject = subject.scaled(subject.case.scales)
-    subject.same("energy = oracle", subject.value(subject.points), subject.case.oracle(subject.points))
+def _energy(trial: Trial[EnergyCase]) -> None:
+    assert trial.case.oracle is not None
+    trial = trial.scaled(trial.case.scales)
+    trial.same("energy = oracle", trial.value(trial.points), trial.case.oracle(trial.points))
 
 
-def _force(subject: Subject[EnergyCase]) -> None:
-    energy, way = subject.value, subject.drawn()
-    dims = tuple(range(-subject.item, 0))
+def _force(trial: Trial[EnergyCase]) -> None:
+    energy, way = trial.value, trial.drawn()
+    dims = tuple(range(-trial.item, 0))
     # Along a line, and along what steps make of it: all that there is where E is finite on their range alone.
-    for path in (lambda t: subject.points + t * way, lambda t: energy.step(subject.points + t * way)):
+    for path in (lambda t: trial.points + t * way, lambda t: energy.step(trial.points + t * way)):
         here, speed = path(0.0), slope(path)
         found, difference = (energy.force(here) * speed).sum(dims), slope(lambda t, path=path: -energy(path(t)))
         inside = difference.isfinite()
         law = "force = −finite difference of the energy"
-        subject.same(law, torch.where(inside, found, 0.0), torch.where(inside, difference, 0.0), 1e-7)
-    lead, size = here.shape[: -subject.item], here.shape[-subject.item :].numel()
+        trial.same(law, torch.where(inside, found, 0.0), torch.where(inside, difference, 0.0), 1e-7)
+    lead, size = here.shape[: -trial.item], here.shape[-trial.item :].numel()
     hessian = energy.hessian(here).reshape(*lead, size, size)
-    subject.same("force: the Hessian is symmetric", hessian, hessian.mT, 1e-8)
+    trial.same("force: the Hessian is symmetric", hessian, hessian.mT, 1e-8)
     found = (hessian @ speed.reshape(*lead, size, 1)).reshape(here.shape)
-    subject.same("force: its derivative is −Hessian", found, slope(lambda t: -energy.force(path(t))), 1e-6)
+    trial.same("force: its derivative is −Hessian", found, slope(lambda t: -energy.force(path(t))), 1e-6)
 
 
-def _rise(subject: Subject[EnergyCase], states: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def _rise(trial: Trial[EnergyCase], states: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """How much a step raises the energy, which was finite, and the rounding of it."""
-    before, after = subject.value(states), subject.value(subject.value.step(states, damping=damping))
+    before, after = trial.value(states), trial.value(trial.value.step(states, damping=damping))
     finite = before.isfinite()
     rise = torch.where(finite, after - torch.where(finite, before, 0.0), -1.0)
     return rise, _ROUNDING * (1 + torch.where(finite, before.detach().abs(), 0.0))
 
 
-def _descent(subject: Subject[EnergyCase]) -> None:
-    subject = subject.scaled(subject.case.scales)
-    energy = subject.value
+def _descent(trial: Trial[EnergyCase]) -> None:
+    trial = trial.scaled(trial.case.scales)
+    energy = trial.value
     for damping in _INSIDE[energy._dampings]:
-        state = subject.points
+        state = trial.points
         for _ in range(3):
-            rise, rounding = _rise(subject, state, damping)
-            subject.at_most(f"descent: a step of damping {damping} raises E", rise, 0 * rise, rounding)
+            rise, rounding = _rise(trial, state, damping)
+            trial.at_most(f"descent: a step of damping {damping} raises E", rise, 0 * rise, rounding)
             state = energy.step(state, damping=damping)
     for damping in _OUTSIDE[energy._dampings]:
         try:
-            energy.step(subject.points, damping=damping)
+            energy.step(trial.points, damping=damping)
         except ValueError:
             continue
         raise AssertionError(f"descent: damping {damping} lies outside {energy._dampings} and was taken")
 
 
-def _worst(subject: Subject[EnergyCase]) -> None:
-    energy, dims = subject.value, tuple(range(-subject.item, 0))
+def _worst(trial: Trial[EnergyCase]) -> None:
+    energy, dims = trial.value, tuple(range(-trial.item, 0))
     damping = _INSIDE[energy._dampings][-1]
-    state = energy.step(subject.points)
+    state = energy.step(trial.points)
     length = 0.2 * (1e-3 + torch.linalg.vector_norm(state, dim=dims, keepdim=True))
     for _ in range(_ASCENT):
         leaf = state.detach().requires_grad_()
-        rise, rounding = _rise(subject, leaf, damping)
-        subject.at_most(f"worst: a step of damping {damping} raises E", rise, 0 * rise, rounding)
+        rise, rounding = _rise(trial, leaf, damping)
+        trial.at_most(f"worst: a step of damping {damping} raises E", rise, 0 * rise, rounding)
         (way,) = torch.autograd.grad(rise.sum(), leaf)
         size = torch.linalg.vector_norm(way, dim=dims, keepdim=True)
         there = state + length * way / torch.where(size > 0, size, 1.0)
-        inside = energy(there).isfinite().reshape(*there.shape[: -subject.item], *[1] * subject.item)
+        inside = energy(there).isfinite().reshape(*there.shape[: -trial.item], *[1] * trial.item)
         state = torch.where(inside, there, energy.step(there))
 
 
-def _fixed_points(subject: Subject[EnergyCase]) -> None:
-    energy, start = subject.value, subject.value.step(subject.points)
+def _fixed_points(trial: Trial[EnergyCase]) -> None:
+    energy, start = trial.value, trial.value.step(trial.points)
     found = energy.retrieve(start, max_steps=5000, throw=False)
     ended = found.status == Status.CONVERGED
     if not bool(ended.any()):
         raise AssertionError(f"fixed points: no descent ended; the residuals are {found.residual.flatten().tolist()}")
     rise = found.energy - energy(start)
-    subject.at_most("fixed points: a descent ends no higher", rise, 0 * rise, _ROUNDING * (1 + found.energy.abs()))
-    subject.same("fixed points: energy of where it ended", found.energy, energy(found.state))
+    trial.at_most("fixed points: a descent ends no higher", rise, 0 * rise, _ROUNDING * (1 + found.energy.abs()))
+    trial.same("fixed points: energy of where it ended", found.energy, energy(found.state))
     leaf = found.state.detach().requires_grad_()
     after = energy.step(leaf)
-    residual = torch.linalg.vector_norm((after - leaf).detach().flatten(-subject.item), dim=-1)
-    subject.same("fixed points: residual of where it ended", found.residual, residual)
+    residual = torch.linalg.vector_norm((after - leaf).detach().flatten(-trial.item), dim=-1)
+    trial.same("fixed points: residual of where it ended", found.residual, residual)
     (along,) = torch.autograd.grad((after * energy.force(found.state).detach()).sum(), leaf)
-    along = torch.where(ended.reshape(*ended.shape, *[1] * subject.item), along, 0.0)
-    subject.same("fixed points: E is stationary along what a step can reach", along, 0 * along, 1e-6)
+    along = torch.where(ended.reshape(*ended.shape, *[1] * trial.item), along, 0.0)
+    trial.same("fixed points: E is stationary along what a step can reach", along, 0 * along, 1e-6)
 
 
 _LAWS: tuple[Law[Any, Any], ...] = (

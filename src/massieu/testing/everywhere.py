@@ -1,7 +1,7 @@
 """Laws of every contract: what a call gives depends on neither the batch, nor the precision, nor the way it is run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
 import torch
@@ -13,8 +13,21 @@ from massieu.testing.checks import EXACT, CaseT, Checks, Law, agree, checks_of
 _STEP = 1e-4
 
 
-@dataclass(frozen=True)
-class Subject(Generic[CaseT]):
+@dataclass(frozen=True, eq=False)
+class SuiteCase:
+    """What the cases of all suites but the measures' share.
+
+    Attributes:
+        exempt: Laws that the object does not promise, by name, each with the reason.
+        compile_backend: Of `torch.compile`, such as "aot_eager" (seconds); None leaves "compiled" out.
+    """
+
+    exempt: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    compile_backend: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Trial(Generic[CaseT]):
     """A value, the points that it is called at, and its functions, each of which gives (*lead, …) of points (*lead, *item)."""
 
     case: CaseT
@@ -29,10 +42,10 @@ class Subject(Generic[CaseT]):
         """The last of the query dimensions."""
         return self.points.ndim - self.item - 1
 
-    def at(self, points: Tensor) -> "Subject[CaseT]":
+    def at(self, points: Tensor) -> "Trial[CaseT]":
         return replace(self, points=points)
 
-    def scaled(self, scales: Sequence[float]) -> "Subject[CaseT]":
+    def scaled(self, scales: Sequence[float]) -> "Trial[CaseT]":
         """At the points times each of the scales."""
         return self.at(torch.cat([scale * self.points for scale in scales], self.query))
 
@@ -66,44 +79,44 @@ def slope(function: Callable[[float], Tensor]) -> Tensor:
     return (8 * near - far) / (12 * _STEP)
 
 
-def check_structure(subject: Subject[Any]) -> None:
-    value = subject.value
+def check_structure(trial: Trial[Any]) -> None:
+    value = trial.value
     leaves, structure = pytree.tree_flatten(value)
     again = pytree.tree_unflatten(leaves, structure)
     if type(again) is not type(value) or again is value:
         raise AssertionError(f"structure: {type(value).__name__} is no pytree")
-    for name, function in subject.functions.items():
-        whole = function(value, subject.points)
-        subject.same(f"structure: {name} of the value put together again", function(again, subject.points), whole, 0.0)
+    for name, function in trial.functions.items():
+        whole = function(value, trial.points)
+        trial.same(f"structure: {name} of the value put together again", function(again, trial.points), whole, 0.0)
 
 
-def check_one_by_one(subject: Subject[Any]) -> None:
-    value, points, query = subject.value, subject.points, subject.query
+def check_one_by_one(trial: Trial[Any]) -> None:
+    value, points, query = trial.value, trial.points, trial.query
     leaves = value._tensors()
-    sliced = subject.batch > 0 and all(leaf.shape[:1] == points.shape[:1] for leaf in leaves)
-    for name, function in subject.functions.items():
+    sliced = trial.batch > 0 and all(leaf.shape[:1] == points.shape[:1] for leaf in leaves)
+    for name, function in trial.functions.items():
         whole = function(value, points)
         alone = [function(value, point) for point in points.unbind(query)]
-        subject.same(f"one by one: {name} of all queries", whole, torch.stack(alone, query))
+        trial.same(f"one by one: {name} of all queries", whole, torch.stack(alone, query))
         if sliced:
             parts = [
                 pytree.tree_map(lambda leaf, i=i: leaf[i] if isinstance(leaf, Tensor) else leaf, value)
                 for i in range(len(points))
             ]
             alone = [function(*pair) for pair in zip(parts, points, strict=True)]
-            subject.same(f"one by one: {name} of the whole batch", whole, torch.stack(alone))
+            trial.same(f"one by one: {name} of the whole batch", whole, torch.stack(alone))
 
 
-def check_vmap(subject: Subject[Any]) -> None:
-    value, points, query = subject.value, subject.points, subject.query
-    for name, function in subject.functions.items():
+def check_vmap(trial: Trial[Any]) -> None:
+    value, points, query = trial.value, trial.points, trial.query
+    for name, function in trial.functions.items():
         mapped = torch.func.vmap(function, (None, query))(value, points).movedim(0, query)
-        subject.same(f"vmap: {name}", mapped, function(value, points))
+        trial.same(f"vmap: {name}", mapped, function(value, points))
 
 
-def _numbers(subject: Subject[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], tuple[Any, Tensor]]]:
+def _numbers(trial: Trial[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], tuple[Any, Tensor]]]:
     """The floating-point tensors of value and points, and the way back."""
-    leaves, structure = pytree.tree_flatten((subject.value, subject.points))
+    leaves, structure = pytree.tree_flatten((trial.value, trial.points))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
     def back(numbers: Sequence[Tensor]) -> tuple[Any, Tensor]:
@@ -115,14 +128,14 @@ def _numbers(subject: Subject[Any]) -> tuple[list[Tensor], Callable[[Sequence[Te
     return [leaves[place] for place in places], back
 
 
-def _directions(subject: Subject[Any], numbers: Sequence[Tensor], seed: int) -> list[Tensor]:
+def _directions(trial: Trial[Any], numbers: Sequence[Tensor], seed: int) -> list[Tensor]:
     """A draw for every finite number, symmetric for square matrices, which may have to be; 0 for points of whole numbers,
     which may be all that there is."""
-    drawn = [subject.drawn(number, seed + place) for place, number in enumerate(numbers)]
+    drawn = [trial.drawn(number, seed + place) for place, number in enumerate(numbers)]
     square = [number.ndim > 1 and number.shape[-1] == number.shape[-2] for number in numbers]
     drawn = [(way + way.mT) / 2 if even else way for way, even in zip(drawn, square, strict=True)]
     drawn = [torch.where(number.isfinite(), way, 0.0) for way, number in zip(drawn, numbers, strict=True)]
-    points = subject.points
+    points = trial.points
     if points.is_floating_point() and bool((points == points.round()).all()):
         drawn[-1] = torch.zeros_like(points)
     return drawn
@@ -144,13 +157,13 @@ def _derivative(
     return value.detach()
 
 
-def check_derivatives(subject: Subject[Any]) -> None:
+def check_derivatives(trial: Trial[Any]) -> None:
     """Reverse mode, once and twice, in the points and in all that the value holds, against finite differences."""
-    numbers, back = _numbers(subject)
-    first, second = (_directions(subject, numbers, seed) for seed in (1, 100))
-    for name, function in subject.functions.items():
-        result = function(subject.value, subject.points)
-        weight = subject.drawn(result, 200)
+    numbers, back = _numbers(trial)
+    first, second = (_directions(trial, numbers, seed) for seed in (1, 100))
+    for name, function in trial.functions.items():
+        result = function(trial.value, trial.points)
+        weight = trial.drawn(result, 200)
         size = 1 + (weight * result).nan_to_num(posinf=0.0).abs().sum()
 
         def total(given: Sequence[Tensor], function: Any = function, weight: Tensor = weight) -> Tensor:
@@ -166,91 +179,91 @@ def check_derivatives(subject: Subject[Any]) -> None:
             agree(f"{law}: {name}", found, found, slope(moved), 1e-7 * (size + found.abs()))
 
 
-def check_precision(subject: Subject[Any]) -> None:
+def check_precision(trial: Trial[Any]) -> None:
     """Float32 is float64, but for what a few roundings of the points and of what the value holds do to each number."""
-    numbers, back = _numbers(subject)
+    numbers, back = _numbers(trial)
     small = [number.float() for number in numbers]
     eps, nudge = torch.finfo(torch.float32).eps, 1e-6
     value, points = back([number.double() for number in small])
-    for name, function in subject.functions.items():
+    for name, function in trial.functions.items():
         actual, expected = function(*back(small)), function(value, points)
         if actual.dtype != torch.float32:
             raise AssertionError(f"precision: {name} of float32 is {actual.dtype}")
         moved = torch.zeros_like(expected)
         for seed in range(3):
-            ways = _directions(subject, numbers, 10 * seed)
+            ways = _directions(trial, numbers, 10 * seed)
             there = function(*back([x.double() * (1 + nudge * way) for x, way in zip(small, ways, strict=True)]))
             moved = torch.maximum(moved, (there - expected).abs().nan_to_num(0.0, 0.0))
-        rest = tuple(range(subject.query + 1, expected.ndim))
+        rest = tuple(range(trial.query + 1, expected.ndim))
         size = (expected.abs() + moved / nudge).nan_to_num(posinf=0.0)
         size = size.amax(rest, keepdim=True) if rest and size.numel() else size
-        subject.agree(f"precision: {name} in float32", actual, expected, 64 * eps * (1 + size))
+        trial.agree(f"precision: {name} in float32", actual, expected, 64 * eps * (1 + size))
 
 
-def check_half_precision(subject: Subject[Any]) -> None:
+def check_half_precision(trial: Trial[Any]) -> None:
     """What is given in half precision is promoted: the result is that of the same numbers in float32."""
-    numbers, back = _numbers(subject)
+    numbers, back = _numbers(trial)
     for dtype in (torch.bfloat16, torch.float16):
         half = [number.to(dtype) for number in numbers]
-        for name, function in subject.functions.items():
+        for name, function in trial.functions.items():
             actual, expected = function(*back(half)), function(*back([number.float() for number in half]))
             if actual.dtype != torch.float32:
                 raise AssertionError(f"half precision: {name} of {dtype} is {actual.dtype}")
             # The roundings that may have moved a point out of a domain are those of its dtype.
             held = expected.isfinite()
             actual, expected = (torch.where(held, number, 0.0) for number in (actual, expected))
-            subject.same(f"half precision: {name} of {dtype}", actual, expected, 1e-4)
+            trial.same(f"half precision: {name} of {dtype}", actual, expected, 1e-4)
 
 
-def check_no_query(subject: Subject[Any]) -> None:
-    for name, function in subject.functions.items():
-        expected = function(subject.value, subject.points)
-        none = function(subject.value, subject.points.narrow(subject.query, 0, 0))
-        shape = (*expected.shape[: subject.query], 0, *expected.shape[subject.query + 1 :])
+def check_no_query(trial: Trial[Any]) -> None:
+    for name, function in trial.functions.items():
+        expected = function(trial.value, trial.points)
+        none = function(trial.value, trial.points.narrow(trial.query, 0, 0))
+        shape = (*expected.shape[: trial.query], 0, *expected.shape[trial.query + 1 :])
         if none.shape != shape or none.dtype != expected.dtype:
             raise AssertionError(f"no query: {name} gave {none.dtype} of shape {tuple(none.shape)}, expected {shape}")
 
 
-def check_meta(subject: Subject[Any]) -> None:
-    value, points = subject.value.to("meta"), subject.points.to("meta")
-    for name, function in subject.functions.items():
-        expected, found = function(subject.value, subject.points), function(value, points)
+def check_meta(trial: Trial[Any]) -> None:
+    value, points = trial.value.to("meta"), trial.points.to("meta")
+    for name, function in trial.functions.items():
+        expected, found = function(trial.value, trial.points), function(value, points)
         if (found.device.type, found.shape, found.dtype) != ("meta", expected.shape, expected.dtype):
             raise AssertionError(f"meta: {name} gave {found.dtype} of shape {tuple(found.shape)} on {found.device}")
 
 
-def check_not_a_number(subject: Subject[Any]) -> None:
+def check_not_a_number(trial: Trial[Any]) -> None:
     """NaN in an item is NaN in its results, or a ValueError, and never a number; the others' results stay."""
-    points = subject.points.clone()
-    points.select(subject.query, 0).flatten(-subject.item)[..., 0] = torch.nan
-    for name, function in subject.functions.items():
+    points = trial.points.clone()
+    points.select(trial.query, 0).flatten(-trial.item)[..., 0] = torch.nan
+    for name, function in trial.functions.items():
         try:
-            found = function(subject.value, points)
+            found = function(trial.value, points)
         except ValueError:
             continue
-        ill = found.select(subject.query, 0).flatten(subject.query) if found.ndim > subject.query + 1 else None
-        ill = found.select(subject.query, 0) if ill is None else ill.sum(-1)
+        ill = found.select(trial.query, 0).flatten(trial.query) if found.ndim > trial.query + 1 else None
+        ill = found.select(trial.query, 0) if ill is None else ill.sum(-1)
         if not bool(ill.isnan().all()):
             raise AssertionError(f"not a number: {name} of NaN is a number")
         rest = slice(1, None)
-        well = function(subject.value, subject.points).movedim(subject.query, 0)[rest]
-        if not torch.allclose(found.movedim(subject.query, 0)[rest], well, rtol=1e-9, atol=1e-9):
+        well = function(trial.value, trial.points).movedim(trial.query, 0)[rest]
+        if not torch.allclose(found.movedim(trial.query, 0)[rest], well, rtol=1e-9, atol=1e-9):
             raise AssertionError(f"not a number: NaN in one item changes {name} of the others")
 
 
-def check_compiled(subject: Subject[Any]) -> None:
-    for name, function in subject.functions.items():
-        expected = function(subject.value, subject.points)
+def check_compiled(trial: Trial[Any]) -> None:
+    for name, function in trial.functions.items():
+        expected = function(trial.value, trial.points)
         torch.compiler.reset()
-        compiled = torch.compile(function, fullgraph=True, backend=subject.case.compile_backend)
-        subject.same(f"compiled: {name}", compiled(subject.value, subject.points), expected)
+        compiled = torch.compile(function, fullgraph=True, backend=trial.case.compile_backend)
+        trial.same(f"compiled: {name}", compiled(trial.value, trial.points), expected)
 
 
 def _uncompiled(case: Any) -> str | None:
     return None if case.compile_backend else "no backend is given"
 
 
-EVERYWHERE: dict[str, Law[Any, Subject[Any]]] = {
+EVERYWHERE: dict[str, Law[Any, Trial[Any]]] = {
     law.name: law
     for law in (
         Law("structure", check_structure),
@@ -273,9 +286,7 @@ def without(field: str) -> Callable[[Any], str | None]:
     return lambda case: None if getattr(case, field) is not None else f"no `{field}` is given"
 
 
-def checks_with_exemptions(
-    case: Any, subject_of: Callable[[Any], Subject[Any]], laws: Sequence[Law[Any, Any]]
-) -> Checks:
+def checks_with_exemptions(case: Any, trial_of: Callable[[Any], Trial[Any]], laws: Sequence[Law[Any, Any]]) -> Checks:
     """The checks of a case but for those laws that it is exempt from.
 
     Raises:
@@ -287,4 +298,4 @@ def checks_with_exemptions(
     def excused(law: Law[Any, Any]) -> Law[Any, Any]:
         return replace(law, missing=lambda case: case.exempt.get(law.name) or law.missing(case))
 
-    return checks_of(case, subject_of, [excused(law) for law in laws])
+    return checks_of(case, trial_of, [excused(law) for law in laws])

@@ -1,7 +1,7 @@
 """The laws of kernels: `kernel_checks`."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,28 +12,32 @@ from torch.utils import _pytree as pytree
 from massieu.regression import Kernel, conditional_mean_attention
 from massieu.solve import ConjugateGradients
 from massieu.testing.checks import Checks, Law
-from massieu.testing.everywhere import EVERYWHERE, Subject, checks_with_exemptions, without
+from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, without
 
 _RIDGE = 0.7
 
 
-@dataclass(frozen=True)
-class KernelCase:
+@dataclass(frozen=True, eq=False)
+class KernelCase(SuiteCase):
     """A kernel, and points to check it at.
 
     Attributes:
         kernel: Of numbers that are one, or one for each of the points' heads.
         points: At least two of each head, where the kernel is of ordinary size; B counts the queries.
         oracle: κ of two points (D,) as a number, found in another way.
-        exempt: Laws that the kernel does not promise, by name, each with the reason.
-        compile_backend: Of `torch.compile`, such as "aot_eager" (seconds); None leaves "compiled" out.
+        exempt, compile_backend: Laws that are not promised, each with the reason; what "compiled" compiles with.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import LinearKernel
+        >>> from massieu.testing import KernelCase, kernel_checks
+        >>> case = KernelCase(LinearKernel.create(), torch.eye(3).reshape(1, 1, 3, 3), oracle=lambda a, b: a @ b)
+        >>> kernel_checks(case)["pairs"]()
     """
 
     kernel: Kernel
     points: Float[Tensor, "B H N D"]
     oracle: Callable[[Tensor, Tensor], float | Tensor] | None = None
-    exempt: Mapping[str, str] = field(default_factory=dict)
-    compile_backend: str | None = None
 
 
 def kernel_checks(case: KernelCase) -> Checks:
@@ -54,74 +58,74 @@ def kernel_checks(case: KernelCase) -> Checks:
         >>> checks.left_out["pairs"]
         'no `oracle` is given'
     """
-    return checks_with_exemptions(case, _subject, _LAWS)
+    return checks_with_exemptions(case, _trial, _LAWS)
 
 
-def _subject(case: KernelCase) -> Subject[KernelCase]:
+def _trial(case: KernelCase) -> Trial[KernelCase]:
     functions = {
         "pairs": lambda kernel, points: kernel(points, points.roll(1, -2)[..., 1:, :]),
         "diagonal": lambda kernel, points: kernel.diagonal(points),
     }
-    return Subject(case, case.kernel.to(torch.float64), case.points.double(), functions, 3)
+    return Trial(case, case.kernel.to(torch.float64), case.points.double(), functions, 3)
 
 
-def _pairs(subject: Subject[KernelCase]) -> None:
-    oracle, points = subject.case.oracle, subject.points
+def _pairs(trial: Trial[KernelCase]) -> None:
+    oracle, points = trial.case.oracle, trial.points
     assert oracle is not None
     lead, count = points.shape[:-2], points.shape[-2]
     values = [float(oracle(a, b)) for one in points.flatten(0, -3) for a in one for b in one]
     expected = torch.tensor(values, dtype=torch.float64).reshape(*lead, count, count)
-    subject.same("pairs = oracle", subject.value(points, points), expected)
+    trial.same("pairs = oracle", trial.value(points, points), expected)
 
 
-def _symmetric(subject: Subject[KernelCase]) -> None:
-    points = subject.points
-    gram = subject.value(points, points)
-    subject.same("symmetric: κ(a, b) = κ(b, a)", gram, gram.mT)
+def _symmetric(trial: Trial[KernelCase]) -> None:
+    points = trial.points
+    gram = trial.value(points, points)
+    trial.same("symmetric: κ(a, b) = κ(b, a)", gram, gram.mT)
 
 
-def _positive(subject: Subject[KernelCase]) -> None:
-    points = subject.points
+def _positive(trial: Trial[KernelCase]) -> None:
+    points = trial.points
     # A point twice: the Gram matrix is singular.
     points = torch.cat([points, points[..., :1, :]], -2)
-    gram = subject.value(points, points)
+    gram = trial.value(points, points)
     smallest, size = torch.linalg.eigvalsh(gram + gram.mT)[..., 0] / 2, gram.abs().amax((-2, -1))
-    subject.at_most(
+    trial.at_most(
         "positive: the least eigenvalue is not negative", -smallest.amin(-1), 0 * size.amax(-1), 1e-10 * size.amax(-1)
     )
 
 
-def _diagonal(subject: Subject[KernelCase]) -> None:
-    points = subject.points
-    expected = subject.value(points, points).diagonal(dim1=-2, dim2=-1)
-    subject.same("diagonal: κ(x, x)", subject.value.diagonal(points), expected)
+def _diagonal(trial: Trial[KernelCase]) -> None:
+    points = trial.points
+    expected = trial.value(points, points).diagonal(dim1=-2, dim2=-1)
+    trial.same("diagonal: κ(x, x)", trial.value.diagonal(points), expected)
 
 
-def _features(subject: Subject[KernelCase]) -> None:
-    points = subject.points
-    features = subject.value.features(points)
-    subject.same("features: φ(a)·φ(b) = κ(a, b)", features @ features.mT, subject.value(points, points))
+def _features(trial: Trial[KernelCase]) -> None:
+    points = trial.points
+    features = trial.value.features(points)
+    trial.same("features: φ(a)·φ(b) = κ(a, b)", features @ features.mT, trial.value(points, points))
 
 
-def _logarithms(subject: Subject[KernelCase]) -> None:
-    kernel, points = subject.value, subject.points
-    subject.same("logarithms: of κ(a, b)", kernel.log(points, points), kernel(points, points).log())
-    subject.same("logarithms: of κ(x, x)", kernel.log_diagonal(points), kernel.diagonal(points).log())
+def _logarithms(trial: Trial[KernelCase]) -> None:
+    kernel, points = trial.value, trial.points
+    trial.same("logarithms: of κ(a, b)", kernel.log(points, points), kernel(points, points).log())
+    trial.same("logarithms: of κ(x, x)", kernel.log_diagonal(points), kernel.diagonal(points).log())
 
 
-def _heads(subject: Subject[KernelCase]) -> None:
-    kernel, points = subject.value, subject.points
+def _heads(trial: Trial[KernelCase]) -> None:
+    kernel, points = trial.value, trial.points
     heads = points.shape[1]
     factors = torch.linspace(0.5, 1.5, heads, dtype=torch.float64, device=points.device)
     many = pytree.tree_map(lambda leaf: leaf * factors, kernel)
     parts = [pytree.tree_map(lambda leaf, h=h: leaf[h], many) for h in range(heads)]
     alone = [one(*[points[:, h : h + 1]] * 2) for h, one in enumerate(parts)]
-    subject.same("heads: one number a head", many(points, points), torch.cat(alone, 1))
+    trial.same("heads: one number a head", many(points, points), torch.cat(alone, 1))
 
 
-def _conditional_mean(subject: Subject[KernelCase]) -> None:
-    kernel, points = subject.value, subject.points
-    value = subject.drawn(points[..., :1])
+def _conditional_mean(trial: Trial[KernelCase]) -> None:
+    kernel, points = trial.value, trial.points
+    value = trial.drawn(points[..., :1])
     gram = kernel(points, points)
     identity = torch.eye(points.shape[-2], dtype=gram.dtype, device=gram.device)
     expected = gram @ torch.linalg.solve(gram + _RIDGE * identity, value)
@@ -129,7 +133,7 @@ def _conditional_mean(subject: Subject[KernelCase]) -> None:
     iterated = [ConjugateGradients(rtol=1e-12)] if kernel.features(points) is None else []
     for method in ("auto", *iterated):
         found = conditional_mean_attention(points, points, value, kernel=kernel, ridge=_RIDGE, method=method)
-        subject.same("conditional mean: K(K + ridge)⁻¹v", found.output, expected, 1e-7)
+        trial.same("conditional mean: K(K + ridge)⁻¹v", found.output, expected, 1e-7)
 
 
 def _missing_features(case: KernelCase) -> str | None:

@@ -1,7 +1,7 @@
 """The laws of operators on populations: `operator_checks`."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from massieu.measures import Gaussian, MissingFormError
 from massieu.population import Operator
 from massieu.population.operator import moments, pushed
 from massieu.testing.checks import Checks, Law
-from massieu.testing.everywhere import EVERYWHERE, Subject, checks_with_exemptions, without
+from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, without
 
 _MANY = 2000
 _ERRORS = 8
 
 
-@dataclass(frozen=True)
-class OperatorCase:
+@dataclass(frozen=True, eq=False)
+class OperatorCase(SuiteCase):
     """An operator, and populations to check it at.
 
     Attributes:
@@ -29,8 +29,14 @@ class OperatorCase:
         law: A Gaussian law for "law" and "many particles".
         kept: What the operator promises to keep of a population (*batch, n, d), as numbers (*batch, …).
         prepare: Run before each call, such as to seed the generator of an operator that draws.
-        exempt: Laws that the operator does not promise, by name, each with the reason.
-        compile_backend: Of `torch.compile`, such as "aot_eager" (seconds); None leaves "compiled" out.
+        exempt, compile_backend: Laws that are not promised, each with the reason; what "compiled" compiles with.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import FeedForward
+        >>> from massieu.testing import OperatorCase, operator_checks
+        >>> case = OperatorCase(FeedForward.create(torch.relu), torch.eye(3).expand(2, 3, 3), oracle=lambda x: 2 * x)
+        >>> operator_checks(case)["particles"]()
     """
 
     operator: Operator
@@ -39,8 +45,6 @@ class OperatorCase:
     law: Gaussian | None = None
     kept: Callable[[Tensor], Tensor] | None = None
     prepare: Callable[[], object] | None = None
-    exempt: Mapping[str, str] = field(default_factory=dict)
-    compile_backend: str | None = None
 
 
 def operator_checks(case: OperatorCase) -> Checks:
@@ -63,65 +67,65 @@ def operator_checks(case: OperatorCase) -> Checks:
         >>> checks.left_out["kept"]
         'no `kept` is given'
     """
-    return checks_with_exemptions(case, _subject, _LAWS)
+    return checks_with_exemptions(case, _trial, _LAWS)
 
 
-def _subject(case: OperatorCase) -> Subject[OperatorCase]:
+def _trial(case: OperatorCase) -> Trial[OperatorCase]:
     def call(operator: Operator, particles: Tensor) -> Tensor:
         if case.prepare is not None:
             case.prepare()
         return operator(particles)
 
-    return Subject(case, case.operator.to(torch.float64), case.particles.double(), {"call": call}, 2)
+    return Trial(case, case.operator.to(torch.float64), case.particles.double(), {"call": call}, 2)
 
 
-def _moved(subject: Subject[OperatorCase], particles: Tensor) -> Tensor:
-    return subject.functions["call"](subject.value, particles)
+def _moved(trial: Trial[OperatorCase], particles: Tensor) -> Tensor:
+    return trial.functions["call"](trial.value, particles)
 
 
-def _particles(subject: Subject[OperatorCase]) -> None:
-    assert subject.case.oracle is not None
-    points = subject.points
-    clouds = [torch.as_tensor(subject.case.oracle(one)) for one in points.reshape(-1, *points.shape[-2:])]
-    subject.same("particles = oracle", _moved(subject, points), torch.stack(clouds).reshape(points.shape))
+def _particles(trial: Trial[OperatorCase]) -> None:
+    assert trial.case.oracle is not None
+    points = trial.points
+    clouds = [torch.as_tensor(trial.case.oracle(one)) for one in points.reshape(-1, *points.shape[-2:])]
+    trial.same("particles = oracle", _moved(trial, points), torch.stack(clouds).reshape(points.shape))
 
 
-def _kept(subject: Subject[OperatorCase]) -> None:
-    kept = subject.case.kept
+def _kept(trial: Trial[OperatorCase]) -> None:
+    kept = trial.case.kept
     assert kept is not None
-    subject.same("kept: after = before", kept(_moved(subject, subject.points)), kept(subject.points), 1e-7)
+    trial.same("kept: after = before", kept(_moved(trial, trial.points)), kept(trial.points), 1e-7)
 
 
-def _permutation(subject: Subject[OperatorCase]) -> None:
-    points = subject.points
+def _permutation(trial: Trial[OperatorCase]) -> None:
+    points = trial.points
     order = torch.randperm(points.shape[-2], generator=torch.Generator().manual_seed(0)).to(points.device)
-    expected = _moved(subject, points)[..., order, :]
-    subject.same("permutation: particles in another order", _moved(subject, points[..., order, :]), expected)
+    expected = _moved(trial, points)[..., order, :]
+    trial.same("permutation: particles in another order", _moved(trial, points[..., order, :]), expected)
 
 
-def _copies(subject: Subject[OperatorCase]) -> None:
-    once = _moved(subject, subject.points)
-    twice = _moved(subject, torch.cat([subject.points, subject.points], -2))
-    subject.same("copies: every particle twice", twice, torch.cat([once, once], -2), 1e-7)
+def _copies(trial: Trial[OperatorCase]) -> None:
+    once = _moved(trial, trial.points)
+    twice = _moved(trial, torch.cat([trial.points, trial.points], -2))
+    trial.same("copies: every particle twice", twice, torch.cat([once, once], -2), 1e-7)
 
 
-def _law(subject: Subject[OperatorCase]) -> None:
-    law = subject.case.law
+def _law(trial: Trial[OperatorCase]) -> None:
+    law = trial.case.law
     assert law is not None
     before = moments(law.to(torch.float64))
-    found = moments(subject.value.gaussian(Gaussian.create(*before)))
-    for name, actual, expected in zip(before._fields, found, pushed(subject.value.affine(before), before), strict=True):
+    found = moments(trial.value.gaussian(Gaussian.create(*before)))
+    for name, actual, expected in zip(before._fields, found, pushed(trial.value.affine(before), before), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"law: {name}: {m}")
 
 
-def _many(subject: Subject[OperatorCase]) -> None:
-    law = subject.case.law
+def _many(trial: Trial[OperatorCase]) -> None:
+    law = trial.case.law
     assert law is not None
     law = law.to(torch.float64)
     device = law.location.device
     generator = torch.Generator(device).manual_seed(0)
     drawn = law.sample(torch.zeros_like(law.location), (_MANY,), generator=generator).movedim(0, -2)
-    after, expected = _moved(subject, drawn), moments(subject.value.gaussian(law))
+    after, expected = _moved(trial, drawn), moments(trial.value.gaussian(law))
     centred = after - after.mean(-2, keepdim=True)
     size = expected.covariance.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     errors = _ERRORS / _MANY**0.5
@@ -134,24 +138,24 @@ def _many(subject: Subject[OperatorCase]) -> None:
             )
 
 
-def _shared(subject: Subject[OperatorCase]) -> None:
+def _shared(trial: Trial[OperatorCase]) -> None:
     try:
-        subject.value.check_shared()
+        trial.value.check_shared()
         refused = False
     except ValueError:
         refused = True
-    if subject.value.needs_all and not refused:
+    if trial.value.needs_all and not refused:
         raise AssertionError("shared: it needs the whole population, and check_shared does not say so")
 
 
-def _refusals(subject: Subject[OperatorCase]) -> None:
-    points, width = subject.points, subject.value._width
+def _refusals(trial: Trial[OperatorCase]) -> None:
+    points, width = trial.points, trial.value._width
     wrong = [("whole numbers", points.long(), TypeError), ("one dimension", points.reshape(-1), ValueError)]
     if width is not None:
         wrong.append(("another width", torch.cat([points, points], -1), ValueError))
     for name, given, error in wrong:
         try:
-            subject.value(given)
+            trial.value(given)
         except error:
             continue
         raise AssertionError(f"refusals: {name} raised no {error.__name__}")

@@ -1,7 +1,7 @@
 """The laws of posteriors: `posterior_checks`."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 
 from massieu.posteriors import Posterior
 from massieu.testing.checks import Checks, Law
-from massieu.testing.everywhere import EVERYWHERE, Subject, checks_with_exemptions, without
+from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, without
 
 
-@dataclass(frozen=True)
-class PosteriorCase:
+@dataclass(frozen=True, eq=False)
+class PosteriorCase(SuiteCase):
     """A prior, and sequences of tokens for it.
 
     Attributes:
@@ -26,8 +26,16 @@ class PosteriorCase:
         mean: The posterior mean after it, likewise.
         outcomes: Tokens (m, *event) and log-weights (m) with which the probabilities of a next token sum to one: all
             tokens and zeros, or the points and weights of a quadrature.
-        exempt: Laws that the posterior does not promise, by name, each with the reason, such as "order" of a chain.
-        compile_backend: Of `torch.compile`, such as "aot_eager" (seconds); None leaves "compiled" out.
+        exempt, compile_backend: Laws that are not promised, each with the reason, as "order" is not of a chain; what
+            "compiled" compiles with.
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import DirichletMultinomial
+        >>> from massieu.testing import PosteriorCase, posterior_checks
+        >>> outcomes = torch.arange(2), torch.zeros(2)
+        >>> case = PosteriorCase(DirichletMultinomial.create([1.0, 2.0]), torch.eye(3).long(), 0, outcomes=outcomes)
+        >>> posterior_checks(case)["predictive"]()
     """
 
     prior: Posterior
@@ -36,8 +44,6 @@ class PosteriorCase:
     log_evidence: Callable[[Any, Tensor], Any] | None = None
     mean: Callable[[Any, Tensor], Any] | None = None
     outcomes: tuple[Tensor, Tensor] | None = None
-    exempt: Mapping[str, str] = field(default_factory=dict)
-    compile_backend: str | None = None
 
 
 def posterior_checks(case: PosteriorCase) -> Checks:
@@ -59,10 +65,10 @@ def posterior_checks(case: PosteriorCase) -> Checks:
         >>> for name, check in posterior_checks(case):
         ...     check()
     """
-    return checks_with_exemptions(case, _subject, _LAWS)
+    return checks_with_exemptions(case, _trial, _LAWS)
 
 
-def _subject(case: PosteriorCase) -> Subject[PosteriorCase]:
+def _trial(case: PosteriorCase) -> Trial[PosteriorCase]:
     dims, tokens = case.event, case.tokens
     functions = {
         "log_evidence": lambda law, tokens: law.posterior(tokens).log_evidence,
@@ -73,99 +79,99 @@ def _subject(case: PosteriorCase) -> Subject[PosteriorCase]:
     }
     prior, batch = case.prior.to(torch.float64), len(case.prior.batch_shape)
     tokens = tokens.double() if tokens.is_floating_point() else tokens
-    return Subject(case, prior, tokens, functions, 1 + dims, batch)
+    return Trial(case, prior, tokens, functions, 1 + dims, batch)
 
 
-def _read(subject: Subject[PosteriorCase], tokens: Tensor, mask: Tensor | None = None) -> Any:
-    return subject.value.posterior(tokens, mask)
+def _read(trial: Trial[PosteriorCase], tokens: Tensor, mask: Tensor | None = None) -> Any:
+    return trial.value.posterior(tokens, mask)
 
 
-def _same(subject: Subject[PosteriorCase], law: str, actual: Any, expected: Any) -> None:
+def _same(trial: Trial[PosteriorCase], law: str, actual: Any, expected: Any) -> None:
     """All that two laws hold."""
     for one, other in zip(actual._tensors(), expected._tensors(), strict=True):
-        subject.same(law, one, other)
+        trial.same(law, one, other)
 
 
-def _cut(subject: Subject[PosteriorCase], *places: int | None) -> Tensor:
+def _cut(trial: Trial[PosteriorCase], *places: int | None) -> Tensor:
     """Some of the tokens of each sequence."""
-    return subject.points[(..., slice(*places), *[slice(None)] * subject.case.event)]
+    return trial.points[(..., slice(*places), *[slice(None)] * trial.case.event)]
 
 
-def _against(law: str, name: str) -> Callable[[Subject[PosteriorCase]], None]:
-    def check(subject: Subject[PosteriorCase]) -> None:
-        oracle, tokens, prior = getattr(subject.case, name), subject.points, subject.value
-        lead = tokens.shape[: subject.query + 1]
+def _against(law: str, name: str) -> Callable[[Trial[PosteriorCase]], None]:
+    def check(trial: Trial[PosteriorCase]) -> None:
+        oracle, tokens, prior = getattr(trial.case, name), trial.points, trial.value
+        lead = tokens.shape[: trial.query + 1]
         laws = prior._spread(lead)
         index = torch.cartesian_prod(*[torch.arange(size) for size in lead]).reshape(-1, len(lead))
         expected = []
         for place in map(tuple, index.tolist()):
             one = pytree.tree_map(lambda leaf, place=place: leaf[place] if isinstance(leaf, Tensor) else leaf, laws)
             expected.append(torch.as_tensor(oracle(one, tokens[place]), dtype=torch.float64))
-        found = getattr(_read(subject, tokens), name)
-        subject.same(f"{law} = oracle", found, torch.stack(expected).reshape(found.shape), 1e-8)
+        found = getattr(_read(trial, tokens), name)
+        trial.same(f"{law} = oracle", found, torch.stack(expected).reshape(found.shape), 1e-8)
 
     return check
 
 
-def _chain(subject: Subject[PosteriorCase]) -> None:
-    law, total = subject.value._spread(subject.points.shape[: subject.query + 1]), 0.0
-    for token in subject.points.unbind(subject.query + 1):
+def _chain(trial: Trial[PosteriorCase]) -> None:
+    law, total = trial.value._spread(trial.points.shape[: trial.query + 1]), 0.0
+    for token in trial.points.unbind(trial.query + 1):
         total = total + law.log_predictive(token)
-        law = law.posterior(token.unsqueeze(subject.query + 1))
-    subject.same("chain: log_evidence = Σ log_predictive", law.log_evidence, total)
-    _same(subject, "chain: token by token", law, _read(subject, subject.points))
+        law = law.posterior(token.unsqueeze(trial.query + 1))
+    trial.same("chain: log_evidence = Σ log_predictive", law.log_evidence, total)
+    _same(trial, "chain: token by token", law, _read(trial, trial.points))
 
 
-def _pieces(subject: Subject[PosteriorCase]) -> None:
-    law = _read(subject, _cut(subject, 2)).posterior(_cut(subject, 2, None))
-    _same(subject, "pieces: a longer context updates the shorter", law, _read(subject, subject.points))
+def _pieces(trial: Trial[PosteriorCase]) -> None:
+    law = _read(trial, _cut(trial, 2)).posterior(_cut(trial, 2, None))
+    _same(trial, "pieces: a longer context updates the shorter", law, _read(trial, trial.points))
 
 
-def _order(subject: Subject[PosteriorCase]) -> None:
-    moved = subject.points.flip(subject.query + 1)
-    _same(subject, "order: tokens in another order", _read(subject, moved), _read(subject, subject.points))
+def _order(trial: Trial[PosteriorCase]) -> None:
+    moved = trial.points.flip(trial.query + 1)
+    _same(trial, "order: tokens in another order", _read(trial, moved), _read(trial, trial.points))
 
 
-def _masked(subject: Subject[PosteriorCase]) -> None:
-    tokens, count = subject.points, subject.points.shape[subject.query + 1]
+def _masked(trial: Trial[PosteriorCase]) -> None:
+    tokens, count = trial.points, trial.points.shape[trial.query + 1]
     seen = torch.arange(count, device=tokens.device) != 1
-    shown = seen.reshape(-1, *[1] * subject.case.event)
+    shown = seen.reshape(-1, *[1] * trial.case.event)
     junk = torch.where(shown, tokens, torch.nan if tokens.is_floating_point() else -7)
-    found = _read(subject, junk, seen.expand(tokens.shape[: subject.query + 2]))
+    found = _read(trial, junk, seen.expand(tokens.shape[: trial.query + 2]))
     _same(
-        subject,
+        trial,
         "masked: a token that is not seen",
         found,
-        _read(subject, tokens[(..., seen, *[slice(None)] * subject.case.event)]),
+        _read(trial, tokens[(..., seen, *[slice(None)] * trial.case.event)]),
     )
     if tokens.is_floating_point():
         leaf = junk.clone().requires_grad_()
-        total = _read(subject, leaf, seen.expand(tokens.shape[: subject.query + 2])).log_evidence.sum()
+        total = _read(trial, leaf, seen.expand(tokens.shape[: trial.query + 2])).log_evidence.sum()
         (gradient,) = torch.autograd.grad(total, leaf)
         if not bool(gradient.isfinite().all()) or bool((gradient * ~shown).any()):
             raise AssertionError("masked: a token that is not seen has a derivative, or makes another's no number")
 
 
-def _no_token(subject: Subject[PosteriorCase]) -> None:
-    tokens, lead = subject.points, subject.points.shape[: subject.query + 1]
-    prior = subject.value._spread(lead)
-    _same(subject, "no token: the prior", _read(subject, _cut(subject, 0)), prior)
-    if "masked" not in subject.case.exempt:
-        nothing = torch.zeros(tokens.shape[: subject.query + 2], dtype=torch.bool, device=tokens.device)
-        _same(subject, "no token: all masked", _read(subject, tokens, nothing), prior)
+def _no_token(trial: Trial[PosteriorCase]) -> None:
+    tokens, lead = trial.points, trial.points.shape[: trial.query + 1]
+    prior = trial.value._spread(lead)
+    _same(trial, "no token: the prior", _read(trial, _cut(trial, 0)), prior)
+    if "masked" not in trial.case.exempt:
+        nothing = torch.zeros(tokens.shape[: trial.query + 2], dtype=torch.bool, device=tokens.device)
+        _same(trial, "no token: all masked", _read(trial, tokens, nothing), prior)
 
 
-def _predictive(subject: Subject[PosteriorCase]) -> None:
-    assert subject.case.outcomes is not None
-    tokens, log_weight = subject.case.outcomes
-    law, lead = _read(subject, subject.points), subject.points.shape[: subject.query + 1]
+def _predictive(trial: Trial[PosteriorCase]) -> None:
+    assert trial.case.outcomes is not None
+    tokens, log_weight = trial.case.outcomes
+    law, lead = _read(trial, trial.points), trial.points.shape[: trial.query + 1]
     found = (law.log_predictive(tokens.expand(*lead, *tokens.shape)) + log_weight).logsumexp(-1)
-    subject.same("predictive: probabilities sum to one", found.exp(), torch.ones_like(found), 1e-7)
+    trial.same("predictive: probabilities sum to one", found.exp(), torch.ones_like(found), 1e-7)
 
 
-def _attention(subject: Subject[PosteriorCase]) -> None:
-    found = subject.value.as_attention(subject.points).attend()
-    subject.same("attention: its output is the posterior mean", found.output, _read(subject, subject.points).mean)
+def _attention(trial: Trial[PosteriorCase]) -> None:
+    found = trial.value.as_attention(trial.points).attend()
+    trial.same("attention: its output is the posterior mean", found.output, _read(trial, trial.points).mean)
 
 
 def _missing_attention(case: PosteriorCase) -> str | None:
