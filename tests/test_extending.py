@@ -23,5 +23,5 @@ def test_every_block_runs():
 def test_a_step_that_is_too_long_fails_the_check_that_the_page_names():
     block = next(block for block in BLOCKS if "class Bowl" in block)
     assert ") / 3" in block
-    with pytest.raises(AssertionError, match="^descent: a step"):
+    with pytest.raises(AssertionError, match=r"^descent: a step"):
         exec(block.replace(") / 3", ") * 0.75"), {"__name__": "extending", "torch": torch})

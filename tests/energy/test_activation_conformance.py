@@ -75,7 +75,7 @@ CASES |= {
 }
 
 
-@every_check(activation_checks, CASES, medium=("soft sphere", "Spin", "Bernoulli", "Sphere"), slow=("Atoms",))
+@every_check(activation_checks, CASES, medium=("soft sphere", "Spin"), slow=("Bernoulli", "Sphere", "Atoms"))
 def test_conforms(check):
     check()
 

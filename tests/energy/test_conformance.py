@@ -106,16 +106,17 @@ CASES = {
     ),
 }
 QUICK = ("Hopfield", "Hopfield and spin", "rectified", "binary", "dense", "two layers", "clustering, batched")
-SLOW = [f"Hopfield and {name}" for name in ("soft sphere", "Sphere", "Atoms", "Bernoulli")]
+MEDIUM = ("Hopfield and LayerNorm", "Hopfield of signs, batched", "transformer", "clustering")
+SLOW = [name for name in CASES if name not in QUICK + MEDIUM]
 
 
-@every_check(energy_checks, CASES, medium=[name for name in CASES if name not in QUICK], slow=SLOW)
+@every_check(energy_checks, CASES, medium=MEDIUM, slow=SLOW)
 def test_conforms(check):
     check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", compiled(energy_checks, {name: CASES[name] for name in CASES if name not in SLOW}))
+@pytest.mark.parametrize("check", compiled(energy_checks, {name: CASES[name] for name in QUICK + MEDIUM}))
 def test_compiled_is_eager(check):
     check()
 

@@ -82,6 +82,9 @@ CASES = {
     "attention to frozen atoms": OperatorCase(
         AttentionLayer.from_score(SCORE, WRITE, population=draw(5, 3, seed=8)), CLOUDS
     ),
+    "attention to a frozen law": OperatorCase(
+        AttentionLayer.from_score(SCORE, WRITE, population=LAW, residual=False), CLOUDS
+    ),
     "normalisation": OperatorCase(Normalisation.create(LayerNorm.create(1.0), GAIN, BIAS), CLOUDS, _layer_norm),
     "feed-forward": OperatorCase(
         FeedForward.create(torch.tanh, step_size=0.5), CLOUDS, lambda x: x + 0.5 * torch.tanh(x)

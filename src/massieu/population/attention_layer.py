@@ -263,7 +263,7 @@ class AttentionLayer(Operator):
             found = ops.attention(query, keys, values, log_weight=log_weight, scale=1.0).output
         else:
             eta = (query @ key_map).reshape(*batch, len(key_map), *z.shape[-2:])
-            found = (self.population.mean(eta).to(dtype) @ value_map.mT).reshape(*query.shape[:-1], -1)
+            found = (self.population.mean(eta).to(dtype) @ value_map.mT).reshape(*query.shape[:-1], value_map.shape[-2])
         written = found.transpose(1, 2).flatten(2)
         matrix = self.output_weight.to(dtype).permute(1, 0, 2).flatten(1)
         return F.linear(written, matrix, self.bias.to(dtype)).reshape(z.shape)
