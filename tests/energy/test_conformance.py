@@ -105,8 +105,8 @@ CASES = {
         ClusteringEnergy.create(torch.tensor([0.5, 2.0])), F.normalize(draw(2, 3, 4, 3), dim=-1), scales=(1.0,), batch=1
     ),
 }
-QUICK = ("Hopfield", "Hopfield and spin", "rectified", "binary", "dense", "two layers", "clustering, batched")
-MEDIUM = ("Hopfield and LayerNorm", "Hopfield of signs, batched", "transformer", "clustering")
+QUICK = ("Hopfield", "Hopfield and spin", "rectified", "binary", "dense", "two layers", "clustering")
+MEDIUM = ("Hopfield and LayerNorm", "Hopfield of signs, batched", "transformer", "clustering, batched")
 SLOW = [name for name in CASES if name not in QUICK + MEDIUM]
 
 

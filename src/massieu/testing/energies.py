@@ -86,9 +86,9 @@ def _trial(case: EnergyCase) -> Trial[EnergyCase]:
 
 
 def _energy(trial: Trial[EnergyCase]) -> None:
-    assert trial.case.oracle is not None
-    trial = trial.scaled(trial.case.scales)
-    trial.same("energy = oracle", trial.value(trial.points), trial.case.oracle(trial.points))
+    oracle, trial = trial.case.oracle, trial.scaled(trial.case.scales)
+    assert oracle is not None
+    trial.same("energy = oracle", trial.value(trial.points), oracle(trial.points))
 
 
 def _force(trial: Trial[EnergyCase]) -> None:
