@@ -31,6 +31,12 @@ class ClusteringEnergy(Energy):
 
     Attributes:
         scale: Shape (*batch), positive.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import ClusteringEnergy
+        >>> ClusteringEnergy.create(1.0)(torch.zeros(2, 3)).item()  # all scores are 0: −1/2
+        -0.5
     """
 
     scale: Float[Tensor, "*batch"]
