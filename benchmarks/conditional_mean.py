@@ -17,7 +17,7 @@ from torch import Tensor
 import cases
 import harness
 from cases import Case, Sides
-from massieu.regression import GaussianKernel, LowRank, conditional_mean_attention
+from massieu.regression import Cholesky, GaussianKernel, LowRank, conditional_mean_attention
 from massieu.regression.conditional_mean import Method
 from massieu.solve import ConjugateGradients
 
@@ -55,22 +55,22 @@ def _scikit_learn(length: float) -> Sides:
         model = KernelRidge(alpha=RIDGE, kernel="rbf", gamma=0.5 / WIDTH**2)  # pyright: ignore[reportArgumentType]
         return (torch.from_numpy(model.fit(key, value).predict(query))[None, None],)
 
-    return theirs, _forward("cholesky", length)
+    return theirs, _forward(Cholesky(), length)
 
 
 def _beside_gram(method: Method, length: float) -> Sides:
-    return _forward("cholesky", length), _forward(method, length)
+    return _forward(Cholesky(), length), _forward(method, length)
 
 
 def _gradients_beside_gram(method: Method, length: float) -> Sides:
-    return _both_ways("cholesky", length), _both_ways(method, length)
+    return _both_ways(Cholesky(), length), _both_ways(method, length)
 
 
 def accuracy() -> dict[str, float]:
     """Largest differences from the Gram matrix's outputs, and the bounds that came with them."""
     query, key, value = _inputs(LENGTH)
     found = {}
-    (exact,) = _forward("cholesky", LENGTH)()
+    (exact,) = _forward(Cholesky(), LENGTH)()
     for name, method in (("conjugate gradients", ITERATIVE), ("256 centres", CENTRES)):
         ours = conditional_mean_attention(
             query, key, value, kernel=GaussianKernel.create(WIDTH), ridge=RIDGE, method=method

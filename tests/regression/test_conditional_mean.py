@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError
 from massieu.regression import (
+    Cholesky,
     ExponentialKernel,
     FeatureKernel,
     GaussianKernel,
@@ -75,7 +76,7 @@ def by_definition(query, key, value, kernel, ridge, precision=None):
 def test_the_definition(name, keys):
     query, key, value = tokens(keys)
     found = conditional_mean_attention(
-        query, key, value, kernel=KERNELS[name], ridge=0.3, need_variance=True, method="cholesky"
+        query, key, value, kernel=KERNELS[name], ridge=0.3, need_variance=True, method=Cholesky()
     )
     assert found.error_bound is None
     for item in np.ndindex(2, 2):
@@ -84,7 +85,7 @@ def test_the_definition(name, keys):
         np.testing.assert_allclose(found.variance[item], variance, **CLOSED_FORM)
 
 
-@every_row("method", ["cholesky", "conjugate_gradient", "low_rank"])
+@every_row("method", [Cholesky(), ConjugateGradients(), LowRank()])
 def test_the_exponential_kernels_scale_is_softmaxs_by_default(method):
     query, key, value = tokens(size=5)
     key.requires_grad_()
@@ -187,10 +188,10 @@ def test_log_weights_are_precisions_and_minus_infinity_hides(name, keys):
 
 
 @every_row("name", KERNELS)
-@every_row("method", ["cholesky", "conjugate_gradient", "low_rank"])
+@every_row("method", [Cholesky(), ConjugateGradients(), LowRank()])
 @every_row("keys", [6, 40])
 def test_trap_15_without_a_visible_key_the_prior(name, method, keys):
-    if (name, method) == ("features", "conjugate_gradient"):
+    if name == "features" and isinstance(method, ConjugateGradients):
         return
     query, key, value = (tensor.requires_grad_() for tensor in tokens(keys))
     keep = torch.ones(2, 1, 1, keys, dtype=torch.bool)
@@ -310,9 +311,9 @@ def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
     weight = normal(1, 2, 1, 40, seed=3)
     weight[..., 5] = -torch.inf
     arguments = {"kernel": KERNELS[name], "ridge": 0.1, "log_weight": weight, "need_variance": True}
-    exact = conditional_mean_attention(query, key, value, **arguments, method="cholesky")
+    exact = conditional_mean_attention(query, key, value, **arguments, method=Cholesky())
     arguments["preconditioner_rank"] = rank
-    found = conditional_mean_attention(query, key, value, **arguments, method="conjugate_gradient")
+    found = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradients())
     torch.testing.assert_close(found.output, exact.output, **CLOSED_FORM)
     torch.testing.assert_close(found.variance, exact.variance, **CLOSED_FORM)
     loose = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradients(rtol=1e-3))
@@ -340,7 +341,7 @@ def test_no_gram_matrix_is_ever_formed(monkeypatch):
     query, key, value = (tensor.requires_grad_() for tensor in tokens(300, 300, batch=1, heads=1))
     ridge = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
     with LargestTensor() as largest:
-        for method in ("conjugate_gradient", LowRank(20)):
+        for method in (ConjugateGradients(), LowRank(20)):
             found = conditional_mean_attention(
                 query,
                 key,
@@ -375,7 +376,7 @@ def test_a_preconditioner_saves_steps():
     """Of all keys it is the inverse, whose eigenvalues are all one; one's own takes its place."""
     query, key, value = tokens(100, 5, batch=1, heads=1)
     arguments = {"kernel": KERNELS["gaussian"], "ridge": 1e-3, "method": ConjugateGradients(max_steps=3)}
-    exact = conditional_mean_attention(query, key, value, **arguments | {"method": "cholesky"})
+    exact = conditional_mean_attention(query, key, value, **arguments | {"method": Cholesky()})
     found = conditional_mean_attention(query, key, value, **arguments, preconditioner_rank=100)
     torch.testing.assert_close(found.output, exact.output, **CLOSED_FORM)
     with pytest.raises(ConvergenceError):
@@ -391,7 +392,7 @@ def test_a_preconditioner_saves_steps():
 def test_conjugate_gradients_told_to_go_on_say_how_far_off_they_are(name):
     query, key, value = tokens(200, 5)
     arguments = {"kernel": KERNELS[name], "ridge": 1e-2}
-    exact = conditional_mean_attention(query, key, value, **arguments, method="cholesky")
+    exact = conditional_mean_attention(query, key, value, **arguments, method=Cholesky())
     short = {"method": ConjugateGradients(max_steps=3), "preconditioner_rank": 0}
     found = conditional_mean_attention(query, key, value, **arguments, **short, throw=False)
     assert exact.convergence is None
@@ -408,7 +409,7 @@ def test_few_centres_stay_within_their_bound(name):
     weight = normal(2, 2, 1, 80, seed=3)
     weight[..., 5] = -torch.inf
     arguments = {"kernel": KERNELS[name], "ridge": 0.1, "log_weight": weight, "need_variance": True}
-    exact = conditional_mean_attention(query, key, value, **arguments, method="cholesky")
+    exact = conditional_mean_attention(query, key, value, **arguments, method=Cholesky())
     errors = []
     for rank in (2, 8, 30, 1000):
         found = conditional_mean_attention(query, key, value, **arguments, method=LowRank(rank))
@@ -467,7 +468,7 @@ class Laplacian(Kernel):
         return points.new_ones(points.shape[:-1])
 
 
-@every_row("method", ["cholesky", "conjugate_gradient", LowRank(40)])
+@every_row("method", [Cholesky(), ConjugateGradients(), LowRank(40)])
 def test_a_kernel_of_ones_own(method):
     query, key, value = tokens(40, batch=1, heads=1)
     width = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
@@ -478,7 +479,7 @@ def test_a_kernel_of_ones_own(method):
     assert width.grad is not None
 
 
-@every_row("method", ["cholesky", "conjugate_gradient", "low_rank"])
+@every_row("method", [Cholesky(), ConjugateGradients(), LowRank()])
 @every_row(("keys", "queries"), [(0, 3), (3, 0), (1, 1)])
 def test_no_key_or_no_query(method, keys, queries):
     query, key, value = tokens(keys, queries)

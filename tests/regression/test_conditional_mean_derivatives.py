@@ -6,6 +6,7 @@ from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.regression import (
+    Cholesky,
     ExponentialKernel,
     FeatureKernel,
     GaussianKernel,
@@ -66,8 +67,8 @@ def test_first_and_second_derivatives_of_the_exact_methods(name, what, keys):
 @pytest.mark.parametrize(
     ("name", "method", "rank"),
     [
-        ("gaussian", "conjugate_gradient", 0),
-        ("exponential", "conjugate_gradient", 3),
+        ("gaussian", ConjugateGradients(), 0),
+        ("exponential", ConjugateGradients(), 3),
         ("gaussian", ConjugateGradients(preconditioner=lambda x: 2 * x), 0),
         ("gaussian", LowRank(3), 0),
     ],
@@ -98,7 +99,7 @@ def test_the_solves_gradient_is_the_exact_ones():
     query, key, value, weight = inputs(40)
     ridge, width = number(0.05), number(0.8)
     slopes = []
-    for method in ("cholesky", "conjugate_gradient"):
+    for method in (Cholesky(), ConjugateGradients()):
         found = conditional_mean_attention(
             query, key, value, kernel=GaussianKernel(width), ridge=ridge, log_weight=weight, method=method
         )
@@ -208,15 +209,15 @@ TWICE = torch.ones(1, 1, 2, 2)
         ({"key": torch.ones(1, 1, 2, 3)}, ValueError, r"one head size, got 2 in .* and 3 in"),
         ({"value": None}, TypeError, "value must be a tensor, got None"),
         ({"kernel": "rbf"}, TypeError, "kernel must be a massieu.regression.Kernel, got 'rbf'"),
-        ({"method": "qr"}, ValueError, "method must be 'auto', 'cholesky', 'conjugate_gradient', 'low_rank'"),
-        ({"method": 3.5}, TypeError, "method must be a name, ConjugateGradients or LowRank, got 3.5"),
-        ({"method": "low_rank", "is_causal": True}, ValueError, "is_causal goes with method 'cholesky' alone"),
-        ({"method": "low_rank", "ridge": 0.0}, ValueError, "method 'low_rank' needs a positive ridge, got 0.0"),
-        ({"method": "conjugate_gradient", "ridge": 0.0}, ValueError, "needs a positive ridge, got 0.0"),
+        ({"method": "cholesky"}, TypeError, r"method must be Cholesky\(\), .* LowRank\(\) or None, got 'cholesky'"),
+        ({"method": 3.5}, TypeError, "or None, got 3.5"),
+        ({"method": LowRank(), "is_causal": True}, ValueError, r"is_causal goes with method=Cholesky\(\) alone"),
+        ({"method": LowRank(), "ridge": 0.0}, ValueError, "LowRank needs a positive ridge, got 0.0"),
+        ({"method": ConjugateGradients(), "ridge": 0.0}, ValueError, "needs a positive ridge, got 0.0"),
         (
-            {"method": "conjugate_gradient", "kernel": FeatureKernel.create(lambda x: x)},
+            {"method": ConjugateGradients(), "kernel": FeatureKernel.create(lambda x: x)},
             ValueError,
-            "'cholesky' uses the map",
+            r"Cholesky\(\) uses the map",
         ),
         ({"preconditioner_rank": -1}, ValueError, "preconditioner_rank must be a whole number, at least 0, got -1"),
         ({"log_weight": torch.zeros(3, 2)}, ValueError, r"one a key, for all queries .*\(1, 1, 1, 2\)"),
@@ -258,7 +259,7 @@ def test_bad_numbers_are_named():
 
 
 def test_iterations_are_refused_inside_transforms():
-    with pytest.raises(ValueError, match=r"inside torch.func transforms and torch.compile, use method 'cholesky'"):
+    with pytest.raises(ValueError, match=r"inside torch.func transforms and torch.compile, use method=Cholesky\(\)"):
         torch.func.grad(
-            lambda k: conditional_mean_attention(Q, k, V, kernel=G, ridge=1.0, method="low_rank").output.sum()
+            lambda k: conditional_mean_attention(Q, k, V, kernel=G, ridge=1.0, method=LowRank()).output.sum()
         )(K)

@@ -6,7 +6,7 @@ import torch
 from tests.rows import every_row
 
 from massieu.nn import ConditionalMeanAttention
-from massieu.regression import ExponentialKernel, LowRank, conditional_mean_attention, leave_one_out
+from massieu.regression import Cholesky, ExponentialKernel, LowRank, conditional_mean_attention, leave_one_out
 from massieu.solve import ConjugateGradients
 
 
@@ -55,7 +55,7 @@ def within(dtype, query, key, scale):
     return 30 * (1 + largest.item()) * torch.finfo(dtype).eps
 
 
-METHODS = ["cholesky", ConjugateGradients(), ConjugateGradients(preconditioner=lambda x: x), LowRank(64)]
+METHODS = [Cholesky(), ConjugateGradients(), ConjugateGradients(preconditioner=lambda x: x), LowRank(64)]
 
 
 @every_row("method", METHODS)
@@ -75,14 +75,14 @@ def test_distant_queries(method, dtype, far, near):
 LONG = torch.tensor([[9.5, 0.0], [0.0, 9.3], [-9.4, 0.0], [0.0, -9.6], [6.7, 6.6], [-6.6, 6.5]])
 
 
-@every_row("method", ["cholesky", ConjugateGradients(), "weights"])
+@every_row("method", [Cholesky(), ConjugateGradients(), "weights"])
 def test_keys_beyond_the_range(method):
     """exp(‖key‖²) is above exp(86), and of some keys above float32's exp(88.7); variance and leave-one-out too."""
     key, value = LONG, normal(6, 2, seed=3)
     query = 0.7 * key + normal(6, 2, seed=4, scale=0.1)
     weight = torch.tensor([0.5, -2.0, 0.0, 1.0, 0.2, -0.3]) if method == "weights" else None
     arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 2.0, "log_weight": weight}
-    how = "cholesky" if method == "weights" else method
+    how = Cholesky() if method == "weights" else method
     found = conditional_mean_attention(
         query[None, None], key[None, None], value[None, None], **arguments, need_variance=True, method=how
     )
@@ -169,7 +169,5 @@ def test_the_module_says_so_too():
 def test_the_range_of_few_centres_is_said():
     key = LONG[None, None] * 1.05
     value = normal(1, 1, 6, 2)
-    with pytest.raises(
-        ValueError, match=r"method 'low_rank' has kernel values κ\(key, key\) up to exp\(101.6\) beside a ridge"
-    ):
-        conditional_mean_attention(key, key, value, kernel=ExponentialKernel.create(1.0), ridge=1.0, method="low_rank")
+    with pytest.raises(ValueError, match=r"LowRank has kernel values κ\(key, key\) up to exp\(101.6\) beside a ridge"):
+        conditional_mean_attention(key, key, value, kernel=ExponentialKernel.create(1.0), ridge=1.0, method=LowRank())

@@ -7,6 +7,7 @@ import torch
 from tests.rows import every_row
 
 from massieu.regression import (
+    Cholesky,
     ExponentialKernel,
     FeatureKernel,
     GaussianKernel,
@@ -37,7 +38,7 @@ def test_a_mask_is_no_singular_matrix_at_any_size_of_the_keys(size):
 
 
 @every_row("kernel", [FeatureKernel.create(lambda x: x / x.norm(dim=-1, keepdim=True)), GaussianKernel.create(1.0)])
-@every_row("method", ["cholesky", "low_rank"])
+@every_row("method", [Cholesky(), LowRank()])
 def test_hidden_keys_stand_where_the_kernel_is_defined(kernel, method):
     """At the origin a normalising map is not; and keys far from it lose their digits beside it."""
     far = 0.0 if isinstance(kernel, FeatureKernel) else 1e4
@@ -106,9 +107,9 @@ def test_conjugate_gradients_for_distant_queries(dtype):
     query = key.mean(2, keepdim=True) + torch.linspace(middle - 2, middle + 2, 40, dtype=dtype).unsqueeze(-1) / 3**0.5
     arguments = {"kernel": GaussianKernel.create(1.0), "ridge": 0.1, "need_variance": True}
     found = conditional_mean_attention(
-        query, key, value, method="conjugate_gradient", preconditioner_rank=5, **arguments
+        query, key, value, method=ConjugateGradients(), preconditioner_rank=5, **arguments
     )
-    exact = conditional_mean_attention(query, key, value, method="cholesky", **arguments)
+    exact = conditional_mean_attention(query, key, value, method=Cholesky(), **arguments)
     torch.testing.assert_close(found.variance, exact.variance, rtol=1e-4, atol=1e-5)
 
 
@@ -124,7 +125,7 @@ def test_bounds_are_bounds():
             turn % 2
         ]
         arguments = {"kernel": kernel, "ridge": 10 ** uniform(-3, 1), "log_weight": draws(count, seed=turn)}
-        exact = conditional_mean_attention(query, key, value, method="cholesky", **arguments).output
+        exact = conditional_mean_attention(query, key, value, method=Cholesky(), **arguments).output
         for method in (LowRank(1 + turn % count), ConjugateGradients(rtol=10 ** uniform(-8, -1))):
             found = conditional_mean_attention(
                 query, key, value, method=method, preconditioner_rank=turn % 3, **arguments

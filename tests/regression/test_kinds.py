@@ -6,6 +6,7 @@ from tests.kinds import raw_errors
 from tests.rows import every_row
 
 from massieu import regression
+from massieu.solve import ConjugateGradients
 
 
 def n(*shape, seed=0):
@@ -29,13 +30,13 @@ CASES = {
     ),
     "cma cg": (
         lambda **k: regression.conditional_mean_attention(
-            kernel=regression.ExponentialKernel.create(1.0), ridge=0.3, method="conjugate_gradient", **k
+            kernel=regression.ExponentialKernel.create(1.0), ridge=0.3, method=ConjugateGradients(), **k
         ),
         {"query": H, "key": H, "value": H},
     ),
     "cma lr": (
         lambda **k: regression.conditional_mean_attention(
-            kernel=regression.GaussianKernel.create(1.0), ridge=0.3, method="low_rank", **k
+            kernel=regression.GaussianKernel.create(1.0), ridge=0.3, method=regression.LowRank(), **k
         ),
         {"query": H, "key": H, "value": H},
     ),

@@ -51,10 +51,10 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "parameters of a product": lambda x: linear_solve(twice, START, x),
     "solver": lambda x: linear_solve(twice, START, solver=x),
     "spectral_radius": lambda x: spectral_radius(torch.cos, x),
-    "GMRES": lambda x: GMRES().solve(twice, x),
-    "ConjugateGradients": lambda x: ConjugateGradients().solve(twice, x),
-    "Dense": lambda x: Dense().solve(twice, x),
-    "a product": lambda x: GMRES().solve(lambda vector: x, START),
+    "GMRES": lambda x: linear_solve(twice, x, solver=GMRES()),
+    "ConjugateGradients": lambda x: linear_solve(twice, x, solver=ConjugateGradients()),
+    "Dense": lambda x: linear_solve(twice, x, solver=Dense()),
+    "preconditioner": lambda x: linear_solve(twice, START, solver=ConjugateGradients(preconditioner=lambda v: x)),
 }
 
 

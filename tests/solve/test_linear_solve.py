@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.rows import every_row, some_slow
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, hessian, jacfwd, jacrev, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from massieu.errors import ConvergenceError
 from massieu.solve import GMRES, ConjugateGradients, Dense, Status, linear_solve
@@ -46,14 +46,18 @@ SINGULAR = torch.diag(torch.tensor([1.0, 0.0], dtype=DOUBLE))
 
 
 @every_row("solver", EXACT)
-def test_value_and_gradients_are_those_of_dense_linear_algebra(solver):
+def test_value_gradients_and_tangents_are_those_of_dense_linear_algebra(solver):
     inputs = (normal(2, 3, 3, seed=4) / 2).requires_grad_(), RIGHT.clone().requires_grad_()
     found, expected = factored(solver, *inputs), dense(solver, *inputs)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     gradients = [torch.autograd.grad(value, inputs, RIGHT.cos()) for value in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+    inputs = tuple(part.detach() for part in inputs)
+    moved = [jvp(partial(solve, solver), inputs, tuple(map(torch.cos, inputs)))[1] for solve in (factored, dense)]
+    torch.testing.assert_close(*moved, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.medium
 @every_row("solver", EXACT)
 @every_row(
     "transform",
@@ -146,9 +150,13 @@ def test_what_is_captured_raises():
 @every_row(
     ("given", "error", "said"),
     [
-        ({"right": torch.tensor(1.0)}, ValueError, "item_dims|dimension"),
+        ({"right": torch.tensor(1.0)}, ValueError, r"right must have shape \(\*items, n\), got a number"),
         ({"solver": "gmres"}, TypeError, r"such as GMRES\(\), ConjugateGradients\(\) or Dense\(\), got 'gmres'"),
-        ({"product": lambda x: x.sum()}, ValueError, r"product must return z's shape \(2, 3\)"),
+        (
+            {"product": lambda x: x.sum()},
+            ValueError,
+            r"product must return its first argument's shape and dtype, \(2, 3\)",
+        ),
         ({"parameters": FACTOR}, TypeError, "parameters must be a tuple"),
     ],
 )

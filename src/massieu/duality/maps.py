@@ -76,6 +76,14 @@ def natural(
         ValueError: `mu` has another shape, is not finite, or lies outside the convex hull of the support; or the measure
             is zero.
         ConvergenceError: `mu` was not reached.
+
+    Example:
+        >>> import torch
+        >>> from massieu.duality import natural
+        >>> from massieu.measures import Atoms
+        >>> coin = Atoms.create(torch.tensor([[-1.0], [1.0]]))
+        >>> round(natural(coin, torch.tensor([0.5])).item(), 4), round(float(torch.atanh(torch.tensor(0.5))), 4)
+        (0.5493, 0.5493)
     """
     promoted, target = measure._fit(mu=mu)
     given = _given(mu, target)
@@ -132,6 +140,14 @@ def conjugate(
     Raises:
         ValueError: `mu` has another shape or is not finite; or the measure is zero.
         ConvergenceError: `mu` was not reached, or it is on the boundary of a user's measure whose limit cannot be taken.
+
+    Example:
+        >>> import torch
+        >>> from massieu.duality import conjugate
+        >>> from massieu.measures import Atoms
+        >>> coin = Atoms.create(torch.tensor([[-1.0], [1.0]]))
+        >>> [round(conjugate(coin, torch.tensor([mu])).item(), 4) for mu in (0.0, 2.0)]  # −log 2; outside
+        [-0.6931, inf]
     """
     promoted, target = measure._fit(mu=mu)
     given = _given(mu, target)

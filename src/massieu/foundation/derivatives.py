@@ -1,10 +1,9 @@
 """Products with a function's Jacobian, for the backward and forward rules of custom functions.
 
-They can be differentiated again and stand inside any transform, where they are made of `torch.func.vjp`. That records what its
-own derivatives would need, so outside of transforms the graph of a plain backward pass takes its place, at half the memory.
+Both are made of `torch.func.vjp`, so that they can be differentiated again and stand inside any transform.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +40,6 @@ def reverse_derivative(
     if not any(chosen):
         return (None,) * len(chosen)
     restricted, primals = _restrict(function, tensors, chosen)
-    if (found := _pulled_back(restricted, primals, cotangents)) is not None:
-        return tuple(next(found) if one else None for one in chosen)
     results, pull_back = torch.func.vjp(restricted, *primals)  # pyright: ignore[reportAssignmentType]
     if isinstance(results, Tensor):
         given: Any = cotangents
@@ -55,12 +52,22 @@ def reverse_derivative(
     return tuple(next(found) if one else None for one in chosen)
 
 
-def _pulled_back(
-    function: Function, primals: Sequence[Tensor], cotangents: Tensor | Sequence[Tensor | None]
-) -> Iterator[Tensor] | None:
-    """By a plain backward pass, which keeps a graph only where derivatives are being taken; None near a transform."""
+def lean_reverse_derivative(
+    function: Function, tensors: Sequence[Tensor | None], cotangent: Tensor, wanted: Sequence[bool] | None = None
+) -> tuple[Tensor | None, ...]:
+    """`reverse_derivative` of a function of one result, which changes nothing in place, at half the memory.
+
+    Outside of transforms a plain backward pass keeps a graph only where derivatives of these cotangents are being taken.
+    """
     if torch.compiler.is_compiling() or in_functorch() or forward_ad._current_level >= 0:
-        return None
+        return reverse_derivative(function, tensors, cotangent, wanted)
+    chosen = [is_differentiable(tensor) for tensor in tensors]
+    if wanted is not None:
+        chosen = [own and want for own, want in zip(chosen, wanted, strict=True)]
+    restricted, primals = _restrict(function, tensors, chosen)
+    if not primals or any(map(is_functorch_wrapped_tensor, primals)):
+        # Pulled back after a transform has ended, tensors are still wrapped: a plain pass would find zeros there.
+        return reverse_derivative(function, tensors, cotangent, chosen)
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Aliases, so that only this use of them counts.
@@ -68,17 +75,11 @@ def _pulled_back(
             primal.view_as(primal) if again and primal.requires_grad else primal.detach().requires_grad_()
             for primal in primals
         ]
-        results = function(*inputs)
-        pairs = [(results, cotangents)] if isinstance(results, Tensor) else list(zip(results, cotangents, strict=True))
-        # Pulled back after a transform has ended, tensors are still wrapped: plain passes would find zeros there.
-        if any(map(is_functorch_wrapped_tensor, (*primals, *(result for result, _ in pairs)))):
-            return None
-        moving = [(result, given) for result, given in pairs if given is not None and result.requires_grad]
-        if not moving:
-            return iter(map(torch.zeros_like, primals))
-        outputs, given = zip(*moving, strict=True)
-        options = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
-        return iter(torch.autograd.grad(outputs, inputs, given, **options))
+        result, found = restricted(*inputs), iter(map(torch.zeros_like, primals))
+        if result.requires_grad:
+            options = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
+            found = iter(torch.autograd.grad(result, inputs, cotangent, **options))
+    return tuple(next(found) if one else None for one in chosen)
 
 
 def forward_derivative(function: Function, tensors: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Any:

@@ -98,6 +98,14 @@ def anneal(
         ValueError: a schedule that does not rise to 1; a threshold outside [0, 1]; an unknown resampling; fewer than two
             groups, of which no error can be told, or groups that do not divide the particles; a log-density that is NaN
             or rises from −inf; or no particle has any weight at the end.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import anneal
+        >>> start = torch.linspace(-2, 2, 100).unsqueeze(-1)
+        >>> path, stay = lambda x, t: 2.0 * t - 0.5 * x[:, 0] ** 2, lambda x, t, generator: x
+        >>> round(anneal(start, path, stay, schedule=4).log_partition.item(), 4)  # only the constant changes
+        2.0
     """
     steps = _schedule(schedule)
     number("threshold", threshold, least=0, most=1)

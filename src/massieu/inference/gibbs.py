@@ -26,7 +26,14 @@ class GibbsState(NamedTuple):
 def gibbs_init(
     visible: Float[Tensor, "*chains V"], sample_hidden: Conditional, generator: torch.Generator | None = None
 ) -> GibbsState:
-    """Chains at `visible`, with hidden units drawn given it."""
+    """Chains at `visible`, with hidden units drawn given it.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import gibbs_init
+        >>> gibbs_init(torch.ones(2, 3), lambda visible, generator: visible.sum(-1, keepdim=True)).hidden.tolist()
+        [[3.0], [3.0]]
+    """
     return GibbsState(visible, sample_hidden(visible, generator))
 
 
@@ -45,6 +52,13 @@ def gibbs_step(
 
     Raises:
         TypeError, ValueError: `steps` is not a positive whole number.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import gibbs_init, gibbs_step
+        >>> flip, same = lambda h, generator: -h, lambda v, generator: v  # laws without chance
+        >>> gibbs_step(gibbs_init(torch.ones(1, 2), same), flip, same, steps=3).visible.tolist()
+        [[-1.0, -1.0]]
     """
     visible, hidden = state
     for _ in range(whole_number("steps", steps, least=1)):
@@ -64,6 +78,14 @@ def contrastive_divergence(
 
     Raises:
         ValueError: there is no item or no sample, or they are not vectors of one length.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import contrastive_divergence
+        >>> field = torch.zeros(1, requires_grad=True)
+        >>> contrastive_divergence(lambda v: -v @ field, torch.ones(4, 1), -torch.ones(4, 1)).backward()
+        >>> field.grad.tolist()  # downhill, the field grows towards the data
+        [-2.0]
     """
     for name, units in (("data", data), ("sample", sample)):
         if floating(name, units).ndim == 0:

@@ -48,6 +48,12 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
     Raises:
         TypeError: `position` is not a floating-point tensor.
         ValueError: it has no chain, `log_density` does not return a number a chain, or that is not finite.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import langevin_init
+        >>> langevin_init(torch.ones(2, 1), lambda x: -0.5 * x.square().sum(-1)).gradient.tolist()
+        [[-1.0], [-1.0]]
     """
     if floating("position", position).ndim == 0 or position.shape[0] == 0:
         raise ValueError(
@@ -61,7 +67,15 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
 
 
 def langevin_noise(state: LangevinState, generator: torch.Generator | None = None) -> LangevinNoiseResult:
-    """Noise for one step from `state`."""
+    """Noise for one step from `state`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import langevin_init, langevin_noise
+        >>> state = langevin_init(torch.ones(2, 3), lambda x: -0.5 * x.square().sum(-1))
+        >>> [tuple(part.shape) for part in langevin_noise(state)]
+        [(2, 3), (2,)]
+    """
     like = {"dtype": state.position.dtype, "device": state.position.device, "generator": generator}
     return LangevinNoiseResult(torch.randn(state.position.shape, **like), torch.rand(state.log_density.shape, **like))
 
@@ -76,6 +90,16 @@ def langevin_step(
 
     Raises:
         ValueError: `step_size` is not positive and finite.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import langevin_init, langevin_step
+        >>> from massieu.inference.langevin import LangevinNoiseResult
+        >>> log_density = lambda x: -0.5 * x.square().sum(-1)
+        >>> state, still = langevin_init(torch.ones(1, 1), log_density), torch.zeros(1, 1)
+        >>> noise = LangevinNoiseResult(still, still[0])
+        >>> langevin_step(state, noise, log_density, step_size=1.0).state.position.item()  # x − ½ε²x
+        0.5
     """
     number("step_size", step_size, above=0)
     proposal = _evaluate(state.position + _drift(state, step_size) + step_size * noise.normal, log_density)

@@ -12,7 +12,14 @@ Resampling = Literal["multinomial", "systematic"]
 
 
 def effective_sample_size(log_weight: Float[Tensor, "*groups size"]) -> Float[Tensor, "*groups"]:
-    """(Σ w)²/Σ w²: between 1 and the number of particles, and 0 where no weight is left."""
+    """(Σ w)²/Σ w²: between 1 and the number of particles, and 0 where no weight is left.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import effective_sample_size
+        >>> round(effective_sample_size(torch.tensor([0.0, 0.0, -torch.inf])).item(), 4)
+        2.0
+    """
     _check_weights(log_weight)
     total = torch.logsumexp(log_weight, -1)
     return torch.where(total == -torch.inf, 0.0, (2 * total - torch.logsumexp(2 * log_weight, -1)).exp())
@@ -34,6 +41,12 @@ def resample(
 
     Raises:
         ValueError: an unknown method; weights that are NaN or +inf, or all 0 in a group.
+
+    Example:
+        >>> import torch
+        >>> from massieu.inference import resample
+        >>> resample(torch.tensor([0.0, -torch.inf, -torch.inf])).tolist()  # the one that has all the weight
+        [0, 0, 0]
     """
     check_method(method)
     _check_weights(log_weight)

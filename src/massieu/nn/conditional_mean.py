@@ -41,7 +41,7 @@ class ConditionalMeanAttention(Iterating, MultiHead):
         kernel: Literal["gaussian", "exponential", "linear"] = "gaussian",
         width: float | None = None,
         ridge: float = 1.0,
-        method: Method = "auto",
+        method: Method = None,
         preconditioner_rank: int = 256,
         throw: bool = False,
     ) -> None:

@@ -1,11 +1,13 @@
 """The conditional mean of a value given a key, over tokens: kernel ridge regression, which attention estimates (Z4 to Z6)."""
 
 from massieu.regression.conditional_mean import conditional_mean_attention, ridge_from
+from massieu.regression.exact import Cholesky
 from massieu.regression.kernels import ExponentialKernel, FeatureKernel, GaussianKernel, Kernel, LinearKernel
 from massieu.regression.leave_one_out import choose_ridge, leave_one_out
 from massieu.regression.low_rank import LowRank
 
 __all__ = [
+    "Cholesky",
     "ExponentialKernel",
     "FeatureKernel",
     "GaussianKernel",

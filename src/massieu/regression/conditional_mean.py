@@ -1,6 +1,6 @@
 """Conditional mean attention: the mean of a value given a key, by kernel ridge regression over the tokens."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -15,17 +15,17 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.transforms import every, in_functorch, unwrapped, values_are_readable, without_autocast
-from massieu.regression.exact import exact
+from massieu.regression.exact import Cholesky, exact
 from massieu.regression.iterative import iterative
 from massieu.regression.kernels import Kernel
 from massieu.regression.low_rank import LowRank, low_rank
 from massieu.regression.tokens import KeyValuePairs, Ridge, SystemsSolved, check_tokens
 from massieu.solve import ConjugateGradients
 
-Method = Literal["auto", "cholesky", "conjugate_gradient", "low_rank"] | ConjugateGradients | LowRank
+Method = Cholesky | ConjugateGradients | LowRank | None
 
 LONGEST_GRAM = 4096
-"""Keys above which "auto" forms no Gram matrix."""
+"""Keys above which no Gram matrix is formed unless asked for."""
 
 
 class ConditionalMeanResult(NamedTuple):
@@ -36,7 +36,7 @@ class ConditionalMeanResult(NamedTuple):
     variance: Float[Tensor, "*query"] | None
     """κ(q, q) − κ(K, q)ᵀ(G + λI)⁻¹κ(K, q), float32 or float64; κ(q, q) where no key is visible. None if not asked for."""
     error_bound: Float[Tensor, "*query"] | None
-    """Of ‖output − exact output‖ in exact arithmetic, from what the method left out; None for "cholesky", or without any
+    """Of ‖output − exact output‖ in exact arithmetic, from what the method left out; None for `Cholesky`, or without any
     key, where nothing is. It has no gradient."""
     convergence: SystemsSolved | None
     """Of conjugate gradients: what became of the system of each value column; None of the other methods."""
@@ -66,6 +66,11 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
 
     Raises:
         ValueError, TypeError: a number out of its range, or no number.
+
+    Example:
+        >>> from massieu.regression import ridge_from
+        >>> ridge_from(noise_variance=0.5, prior_variance=2.0)
+        0.25
     """
     for name, value, least, above in (
         ("noise_variance", noise_variance, 0.0, None),
@@ -88,7 +93,7 @@ def conditional_mean_attention(
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     is_causal: bool = False,
     need_variance: bool = False,
-    method: Method = "auto",
+    method: Method = None,
     preconditioner_rank: int = 256,
     throw: bool = True,
 ) -> ConditionalMeanResult:
@@ -113,14 +118,13 @@ def conditional_mean_attention(
             which may then hold anything.
         is_causal: Query i sees keys 0 … i.
         need_variance: Return the posterior variance, in units of λ₀, too.
-        method: How, or a name for the same at its defaults.
+        method: How.
 
-            - "cholesky": exact. By the features where the kernel has F < N of them (D for `LinearKernel`), in time N·F² and
-              memory N·F, causal or not; else by the Gram matrix, N³ and N·(N + L); the variance and `is_causal` take N²·L.
-            - "conjugate_gradient", or `massieu.solve.ConjugateGradients` for another tolerance: to a residual, in memory
-              linear in N and L, the gradient too; not causal. The variance costs a solve a query.
+            - `Cholesky`: exact, in time N³ or N·F².
+            - `massieu.solve.ConjugateGradients`: to a residual, in time steps·N² and memory linear in N and L, the gradient
+              too; not causal. The variance costs a solve a query.
             - `LowRank`: the kernel seen from few centres, in memory linear in N and L; not causal.
-            - "auto": "cholesky", but without features, beyond 4096 keys and where conjugate gradients can, these.
+            - None: `Cholesky`, but without features, beyond 4096 keys and where conjugate gradients can, these.
         preconditioner_rank: Of the pivoted Cholesky decomposition of the Gram matrix that preconditions conjugate
             gradients; 0 for none. A preconditioner that `ConjugateGradients` has is used in its place, on vectors of shape
             (B, Hk, columns, N).
@@ -128,26 +132,24 @@ def conditional_mean_attention(
             too; `convergence` says what became of each system, `error_bound` how far off the output may be.
 
     All but the error bound are differentiable any number of times in query, key, value, weights, ridge and the kernel's
-    numbers. "cholesky" is right under `torch.func` transforms and `torch.compile`; compiled, a singular matrix gives
-    NaN, and values are not checked. Half precision is computed in float32. Rounding is amplified by up to (largest
-    eigenvalue of G)/λ; a matrix singular to rounding is refused.
+    numbers; `Cholesky` alone takes transforms and compiled code, where values are not checked. Half precision is computed in
+    float32. Rounding is amplified by up to (largest eigenvalue of G)/λ; a matrix singular to rounding is refused.
 
     Raises:
         TypeError: not a tensor, a dtype or an option of another type.
         ValueError: shapes or devices that do not fit (both are named), a ridge that is negative or NaN, both or none of
             the ridges, a singular matrix, numbers that are not finite, what a method does not do.
         ConvergenceError: conjugate gradients stopped above their tolerance, and `throw`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import LinearKernel, conditional_mean_attention
+        >>> key = torch.tensor([[[[1.0], [2.0]]]])
+        >>> how = {"kernel": LinearKernel.create(), "ridge": 0.0}
+        >>> round(conditional_mean_attention(3 * key[:, :, :1], key, 2 * key, **how).output.item(), 4)  # at 3
+        6.0
     """
-    problem, tokens = check_tokens(
-        query,
-        key,
-        value,
-        kernel=kernel,
-        ridge=ridge,
-        operator_ridge=operator_ridge,
-        log_weight=log_weight,
-        is_causal=is_causal,
-    )
+    problem, tokens = check_tokens(query, key, value, kernel, ridge, operator_ridge, log_weight, is_causal)
     how = _method(method, tokens, is_causal)
     whole_number("preconditioner_rank", preconditioner_rank, least=0)
     asked = problem.query.to(problem.dtype)
@@ -200,24 +202,18 @@ def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Rid
 
 def _method(method: Method, tokens: KeyValuePairs, is_causal: bool) -> ConjugateGradients | LowRank | None:
     """None for exact factors."""
-    named = {"cholesky": None, "conjugate_gradient": ConjugateGradients(), "low_rank": LowRank()}
     # Iterations decide by values, and pivots too.
     readable = not in_functorch() and values_are_readable(tokens.key, tokens.target, tokens.ridge)
-    if isinstance(method, str):
-        if method == "auto":
-            long = readable and not is_causal and tokens.key.shape[2] > LONGEST_GRAM and tokens.features() is None
-            return ConjugateGradients() if long and bool((tokens.ridge > 0).all()) else None
-        if method not in named:
-            raise ValueError(f"method must be 'auto', {', '.join(map(repr, named))} or a value, got {method!r}")
-        how = named[method]
-    elif isinstance(method, ConjugateGradients | LowRank):
-        how = method
-    else:
-        raise TypeError(f"method must be a name, ConjugateGradients or LowRank, got {described(method)}")
-    if how is None:
+    if method is None:
+        long = readable and not is_causal and tokens.key.shape[2] > LONGEST_GRAM and tokens.features() is None
+        return ConjugateGradients() if long and bool((tokens.ridge > 0).all()) else None
+    if isinstance(method, Cholesky):
         return None
+    if not isinstance(method, ConjugateGradients | LowRank):
+        wanted = "Cholesky(), ConjugateGradients(), LowRank() or None"
+        raise TypeError(f"method must be {wanted}, got {described(method)}")
     if is_causal:
-        raise ValueError(f"is_causal goes with method 'cholesky' alone, got {described(method)}")
+        raise ValueError(f"is_causal goes with method=Cholesky() alone, got {method!r}")
     if not readable:
-        raise ValueError("inside torch.func transforms and torch.compile, use method 'cholesky'")
-    return how if tokens.key.shape[2] else None
+        raise ValueError("inside torch.func transforms and torch.compile, use method=Cholesky()")
+    return method if tokens.key.shape[2] else None

@@ -1,11 +1,30 @@
 """Conditional mean attention by Cholesky factors: of the Gram matrix, or of the features' second moments."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.regression.logarithms import lifted
 from massieu.regression.tokens import KeyValuePairs, Prediction, cholesky
+
+
+@dataclass(frozen=True)
+class Cholesky:
+    """Exact, by the features where the kernel has F < N of them (D for `LinearKernel`), else by the Gram matrix.
+
+    Features take time N·F² and memory N·F, causal or not. The Gram matrix takes N³ and N·(N + L); the variance and
+    `is_causal` N²·L more. Right under `torch.func` transforms and `torch.compile`; compiled, a singular matrix gives NaN.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import Cholesky, GaussianKernel, conditional_mean_attention
+        >>> key, value = torch.tensor([[[[0.0], [1.0]]]]), torch.tensor([[[[3.0], [5.0]]]])
+        >>> how = {"kernel": GaussianKernel.create(1.0), "ridge": 0.0, "method": Cholesky()}
+        >>> conditional_mean_attention(key, key, value, **how).output.flatten().round(decimals=3).tolist()
+        [3.0, 5.0]
+    """
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.errors import ConvergenceError
-from massieu.foundation.derivatives import reverse_derivative
+from massieu.foundation.derivatives import lean_reverse_derivative
 from massieu.regression.kernels import FeatureKernel, Kernel
 from massieu.regression.logarithms import lifted, with_last
 from massieu.regression.low_rank import pivoted_cholesky
@@ -130,7 +130,7 @@ class _KernelProduct(torch.autograd.Function):
         pieces: list[Tensor] = []
         totals: list[Tensor | None] = [None] * len(others)
         for rows, cotangent in zip(left.split(size, 2), cotangents[0].split(size, 2), strict=True):
-            piece, *slopes = reverse_derivative(block, (rows, *others), cotangent, needed)
+            piece, *slopes = lean_reverse_derivative(block, (rows, *others), cotangent, needed)
             pieces += [] if piece is None else [piece]
             totals = [
                 slope if total is None or slope is None else total + slope

@@ -17,6 +17,11 @@ class Kernel(Value):
 
     Subclasses are frozen dataclasses and pytrees by deriving: fields are tensors, or `static_field`s. All are made by
     `create`, whose numbers are a number, one a key head as a list, an array or a tensor (H,), positive and finite.
+
+    Example:
+        >>> from massieu.regression import ExponentialKernel, Kernel
+        >>> isinstance(ExponentialKernel.create(0.5), Kernel)
+        True
     """
 
     _family: ClassVar[str] = "kernels"
@@ -39,6 +44,14 @@ class FeatureKernel(Kernel):
 
     Attributes:
         map: From (B, H, N, D) to (B, H, N, F). Its own parameters are trained, if it has any.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import FeatureKernel
+        >>> affine = FeatureKernel.create(lambda x: torch.cat([torch.ones_like(x), x], -1))
+        >>> two = torch.full((1, 1, 1, 1), 2.0)
+        >>> affine(two, 1.5 * two).item()  # 1 + ab
+        7.0
     """
 
     map: Callable[[Tensor], Tensor] = static_field()
@@ -61,7 +74,15 @@ class FeatureKernel(Kernel):
 
 
 class LinearKernel(Kernel):
-    """κ(a, b) = a·b, with features φ(a) = a: conditional mean attention is then ridge regression of values on keys."""
+    """κ(a, b) = a·b, with features φ(a) = a: conditional mean attention is then ridge regression of values on keys.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import LinearKernel
+        >>> two = torch.full((1, 1, 1, 1), 2.0)
+        >>> LinearKernel.create()(two, 1.5 * two).item()
+        6.0
+    """
 
     @classmethod
     def create(cls) -> Self:
@@ -86,6 +107,13 @@ class ExponentialKernel(Kernel):
 
     Attributes:
         scale: Inverse temperature, shape () or (H,), one a key head; None for D^-½, that of `massieu.ops.attention`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import ExponentialKernel
+        >>> two = torch.full((1, 1, 1, 1), 2.0)
+        >>> ExponentialKernel.create(0.5).log(two, 1.5 * two).item()
+        3.0
     """
 
     scale: Float[Tensor, "*head"] | None
@@ -125,6 +153,13 @@ class GaussianKernel(Kernel):
 
     Attributes:
         lengthscale: Shape () or (H,), one a key head.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import GaussianKernel
+        >>> two = torch.full((1, 1, 1, 1), 2.0)
+        >>> round(GaussianKernel.create(2.0)(0 * two, two).log().item(), 4)  # −½(2/2)²
+        -0.5
     """
 
     lengthscale: Float[Tensor, "*head"]

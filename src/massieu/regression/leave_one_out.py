@@ -44,19 +44,18 @@ def leave_one_out(
     """Residuals (v − Hv)ₙ/(1 − Hₙₙ), H = G(G + λI)⁻¹, without a second fit (Allen 1974, PRESS).
 
     λ stays what it is with all tokens, that of an operator ridge too. Arguments, derivatives and errors are those of
-    `conditional_mean_attention`, method "cholesky". In features the ridge must be positive, and so large that no key's
+    `conditional_mean_attention` by `Cholesky`. In features the ridge must be positive, and so large that no key's
     1 − Hₙₙ is rounding: a residual has the relative rounding ε/(1 − Hₙₙ).
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import LinearKernel, leave_one_out
+        >>> key, value = torch.ones(1, 1, 3, 1), torch.tensor([[[[0.0], [1.0], [2.0]]]])
+        >>> found = leave_one_out(key, value, kernel=LinearKernel.create(), ridge=1.0)
+        >>> [round(r, 3) for r in found.residual.flatten().tolist()]  # value − (sum of the others)/3
+        [-1.0, 0.333, 1.667]
     """
-    _, tokens = check_tokens(
-        key,
-        key,
-        value,
-        kernel=kernel,
-        ridge=ridge,
-        operator_ridge=operator_ridge,
-        log_weight=log_weight,
-        is_causal=False,
-    )
+    _, tokens = check_tokens(key, key, value, kernel, ridge, operator_ridge, log_weight)
     features = tokens.features()
     if features is None:
         factor = tokens.gram_factor()
@@ -105,6 +104,13 @@ def choose_ridge(
     """The matrix's ridge of the least leave-one-out mean squared error among `ridges`, for each head of each item.
 
     The choice has no gradient. Errors are those of `leave_one_out`, and ValueError for no ridge at all.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import LinearKernel, choose_ridge
+        >>> key = torch.tensor([[[[1.0], [2.0], [3.0]]]])
+        >>> choose_ridge(key, 2 * key, [0.5, 1.0], kernel=LinearKernel.create()).ridge.tolist()  # no noise
+        [[0.5]]
     """
     grid = real_tensor("ridges", ridges, torch.empty((), dtype=torch.float64)).double()
     check_values(ridges=grid)

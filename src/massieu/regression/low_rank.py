@@ -23,6 +23,14 @@ class LowRank:
     Attributes:
         rank: Centres, at most as many as keys. Fewer are taken where the rest is rounding: in float32 they then miss up to
             about 1e-5 of a key's κ(x, x), which a ridge much below N times that will feel.
+
+    Example:
+        >>> import torch
+        >>> from massieu.regression import GaussianKernel, LowRank, conditional_mean_attention
+        >>> key = torch.tensor([[[[0.0], [1e-4], [1.0]]]])  # two keys that are nearly one
+        >>> how = {"kernel": GaussianKernel.create(1.0), "ridge": 0.1, "method": LowRank(2)}
+        >>> conditional_mean_attention(key, key, key, **how).error_bound.max().item() < 1e-2
+        True
     """
 
     rank: int = 256
@@ -83,7 +91,7 @@ def pivoted_cholesky(tokens: KeyValuePairs, rank: int) -> tuple[Tensor, Tensor, 
 
 def low_rank(tokens: KeyValuePairs, query: Float[Tensor, "B H Q D"], rank: int) -> Prediction:
     """The features' regression (subset of regressors), with the variance that the centres leave of κ(q, q)."""
-    need_positive(tokens.ridge, "method 'low_rank'")
+    need_positive(tokens.ridge, "LowRank")
     logs = tokens.logarithms
     tokens = tokens if logs is None else _with_one_ridge(tokens, logs)
     chosen = centres(tokens, rank)
@@ -116,8 +124,8 @@ def _with_one_ridge(tokens: KeyValuePairs, logs: Logarithms) -> KeyValuePairs:
         widest = max(relative.max().item() ** 2 if relative.numel() else 1.0, 1 / max(ridge.min().item(), numbers.tiny))
         if widest > math.sqrt(numbers.max):
             raise ValueError(
-                f"method 'low_rank' has kernel values κ(key, key) up to exp({2 * logs.half.max().item():.4g}) beside a ridge "
-                f"of {tokens.ridge.min().item():.3g}, farther apart than {ridge.dtype} holds: use method 'cholesky', or float64"
+                f"LowRank has kernel values κ(key, key) up to exp({2 * logs.half.max().item():.4g}) beside a ridge "
+                f"of {tokens.ridge.min().item():.3g}, farther apart than {ridge.dtype} holds: use method=Cholesky(), or float64"
             )
     target = relative.unsqueeze(-1) * tokens.target
     return KeyValuePairs(tokens.kernel, tokens.key, target, tokens.root * relative, ridge)

@@ -106,12 +106,11 @@ def check_tokens(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     kernel: Kernel,
     ridge: Ridge | None,
     operator_ridge: Ridge | None,
     log_weight: Tensor | None,
-    is_causal: bool,
+    is_causal: bool = False,
 ) -> tuple[AttentionProblem, KeyValuePairs]:
     """Check every argument and bring it to the common layout.
 

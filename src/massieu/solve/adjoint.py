@@ -5,18 +5,20 @@ again, so that derivatives of all orders are right and no iterate is kept.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from massieu.foundation.arguments import choice, flag, instance
-from massieu.foundation.derivatives import forward_derivative, reverse_derivative
+from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
 from massieu.solve.linear import GMRES, SOLVERS, LinearSolver, dense
 from massieu.solve.problem import FixedPointProblem
-from massieu.solve.system import LinearSystem, chord, needs_plain_operations
+from massieu.solve.status import CONVERGED, MAX_STEPS, FixedPointResult
+from massieu.solve.system import LinearSystem, attach, chord, needs_plain_operations
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,15 @@ class Implicit:
             as if the item were not there, so that a query without a fixed point does not end the training of the others.
         check_attraction: Whether fixed points at which ∂f/∂z has an eigenvalue of modulus ≥ 1 are refused, at up to
             12 evaluations. None: where a derivative may be wanted, and after Newton's method.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import ConjugateGradients, Implicit, fixed_point
+        >>> a = torch.tensor([0.5], requires_grad=True)
+        >>> symmetric = Implicit(ConjugateGradients())
+        >>> z = fixed_point(lambda z, a: a * z + 1, torch.zeros(1), (a,), adjoint=symmetric).value
+        >>> round(torch.autograd.grad(z, a)[0].item(), 4)  # of 1/(1 − a)
+        4.0
     """
 
     # Not the class itself: `torch.compile` makes no instance of a class that it meets as a default.
@@ -48,55 +59,34 @@ class Implicit:
 
 @dataclass(frozen=True)
 class OneStep:
-    """Derivatives of the function at a constant z: off by about the Lipschitz constant, but cheap. None to the start."""
+    """Derivatives of the function at a constant z: off by about the Lipschitz constant, but cheap. None to the start.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import OneStep, fixed_point
+        >>> a = torch.tensor([0.5], requires_grad=True)
+        >>> z = fixed_point(lambda z, a: a * z + 1, torch.zeros(1), (a,), adjoint=OneStep()).value
+        >>> round(torch.autograd.grad(z, a)[0].item(), 4)  # z, where the whole derivative is z/(1 − a) = 4
+        2.0
+    """
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Derivatives of the plain moves that were made, all of which are kept; the only ones that flow to the start."""
+    """Derivatives of the plain moves that were made, all of which are kept; the only ones that flow to the start.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Picard, Unrolled, fixed_point
+        >>> start, ways = torch.zeros(1, requires_grad=True), {"method": Picard(), "adjoint": Unrolled()}
+        >>> z = fixed_point(lambda z: 0.5 * z + 1, start, max_steps=3, throw=False, **ways).value
+        >>> z.item(), torch.autograd.grad(z, start)[0].item()
+        (1.75, 0.125)
+    """
 
 
 Adjoint = Implicit | OneStep | Unrolled
 BY_THEOREM = Implicit()
-
-
-@dataclass(frozen=True)
-class _Equation:
-    """What the derivatives of a fixed point need beside tensors."""
-
-    problem: FixedPointProblem
-    transposed: LinearSystem
-    """(I − Jᵀ) u = g; its matrix depends on z and the leaves."""
-    lost: float
-
-    def solve(self, transposed: bool, right: Tensor, value: Tensor, refused: Tensor, leaves: list[Tensor]) -> Tensor:
-        """(I − Jᵀ)⁻¹ right, or if `transposed` (I − J)⁻¹ right; what is lost for refused items."""
-        without = refused.unsqueeze(-1)
-        lost = without & (right != 0).any(-1, keepdim=True)
-        found = self.transposed.solve(transposed, torch.where(without, 0.0, right), [value, *leaves])
-        return torch.where(lost, self.lost, found)
-
-    def harmless(self, value: Tensor, refused: Tensor) -> Tensor:
-        """The state, 0 for refused items whose derivative is to be 0: at what is not finite, 0 times a slope would be NaN."""
-        return value if math.isnan(self.lost) else torch.where(refused.unsqueeze(-1), 0.0, value)
-
-
-def implicit(
-    problem: FixedPointProblem,
-    adjoint: Implicit,
-    throw: bool,
-    value: Tensor,
-    refused: Tensor,
-    leaves: tuple[Tensor, ...],
-) -> Tensor:
-    """`value` with the derivatives of the fixed point in the leaves; what is lost for refused items."""
-    lost = math.nan if adjoint.lost == "nan" else 0.0
-    system = LinearSystem(partial(_left, problem), adjoint.solver, throw, lost, _NAME, _ADVICE)
-    equation = _Equation(problem, system, lost)
-    if needs_plain_operations():
-        return _plain(equation, value, refused, leaves)
-    function = _Reverse if torch.compiler.is_compiling() else _Forward
-    return function.apply(equation, value, refused, *leaves)
 
 
 def one_step(problem: FixedPointProblem, value: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
@@ -105,63 +95,78 @@ def one_step(problem: FixedPointProblem, value: Tensor, leaves: tuple[Tensor, ..
     return value + (image - image.detach())
 
 
-_NAME = "the linear system of the implicit derivative"
-_ADVICE = (
+def implicit(
+    problem: FixedPointProblem, adjoint: Implicit, throw: bool, found: FixedPointResult, leaves: tuple[Tensor, ...]
+) -> Tensor:
+    """The flat value with the derivatives of the fixed point in the leaves; what is lost for items without one."""
+    refused = (found.status != CONVERGED) & (found.status != MAX_STEPS)
+    lost = math.nan if adjoint.lost == "nan" else 0.0
+    system = LinearSystem(partial(_left, problem), adjoint.solver, throw, lost, _WORDS)
+    equation = _FixedPointEquation(problem, system, lost)
+    return (equation.plain if needs_plain_operations() else partial(attach, equation))(
+        problem.flat(found.value), refused, *leaves
+    )
+
+
+_WORDS = (
+    "the linear system of the implicit derivative",
     "I − J is singular or nearly so at the fixed point, or, for conjugate gradients, not symmetric positive definite; try "
-    "Implicit(GMRES(memory=100)), a looser rtol of the solver, or float64"
+    "Implicit(GMRES(memory=100)), a looser rtol of the solver, or float64",
 )
 
 
 def _left(problem: FixedPointProblem, vector: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
     """(I − Jᵀ) vector."""
-    pulled = reverse_derivative(lambda z: problem(z, *leaves), [value], vector)[0]
+    pulled = lean_reverse_derivative(lambda z: problem(z, *leaves), [value], vector)[0]
     assert pulled is not None
     return vector - pulled
 
 
-class _Reverse(torch.autograd.Function):
-    """(equation, z*, refused, *leaves) ↦ z*."""
+@dataclass(frozen=True)
+class _FixedPointEquation:
+    """What the derivatives of a fixed point need beside its tensors: which items are refused, and the leaves."""
 
-    generate_vmap_rule = True
+    problem: FixedPointProblem
+    system: LinearSystem
+    """(I − Jᵀ) u = g; its matrix depends on z and the leaves."""
+    lost: float
 
-    @staticmethod
-    def forward(equation: _Equation, value: Tensor, refused: Tensor, *leaves: Tensor) -> Tensor:
-        return value.clone()
+    def pull(
+        self, cotangent: Tensor, value: Tensor, inputs: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """(∂_θf)ᵀ(I − Jᵀ)⁻¹g."""
+        refused, *leaves = inputs
+        value = self._harmless(value, refused)
+        solved = self._solve(self.system, cotangent, value, refused, leaves)
+        return None, *lean_reverse_derivative(partial(self.problem, value), leaves, solved, wanted[1:])
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.equation, _, refused, *leaves = inputs
-        ctx.save_for_backward(output, refused, *leaves)
-        ctx.save_for_forward(output, refused, *leaves)
+    def push(self, tangents: Sequence[Tensor | None], value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """(I − J)⁻¹∂_θf dθ."""
+        refused, *leaves = inputs
+        value = self._harmless(value, refused)
+        moved = forward_derivative(partial(self.problem, value), leaves, tangents[1:])
+        return self._solve(self.system.turned, moved, value, refused, leaves)
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        value, refused, *leaves = ctx.saved_tensors
-        value = ctx.equation.harmless(value, refused)
-        solved = ctx.equation.solve(False, cotangents[0], value, refused, leaves)
-        image = partial(ctx.equation.problem, value)
-        return None, None, None, *reverse_derivative(image, leaves, solved, ctx.needs_input_grad[3:])
+    def plain(self, end: Tensor, refused: Tensor, *leaves: Tensor) -> Tensor:
+        """The value with its derivatives by plain operations."""
+        end = end.detach()
+        with torch.no_grad():
+            value, constants = self._harmless(end, refused), [leaf.detach() for leaf in leaves]
+            matrix = dense(lambda vector: self.system.turned.image(vector, value, *constants), value)
+            inverse = torch.linalg.inv_ex(matrix).inverse
+            lost = refused | ~inverse.isfinite().all((-2, -1))
+            inverse = torch.where(lost[..., None, None], self.lost, inverse)
+        found = chord(lambda z: self.problem(z, *leaves) - z, value, inverse)
+        return found if math.isnan(self.lost) else found + (end - found).detach()
 
+    def _solve(
+        self, system: LinearSystem, right: Tensor, value: Tensor, refused: Tensor, leaves: Sequence[Tensor]
+    ) -> Tensor:
+        """The system's solution; what is lost for refused items."""
+        without = refused.unsqueeze(-1)
+        lost = without & (right != 0).any(-1, keepdim=True)
+        return torch.where(lost, self.lost, system.solve(torch.where(without, 0.0, right), [value, *leaves]))
 
-class _Forward(_Reverse):
-    """With a rule for forward mode, which `torch.compile` does not take."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        value, refused, *leaves = ctx.saved_tensors
-        value = ctx.equation.harmless(value, refused)
-        moved = forward_derivative(partial(ctx.equation.problem, value), leaves, tangents[3:])
-        return ctx.equation.solve(True, moved, value, refused, leaves)
-
-
-def _plain(equation: _Equation, end: Tensor, refused: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
-    """The same by plain operations."""
-    problem, end = equation.problem, end.detach()
-    with torch.no_grad():
-        value, constants = equation.harmless(end, refused), [leaf.detach() for leaf in leaves]
-        matrix = dense(lambda vector: equation.transposed.image(True, vector, value, *constants), value)
-        inverse = torch.linalg.inv_ex(matrix).inverse
-        lost = refused | ~inverse.isfinite().all((-2, -1))
-        inverse = torch.where(lost[..., None, None], equation.lost, inverse)
-    found = chord(lambda z: problem(z, *leaves) - z, value, inverse)
-    return found if math.isnan(equation.lost) else found + (end - found).detach()
+    def _harmless(self, value: Tensor, refused: Tensor) -> Tensor:
+        """The state, 0 for refused items whose derivative is to be 0: at what is not finite, 0 times a slope would be NaN."""
+        return value if math.isnan(self.lost) else torch.where(refused.unsqueeze(-1), 0.0, value)

@@ -52,6 +52,12 @@ def spectral_radius(
     Raises:
         TypeError: `value` is no floating-point tensor, or `parameters` no tuple.
         ValueError: `item_dims` is not among the value's dimensions, or `function` changes shape or dtype.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import spectral_radius
+        >>> round(spectral_radius(lambda z: 3 * torch.tanh(z), torch.zeros(1)).item(), 2)  # 0 repels
+        3.0
     """
     problem, flat, leaves = pose(function, value, parameters, item_dims)
     with torch.no_grad():

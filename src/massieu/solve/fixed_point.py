@@ -59,6 +59,15 @@ def fixed_point(
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range, `function` changes shape or dtype, or uses a tensor that requires grad
             and is not among the parameters.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import fixed_point
+        >>> a = torch.tensor([0.5], requires_grad=True)
+        >>> z = fixed_point(lambda z, a: a * z + 1, torch.zeros(1), (a,)).value  # 1/(1 − a)
+        >>> z.sum().backward()
+        >>> round(z.item(), 4), round(a.grad.item(), 4)
+        (2.0, 4.0)
     """
     instance("method", method, Method, "a Method, such as Auto(), Picard(), Anderson() or Newton()")
     _check(method, adjoint, max_steps, throw, rtol=rtol, atol=atol)
@@ -68,12 +77,20 @@ def fixed_point(
     image = problem(point, *constants)
     if torch.is_grad_enabled():
         refuse_captured(image)
+
+    def step(state: IterationState, *leaves: Tensor) -> IterationState:
+        return tolerance.judge(method.advance(BoundFunction(problem, leaves), state))
+
+    def iterated(begun: IterationState, leaves: tuple[Tensor, ...], kept: bool) -> IterationState:
+        state = repeat(step, begun, lambda state: state.running, max_steps, leaves, kept)
+        return state._replace(status=torch.where(state.running, MAX_STEPS, state.status))
+
     if isinstance(adjoint, Unrolled):
-        state = _iterate(problem, flat, problem(flat, *leaves), leaves, method, tolerance, max_steps, unrolled=True)
+        state = iterated(tolerance.begin(flat, problem(flat, *leaves), method.memory), leaves, kept=True)
         return _finish(problem, state, tolerance, max_steps, throw)
     differentiated = may_be_differentiated(*leaves)
     with torch.no_grad():
-        state = _iterate(problem, point, image.detach(), constants, method, tolerance, max_steps)
+        state = iterated(tolerance.begin(point, image.detach(), method.memory), constants, kept=False)
         asked = adjoint.check_attraction if isinstance(adjoint, Implicit) else None
         if asked is None:
             asked = isinstance(method, Newton) or (differentiated and isinstance(adjoint, Implicit))
@@ -85,27 +102,8 @@ def fixed_point(
     if isinstance(adjoint, OneStep):
         value = one_step(problem, problem.flat(found.value), leaves)
     else:
-        refused = (found.status != CONVERGED) & (found.status != MAX_STEPS)
-        value = implicit(problem, adjoint, throw, problem.flat(found.value), refused, leaves)
+        value = implicit(problem, adjoint, throw, found, leaves)
     return found._replace(value=problem.shaped(value))
-
-
-def _iterate(
-    problem: FixedPointProblem,
-    start: Tensor,
-    image: Tensor,
-    leaves: tuple[Tensor, ...],
-    method: Method,
-    tolerance: Tolerance,
-    max_steps: int,
-    unrolled: bool = False,
-) -> IterationState:
-    def step(state: IterationState, *leaves: Tensor) -> IterationState:
-        return tolerance.judge(method.advance(BoundFunction(problem, leaves), state))
-
-    begun = tolerance.begin(start, image, method.memory)
-    state = repeat(step, begun, lambda state: state.running, max_steps, leaves, unrolled)
-    return state._replace(status=torch.where(state.running, MAX_STEPS, state.status))
 
 
 def _check_attraction(

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from massieu.foundation.arguments import check_dense, described, floating, number, whole_number
+from massieu.foundation.arguments import check_dense, described, number, whole_number
 from massieu.foundation.transforms import repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -34,7 +34,19 @@ class LinearSolveResult(NamedTuple):
 
 
 class LinearSolver(ABC):
-    """How linear systems are solved: `linear_solve` asks it, and so do implicit derivatives."""
+    """How linear systems are solved: `linear_solve` asks it, and so do implicit derivatives.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import LinearSolver, linear_solve
+        >>> from massieu.solve.linear import LinearSolveResult
+        >>> class Diagonal(LinearSolver):  # a solver of one's own
+        ...     def solve(self, product, right, constants=()):
+        ...         diagonal, none = product(torch.ones_like(right), *constants), 0 * right[..., 0]
+        ...         return LinearSolveResult(right / diagonal, none.long(), none.long() + 1, none)
+        >>> linear_solve(lambda x: 2 * x, torch.ones(2), solver=Diagonal()).value.tolist()
+        [0.5, 0.5]
+    """
 
     symmetric: ClassVar[bool] = False
     """Whether choosing it declares A symmetric: the transpose's products are then A's own."""
@@ -43,9 +55,9 @@ class LinearSolver(ABC):
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
-        """Solve A x = right from x = 0, where ``product(x, *constants)`` is A x.
+        """Solve A x = right from x = 0, where ``product(x, *constants)`` is A x, without derivatives and checks.
 
-        Not differentiable itself. Compiled, `product` may use no other tensors than `constants`.
+        Compiled, `product` may use no other tensors than `constants`.
         """
 
 
@@ -58,6 +70,14 @@ class ConjugateGradients(LinearSolver):
         max_steps: None: twice the size of an item, at least 50.
         preconditioner: ``preconditioner(x, *constants)`` is M x, with M symmetric positive definite and near A⁻¹ but for a
             factor: the nearer, the fewer steps. Both norms above are then √(xᵀMx).
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import ConjugateGradients, linear_solve
+        >>> diagonal = torch.tensor([1.0, 10.0, 100.0])
+        >>> inverse = ConjugateGradients(preconditioner=lambda x: x / diagonal)  # the exact one: one step
+        >>> linear_solve(lambda x: diagonal * x, diagonal, solver=inverse).steps.item()
+        1
     """
 
     symmetric: ClassVar[bool] = True
@@ -73,26 +93,17 @@ class ConjugateGradients(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR at a direction of no or negative curvature, with the x before it."""
-        rtol = default_rtol(self.rtol, _checked(right).dtype)
+        rtol = default_rtol(self.rtol, right.dtype)
         limit = max(2 * right.shape[-1], 50) if self.max_steps is None else self.max_steps
-        start = right if self.preconditioner is None else _image(self.preconditioner, right, constants)
+        start = self._near(right, constants)
         square = (right * start).sum(-1)
         size, nothing = square.sqrt(), torch.zeros_like(square)
         count = torch.zeros_like(square, dtype=torch.int64)
-        begun = _Conjugate(
-            torch.zeros_like(right),
-            right,
-            start,
-            square,
-            square,
-            nothing,
-            _begin(size, rtol * size),
-            count,
-            rtol * size,
-        )
+        status, target, zero = _begin(size, rtol * size), rtol * size, torch.zeros_like(right)
+        begun = _Conjugate(zero, right, start, square, square, nothing, status, count, target)
 
         def step(state: _Conjugate, *constants: Tensor) -> _Conjugate:
-            image = _image(product, state.direction, constants)
+            image = product(state.direction, *constants)
             curvature = (state.direction * image).sum(-1)
             running = state.status == RUNNING
             steepest = torch.maximum(state.steepest, curvature / state.length)
@@ -101,7 +112,7 @@ class ConjugateGradients(LinearSolver):
             step = torch.where(good, state.square / curvature, 0.0).unsqueeze(-1)
             value = state.value + step * state.direction
             residual = state.residual - step * torch.where(good.unsqueeze(-1), image, 0.0)
-            near = residual if self.preconditioner is None else _image(self.preconditioner, residual, constants)
+            near = self._near(residual, constants)
             square = torch.where(good, (residual * near).sum(-1), state.square)
             onward = torch.where(good, square / state.square, 0.0)
             direction = torch.where(good.unsqueeze(-1), near + onward.unsqueeze(-1) * state.direction, state.direction)
@@ -115,6 +126,20 @@ class ConjugateGradients(LinearSolver):
         end = repeat(step, begun, lambda state: state.status == RUNNING, limit, constants)
         return LinearSolveResult(end.value, _conclude(end.status), end.steps, end.square.sqrt())
 
+    def _near(self, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
+        """M vector, which must be like it."""
+        if self.preconditioner is None:
+            return vector
+        image = self.preconditioner(vector, *constants)
+        if not isinstance(image, Tensor):
+            raise TypeError(f"preconditioner must return a vector like the one it is given, got {described(image)}")
+        check_dense("preconditioner's value", image)
+        if (image.shape, image.dtype, image.is_meta) != (vector.shape, vector.dtype, vector.is_meta):
+            given = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
+            got = f"{tuple(image.shape)} of {image.dtype} on {image.device}"
+            raise ValueError(f"preconditioner must return a vector like the one it is given, {given}, got {got}")
+        return image
+
 
 @dataclass(frozen=True)
 class GMRES(LinearSolver):
@@ -125,6 +150,13 @@ class GMRES(LinearSolver):
         memory: Vectors kept before a restart, for each item. None: 100, taken as they are needed, or in compiled code,
             which takes all room at once, 30.
         cycles: Restarts, the first included.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import GMRES, linear_solve
+        >>> found = linear_solve(lambda x: 2 * x.flip(-1), torch.tensor([2.0, 4.0]), solver=GMRES(memory=10))
+        >>> found.value.round(decimals=4).tolist()
+        [2.0, 1.0]
     """
 
     rtol: float | None = None
@@ -139,7 +171,7 @@ class GMRES(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR where the Krylov space ends before the residual does."""
-        size = _checked(right).norm(dim=-1)
+        size = right.norm(dim=-1)
         target = default_rtol(self.rtol, right.dtype) * size
         steps = torch.zeros_like(size, dtype=torch.int64)
         solution = LinearSolveResult(torch.zeros_like(right), _begin(size, target), steps, size)
@@ -172,49 +204,26 @@ class GMRES(LinearSolver):
 
 @dataclass(frozen=True)
 class Dense(LinearSolver):
-    """By the matrix itself: n products and n² numbers for each item, then LU. For small items."""
+    """By the matrix itself: n products and n² numbers for each item, then LU. For small items.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Dense, linear_solve
+        >>> linear_solve(lambda x: 2 * x.flip(-1), torch.tensor([2.0, 4.0]), solver=Dense()).value.tolist()
+        [2.0, 1.0]
+    """
 
     def solve(
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR where LU meets a pivot of 0."""
-        matrix = dense(lambda vector: product(vector, *constants), _checked(right))
+        matrix = dense(lambda vector: product(vector, *constants), right)
         factors = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
         value = factors.result.squeeze(-1)
         status = torch.where(factors.info == 0, CONVERGED, SINGULAR)
         status = torch.where(value.isfinite().all(-1) | (factors.info != 0), status, NOT_FINITE)
         residual = (right - (matrix @ value.unsqueeze(-1)).squeeze(-1)).norm(dim=-1)
         return LinearSolveResult(value, status, torch.full_like(status, right.shape[-1]), residual)
-
-
-def _checked(right: Tensor) -> Tensor:
-    """A right side that can be solved for.
-
-    Raises:
-        TypeError: it is not floating-point, or in half precision, in which no system is solved.
-        ValueError: it has no dimension.
-    """
-    if floating("right", right).dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"right must be of float32 or float64, got {right.dtype}")
-    if right.ndim == 0:
-        raise ValueError("right must have shape (*items, n), got a number")
-    return right
-
-
-def _image(product: Product, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
-    """A vector's image, which must be like it."""
-    image = product(vector, *constants)
-    if torch.compiler.is_compiling():
-        return image
-    if not isinstance(image, Tensor) or image.is_meta != vector.is_meta:
-        raise TypeError(f"product must return a vector like the one it is given, got {described(image)}")
-    check_dense("product's value", image)
-    if image.shape != vector.shape or image.dtype != vector.dtype:
-        raise ValueError(
-            f"product must return the vector's shape and dtype, {tuple(vector.shape)} and {vector.dtype}, got "
-            f"{tuple(image.shape)} and {image.dtype}"
-        )
-    return image
 
 
 def dense(product: Product, like: Float[Tensor, "*items n"]) -> Float[Tensor, "*items n n"]:
@@ -304,7 +313,7 @@ def _arnoldi(product: Product) -> Callable[..., _Cycle]:
         state = state if torch.compiler.is_compiling() else _grown(state)
         places = torch.arange(state.basis.shape[-2], device=state.basis.device)
         here, after = (places == state.turn).to(state.basis.dtype), (places == state.turn + 1).to(state.basis.dtype)
-        image = _image(product, here @ state.basis, constants)
+        image = product(here @ state.basis, *constants)
         vector, column, length = orthogonalise(state.basis, image)
         column = (state.rotation @ (column + length.unsqueeze(-1) * after).unsqueeze(-1)).squeeze(-1)
 

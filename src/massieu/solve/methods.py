@@ -147,6 +147,11 @@ class Method(ABC):
 
     Attributes:
         damping: γ in (0, 2): a plain move is z + γ(f(z) − z). No fixed point depends on it.
+
+    Example:
+        >>> from massieu.solve import Anderson, Method
+        >>> isinstance(Anderson(memory=3), Method), Anderson().damping
+        (True, 1.0)
     """
 
     damping: float = field(default=1.0, kw_only=True)
@@ -164,7 +169,15 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class Picard(Method):
-    """Plain iteration. It converges where f contracts, to the fixed point whose basin the start is in."""
+    """Plain iteration. It converges where f contracts, to the fixed point whose basin the start is in.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Picard, fixed_point
+        >>> damped = Picard(damping=0.4)  # undamped, these iterates diverge
+        >>> round(fixed_point(lambda z: 1 - 1.5 * z, torch.zeros(1), method=damped).value.item(), 4)
+        0.4
+    """
 
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """A plain move."""
@@ -178,6 +191,13 @@ class Anderson(Method):
     Attributes:
         memory: How many moves the step is made of.
         ridge: Added to the normal equations of differences of unit norm, so that it is relative.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Anderson, fixed_point
+        >>> found = fixed_point(lambda z: 0.9 * z + 1, torch.zeros(1), method=Anderson())
+        >>> round(found.value.item(), 3), found.evaluations.item() < 10  # plain iteration takes over 100
+        (10.0, True)
     """
 
     memory: int = 5
@@ -204,6 +224,13 @@ class Auto(Anderson):
     Attributes:
         memory: As for `Anderson`; longer, since it serves the slow maps.
         fast: Up to this ratio of successive residuals iteration stays plain.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Auto, fixed_point
+        >>> found = fixed_point(torch.cos, torch.zeros(1, dtype=torch.float64), method=Auto(damping=0.5))
+        >>> round(found.value.item(), 6)
+        0.739085
     """
 
     memory: int = 16
@@ -230,6 +257,13 @@ class Newton(Method):
     Attributes:
         rtol: How exactly a step is solved for, relative to the residual.
         products: By J in a step, at most.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Implicit, Newton, fixed_point
+        >>> there = {"method": Newton(), "adjoint": Implicit(check_attraction=False)}
+        >>> round(fixed_point(lambda z: z**2, torch.full((1,), 0.9), **there).value.item(), 4)  # it repels
+        1.0
     """
 
     rtol: float = 1e-2

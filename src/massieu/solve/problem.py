@@ -57,16 +57,18 @@ class FixedPointProblem:
         merged = [next(remaining) if other is _TENSOR else other for other in self.others]
         image = self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
         if not isinstance(image, Tensor):
-            raise TypeError(f"{self.name} must return a tensor of z's shape {self.shape}, got {described(image)}")
+            raise TypeError(f"{self.name} must return a tensor of its first argument's shape, got {described(image)}")
         check_dense(f"{self.name}'s value", image)
-        if tuple(image.shape) != self.shape:
-            raise ValueError(f"{self.name} must return z's shape {self.shape}, got {tuple(image.shape)}")
-        if image.dtype != flat.dtype:
+        wanted, got = (self.shape, flat.dtype), (tuple(image.shape), image.dtype)
+        if wanted != got:
             raise ValueError(
-                f"{self.name} must return z's dtype {flat.dtype}, got {image.dtype}; begin with that dtype"
+                f"{self.name} must return its first argument's shape and dtype, {wanted[0]} and {wanted[1]}, got {got[0]} "
+                f"and {got[1]}"
             )
         if not torch.compiler.is_compiling() and image.is_meta != flat.is_meta:
-            raise ValueError(f"{self.name} must return a tensor on z's device {flat.device}, got one on {image.device}")
+            raise ValueError(
+                f"{self.name} must return a tensor on {flat.device}, as its first argument, got {image.device}"
+            )
         return self.flat(image)
 
 

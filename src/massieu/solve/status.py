@@ -17,6 +17,13 @@ class Status(IntEnum):
 
     In compiled code compare with ``int(Status.CONVERGED)`` or use `FixedPointResult.converged`: `torch.compile` takes a
     tensor and a member of an enumeration for unequal.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import Status, fixed_point
+        >>> found = fixed_point(lambda z: 3 * z + 1, torch.zeros(1), throw=False)
+        >>> Status(found.status.item()).name
+        'DIVERGED'
     """
 
     CONVERGED = 0

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
-from massieu.foundation.arguments import instance
-from massieu.foundation.derivatives import forward_derivative, reverse_derivative
+from massieu.foundation.arguments import floating, instance
+from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
 from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, may_be_differentiated, some, unwrapped
 from massieu.solve.linear import ANY_MATRIX, SOLVERS, LinearSolver, LinearSolveResult, Product, dense
 from massieu.solve.problem import pose, refuse_captured
@@ -53,56 +53,80 @@ def linear_solve(
         TypeError: an argument is of the wrong kind.
         ValueError: `right` has no dimension, or `product` changes shape or dtype, or uses a tensor that requires grad and is
             not among the parameters.
+
+    Example:
+        >>> import torch
+        >>> from massieu.solve import linear_solve
+        >>> a = torch.tensor([2.0, 4.0], requires_grad=True)
+        >>> x = linear_solve(lambda x, a: a * x, torch.ones(2), (a,)).value
+        >>> x.sum().backward()
+        >>> x.detach().round(decimals=4).tolist(), a.grad.round(decimals=4).tolist()  # 1/a and −1/a²
+        ([0.5, 0.25], [-0.25, -0.0625])
     """
     instance("solver", solver, LinearSolver, SOLVERS)
+    if floating("right", right).ndim == 0:
+        raise ValueError("right must have shape (*items, n), got a number")
     problem, right, leaves = pose(product, right, parameters, 1, ("product", "right"))
     if torch.is_grad_enabled():
         refuse_captured(problem(torch.zeros_like(right).detach(), *(leaf.detach() for leaf in leaves)), "product")
     lost = math.nan if throw and torch.compiler.is_compiling() else None
-    system = LinearSystem(problem, solver, throw, lost, "the linear system", _ADVICE)
-    found = system.solution(False, right, leaves)
-    return found._replace(value=_attached(system, found.value, right, leaves))
+    system = LinearSystem(problem, solver, throw, lost, _WORDS)
+    found = system.solution(right, leaves)
+    if not may_be_differentiated(right, *leaves):
+        return found
+    if not needs_plain_operations():
+        return found._replace(value=attach(system, found.value, right, *leaves))
+    constants = [leaf.detach() for leaf in leaves]
+    inverse = torch.linalg.inv_ex(dense(lambda vector: system.image(vector, *constants), right)).inverse
+    return found._replace(value=chord(lambda x: right - system.image(x, *leaves), found.value, inverse))
 
 
-_ADVICE = (
+_WORDS = (
+    "the linear system",
     "A is singular or nearly so, or, for conjugate gradients, not symmetric positive definite; try GMRES(memory=100), a "
-    "preconditioner, a looser rtol, or float64"
+    "preconditioner, a looser rtol, or float64",
 )
 
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """What a linear system is beside tensors.
+    """What a linear system is beside its tensors, the right side and those that A depends on: dx = A⁻¹(dright − dA x).
 
     Attributes:
-        product: (vector, *leaves) ↦ A vector, for the tensors that A depends on.
+        product: (vector, *leaves) ↦ A vector.
         solver: How it is solved.
         throw: Whether an item that was not solved is an error.
         lost: The value of such an item if it is none, or if it cannot be raised; None for the last iterate.
-        name, advice: For the error.
+        words: For the error: the system's name, and what to try.
+        transposed: Whether it is Aᵀx = right.
     """
 
     product: Product
     solver: LinearSolver
     throw: bool
     lost: float | None
-    name: str
-    advice: str
+    words: tuple[str, str]
+    transposed: bool = False
 
-    def image(self, transposed: bool, vector: Tensor, *leaves: Tensor) -> Tensor:
+    @property
+    def turned(self) -> "LinearSystem":
+        """With the transpose."""
+        return LinearSystem(self.product, self.solver, self.throw, self.lost, self.words, not self.transposed)
+
+    def image(self, vector: Tensor, *leaves: Tensor) -> Tensor:
         """A vector, or Aᵀ vector."""
-        if not transposed or self.solver.symmetric:
+        if not self.transposed or self.solver.symmetric:
             return self.product(vector, *leaves)
         # A linear function has the same derivative everywhere.
-        pulled = reverse_derivative(lambda x: self.product(x, *leaves), [torch.zeros_like(vector)], vector)[0]
+        pulled = lean_reverse_derivative(lambda x: self.product(x, *leaves), [torch.zeros_like(vector)], vector)[0]
         assert pulled is not None
         return pulled
 
-    def solution(self, transposed: bool, right: Tensor, leaves: Sequence[Tensor]) -> LinearSolveResult:
+    def solution(self, right: Tensor, leaves: Sequence[Tensor]) -> LinearSolveResult:
         """Without derivatives."""
         constants = [leaf.detach() for leaf in leaves]
         with torch.no_grad():
-            found = self.solver.solve(lambda x, *leaves: self.image(transposed, x, *leaves), right.detach(), constants)
+            found = self.solver.solve(self.image, right.detach(), constants)
             failed = found.status != CONVERGED
             if self.throw and some(failed):
                 raise ConvergenceError(self._reason(found))
@@ -110,59 +134,61 @@ class LinearSystem:
                 return found
             return found._replace(value=torch.where(failed.unsqueeze(-1), self.lost, found.value))
 
-    def solve(self, transposed: bool, right: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-        """With derivatives that solve again, for the rules of custom functions."""
-        value = self.solution(transposed, right, leaves).value
+    def solve(self, right: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+        """With derivatives that solve again, for the rules of equations."""
+        value = self.solution(right, leaves).value
         # A compiled function is differentiated once.
-        return value if torch.compiler.is_compiling() else _Forward.apply(self, transposed, value, right, *leaves)
+        return value if torch.compiler.is_compiling() else attach(self, value, right, *leaves)
+
+    def pull(
+        self, cotangent: Tensor, value: Tensor, inputs: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Another solve, and the derivatives of −⟨left, A x⟩."""
+        leaves, other = inputs[1:], self.turned.solve(cotangent, inputs[1:])
+        x, left = (other, value) if self.transposed else (value, other)
+        return other, *lean_reverse_derivative(lambda *leaves: self.product(x, *leaves), leaves, -left, wanted[1:])
+
+    def push(self, tangents: Sequence[Tensor | None], value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """A solve with the same matrix."""
+        right, *moving = tangents
+        moved = forward_derivative(lambda *leaves: -self.image(value, *leaves), inputs[1:], moving)
+        return self.solve(moved if right is None else moved + right, inputs[1:])
 
     def _reason(self, found: LinearSolveResult) -> str:
+        name, advice = self.words
         status, steps = unwrapped(found.status).flatten(), unwrapped(found.steps).flatten()
         failed = status != CONVERGED
         residual = float(unwrapped(found.residual).flatten().expand_as(status)[failed].amax())
         return (
-            f"{self.name} was not solved for {int(failed.sum())} of {failed.numel()} items ({names(status[failed])} after "
-            f"{int(steps.max())} products, residual {residual:.3g}): {self.advice}"
+            f"{name} was not solved for {int(failed.sum())} of {failed.numel()} items ({names(status[failed])} after "
+            f"{int(steps.max())} products, residual {residual:.3g}): {advice}"
         )
 
 
-def _attached(system: LinearSystem, value: Tensor, right: Tensor, leaves: tuple[Tensor, ...]) -> Tensor:
-    """The solution with its derivatives."""
-    if not may_be_differentiated(right, *leaves):
-        return value
-    if needs_plain_operations():
-        constants = [leaf.detach() for leaf in leaves]
-        matrix = dense(lambda vector: system.image(False, vector, *constants), value)
-        return chord(lambda x: right - system.image(False, x, *leaves), value, torch.linalg.inv_ex(matrix).inverse)
-    function = _Reverse if torch.compiler.is_compiling() else _Forward
-    return function.apply(system, False, value, right, *leaves)
+def attach(equation: Any, value: Tensor, *inputs: Tensor) -> Tensor:
+    """`value` with the derivatives that an equation gives it in the inputs, of every order: by its `pull` and `push`."""
+    return (_Reverse if torch.compiler.is_compiling() else _Forward).apply(equation, value, *inputs)
 
 
 class _Reverse(torch.autograd.Function):
-    """(system, transposed, x, right, *leaves) ↦ x, where A x = right or Aᵀx = right: dx = A⁻¹(dright − dA x)."""
+    """(equation, value, *inputs) ↦ value."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(system: LinearSystem, transposed: bool, value: Tensor, right: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(equation: Any, value: Tensor, *inputs: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.system, ctx.transposed, _, _, *leaves = inputs
-        ctx.save_for_backward(output, *leaves)
-        ctx.save_for_forward(output, *leaves)
+        ctx.equation, _, *rest = inputs
+        ctx.save_for_backward(output, *rest)
+        ctx.save_for_forward(output, *rest)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        value, *leaves = ctx.saved_tensors
-        other = ctx.system.solve(not ctx.transposed, cotangents[0], leaves)
-        # The derivatives of −⟨left, A x⟩.
-        x, left = (other, value) if ctx.transposed else (value, other)
-        product = ctx.system.product
-        wanted = ctx.needs_input_grad[4:]
-        shares = reverse_derivative(lambda *leaves: product(x, *leaves), leaves, -left, wanted)
-        return None, None, None, other, *shares
+        value, *inputs = ctx.saved_tensors
+        return None, None, *ctx.equation.pull(cotangents[0], value, inputs, ctx.needs_input_grad[2:])
 
 
 class _Forward(_Reverse):
@@ -170,12 +196,8 @@ class _Forward(_Reverse):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        value, *leaves = ctx.saved_tensors
-        moved = forward_derivative(
-            lambda *leaves: -ctx.system.image(ctx.transposed, value, *leaves), leaves, tangents[4:]
-        )
-        right = moved if tangents[3] is None else moved + tangents[3]
-        return ctx.system.solve(ctx.transposed, right, leaves)
+        value, *inputs = ctx.saved_tensors
+        return ctx.equation.push(tangents[2:], value, inputs)
 
 
 def needs_plain_operations() -> bool:
