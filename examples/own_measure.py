@@ -1,4 +1,4 @@
-"""A measure of your own: two shapes, one hook, and attention over it trains.
+"""A measure of your own: one hook, the laws it must obey, and attention over it trains.
 
 The memory holds 100 images of digits. A query is one of them with its lower half erased, and with black and white
 exchanged half of the time; what is wanted back is the whole image, in the query's colours. Softmax attention, whose
@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from massieu.measures import Atoms, Measure
-from massieu.testing import check_measure
+from massieu.testing import MeasureCase, measure_checks
 
 
 class MirroredAtoms(Measure):
@@ -38,14 +38,18 @@ class MirroredAtoms(Measure):
 
 
 def obeys_the_laws() -> None:
-    """Mean, Fisher information, KL divergence, … come from the one hook; so does the check that they are right."""
+    """Mean, Fisher information, KL divergence, … come from the one hook; so do the checks that they are right.
+
+    In a test: ``@pytest.mark.parametrize(("name", "check"), measure_checks(case))``, one item for each law.
+    """
     points = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def summed(eta: Tensor) -> Tensor:
-        """An independent oracle, written with cosh."""
-        return (2 * torch.cosh(eta @ points.mT)).sum(-1).log()
-
-    check_measure(MirroredAtoms(points), log_partition=summed, scales=(0.0, 1e-4, 1.0, 15.0))
+    case = MeasureCase(
+        MirroredAtoms(points),
+        log_partition=lambda eta: (2 * torch.cosh(eta @ points.mT)).sum(-1).log(),  # an independent oracle, by cosh
+        scales=(0.0, 1e-4, 1.0, 15.0),
+    )
+    for _, check in measure_checks(case):
+        check()
 
 
 def recall_error(memory: Measure, images: Tensor, steps: int = 300) -> float:

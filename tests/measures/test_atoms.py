@@ -12,7 +12,7 @@ from scipy.special import logsumexp, softmax
 from tests.rows import every_row
 from torch import Tensor
 
-from massieu.measures import Atoms
+from massieu.measures import Atoms, mixture
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -270,3 +270,9 @@ def test_bad_values_are_refused():
     measure = Atoms.create(torch.zeros(4, 2, 3))
     with pytest.raises(ValueError, match=r"values must have shape \(4, 2, 'v'\).*got \(4, 3, 5\)"):
         measure.expectation(torch.zeros(4, 3), torch.zeros(4, 3, 5))
+
+
+def test_no_entropy_is_told_of_nan():
+    keys, unknown = Atoms.create(torch.eye(2)), torch.tensor([math.nan, 0.0])
+    assert keys.entropy(unknown).isnan()
+    assert mixture(torch.zeros(1), [keys]).entropy(unknown).isnan()

@@ -207,3 +207,10 @@ def test_category_extremes_are_finite(dtype):
 def test_bad_input_is_refused(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_the_nearest_sign_and_the_nearest_bit():
+    point = torch.tensor([-1.25, -0.25, 0.25, 0.75, 1.25])
+    assert Spin.create(dim=5)._nearest(point).tolist() == [-1, -1, 1, 1, 1]
+    assert Bernoulli.create(0.5, dim=5)._nearest(point).tolist() == [0, 0, 0, 1, 1]
+    assert all(law._nearest(torch.tensor([math.nan])).isnan() for law in (Spin.create(dim=1), Bernoulli.create(0.5)))

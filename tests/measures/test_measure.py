@@ -154,3 +154,24 @@ def test_log_prob_takes_draws_of_any_shape():
         torch.testing.assert_close(measure.log_prob(eta, point), expected)
     with pytest.raises(ValueError, match=r"\(\*shape, \*\(2,\)\), got \(3,\)"):
         measure.log_prob(rate - 1, torch.ones(3))
+
+
+def test_the_first_tensor_tells_the_shapes():
+    class Coins(Measure):
+        label: str = static_field()
+        bias: torch.Tensor
+        other: torch.Tensor
+
+        def _log_partition(self, eta):
+            return (self._align(self.bias, eta) * eta).sum(-1)
+
+    class Named(Measure):
+        label: str = static_field()
+
+        def _log_partition(self, eta):
+            return eta.sum(-1)
+
+    coins = Coins("two", torch.zeros(2, 3), torch.zeros(()))
+    assert (coins.batch_shape, coins.event_shape) == ((2,), (3,))
+    with pytest.raises(TypeError, match="Named has no tensor to tell its shapes: override batch_shape and event_shape"):
+        Named("none").log_partition(torch.zeros(2))

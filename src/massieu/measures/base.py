@@ -1,8 +1,9 @@
 """The contract every measure keeps.
 
 A measure h on R^d has a log-partition A(eta) = log ∫ exp(x·eta) h(dx), and everything else follows from A. Its author
-writes two shapes and one hook, `_log_partition`; mean, Fisher information, cumulants, entropy, KL divergence and tilt are
-derived (`hooks.py`) with `torch.func`, and a closed form may replace any of the other hooks; `Measure` shows one.
+writes one hook, `_log_partition`, and two shapes where the first tensor's are not the measure's. Mean, Fisher information,
+cumulants, entropy, KL divergence and tilt are derived (`hooks.py`) with `torch.func`, and a closed form may replace any of
+the other hooks; `Measure` shows one.
 
 A measure is a value: a frozen dataclass of tensors and measures (deriving from `Measure` makes it one), and a pytree,
 so that `torch.func` transforms take and return it. It is rebuilt in every forward pass and owns no parameter. Its
@@ -57,14 +58,6 @@ class Measure(Hooks):
         >>> from massieu.measures import Measure
         >>> class Counts(Measure):
         ...     rate: torch.Tensor  # (*batch, d)
-        ...
-        ...     @property
-        ...     def batch_shape(self):
-        ...         return self.rate.shape[:-1]
-        ...
-        ...     @property
-        ...     def event_shape(self):
-        ...         return self.rate.shape[-1:]
         ...
         ...     def _log_partition(self, eta):
         ...         return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)

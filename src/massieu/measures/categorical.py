@@ -66,14 +66,6 @@ class Categorical(Measure):
         return self.log_probability.exp()
 
     @property
-    def batch_shape(self) -> torch.Size:
-        return self.log_probability.shape[:-1]
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.log_probability.shape[-1:]
-
-    @property
     def _reference(self) -> Reference:
         return "counting"
 

@@ -48,9 +48,22 @@ def affine(
 
 
 class Wrapped(Measure):
-    """A measure made from one other, whose shapes and domain it has unless it says otherwise."""
+    """A measure made from one other, whose A, at what it sees of eta, it has a number of times.
+
+    Unless it says otherwise: `_pull` is what the other sees of a point eta, `_pull_along` of a direction, and `_times`
+    multiplies. Shapes are the other's, and what is linear in eta is added by those that have it.
+    """
 
     measure: Measure
+
+    def _pull(self, eta: Tensor) -> Tensor:
+        return eta
+
+    def _pull_along(self, vector: Tensor) -> Tensor:
+        return vector
+
+    def _times(self, value: Tensor) -> Tensor:
+        return value
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -65,7 +78,7 @@ class Wrapped(Measure):
         return self.measure._reference
 
     def _in_domain(self, eta: Tensor) -> Tensor | None:
-        return self.measure._in_domain(eta)
+        return self.measure._in_domain(self._pull(eta))
 
     def _domain(self) -> str:
         return self.measure._domain()
@@ -75,6 +88,24 @@ class Wrapped(Measure):
 
     def _support(self, direction: Tensor) -> Tensor | None:
         return self.measure._support(direction)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self._times(self.measure._mean(self._pull(eta)))
+
+    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
+        return self._times(self.measure._fisher_vp(self._pull(eta), self._pull_along(vector)))
+
+    def _fisher(self, eta: Tensor) -> Tensor:
+        return self._times(self.measure._fisher(self._pull(eta)))
+
+    def _entropy(self, eta: Tensor) -> Tensor:
+        return self._times(self.measure._entropy(self._pull(eta)))
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        return self._times(self.measure._kl(self._pull(eta), self._pull_along(delta)))
+
+    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        return self._times(self.measure._cumulants(self._pull(eta), self._pull_along(direction), order))
 
     def _log_density(self, point: Tensor) -> Tensor:
         origin = torch.zeros_like(point)
@@ -86,11 +117,8 @@ class Tilted(Wrapped):
 
     eta: Float[Tensor, "*batch_event"]
 
-    def _shifted(self, eta: Tensor) -> Tensor:
+    def _pull(self, eta: Tensor) -> Tensor:
         return eta + self._align(self.eta, eta, len(self.event_shape))
-
-    def _in_domain(self, eta: Tensor) -> Tensor | None:
-        return self.measure._in_domain(self._shifted(eta))
 
     def _domain(self) -> str:
         return f"{self.measure._domain()} (after adding the tilt)"
@@ -101,26 +129,11 @@ class Tilted(Wrapped):
     def _log_partition(self, eta: Tensor) -> Tensor:
         start = self._start(eta)
         # A zero measure stays one: its −inf is not subtracted from itself.
-        return self.measure._log_partition(self._shifted(eta)) - start.masked_fill(start == -torch.inf, 0.0)
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return self.measure._mean(self._shifted(eta))
-
-    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return self.measure._fisher_vp(self._shifted(eta), vector)
-
-    def _fisher(self, eta: Tensor) -> Tensor:
-        return self.measure._fisher(self._shifted(eta))
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return self.measure._kl(self._shifted(eta), delta)
+        return self.measure._log_partition(self._pull(eta)) - start.masked_fill(start == -torch.inf, 0.0)
 
     def _entropy(self, eta: Tensor) -> Tensor:
         # −KL from the tilted measure itself, a probability unless it is zero.
         return torch.where(self._start(eta) == -torch.inf, -torch.inf, -self._kl(eta, -eta))
-
-    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        return self.measure._cumulants(self._shifted(eta), direction, order)
 
     def _tilt(self, eta: Tensor) -> "Tilted":
         return Tilted(self.measure, self.eta + eta)
@@ -133,7 +146,7 @@ class Tilted(Wrapped):
         return self._log_prob(torch.zeros_like(point), point)
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
-        return self.measure._log_prob(self._shifted(eta), point)
+        return self.measure._log_prob(self._pull(eta), point)
 
     def _nearest(self, point: Tensor) -> Tensor | None:
         return self.measure._nearest(point)
@@ -143,7 +156,7 @@ class Tilted(Wrapped):
         return None if part is None else part._replace(log_weight=listed.atoms(part)._log_probability(self.eta))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        return self.measure._sample(self._shifted(eta), shape, generator)
+        return self.measure._sample(self._pull(eta), shape, generator)
 
 
 Measure._tilted = Tilted
@@ -171,12 +184,12 @@ class Affine(Wrapped):
         """Wᵀ eta."""
         return (eta.unsqueeze(-2) @ self._align(self.weight, eta, 2)).squeeze(-2)
 
+    def _pull_along(self, vector: Tensor) -> Tensor:
+        return self._pull(vector)
+
     def _push(self, points: Tensor) -> Tensor:
         """W x for x of shape (*batch, *query, d)."""
         return _times(self._align(self.weight, points, 2), points)
-
-    def _in_domain(self, eta: Tensor) -> Tensor | None:
-        return self.measure._in_domain(self._pull(eta))
 
     def _domain(self) -> str:
         return f"{self.measure._domain()} (after multiplying by the weight's transpose)"
@@ -185,27 +198,21 @@ class Affine(Wrapped):
         return self.measure._log_partition(self._pull(eta)) + self._dot(eta, self._align(self.bias, eta))
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return self._push(self.measure._mean(self._pull(eta))) + self._align(self.bias, eta)
+        return self._push(super()._mean(eta)) + self._align(self.bias, eta)
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return self._push(self.measure._fisher_vp(self._pull(eta), self._pull(vector)))
+        return self._push(super()._fisher_vp(eta, vector))
 
     def _fisher(self, eta: Tensor) -> Tensor:
-        weight, fisher = self._align(self.weight, eta, 2), self.measure._fisher(self._pull(eta))
+        weight, fisher = self._align(self.weight, eta, 2), super()._fisher(eta)
         image = weight @ fisher @ weight.mT
         if not some(image.isnan()):
             return image
         # Entries too large to hold, row by row.
         return self._push(self._push(fisher).mT)
 
-    def _entropy(self, eta: Tensor) -> Tensor:
-        return self.measure._entropy(self._pull(eta))
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return self.measure._kl(self._pull(eta), self._pull(delta))
-
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        cumulants = self.measure._cumulants(self._pull(eta), self._pull(direction), order)
+        cumulants = super()._cumulants(eta, direction, order)
         shift = self._dot(direction, self._align(self.bias, direction)).unsqueeze(-1)
         return torch.cat([cumulants[..., :1] + shift, cumulants[..., 1:]], -1)
 

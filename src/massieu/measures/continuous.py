@@ -29,7 +29,7 @@ class _Waiting(Coordinates):
         return self._shape_and_rate(eta)[1] - eta
 
     def _limits(self) -> tuple[Tensor, Tensor]:
-        _, rate = self._shape_and_rate(self._last)
+        _, rate = self._shape_and_rate(self._first)
         return torch.full_like(rate, -torch.inf), rate
 
     def _log_partition_each(self, eta: Tensor) -> Tensor:

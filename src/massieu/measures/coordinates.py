@@ -17,23 +17,11 @@ class Coordinates(Measure):
 
     The author of a subclass writes functions of one coordinate, applied to tensors (*batch, *query, d) elementwise:
     `_log_partition_each`, `_cumulant`, `_log_prob_each`, and `_natural_each` where the mean has an inverse in closed form;
-    and the bounds of the support and of the domain, `_bounds` or `_range`, and `_limits`. By convention the last field
-    has shape (*batch, d), and h is a probability; one that is none overrides `_log_density_each` and `_entropy`.
+    and the bounds of the support and of the domain, `_bounds` or `_range`, and `_limits`. h is a
+    probability; one that is none overrides `_log_density_each` and `_entropy`.
     """
 
     _bounds: ClassVar[tuple[float, float]] = (-torch.inf, torch.inf)
-
-    @property
-    def _last(self) -> Tensor:
-        return getattr(self, tuple(self.__dataclass_fields__)[-1])
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self._last.shape[:-1]
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self._last.shape[-1:]
 
     # What an author writes, of one coordinate.
 
@@ -56,7 +44,7 @@ class Coordinates(Measure):
     def _range(self) -> tuple[Tensor, Tensor]:
         """The least and the greatest point of each coordinate's support, ±inf allowed; shape (*batch, d)."""
         low, high = self._bounds
-        return torch.full_like(self._last, low), torch.full_like(self._last, high)
+        return torch.full_like(self._first, low), torch.full_like(self._first, high)
 
     def _limits(self) -> tuple[Tensor, Tensor] | None:
         """The open interval of each coordinate's domain, ±inf allowed, shape (*batch, d); None: the whole line."""
@@ -161,7 +149,7 @@ class Coordinates(Measure):
         """A point within the range, to stand where a value does not matter but its gradient must be finite."""
         low, high = self._range()
         start = self._interior()
-        mean = self._mean(like.new_zeros(self._last.shape) if start is None else start)
+        mean = self._mean(like.new_zeros(self._first.shape) if start is None else start)
         middle = 0.5 * low + 0.5 * high
         return self._align(torch.where(middle.isfinite(), middle, mean), like)
 

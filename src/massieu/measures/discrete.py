@@ -26,14 +26,45 @@ class _TwoValued(Coordinates):
         return "counting"
 
     def _local(self, eta: Tensor) -> Tensor:
-        return eta + self._align(self._last, eta)
+        return eta + self._align(self._first, eta)
+
+    def _log_odds(self, eta: Tensor) -> Tensor:
+        low, high = self._bounds
+        return (high - low) * self._local(eta)
+
+    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        low, high = self._bounds
+        value = (high - low) ** order * _bit_cumulant(self._log_odds(eta), order)
+        return low + value if order == 1 else value
+
+    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        low, high = self._bounds
+        half = 0.5 * (high - low)
+        return _sign_kl(half * self._local(eta), half * delta).sum(-1)
 
     def _tilt(self, eta: Tensor) -> Any:
         make: Any = type(self)
         return make(self._local(eta))
 
+    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        low, high = self._bounds
+        probability = torch.sigmoid(self._log_odds(eta)).expand(*shape, *eta.shape)
+        return low + (high - low) * torch.bernoulli(probability, generator=generator)
+
+    def _holds(self, point: Tensor) -> Tensor:
+        low, high = self._bounds
+        return (point == low) | (point == high)
+
+    def _nearest(self, point: Tensor) -> Tensor:
+        low, high = self._bounds
+        nearest = torch.where(2 * point < low + high, low, high)
+        return torch.where(point.isnan(), point, nearest.to(point.dtype))
+
+    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
+        return F.logsigmoid((2 * point - sum(self._bounds)) * self._local(eta))
+
     def _listed(self) -> Listed | None:
-        return listed.independent(self._last.new_tensor(self._bounds), self)
+        return listed.independent(self._first.new_tensor(self._bounds), self)
 
 
 class Spin(_TwoValued):
@@ -68,24 +99,7 @@ class Spin(_TwoValued):
         return rise + F.softplus(-2 * end) - F.softplus(-2 * start)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
-        local = self._local(eta)
-        return torch.tanh(local) if order == 1 else 2**order * _bit_cumulant(2 * local, order)
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return _sign_kl(self._local(eta), delta).sum(-1)
-
-    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        probability = torch.sigmoid(2 * self._local(eta)).expand(*shape, *eta.shape)
-        return 2 * torch.bernoulli(probability, generator=generator) - 1
-
-    def _holds(self, point: Tensor) -> Tensor:
-        return point.abs() == 1
-
-    def _nearest(self, point: Tensor) -> Tensor:
-        return torch.where(point < 0, -1.0, torch.where(point >= 0, 1.0, point))
-
-    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
-        return F.logsigmoid(2 * point * self._local(eta))
+        return torch.tanh(self._local(eta)) if order == 1 else super()._cumulant(eta, order)
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.atanh(mu) - self._align(self.field, mu)
@@ -111,10 +125,7 @@ class Bernoulli(_TwoValued):
 
     @classmethod
     def create(cls, probability: Float[Tensor, "*batch d"] | float, *, dim: int | None = None) -> Self:
-        """Bits that are 1 with the given probability, strictly between 0 and 1 (a certain bit is a `Constant`).
-
-        See `Measure` for what is taken and raised.
-        """
+        """Bits of a probability strictly between 0 and 1 (a certain bit is a `Constant`); raises what `Measure` says."""
         (probability,) = checked_parameters(dim, probability=probability)
         check_range("probability", probability, above=0, below=1)
         return cls(torch.logit(probability))
@@ -135,25 +146,6 @@ class Bernoulli(_TwoValued):
         rise = torch.where(logit < 0, torch.where(local < 0, 0.0, local), torch.where(local < 0, -logit, eta))
         far = rise + F.softplus(-magnitude(local)) - F.softplus(-magnitude(logit))
         return torch.where(near, close, far)
-
-    def _cumulant(self, eta: Tensor, order: int) -> Tensor:
-        return _bit_cumulant(self._local(eta), order)
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return _sign_kl(0.5 * self._local(eta), 0.5 * delta).sum(-1)
-
-    def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        probability = torch.sigmoid(self._local(eta)).expand(*shape, *eta.shape)
-        return torch.bernoulli(probability, generator=generator)
-
-    def _holds(self, point: Tensor) -> Tensor:
-        return (point == 0) | (point == 1)
-
-    def _nearest(self, point: Tensor) -> Tensor:
-        return point.round().clamp(0, 1)
-
-    def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
-        return F.logsigmoid((2 * point - 1) * self._local(eta))
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.logit(mu) - self._align(self.logit, mu)

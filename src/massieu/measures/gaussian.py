@@ -91,14 +91,6 @@ class Gaussian(Measure):
         return cls(location, covariance, factor)
 
     @property
-    def batch_shape(self) -> torch.Size:
-        return self.location.shape[:-1]
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.location.shape[-1:]
-
-    @property
     def _rank(self) -> int:
         """How many dimensions of `covariance` are not batch: 0 isotropic, 1 diagonal, 2 full."""
         return self.covariance.ndim - self.location.ndim + 1

@@ -1,8 +1,8 @@
 """What the author of a measure writes, and what follows from it by default.
 
-Two shapes and `_log_partition` are needed. Every other hook has a default, derived from these with `torch.func`, or says
-that nothing is known; override one with a closed form only. Hooks are given floating-point tensors of one dtype, float32
-or wider, that lie in the domain; they check nothing.
+Only `_log_partition` is needed, and the two shapes where the first tensor is not of shape (*batch, d). Every other hook has a
+default, derived from these with `torch.func`, or says that nothing is known; override one with a closed form only. Hooks
+are given floating-point tensors of one dtype, float32 or wider, that lie in the domain; they check nothing.
 """
 
 from abc import abstractmethod
@@ -58,14 +58,22 @@ class Hooks(Value):
     # What an author writes.
 
     @property
-    @abstractmethod
     def batch_shape(self) -> torch.Size:
-        """Shape of the batch of measures this value holds."""
+        """Shape of the batch of measures this value holds: by default that of the first tensor, (*batch, d)."""
+        return self._first.shape[:-1]
 
     @property
-    @abstractmethod
     def event_shape(self) -> torch.Size:
-        """Shape of one point; at least one dimension."""
+        """Shape of one point, at least one dimension: by default the last one of the first tensor."""
+        return self._first.shape[-1:]
+
+    @property
+    def _first(self) -> Tensor:
+        """The first field that is a tensor."""
+        for name in self.__dataclass_fields__:
+            if isinstance(value := getattr(self, name), Tensor):
+                return value
+        raise TypeError(f"{type(self).__name__} has no tensor to tell its shapes: override batch_shape and event_shape")
 
     @abstractmethod
     def _log_partition(self, eta: Tensor) -> Tensor:

@@ -94,10 +94,7 @@ def log_prob(part: Listed, eta: Tensor, point: Tensor) -> Tensor:
 
 def is_close(point: Tensor, other: Tensor, *sizes: Tensor) -> Tensor:
     """Which entries of `point` are those of `other` within rounding, being added up from numbers of these sizes."""
-    first, *others = [size.abs() for size in sizes]
-    total = first
-    for size in others:
-        total = total + size
+    total = sum([size.abs() for size in sizes[1:]], sizes[0].abs())
     rounding = ROUNDINGS * torch.finfo(total.dtype).eps * total
     return ((point - other).abs() <= rounding) & point.isfinite()
 

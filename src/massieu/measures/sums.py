@@ -187,26 +187,11 @@ class Power(Wrapped):
 
     count: int = static_field()
 
+    def _times(self, value: Tensor) -> Tensor:
+        return self.count * value
+
     def _log_partition(self, eta: Tensor) -> Tensor:
         return self.count * self.measure._log_partition(eta)
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return self.count * self.measure._mean(eta)
-
-    def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return self.count * self.measure._fisher_vp(eta, vector)
-
-    def _fisher(self, eta: Tensor) -> Tensor:
-        return self.count * self.measure._fisher(eta)
-
-    def _entropy(self, eta: Tensor) -> Tensor:
-        return self.count * self.measure._entropy(eta)
-
-    def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return self.count * self.measure._kl(eta, delta)
-
-    def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
-        return self.count * self.measure._cumulants(eta, direction, order)
 
     def _support(self, direction: Tensor) -> Tensor | None:
         support = self.measure._support(direction)

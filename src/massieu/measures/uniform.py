@@ -60,10 +60,7 @@ class Uniform(Coordinates):
     def create(
         cls, low: Float[Tensor, "*batch d"] | float, high: Float[Tensor, "*batch d"] | float, *, dim: int | None = None
     ) -> Self:
-        """The uniform law between `low` and `high`, which is above it (a coordinate of one value is a `Constant`).
-
-        See `Measure` for what is taken and raised.
-        """
+        """The law between `low` and a higher `high` (one value is a `Constant`'s); raises what `Measure` says."""
         low, high = checked_parameters(dim, low=low, high=high)
         if not every(low < high):
             raise ValueError(f"low must be below high, got {in_words(low)} and {in_words(high)}")

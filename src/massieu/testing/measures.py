@@ -95,21 +95,9 @@ def measure_checks(case: MeasureCase) -> Checks:
     """The laws of an exponential family's log-partition, as named checks of one measure.
 
     Each is one item for pytest, ``@pytest.mark.parametrize(("name", "check"), measure_checks(case))``, or one turn of a loop.
-    In float64 unless said otherwise:
-
-    * shapes; the oracles given; A finite inside the domain, and a `DomainError` that names the bound outside;
-    * mean, Fisher information and cumulants to order 6 against automatic and finite differences; second derivatives
-      (`gradgradcheck`); convexity;
-    * KL ≥ 0, the right way round and accurate to 1e-5 in float32 down to distance 1e-6; Fenchel–Young; tilting as a
-      group action;
-    * samples within five standard errors: mean, covariance, third moment, independence of draws and of queries;
-    * log_prob: finite at each of the measure's own draws, in float32 and rounded to bfloat16 too; against A, KL, how
-      often each value is drawn (discrete laws) and the mass of the density (continuous ones);
-    * the support function: above means and samples, sublinear, reached by the mean far out;
-    * the inverse of the mean and the conjugate (`massieu.duality`), on the boundary too, where means saturate and at a
-      discrete law's own points; an error for a mu beyond the support;
-    * batched = loop = `vmap`; compiled = eager; float32 against float64; half precision promoted;
-    * no query, an empty batch, the meta device, lists and arrays; NaN in, NaN out.
+    They hold the measure against the case's oracles, against automatic and finite differences, against its own draws within
+    five standard errors, and against itself: divergences, tilts, inverse and conjugate, batches, compilation, precisions.
+    In float64 unless a law says otherwise; KL in float32 to 1e-5 down to distance 1e-6.
 
     Returns:
         The checks. Their `left_out` names, with reasons, the laws that need an oracle, a backend, a sampler, a density, a
