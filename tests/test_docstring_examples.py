@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.test_house import ROOMS, _public
 
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

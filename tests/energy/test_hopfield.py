@@ -107,18 +107,6 @@ def test_without_the_factor_of_one_over_scale_the_gradient_is_not_attention():
     )
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("name", REFERENCES)
-def test_the_force_is_minus_the_gradient(name: str):
-    energy = HopfieldEnergy.create(draw(5, 3), reference=REFERENCES[name](3), scale=1.3)
-    inside = energy.step(draw(4, 3, seed=1))
-    inside = inside + 0.3 * (energy.step(inside.flip(0)) - inside)  # between two points of the range: inside it
-    along = energy.step(draw(4, 3, seed=2)) - inside
-    size = 1e-5
-    slope = (energy(inside + size * along) - energy(inside - size * along)) / (2 * size)
-    torch.testing.assert_close(-(energy.force(inside) * along).sum(-1), slope, rtol=1e-6, atol=1e-7)
-
-
 # --- descent ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,64 +236,6 @@ def test_descend_returns_the_path():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["identity", "spin", "LayerNorm"])
-def test_gradients_of_first_and_second_order(name: str):
-    reference = REFERENCES[name](3)
-    points = (draw(3, 3), torch.tensor(1.3, dtype=F64), draw(3, seed=5), draw(1, 3, seed=1))
-
-    def energy(patterns: Tensor, scale: Tensor, log_weight: Tensor, state: Tensor) -> Tensor:
-        built = HopfieldEnergy.create(measures.Atoms.create(patterns, log_weight), reference=reference, scale=scale)
-        inside = MeasureActivation.of("reference", reference)(state)
-        return built(inside) + built.step(inside).sum(-1)
-
-    inputs = tuple(point.requires_grad_() for point in points)
-    assert torch.autograd.gradcheck(energy, inputs)
-    assert torch.autograd.gradgradcheck(energy, inputs)
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("name", ["identity", "LayerNorm", "soft sphere", "Gaussian"])
-def test_vmap_is_the_batch(name: str):
-    patterns, state = draw(3, 5, 4), draw(3, 6, 4, seed=1)
-    reference = REFERENCES[name](4)
-    whole = HopfieldEnergy.create(patterns, reference=reference, scale=2.0)
-    inside = whole.step(state)
-
-    def one(memory: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        energy = HopfieldEnergy.create(memory, reference=reference, scale=2.0)
-        return energy(point), energy.step(point), energy.force(point)
-
-    found = torch.func.vmap(one)(patterns, inside)
-    for left, right in zip(found, (whole(inside), whole.step(inside), whole.force(inside)), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
-
-
-def test_an_energy_is_a_pytree():
-    energy = HopfieldEnergy.create(draw(3, 5, 4), reference=REFERENCES["LayerNorm"](4), scale=2.0)
-    state = energy.step(draw(3, 6, 4, seed=1))
-    in_dims = (torch.utils._pytree.tree_map(lambda leaf: 0 if leaf.ndim and leaf.shape[0] == 3 else None, energy), 0)
-    torch.testing.assert_close(torch.func.vmap(lambda e, s: e(s), in_dims)(energy, state), energy(state))
-
-
-@pytest.mark.slow
-def test_compiled_is_eager():
-    patterns, state, scale = draw(2, 5, 4), draw(2, 6, 4, seed=1), torch.tensor(1.5, dtype=F64)
-    references = [REFERENCES[name](4) for name in ("identity", "LayerNorm")]
-
-    def run(patterns: Tensor, scale: Tensor, state: Tensor) -> list[Tensor]:
-        found = []
-        for reference in references:
-            energy = HopfieldEnergy.create(patterns, reference=reference, scale=scale)
-            inside = energy.step(state)
-            found += [inside, energy(inside), energy.force(inside)]
-        return found
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(patterns, scale, state)
-    for left, right in zip(compiled, run(patterns, scale, state), strict=True):
-        torch.testing.assert_close(left, right)
-
-
-@pytest.mark.medium
 @every_row("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @every_row("name", [name for name in REFERENCES if name != "Atoms"])
 def test_low_precision_is_promoted(name: str, dtype: torch.dtype):
@@ -423,12 +353,3 @@ def test_scale_of_every_kind_and_it_trains(kind: str):
         size = 1e-6
         above, below = (HopfieldEnergy.create(PATTERNS, scale=2.0 + shift)(draw(2, 4)).sum() for shift in (size, -size))
         torch.testing.assert_close(slope, (above - below) / (2 * size), rtol=1e-7, atol=1e-9)
-
-
-def test_an_items_result_does_not_depend_on_its_batch_mates():
-    patterns, state = draw(3, 5, 4), draw(3, 6, 4, seed=1)
-    whole = HopfieldEnergy.create(patterns, scale=2.0)
-    for item in range(3):
-        alone = HopfieldEnergy.create(patterns[item], scale=2.0)
-        torch.testing.assert_close(whole(state)[item], alone(state[item]), rtol=1e-14, atol=1e-14)
-        torch.testing.assert_close(whole.step(state)[item], alone.step(state[item]), rtol=1e-13, atol=1e-14)

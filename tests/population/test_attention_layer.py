@@ -113,12 +113,6 @@ def test_norms_before_and_behind():
     torch.testing.assert_close(layer(activation=Centred())(x).mean(-2), torch.zeros(2, 4).double(), atol=1e-12, rtol=0)
 
 
-def test_it_is_a_function_of_the_set():
-    x, order = draw(9, 4, seed=9), torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    stack = Composition.create([layer(), FeedForward.create(torch.tanh), layer(seed=5)])
-    torch.testing.assert_close(stack(x[order]), stack(x)[order], rtol=1e-12, atol=1e-12)
-
-
 def test_feed_forward_and_composition():
     x = draw(3, 4, seed=9)
     step = FeedForward.create(torch.sin, step_size=0.5, normalisation=Tanh.create(), activation=Scalar.create(2.0))
@@ -134,21 +128,6 @@ def test_feed_forward_and_composition():
 
 
 # --- derivatives, transforms, precision ------------------------------------------------------------------------------
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("population", [None, Atoms.create(draw(3, 3, seed=20)), law(3)])
-def test_derivatives(population):
-    given = AttentionLayer.create(**weights(3, 2, 2, 2), population=population, activation=RMSNorm.create(1.0))
-    leaves, structure = pytree.tree_flatten(given)
-    moving = [leaf.detach().clone().requires_grad_() for leaf in leaves[:8]]
-
-    def after(x, *tensors):
-        return pytree.tree_unflatten([*tensors, *leaves[8:]], structure)(x)
-
-    inputs = (draw(1, 4, 3, seed=9).requires_grad_(), *moving)
-    assert torch.autograd.gradcheck(after, inputs)
-    assert torch.autograd.gradgradcheck(lambda x: after(x, *moving), inputs[:1])
 
 
 @pytest.mark.medium

@@ -110,13 +110,6 @@ def test_batches_vmap_and_compilation():
     torch.testing.assert_close(batched.gaussian(laws).covariance, batched.covariance)
 
 
-def test_half_precision_is_promoted():
-    particles = draw(12, 2, seed=6).bfloat16()
-    rule = Renormalisation.create(torch.zeros(2), torch.eye(2))
-    assert rule(particles).dtype == torch.float32
-    assert TraceRenormalisation.create(2.0)(particles).dtype == torch.float32
-
-
 def renormalised_in_processes(rank: int, size: int) -> dict[str, Tensor]:
     """Each process's share of 13 particles, and the gradients of one objective."""
     own = draw(13, 2, seed=6).tensor_split(size)[rank].clone().requires_grad_()

@@ -39,7 +39,7 @@ def _draws(seed: int) -> Callable[..., Tensor]:
 
 def _function(tokens: Tensor) -> Tensor:
     """Log-densities under three normals, up to a constant."""
-    centres = torch.tensor([-1.0, 0.5, 2.0], dtype=tokens.dtype)
+    centres = torch.tensor([-1.0, 0.5, 2.0], dtype=tokens.dtype, device=tokens.device)
     return -0.5 * (tokens - centres).square()
 
 

@@ -30,30 +30,13 @@ def same(left, right, **tolerance):
             torch.testing.assert_close(one, other, **(tolerance or EXACT))
 
 
-@every_row("name", CASES)
-def test_a_longer_context_updates_the_shorter(name):
-    prior, tokens = CASES[name].prior, CASES[name].tokens
-    same(prior.posterior(tokens[:, :2]).posterior(tokens[:, 2:]), prior.posterior(tokens))
-
-
-@every_row("name", CASES)
-def test_the_evidence_is_the_sum_of_the_predictives(name):
-    law, tokens, total = CASES[name].prior, CASES[name].tokens, 0.0
-    for token in tokens.unbind(1):
-        total = total + law.log_predictive(token)
-        law = law.posterior(token.unsqueeze(1))
-    torch.testing.assert_close(law.log_evidence, total, **EXACT)
-
-
-@every_row("name", CASES)
-def test_order_counts_only_for_the_chain(name):
-    case = CASES[name]
-    order = torch.tensor([3, 1, 5, 0, 2, 4])
-    moved, plain = case.prior.posterior(case.tokens[:, order]), case.prior.posterior(case.tokens)
-    if case.exchangeable:
-        same(moved, plain)
-    else:
-        assert (moved.log_evidence - plain.log_evidence).abs().max() > 1e-3
+def test_order_counts_for_a_chain():
+    case = CASES["hidden Markov"]
+    moved, plain = (
+        case.prior.posterior(case.tokens[:, torch.tensor([3, 1, 5, 0, 2, 4])]),
+        case.prior.posterior(case.tokens),
+    )
+    assert (moved.log_evidence - plain.log_evidence).abs().max() > 1e-3
 
 
 @every_row("name", CASES)
@@ -75,15 +58,6 @@ def test_a_masked_token_is_not_there_whatever_it_holds(name):
             ]
             whole = [one.posterior(torch.tensor(path)).log_evidence for path in itertools.product(*tables)]
             torch.testing.assert_close(here.log_evidence, torch.stack(whole).logsumexp(0), **EXACT)
-
-
-@every_row("name", CASES)
-def test_nothing_seen_changes_nothing(name):
-    case = CASES[name]
-    same(case.prior.posterior(case.tokens[:, :0]), case.prior)
-    if not case.exchangeable:
-        return  # a chain moves on
-    same(case.prior.posterior(case.tokens, torch.zeros(2, 6, dtype=torch.bool)), case.prior)
 
 
 @every_row("name", CASES)
@@ -114,102 +88,6 @@ def test_the_posterior_mean_is_attention(name):
     else:
         level = law.strength.log()
     torch.testing.assert_close(found.log_partition, level, rtol=0, atol=1e-12)
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("name", CASES)
-def test_derivatives_of_the_evidence(name):
-    case = CASES[name]
-    parameters = [part.detach().clone().requires_grad_() for part in case.parameters]
-    tokens = case.tokens[:, :3].clone()
-    smooth = tokens.is_floating_point() and name not in ("Bernoulli", "spin", "Poisson")
-
-    def evidence(tokens, *parameters):
-        if name.startswith("regression"):
-            parameters = (parameters[0], 0.5 * (parameters[1] + parameters[1].mT), *parameters[2:])
-        return case.build(*parameters).posterior(tokens).log_evidence
-
-    inputs = (tokens.requires_grad_() if smooth else tokens, *parameters)
-    assert torch.autograd.gradcheck(evidence, inputs)
-    assert torch.autograd.gradgradcheck(evidence, inputs)
-
-
-@every_row("name", CASES)
-def test_masked_junk_has_no_derivative(name):
-    case = CASES[name]
-    if not case.tokens.is_floating_point() or name == "concepts of a function":
-        return  # whole numbers; a user's own function
-    tokens = case.tokens.clone()
-    tokens[:, 4:] = torch.inf
-    tokens.requires_grad_()
-    law = case.prior.posterior(tokens, torch.tensor([True] * 4 + [False] * 2).expand(2, 6))
-    (gradient,) = torch.autograd.grad(law.log_evidence.sum(), tokens)
-    assert gradient[:, 4:].abs().max() == 0
-    assert gradient.isfinite().all()
-
-
-@every_row("name", CASES)
-def test_vmap_is_the_batch(name):
-    case = CASES[name]
-    if name.startswith("concepts of a function"):
-        return  # a function is no tensor to map over
-
-    def both(law, tokens):
-        after = law.posterior(tokens)
-        return after.log_evidence, after.mean, after.log_predictive(tokens[0])
-
-    after = case.prior.posterior(case.tokens)
-    expected = (after.log_evidence, after.mean, after.log_predictive(case.tokens[:, 0]))
-    same(torch.func.vmap(both)(case.prior, case.tokens), expected)
-
-
-SLOW_TO_COMPILE = (
-    "concepts of a function",
-    "regression of unknown noise",
-    "Bernoulli",
-    "spin",
-    "Poisson",
-    "exponential",
-    "gamma",
-    "Gaussian",
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TO_COMPILE)) for name in CASES]
-)
-def test_compiled_is_eager(name):
-    case = CASES[name]
-
-    def both(tokens):
-        after = case.prior.posterior(tokens[:, :3])
-        return after.log_evidence, after.mean, after.log_predictive(tokens[:, 3])
-
-    torch.compiler.reset()
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    same(compiled(case.tokens), both(case.tokens))
-
-
-@every_row("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@every_row("name", CASES)
-def test_lower_precision_is_promoted(name, dtype):
-    case = CASES[name]
-    if name == "gamma" or name.startswith("regression"):
-        dtype = torch.float32  # parameters rounded to bfloat16 need not be symmetric
-    parameters = [part.to(dtype) for part in case.parameters]
-    tokens = case.tokens.to(dtype) if case.tokens.is_floating_point() else case.tokens
-    if name in ("Bernoulli", "spin", "Poisson", "exponential", "gamma", "Gaussian"):
-        return  # the likelihood's parameters are float64
-    if name == "concepts of a function":
-        return  # a user's own function may work in any precision
-    law = case.build(*parameters).posterior(tokens)
-    exact = case.build(*[part.double() for part in parameters]).posterior(
-        tokens.double() if tokens.is_floating_point() else tokens
-    )
-    assert law.log_evidence.dtype == law.mean.dtype == torch.float32
-    torch.testing.assert_close(law.log_evidence, exact.log_evidence.float(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(law.mean, exact.mean.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -77,6 +77,14 @@ class Energy(Value):
 
     Every method raises a ValueError at a state of another shape than the energy's or on another device, and a TypeError at
     one that is not floating-point.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy
+        >>> energy = HopfieldEnergy.create(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), scale=8.0)
+        >>> state = torch.tensor([0.8, 0.3])
+        >>> bool(energy(energy.step(state)) < energy(state))
+        True
     """
 
     _family = "energies"

@@ -34,6 +34,14 @@ class BoltzmannMachine(Value):
         visible: A probability on R^V, the law of the visible units at weight 0.
         hidden: A probability on R^H.
         weight: The couplings, (V, H).
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import BoltzmannMachine
+        >>> from massieu.measures import Spin
+        >>> machine = BoltzmannMachine.create(Spin.create(dim=1), Spin.create(dim=1), torch.tensor([[1.0]]))
+        >>> round(machine.log_partition().exp().item(), 3)  # cosh 1: the mean of exp(vh) over fair signs
+        1.543
     """
 
     visible: Measure

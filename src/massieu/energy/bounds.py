@@ -83,6 +83,12 @@ def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "
         hopfield: A memory of stored patterns, under any reference.
         method: "exact" compares all pairs, 1024 patterns at a time, at N²·d operations; "radius" returns twice the largest
             distance from the mean pattern, between D and 2D, at N·d.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy, bounds
+        >>> bounds.diameter(HopfieldEnergy.create(torch.tensor([[0.0, 0.0], [3.0, 4.0]]))).item()
+        5.0
     """
     choice("method", method, "exact", "radius")
     points = _kept_points(stored(hopfield, plain=False))
@@ -104,6 +110,12 @@ def lipschitz(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = 
 
     Raises:
         TypeError: the reference's constant is not known.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy, bounds
+        >>> bounds.lipschitz(HopfieldEnergy.create(torch.tensor([[0.0], [2.0]]), scale=1.0)).item()
+        1.0
     """
     spread = diameter(hopfield, method=method)
     constant = align(hopfield.reference.lipschitz.to(spread), spread.ndim)
@@ -123,6 +135,12 @@ def separation(
 
     Raises:
         ValueError: the state's shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy, bounds
+        >>> bounds.separation(HopfieldEnergy.create(torch.tensor([[1.0], [3.0]])), torch.tensor([2.0])).tolist()
+        [-4.0, 4.0]
     """
     memory = stored(hopfield)
     if state is not None:
@@ -140,6 +158,13 @@ def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query
     """(N−1)e^(−βΔ_i(ξ)) and 2M times that: the weight that one step gives to others than i, and its distance from x_i.
 
     N counts the patterns that no mask leaves out (B5.7; Ramsauer et al., theorem 4).
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy, bounds
+        >>> memory = HopfieldEnergy.create(torch.tensor([[-1.0], [1.0]]), scale=5.0)
+        >>> bounds.retrieval_bound(memory, torch.tensor([1.0])).weight[1].item() < 1e-4
+        True
     """
     lead = separation(hopfield, state)
     weight = _missed(hopfield, lead)
@@ -154,6 +179,13 @@ def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
 
     Raises:
         ValueError: a radius that is not positive and finite.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy, bounds
+        >>> found = bounds.basin(HopfieldEnergy.create(torch.tensor([[-1.0], [1.0]]), scale=5.0), radius=0.5)
+        >>> found.exists.tolist(), [round(x, 3) for x in found.distance.tolist()]
+        ([True, True], [0.013, 0.013])
     """
     number("radius", radius, above=0)
     own = separation(hopfield)
@@ -180,6 +212,12 @@ def capacity(
 
     Raises:
         ValueError: an argument is out of range.
+
+    Example:
+        >>> from massieu.energy import bounds
+        >>> found = bounds.capacity(20, scale=1.0, radius=3.0)
+        >>> round(found.patterns, 2), found.holds
+        (7.41, True)
     """
     whole_number("dimension", dimension, least=2)
     scale = number("scale", dimension**-0.5 if scale is None else scale, above=0)

@@ -26,6 +26,13 @@ class HopfieldDensity(Value):
 
     Attributes:
         hopfield: The energy.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldDensity, HopfieldEnergy
+        >>> density = HopfieldDensity.create(HopfieldEnergy.create(torch.tensor([[-1.0], [1.0]]), scale=1.0))
+        >>> density.responsibilities(torch.tensor([0.0])).tolist()
+        [0.5, 0.5]
     """
 
     hopfield: HopfieldEnergy

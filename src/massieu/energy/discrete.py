@@ -60,6 +60,13 @@ class BinaryHopfieldEnergy(_TwoValued):
     Attributes:
         couplings: Symmetric, shape (*batch, d, d).
         bias, values: Shape (*batch, d); "spins" or "bits".
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import BinaryHopfieldEnergy
+        >>> network = BinaryHopfieldEnergy.of_patterns(torch.tensor([[1.0, 1.0, -1.0, -1.0]]))
+        >>> network.step(torch.tensor([1.0, 1.0, 1.0, -1.0])).tolist()
+        [1.0, 1.0, -1.0, -1.0]
     """
 
     couplings: Float[Tensor, "*batch d d"]
@@ -136,6 +143,13 @@ class DenseHopfieldEnergy(_TwoValued):
         patterns: Shape (*batch, N, d).
         bias, values: Shape (*batch, d); "spins" or "bits".
         degree: 2 or more; None stands for exp.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import DenseHopfieldEnergy
+        >>> network = DenseHopfieldEnergy.create(torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, -1.0, 1.0, -1.0]]))
+        >>> network.step(torch.tensor([1.0, 1.0, -1.0, 1.0])).tolist()
+        [1.0, 1.0, -1.0, -1.0]
     """
 
     patterns: Float[Tensor, "*batch N d"]

@@ -30,6 +30,11 @@ def least_entropy(score_norm: Float[Tensor, "..."] | float, keys: Int[Tensor, ".
     Raises:
         ValueError: a σ that is negative or not finite, fewer than one key, or shapes that do not broadcast.
         TypeError: σ that is no number and not floating-point, or keys that are not whole numbers.
+
+    Example:
+        >>> from massieu.energy import least_entropy
+        >>> round(least_entropy(0.0, 8).exp().item(), 3)  # equal scores: uniform over all keys
+        8.0
     """
     if not isinstance(score_norm, Tensor):
         score_norm = torch.tensor(float(number("score_norm", score_norm)))

@@ -28,6 +28,13 @@ class SparseAtoms(PatternPotential):
         atoms: Points and log-weights.
         order: α, shape (*batch).
         constant: α where one number was given for all, with which the solver is quickest; else None.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import SparseAtoms
+        >>> atoms = SparseAtoms.create(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), alpha=2.0)
+        >>> atoms.mean(torch.tensor([3.0, 0.0])).tolist()  # exactly the first
+        [1.0, 0.0]
     """
 
     atoms: Atoms
@@ -136,6 +143,12 @@ def fenchel_young_loss(
     Raises:
         ValueError: shapes differ, or α < 1.
         TypeError: something is not floating-point.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import fenchel_young_loss
+        >>> fenchel_young_loss(torch.tensor([3.0, 0.0]), torch.tensor([1.0, 0.0]), alpha=2.0).item()
+        0.0
     """
     floating("scores", scores)
     check_shape("target", floating("target", target), scores.shape)

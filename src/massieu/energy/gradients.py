@@ -25,6 +25,13 @@ def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[
     Raises:
         ValueError: the function changes the state's shape.
         TypeError: the state is not floating-point.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import jacobian_asymmetry
+        >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+        >>> round(jacobian_asymmetry(lambda x: x @ turn, torch.ones(2)).item(), 3)
+        2.0
     """
     if floating("state", state).ndim == 0:
         raise ValueError("state must have at least one dimension, got a scalar")
@@ -47,6 +54,13 @@ def is_conservative(
 
     Raises:
         ValueError, TypeError: as `jacobian_asymmetry`; or the tolerance is negative.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import is_conservative
+        >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+        >>> bool(is_conservative(torch.tanh, torch.ones(2))), bool(is_conservative(lambda x: x @ turn, torch.ones(2)))
+        (True, False)
     """
     if tolerance is not None:
         number("tolerance", tolerance, least=0)

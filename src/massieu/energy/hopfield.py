@@ -35,6 +35,13 @@ class HopfieldEnergy(Energy):
         memory: What is stored.
         reference: ∇L, an activation. Where it maps to is where states live; E is +inf elsewhere.
         scale: The inverse temperature β, shape of the memory's batch.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy
+        >>> memory = HopfieldEnergy.create(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), scale=20.0)
+        >>> [round(x, 3) for x in memory.retrieve(torch.tensor([0.7, 0.2])).state.tolist()]
+        [1.0, 0.0]
     """
 
     memory: Any

@@ -151,7 +151,15 @@ def _same_time(state: Tensor, model: Kinetic, before: Tensor, field: Tensor) -> 
 
 
 class KineticIsing(Kinetic):
-    """Spins of ±1: m = tanh θ, and the echo −m_i Σ_j J_ij² (1 − m_j²) (B16). Use `create`."""
+    """Spins of ±1: m = tanh θ, and the echo −m_i Σ_j J_ij² (1 − m_j²) (B16). Use `create`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import KineticIsing
+        >>> spins = KineticIsing.create(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
+        >>> [round(m, 3) for m in spins.mean(spins.stationary().value).tolist()]  # tanh of the drives
+        [0.762, 0.0]
+    """
 
     _spin_dims = 0
 
@@ -194,6 +202,13 @@ class KineticSpins(Kinetic):
     Attributes:
         scale: β, shaped like the batch or broadcasting to it.
         exact: Whether means are Bessel functions' ratios.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import KineticSpins
+        >>> spins = KineticSpins.create(torch.zeros(2, 4), torch.tensor([[0.0, 0.4], [0.4, 0.0]]))
+        >>> spins.radius, spins.mean(spins.stationary().value).abs().max().item()
+        (1.0, 0.0)
     """
 
     scale: Float[Tensor, "*#batch"]

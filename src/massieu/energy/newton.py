@@ -17,6 +17,13 @@ def newton_step(energy: Energy, state: Float[Tensor, "*batch_query d"]) -> Float
     every step, where plain steps shrink it by a factor; far from it the Hessian may be indefinite and Newton's step climb, so
     that it is not taken there: the energy never rises, but for rounding. A step costs a d × d matrix and its factorisation
     for each state.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy, newton_step
+        >>> energy = HopfieldEnergy.create(torch.tensor([[1.0, 2.0]]))
+        >>> [round(x, 3) for x in newton_step(energy, torch.zeros(2)).tolist()]  # quadratic: one step
+        [1.0, 2.0]
     """
     plain, state = energy.step(state), promoted(state)
     if energy._event_dims != 1:

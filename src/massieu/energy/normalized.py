@@ -30,6 +30,13 @@ class ScoreDeviation(PatternPotential):
         atoms: Points and log-weights.
         gain, bias: Shape (*batch).
         eps: Under the root.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import ScoreDeviation
+        >>> memory = ScoreDeviation.create(torch.tensor([[-2.0], [2.0]]))
+        >>> memory.log_partition(torch.tensor([3.0])).item()  # the scores −6 and 6 deviate by 6
+        6.0
     """
 
     atoms: Atoms

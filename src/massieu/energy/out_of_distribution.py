@@ -47,6 +47,13 @@ def ood_score(
     Raises:
         ValueError: no such kind; what it needs is missing, or something it does not use is given; shapes that do not fit.
         TypeError: the memory is no measure; beside a label, no set of patterns.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import ood_score
+        >>> near, far = ood_score(torch.eye(2), kind="she", memory=torch.tensor([[1.0, 0.0]]))
+        >>> bool(far > near)
+        True
     """
     floating("state", state)
     choice("kind", kind, *_NEEDS)
@@ -87,6 +94,13 @@ def boosting_energy(
 
     It equals −2 lse(both) + lse(memory) + lse(outliers), is largest, −log(4)/scale, on the boundary between the two, and
     weights the samples near it. Raises as `ood_score`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import boosting_energy
+        >>> inside, outside = torch.tensor([[1.0]]), torch.tensor([[-1.0]])
+        >>> round(boosting_energy(torch.tensor([0.0]), inside, outside, scale=1.0).exp().item(), 3)  # ½·½
+        0.25
     """
     energy = HopfieldEnergy.create(memory, scale=scale)
     floating("state", state)

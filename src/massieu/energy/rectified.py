@@ -25,6 +25,13 @@ class LogSumReLU(Energy):
     Attributes:
         atoms: Patterns and the logs of their multiplicities.
         scale: The inverse temperature β, shape of the memory's batch.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import LogSumReLU
+        >>> memory = LogSumReLU.create(torch.tensor([[0.0], [1.0], [9.0]]), scale=0.5)
+        >>> memory.retrieve(torch.tensor([0.2])).state.tolist()  # a memory that emerges: the centroid of two
+        [0.5]
     """
 
     atoms: Atoms
@@ -74,9 +81,9 @@ class LogSumReLU(Energy):
     def _energy(self, state: Tensor) -> Tensor:
         _, scale, rise = self._rises(state)
         total = rise.sum(-1)
-        inside = total > 0
-        value = -torch.log(torch.where(inside, total, 1.0)) / scale.squeeze(-1)
-        return torch.where(inside, value, torch.inf)
+        outside = total == 0
+        value = -torch.log(torch.where(outside, 1.0, total)) / scale.squeeze(-1)
+        return torch.where(outside, torch.inf, value)
 
     def _step(self, state: Tensor) -> Tensor:
         energy, _, rise = self._rises(state)

@@ -32,6 +32,14 @@ class SpinModel(Value):
     Attributes:
         site: N independent probabilities on R^d: batch shape (N,), event shape (d,).
         coupling: J, (N, N, d, d).
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import SpinModel
+        >>> from massieu.measures import Spin
+        >>> pair = SpinModel.create(Spin.create(torch.zeros(2, 1)), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        >>> round(pair.exact().log_partition.exp().item(), 3)  # cosh 1
+        1.543
     """
 
     site: Measure

@@ -49,6 +49,14 @@ class TransformerEnergy(Energy):
         normalisation: ∇L, of one gain and a bias.
         scale: β of each head, shape (H).
         keep: Which tokens there are, shape (*batch, n), or () for all.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import TransformerEnergy
+        >>> network = TransformerEnergy.create(torch.eye(3)[None], torch.eye(3)[None], torch.eye(3))
+        >>> state = network.normalise(torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0]]))
+        >>> bool(network(network.step(state)) < network(state))
+        True
     """
 
     key_weight: Float[Tensor, "H Z d"]

@@ -32,6 +32,14 @@ class TwoLayer(Energy):
         coupling: W, shape (*batch, n_v, n_h).
         visible, hidden: The activations ∇L_v and ∇L_h.
         visible_time, hidden_time: τ_v and τ_h.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import TwoLayer
+        >>> network = TwoLayer.create(8 * torch.eye(2))
+        >>> visible, _ = network.split(network.step(network.join(torch.tensor([0.9, 0.1]))))
+        >>> [round(x, 2) for x in visible.tolist()]
+        [7.99, 0.01]
     """
 
     coupling: Float[Tensor, "*batch n_v n_h"]

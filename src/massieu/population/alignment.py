@@ -53,6 +53,14 @@ def precision_alignment(
         ValueError: shapes that are not (d, d) twice, a covariance that is not symmetric or has no such power, a symmetric part
             of M that is zero, something that is not finite, or no draw.
         TypeError: no floating-point tensors, a power that is no number, `draws` that is no integer.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import precision_alignment
+        >>> covariance = torch.diag(torch.tensor([1.0, 2.0, 4.0]))
+        >>> found = precision_alignment(covariance.inverse(), covariance, generator=torch.Generator())
+        >>> round(found.cosine, 3), found.rank
+        (1.0, 3)
     """
     _check(score, covariance, power, draws)
     # Cosines know no scale, and squares of very large or small entries would overflow or vanish.

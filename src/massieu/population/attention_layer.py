@@ -68,6 +68,13 @@ class AttentionLayer(Operator):
         activation: After the step (post-norm): the same.
         population: `Moving()`, or the frozen one, behind the normalisation.
         residual: Whether x_i itself is in the sum.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import AttentionLayer
+        >>> layer = AttentionLayer.from_score(torch.zeros(2, 2), torch.eye(2))  # no scores: everyone adds the mean
+        >>> layer(torch.tensor([[0.0, 2.0], [4.0, 0.0]])).tolist()
+        [[2.0, 3.0], [6.0, 1.0]]
     """
 
     query_weight: Float[Tensor, "H K d"]
@@ -252,11 +259,11 @@ class AttentionLayer(Operator):
             points = spread("the population attended to", self.population.points.to(dtype), batch, 2)
             log_weight = spread("the population attended to", self.population.log_weight.to(dtype), batch, 1)
             keys, values = _heads(points, key_map), _heads(points, value_map)
-            log_weight = log_weight.reshape(len(query), 1, 1, -1)
+            log_weight = log_weight.reshape(len(query), 1, 1, log_weight.shape[-1])
             found = ops.attention(query, keys, values, log_weight=log_weight, scale=1.0).output
         else:
             eta = (query @ key_map).reshape(*batch, len(key_map), *z.shape[-2:])
-            found = (self.population.mean(eta).to(dtype) @ value_map.mT).reshape(*query.shape[:-1], -1)
+            found = (self.population.mean(eta).to(dtype) @ value_map.mT).reshape(*query.shape[:-1], value_map.shape[-2])
         written = found.transpose(1, 2).flatten(2)
         matrix = self.output_weight.to(dtype).permute(1, 0, 2).flatten(1)
         return F.linear(written, matrix, self.bias.to(dtype)).reshape(z.shape)

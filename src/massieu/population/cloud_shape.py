@@ -165,6 +165,13 @@ class CloudShape:
     Attributes:
         projections: How many directions.
         seed: Of the directions.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import CloudShape
+        >>> readings = CloudShape()(torch.tensor([[-1.0], [1.0]] * 2))  # the fourth cumulant of a sign is −2
+        >>> round(readings["fourth_cumulant"].value.mean().item(), 3)
+        6.0
     """
 
     projections: int = 256

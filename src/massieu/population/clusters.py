@@ -88,7 +88,15 @@ def cluster_count(
 
 @dataclass(frozen=True)
 class Clusters:
-    """`cluster_count` as an observable: `clusters` and `largest_cluster` (its share of the tokens)."""
+    """`cluster_count` as an observable: `clusters` and `largest_cluster` (its share of the tokens).
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import Clusters
+        >>> readings = Clusters()(torch.tensor([[0.0], [0.1], [9.0]]))
+        >>> readings["clusters"].value.item()
+        2.0
+    """
 
     radius: float | None = None
     limit: int = 128

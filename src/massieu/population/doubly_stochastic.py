@@ -81,6 +81,15 @@ def sinkhorn(
         TypeError, ValueError: shapes or dtypes that do not fit, a scale that is not finite, a log-weight that is NaN or +inf.
 
     Source: Sinkhorn and Knopp (1967); as attention, Sander et al., "Sinkformers", arXiv 2110.11773.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import sinkhorn
+        >>> points = torch.eye(2).reshape(1, 1, 2, 2)
+        >>> found = sinkhorn(points, points, scale=1.0)
+        >>> scores = points @ points.mT + found.query_potential.unsqueeze(-1) + found.key_potential.unsqueeze(-2)
+        >>> [round(x, 3) for x in scores.exp().sum(-2).flatten().tolist()]
+        [1.0, 1.0]
     """
     tied = query is key
     whole_number("max_steps", max_steps, least=1)
@@ -121,6 +130,14 @@ def doubly_stochastic_attention(
 
     For queries = keys = values the output is half the gradient, in all tokens at once, of −(Σf + Σg)/scale: unlike attention's,
     a joint gradient flow (S3, trap 13). Hidden tokens have the output that they would have as queries.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import doubly_stochastic_attention
+        >>> points = torch.eye(3).reshape(1, 1, 3, 3)
+        >>> found = doubly_stochastic_attention(points, points, value=points)  # the values make the weights themselves
+        >>> [round(x, 3) for x in found.output.sum(-2).flatten().tolist()]
+        [1.0, 1.0, 1.0]
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         floating(name, tensor)
@@ -148,6 +165,13 @@ class DoublyStochasticLayer(Head):
         tolerance, max_steps: As in `sinkhorn`, whose errors a call has.
 
     Source: Janati et al., arXiv 2006.02572, for scores of a squared distance.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import DoublyStochasticLayer
+        >>> moved = DoublyStochasticLayer.create(scale=1.0)(torch.tensor([[0.0], [1.0], [5.0]]))
+        >>> round(moved.mean().item(), 3)
+        2.0
     """
 
     tolerance: float | None = static_field()
@@ -174,6 +198,8 @@ class DoublyStochasticLayer(Head):
         return self._law_after(before, AffineMap(value @ matrix, (value @ (still - matrix @ still)).squeeze(-1)))
 
     def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+        if 0 in particles.shape[:-2]:
+            return particles
         query, key, value = self._heads(particles)
         found = doubly_stochastic_attention(
             query, key, value, scale=self.scale, tolerance=self.tolerance, max_steps=self.max_steps

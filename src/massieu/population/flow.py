@@ -49,10 +49,6 @@ class ObservedLayer(Protocol):
 class Flow:
     """Tokens as particles, moved by operators ``particles (n, d) -> particles``; what is observed is recorded after each.
 
-        >>> flow = Flow(layer, depth=12, observables=[CloudMoments(), CloudShape()])
-        >>> result = flow.run(tokens)
-        >>> result.values("effective_rank")
-
     Nothing is kept of a layer but what was observed, so that memory does not grow with depth; the observables of this package
     need memory linear in n·d.
 
@@ -69,6 +65,13 @@ class Flow:
     Raises:
         TypeError: a layer, an observable, a generator or a depth of another type.
         ValueError: no layer; several layers and a depth, or one and none; a group, and an operator that needs all tokens.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import CloudMoments, Flow
+        >>> flow = Flow(lambda cloud: 0.5 * cloud, depth=2, observables=[CloudMoments()])
+        >>> flow.run(torch.eye(2), progress=False).values("length").tolist()
+        [1.0, 0.5, 0.25]
     """
 
     def __init__(

@@ -33,6 +33,13 @@ class Normalisation(Operator):
     Attributes:
         activation: ∇L.
         gain, bias: Shape (d).
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Identity
+        >>> from massieu.population import Normalisation
+        >>> Normalisation.create(Identity.create(), torch.tensor([1.0, 2.0]))(torch.ones(1, 2)).tolist()
+        [[1.0, 2.0]]
     """
 
     activation: Activation
@@ -78,6 +85,12 @@ class FeedForward(Operator):
         function: Any map of (*batch, n, d) to the same shape that treats every token alike, such as a module.
         step_size: Shape ().
         normalisation, activation: As in `AttentionLayer`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import FeedForward
+        >>> FeedForward.create(torch.relu, step_size=0.5)(torch.tensor([[-2.0, 2.0]])).tolist()
+        [[-2.0, 3.0]]
     """
 
     function: Callable[[Tensor], Tensor] = static_field()
@@ -122,6 +135,12 @@ class Composition(Operator):
     """Operators one after the other: untied layers (`create`), or one operator again and again (`repeat`).
 
     The law after it is Gaussian if it is after each; errors are those of the operators.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import Composition, FeedForward
+        >>> Composition.repeat(FeedForward.create(torch.relu), 3)(torch.tensor([[-1.0, 1.0]])).tolist()
+        [[-1.0, 8.0]]
     """
 
     operators: tuple[Operator, ...]

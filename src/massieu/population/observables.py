@@ -35,6 +35,12 @@ def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*ba
 
     Raises:
         ValueError: ``points`` has fewer than two dimensions or no token.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import pairwise_distance
+        >>> pairwise_distance(torch.tensor([[0.0, 0.0], [3.0, 4.0]])).item()
+        5.0
     """
     relative, count = centred(points)
     if count == 1:
@@ -58,6 +64,12 @@ def covariance_spectrum(
 
     Raises:
         ValueError: ``points`` has fewer than two dimensions or no token.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import covariance_spectrum
+        >>> [round(x, 3) for x in covariance_spectrum(torch.tensor([[2.0, 1.0], [-2.0, 1.0], [0.0, 1.0]])).tolist()]
+        [2.667, 0.0]
     """
     processes = shared("covariance_spectrum", points, group, partial(check_cloud, points))
     relative, count = centred(points, processes)
@@ -85,6 +97,12 @@ def log_determinant(spectrum: Float[Tensor, "*batch rank"], *, floor: float = 1e
 
     Raises:
         ValueError: ``spectrum`` has no dimension, or ``floor`` is not in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import log_determinant
+        >>> round(log_determinant(torch.tensor([1.0, 1.0]).exp()).item(), 3)
+        1.0
     """
     number("floor", floor, least=0, most=1)
     spectrum = _spectrum(spectrum)
@@ -100,6 +118,12 @@ def effective_rank(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*ba
     the n×d matrix of tokens, whose singular values are their square roots, the same formula gives a larger number.
 
     Source: Roy and Vetterli, "The effective rank" (EUSIPCO 2007), definition 1.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import effective_rank
+        >>> round(effective_rank(torch.tensor([2.0, 2.0, 0.0])).item(), 3)
+        2.0
     """
     spectrum = _spectrum(spectrum)
     trace = spectrum.sum(-1)
@@ -114,6 +138,13 @@ class CloudMoments:
 
     Records `mean` (of each coordinate), `length` (root mean square of ‖x‖), `length_of_mean` (‖x̄‖), `covariance_spectrum`,
     `log_determinant` (nats per direction) and `effective_rank`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import CloudMoments
+        >>> readings = CloudMoments()(torch.tensor([[3.0, 4.0], [-3.0, -4.0]]))
+        >>> readings["length"].value.item(), readings["length_of_mean"].value.item()
+        (5.0, 0.0)
     """
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:

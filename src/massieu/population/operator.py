@@ -38,6 +38,15 @@ class Operator(Value):
     overrides `affine`; then `gaussian` follows, and it may stand before attention without costing the layer its law.
     One that keeps a law Gaussian in another way overrides `gaussian`. Attention in it or an operator within takes part
     in `sharded` by the group that `_moved` gets; an operator that cannot sets `needs_all`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import Operator
+        >>> class Halve(Operator):
+        ...     def _moved(self, particles, group):
+        ...         return 0.5 * particles
+        >>> Halve()(torch.ones(1, 2)).tolist()
+        [[0.5, 0.5]]
     """
 
     _family = "operators"

@@ -20,7 +20,14 @@ Processes = ProcessGroup | DeviceMesh | None
 
 
 class ObservableReading(NamedTuple):
-    """One observable of one cloud."""
+    """One observable of one cloud.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import ObservableReading
+        >>> ObservableReading(torch.tensor(2.0), null=torch.tensor(0.0)).standard_error is None
+        True
+    """
 
     value: Float[Tensor, "*index"]
     """A number, or a vector of them such as a spectrum."""

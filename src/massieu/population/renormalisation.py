@@ -31,6 +31,13 @@ class Renormalisation(Operator):
         mean: m*, shape (*batch, d), whose batch broadcasts against the populations'.
         covariance: C*, positive definite, shape (*batch, d, d).
         eps: Added to the eigenvalues of C, so that a population of fewer than d + 1 particles can be renormalised.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import Renormalisation
+        >>> white = Renormalisation.create(torch.zeros(1), torch.eye(1))
+        >>> [round(x, 3) for x in white(torch.tensor([[3.0], [7.0]])).flatten().tolist()]
+        [-1.0, 1.0]
     """
 
     mean: Float[Tensor, "*batch d"]
@@ -93,6 +100,12 @@ class TraceRenormalisation(Operator):
 
     Attributes:
         trace: Positive, shape (*batch) or ().
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import TraceRenormalisation
+        >>> TraceRenormalisation.create(1.0)(torch.tensor([[3.0], [7.0]])).tolist()
+        [[-1.0], [1.0]]
     """
 
     trace: Float[Tensor, "*batch"]

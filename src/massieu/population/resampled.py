@@ -55,6 +55,13 @@ class ResampledLayer(Head):
         generator: Source of the draws; each call goes on with it.
         draws: S, the draws a token becomes the mean of.
         method: "multinomial", or "systematic", as in `massieu.ops.resample_attention`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import ResampledLayer
+        >>> layer = ResampledLayer.create(generator=torch.Generator(), scale=100.0)  # each token draws itself
+        >>> layer(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
     """
 
     generator: torch.Generator = static_field()

@@ -74,7 +74,15 @@ def self_attention_levels(
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """`self_attention_levels` as an observable; a pass of attention, n² in time. The scale is d^-½ by default."""
+    """`self_attention_levels` as an observable; a pass of attention, n² in time. The scale is d^-½ by default.
+
+    Example:
+        >>> import torch
+        >>> from massieu.population import SelfAttention
+        >>> readings = SelfAttention()(torch.zeros(4, 2))  # all alike: attention is uniform over four
+        >>> round(readings["attention_entropy"].value.exp().item(), 3)
+        4.0
+    """
 
     scale: float | None = None
 

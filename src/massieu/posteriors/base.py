@@ -40,6 +40,14 @@ class Posterior(Value):
 
     Attributes:
         log_evidence: log p(tokens seen so far) in nats, shape (*batch); 0 for a prior.
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import DirichletMultinomial
+        >>> prior = DirichletMultinomial.create([1.0, 1.0])
+        >>> law = prior.posterior(torch.tensor([0])).posterior(torch.tensor([0, 1]))
+        >>> round(law.log_evidence.exp().item(), 4), round(law.log_predictive(torch.tensor(0)).exp().item(), 4)
+        (0.0833, 0.6)
     """
 
     _family: ClassVar[str] = "posteriors"

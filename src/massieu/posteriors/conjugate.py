@@ -26,6 +26,14 @@ class GaussianMean(Posterior):
         mean: m, shape (*batch, d).
         strength: κ, how many tokens of relative precision 1 the mean is worth, shape (*batch).
         variance: σ² of a token's coordinate given z, shape (*batch).
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import GaussianMean
+        >>> prior = GaussianMean.create([0.0], strength=1.0, variance=1.0)
+        >>> law = prior.posterior(torch.tensor([[2.0], [4.0]]))
+        >>> law.mean.item(), law.strength.item()
+        (2.0, 3.0)
     """
 
     mean: Float[Tensor, "*batch d"]
@@ -118,6 +126,14 @@ class ExponentialFamily(Posterior):
             coordinates; batch (*batch), event (d,).
         chi: χ, the pseudo-sum of tokens, shape (*batch, d).
         strength: ν, the pseudo-count, shape (*batch).
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Poisson
+        >>> from massieu.posteriors import ExponentialFamily
+        >>> prior = ExponentialFamily.create(Poisson.create([1.0]), chi=torch.tensor([2.0]), strength=1.0)
+        >>> prior.posterior(torch.tensor([[3.0], [0.0], [3.0]])).mean.item()
+        2.0
     """
 
     likelihood: Measure

@@ -19,7 +19,7 @@ from massieu.foundation.arguments import (
     real_tensor,
 )
 from massieu.foundation.transforms import every, some, unwrapped
-from massieu.foundation.values import need_batch, promoted_dtype
+from massieu.foundation.values import align, need_batch, promoted_dtype
 from massieu.posteriors.base import AttentionForm, Posterior, check_mask, numbers, with_sink
 
 LogLikelihood = Float[Tensor, "*batch K V"] | Callable[[Tensor], Float[Tensor, "*tokens K"]]
@@ -70,9 +70,14 @@ class EmittingPosterior(Posterior):
             index = check_categories(tokens, self.log_likelihood.shape[-1], seen)
             self._check_device(tokens=tokens)
             need_batch(type(self).__name__, "tokens", index.shape, self.batch_shape, ())
-            flat = index.reshape(*self.batch_shape, 1, -1).expand(*self.batch_shape, count, -1)
+            lead = self.batch_shape
+            flat = index.reshape(*lead, 1, index.shape[len(lead) :].numel()).expand(*lead, count, -1)
             return self.log_likelihood.gather(-1, flat).mT.reshape(*index.shape, count)
-        found = self.log_likelihood(instance("tokens", tokens, Tensor, "a tensor"))
+        instance("tokens", tokens, Tensor, "a tensor")
+        if mask is not None and tokens.is_floating_point() and tokens.shape[: mask.ndim] == mask.shape:
+            # What a masked token holds has no derivative either.
+            tokens = torch.where(align(mask, tokens.ndim), tokens, 0.0)
+        found = self.log_likelihood(tokens)
         if not isinstance(found, Tensor) or found.ndim == 0 or found.shape[-1] != count:
             shape = tuple(found.shape) if isinstance(found, Tensor) else described(found)
             raise ValueError(f"log_likelihood must return shape (*tokens, {count}), one entry a concept; got {shape}")
@@ -80,7 +85,16 @@ class EmittingPosterior(Posterior):
 
 
 class DiscreteLatent(EmittingPosterior):
-    """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4)."""
+    """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4).
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import DiscreteLatent
+        >>> fair_and_bent = torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log()
+        >>> law = DiscreteLatent.create([0.0, 0.0], fair_and_bent).posterior(torch.tensor([0, 0]))
+        >>> [round(p, 3) for p in law.mean.tolist()]
+        [0.2, 0.8]
+    """
 
     @classmethod
     def create(cls, log_weight: Float[Tensor, "*batch K"], log_likelihood: LogLikelihood) -> Self:
@@ -147,6 +161,12 @@ class DirichletMultinomial(Posterior):
 
     Attributes:
         concentration: α, the prior's plus the counts, shape (*batch, V).
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import DirichletMultinomial
+        >>> DirichletMultinomial.create([1.0, 1.0]).posterior(torch.tensor([0, 0])).mean.tolist()
+        [0.75, 0.25]
     """
 
     concentration: Float[Tensor, "*batch V"]
@@ -184,7 +204,7 @@ class DirichletMultinomial(Posterior):
         index = check_categories(token, self.concentration.shape[-1])
         need_batch(type(self).__name__, "token", index.shape, self.batch_shape, ())
         self._check_device(token=index)
-        law = self._spread(index.shape)
+        law = self._promoted()[0]._spread(index.shape)
         chosen = law.concentration.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         return chosen.log() - law.concentration.sum(-1).log()
 
@@ -203,7 +223,7 @@ class DirichletMultinomial(Posterior):
         seen = check_mask(mask, tokens.shape, tokens)
         index = check_categories(tokens, self.concentration.shape[-1], seen)
         need_batch(type(self).__name__, "tokens", index.shape, self.batch_shape, ("n",))
-        return self._spread(index.shape[:-1]), index, seen
+        return self._promoted()[0]._spread(index.shape[:-1]), index, seen
 
 
 def check_categories(tokens: Tensor, size: int, seen: Tensor | None = None) -> Int[Tensor, "..."]:

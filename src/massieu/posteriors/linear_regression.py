@@ -116,6 +116,14 @@ class BayesianLinearRegression(LinearRegression):
 
     Attributes:
         noise: Variance of a target given z, shape (*batch).
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import BayesianLinearRegression
+        >>> prior = BayesianLinearRegression.create([[0.0]], [[1.0]], noise=1.0)
+        >>> law = prior.posterior((torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [3.0]])))
+        >>> round(law.mean.item(), 3)
+        2.0
     """
 
     noise: Float[Tensor, "*batch"]
@@ -163,6 +171,14 @@ class NoisyLinearRegression(LinearRegression):
     Attributes:
         shape: a > 0 of the noise variance's law, shape (*batch).
         rate: b > 0 of it, shape (*batch).
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import NoisyLinearRegression
+        >>> prior = NoisyLinearRegression.create([[0.0]], [[1.0]], shape=2.0, rate=1.0)
+        >>> law = prior.posterior((torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [3.0]])))
+        >>> round(law.mean.item(), 3), round(law.noise.item(), 3)
+        (2.0, 2.0)
     """
 
     shape: Float[Tensor, "*batch"]

@@ -30,6 +30,14 @@ class HiddenMarkov(EmittingPosterior):
 
     Attributes:
         log_transition: log P(next state j | state i) at [i, j], normalised, shape (*batch, K, K).
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import HiddenMarkov
+        >>> stays = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
+        >>> chain = HiddenMarkov.create([0.0, 0.0], stays, stays)
+        >>> round(chain.posterior(torch.tensor([0, 0])).mean[0].item(), 3)
+        0.881
     """
 
     log_transition: Float[Tensor, "*batch K K"]

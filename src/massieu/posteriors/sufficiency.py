@@ -58,6 +58,14 @@ def sufficiency(
         ValueError: shapes that do not fit, NaN or +inf, a label whose rows are no probabilities, more than a million
             sequences or 2048 that differ in their tokens' counts, one posterior alone (nothing to merge).
         TypeError: not tensors, a length that is no whole number.
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import sufficiency
+        >>> bent = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
+        >>> found = sufficiency(torch.zeros(2), bent, length=3)
+        >>> found.sequences, found.posteriors, round(found.information - found.posterior_information, 6)
+        (8, 4, 0.0)
     """
     log_prior, log_likelihood = _weights("log_prior", log_prior), _weights("log_likelihood", log_likelihood)
     check_shape("log_prior", log_prior, ("K",))
@@ -167,6 +175,14 @@ def averaging_regret(
     Raises:
         ValueError: shapes that do not fit, NaN, +inf.
         TypeError: not tensors.
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import averaging_regret
+        >>> of_concepts = torch.tensor([[0.5, 0.9], [0.5, 0.9]]).log()
+        >>> found = averaging_regret(of_concepts[:, 0], of_concepts, torch.zeros(2))
+        >>> [round(x, 3) for x in (found.loss - found.best).tolist()]
+        [0.588, 1.176]
     """
     given = {"log_predictive": log_predictive, "log_likelihoods": log_likelihoods, "log_prior": log_prior}
     log_predictive, log_likelihoods, log_prior = (real_tensor(name, value) for name, value in given.items())

@@ -68,6 +68,13 @@ def permutation_gap(
     Raises:
         TypeError, ValueError: what is no tensor, fewer than two tokens, equal ones, shapes that do not fit, an output that is
             not finite, not the same each time, no floating-point tensor or without the tokens' dimension.
+
+    Example:
+        >>> import torch
+        >>> from massieu.posteriors import permutation_gap
+        >>> tokens = torch.eye(3).unsqueeze(0)
+        >>> permutation_gap(torch.relu, tokens).content, permutation_gap(lambda x: x.cumsum(1), tokens).content
+        (0.0, 1.0)
     """
     if not callable(function):
         raise TypeError(f"function must be callable, got {described(function)}")
@@ -123,6 +130,16 @@ def model_permutation_gap(
     Raises:
         TypeError, ValueError: a model in training mode, one that takes no `input_ids` or returns neither hidden states nor
             logits, an encoder with a decoder, or as `permutation_gap`.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from massieu.posteriors import model_permutation_gap
+        >>> class Bag(torch.nn.Embedding):
+        ...     def forward(self, input_ids, attention_mask=None):
+        ...         return SimpleNamespace(last_hidden_state=super().forward(input_ids))
+        >>> model_permutation_gap(Bag(5, 2).eval(), torch.tensor([[0, 1, 2]])).content
+        0.0
     """
     known = inspect.signature(model.forward).parameters
     if "input_ids" not in known:

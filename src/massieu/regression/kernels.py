@@ -180,7 +180,7 @@ class GaussianKernel(Kernel):
         return (left @ right.mT).exp()
 
     def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
-        return points.new_ones(points.shape[:-1])
+        return points.new_ones(points.shape[:-1]).masked_fill(points.isnan().any(-1), torch.nan)
 
 
 def _per_head(number: Tensor, like: Tensor) -> Tensor:

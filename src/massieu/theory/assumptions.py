@@ -57,6 +57,13 @@ def equilibrium_report(
     Raises:
         ValueError: n ≤ d, a matrix that is not (d, d), something that is not finite, or a cloud of singular covariance.
         TypeError: no floating-point tensors.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import equilibrium_report
+        >>> cloud = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+        >>> round(equilibrium_report(cloud, torch.eye(2)).commutator.item(), 3)
+        0.0
     """
     _check(particles, matrix, step)
     particles, matrix = particles.detach().double(), matrix.detach().double()

@@ -31,6 +31,12 @@ class ClusteringEnergy(Energy):
 
     Attributes:
         scale: Shape (*batch), positive.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import ClusteringEnergy
+        >>> ClusteringEnergy.create(1.0)(torch.zeros(2, 3)).item()  # all scores are 0: −1/2
+        -0.5
     """
 
     scale: Float[Tensor, "*batch"]
@@ -55,6 +61,8 @@ class ClusteringEnergy(Energy):
     def _step(self, state: Tensor) -> Tensor:
         state = self._need(promoted(state))
         *lead, count, width = state.shape
+        if 0 in lead:
+            return state
         # One head for each cloud.
         tokens = state.reshape(1, -1, count, width)
         rate = align(self.scale.to(state), state.ndim).expand(*lead, 1, 1).reshape(1, -1, 1, 1)

@@ -15,6 +15,14 @@ def energy_range(hopfield: HopfieldEnergy) -> tuple[Float[Tensor, "*batch"], Flo
 
     Raises:
         TypeError: as `stored`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy import HopfieldEnergy
+        >>> from massieu.theory import energy_range
+        >>> low, high = energy_range(HopfieldEnergy.create(torch.tensor([[3.0, 4.0]])))
+        >>> low.item(), round(high.item(), 3)
+        (0.0, 50.0)
     """
     stored(hopfield)
     top = 2 * largest_norm(hopfield).square()
@@ -24,7 +32,14 @@ def energy_range(hopfield: HopfieldEnergy) -> tuple[Float[Tensor, "*batch"], Flo
 def least_descent(
     state: Float[Tensor, "*batch_query d"], after: Float[Tensor, "*batch_query d"]
 ) -> Float[Tensor, "*batch_query"]:
-    """½‖state − after‖²: a full step from `state` to `after` lowers E by at least this (B5.3)."""
+    """½‖state − after‖²: a full step from `state` to `after` lowers E by at least this (B5.3).
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import least_descent
+        >>> least_descent(torch.tensor([3.0, 4.0]), torch.zeros(2)).item()
+        12.5
+    """
     if floating("state", state).shape != floating("after", after).shape or state.ndim == 0:
         raise ValueError(
             f"state and after must have one shape (*lead, d), got {tuple(state.shape)} and {tuple(after.shape)}"
@@ -39,13 +54,26 @@ def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*l
 
     Raises:
         ValueError: `steps` is less than 1.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import smallest_move
+        >>> smallest_move(torch.tensor(2.0), steps=4).item()
+        1.0
     """
     whole_number("steps", steps, least=1)
     return (2 * promoted(floating("drop", drop)) / steps).sqrt()
 
 
 def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Float[Tensor, "*batch_query"]:
-    """γ(1 − γ/2)‖∇E‖²: a step of damping γ in (0, 2) lowers E by at least this (B5.4)."""
+    """γ(1 − γ/2)‖∇E‖²: a step of damping γ in (0, 2) lowers E by at least this (B5.4).
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import damped_descent
+        >>> round(damped_descent(torch.tensor([3.0, 4.0]), damping=1.0).item(), 3)  # half of 25
+        12.5
+    """
     number("damping", damping, above=0, below=2)
     if floating("force", force).ndim == 0:
         raise ValueError("force must have shape (*lead, d), got a scalar")
@@ -56,6 +84,12 @@ def path_length(first_move: Float[Tensor, "*lead"], lipschitz: Float[Tensor, "*l
     """‖T(x) − x‖/(1 − L): the whole path from x is at most this long, the end at most this far, for a factor L < 1.
 
     For L ≥ 1 the path of a Hopfield memory is still of finite length, and has one end (B5.5), but no bound is known: +inf.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import path_length
+        >>> path_length(torch.tensor(1.0), torch.tensor(0.5)).item()
+        2.0
     """
     first_move, gap = promoted(floating("first_move", first_move)), 1 - promoted(floating("lipschitz", lipschitz))
     return torch.where(gap > 0, first_move / torch.where(gap > 0, gap, 1.0), torch.inf)

@@ -28,6 +28,13 @@ def equilibrium(location: Float[Tensor, "*batch d"], covariance: Float[Tensor, "
 
     Raises:
         ValueError: shapes that do not fit, or Σ is not symmetric and positive definite.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import equilibrium
+        >>> law = equilibrium(torch.tensor([2.0]), torch.tensor([[4.0]]))
+        >>> law.mean(torch.zeros(1)).item(), law.fisher(torch.zeros(1)).item()
+        (0.5, 0.25)
     """
     Renormalisation.create(floating("location", location), covariance)  # its checks are the ones that are needed
     dtype = promoted_dtype(location, covariance)
@@ -43,6 +50,14 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
 
     Raises:
         ValueError: M has not the law's d columns.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Gaussian
+        >>> from massieu.theory import key_law
+        >>> law = Gaussian.create(torch.ones(1), torch.eye(1))
+        >>> key_law(law, torch.tensor([[3.0]])).fisher(torch.zeros(1)).item()
+        9.0
     """
     _need_gaussian("law", law)
     if floating("matrix", matrix).ndim < 2 or matrix.shape[-1] != law.location.shape[-1]:
@@ -62,6 +77,14 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     Raises:
         ValueError: the laws differ in d, or a step that is not finite.
         TypeError: laws that are not Gaussian.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Gaussian
+        >>> from massieu.theory import after_layer
+        >>> unit = Gaussian.create(torch.zeros(1), torch.eye(1))
+        >>> after_layer(unit, unit, 0.5).fisher(torch.zeros(1)).item()  # 1.5²
+        2.25
     """
     hidden, width = _need_gaussian("law", law), _need_gaussian("keys", keys)
     if hidden != width:
@@ -79,6 +102,14 @@ def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
     Raises:
         ValueError: a step that is not finite.
         TypeError: keys that are not Gaussian.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Gaussian
+        >>> from massieu.theory import entropy_gain
+        >>> keys = Gaussian.create(torch.zeros(2), torch.eye(2))
+        >>> round(entropy_gain(keys, step=1.0).item(), 3)  # 2 log 2
+        1.386
     """
     _need_gaussian("keys", keys)
     number("step", step)
@@ -93,6 +124,14 @@ def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*
 
     Raises:
         ValueError: the laws differ in d, or the hidden law is degenerate.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Gaussian
+        >>> from massieu.theory import whitened_map
+        >>> unit = Gaussian.create(torch.zeros(2), torch.eye(2))
+        >>> [round(x, 3) for x in whitened_map(unit, unit, 0.5).diagonal().tolist()]
+        [1.0, 1.0]
     """
     after = moments(after_layer(law, keys, step)).covariance
     covariance, layer = moments(law).covariance.to(after), _layer_matrix(keys, step).to(after)
@@ -109,6 +148,15 @@ def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: in
     Raises:
         ValueError: a `count` below 1, or η of another d.
         TypeError: keys that are not Gaussian.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Gaussian
+        >>> from massieu.theory import sample_error
+        >>> keys = Gaussian.create(torch.zeros(1), torch.eye(1))
+        >>> few, many = (sample_error(keys, torch.zeros(1), count).item() for count in (100, 400))
+        >>> round(few / many, 3)  # √4
+        2.0
     """
     _need_gaussian("keys", keys)
     check_one_device(keys=keys.location, eta=floating("eta", eta))

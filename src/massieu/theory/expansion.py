@@ -43,6 +43,15 @@ def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float
             does not take.
         TypeError: no measure, no floating-point tensor, or a step that is no number.
         DomainError: T(η) leaves the measure's domain, where A is infinite.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Gaussian
+        >>> from massieu.theory import expansion
+        >>> unit = Gaussian.create(torch.zeros(1), torch.eye(1))
+        >>> found = expansion(unit, torch.tensor([[2.0], [-2.0]]), step=0.5)
+        >>> found.points.flatten().tolist(), found.first_order.tolist()
+        ([3.0, -3.0], [2.0, 2.0])
     """
     instance("measure", measure, Measure, "a massieu.measures.Measure")
     number("step", step, least=0)

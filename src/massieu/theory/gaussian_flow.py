@@ -36,6 +36,17 @@ class BlowUpError(ArithmeticError):
     Attributes:
         time: The time up to which the flow was followed; the blow-up is within 1e-8 of the time asked for after it.
         law: The law there.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Gaussian
+        >>> from massieu.theory import BlowUpError, gaussian_flow
+        >>> law, one = Gaussian.create(torch.zeros(1), torch.eye(1)), torch.eye(1)
+        >>> try:
+        ...     gaussian_flow(law, value=one, score=one, time=1.0)
+        ... except BlowUpError as error:
+        ...     round(error.time, 3)
+        0.5
     """
 
     def __init__(self, message: str, time: float, law: Gaussian) -> None:
@@ -73,6 +84,15 @@ def gaussian_flow(
         ValueError: shapes that do not fit, matrices that are not finite, a time that is negative or infinite, a tolerance or a
             number of steps that is not positive.
         TypeError: another measure, no floating-point tensors, a time or a tolerance that is no number.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Gaussian
+        >>> from massieu.theory import gaussian_flow
+        >>> law = Gaussian.create(torch.zeros(1), torch.eye(1))
+        >>> still = gaussian_flow(law, value=torch.zeros(1, 1), score=torch.eye(1), time=1.0)  # nothing is written
+        >>> round(still.fisher(torch.zeros(1)).item(), 3)
+        1.0
     """
     value, score = _check(law, value, score, time, tolerance, max_steps)
     # The mean and a factor L of the covariance L Lᵀ, side by side: (*batch, d, 1 + r).

@@ -32,6 +32,11 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
     Args:
         radius, scale: R > 0 and β > 0.
         value_norm: A bound of ‖W'‖, at least 0.
+
+    Example:
+        >>> from massieu.theory import attention_lipschitz
+        >>> attention_lipschitz(radius=1.0, value_norm=2.0).score  # β·R³·‖W‖
+        2.0
     """
     radius, scale = number("radius", radius, above=0), number("scale", scale, above=0)
     return AttentionLipschitzResult(radius, scale * radius**3 * number("value_norm", value_norm, least=0))
@@ -46,6 +51,11 @@ def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: f
         parameters, accuracy: P ≥ 1 and ε > 0.
         radius: B > 0, of the parameters in the norm that `lipschitz` is for.
         lipschitz: Largest change of the output a unit of the parameters' norm.
+
+    Example:
+        >>> from massieu.theory import log_cover_size
+        >>> round(log_cover_size(parameters=1, radius=1.0, lipschitz=1.0, accuracy=2.0), 3)  # log 2
+        0.693
     """
     for name, value in (("radius", radius), ("lipschitz", lipschitz), ("accuracy", accuracy)):
         number(name, value, above=0)
@@ -76,6 +86,12 @@ def generalisation_bound(
         loss_range: b > 0; the loss lies in an interval of this length.
         loss_lipschitz: ℓ > 0, of the loss in the output.
         failure: δ in (0, 1).
+
+    Example:
+        >>> from massieu.theory import generalisation_bound
+        >>> few, many = (generalisation_bound(10, 1.0, n, lipschitz=1.0) for n in (100, 10_000))
+        >>> many < few
+        True
     """
     whole_number("sequences", sequences, least=1)
     number("failure", failure, above=0, below=1)

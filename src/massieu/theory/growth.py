@@ -27,6 +27,11 @@ def cumulant_growth(
     Raises:
         ValueError: `order` is less than 3, or a number is not finite.
         TypeError: `order` is no integer, or the others are no numbers.
+
+    Example:
+        >>> from massieu.theory import cumulant_growth
+        >>> round(cumulant_growth(3, 0.1, 1.0).item(), 4)  # 1 + 0.3/1.1
+        1.2727
     """
     whole_number("order", order, least=3)
     step, variance = real_tensor("step", step).double(), real_tensor("variance", variance).double()
@@ -43,6 +48,13 @@ def measured_cumulant_growth(order: int, step: float, variance: float, *, size: 
     Raises:
         ValueError: `order` is not in 3 … 6, where the perturbed density falls off on the grid; a number is not finite.
         TypeError: `order` is no integer, or the others are no numbers.
+
+    Example:
+        >>> from massieu.theory import cumulant_growth
+        >>> from massieu.theory import measured_cumulant_growth
+        >>> measured, growth = measured_cumulant_growth(3, 0.1, 1.0), cumulant_growth(3, 0.1, 1.0)
+        >>> bool(abs(measured - growth) < 1e-3)
+        True
     """
     whole_number("order", order, least=3, most=6)
     for name, value in (("step", step), ("variance", variance), ("size", size)):
@@ -72,6 +84,11 @@ def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Te
     Raises:
         ValueError: `order` is less than 1, `dim` less than 2, `scale` not positive, or a number is not finite.
         TypeError: `order` or `dim` is no integer, or the others are no numbers.
+
+    Example:
+        >>> from massieu.theory import harmonic_growth
+        >>> round(harmonic_growth(1, 0.0, 1.0, dim=3).item(), 3)  # without a step nothing grows
+        1.0
     """
     whole_number("order", order, least=1)
     whole_number("dim", dim, least=2)

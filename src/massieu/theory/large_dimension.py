@@ -49,6 +49,13 @@ class SphericalSpins(Value):
         field: h, (*batch, N, D).
         coupling: J, (*batch, N, N).
         scale: β, shaped like the batch or one number.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import SphericalSpins
+        >>> spins = SphericalSpins.create(torch.ones(2, 4), torch.zeros(2, 2))
+        >>> spins.energy(torch.ones(2, 4)).item()  # −h·S
+        -8.0
     """
 
     field: Float[Tensor, "*batch N D"]

@@ -27,6 +27,14 @@ class GaussianTokens(Value):
         key_covariance: Σ_kk, (d, d), positive definite.
         cross_covariance: Σ_vk = Cov(v, k), (e, d).
         value_covariance: Σ_vv, (e, e).
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import GaussianTokens
+        >>> one, half = torch.eye(1), torch.full((1, 1), 0.5)
+        >>> tokens = GaussianTokens.create(torch.zeros(1), torch.zeros(1), one, half, one)
+        >>> tokens.residual_covariance.item()  # 1 − ½·½
+        0.75
     """
 
     key_mean: Float[Tensor, "d"]
@@ -187,6 +195,12 @@ def precision_matching_score(covariance: Float[Tensor, "*batch d d"]) -> Float[T
 
     Differentiable; works under vmap. Half precision is promoted to float32. A ValueError is raised for a covariance that is
     not square, symmetric and positive definite.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import precision_matching_score
+        >>> precision_matching_score(torch.diag(torch.tensor([2.0, 4.0]))).diagonal().tolist()
+        [0.5, 0.25]
     """
     covariance = _checked(covariance)
     return torch.linalg.inv_ex(covariance).inverse
@@ -200,6 +214,12 @@ def denoising_score(
     The best output is Σ(Σ + τ²)⁻¹x̃. It is that of M = (Σ + τ²)⁻¹Σ(Σ + τ²)⁻¹ where keys and values are noisy too, and of
     M = (Σ + τ²)⁻¹ where the context is clean. Errors are those of `precision_matching_score`, and ValueError for a negative
     noise.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import denoising_score
+        >>> denoising_score(torch.eye(1), noise_variance=1.0).item()
+        0.25
     """
     covariance = _checked(covariance)
     variance = as_tensor("noise_variance", noise_variance, covariance)

@@ -43,6 +43,11 @@ def sphere_multipliers(
         degree: The largest n, at least 0.
         dimension: d ≥ 2.
         scale: β ≥ 0.
+
+    Example:
+        >>> from massieu.theory import sphere_multipliers
+        >>> [round(x, 3) for x in sphere_multipliers(1, dimension=3, scale=1.0).tolist()]  # 1, coth 1 − 1
+        [1.0, 0.313]
     """
     scale = _scale(scale, dimension, degree)
     products = [torch.ones_like(scale)]
@@ -59,6 +64,12 @@ def ridge_multipliers(
 
     Its kernel is softmax's own, e^{βk·k'}, and λ > 0 the ridge of the operator (of the Gram matrix: λ times the number of
     keys). As λ → 0 every degree with ρ_n > 0 comes back: it is the deconvolution that matches softmax.
+
+    Example:
+        >>> from massieu.theory import ridge_multipliers
+        >>> found = ridge_multipliers(1, dimension=3, scale=1.0, operator_ridge=1e-9)  # a small ridge loses little
+        >>> [round(x, 3) for x in found.tolist()]
+        [1.0, 1.0]
     """
     number("operator_ridge", operator_ridge, above=0)
     multipliers = sphere_multipliers(degree, dimension, scale)
@@ -73,6 +84,12 @@ def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[
 
     Raises:
         ValueError: `cut_off` is none of the degrees given, or a ρ_n up to it is not positive: nothing is left to enlarge.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import deconvolution
+        >>> deconvolution(torch.tensor([1.0, 0.5, 0.25]), cut_off=1).tolist()
+        [1.0, 2.0, 0.0]
     """
     multipliers = _doubles("multipliers", multipliers)
     if not multipliers.ndim:
@@ -88,6 +105,12 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
     """P_n(t) for n = 0 … degree: the harmonic of degree n that depends on t = q·a alone, with P_n(1) = 1.
 
     Chebyshev's polynomials for d = 2, Legendre's for d = 3. E P_n(q·a)² = 1/`harmonic_count`(n, d) over the sphere.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import zonal_harmonics
+        >>> [round(x, 3) for x in zonal_harmonics(torch.tensor(0.5), degree=2, dimension=3).tolist()]  # Legendre's
+        [1.0, 0.5, -0.125]
     """
     _check_sphere(degree, dimension)
     cosine = _doubles("cosine", cosine)
@@ -98,7 +121,13 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
 
 
 def harmonic_count(degree: int, dimension: int) -> int:
-    """How many linearly independent harmonics of this degree there are on the unit sphere of R^d."""
+    """How many linearly independent harmonics of this degree there are on the unit sphere of R^d.
+
+    Example:
+        >>> from massieu.theory import harmonic_count
+        >>> [harmonic_count(degree, dimension=3) for degree in range(4)]  # 2n + 1
+        [1, 3, 5, 7]
+    """
     _check_sphere(degree, dimension)
     lower = math.comb(degree + dimension - 3, degree - 2) if degree > 1 else 0
     return math.comb(degree + dimension - 1, degree) - lower
@@ -114,6 +143,12 @@ def spherical_kernel(
 
     Raises:
         OverflowError: more harmonics of one degree than float64 can count.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import spherical_kernel
+        >>> spherical_kernel(torch.tensor(1.0), torch.tensor([1.0, 1.0]), dimension=3).item()  # 1 + 3
+        4.0
     """
     spectrum = _doubles("spectrum", spectrum)
     check_shape("spectrum", spectrum, ("degrees",))
@@ -145,6 +180,13 @@ def smoothing_floor(
     Args:
         power: E f_n² over the sphere, at least 0.
         dimension, scale: as `sphere_multipliers`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import smoothing_floor
+        >>> power = torch.tensor([0.0, 1.0], dtype=torch.float64)  # linear: one constant undoes the smoothing
+        >>> abs(round(smoothing_floor(power, dimension=3, scale=2.0).factor_error.item(), 6))
+        0.0
     """
     power = _power(power)
     multipliers = sphere_multipliers(power.shape[-1] - 1, dimension, scale)
@@ -192,6 +234,14 @@ def smoothing_error(
         power: E f_n², at least 0.
         noise_variance: Var(v | k) ≥ 0, the same for all keys.
         dimension, scale: as `sphere_multipliers`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import smoothing_error
+        >>> power = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        >>> few, many = smoothing_error(torch.tensor([1e3, 1e5]), power, 1.0, dimension=3, scale=2.0).sampling
+        >>> round((few / many).item(), 3)
+        100.0
     """
     number("noise_variance", noise_variance, least=0)
     keys, power = _keys(keys), _power(power)
@@ -212,6 +262,14 @@ def optimal_scale(
     It grows as L^{2/(d+3)}, and the root of the error falls as L^{−2/(d+3)} (Z7). With very little noise it is the β of
     E w² = L, beyond which less than one key counts and the error's formula does not hold. Not differentiable; right to
     1e-5 of itself.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import optimal_scale
+        >>> power = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        >>> few, many = optimal_scale(torch.tensor([1e3, 1e5]), power, 1.0, dimension=3)
+        >>> bool(many > few)
+        True
     """
     number("noise_variance", noise_variance, above=0)
     check_values(keys=keys, power=power)
@@ -236,6 +294,14 @@ def asymptotic_scale(
 
     Δf has the parts −n(n+d−2) f_n. From 1 − ρ_n ≈ n(n+d−2)/(2β) and E w² ≈ c β^{(d−1)/2}. Needs noise; arguments as
     `smoothing_error`.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import asymptotic_scale
+        >>> power = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        >>> few, many = asymptotic_scale(torch.tensor([1e4, 1e8]), power, 1.0, dimension=3)
+        >>> bool(many > few)
+        True
     """
     number("noise_variance", noise_variance, above=0)
     check_values(keys=keys, power=power)

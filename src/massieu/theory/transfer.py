@@ -48,6 +48,13 @@ def masked_mean(
 
     Raises:
         ValueError: tokens that every latent excludes, NaN, +inf, shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import masked_mean
+        >>> even = torch.tensor([0.5, 0.5]).log()
+        >>> [round(x, 3) for x in masked_mean(torch.eye(2), torch.tensor([0.9, 0.1]).log(), even).tolist()]
+        [0.9, 0.1]
     """
     targets, log_likelihood = real_tensor("targets", targets), real_tensor("log_likelihood", log_likelihood)
     log_prior = real_tensor("log_prior", log_prior)
@@ -77,6 +84,12 @@ def masked_gaussian_mean(
         observed: The L tokens that are not masked.
         prior_mean: m₀.
         prior_weight: κ₀ > 0, in tokens.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import masked_gaussian_mean
+        >>> masked_gaussian_mean(torch.tensor([[2.0], [4.0]]), torch.tensor([0.0]), 1.0).tolist()
+        [2.0]
     """
     observed, prior_mean = real_tensor("observed", observed), real_tensor("prior_mean", prior_mean)
     if observed.ndim < 2:
@@ -100,6 +113,12 @@ def masked_token_probabilities(
     Args:
         counts: n_j, how often token j was observed; L is their sum.
         concentration: α > 0.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import masked_token_probabilities
+        >>> masked_token_probabilities(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0])).tolist()
+        [0.75, 0.25]
     """
     counts, concentration = real_tensor("counts", counts), real_tensor("concentration", concentration)
     check_shape("concentration", concentration, ("k",))
@@ -161,6 +180,13 @@ def transfer(
         tolerance: Singular values at most this share of the matrix's largest (of G or D) count as 0; by default machine
             precision times the larger of the matrix's sides, times 10. Estimated matrices need one of the size of
             their error.
+
+    Example:
+        >>> import torch
+        >>> from massieu.theory import transfer
+        >>> found = transfer(torch.eye(2), 2 * torch.eye(2), simplex=False)
+        >>> found.condition_number, found.probe.tolist()
+        (2.0, [[2.0, 0.0], [0.0, 2.0]])
     """
     g, d = _checked("self_supervised", self_supervised), _checked("downstream", downstream)
     if g.shape[1] != d.shape[1]:
@@ -196,6 +222,11 @@ def excess_risk_bound(condition_number: float, self_supervised_excess: float, de
         condition_number: κ of `transfer`; ∞ gives ∞.
         self_supervised_excess: E‖ĝ(X) − Gs(X)‖², above the optimum's own risk.
         density_ratio: r, the largest ratio of the downstream inputs' density to the self-supervised ones'; at least 1.
+
+    Example:
+        >>> from massieu.theory import excess_risk_bound
+        >>> excess_risk_bound(condition_number=2.0, self_supervised_excess=0.1)
+        0.4
     """
     for name, value, least in (("condition_number", condition_number, 0), ("density_ratio", density_ratio, 1)):
         if isinstance(value, bool) or not isinstance(value, float | int):

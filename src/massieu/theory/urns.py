@@ -17,6 +17,11 @@ def finite_extension_bound(k: int, n: int) -> float:
 
     Raises:
         ValueError: k is not between 1 and n.
+
+    Example:
+        >>> from massieu.theory import finite_extension_bound
+        >>> finite_extension_bound(2, 10)
+        0.1
     """
     _check_sizes(k, n)
     return k * (k - 1) / (2 * n)
@@ -31,6 +36,11 @@ def urn_total_variation(counts: Sequence[int], k: int) -> float:
     Raises:
         ValueError: a negative count, k not between 1 and the number of balls, more compositions than a million.
         TypeError: counts that are not whole numbers.
+
+    Example:
+        >>> from massieu.theory import urn_total_variation
+        >>> round(urn_total_variation([1, 1], k=2), 3)  # two balls: with replacement half of the draws agree
+        0.5
     """
     balls = [count for count in counts if whole_number("every count", count, least=0)]
     total = sum(balls)

@@ -18,7 +18,25 @@ _ROUNDINGS = 16
 
 
 class Activation(Value):
-    """A map ∇L. Authors write `_activate` (∇L), `_lagrangian` (L) and `_conjugate` (L*); hooks get float32 or wider."""
+    """A map ∇L. Authors write `_activate` (∇L), `_lagrangian` (L) and `_conjugate` (L*); hooks get float32 or wider.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Activation
+        >>> class Square(Activation):
+        ...     def _activate(self, x):
+        ...         return 2 * x
+        ...
+        ...     def _lagrangian(self, x):
+        ...         return x.square().sum(-1)
+        ...
+        ...     def _conjugate(self, y, rounding):
+        ...         return y.square().sum(-1) / 4
+        ...
+        ...     lipschitz = torch.tensor(2.0)
+        >>> Square().conjugate(Square()(torch.tensor([3.0]))).item()
+        9.0
+    """
 
     _family = "activations"
 
@@ -98,6 +116,13 @@ class MeasureActivation(Activation):
 
     Attributes:
         measure: A measure, or another potential.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import MeasureActivation
+        >>> from massieu.measures import Gaussian
+        >>> MeasureActivation(Gaussian.create(torch.zeros(2), torch.tensor([1.0, 2.0])))(torch.ones(2)).tolist()
+        [1.0, 2.0]
     """
 
     measure: Any

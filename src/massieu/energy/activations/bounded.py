@@ -23,6 +23,12 @@ class Tanh(Activation):
     """x ↦ tanh x, L = Σ log cosh x: coordinates are the means of signs (`massieu.measures.Spin`), of any number.
 
     L* = Σ ½(1 + y) log(1 + y) + ½(1 − y) log(1 − y), without a gradient at ±1.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Tanh
+        >>> Tanh.create()(torch.tensor([-9.0, 0.0, 9.0])).round().tolist()
+        [-1.0, 0.0, 1.0]
     """
 
     @classmethod
@@ -42,10 +48,10 @@ class Tanh(Activation):
 
     def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
         size = y.detach().abs()
-        inner = torch.where(size < 1, y, 0.0)
+        inner = torch.where(size >= 1, 0.0, y)
         value = 0.5 * ((1 + inner) * torch.log1p(inner) + (1 - inner) * torch.log1p(-inner))
         edge = torch.where(size <= 1 + rounding, math.log(2), torch.inf)
-        return torch.where(size < 1, value, edge).sum(-1)
+        return torch.where(size >= 1, edge, value).sum(-1)
 
 
 class SoftSphere(Activation):
@@ -55,6 +61,13 @@ class SoftSphere(Activation):
 
     Attributes:
         radius: Shape (*batch), positive.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import SoftSphere
+        >>> length = SoftSphere.create(2.0)(torch.tensor([100.0, 0.0])).norm()
+        >>> bool(1.9 < length < 2)
+        True
     """
 
     radius: Float[Tensor, "*batch"]
@@ -129,16 +142,16 @@ class _Normalisation(Activation):
         slack = rounding * (radius + y.detach().norm(dim=-1) + deviation.detach().norm(dim=-1))
         outside = (gap < -2 * radius * slack) | ((deviation - inner).detach().norm(dim=-1) > slack)
         # On the sphere itself the root has no derivative.
-        within = (gap > 0) & (softening > 0)
+        within = ~(gap <= 0) & (softening > 0)
         value = -torch.where(within, softening * gap, 1.0).sqrt()
-        return torch.where(within, value, 0.0).masked_fill(outside, torch.inf)
+        return torch.where(within, value, 0.0 * gap).masked_fill(outside, torch.inf)
 
 
 def _length(u: Tensor, softening: float) -> Tensor:
     """√(‖u‖² + s²), with derivative 0 where both are 0."""
     square = u.square().sum(-1) + softening
-    above = square > 0
-    return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0)
+    origin = square == 0
+    return torch.where(origin, 0.0, torch.where(origin, 1.0, square).sqrt())
 
 
 class SphereProjection(_Normalisation):
@@ -149,6 +162,12 @@ class SphereProjection(_Normalisation):
     Attributes:
         radius: Shape (*batch), positive.
         eps: At least 0.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import SphereProjection
+        >>> [round(x, 3) for x in SphereProjection.create(10.0)(torch.tensor([3.0, 4.0])).tolist()]
+        [6.0, 8.0]
     """
 
     radius: Float[Tensor, "*batch"]
@@ -169,6 +188,12 @@ class RMSNorm(_Normalisation):
     Attributes:
         gain: Shape (*batch), positive: one for all coordinates.
         eps: At least 0.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import RMSNorm
+        >>> RMSNorm.create(eps=0.0)(torch.tensor([2.0, -2.0])).tolist()
+        [1.0, -1.0]
     """
 
     gain: Float[Tensor, "*batch"]
@@ -192,6 +217,12 @@ class LayerNorm(_Normalisation):
         gain: Shape (*batch), positive: one for all coordinates.
         bias: Shape (*batch, d), or (*batch, 1) for one bias everywhere.
         eps: At least 0.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import LayerNorm
+        >>> LayerNorm.create(eps=0.0)(torch.tensor([1.0, 3.0])).tolist()
+        [-1.0, 1.0]
     """
 
     gain: Float[Tensor, "*batch"]

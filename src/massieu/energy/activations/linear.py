@@ -20,7 +20,14 @@ class _Linear(Activation):
 
 
 class Identity(_Linear):
-    """x ↦ x, L = ½‖x‖²: the reference of plain attention, a standard Gaussian."""
+    """x ↦ x, L = ½‖x‖²: the reference of plain attention, a standard Gaussian.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Identity
+        >>> Identity.create().lagrangian(torch.tensor([3.0, 4.0])).item()
+        12.5
+    """
 
     @classmethod
     def create(cls) -> Self:
@@ -46,6 +53,12 @@ class Scalar(_Linear):
 
     Attributes:
         factor: Shape (*batch), positive.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Scalar
+        >>> Scalar.create(0.5)(torch.tensor([2.0, 4.0])).tolist()
+        [1.0, 2.0]
     """
 
     factor: Float[Tensor, "*batch"]
@@ -80,6 +93,13 @@ class Whitening(_Linear):
         location: Shape (*batch, d).
         root: Σ^½, symmetric and positive definite, shape (*batch, d, d).
         inverse_root: Σ^(−½).
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Whitening
+        >>> cloud = torch.tensor([[1.0], [5.0]])
+        >>> [round(x, 3) for x in Whitening.of(cloud)(cloud).flatten().tolist()]
+        [-1.0, 1.0]
     """
 
     location: Float[Tensor, "*batch d"]

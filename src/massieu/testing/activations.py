@@ -1,0 +1,190 @@
+"""The laws of activations: `activation_checks`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.energy.activations import Activation
+from massieu.measures import MissingFormError
+from massieu.testing.checks import EXACT, Checks, Law
+from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, slope, without
+
+_SCALES = (0.0, 1e-4, 1.0, 15.0)
+_BEYOND = (1.0, 1e2, 1e4, 1e6)
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationCase(SuiteCase):
+    """An activation, and points to check it at.
+
+    Attributes:
+        activation: ∇L.
+        points: At least two queries, of ordinary size.
+        lagrangian: L of points (*batch, query, d), found in another way.
+        steepest: Points at which the Lipschitz constant is attained, where the activation promises that it is.
+        batch: How many leading dimensions are the activation's own.
+        exempt, compile_backend: Laws that are not promised, each with the reason; what "compiled" compiles with.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Tanh
+        >>> from massieu.testing import ActivationCase, activation_checks
+        >>> case = ActivationCase(Tanh.create(), torch.eye(3), lambda x: x.cosh().log().sum(-1))
+        >>> activation_checks(case)["lagrangian"]()
+    """
+
+    activation: Activation
+    points: Float[Tensor, "*batch_query d"]
+    lagrangian: Callable[[Tensor], Any] | None = None
+    steepest: Float[Tensor, "*batch_query d"] | None = None
+    batch: int = 0
+
+
+def activation_checks(case: ActivationCase) -> Checks:
+    """The laws of a map ∇L, L convex, and of its conjugate, as named checks.
+
+    * lagrangian: L against the oracle; gradient: the map is ∇L by finite differences and by automatic ones;
+    * convex: the Jacobian is symmetric and positive semi-definite, L lies below its chords;
+    * conjugate: L(x) + L*(y) ≥ x·y, with equality at y = ∇L(x); L* is infinite where the supremum is;
+    * range: numbers are finite at 0 and far away, and L* is finite on what the map gives;
+    * lipschitz: no Jacobian is larger; attained: at the points that are named;
+    * quadratic: the map is affine where it says that it is;
+    * and structure, one by one, vmap, derivatives, precision, half precision, no query, meta, not a number, compiled.
+
+    Example:
+        >>> import torch
+        >>> from massieu.energy.activations import Tanh
+        >>> from massieu.testing import ActivationCase, activation_checks
+        >>> case = ActivationCase(Tanh.create(), torch.eye(3), steepest=torch.zeros(1, 3))
+        >>> for name, check in activation_checks(case):
+        ...     check()
+    """
+    return checks_with_exemptions(case, _trial, _LAWS)
+
+
+def _trial(case: ActivationCase) -> Trial[ActivationCase]:
+    functions = {
+        "the map": lambda activation, x: activation(x),
+        "lagrangian": lambda activation, x: activation.lagrangian(x),
+        "conjugate": lambda activation, x: activation.conjugate(0.9 * activation(x)),
+    }
+    if "conjugate" in case.exempt:
+        del functions["conjugate"]
+    return Trial(case, case.activation.to(torch.float64), case.points.double(), functions, 1, case.batch)
+
+
+def _lagrangian(trial: Trial[ActivationCase]) -> None:
+    trial = trial.scaled(_SCALES)
+    assert trial.case.lagrangian is not None
+    oracle = trial.case.lagrangian(trial.points)
+    trial.same("lagrangian = oracle", trial.value.lagrangian(trial.points), oracle)
+
+
+def _gradient(trial: Trial[ActivationCase]) -> None:
+    activation, points, way = trial.value, trial.points, trial.drawn()
+    found = (activation(points) * way).sum(-1)
+    difference = slope(lambda t: activation.lagrangian(points + t * way))
+    trial.same("gradient: the map = finite difference of the Lagrangian", found, difference, 1e-7)
+    leaf = points.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(activation.lagrangian(leaf).sum(), leaf)
+    trial.same("gradient: the map = ∇L", activation(points), gradient)
+
+
+def _jacobian(activation: Activation, points: Tensor) -> Tensor:
+    leaf = points.clone().requires_grad_()
+    rows = [torch.autograd.grad(part.sum(), leaf, retain_graph=True)[0] for part in activation(leaf).unbind(-1)]
+    return torch.stack(rows, -2)
+
+
+def _convex(trial: Trial[ActivationCase]) -> None:
+    trial = trial.scaled(_SCALES[1:])
+    activation, points = trial.value, trial.points
+    jacobian = _jacobian(activation, points)
+    trial.same("convex: the Jacobian is symmetric", jacobian, jacobian.mT)
+    least, size = torch.linalg.eigvalsh(jacobian)[..., 0], jacobian.abs().amax((-2, -1))
+    trial.at_most("convex: the Jacobian is positive semi-definite", -least, 0 * least, EXACT * (1 + size))
+    other = points.roll(1, trial.query)
+    chord = (activation.lagrangian(points) + activation.lagrangian(other)) / 2
+    middle = activation.lagrangian((points + other) / 2)
+    trial.at_most("convex: L lies below its chords", middle, chord, EXACT * (1 + chord.abs()))
+
+
+def _conjugate(trial: Trial[ActivationCase]) -> None:
+    activation, points = trial.value, trial.points
+    image = activation(points)
+    found = activation.conjugate(image)
+    expected = (points * image).sum(-1) - activation.lagrangian(points)
+    trial.same("conjugate: L(x) + L*(y) = x·y at y = ∇L(x)", found, expected, 1e-7)
+    for y in (image, 0.5 * (image + image.roll(1, trial.query)), 3 * image, 10 + trial.drawn().abs()):
+        value = activation.conjugate(y)
+        for scale in _BEYOND:
+            # Towards what lies outside the range, where the supremum is infinite.
+            for x in (scale * points, scale * (y - activation(scale * y)), scale * (y - image)):
+                below = (x * y).sum(-1) - activation.lagrangian(x)
+                law = "conjugate: L*(y) ≥ x·y − L(x)"
+                trial.at_most(law, below, value, 1e-7 * (1 + below.abs() + (x * y).abs().sum(-1)))
+
+
+def _range(trial: Trial[ActivationCase]) -> None:
+    trial = trial.scaled((*_SCALES, 1e4))
+    image = trial.value(trial.points)
+    numbers = {"the map": image, "L": trial.value.lagrangian(trial.points)}
+    if "conjugate" not in trial.case.exempt:
+        numbers["L* of the map"] = trial.value.conjugate(image)
+    for name, number in numbers.items():
+        if not bool(number.isfinite().all()):
+            raise AssertionError(f"range: {name} is not finite at {trial.points[~number.isfinite()][0].tolist()}")
+
+
+def _sizes(trial: Trial[ActivationCase], points: Tensor) -> tuple[Tensor, Tensor]:
+    """The spectral norm of the Jacobian at each point, and the constant."""
+    found = torch.linalg.matrix_norm(_jacobian(trial.value, points), ord=2)
+    bound = trial.value.lipschitz.to(found.dtype)
+    return found, bound.reshape(*bound.shape, *[1] * (found.ndim - bound.ndim)).expand_as(found)
+
+
+def _lipschitz(trial: Trial[ActivationCase]) -> None:
+    trial = trial.scaled(_SCALES[1:])
+    found, bound = _sizes(trial, trial.points)
+    trial.at_most("lipschitz: ‖∇²L‖ ≤ the constant", found, bound, EXACT * (1 + found))
+
+
+def _attained(trial: Trial[ActivationCase]) -> None:
+    assert trial.case.steepest is not None
+    trial = trial.at(trial.case.steepest.double())
+    found, bound = _sizes(trial, trial.points)
+    trial.agree("attained: ‖∇²L‖ = the Lipschitz constant", found, bound, 1e-6 * bound)
+
+
+def _quadratic(trial: Trial[ActivationCase]) -> None:
+    activation, points = trial.value, trial.points
+    origin, image = activation(0 * points), activation(points)
+    errors = [(activation(t * points) - origin - t * (image - origin)).abs().amax() for t in (-1, 2)]
+    if bool(max(errors) < EXACT) != activation.quadratic:
+        raise AssertionError(
+            f"quadratic is {activation.quadratic}; the map is off an affine one by {float(max(errors)):.2g}"
+        )
+
+
+def _missing_lipschitz(case: ActivationCase) -> str | None:
+    try:
+        return None if bool(case.activation.lipschitz.isfinite().all()) else "the constant is infinite"
+    except MissingFormError as error:
+        return str(error)
+
+
+_LAWS: tuple[Law[Any, Any], ...] = (
+    Law("lagrangian", _lagrangian, without("lagrangian")),
+    Law("gradient", _gradient),
+    Law("convex", _convex),
+    Law("conjugate", _conjugate),
+    Law("range", _range),
+    Law("lipschitz", _lipschitz, _missing_lipschitz),
+    Law("attained", _attained, without("steepest")),
+    Law("quadratic", _quadratic),
+    *EVERYWHERE.values(),
+)
