@@ -11,7 +11,8 @@ from tests.rows import every_row
 from massieu.probing.capture import AttentionCall, AttentionSite
 from massieu.probing.check import first_look
 from massieu.probing.reading import Options, Reading
-from massieu.probing.statistics.attention import PER_QUERY, AttentionStatistics, Tokens, query_statistics
+from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
+from massieu.probing.statistics.query_reading import QueryReading, Tokens
 from massieu.probing.statistics.registry import ATTENTION, STATISTICS, VALUES, select
 from massieu.probing.units import Units
 
@@ -29,7 +30,7 @@ def read(name, batches, special, first=None, **options) -> Reading:
 
 def values_of(reading: Reading, site: int) -> dict[str, np.ndarray]:
     results = reading.results[site]
-    found = dict(zip(PER_QUERY, results.attention.ratio.value(), strict=True))
+    found = dict(zip(results.attention.names, results.attention.ratio.value(), strict=True))
     found["first_value_norm_ratio"] = results.first_value.value()[0]
     return found
 
@@ -93,8 +94,8 @@ def test_a_constant_added_to_the_keys_moves_no_headline(causal):
     )
     tokens = Tokens(torch.ones(2, 40, dtype=torch.bool), torch.zeros(2, 40, dtype=torch.bool))
     positions = torch.arange(40)
-    plain = query_statistics(call, tokens, tokens, positions, True)
-    moved = query_statistics(shifted(call, 5.0), tokens, tokens, positions, True)
+    plain = query_statistics(QueryReading(call, tokens, tokens, positions, True))
+    moved = query_statistics(QueryReading(shifted(call, 5.0), tokens, tokens, positions, True))
     for name, value in plain.values.items():
         difference = float((value - moved.values[name]).abs().max())
         if STATISTICS[name].headline:
@@ -135,7 +136,7 @@ def test_bins_add_up_to_the_whole():
         part = ratio.estimate()
         count = part.count.sum(0)
         total = np.nansum(part.value * part.count, axis=0)
-        index = PER_QUERY.index(name)
+        index = results.names.index(name)
         assert np.allclose(count, whole.count[index])
         assert np.allclose(total / count, whole.value[index], atol=1e-12)
 
@@ -159,12 +160,12 @@ def test_nan_is_reported_and_left_out():
         AttentionSite("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
     )
     tokens = Tokens(torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.bool))
-    found = query_statistics(call, tokens, tokens, torch.arange(8), True)
+    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(8), True))
     results.update(found, torch.arange(8), 1)
     assert results.broken.tolist() == [0, 1]
     estimate = results.ratio.estimate()
-    assert np.isfinite(estimate.value[PER_QUERY.index("entropy")]).all()
-    assert estimate.count[PER_QUERY.index("entropy")].tolist() == [8, 7]
+    assert np.isfinite(estimate.value[results.names.index("entropy")]).all()
+    assert estimate.count[results.names.index("entropy")].tolist() == [8, 7]
 
 
 def test_learned_sink_takes_its_share_of_z():
@@ -178,7 +179,7 @@ def test_learned_sink_takes_its_share_of_z():
         model(**batch, use_cache=False)
     call = calls[0]
     tokens = Tokens(batch["attention_mask"].bool(), torch.zeros(3, 20, dtype=torch.bool))
-    found = query_statistics(call, tokens, tokens, torch.arange(20), True)
+    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(20), True))
     key = call.key.double().repeat_interleave(2, 1)
     z = (call.query.double() @ key.mT * call.scale).masked_fill(~call.visible(), -torch.inf).exp().sum(-1)
     b = call.sink.double()[:, None].exp()

@@ -15,7 +15,6 @@ from massieu.probing.check import first_look
 from massieu.probing.model import model_inputs
 from massieu.probing.reading import Options, Reading
 from massieu.probing.sites import find_sites, first_pass
-from massieu.probing.statistics.attention import PER_QUERY
 from massieu.probing.units import Units
 
 _BART = {
@@ -83,7 +82,7 @@ def read(model, given, special):
     sites = first_look(model, given).sites
     reading = Reading(model, sites, Options(frozenset({"attention"}), Units(), 20))
     reading.forward(given, special, [], range(len(special)))
-    names = [PER_QUERY.index(name) for name in ("entropy", "weight_special")]
+    names = [reading.results[0].attention.names.index(name) for name in ("entropy", "weight_special")]
     return sites, [[r.attention.ratio.value()[n] for n in names] for r in reading.results]
 
 

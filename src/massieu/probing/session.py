@@ -191,7 +191,7 @@ class Session:
             "versions": {"python": platform.python_version(), **{name: used.__version__ for name, used in libraries}},
             "timing": self._timing(),
             "sample": {"windows": reading.sampled["windows"], "queries": reading.sampled["queries"]},
-            "statistics": [{**vars(s), "cost": s.cost} for s in STATISTICS.values() if s.name in wanted],
+            "statistics": [s.to_dict() for s in STATISTICS.values() if s.name in wanted],
             "findings": findings(heads, layers),
             "warnings": self.all_warnings(),
             "unavailable": self._unavailable(),
