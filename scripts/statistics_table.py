@@ -5,19 +5,29 @@ from pathlib import Path
 
 from massieu.probing.statistics.registry import STATISTICS, Statistic
 
-_MARKS = re.compile(r"(<!-- statistics of a (\w+), by scripts/statistics_table.py -->\n).*?(?=<!-- end of statistics -->)", re.S)
+_MARKS = re.compile(
+    r"(<!-- statistics of a (\w+), by scripts/statistics_table.py -->\n).*?(?=<!-- end of statistics -->)", re.DOTALL
+)
+_HEAD = "| statistic | question | formula | unit | claim | headline | what it does not say |\n|---|---|---|---|---|---|---|\n"
 
 
 def _row(each: Statistic) -> str:
     formula, unit = each.formula.replace("|", "\\|"), each.unit or "–"
-    cells = (f"`{each.name}`", each.question, f"`{formula}`", unit, each.claim, "yes" if each.headline else "no", each.caveat)
+    cells = (
+        f"`{each.name}`",
+        each.question,
+        f"`{formula}`",
+        unit,
+        each.claim,
+        "yes" if each.headline else "no",
+        each.caveat,
+    )
     return f"| {' | '.join(cells)} |\n"
 
 
 def table(scope: str) -> str:
     """The statistics of a head or of a layer, one in a row, in the order in which they are registered."""
-    head = "| statistic | question | formula | unit | claim | headline | what it does not say |\n|---|---|---|---|---|---|---|\n"
-    return head + "".join(_row(each) for each in STATISTICS.values() if each.scope == scope)
+    return _HEAD + "".join(_row(each) for each in STATISTICS.values() if each.scope == scope)
 
 
 def with_tables(page: str) -> str:
@@ -26,5 +36,5 @@ def with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(__file__).parents[1] / "docs" / "probe.md"
+    path = next((Path(__file__).parents[1] / "docs").rglob("probe.md"))
     path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,16 +1,23 @@
 """Every per-query statistic against float64 attention matrices formed in the test, and the invariances they must have."""
 
+import runpy
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.probing import oracle, zoo
 from tests.rows import every_row
+from typer.testing import CliRunner
 
+import massieu
+from massieu.cli.commands import app
 from massieu.probing.capture import AttentionCall, AttentionSite
 from massieu.probing.check import first_look
 from massieu.probing.reading import Options, Reading
+from massieu.probing.statistics import registry
 from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading, Tokens
 from massieu.probing.statistics.registry import ATTENTION, STATISTICS, VALUES, select
@@ -219,3 +226,46 @@ def test_sampled_queries_belong_to_their_window_however_windows_come():
         assert (together.results[site].attention.ratio.estimate().count[0] == 14).all()
         for statistic, value in values_of(together, site).items():
             np.testing.assert_allclose(value, values_of(apart, site)[statistic], atol=1e-5, err_msg=statistic)
+
+
+@pytest.fixture
+def own_statistic() -> Iterator[str]:
+    """All that somebody writes who adds a statistic of a query: a function, and what is said of it."""
+
+    @registry.statistic(ATTENTION, "Twice the entropy", formula="2 H (of a test)", claim="S8", unit="nats")
+    def twice_entropy(reading: QueryReading) -> torch.Tensor:
+        """How much is twice the entropy?"""
+        return 2 * reading.moments.entropy
+
+    yield twice_entropy.__name__
+    del STATISTICS[twice_entropy.__name__]
+
+
+TABLES = Path(__file__).parents[2] / "scripts" / "statistics_table.py"
+
+
+def test_a_new_statistic_is_in_the_tables_the_page_and_the_lists(own_statistic):
+    result = massieu.probe(
+        zoo.model("gpt2"), [zoo.inputs("gpt2")], max_length=20, statistics=[own_statistic, "entropy"]
+    )
+    values = {
+        name: part["value"].to_numpy() for (name,), part in result.heads.partition_by("statistic", as_dict=True).items()
+    }
+    for suffix in ("", "/reinitialised", "/first_half"):
+        np.testing.assert_allclose(values[own_statistic + suffix], 2 * values["entropy" + suffix], rtol=1e-6)
+    assert own_statistic + "/q_value" in values
+    assert "2 H (of a test)" in result._page()
+    assert own_statistic in CliRunner().invoke(app, ["statistics"]).stdout
+    assert "How much is twice the entropy?" in runpy.run_path(str(TABLES))["table"]("head")
+
+
+def test_a_name_that_is_taken_and_a_headline_that_depends_on_the_key_origin_are_refused(own_statistic):
+    with pytest.raises(ValueError, match="the name is taken"):
+        registry.statistic(ATTENTION, "", formula="", claim="", name=own_statistic)(len)
+    with pytest.raises(ValueError, match="cannot be a headline"):
+        registry.statistic(ATTENTION, "", formula="", claim="", name="new", gauge_dependent=True, headline=True)(len)
+
+
+def test_the_page_on_the_probe_has_the_tables_of_now():
+    page = next((TABLES.parents[1] / "docs").rglob("probe.md")).read_text(encoding="utf-8")
+    assert runpy.run_path(str(TABLES))["with_tables"](page) == page, "run python scripts/statistics_table.py"

@@ -57,6 +57,19 @@ class ProbeResult:
 
     In ``run`` and ``details`` numpy values are turned into plain ones and undefined numbers into None; numbers in
     ``details`` are rounded to 4 significant digits. What is in memory is what is stored.
+
+    Example:
+        >>> import massieu
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> small = BertConfig(
+        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+        ... )
+        >>> model = BertModel(small).eval()
+        >>> result = massieu.probe(model, [{"input_ids": torch.arange(8)[None]}], statistics=["maps"])
+        >>> shares = result.heads.filter(result.heads["statistic"].str.ends_with("symmetric_share"))["value"]
+        >>> round(sum(shares), 6)  # of each of two heads, symmetric and antisymmetric
+        2.0
     """
 
     def __init__(

@@ -74,6 +74,20 @@ def probe(
     Raises:
         InputError: bad input of any kind, named in one sentence; also when the self-check finds that what was captured
             does not reproduce the model's own attention.
+
+    Example:
+        Two heads of a small model, each with an entropy below log 8 = 2.08 nats.
+
+        >>> import massieu
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> small = BertConfig(
+        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+        ... )
+        >>> model = BertModel(small).eval()
+        >>> result = massieu.probe(model, [{"input_ids": torch.arange(8)[None]}], statistics=["entropy"])
+        >>> [0 < row["value"] < 2.08 for row in result.heads.rows(named=True) if row["statistic"] == "entropy"]
+        [True, True]
     """
     wanted, groups = select(statistics)
     sizes: dict[str, Any] = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size}
@@ -198,6 +212,16 @@ def describe(
 
     Raises:
         InputError: as for `probe`; also when the model reads neither tokens nor images and ``inputs`` is not given.
+
+    Example:
+        >>> import massieu
+        >>> from transformers import BertConfig, BertModel
+        >>> small = BertConfig(
+        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+        ... )
+        >>> model = BertModel(small).eval()
+        >>> [(site["kind"], site["heads"], site["head_size"]) for site in massieu.describe(model).sites]
+        [('self', 2, 4)]
     """
     loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
     loaded = _load(model, None, needs_tokenizer=False, **loading)
