@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from massieu.cli.commands import app
 from massieu.errors import InputError
 from massieu.probing.result import ProbeResult
-from massieu.probing.stored import DEEPEST
+from massieu.probing.stored import DEEPEST, run_of
 
 FILES = ("run.json", "details.json")
 
@@ -29,7 +29,7 @@ def stored(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("stored")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "get_plotlyjs", str)
-        ProbeResult(made.run, made.details, made.heads, made.layers).save(folder)
+        ProbeResult(run_of(made.run, "made"), made.details, made.heads, made.layers).save(folder)
     run = json.loads((folder / "run.json").read_text())
     del run["files"]
     (folder / "run.json").write_text(json.dumps(run))

@@ -179,9 +179,9 @@ def test_examples_and_histograms_are_those_of_the_details(parsed: dict[str, Pars
 
 def test_first_screen_holds_strip_and_cards(parsed: dict[str, Parsed], results: dict) -> None:
     text, run = parsed["encoder"].text, results["encoder"].run
-    for finding in run["findings"]:
+    for finding in run.findings:
         for part in ("title", "sentence", "control", "caveat", "unit"):
-            assert finding[part] in text
+            assert getattr(finding, part) in text
     assert "4.31 ± 0.05 nats" in " ".join(text.split())
     for part in ("all-MiniLM-L6-v2", "b3f1c9a04d7e5512", "pydoc_data.topics", "60 units", "✓ passed", "✓ complete"):
         assert part in text
@@ -195,9 +195,9 @@ def test_a_head_that_several_sites_have_is_not_linked(parsed: dict[str, Parsed])
 
 def test_methods_name_every_statistic(parsed: dict[str, Parsed], results: dict) -> None:
     text = " ".join(parsed["encoder"].text.split())
-    for entry in results["encoder"].run["statistics"]:
+    for entry in results["encoder"].run.statistics:
         for part in ("title", "name", "formula", "paper", "caveat", "cost"):
-            assert entry[part] in text
+            assert getattr(entry, part) in text
     assert text.count("depends on the key origin") >= 5
     for guard in ("candidate no-op", "not information from it", "no equilibrium is claimed", "this text", "this model"):
         assert guard in text

@@ -14,6 +14,7 @@ from synthetic_results import encoder_decoder
 from tests.rows import every_row
 from tokenizers import pre_tokenizers
 
+from massieu.probing.stored import run_of
 from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
 from massieu.report.encode import Block, script_json
 from massieu.report.tables import sites_of
@@ -90,7 +91,7 @@ def test_script_json_cannot_leave_its_element(value: object) -> None:
 
 def test_sites_of_one_layer_get_different_labels() -> None:
     results = encoder_decoder()
-    labels = [site.label for site in sites_of(results.run, results.heads)]
+    labels = [site.label for site in sites_of(run_of(results.run, "made up"), results.heads)]
     assert labels[:3] == ["enc 0", "enc 1", "enc 2"]
     assert labels[3:5] == ["dec 0 causal", "dec 0 cross"]
     assert len(set(labels)) == len(labels)

@@ -16,7 +16,8 @@ from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import AttentionCall, AttentionSite, Capture, capturing
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.model import decoder_given, model_inputs
-from massieu.probing.nonfinite import Trouble, at_real, in_batch, in_call, kind_of
+from massieu.probing.nonfinite import at_real, in_batch, in_call, kind_of
+from massieu.probing.record import Trouble
 from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, output_maps
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.climb import Climb, ClimbStatistics
