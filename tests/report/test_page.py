@@ -15,6 +15,7 @@ from synthetic_results import HOSTILE, encoder
 from tests.rows import every_row
 
 from massieu.errors import MissingExtraError
+from massieu.probing.stored import run_of
 from massieu.report.page import render
 
 KINDS = ("encoder", "large", "encoder_decoder", "bare", "hostile")
@@ -219,13 +220,14 @@ def test_missing_parts_are_said_in_a_sentence(parsed: dict[str, Parsed]) -> None
 
 
 def test_the_same_result_gives_the_same_page(pages: dict[str, str]) -> None:
-    assert render(*encoder()) == pages["encoder"]
+    made = encoder()
+    assert render(run_of(made.run, "made up"), *made[1:]) == pages["encoder"]
 
 
 def test_a_run_that_lacks_optional_parts_is_drawn() -> None:
     result = encoder(layers=1, heads=2)
-    run = {"model": None, "complete": False, "sites": [], "sublayers": []}
-    page = Parsed(render(run, {}, result.heads, result.layers))
+    run = {"model": None, "complete": False, "findings": [], "sites": [], "sublayers": []}
+    page = Parsed(render(run_of(run, "made up"), {}, result.heads, result.layers))
     assert page.data()["sites"][0]["heads"] == 2
     assert len(page.data()["layers"]["sublayers"]) == 4
 
@@ -235,4 +237,4 @@ def test_a_missing_package_names_the_command(package: str, monkeypatch: pytest.M
     result = encoder(layers=1, heads=1)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=r'pip install "massieu\[probe\]"'):
-        render(*result)
+        render(run_of(result.run, "made up"), *result[1:])

@@ -14,6 +14,7 @@ from synthetic_results import encoder_decoder
 from tests.rows import every_row
 from tokenizers import pre_tokenizers
 
+from massieu.probing.record import RunRecord
 from massieu.probing.stored import run_of
 from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
 from massieu.report.encode import Block, script_json
@@ -99,7 +100,7 @@ def test_sites_of_one_layer_get_different_labels() -> None:
 
 def test_a_site_that_only_the_table_knows_gets_a_row() -> None:
     table = polars.DataFrame({"site": ["a", "a", "b"], "layer": [0, 0, 0], "head": [0, 1, 0], "statistic": ["x"] * 3})
-    sites = sites_of({"sites": []}, table)
+    sites = sites_of(RunRecord(complete=True, findings=[]), table)
     assert [(site.name, site.label, site.heads, site.first) for site in sites] == [
         ("a", "0", 2, 0),
         ("b", "0 #2", 1, 2),
