@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from massieu.probing.statistics.registry import STATISTICS, Statistic
+from massieu.probing.record import Statistic
+from massieu.probing.statistics.registry import STATISTICS
 
 _MARKS = re.compile(
     r"(<!-- statistics of a (\w+), by scripts/statistics_table.py -->\n).*?(?=<!-- end of statistics -->)", re.DOTALL

@@ -238,7 +238,7 @@ def own_statistic() -> Iterator[str]:
         return 2 * reading.moments.entropy
 
     yield twice_entropy.__name__
-    del STATISTICS[twice_entropy.__name__]
+    del STATISTICS[twice_entropy.__name__], registry.measures(ATTENTION)[twice_entropy.__name__]
 
 
 TABLES = Path(__file__).parents[2] / "scripts" / "statistics_table.py"

@@ -106,13 +106,19 @@ class SiteRecord(Entry):
 
 
 @dataclass
-class SublayerRecord(Entry):
-    """A step along the residual stream."""
+class Sublayer(Entry):
+    """One step along the residual stream.
+
+    Attributes:
+        name: block (or norm module) and what the step does, such as ``encoder.layer.0 attention``.
+        kind: ``attention``, ``cross_attention``, ``feed_forward``, ``attention_and_feed_forward`` or ``norm``.
+        layer: index of the block in its stack; None for a step outside every block.
+    """
 
     index: int = field(metadata=NEEDED)
     name: str = field(metadata=NEEDED)
     kind: str = field(metadata=NEEDED)
-    layer: int | None = field(default=None, metadata=NEEDED)
+    layer: int | None = field(metadata=NEEDED)
 
 
 @dataclass
@@ -124,24 +130,32 @@ class SampleRecord(Entry):
 
 
 @dataclass
-class StatisticRecord(Entry):
-    """What is said of a statistic where it is computed."""
+class Statistic(Entry):
+    """One number the probe reports, and all that a reader must know about it.
+
+    Attributes:
+        headline: may be compared between heads; invariant under a constant added to a head's keys.
+        gauge_dependent: changes with that constant, which softmax cannot see; never a headline.
+        signed: zero or the control is the natural centre of its scale.
+        control: the control its map is compared with (a qualifier of the result table), or None.
+        cost: of its group.
+    """
 
     name: str = field(metadata=NEEDED)
-    title: str | None = None
-    formula: str | None = None
-    claim: str | None = None
-    paper: str | None = None
-    group: str | None = None
-    question: str | None = None
-    caveat: str | None = None
-    unit: str | None = None
+    title: str = ""
+    formula: str = ""
+    claim: str = ""
+    paper: str = ""
+    group: str = ""
+    question: str = ""
+    caveat: str = ""
+    unit: str = ""
     scope: str | None = None
-    headline: bool | None = None
-    gauge_dependent: bool | None = None
-    signed: bool | None = None
+    headline: bool = False
+    gauge_dependent: bool = False
+    signed: bool = False
     control: str | None = None
-    cost: str | None = None
+    cost: str = ""
 
 
 @dataclass
@@ -209,13 +223,13 @@ class RunRecord(Entry):
     self_check: SelfCheckRecord = field(default_factory=SelfCheckRecord)
     capture: CaptureRecord = field(default_factory=CaptureRecord)
     sites: list[SiteRecord] = field(default_factory=list)
-    sublayers: list[SublayerRecord] = field(default_factory=list)
+    sublayers: list[Sublayer] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     seed: Any = None
     versions: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
     sample: SampleRecord = field(default_factory=SampleRecord)
-    statistics: list[StatisticRecord] = field(default_factory=list)
+    statistics: list[Statistic] = field(default_factory=list)
     findings: list[Finding] = field(metadata=NEEDED)
     warnings: list[str] = field(default_factory=list)
     unavailable: list[UnavailableRecord] = field(default_factory=list)

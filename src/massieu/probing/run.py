@@ -16,7 +16,7 @@ from massieu.probing.check import check_readable
 from massieu.probing.documents import Document, check_sources, read_documents, reference_documents, string_documents
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
 from massieu.probing.reading import Options
-from massieu.probing.record import ModelRecord, SiteRecord, SublayerRecord, plain
+from massieu.probing.record import ModelRecord, SiteRecord, Sublayer, plain
 from massieu.probing.result import ProbeResult
 from massieu.probing.session import Input, ProbeProgress, Session
 from massieu.probing.statistics.registry import CLIMB, MAPS, select
@@ -191,7 +191,7 @@ class Description:
     model: ModelRecord
     route: str
     sites: list[SiteRecord]
-    sublayers: list[SublayerRecord]
+    sublayers: list[Sublayer]
     unavailable: list[str]
     warnings: list[str]
 
@@ -237,7 +237,7 @@ def describe(
     route = f"transformers attention interface, {' and '.join(stock_implementations(loaded.module))}"
     sites = [session.site_record(info) for info in session.reading.sites]
     reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site.unavailable.items()})
-    sublayers = [SublayerRecord(**vars(s)) for s in session.reading.tracer.sublayers]
+    sublayers = session.reading.tracer.sublayers
     trouble = session.trouble()
     warnings = [*([] if trouble is None else [trouble.sentence]), *session.all_warnings()]
     return Description(session.model_record(), route, sites, sublayers, reasons, warnings)

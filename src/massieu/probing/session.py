@@ -13,6 +13,7 @@ from torch import Tensor
 
 import massieu
 from massieu.errors import InputError, require_extra
+from massieu.probing import record
 from massieu.probing.capture import stock_implementations
 from massieu.probing.check import SelfCheck, check_evaluating, first_look
 from massieu.probing.checkpoint import some
@@ -21,21 +22,6 @@ from massieu.probing.findings import findings
 from massieu.probing.model import LoadedModel, model_inputs, reinitialised
 from massieu.probing.nonfinite import in_weights
 from massieu.probing.reading import Options, Reading
-from massieu.probing.record import (
-    CaptureRecord,
-    ErrorUnitRecord,
-    ModelRecord,
-    NonfiniteRecord,
-    RunRecord,
-    SampleRecord,
-    SelfCheckRecord,
-    SiteRecord,
-    StatisticRecord,
-    SublayerRecord,
-    TextRecord,
-    Trouble,
-    UnavailableRecord,
-)
 from massieu.probing.result import ProbeResult
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
@@ -89,7 +75,7 @@ class Session:
     windows: int = 0
     sampled: int = 0
     recorded: int = 0
-    broken_weights: Trouble | None = None
+    broken_weights: record.Trouble | None = None
     unexplained: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
 
@@ -184,27 +170,27 @@ class Session:
         heads = head_table(reading, self.control, wanted).frame()
         layers = layer_table(reading, self.control, wanted).frame()
         own = " and ".join(stock_implementations(self.loaded.module))
-        run = RunRecord(
+        run = record.RunRecord(
             massieu_version=massieu.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             complete=complete,
             model=self.model_record(),
             text=self._text(),
             error_unit=self._error_unit(),
-            self_check=SelfCheckRecord(**vars(self.check), passed=self.check.passed),
-            capture=CaptureRecord(
+            self_check=record.SelfCheckRecord(**vars(self.check), passed=self.check.passed),
+            capture=record.CaptureRecord(
                 route=f"transformers attention interface; output computed by the model's own {own} attention",
                 attention_sites=len(reading.sites),
                 unexplained_keywords=sorted(self.unexplained | reading.unexplained),
             ),
             sites=[self.site_record(info) for info in reading.sites],
-            sublayers=[SublayerRecord(**vars(sublayer)) for sublayer in reading.tracer.sublayers],
+            sublayers=reading.tracer.sublayers,
             settings=settings,
             seed=self.options.seed,
             versions={"python": platform.python_version(), **{name: used.__version__ for name, used in libraries}},
             timing=self._timing(),
-            sample=SampleRecord(reading.sampled["windows"], reading.sampled["queries"]),
-            statistics=[StatisticRecord(**each.to_dict()) for each in STATISTICS.values() if each.name in wanted],
+            sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"]),
+            statistics=[each for each in STATISTICS.values() if each.name in wanted],
             findings=findings(heads, layers),
             warnings=self.all_warnings(),
             unavailable=self._unavailable(),
@@ -213,7 +199,7 @@ class Session:
         )
         return ProbeResult(run=run, details=self._details(), heads=heads, layers=layers)
 
-    def model_record(self) -> ModelRecord:
+    def model_record(self) -> record.ModelRecord:
         """The model as ``run.json`` describes it."""
         sites = self.reading.sites
         described = self.loaded.describe()
@@ -221,24 +207,24 @@ class Session:
         described.heads = sum(s.heads for s in sites)
         return described
 
-    def _text(self) -> TextRecord:
+    def _text(self) -> record.TextRecord:
         batches = self.given.batches
         report = batches.report if isinstance(batches, TextBatches) else None
         counted = {"tokens": self.tokens, "windows": self.windows}
         asked = {"source": self.given.source, "max_length": self.given.max_length, "packing": self.given.packing}
         found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
-        return TextRecord(**asked, **counted, **found)
+        return record.TextRecord(**asked, **counted, **found)
 
-    def _error_unit(self) -> ErrorUnitRecord:
+    def _error_unit(self) -> record.ErrorUnitRecord:
         name, number = self.reading.results[0].attention.ratio.error_unit()
         if ATTENTION not in self.options.groups:
             name, number = "window", self.windows
-        return ErrorUnitRecord(name, number)
+        return record.ErrorUnitRecord(name, number)
 
-    def site_record(self, info: SiteInfo) -> SiteRecord:
+    def site_record(self, info: SiteInfo) -> record.SiteRecord:
         """A site as ``run.json`` describes it."""
         decoder = info.in_decoder
-        return SiteRecord(
+        return record.SiteRecord(
             index=info.index,
             name=info.site.name,
             **{name: getattr(info, name) for name in ("layer", "kind", "heads", "key_heads", "head_size")},
@@ -253,20 +239,20 @@ class Session:
             times["re-initialised control"] = round(sum(self.control.seconds.values()), 3)
         return times
 
-    def _nonfinite(self) -> list[NonfiniteRecord]:
+    def _nonfinite(self) -> list[record.NonfiniteRecord]:
         pairs = zip(self.reading.sites, self.reading.results, strict=True)
         counts = [(info, head, int(n)) for info, found in pairs for head, n in enumerate(found.attention.broken) if n]
-        return [NonfiniteRecord(info.site.name, info.layer, head, n) for info, head, n in counts]
+        return [record.NonfiniteRecord(info.site.name, info.layer, head, n) for info, head, n in counts]
 
-    def trouble(self) -> Trouble | None:
+    def trouble(self) -> record.Trouble | None:
         """What breaks the model's numbers, if anything does: first its weights, then what arises on the way."""
         return self.broken_weights or self.reading.trouble
 
-    def _unavailable(self) -> list[UnavailableRecord]:
+    def _unavailable(self) -> list[record.UnavailableRecord]:
         """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
         readings = {"model": self.reading, "re-initialised control": self.control}
         failed = [(of, part, why) for of, read in readings.items() if read for part, why in read.failed.items()]
-        return [UnavailableRecord(*each) for each in failed]
+        return [record.UnavailableRecord(*each) for each in failed]
 
     def all_warnings(self) -> list[str]:
         """Sentences for the terminal and the page."""

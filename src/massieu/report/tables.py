@@ -13,7 +13,7 @@ from massieu.foundation.numbers import with_error
 if TYPE_CHECKING:
     import polars
 
-    from massieu.probing.record import RunRecord, StatisticRecord
+    from massieu.probing.record import RunRecord, Statistic
 
 GROUP_TITLES = {
     "attention": "Attention: weights and scores",
@@ -159,8 +159,8 @@ def _blank(name: str, scope: str) -> dict[str, Any]:
     return {**known, **said, "headline": False, "gauge_dependent": False, "signed": False}
 
 
-def _said(entry: "StatisticRecord") -> dict[str, Any]:
-    return {name: value for name, value in vars(entry).items() if name != "others" and value is not None}
+def _said(entry: "Statistic") -> dict[str, Any]:
+    return {name: value for name, value in vars(entry).items() if name != "others" and value not in (None, "")}
 
 
 def catalogue_of(run: "RunRecord", columns: dict[str, Column], scope: str) -> list[dict[str, Any]]:

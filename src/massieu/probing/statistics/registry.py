@@ -9,10 +9,10 @@ log Z = log Σ w_j e^{s_j}. r is the residual stream, Δ what a head or a whole 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from massieu.errors import InputError
+from massieu.probing.record import Statistic
 
 GROUPS = ATTENTION, VALUES, CLIMB, MAPS, EXPANSION = ("attention", "values", "climb", "maps", "expansion")
 _COSTS = {
@@ -33,43 +33,9 @@ _KEY_ORIGIN = (
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class Statistic:
-    """One number the probe reports, and all that a reader must know about it.
-
-    Attributes:
-        headline: may be compared between heads; invariant under a constant added to a head's keys.
-        gauge_dependent: changes with that constant, which softmax cannot see; never a headline.
-        signed: zero or the control is the natural centre of its scale.
-        control: the control its map is compared with (a qualifier of the result table), or None.
-        cost: of its group.
-        measure: computes it; what of, and in which shape, is said in the group's file.
-    """
-
-    name: str
-    title: str
-    formula: str
-    claim: str
-    paper: str
-    group: str
-    question: str
-    caveat: str
-    unit: str
-    scope: str
-    headline: bool
-    gauge_dependent: bool
-    signed: bool
-    control: str | None
-    cost: str
-    measure: Callable[..., Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """What ``run.json`` says of it."""
-        return {name: value for name, value in vars(self).items() if name != "measure"}
-
-
 STATISTICS: dict[str, Statistic] = {}
 """Those that are registered, by name."""
+_MEASURES: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in GROUPS}
 
 
 def statistic(
@@ -110,7 +76,8 @@ def statistic(
         warned = caveat or (_KEY_ORIGIN if gauge_dependent else _DESCRIPTION)
         said = (own, title, formula, claim, paper, group, asked, warned, unit, scope)
         compared = not gauge_dependent if headline is None else headline
-        STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, _COSTS[group], measure)
+        STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, _COSTS[group])
+        _MEASURES[group][own] = measure
         return measure
 
     return register
@@ -118,7 +85,7 @@ def statistic(
 
 def measures(group: str) -> dict[str, Callable[..., Any]]:
     """The functions of a group by their statistics' names, in the order of registration."""
-    return {name: each.measure for name, each in STATISTICS.items() if each.group == group}
+    return _MEASURES[group]
 
 
 def select(names: Sequence[str] | None) -> tuple[frozenset[str], frozenset[str]]:
