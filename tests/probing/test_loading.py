@@ -116,20 +116,20 @@ def test_missing_weights_stop_the_probe_too(save):
 @pytest.mark.medium
 def test_weights_off_the_way_may_be_missing_and_are_named(save):
     found = massieu.describe(save(bert()))  # a masked language model has a head, and no pooler
-    assert "2 weights are not read" in found.model["missing_weights"]
-    assert "pooler.dense.bias, pooler.dense.weight" in found.model["missing_weights"]
-    assert "5 weights are in the checkpoint but not in the model" in found.model["unexpected_weights"]
-    assert "cls.predictions.bias" in found.model["unexpected_weights"]
-    assert found.model["weights"] == "safetensors"
+    assert "2 weights are not read" in found.model.missing_weights
+    assert "pooler.dense.bias, pooler.dense.weight" in found.model.missing_weights
+    assert "5 weights are in the checkpoint but not in the model" in found.model.unexpected_weights
+    assert "cls.predictions.bias" in found.model.unexpected_weights
+    assert found.model.weights == "safetensors"
     assert not found.warnings
-    assert massieu.describe(save(gpt2())).model["missing_weights"] == "none"
-    assert massieu.describe(gpt2().eval()).model["missing_weights"] is None  # in memory: not known
+    assert massieu.describe(save(gpt2())).model.missing_weights == "none"
+    assert massieu.describe(gpt2().eval()).model.missing_weights is None  # in memory: not known
 
 
 @pytest.mark.medium
 def test_layers_that_the_configuration_leaves_out_are_warned_of(save):
     found = massieu.describe(save(bert(), num_hidden_layers=2))
-    assert found.model["layers"] == 2
+    assert found.model.layers == 2
     assert len(found.warnings) == 1
     assert "16 weights in layers like those measured" in found.warnings[0]
     assert "bert.encoder.layer.2." in found.warnings[0]
