@@ -94,7 +94,7 @@ def peak(times: int) -> None:
     batches = TextBatches(loaded.tokenizer, documents, max_length=256, max_tokens=16_000 * times, batch_size=8)
     result = massieu.probe(loaded.module, (b.inputs for b in batches))
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"times": times, "tokens": result.run["text"]["tokens"], "peak_mib": kib / 1024}))
+    print(json.dumps({"times": times, "tokens": result.run.text.tokens, "peak_mib": kib / 1024}))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from massieu.cli.commands import app
 from massieu.errors import InputError, MissingExtraError, require_extra
 from massieu.probing import result as result_module
 from massieu.probing import run as run_module
+from massieu.probing.record import Finding, ModelRecord, RunRecord, TextRecord
 from massieu.probing.statistics.registry import STATISTICS
 
 COMMAND = [sys.executable, "-m", "massieu.cli"]
@@ -72,19 +73,16 @@ class _Result:
         self.trouble: str | None = None
         self.saved: list[tuple[Path, str]] = []
         self.findings = [
-            {"title": "Attention on the first token", "sentence": "3 of 72 heads look at [CLS]."},
-            {"title": "Sharpest heads", "sentence": "Layer 0 head 1."},
+            Finding("a", "Attention on the first token", "3 of 72 heads look at [CLS]."),
+            Finding("b", "Sharpest heads", "Layer 0 head 1."),
         ]
-        self.run = {
-            "model": {"name": "a model"},
-            "text": {
-                "tokens": 12345,
-                "windows": 48,
-                "source": "text.txt",
-                "dropped": "the last 3 tokens were left out",
-            },
-            "warnings": ["2 queries had NaN"],
-        }
+        self.run = RunRecord(
+            complete=complete,
+            model=ModelRecord("a model"),
+            text=TextRecord("text.txt", tokens=12345, windows=48, dropped="the last 3 tokens were left out"),
+            findings=self.findings,
+            warnings=["2 queries had NaN"],
+        )
 
     def save(self, folder: Path, format: str) -> Path:
         if self.broken is not None:

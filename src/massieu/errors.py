@@ -5,11 +5,30 @@ from types import ModuleType
 
 
 class InputError(ValueError):
-    """Bad input: the message names what was given and what is needed."""
+    """Bad input: the message names what was given and what is needed.
+
+    Example:
+        >>> import massieu
+        >>> try:
+        ...     massieu.probe(max_length=2)
+        ... except massieu.InputError as error:
+        ...     print(error)
+        max_length must be at least 4, got 2
+    """
 
 
 class MissingExtraError(InputError):
-    """An optional dependency is not installed: the message holds the pip command that installs it."""
+    """An optional dependency is not installed: the message holds the pip command that installs it.
+
+    Example:
+        >>> import massieu
+        >>> from massieu.errors import require_extra
+        >>> try:
+        ...     require_extra("no_such_module", "probe")
+        ... except massieu.MissingExtraError as error:
+        ...     print(error)
+        no_such_module is not installed; install it with: pip install "massieu[probe]"
+    """
 
 
 class ConvergenceError(RuntimeError):

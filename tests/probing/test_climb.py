@@ -204,7 +204,7 @@ def test_ascent_along_the_heads_own_gradient_always_climbs():
     results = reading.results[LAYER]
     assert (part(results.climb, "own_write", "step_log_partition") > 0).all()
     assert results.maps is not None
-    assert np.allclose(np.diag(results.maps.cosine), 1.0, atol=1e-12)
+    assert np.allclose(np.diag(results.maps.values["write_score_cosine"]), 1.0, atol=1e-12)
 
 
 @every_row("name", ["bert", "gpt2", "llama"])
@@ -229,11 +229,11 @@ def test_cosines_and_symmetric_shares_from_full_matrices(name):
         for h in range(4):
             write, score = out[g] @ v[g], q[h].T @ k[h]
             wanted = (write * score).sum() / (write.norm() * score.norm())
-            assert np.isclose(maps.cosine[g, h], wanted, atol=1e-6)
+            assert np.isclose(maps.values["write_score_cosine"][g, h], wanted, atol=1e-6)
     for h in range(4):
         score = q[h].T @ k[h]
         symmetric = ((score + score.T) / 2).norm() ** 2 / score.norm() ** 2
-        assert np.isclose(maps.symmetric_share[h], symmetric, atol=1e-6)
+        assert np.isclose(maps.values["symmetric_share"][h], symmetric, atol=1e-6)
 
 
 def test_rotation_null_by_simulation():

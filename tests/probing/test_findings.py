@@ -37,9 +37,9 @@ def test_the_winners_curse_is_lifted():
 def test_without_its_statistic_a_finding_says_what_it_needs():
     empty = TableBuilder().frame()
     cards = findings(empty, empty)
-    assert [card["id"] for card in cards] == ["sink", "sharpness", "climb", "collapse"]
-    assert {card["sentence"] for card in cards} == {"No number in this run."}
-    assert cards[0]["caveat"] == "Needs the statistic weight_first."
+    assert [card.id for card in cards] == ["sink", "sharpness", "climb", "collapse"]
+    assert {card.sentence for card in cards} == {"No number in this run."}
+    assert cards[0].caveat == "Needs the statistic weight_first."
 
 
 def test_a_sink_is_counted_and_named():
@@ -52,7 +52,7 @@ def test_a_sink_is_counted_and_named():
         table.add("block.1", 1, f"weight_first{suffix}", np.array(weight), 0.01, 10)
     card = findings(table.frame(), TableBuilder().frame())[0]
     said = "1 of 2 heads (1 head without a number) put more than half of their attention on the first token."
-    assert card["sentence"].startswith(said)
-    assert "The strongest, layer 1 head 0, puts 1.000 ± 0.010 there." in card["sentence"]
-    assert (card["value"], card["standard_error"], card["count"], card["heads"]) == (1.0, 0.01, 10, [[1, 0]])
-    assert card["control"] == "No control."
+    assert card.sentence.startswith(said)
+    assert "The strongest, layer 1 head 0, puts 1.000 ± 0.010 there." in card.sentence
+    assert (card.value, card.standard_error, card.count, card.heads) == (1.0, 0.01, 10, [(1, 0)])
+    assert card.control == "No control."

@@ -234,14 +234,14 @@ def test_a_real_decoder(monkeypatch):
     statistics = ["weight_first", "entropy", "log_partition"]
     result = massieu.probe(file, max_tokens=4 * TOKENS, max_length=TOKENS, statistics=statistics)
     run = result.run
-    assert (run["model"]["layers"], run["model"]["heads"]) == (30, 270)
-    assert run["model"]["weights"] == "GGUF (Q4_1, F32, Q8_0), dequantised to float32"
-    assert run["model"]["missing_weights"] == "none"
-    assert run["model"]["unexpected_weights"] == "none"
-    assert run["self_check"]["passed"]
-    assert run["self_check"]["error"] < 1e-4
-    assert run["text"]["unknown_share"] == 0
-    assert not run["warnings"]
+    assert (run.model.layers, run.model.heads) == (30, 270)
+    assert run.model.weights == "GGUF (Q4_1, F32, Q8_0), dequantised to float32"
+    assert run.model.missing_weights == "none"
+    assert run.model.unexpected_weights == "none"
+    assert run.self_check.passed
+    assert run.self_check.error < 1e-4
+    assert run.text.unknown_share == 0
+    assert not run.warnings
 
     loaded = kept[0]
     rows = [
@@ -249,7 +249,7 @@ def test_a_real_decoder(monkeypatch):
         for batch in TextBatches(loaded.tokenizer, reference_documents, max_length=TOKENS, max_tokens=4 * TOKENS)
     ]
     ids = torch.cat(rows)
-    assert run["text"]["windows"] == len(ids)
+    assert run.text.windows == len(ids)
 
     def measured(statistic: str) -> np.ndarray:
         found = result.heads.filter(polars.col("statistic") == statistic).sort("site", "head")
@@ -270,5 +270,5 @@ def test_a_real_decoder(monkeypatch):
     first = np.stack([layer[..., 0].double().mean((0, 2)).numpy() for layer in shown])
     # Two ways to the same attention in float32: differences of rounding grow over 30 layers and are multiplied by scores.
     assert np.allclose(measured("weight_first"), first, rtol=5e-3, atol=1e-5)
-    said = int(result.findings[0]["sentence"].partition(" of 270 heads put more than half")[0])
+    said = int(result.findings[0].sentence.partition(" of 270 heads put more than half")[0])
     assert 0 < (first > 0.501).sum() <= said <= (first > 0.499).sum() < 270

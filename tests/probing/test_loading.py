@@ -116,20 +116,20 @@ def test_missing_weights_stop_the_probe_too(save):
 @pytest.mark.medium
 def test_weights_off_the_way_may_be_missing_and_are_named(save):
     found = massieu.describe(save(bert()))  # a masked language model has a head, and no pooler
-    assert "2 weights are not read" in found.model["missing_weights"]
-    assert "pooler.dense.bias, pooler.dense.weight" in found.model["missing_weights"]
-    assert "5 weights are in the checkpoint but not in the model" in found.model["unexpected_weights"]
-    assert "cls.predictions.bias" in found.model["unexpected_weights"]
-    assert found.model["weights"] == "safetensors"
+    assert "2 weights are not read" in found.model.missing_weights
+    assert "pooler.dense.bias, pooler.dense.weight" in found.model.missing_weights
+    assert "5 weights are in the checkpoint but not in the model" in found.model.unexpected_weights
+    assert "cls.predictions.bias" in found.model.unexpected_weights
+    assert found.model.weights == "safetensors"
     assert not found.warnings
-    assert massieu.describe(save(gpt2())).model["missing_weights"] == "none"
-    assert massieu.describe(gpt2().eval()).model["missing_weights"] is None  # in memory: not known
+    assert massieu.describe(save(gpt2())).model.missing_weights == "none"
+    assert massieu.describe(gpt2().eval()).model.missing_weights is None  # in memory: not known
 
 
 @pytest.mark.medium
 def test_layers_that_the_configuration_leaves_out_are_warned_of(save):
     found = massieu.describe(save(bert(), num_hidden_layers=2))
-    assert found.model["layers"] == 2
+    assert found.model.layers == 2
     assert len(found.warnings) == 1
     assert "16 weights in layers like those measured" in found.warnings[0]
     assert "bert.encoder.layer.2." in found.warnings[0]
@@ -398,8 +398,8 @@ def test_the_share_of_unknown_tokens_is_said_and_above_a_twentieth_warned_of(sav
     for known, unknown in ((38, 2), (37, 3), (0, 40)):
         text = " ".join(["cat"] * known + ["qwertz"] * unknown)
         result = massieu.probe(folder, texts=[text] * 3, packing=False, max_length=64, statistics=["entropy"])
-        assert result.run["text"]["unknown_share"] == pytest.approx(unknown / 40)
-        warned = [each for each in result.run["warnings"] if "unknown to the tokenizer" in each]
+        assert result.run.text.unknown_share == pytest.approx(unknown / 40)
+        warned = [each for each in result.run.warnings if "unknown to the tokenizer" in each]
         assert len(warned) == (unknown / 40 > 0.05)
         page = result.save(tmp_path / f"out-{unknown}") / "report.html"
         assert "unknown share" in page.read_text()
@@ -476,10 +476,10 @@ def test_strings_are_read_as_files_are(save, tmp_path):
     files = massieu.probe(folder, text=[tmp_path / "0.txt", tmp_path / "1.txt"], **options)
     given = massieu.probe(folder, texts=strings, **options)
     assert given.heads.equals(files.heads)
-    assert given.run["text"]["documents"] == 2
-    assert given.run["text"]["source"] == "2 strings"
+    assert given.run.text.documents == 2
+    assert given.run.text.source == "2 strings"
     one = massieu.probe(folder, texts=strings[0], **options)
-    assert one.run["text"]["source"] == "1 string"
+    assert one.run.text.source == "1 string"
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------

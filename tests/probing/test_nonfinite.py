@@ -49,13 +49,13 @@ def broken(weight, value=torch.nan, name="bert", entry=0):
 def test_a_broken_weight_is_named_first(weight, value, what, tmp_path):
     result = massieu.probe(broken(weight, value), batches(), max_length=20)
     assert result.trouble == f"the model is broken: {what} in the weight {weight}"
-    assert result.run["trouble"]["first"] == weight
-    check = result.run["self_check"]
-    assert check["passed"] == ("pooler" in weight), "the check passes only where the model's numbers are numbers"
+    assert result.run.trouble.first == weight
+    check = result.run.self_check
+    assert check.passed == ("pooler" in weight), "the check passes only where the model's numbers are numbers"
     page = (result.save(tmp_path) / "report.html").read_text()
     header = page[page.index("<h1>") : page.index("</header>")]
     assert result.trouble.removeprefix("the") in header
-    assert ("✓ passed" in header) == check["passed"]
+    assert ("✓ passed" in header) == check.passed
     assert result.trouble in repr(ProbeResult.load(tmp_path)).splitlines()[1]
 
 
@@ -68,18 +68,18 @@ def test_a_model_of_nan_alone_has_no_numbers(length):
             parameter.fill_(torch.nan)
     result = massieu.probe(model, batches(length=length), max_length=20)
     assert "NaN" in result.trouble
-    assert not result.run["self_check"]["passed"]
-    assert result.run["self_check"]["error"] is None
+    assert not result.run.self_check.passed
+    assert result.run.self_check.error is None
     counted = result.heads.filter(~polars.col("statistic").str.contains("cosine|symmetric|reinitialised|rotation"))
     assert counted["value"].is_null().all()
-    assert all("of 0 heads" not in f["sentence"] and "0 of 12" not in f["sentence"] for f in result.findings)
+    assert all("of 0 heads" not in f.sentence and "0 of 12" not in f.sentence for f in result.findings)
 
 
 @pytest.mark.medium
 def test_heads_without_a_number_are_not_counted_among_those_with_one():
     model = broken("encoder.layer.2.attention.self.query.bias", entry=2 * 12)  # head 2 of 4
     result = massieu.probe(model, batches(), max_length=20)
-    sink = result.findings[0]["sentence"]
+    sink = result.findings[0].sentence
     assert "of 11 heads (1 head without a number)" in sink
 
 
@@ -122,7 +122,7 @@ def test_an_overflow_on_some_batches_only_is_found_there(where, said):
         return
     assert said in result.trouble
     assert "float16 may overflow" in result.trouble
-    assert result.run["trouble"]["first"] in ("drop", "h.0.ln_1"), "the embeddings' sum, or what reads it first"
+    assert result.run.trouble.first in ("drop", "h.0.ln_1"), "the embeddings' sum, or what reads it first"
     entropy = result.heads.filter(polars.col("statistic") == "entropy")
     assert np.isfinite(entropy["value"].to_numpy()).all(), "other windows keep their numbers"
 

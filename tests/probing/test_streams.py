@@ -15,7 +15,6 @@ from massieu.probing.check import first_look
 from massieu.probing.model import model_inputs
 from massieu.probing.reading import Options, Reading
 from massieu.probing.sites import find_sites, first_pass
-from massieu.probing.statistics.attention import PER_QUERY
 from massieu.probing.units import Units
 
 _BART = {
@@ -83,7 +82,7 @@ def read(model, given, special):
     sites = first_look(model, given).sites
     reading = Reading(model, sites, Options(frozenset({"attention"}), Units(), 20))
     reading.forward(given, special, [], range(len(special)))
-    names = [PER_QUERY.index(name) for name in ("entropy", "weight_special")]
+    names = [reading.results[0].attention.names.index(name) for name in ("entropy", "weight_special")]
     return sites, [[r.attention.ratio.value()[n] for n in names] for r in reading.results]
 
 
@@ -102,7 +101,7 @@ def test_a_decoder_alone_reads_the_text(name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING)
     assert not any(info.in_decoder for info in sites)
     run = massieu.probe(model, [given], max_length=20, statistics=["entropy"]).run
-    assert {(s["query_tokens"], s["key_tokens"]) for s in run["sites"]} == {("text", "text")}
+    assert {(s.query_tokens, s.key_tokens) for s in run.sites} == {("text", "text")}
 
 
 @pytest.mark.medium
@@ -141,7 +140,7 @@ def test_special_tokens_that_are_not_known_have_no_weight():
     """Batches do not say which tokens are special: the weight on them is not 0 but unknown."""
     result = massieu.probe(zoo.model("gpt2"), [batch()], max_length=20, statistics=["attention"])
     assert "weight_special" not in set(result.heads["statistic"])
-    assert all("special" in s["unavailable"]["weight_special"] for s in result.run["sites"])
+    assert all("special" in s.unavailable["weight_special"] for s in result.run.sites)
     assert "weight_first" in set(result.heads["statistic"])
 
 
@@ -154,10 +153,10 @@ def test_differential_attention_has_as_many_layers_as_the_model():
     """DiffLlama applies one attention matrix to two sets of values: that is one site, seen once."""
     model, given = sharp(lambda: hf.DiffLlamaModel(DIFFERENTIAL)), batch()
     result = massieu.probe(model, [given], max_length=20)
-    assert (result.run["model"]["layers"], result.run["model"]["heads"]) == (3, 12)
-    assert result.run["unavailable"] == []
-    assert all("2 sets of values" in s["unavailable"]["values"] for s in result.run["sites"])
-    kinds = [s["kind"] for s in result.run["sublayers"]]
+    assert (result.run.model.layers, result.run.model.heads) == (3, 12)
+    assert result.run.unavailable == []
+    assert all("2 sets of values" in s.unavailable["values"] for s in result.run.sites)
+    kinds = [s.kind for s in result.run.sublayers]
     assert kinds[:4] == ["norm", "attention", "norm", "feed_forward"]
     real = given["attention_mask"].bool()
     expected = np.concatenate([averages(w, real, real)[0] for w in weights_of(model, given).attentions])
@@ -190,8 +189,8 @@ def test_self_and_cross_attention_of_one_name_are_one_layer():
     ).eval()
     pair.config.decoder_start_token_id, pair.config.pad_token_id = 1, 0
     run = massieu.probe(pair, [batch()], max_length=20, statistics=["entropy"]).run
-    assert run["model"]["layers"] == 3 + 3
-    decoder = [(s["layer"], s["kind"], s["query_tokens"], s["key_tokens"]) for s in run["sites"][3:]]
+    assert run.model.layers == 3 + 3
+    decoder = [(s.layer, s.kind, s.query_tokens, s.key_tokens) for s in run.sites[3:]]
     assert decoder == [
         (layer, *kind)
         for layer in range(3)
@@ -204,7 +203,7 @@ def test_self_and_cross_attention_of_one_name_are_one_layer():
 def test_an_image_model_has_read_its_patches(name, tokens):
     """32 × 32 pixels: 4 × 4 patches and a class token, or 16 × 16 patches."""
     result = massieu.probe(zoo.model(name), [zoo.inputs(name), zoo.inputs(name, seed=2)], statistics=["entropy"])
-    assert result.run["text"]["tokens"] == tokens
+    assert result.run.text.tokens == tokens
 
 
 @pytest.mark.medium
@@ -224,7 +223,7 @@ def test_padding_of_sound_enters_no_average():
     frames = [model._get_feat_extract_output_lengths(int(n)).item() for n in mask.sum(1)]
     entropy = result.heads.filter(polars.col("statistic") == "entropy")
     assert set(entropy["count"]) == {sum(frames)}
-    assert result.run["text"]["tokens"] == sum(frames)
+    assert result.run.text.tokens == sum(frames)
     real = torch.arange(frames[0])[None] < torch.tensor(frames)[:, None]
     expected = np.concatenate([averages(w, real, real)[0] for w in weights_of(model, given).attentions])
     np.testing.assert_allclose(entropy["value"].to_numpy(), expected, rtol=0, atol=ROUNDING)

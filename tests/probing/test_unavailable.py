@@ -78,13 +78,13 @@ def given(name, seed=1):
 def test_models_with_other_tables_of_positions_are_read_whole(name):
     model = made(name)
     result = massieu.probe(model, [given(name, seed) for seed in range(3)], max_length=20)
-    assert result.run["self_check"]["passed"]
-    assert result.run["unavailable"] == []
+    assert result.run.self_check.passed
+    assert result.run.unavailable == []
     assert result.trouble is None
-    assert not any("climb" in site["unavailable"] for site in result.run["sites"])
+    assert not any("climb" in site.unavailable for site in result.run.sites)
     for statistic in ("entropy", "update_slope_selective", "update_step_selective"):
         found = result.heads.filter(polars.col("statistic") == statistic)
-        assert found.height == result.run["model"]["heads"], statistic
+        assert found.height == result.run.model.heads, statistic
         assert np.isfinite(found["value"].to_numpy()).all()
 
 
@@ -151,11 +151,11 @@ def test_one_statistic_that_fails_is_left_out_with_its_reason(name, lost, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_module, name, failing)
         result = massieu.probe(zoo.model("gpt2"), [zoo.inputs("gpt2", seed=s) for s in range(3)], max_length=20)
-    reasons = {e["statistic"]: e["reason"] for e in result.run["unavailable"] if e["of"] == "model"}
+    reasons = {e.statistic: e.reason for e in result.run.unavailable if e.of == "model"}
     assert reasons[lost] == "ArithmeticError: this one cannot be computed here"
-    assert any(w.startswith(f"{lost} could not be computed") for w in result.run["warnings"])
-    gone = {s["name"] for s in whole.run["statistics"]} - {s["name"] for s in result.run["statistics"]}
-    groups = {s["name"]: s["group"] for s in whole.run["statistics"]}
+    assert any(w.startswith(f"{lost} could not be computed") for w in result.run.warnings)
+    gone = {s.name for s in whole.run.statistics} - {s.name for s in result.run.statistics}
+    groups = {s.name: s.group for s in whole.run.statistics}
     assert {groups[n] for n in gone} == {lost} | ({"values"} if lost == "climb" else set())
     base = polars.col("statistic").str.split("/").list.first()
     assert result.table.filter(base.is_in(list(gone))).height == 0
@@ -188,4 +188,4 @@ def test_a_probe_in_inference_mode_is_the_same_probe():
         massieu.describe(zoo.model("llama"))
         assert torch.is_inference_mode_enabled()
     assert found.table.equals(expected.table)
-    assert images.run["unavailable"] == []
+    assert images.run.unavailable == []

@@ -21,7 +21,7 @@ HOSTILE = [
 
 
 class Results(NamedTuple):
-    run: dict[str, Any]
+    run: Any  # a dictionary as `run.json` holds it; of the fixture, the record
     details: dict[str, Any]
     heads: polars.DataFrame
     layers: polars.DataFrame

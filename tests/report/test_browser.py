@@ -81,9 +81,9 @@ def values_of(results: Results, statistic: str) -> dict[tuple[str, int], float]:
 def assert_map_shows(page: Page, results: Results, expected: dict[tuple[str, int], float], size: float = 0) -> None:
     """The map holds the expected numbers, to the relative error 2^-16 of packed numbers of the given size."""
     cells = page.cells()
-    for row, site in enumerate(results.run["sites"]):
-        for head in range(site["heads"]):
-            assert cells[row][head] == pytest.approx(expected[site["name"], head], rel=2**-16, abs=2 * 2**-16 * size)
+    for row, site in enumerate(results.run.sites):
+        for head in range(site.heads):
+            assert cells[row][head] == pytest.approx(expected[site.name, head], rel=2**-16, abs=2 * 2**-16 * size)
 
 
 def assert_quiet(page: Page) -> None:
@@ -201,13 +201,13 @@ def test_tokens_tell_their_strongest_keys(
 @pytest.mark.slow
 def test_keys_of_cross_attention_are_another_text(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
     page, run = open_page("encoder_decoder"), results["encoder_decoder"].run
-    (cross, *_) = [site["index"] for site in run["sites"] if site["kind"] == "cross"]
+    (cross, *_) = [site.index for site in run.sites if site.kind == "cross"]
     page.choose("#site", cross)
     assert "wonderful" in page.text("#tokens")
     assert page.text("#keys").replace("\u200b", "").startswith("Das")
     assert page.run("document.querySelectorAll('#keys .token.key').length") == 5
     assert page.run("document.querySelectorAll('#tokens .token.key').length") == 0
-    page.choose("#site", run["sites"][-1]["index"])
+    page.choose("#site", run.sites[-1].index)
     assert_quiet(page)
 
 

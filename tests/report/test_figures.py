@@ -37,7 +37,7 @@ def test_the_least_and_the_largest_head_have_the_ends_of_the_scale(results: dict
         rows = result.heads.filter(polars.col("statistic") == name)
         cells = list(svg_of(head_map_html(result.run, result.heads, name)).iter(f"{SVG}rect"))
         values = dict(zip(zip(rows["site"], rows["head"], strict=True), rows["value"], strict=True))
-        order = [(site["name"], head) for site in result.run["sites"] for head in range(site["heads"])]
+        order = [(site.name, head) for site in result.run.sites for head in range(site.heads)]
         fills = {key: cell.get("fill") for key, cell in zip(order, cells[-len(order) :], strict=True)}
         if scale is SEQUENTIAL:
             assert fills[min(values, key=values.__getitem__)] == scale[0]
@@ -51,9 +51,9 @@ def test_the_least_and_the_largest_head_have_the_ends_of_the_scale(results: dict
 def test_the_map_stands_beside_the_findings(results: dict[str, Results]) -> None:
     result = results["encoder"]
     fragment = head_map_html(result.run, result.heads, "selective_log_partition")
-    for finding in result.run["findings"]:
-        assert finding["sentence"] in fragment
-        assert finding["caveat"] in fragment
+    for finding in result.run.findings:
+        assert finding.sentence in fragment
+        assert finding.caveat in fragment
     assert "<script" not in fragment
 
 

@@ -15,6 +15,7 @@ from synthetic_results import HOSTILE, encoder
 from tests.rows import every_row
 
 from massieu.errors import MissingExtraError
+from massieu.probing.stored import run_of
 from massieu.report.page import render
 
 KINDS = ("encoder", "large", "encoder_decoder", "bare", "hostile")
@@ -179,9 +180,9 @@ def test_examples_and_histograms_are_those_of_the_details(parsed: dict[str, Pars
 
 def test_first_screen_holds_strip_and_cards(parsed: dict[str, Parsed], results: dict) -> None:
     text, run = parsed["encoder"].text, results["encoder"].run
-    for finding in run["findings"]:
+    for finding in run.findings:
         for part in ("title", "sentence", "control", "caveat", "unit"):
-            assert finding[part] in text
+            assert getattr(finding, part) in text
     assert "4.31 ± 0.05 nats" in " ".join(text.split())
     for part in ("all-MiniLM-L6-v2", "b3f1c9a04d7e5512", "pydoc_data.topics", "60 units", "✓ passed", "✓ complete"):
         assert part in text
@@ -195,9 +196,9 @@ def test_a_head_that_several_sites_have_is_not_linked(parsed: dict[str, Parsed])
 
 def test_methods_name_every_statistic(parsed: dict[str, Parsed], results: dict) -> None:
     text = " ".join(parsed["encoder"].text.split())
-    for entry in results["encoder"].run["statistics"]:
+    for entry in results["encoder"].run.statistics:
         for part in ("title", "name", "formula", "paper", "caveat", "cost"):
-            assert entry[part] in text
+            assert getattr(entry, part) in text
     assert text.count("depends on the key origin") >= 5
     for guard in ("candidate no-op", "not information from it", "no equilibrium is claimed", "this text", "this model"):
         assert guard in text
@@ -219,13 +220,14 @@ def test_missing_parts_are_said_in_a_sentence(parsed: dict[str, Parsed]) -> None
 
 
 def test_the_same_result_gives_the_same_page(pages: dict[str, str]) -> None:
-    assert render(*encoder()) == pages["encoder"]
+    made = encoder()
+    assert render(run_of(made.run, "made up"), *made[1:]) == pages["encoder"]
 
 
 def test_a_run_that_lacks_optional_parts_is_drawn() -> None:
     result = encoder(layers=1, heads=2)
-    run = {"model": None, "complete": False, "sites": [], "sublayers": []}
-    page = Parsed(render(run, {}, result.heads, result.layers))
+    run = {"model": None, "complete": False, "findings": [], "sites": [], "sublayers": []}
+    page = Parsed(render(run_of(run, "made up"), {}, result.heads, result.layers))
     assert page.data()["sites"][0]["heads"] == 2
     assert len(page.data()["layers"]["sublayers"]) == 4
 
@@ -235,4 +237,4 @@ def test_a_missing_package_names_the_command(package: str, monkeypatch: pytest.M
     result = encoder(layers=1, heads=1)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=r'pip install "massieu\[probe\]"'):
-        render(*result)
+        render(run_of(result.run, "made up"), *result[1:])

@@ -14,6 +14,8 @@ from synthetic_results import encoder_decoder
 from tests.rows import every_row
 from tokenizers import pre_tokenizers
 
+from massieu.probing.record import RunRecord
+from massieu.probing.stored import run_of
 from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
 from massieu.report.encode import Block, script_json
 from massieu.report.tables import sites_of
@@ -90,7 +92,7 @@ def test_script_json_cannot_leave_its_element(value: object) -> None:
 
 def test_sites_of_one_layer_get_different_labels() -> None:
     results = encoder_decoder()
-    labels = [site.label for site in sites_of(results.run, results.heads)]
+    labels = [site.label for site in sites_of(run_of(results.run, "made up"), results.heads)]
     assert labels[:3] == ["enc 0", "enc 1", "enc 2"]
     assert labels[3:5] == ["dec 0 causal", "dec 0 cross"]
     assert len(set(labels)) == len(labels)
@@ -98,7 +100,7 @@ def test_sites_of_one_layer_get_different_labels() -> None:
 
 def test_a_site_that_only_the_table_knows_gets_a_row() -> None:
     table = polars.DataFrame({"site": ["a", "a", "b"], "layer": [0, 0, 0], "head": [0, 1, 0], "statistic": ["x"] * 3})
-    sites = sites_of({"sites": []}, table)
+    sites = sites_of(RunRecord(complete=True, findings=[]), table)
     assert [(site.name, site.label, site.heads, site.first) for site in sites] == [
         ("a", "0", 2, 0),
         ("b", "0 #2", 1, 2),

@@ -12,27 +12,25 @@ import typer
 from massieu.cli.streams import say
 
 if TYPE_CHECKING:
+    from massieu.probing.record import Statistic
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import ProbeProgress
-    from massieu.probing.statistics.registry import Statistic
 
 
 def summarise(result: "ProbeResult", folder: Path) -> None:
     if result.trouble:
         say(result.trouble)
-    text = result.run["text"]
-    model, unknown = result.run["model"], text.get("unknown_share")
+    model, text = result.run.model, result.run.text
+    unknown = text.unknown_share
     strange = "" if unknown is None else f", {100 * unknown:.3g} % of them unknown to the tokenizer"
-    typer.echo(
-        f"{model['name']}: {text['tokens']:,} tokens in {text['windows']:,} windows of {text['source']}{strange}"
-    )
-    for note in (text["dropped"], model.get("missing_weights"), model.get("unexpected_weights")):
+    typer.echo(f"{model.name}: {text.tokens:,} tokens in {text.windows:,} windows of {text.source}{strange}")
+    for note in (text.dropped, model.missing_weights, model.unexpected_weights):
         if note not in (None, "none"):
             typer.echo(f"note: {note}")
     for finding in result.findings:
-        typer.echo(f"\n{typer.style(finding['title'], bold=True)}\n  {finding['sentence']}")
+        typer.echo(f"\n{typer.style(finding.title, bold=True)}\n  {finding.sentence}")
     typer.echo()
-    for warning in result.run["warnings"]:
+    for warning in result.run.warnings:
         say(f"warning: {warning}")
     typer.echo(f"page: {folder / 'report.html'}")
 

@@ -5,35 +5,18 @@ largest of many noisy numbers is not taken at its word.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from massieu.foundation.numbers import MINUS, number, with_error
+from massieu.probing.record import Finding
 
 Place = tuple[str, int | None]
 Cell = tuple[float, float, int]
 _MISSING: Cell = (float("nan"), float("nan"), 0)
 MOSTLY = 0.5
 SIGNIFICANT = 0.05
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One card: what was found, and all that is needed to read it rightly."""
-
-    id: str
-    title: str
-    sentence: str
-    value: float | None = None
-    standard_error: float | None = None
-    unit: str = ""
-    control: str = ""
-    count: int = 0
-    caveat: str = ""
-    statistic: str | None = None
-    heads: list[list[int]] = field(default_factory=list)
 
 
 class _Lookup:
@@ -68,9 +51,9 @@ class _Lookup:
         where = f"layer {self.layers[place[0]]}" if len(sites) == 1 else place[0]
         return f"{where} head {place[1]}"
 
-    def pair(self, place: Place) -> list[int]:
+    def pair(self, place: Place) -> tuple[int, int]:
         layer, head = self.layers[place[0]], place[1]
-        return [layer if layer is not None else -1, head if head is not None else -1]
+        return layer if layer is not None else -1, head if head is not None else -1
 
     def extreme(self, statistic: str, *, largest: bool) -> tuple[Place, Cell] | None:
         """The most extreme place by the first half of the text, with its cell from the second half.
@@ -224,11 +207,7 @@ def _absent(identity: str, title: str, statistic: str) -> Finding:
     return Finding(identity, title, "No number in this run.", caveat=f"Needs the statistic {statistic}.")
 
 
-def findings(heads: Any, layers: Any) -> list[dict[str, Any]]:
+def findings(heads: Any, layers: Any) -> list[Finding]:
     """The four findings, made from the two tables alone."""
     by_head, by_layer = _Lookup(heads), _Lookup(layers)
-    cards = [_sink(by_head), _sharpness(by_head), _climb(by_head), _collapse(by_layer)]
-    return [
-        {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in asdict(card).items()}
-        for card in cards
-    ]
+    return [_sink(by_head), _sharpness(by_head), _climb(by_head), _collapse(by_layer)]

@@ -23,6 +23,7 @@ from massieu.probing.checkpoint import (
     some,
     weights_are,
 )
+from massieu.probing.record import ModelRecord
 from massieu.probing.seeding import OwnGenerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -59,22 +60,20 @@ class LoadedModel:
     unexpected: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> ModelRecord:
         """The ``model`` entry of ``run.json``; layers and heads are filled in once the sites are known."""
         first = next(self.module.parameters())
         config = getattr(self.module, "config", None)
-        return {
+        return ModelRecord(
             **{name: getattr(self, name) for name in ("name", "hash", "revision", "weights")},
-            "architecture": type(self.module).__name__,
-            "parameters": sum(p.numel() for p in self.module.parameters()),
-            "dtype": str(first.dtype).removeprefix("torch."),
-            "device": str(first.device),
-            "layers": None,
-            "heads": None,
-            "hidden_size": getattr(config, "hidden_size", None),
-            "missing_weights": self._listed((*self.missing, *self.reshaped), _RANDOM),
-            "unexpected_weights": self._listed(self.unexpected, "in the checkpoint but not in the model, and not used"),
-        }
+            architecture=type(self.module).__name__,
+            parameters=sum(p.numel() for p in self.module.parameters()),
+            dtype=str(first.dtype).removeprefix("torch."),
+            device=str(first.device),
+            hidden_size=getattr(config, "hidden_size", None),
+            missing_weights=self._listed((*self.missing, *self.reshaped), _RANDOM),
+            unexpected_weights=self._listed(self.unexpected, "in the checkpoint but not in the model, and not used"),
+        )
 
     def _listed(self, names: Collection[str], what: str) -> str | None:
         if not self.from_files:

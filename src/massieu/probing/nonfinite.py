@@ -1,7 +1,6 @@
 """NaN and infinities in a model: noticed in every batch, and traced to the first place where they arise."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,22 +8,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from massieu.probing.capture import AttentionCall
+from massieu.probing.record import Trouble
 from massieu.probing.watching import hooked
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Why numbers are missing: what the model's own numbers are, and where that begins.
-
-    Attributes:
-        sentence: all of it, for the top of the page and the terminal.
-        what: "NaN" or "infinity".
-        first: a weight, a module or an input of the model: the first place.
-    """
-
-    sentence: str
-    what: str
-    first: str
 
 
 def kind_of(tensor: Tensor) -> str | None:

@@ -55,6 +55,20 @@ def population_layers(
         InputError: the block is no function of the set of its tokens (causal, windows, positions in queries and keys or in
             scores), or of no form that is known, and why; it differs from the module's own output, and by how much; there is
             no such layer; not a model of `transformers`, in training mode, or without weights (on the meta device).
+
+    Example:
+        Eight tokens at one place stay together: a block is a function of each token and of the set of all.
+
+        >>> import massieu
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> small = BertConfig(
+        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+        ... )
+        >>> model = BertModel(small).eval()
+        >>> moved = massieu.population_layers(model, layer=0)(torch.ones(8, 8))
+        >>> torch.allclose(moved, moved[0].expand(8, 8), atol=1e-6)
+        True
     """
     trunk = as_loaded(model).module
     check_evaluating(trunk.modules())

@@ -16,14 +16,17 @@ from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import AttentionCall, AttentionSite, Capture, capturing
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.model import decoder_given, model_inputs
-from massieu.probing.nonfinite import Trouble, at_real, in_batch, in_call, kind_of
+from massieu.probing.nonfinite import at_real, in_batch, in_call, kind_of
+from massieu.probing.record import Trouble
 from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, output_maps
 from massieu.probing.sites import SiteInfo
-from massieu.probing.statistics.attention import AttentionStatistics, Tokens, query_statistics
 from massieu.probing.statistics.climb import Climb, ClimbStatistics
 from massieu.probing.statistics.expansion import ExpansionStatistics
 from massieu.probing.statistics.maps import MapStatistics, map_statistics
+from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
+from massieu.probing.statistics.query_reading import QueryReading, Tokens
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
+from massieu.probing.statistics.values import first_value_norm_ratio
 from massieu.probing.tokens import BatchTokens
 from massieu.probing.units import Units
 from massieu.probing.wiring import AttentionRead, Step, StreamTracer
@@ -256,16 +259,11 @@ class Reading:
             positions = positions.to(call.query.device)
             part = call.rows(item).at(positions) if len(positions) < length else call
             asked, attended = _part(queries, item, positions), _part(keys, item, slice(None))
-            found = query_statistics(part, asked, attended, positions, itself=info.kind != "cross")
+            found = query_statistics(QueryReading(part, asked, attended, positions, itself=info.kind != "cross"))
             self.results[info.index].attention.update(found, positions, rows)
 
     def _first_value(self, results: SiteResults, call: AttentionCall, keys: Tokens) -> None:
-        norms = call.value.float().norm(dim=-1)
-        weight = keys.real[:, None].to(norms)
-        mean = (norms * weight).sum(-1) / weight.sum(-1).clamp_min(1)
-        first = norms.gather(2, keys.first()[:, None, None].expand(-1, norms.shape[1], -1))[..., 0]
-        ratio = (first / mean).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
-        usable = ratio.isfinite() & keys.real.any(-1)[:, None]
+        ratio, usable = first_value_norm_ratio(call, keys)
         pair = torch.stack([torch.where(usable, ratio, 0.0), usable]).double()
         results.first_value.update(*pair.reshape(2, self._rows, -1, ratio.shape[1]).sum(2, keepdim=True))
 

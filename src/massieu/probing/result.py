@@ -9,11 +9,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from massieu.errors import InputError, require_extra
 from massieu.probing import stored
 from massieu.probing.long_table import COLUMNS, read_table
+from massieu.probing.record import SCHEMA_VERSION, Finding, RunRecord, plain
 from massieu.report import folder as folders
 from massieu.report.locking import locked
 from massieu.report.writing import check_name, write_whole
@@ -21,7 +20,6 @@ from massieu.report.writing import check_name, write_whole
 if TYPE_CHECKING:
     import polars
 
-SCHEMA_VERSION = 1
 DIGITS = 4
 """Significant digits of the numbers in ``details.json``."""
 
@@ -49,7 +47,8 @@ class ProbeResult:
     """The numbers of one probe run, with what is needed to judge them.
 
     Attributes:
-        run: Model, text, settings, self-check, statistics, findings, warnings: what ``run.json`` holds.
+        run: Model, text, settings, self-check, statistics, findings, warnings: what ``run.json`` holds, as attributes such as
+            ``run.model.name``; ``run.to_dict()`` is the plain dictionary.
         details: Histograms and example windows: what ``details.json`` holds. The only place with words of the text.
         heads: Long table, one row for each statistic of each head: site, layer, head, statistic, value, standard_error,
             count (queries or tokens that entered). Null where a number is undefined.
@@ -57,13 +56,26 @@ class ProbeResult:
 
     In ``run`` and ``details`` numpy values are turned into plain ones and undefined numbers into None; numbers in
     ``details`` are rounded to 4 significant digits. What is in memory is what is stored.
+
+    Example:
+        >>> import massieu
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> small = BertConfig(
+        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+        ... )
+        >>> model = BertModel(small).eval()
+        >>> result = massieu.probe(model, [{"input_ids": torch.arange(8)[None]}], statistics=["maps"])
+        >>> shares = result.heads.filter(result.heads["statistic"].str.ends_with("symmetric_share"))["value"]
+        >>> round(sum(shares), 6)  # of each of two heads, symmetric and antisymmetric
+        2.0
     """
 
     def __init__(
-        self, run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFrame", layers: "polars.DataFrame"
+        self, run: RunRecord, details: dict[str, Any], heads: "polars.DataFrame", layers: "polars.DataFrame"
     ) -> None:
-        self.run: dict[str, Any] = _plain(run)
-        self.details: dict[str, Any] = _plain(details, DIGITS)
+        self.run = stored.run_of(plain(run), "the record of the run")
+        self.details: dict[str, Any] = plain(details, DIGITS)
         self.heads = heads
         self.layers = layers
 
@@ -77,20 +89,19 @@ class ProbeResult:
         )
 
     @property
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[Finding]:
         """The findings: each a sentence with its number, error, control, count and what it does not say."""
-        return self.run["findings"]
+        return self.run.findings
 
     @property
     def complete(self) -> bool:
         """False when the run was interrupted: the numbers are those of the text seen until then."""
-        return self.run["complete"]
+        return self.run.complete
 
     @property
     def trouble(self) -> str | None:
         """Why numbers are missing or cannot be trusted, in one sentence, where the model's own numbers are not finite."""
-        trouble = self.run.get("trouble")
-        return trouble and trouble["sentence"]
+        return self.run.trouble and self.run.trouble.sentence
 
     # --- storing ---------------------------------------------------------------------------------------------------
 
@@ -176,14 +187,14 @@ class ProbeResult:
     def _read(cls, folder: Path) -> tuple["ProbeResult", bool]:
         """What is stored, and whether the page that is there belongs to it."""
         content = folders.read(folder, RECORD)[1]
-        run = stored.parse(content, str(folder / RECORD))
-        version = run.get("schema_version")
+        found = stored.parse(content, str(folder / RECORD))
+        version = found.get("schema_version")
         if version != SCHEMA_VERSION:
             raise InputError(
                 f"{folder / RECORD} has schema_version {version}; this version of massieu reads {SCHEMA_VERSION}"
             )
-        stored.check_run(run, str(folder / RECORD))
-        hashes = run.pop("files", None)
+        hashes = stored.hashes_of(found, str(folder / RECORD))
+        run = stored.run_of(found, str(folder / RECORD))
 
         def file(*names: str) -> tuple[str, bytes]:
             name, found = folders.read(
@@ -253,24 +264,25 @@ class ProbeResult:
         lines = ["ProbeResult" + ("" if self.complete else " (interrupted: incomplete)")]
         if self.trouble:
             lines.append(f"  {self.trouble}")
-        if model := self.run["model"]:
-            lines.append(f"  model: {model['name']}, {model['layers']} layers, {model['heads']} heads in all")
-        if text := self.run["text"]:
-            lines.append(f"  text: {text['source']}, {text['tokens']} tokens in {text['windows']} windows")
-        if unit := self.run["error_unit"]:
-            lines.append(f"  error unit: {unit['unit']}, {unit['count']} of them")
-        if check := self.run["self_check"]:
-            error = "no number" if check["error"] is None else f"{check['error']:.1e}"
-            tolerance = math.nan if check["tolerance"] is None else check["tolerance"]
+        model, text, unit, check = self.run.model, self.run.text, self.run.error_unit, self.run.self_check
+        if model.name is not None:
+            lines.append(f"  model: {model.name}, {model.layers} layers, {model.heads} heads in all")
+        if text.source is not None:
+            lines.append(f"  text: {text.source}, {text.tokens} tokens in {text.windows} windows")
+        if unit.unit is not None:
+            lines.append(f"  error unit: {unit.unit}, {unit.count} of them")
+        if check != type(check)():
+            error = "no number" if check.error is None else f"{check.error:.1e}"
+            tolerance = math.nan if check.tolerance is None else check.tolerance
             lines.append(f"  self-check: error {error}, tolerance {tolerance:.0e}")
-        lines += [f"  {finding['title']}: {finding['sentence']}" for finding in self.findings]
+        lines += [f"  {finding.title}: {finding.sentence}" for finding in self.findings]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         from massieu.report import figures
 
         measured = [name for name in self.heads["statistic"].unique(maintain_order=True) if "/" not in name]
-        wished = [finding["statistic"] for finding in self.findings] + ["selective_log_partition", *measured]
+        wished = [finding.statistic for finding in self.findings] + ["selective_log_partition", *measured]
         drawn = next((name for name in wished if name in measured), None)
         if drawn is None:
             return f"<pre>{escape(repr(self))}</pre>"
@@ -282,24 +294,9 @@ class ProbeResult:
         return page.render(self.run, self.details, self.heads, self.layers)
 
 
-def _plain(value: Any, digits: int | None = None) -> Any:
-    """The value as JSON can hold it: no numpy, no NaN or infinity, floats rounded to so many significant digits."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return float(value) if digits is None else float(f"{value:.{digits}g}")
-    if isinstance(value, list | tuple):
-        return [_plain(item, digits) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item, digits) for key, item in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist(), digits)
-    return value
-
-
-def _record(run: dict[str, Any], hashes: dict[str, str]) -> bytes:
+def _record(run: RunRecord, hashes: dict[str, str]) -> bytes:
     # In escapes, not characters: a token need not be valid Unicode.
-    return json.dumps(run | {"files": hashes}, indent=1, allow_nan=False).encode("ascii")
+    return json.dumps(run.to_dict() | {"files": hashes}, indent=1, allow_nan=False).encode("ascii")
 
 
 def _page_fits(folder: Path, hashes: dict[str, str] | None) -> bool:

@@ -16,6 +16,7 @@ from massieu.probing.check import check_readable
 from massieu.probing.documents import Document, check_sources, read_documents, reference_documents, string_documents
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
 from massieu.probing.reading import Options
+from massieu.probing.record import ModelRecord, SiteRecord, Sublayer, plain
 from massieu.probing.result import ProbeResult
 from massieu.probing.session import Input, ProbeProgress, Session
 from massieu.probing.statistics.registry import CLIMB, MAPS, select
@@ -74,6 +75,20 @@ def probe(
     Raises:
         InputError: bad input of any kind, named in one sentence; also when the self-check finds that what was captured
             does not reproduce the model's own attention.
+
+    Example:
+        Two heads of a small model, each with an entropy below log 8 = 2.08 nats.
+
+        >>> import massieu
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> small = BertConfig(
+        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+        ... )
+        >>> model = BertModel(small).eval()
+        >>> result = massieu.probe(model, [{"input_ids": torch.arange(8)[None]}], statistics=["entropy"])
+        >>> [0 < row["value"] < 2.08 for row in result.heads.rows(named=True) if row["statistic"] == "entropy"]
+        [True, True]
     """
     wanted, groups = select(statistics)
     sizes: dict[str, Any] = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size}
@@ -173,15 +188,16 @@ def _longest(module: nn.Module) -> int | None:
 class Description:
     """What a probe would read in a model."""
 
-    model: dict[str, Any]
+    model: ModelRecord
     route: str
-    sites: list[dict[str, Any]]
-    sublayers: list[dict[str, Any]]
+    sites: list[SiteRecord]
+    sublayers: list[Sublayer]
     unavailable: list[str]
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        return vars(self)
+        """The description as JSON can hold it."""
+        return plain(vars(self))
 
 
 @torch.inference_mode(False)
@@ -198,6 +214,16 @@ def describe(
 
     Raises:
         InputError: as for `probe`; also when the model reads neither tokens nor images and ``inputs`` is not given.
+
+    Example:
+        >>> import massieu
+        >>> from transformers import BertConfig, BertModel
+        >>> small = BertConfig(
+        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+        ... )
+        >>> model = BertModel(small).eval()
+        >>> [(site.kind, site.heads, site.head_size) for site in massieu.describe(model).sites]
+        [('self', 2, 4)]
     """
     loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
     loaded = _load(model, None, needs_tokenizer=False, **loading)
@@ -210,8 +236,8 @@ def describe(
     session.read_all(threading.Event())
     route = f"transformers attention interface, {' and '.join(stock_implementations(loaded.module))}"
     sites = [session.site_record(info) for info in session.reading.sites]
-    reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site["unavailable"].items()})
-    sublayers = [vars(s) for s in session.reading.tracer.sublayers]
+    reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site.unavailable.items()})
+    sublayers = session.reading.tracer.sublayers
     trouble = session.trouble()
     warnings = [*([] if trouble is None else [trouble.sentence]), *session.all_warnings()]
     return Description(session.model_record(), route, sites, sublayers, reasons, warnings)

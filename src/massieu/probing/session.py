@@ -13,15 +13,16 @@ from torch import Tensor
 
 import massieu
 from massieu.errors import InputError, require_extra
+from massieu.probing import record
 from massieu.probing.capture import stock_implementations
 from massieu.probing.check import SelfCheck, check_evaluating, first_look
 from massieu.probing.checkpoint import some
 from massieu.probing.examples import ExampleWindow, example_length
 from massieu.probing.findings import findings
 from massieu.probing.model import LoadedModel, model_inputs, reinitialised
-from massieu.probing.nonfinite import Trouble, in_weights
+from massieu.probing.nonfinite import in_weights
 from massieu.probing.reading import Options, Reading
-from massieu.probing.result import SCHEMA_VERSION, ProbeResult
+from massieu.probing.result import ProbeResult
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
 from massieu.probing.tables import head_table, layer_table
@@ -74,7 +75,7 @@ class Session:
     windows: int = 0
     sampled: int = 0
     recorded: int = 0
-    broken_weights: Trouble | None = None
+    broken_weights: record.Trouble | None = None
     unexplained: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
 
@@ -168,70 +169,69 @@ class Session:
         wanted = wanted - reading.left_out()
         heads = head_table(reading, self.control, wanted).frame()
         layers = layer_table(reading, self.control, wanted).frame()
-        trouble = self.trouble()
         own = " and ".join(stock_implementations(self.loaded.module))
-        run = {
-            "schema_version": SCHEMA_VERSION,
-            "massieu_version": massieu.__version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "complete": complete,
-            "model": self.model_record(),
-            "text": self._text(),
-            "error_unit": self._error_unit(),
-            "self_check": {**vars(self.check), "passed": self.check.passed},
-            "capture": {
-                "route": f"transformers attention interface; output computed by the model's own {own} attention",
-                "attention_sites": len(reading.sites),
-                "unexplained_keywords": sorted(self.unexplained | reading.unexplained),
-            },
-            "sites": [self.site_record(info) for info in reading.sites],
-            "sublayers": [vars(s) for s in reading.tracer.sublayers],
-            "settings": settings,
-            "seed": self.options.seed,
-            "versions": {"python": platform.python_version(), **{name: used.__version__ for name, used in libraries}},
-            "timing": self._timing(),
-            "sample": {"windows": reading.sampled["windows"], "queries": reading.sampled["queries"]},
-            "statistics": [{**vars(s), "cost": s.cost} for s in STATISTICS.values() if s.name in wanted],
-            "findings": findings(heads, layers),
-            "warnings": self.all_warnings(),
-            "unavailable": self._unavailable(),
-            "nonfinite": self._nonfinite(),
-            "trouble": None if trouble is None else vars(trouble),
-        }
+        run = record.RunRecord(
+            massieu_version=massieu.__version__,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            complete=complete,
+            model=self.model_record(),
+            text=self._text(),
+            error_unit=self._error_unit(),
+            self_check=record.SelfCheckRecord(**vars(self.check), passed=self.check.passed),
+            capture=record.CaptureRecord(
+                route=f"transformers attention interface; output computed by the model's own {own} attention",
+                attention_sites=len(reading.sites),
+                unexplained_keywords=sorted(self.unexplained | reading.unexplained),
+            ),
+            sites=[self.site_record(info) for info in reading.sites],
+            sublayers=reading.tracer.sublayers,
+            settings=settings,
+            seed=self.options.seed,
+            versions={"python": platform.python_version(), **{name: used.__version__ for name, used in libraries}},
+            timing=self._timing(),
+            sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"]),
+            statistics=[each for each in STATISTICS.values() if each.name in wanted],
+            findings=findings(heads, layers),
+            warnings=self.all_warnings(),
+            unavailable=self._unavailable(),
+            nonfinite=self._nonfinite(),
+            trouble=self.trouble(),
+        )
         return ProbeResult(run=run, details=self._details(), heads=heads, layers=layers)
 
-    def model_record(self) -> dict[str, Any]:
+    def model_record(self) -> record.ModelRecord:
         """The model as ``run.json`` describes it."""
         sites = self.reading.sites
         described = self.loaded.describe()
-        described["layers"] = len({(s.block, s.layer) for s in sites})
-        described["heads"] = sum(s.heads for s in sites)
+        described.layers = len({(s.block, s.layer) for s in sites})
+        described.heads = sum(s.heads for s in sites)
         return described
 
-    def _text(self) -> dict[str, Any]:
+    def _text(self) -> record.TextRecord:
         batches = self.given.batches
         report = batches.report if isinstance(batches, TextBatches) else None
         counted = {"tokens": self.tokens, "windows": self.windows}
         asked = {"source": self.given.source, "max_length": self.given.max_length, "packing": self.given.packing}
-        return {**asked, **counted, **{n: getattr(report, n, None) for n in ("documents", "dropped", "unknown_share")}}
+        found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
+        return record.TextRecord(**asked, **counted, **found)
 
-    def _error_unit(self) -> dict[str, Any]:
+    def _error_unit(self) -> record.ErrorUnitRecord:
         name, number = self.reading.results[0].attention.ratio.error_unit()
         if ATTENTION not in self.options.groups:
             name, number = "window", self.windows
-        return {"unit": name, "count": number}
+        return record.ErrorUnitRecord(name, number)
 
-    def site_record(self, info: SiteInfo) -> dict[str, Any]:
+    def site_record(self, info: SiteInfo) -> record.SiteRecord:
         """A site as ``run.json`` describes it."""
         decoder = info.in_decoder
-        return {
-            "index": info.index,
-            "name": info.site.name,
+        return record.SiteRecord(
+            index=info.index,
+            name=info.site.name,
             **{name: getattr(info, name) for name in ("layer", "kind", "heads", "key_heads", "head_size")},
-            "query_tokens": "decoder" if decoder else "text",
-            "key_tokens": "decoder" if decoder and info.kind != "cross" else "text",
-            "unavailable": self.reading.results[info.index].unavailable,
-        }
+            query_tokens="decoder" if decoder else "text",
+            key_tokens="decoder" if decoder and info.kind != "cross" else "text",
+            unavailable=self.reading.results[info.index].unavailable,
+        )
 
     def _timing(self) -> dict[str, float]:
         times = {name: round(seconds, 3) for name, seconds in self.reading.seconds.items()}
@@ -239,20 +239,20 @@ class Session:
             times["re-initialised control"] = round(sum(self.control.seconds.values()), 3)
         return times
 
-    def _nonfinite(self) -> list[dict[str, Any]]:
+    def _nonfinite(self) -> list[record.NonfiniteRecord]:
         pairs = zip(self.reading.sites, self.reading.results, strict=True)
         counts = [(info, head, int(n)) for info, found in pairs for head, n in enumerate(found.attention.broken) if n]
-        return [{"site": info.site.name, "layer": info.layer, "head": head, "count": n} for info, head, n in counts]
+        return [record.NonfiniteRecord(info.site.name, info.layer, head, n) for info, head, n in counts]
 
-    def trouble(self) -> Trouble | None:
+    def trouble(self) -> record.Trouble | None:
         """What breaks the model's numbers, if anything does: first its weights, then what arises on the way."""
         return self.broken_weights or self.reading.trouble
 
-    def _unavailable(self) -> list[dict[str, str]]:
+    def _unavailable(self) -> list[record.UnavailableRecord]:
         """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
         readings = {"model": self.reading, "re-initialised control": self.control}
         failed = [(of, part, why) for of, read in readings.items() if read for part, why in read.failed.items()]
-        return [{"of": of, "statistic": part, "reason": reason} for of, part, reason in failed]
+        return [record.UnavailableRecord(*each) for each in failed]
 
     def all_warnings(self) -> list[str]:
         """Sentences for the terminal and the page."""
@@ -261,17 +261,17 @@ class Session:
             found.append(many)
         nonfinite = self._nonfinite()
         for entry in self._unavailable():
-            of = "" if entry["of"] == "model" else f" of the {entry['of']}"
-            found.append(f"{entry['statistic']}{of} could not be computed and is left out ({entry['reason']})")
+            of = "" if entry.of == "model" else f" of the {entry.of}"
+            found.append(f"{entry.statistic}{of} could not be computed and is left out ({entry.reason})")
         if self.control is not None and self.control.trouble is not None:
             found.append(f"in the re-initialised control, {self.control.trouble.sentence}")
         if self.unexplained:
             found.append(f"unexplained attention keywords: {', '.join(sorted(self.unexplained))}")
         if nonfinite:
-            worst = max(nonfinite, key=lambda entry: entry["count"])
+            worst = max(nonfinite, key=lambda entry: entry.count)
             found.append(
-                f"{sum(e['count'] for e in nonfinite)} queries had NaN or infinite scores and were left out, in "
-                f"{len(nonfinite)} heads (most in layer {worst['layer']} head {worst['head']})"
+                f"{sum(entry.count for entry in nonfinite)} queries had NaN or infinite scores and were left out, in "
+                f"{len(nonfinite)} heads (most in layer {worst.layer} head {worst.head})"
             )
         return found
 

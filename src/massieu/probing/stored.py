@@ -1,15 +1,18 @@
 """What ``run.json`` and ``details.json`` may hold, checked before anything is made of them.
 
-Files are edited, cut off and mixed up. Each check names the entry and what it has to be. Keys that are not listed here may
-hold anything; a listed key may be missing unless it is needed.
+Files are edited, cut off and mixed up. Each check names the entry and what it has to be; what it may be is said by the
+types of `RunRecord`.
 """
 
 import json
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from massieu.errors import InputError
+from massieu.probing.record import NEEDED, Entry, RunRecord
 
 if TYPE_CHECKING:
     import polars
@@ -68,9 +71,6 @@ def _check_plain(value: Any, where: str) -> None:
 
 # --- what an entry may be --------------------------------------------------------------------------------------------
 
-# A description is a type; (description, None) where null may stand for it; [description] of a list's items; a function that
-# raises; or an object's names with a description each, "!" after those that must be there, `...` for any name.
-Description = Any
 _KINDS: dict[type, tuple[str, set[type]]] = {
     str: ("a text", {str}),
     bool: ("true or false", {bool}),  # which are no numbers
@@ -81,29 +81,45 @@ _KINDS: dict[type, tuple[str, set[type]]] = {
 }
 
 
-def _check(value: Any, description: Description, where: str) -> None:
-    if isinstance(description, tuple):
-        if value is not None:
-            _check(value, description[0], where)
-    elif isinstance(description, list):
-        _check(value, list, where)
-        for place, item in enumerate(value):
-            _check(item, description[0], f"{where}[{place}]")
-    elif isinstance(description, dict):
-        _check(value, dict, where)
-        known = {name if name is ... else name.removesuffix("!"): each for name, each in description.items()}
-        for name in known:
-            if name not in description and name not in value:  # listed with "!"
-                raise InputError(f"{where} lacks {name!r}")
-        for name, item in value.items():
-            if (expected := known.get(name, known.get(...))) is not None:
-                _check(item, expected, f"{where}{' ' if where.endswith(':') else '.'}{_short(name)}")
-    elif description not in _KINDS:
-        description(value, where)
-    else:
-        said, kinds = _KINDS[description]
-        if type(value) not in kinds or (description is int and not 0 <= value <= LARGEST):
-            raise InputError(f"{where} must be {said}, not {_short(value)}")
+def _typed(value: Any, kind: Any, where: str) -> Any:
+    """A value of JSON as what a type says: a kind above, a list, an object, a pair, an `Entry`, or any of these or null."""
+    base, inner = get_origin(kind) or kind, get_args(kind)
+    if base is UnionType:
+        return None if value is None else _typed(value, inner[0], where)
+    if base is tuple:
+        if type(value) is not list or len(value) != 2 or {type(each) for each in value} != {int}:
+            raise InputError(f"{where} must be a layer and a head, not {_short(value)}")
+        return tuple(value)
+    if base is Any:
+        return value
+    if is_dataclass(base):
+        return _entry(base, _typed(value, dict, where), where)
+    said, kinds = _KINDS[base]
+    if type(value) not in kinds or (base is int and not 0 <= value <= LARGEST):
+        raise InputError(f"{where} must be {said}, not {_short(value)}")
+    if base is list and inner:
+        return [_typed(item, inner[0], f"{where}[{place}]") for place, item in enumerate(value)]
+    if base is dict and inner:
+        return {name: _typed(item, inner[1], _below(where, name)) for name, item in value.items()}
+    return value
+
+
+def _entry(kind: Any, value: dict[str, Any], where: str) -> Any:
+    """An entry's fields from an object; null stands for a default where there is one."""
+    made, hints = {}, get_type_hints(kind)
+    known = {each.name: "needed" in each.metadata for each in fields(kind) if each.init}
+    for name, must in known.items():
+        if name not in value and must:
+            raise InputError(f"{where} lacks {name!r}")
+        if must or value.get(name) is not None:
+            made[name] = _typed(value[name], hints[name], _below(where, name))
+    entry = kind(**made)
+    entry.others = {name: item for name, item in value.items() if name not in known}
+    return entry
+
+
+def _below(where: str, name: str) -> str:
+    return f"{where}{' ' if where.endswith(':') else '.'}{_short(name)}"
 
 
 def _short(value: Any) -> str:
@@ -115,71 +131,49 @@ def _short(value: Any) -> str:
 # --- run.json --------------------------------------------------------------------------------------------------------
 
 
-def _all(kind: type, names: str) -> dict[str, Description]:
-    """Entries of one kind, each of which may be null."""
-    return dict.fromkeys(names.split(), (kind, None))
-
-
-def _pair(value: Any, where: str) -> None:
-    if type(value) is not list or len(value) != 2 or {type(each) for each in value} != {int}:
-        raise InputError(f"{where} must be a layer and a head, not {_short(value)}")
-
-
-_FINDING = (
-    {"id!": str, "title!": str, "sentence!": str, "heads": ([_pair], None)}
-    | _all(float, "value standard_error")
-    | _all(str, "unit control caveat statistic")
-    | _all(int, "count")
-)
-_SITE = (
-    {"name!": str, "layer!": int, "index": int, "unavailable": ({...: str}, None)}
-    | _all(str, "kind query_tokens key_tokens")
-    | _all(int, "heads")
-)
-_STATISTIC = (
-    {"name!": str, "title": str}
-    | _all(str, "scope group unit formula claim paper control question caveat cost")
-    | _all(bool, "headline gauge_dependent signed")
-)
-_MODEL = _all(str, "name! architecture hash weights missing_weights unexpected_weights")
-_MODEL |= _all(int, "layers! heads! parameters")
-_SOURCE = _all(str, "source! dropped") | _all(int, "tokens! windows! max_length") | _all(float, "unknown_share")
-_RUN = {
-    "complete!": bool,
-    "findings!": [_FINDING],
-    "model": (_MODEL, None),
-    "text": (_SOURCE, None),
-    "error_unit": (_all(str, "unit!") | _all(int, "count!"), None),
-    "self_check": (_all(float, "error! tolerance!") | _all(bool, "passed finite"), None),
-    "capture": (_all(str, "route") | _all(int, "attention_sites") | {"unexplained_keywords": ([str], None)}, None),
-    "sample": (_all(int, "windows queries"), None),
-    "sites": ([_SITE], None),
-    "sublayers": ([{"index!": int, "name!": str, "layer!": (int, None), "kind!": str}], None),
-    **_all(dict, "settings versions timing"),
-    "statistics": ([_STATISTIC], None),
-    "warnings": ([str], None),
-    "trouble": ({"sentence!": str} | _all(str, "what first"), None),
-    "unavailable": ([{"of!": str, "statistic!": str, "reason!": str}], None),
-    "nonfinite": ([{"site!": str, "count!": int, "layer!": (int, None), "head!": (int, None)}], None),
-    "files": {...: str},
-    **_all(str, "massieu_version date"),
-}
-
-
-def check_run(run: dict[str, Any], where: str) -> None:
-    """That every entry of a record is what the page and the result take it for.
+def run_of(value: dict[str, Any], where: str) -> RunRecord:
+    """The record of a run, every entry what the page and the result take it for.
 
     Raises:
         InputError: an entry is not; ``where`` is the file's name.
     """
-    _check(run, _RUN, f"{where}:")
-    indices = [site["index"] for site in run.get("sites") or [] if "index" in site]
+    run = _typed(value, RunRecord, f"{where}:")
+    indices = [site.index for site in run.sites if site.index is not None]
     twice = next((index for index in indices if indices.count(index) > 1), None)
     if twice is not None:
         raise InputError(f"{where}: two attention sites have the index {twice}")
+    return run
+
+
+def hashes_of(value: dict[str, Any], where: str) -> dict[str, str] | None:
+    """Take the hashes of the files beside a record out of it; None where it was stored without.
+
+    Raises:
+        InputError: they are none; ``where`` is the file's name.
+    """
+    return None if "files" not in value else _typed(value.pop("files"), dict[str, str], f"{where}: files")
 
 
 # --- details.json ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Histogram(Entry):
+    edges: list[float] = field(metadata=NEEDED)
+    counts: dict[str, Any] = field(metadata=NEEDED)
+
+
+@dataclass
+class _StoredExample(Entry):
+    tokens: dict[str, list[str]] = field(metadata=NEEDED)
+    sites: dict[str, Any] = field(metadata=NEEDED)
+    title: str | None = None
+
+
+@dataclass
+class _Details(Entry):
+    histograms: dict[str, Any] = field(default_factory=dict)
+    examples: list[_StoredExample] = field(default_factory=list)
 
 
 def _rows(value: Any, where: str) -> None:
@@ -198,9 +192,10 @@ def _matrix(value: Any, where: str) -> None:
 
 
 def _histogram(value: Any, where: str) -> None:
-    _check(value, {"edges!": [float], "counts!": {...: _matrix}}, where)
-    bins = len(value["edges"]) - 1
-    for site, counts in value["counts"].items():
+    histogram = _typed(value, _Histogram, where)
+    bins = len(histogram.edges) - 1
+    for site, counts in histogram.counts.items():
+        _matrix(counts, _below(f"{where}.counts", site))
         for row in counts:
             if len(row) != bins or bins < 1 or any(count is None or not 0 <= count < LARGEST for count in row):
                 raise InputError(f"{where}.counts.{_short(site)} must have {max(bins, 1)} counts for each head")
@@ -221,7 +216,9 @@ _STRONGEST = ("top_keys", "top_weights")
 
 def _shown(value: Any, where: str) -> None:
     """One attention site in an example: numbers of each head and query."""
-    _check(value, dict.fromkeys(_SHADES, _matrix) | dict.fromkeys(_STRONGEST, _strongest), where)
+    for name, item in _typed(value, dict, where).items():
+        if name in (*_SHADES, *_STRONGEST):
+            (_matrix if name in _SHADES else _strongest)(item, _below(where, name))
     keys, weights = (value.get(name) for name in _STRONGEST)
     shapes = [[len(row) for row in value[name]] for name in (*_SHADES, *_STRONGEST) if name in value]
     if any(shape != shapes[0] for shape in shapes) or (keys is None) != (weights is None):
@@ -236,20 +233,21 @@ def _is_key(key: Any) -> bool:
     return type(key) is int and key < MOST_KEYS
 
 
-_EXAMPLE = {"tokens!": {...: [str]}, "sites!": {...: _shown}, "title": (str, None)}
-_DETAILS = {"histograms": ({...: _histogram}, None), "examples": ([_EXAMPLE], None)}
-
-
 def check_details(details: dict[str, Any], where: str) -> None:
     """That histograms and examples have the shapes that the page takes for granted.
 
     Raises:
         InputError: one has not; ``where`` is the file's name.
     """
-    _check(details, _DETAILS, f"{where}:")
+    found = _typed(details, _Details, f"{where}:")
+    for name, histogram in found.histograms.items():
+        _histogram(histogram, _below(f"{where}: histograms", name))
+    for place, example in enumerate(found.examples):
+        for name, shown in example.sites.items():
+            _shown(shown, _below(f"{where}: examples[{place}].sites", name))
 
 
-def check_together(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFrame", where: str) -> None:
+def check_together(run: RunRecord, details: dict[str, Any], heads: "polars.DataFrame", where: str) -> None:
     """That the record, the details and the heads' table mean the same heads.
 
     Raises:
@@ -261,18 +259,16 @@ def check_together(run: dict[str, Any], details: dict[str, Any], heads: "polars.
     for site, number in measured.items():
         if number > MOST_HEADS:
             raise InputError(f"{where}: the heads' table has {number} heads at {_short(site)}, more than any model has")
-    for place, site in enumerate(run.get("sites") or []):
-        said = site.get("heads")
-        number = measured.get(site["name"], said)
+    for place, site in enumerate(run.sites):
+        said = site.heads
+        number = measured.get(site.name, said)
         if said is not None and (said != number or said > MOST_HEADS):
-            raise InputError(
-                f"{where}: run.json says {said} heads at {_short(site['name'])}, the heads' table {number}"
-            )
-        index = str(site.get("index", place))
+            raise InputError(f"{where}: run.json says {said} heads at {_short(site.name)}, the heads' table {number}")
+        index = str(place if site.index is None else site.index)
         for part, shape in _parts(details, index):
             if len(shape) != (number or 0):
                 raise InputError(
-                    f"{where}: details.json has {len(shape)} heads at {_short(site['name'])} ({part}), not {number}"
+                    f"{where}: details.json has {len(shape)} heads at {_short(site.name)} ({part}), not {number}"
                 )
 
 

@@ -10,9 +10,7 @@ from massieu.probing.long_table import TableBuilder
 from massieu.probing.reading import Reading, SiteResults
 from massieu.probing.significance import benjamini_hochberg, difference_p, other_heads, two_sided_p
 from massieu.probing.sites import SiteInfo
-from massieu.probing.statistics.attention import PER_QUERY
 from massieu.probing.statistics.climb import MOVERS, PARTS, ClimbStatistics, paired
-from massieu.probing.statistics.expansion import CHANGES
 from massieu.probing.statistics.registry import STATISTICS
 from massieu.probing.units import Estimate
 
@@ -65,7 +63,8 @@ def head_table(reading: Reading, control: Reading | None, wanted: frozenset[str]
 
 def _ratios(results: SiteResults) -> dict[str, tuple[Ratio, Any]]:
     """Every ratio per head by its name: an accumulator, and which of its rows."""
-    found: dict[str, tuple[Ratio, Any]] = {name: (results.attention.ratio, i) for i, name in enumerate(PER_QUERY)}
+    attention = results.attention
+    found: dict[str, tuple[Ratio, Any]] = {name: (attention.ratio, i) for i, name in enumerate(attention.names)}
     found |= {"first_value_norm_ratio": (results.first_value, 0), "write_norm_ratio": (results.climb.write_norm, 0)}
     for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
         found[f"{mover}_{part}"] = (results.climb.steps, (kind, index))
@@ -112,17 +111,15 @@ def _add_maps(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
         return
     heads = info.heads
     exact, once = np.zeros(heads), np.ones(heads)
-    cosine = maps.cosine.numpy()
-    own = np.diag(cosine).copy()
-    table.add(info, "write_score_cosine", Estimate(own, exact, once))
-    rotation = np.full(heads, maps.rotation_deviation)
-    table.add(info, "write_score_cosine/rotation", Estimate(exact, rotation, once))
-    mean, deviation, number = other_heads(cosine)
-    table.add(info, "write_score_cosine/mismatched", Estimate(mean, deviation, np.full(heads, float(number))))
-    table.test(info, "write_score_cosine", two_sided_p(own, exact, mean, deviation, np.full(heads, number)))
-    symmetric = maps.symmetric_share.numpy()
-    table.add(info, "symmetric_share", Estimate(symmetric, exact, once))
-    table.add(info, "antisymmetric_share", Estimate(1 - symmetric, exact, once))
+    for name, found in maps.values.items():
+        values = found.numpy()
+        own = values if values.ndim == 1 else np.diag(values).copy()
+        table.add(info, name, Estimate(own, exact, once))
+        if values.ndim == 2:  # a head's write with another's score: the control
+            table.add(info, f"{name}/rotation", Estimate(exact, np.full(heads, maps.rotation_deviation), once))
+            mean, deviation, number = other_heads(values)
+            table.add(info, f"{name}/mismatched", Estimate(mean, deviation, np.full(heads, float(number))))
+            table.test(info, name, two_sided_p(own, exact, mean, deviation, np.full(heads, number)))
 
 
 def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str]) -> TableBuilder:
@@ -139,7 +136,7 @@ def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str
                 suffix = "" if source is reading else "/reinitialised"
                 suffix = suffix if part == "estimate" else f"/{part}"
                 for name, *cell in source.expansion.results(sublayer.index, part):
-                    asked = name in CHANGES or part == "estimate"
+                    asked = name in STATISTICS or part == "estimate"
                     if asked and name.partition("/")[0] in names and cell[-1] > 0:
                         builder.add(sublayer.name, sublayer.layer, name + suffix, *cell)
     return builder

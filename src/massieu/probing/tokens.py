@@ -12,8 +12,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from massieu.probing.capture import AttentionCall
-from massieu.probing.statistics.attention import Tokens
 from massieu.probing.statistics.expansion import distinct_positions
+from massieu.probing.statistics.query_reading import Tokens
 
 
 def real_tokens(

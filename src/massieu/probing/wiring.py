@@ -18,28 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from massieu.probing.capture import AttentionCall
+from massieu.probing.record import Sublayer
 from massieu.probing.sites import SiteInfo, inside
 from massieu.probing.watching import Place, hooked, mapped, memory
 
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, *_ADD_IN_PLACE}
 _HELD = 6  # stream tensors, norm outputs and projections remembered at a time
-
-
-@dataclass(frozen=True)
-class Sublayer:
-    """One step along the residual stream.
-
-    Attributes:
-        name: block (or norm module) and what the step does, such as ``encoder.layer.0 attention``.
-        kind: ``attention``, ``cross_attention``, ``feed_forward``, ``attention_and_feed_forward`` or ``norm``.
-        layer: index of the block in its stack; None for a step outside every block.
-    """
-
-    index: int
-    name: str
-    kind: str
-    layer: int | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import base64
 import gzip
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,8 @@ def script_json(value: Any) -> str:
 
 def plain(value: Any) -> Any:
     """The value with what JSON and UTF-8 cannot hold replaced: other than finite numbers by null, surrogates by "?"."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: plain(getattr(value, each.name)) for each in fields(value) if each.init})
     if isinstance(value, dict):
         return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -12,12 +12,14 @@ from massieu.errors import InputError
 from massieu.foundation.numbers import number, whole
 from massieu.report import colours
 from massieu.report.encode import plain
-from massieu.report.page import FACTS, template
+from massieu.report.page import template
 from massieu.report.tables import CONTROLS, Column, MapRow, catalogue_of, head_columns, sites_of
 from massieu.report.tokens import readable
 
 if TYPE_CHECKING:
     import polars
+
+    from massieu.probing.record import RunRecord
 
 INSIDE_NULL = 0.05
 CELL = 26  # pixels
@@ -75,7 +77,7 @@ def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any
     return cells, meaning
 
 
-def head_map_html(run: dict[str, Any], heads: "polars.DataFrame", statistic: str) -> str:
+def head_map_html(run: "RunRecord", heads: "polars.DataFrame", statistic: str) -> str:
     """The findings as sentences, and one layer × head map of a statistic such as ``"selective_log_partition"``.
 
     Raises:
@@ -92,12 +94,11 @@ def head_map_html(run: dict[str, Any], heads: "polars.DataFrame", statistic: str
     entry = catalogue[statistic]
     cells, meaning = _cells(sites, columns, entry)
     known = columns[statistic].value[np.isfinite(columns[statistic].value)]
-    blank = dict.fromkeys(("title", "sentence", "value", "standard_error", "unit", "control", "count", "caveat"))
     return template("map.html.j2").render(
         run=run,
-        model=dict.fromkeys(FACTS["model"]) | (run.get("model") or {}),
-        text=dict.fromkeys(FACTS["text"]) | (run.get("text") or {}),
-        findings=[blank | finding for finding in run.get("findings") or []],
+        model=run.model,
+        text=run.text,
+        findings=run.findings,
         entry=entry,
         cells=cells,
         meaning=meaning,
@@ -192,7 +193,7 @@ def _example(details: dict[str, Any], site: MapRow, head: int) -> dict[str, Any]
     return None
 
 
-def head_html(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFrame", layer: int, head: int) -> str:
+def head_html(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame", layer: int, head: int) -> str:
     """One head of a layer: example text, distributions, every statistic.
 
     Where a layer has several attention sites, each that has this head is shown.

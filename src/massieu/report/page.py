@@ -16,18 +16,11 @@ if TYPE_CHECKING:
     import jinja2
     import polars
 
+    from massieu.probing.record import RunRecord
+
 PAGE_BYTES = 7_700_000
 SCRIPTS = ("data.js", "drawing.js", "map.js", "text.js", "head.js", "sublayers.js", "page.js")
 WARNINGS_SHOWN = 8
-# The facts that the page prints of each part of run.json; one that is missing or null is said to be unknown.
-FACTS = {
-    "model": ("name", "architecture", "hash", "parameters"),
-    "text": ("source", "tokens", "windows", "max_length", "dropped"),
-    "error_unit": ("unit", "count"),
-    "self_check": ("error", "tolerance", "passed", "finite"),
-    "capture": ("route", "attention_sites", "unexplained_keywords"),
-    "sample": ("windows", "queries"),
-}
 
 
 def template(name: str) -> "jinja2.Template":
@@ -90,17 +83,16 @@ def _layer_payload(sublayers: list[dict[str, Any]], columns: dict[str, Column]) 
     return {"sublayers": sublayers, "columns": numbers}
 
 
-def _findings(run: dict[str, Any], sites: list[MapRow]) -> list[dict[str, Any]]:
+def _findings(run: "RunRecord", sites: list[MapRow]) -> list[dict[str, Any]]:
     """The findings with the site of each head they name; a head that several sites of a layer have is not linked."""
-    blank = {"value": None, "standard_error": None, "unit": None, "control": None, "count": None, "caveat": None}
     findings = []
-    for finding in run.get("findings") or []:
+    for finding in run.findings:
         cells = []
-        for layer, head in finding.get("heads") or []:
+        for layer, head in finding.heads:
             at = [site.index for site in sites if site.layer == layer and head < site.heads]
             if len(at) == 1:
                 cells.append({"site": at[0], "head": head})
-        findings.append({"statistic": None, **blank, **finding, "cells": cells})
+        findings.append({**vars(finding), "cells": cells})
     return findings
 
 
@@ -134,7 +126,7 @@ def _date(text: str | None) -> str:
     return f"{date.day} {date:%B %Y, %H:%M} UTC"
 
 
-def render(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFrame", layers: "polars.DataFrame") -> str:
+def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame", layers: "polars.DataFrame") -> str:
     """Draw a result as one self-contained HTML page.
 
     The page asks for nothing from outside: plotly.js, styles, scripts and numbers are in it, and a content security
@@ -154,7 +146,7 @@ def render(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFram
         MissingExtraError: plotly, jinja2 or polars is not installed.
     """
     plotly = require_extra("plotly.offline", "probe").get_plotlyjs()
-    run = plain(run)
+    facts, run = plain(run.to_dict()), plain(run)
     sites, sublayers = sites_of(run, heads), sublayers_of(run, layers)
     columns, moved = head_columns(sites, heads), layer_columns(sublayers, layers)
     head_statistics, layer_statistics = catalogue_of(run, columns, "head"), catalogue_of(run, moved, "layer")
@@ -169,12 +161,13 @@ def render(run: dict[str, Any], details: dict[str, Any], heads: "polars.DataFram
     }
     context = {
         "run": run,
-        **{part: dict.fromkeys(names) | (run.get(part) or {}) for part, names in FACTS.items()},
+        "facts_of": facts,
+        **{part: getattr(run, part) for part in ("model", "text", "error_unit", "self_check", "capture", "sample")},
         "sites": sites,
         "findings": findings,
         "groups": _grouped(head_statistics + layer_statistics),
         "unavailable": _unavailable(sites),
-        "measured_on": _date(run.get("date")),
+        "measured_on": _date(run.date),
         "kinds": colours.KINDS,
         "warnings_shown": WARNINGS_SHOWN,
         "style": style,

@@ -13,6 +13,8 @@ from massieu.foundation.numbers import with_error
 if TYPE_CHECKING:
     import polars
 
+    from massieu.probing.record import RunRecord, Statistic
+
 GROUP_TITLES = {
     "attention": "Attention: weights and scores",
     "values": "Values and writes",
@@ -56,12 +58,12 @@ def _stack(name: str) -> str:
     return next((stack for stack in ("encoder", "decoder") if stack in name.lower().split(".")), "")
 
 
-def sites_of(run: dict[str, Any], heads: "polars.DataFrame") -> list[MapRow]:
+def sites_of(run: "RunRecord", heads: "polars.DataFrame") -> list[MapRow]:
     """The sites that ``run.json`` lists, then any that only the table knows, with short unique labels.
 
     A label is the layer's number; where a layer has several sites it also says the stack and the kind of attention.
     """
-    entries = [dict(entry) for entry in run.get("sites") or []]
+    entries = [vars(entry) for entry in run.sites]
     known = {entry["name"] for entry in entries}
     size = heads.group_by("site", "layer", maintain_order=True).agg(require_extra("polars", "probe").col("head").max())
     sizes = {name: (0 if head is None else head + 1, layer) for name, layer, head in size.iter_rows()}
@@ -80,7 +82,7 @@ def sites_of(run: dict[str, Any], heads: "polars.DataFrame") -> list[MapRow]:
         labels[label] += 1
         label = label if labels[label] == 1 else f"{label} #{labels[label]}"
         site = MapRow(
-            index=entry.get("index", place),
+            index=place if entry.get("index") is None else entry["index"],
             name=name,
             label=label,
             layer=layer,
@@ -131,9 +133,9 @@ def head_columns(sites: list[MapRow], heads: "polars.DataFrame") -> dict[str, Co
     return columns_of(heads, cells, len(cells))
 
 
-def sublayers_of(run: dict[str, Any], layers: "polars.DataFrame") -> list[dict[str, Any]]:
+def sublayers_of(run: "RunRecord", layers: "polars.DataFrame") -> list[dict[str, Any]]:
     """The sublayers in the order of the forward pass: those of ``run.json``, then any that only the table knows."""
-    entries = sorted((run.get("sublayers") or []), key=lambda entry: entry["index"])
+    entries = [vars(entry) for entry in sorted(run.sublayers, key=lambda entry: entry.index)]
     known = {entry["name"] for entry in entries}
     found = layers.select("site", "layer").unique(maintain_order=True).iter_rows()
     others = [{"name": name, "layer": layer, "kind": "other"} for name, layer in found if name not in known]
@@ -157,13 +159,17 @@ def _blank(name: str, scope: str) -> dict[str, Any]:
     return {**known, **said, "headline": False, "gauge_dependent": False, "signed": False}
 
 
-def catalogue_of(run: dict[str, Any], columns: dict[str, Column], scope: str) -> list[dict[str, Any]]:
+def _said(entry: "Statistic") -> dict[str, Any]:
+    return {name: value for name, value in vars(entry).items() if name != "others" and value not in (None, "")}
+
+
+def catalogue_of(run: "RunRecord", columns: dict[str, Column], scope: str) -> list[dict[str, Any]]:
     """What is known of each statistic that the columns hold, in the order of ``run.json``.
 
     A statistic without an entry comes last, with its name as title. A head's statistic needs a column of its own; of a
     sublayer's, ``before`` and ``after`` are enough.
     """
-    entries = {entry["name"]: dict(entry) for entry in run.get("statistics") or [] if entry.get("scope") == scope}
+    entries = {entry.name: _said(entry) for entry in run.statistics if entry.scope == scope}
     bases = dict.fromkeys(name.partition("/")[0] for name in columns)
     drawn = [name for name in {**entries, **bases} if name in columns or (scope == "layer" and name in bases)]
     described = [_blank(name, scope) | entries.get(name, {}) for name in drawn]

@@ -111,6 +111,12 @@ class Claim:
         checks: The rows of numbers, those of the published form among them.
         parameters: What the claim ran with, its seed included.
         seconds: How long that took.
+
+    Example:
+        >>> import massieu
+        >>> claim = massieu.verify("S3")[0]
+        >>> claim.title, claim.verdict
+        ('Attention is the gradient of log Z', 'holds')
     """
 
     id: str

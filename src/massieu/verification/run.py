@@ -100,11 +100,6 @@ def verify(
 ) -> Verification:
     """Check the papers' claims with numbers.
 
-        >>> massieu.verify().ok
-        True
-        >>> massieu.verify("S15", seed=3, settings={"N": 1024})[0].verdict
-        'holds'
-
     Ctrl-C ends it early: what was checked until then is returned and marked incomplete. Each claim runs on one thread: its
     problems are small, and threads that wait for each other on busy cores take minutes for seconds.
 
@@ -117,6 +112,11 @@ def verify(
     Raises:
         InputError: a number is unknown; settings without `ids`; a claim has no such parameter, or its value cannot
             be read.
+
+    Example:
+        >>> import massieu
+        >>> massieu.verify(["S3", "B1"], seed=3).ok
+        True
     """
     if ids is None and settings:
         raise InputError(

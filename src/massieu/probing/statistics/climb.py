@@ -7,8 +7,9 @@ from two gradients per head, whole steps from replays. Controls: a random direct
 of the other heads of the layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +20,136 @@ from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import AttentionCall
 from massieu.probing.replay import Replay
 from massieu.probing.significance import other_heads
+from massieu.probing.statistics.registry import CLIMB, SHIM, statistic
+from massieu.probing.statistics.values import write_norm_ratio
 from massieu.probing.units import Units
 from massieu.probing.wiring import AttentionRead, Step
 
-_SLOPES = ("sharpens", "slope_selective", "slope_common")
-_STEPS = ("step_sharpens", "step_selective", "step_common", "step_log_partition")
-PARTS = (*_SLOPES, *_STEPS)
-MOVERS = ("own_write", "update", "update_without_bias")
-_PAIRED = ("sharpens", "slope_selective", "step_sharpens", "step_selective")
 CONTROL_SHARE = 8  # whole-step controls run on every eighth sampled query
+_KEYS_HELD = "Keys and values are held fixed while the query moves; in the model they move too."
+_WHO = {
+    "own_write": "The head's own write",
+    "update": "The whole attention update",
+    "update_without_bias": "The attention update without output bias",
+}
+MOVERS = tuple(_WHO)
+
+
+class _Slopes(NamedTuple):
+    """Slopes of selective log Z and of the mean score along a step."""
+
+    selective: Tensor
+    common: Tensor
+
+
+class _Changes(NamedTuple):
+    """Changes of selective log Z, of the mean score and of raw log Z after a step."""
+
+    selective: Tensor
+    common: Tensor
+    raw: Tensor
+
+
+Part = Callable[..., Tensor]
+_SAID: dict[Part, dict[str, Any]] = {}
+
+
+def _part(title: str, **said: Any) -> Callable[[Part], Part]:
+    """One part of the climb: a statistic for each mover, whose name takes the place of {who} and {step} in its texts."""
+
+    def keep(part: Part) -> Part:
+        _SAID[part] = {"caveat": None if "gauge_dependent" in said else _KEYS_HELD} | said | {"title": title}
+        return part
+
+    return keep
+
+
+def _positive(change: Tensor) -> Tensor:
+    """1 where a change is positive, 0 where it is not, NaN where it is none."""
+    return torch.where(change.isnan(), change, (change > 0).to(change))
+
+
+@_part(
+    "{who} sharpens attention (share of queries)",
+    formula="share with dS(r + εΔ)/dε > 0 at ε = 0",
+    claim="S12, S25, E2",
+    paper=SHIM,
+)
+def sharpens(along: _Slopes) -> Tensor:
+    """For how many queries does an infinitesimal step along {step} sharpen the head's attention?"""
+    return _positive(along.selective)
+
+
+@_part("{who}: selective slope", formula="dS(r + εΔ)/dε at ε = 0", claim="S12, S25, E2", paper=SHIM, unit="nats")
+def slope_selective(along: _Slopes) -> Tensor:
+    """How fast does selective log Z rise along the step?"""
+    return along.selective
+
+
+@_part("{who}: common slope", formula="d(Σ h_j s_j)/dε at ε = 0", claim="S25", unit="nats", gauge_dependent=True)
+def slope_common(along: _Slopes) -> Tensor:
+    """How fast do all scores rise alike, which leaves attention unchanged?"""
+    return along.common
+
+
+@_part(
+    "{who} sharpens attention, whole step (share of queries)",
+    formula="share with S(r + Δ) > S(r)",
+    claim="S12, S25, E2",
+    paper=SHIM,
+    caveat="By convexity even a random step of this size sharpens more often than not: read it beside its control.",
+)
+def step_sharpens(change: _Changes) -> Tensor:
+    """For how many queries does the actual step of {step} sharpen the head's attention?"""
+    return _positive(change.selective)
+
+
+@_part("{who}: change of selective log Z", formula="S(r + Δ) − S(r)", claim="S12, S25, E2", paper=SHIM, unit="nats")
+def step_selective(change: _Changes) -> Tensor:
+    """Does {step} sharpen (+) or flatten (−) the head's own attention, and by how much?"""
+    return change.selective
+
+
+@_part(
+    "{who}: common change of the scores",
+    formula="Σ h_j (s_j(r + Δ) − s_j(r))",
+    claim="S25",
+    unit="nats",
+    gauge_dependent=True,
+)
+def step_common(change: _Changes) -> Tensor:
+    """By how much do all scores rise alike, which leaves attention unchanged?"""
+    return change.common
+
+
+@_part(
+    "{who}: change of raw log Z",
+    formula="log Z(r + Δ) − log Z(r)",
+    claim="S12, E2",
+    paper=SHIM,
+    unit="nats",
+    gauge_dependent=True,
+)
+def step_log_partition(change: _Changes) -> Tensor:
+    """Does the step raise the head's log-normaliser as the model computes it?"""
+    return change.raw
+
+
+_SLOPES, _STEPS = (
+    {part.__name__: part for part in _SAID if part.__name__.startswith("step_") == whole} for whole in (False, True)
+)
+PARTS = (*_SLOPES, *_STEPS)
+for _mover, _who in _WHO.items():
+    for _part_of_it, _said in _SAID.items():
+        statistic(
+            CLIMB,
+            **_said | {"title": _said["title"].format(who=_who)},
+            name=f"{_mover}_{_part_of_it.__name__}",
+            question=(_part_of_it.__doc__ or "").format(step=_who.lower()),
+            control="mismatched" if _mover == "own_write" else "random",
+            signed=True,
+        )(_part_of_it)
+_PAIRED = ("sharpens", "slope_selective", "step_sharpens", "step_selective")
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +300,7 @@ class Climb:
         rows = [None if found is None else torch.cat([found, next(steps)], dim=1) for found in slopes]
         _add(into.steps, rows, valid)
         if writes is not None:
-            ratio = writes.norm(dim=-1) / self.residual.norm(dim=-1).clamp_min(1e-30)
-            _add(into.write_norm, [ratio.transpose(0, 1)], valid)
+            _add(into.write_norm, [write_norm_ratio(writes, self.residual)], valid)
         self._controls(into, writes, gradients, base, valid)
 
     def _controls(
@@ -213,7 +334,7 @@ class Climb:
 
     def _pairs(self, into: ClimbStatistics, slope: Tensor, steps: Tensor, valid: Tensor) -> None:
         """Entry (g, h) of each item: head g's write, head h's selective log Z; slopes everywhere, steps on few queries."""
-        change = steps[:, :, _STEPS.index("step_selective")]
+        change = steps[:, :, list(_STEPS).index("step_selective")]
         many = valid[:, None, None] & slope.isfinite()
         few = valid[:, self.control][:, None, None] & change.isfinite()
         slope, change = torch.where(many, slope, 0.0), torch.where(few, change, 0.0)
@@ -246,21 +367,15 @@ def _along(gradient: Float[Tensor, "H B S D"], step: Float[Tensor, "*H B S D"]) 
 def _slope_parts(gradients: Sequence[Tensor], step: Float[Tensor, "*H B S D"]) -> Float[Tensor, "B 3 H S"]:
     """Along a step: whether it sharpens, and the slopes of the selective and of the common part."""
     selective, common = (_along(gradient, step).transpose(0, 1) for gradient in gradients)
-    return torch.stack([_positive(selective), selective, common], dim=1)
-
-
-def _positive(change: Tensor) -> Tensor:
-    """1 where a change is positive, 0 where it is not, NaN where it is none."""
-    return torch.where(change.isnan(), change, (change > 0).to(change))
+    return torch.stack([part(_Slopes(selective, common)) for part in _SLOPES.values()], dim=1)
 
 
 def _step_parts(
     after: tuple[Tensor, ...], before: tuple[Tensor, ...], copies: int
 ) -> tuple[Float[Tensor, "B 4 H S"], ...]:
     """For each of several copies of the queries, the parts of the change."""
-    selective, common, raw = (a.unflatten(2, (copies, -1)) - b[:, :, None] for a, b in zip(after, before, strict=True))
-    parts = torch.stack([_positive(selective), selective, common, raw], dim=1)
-    return parts.unbind(3)
+    changes = _Changes(*(a.unflatten(2, (copies, -1)) - b[:, :, None] for a, b in zip(after, before, strict=True)))
+    return torch.stack([part(changes) for part in _STEPS.values()], dim=1).unbind(3)
 
 
 def _add(ratio: Ratio, rows: Sequence[Float[Tensor, "B *parts S"] | None], valid: Tensor) -> None:

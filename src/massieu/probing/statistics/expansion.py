@@ -1,20 +1,79 @@
 """Does a step along the residual stream move a window's tokens apart or together? (claim S12, experiment E3)"""
 
+from functools import partial
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.population.observables import covariance_spectrum, effective_rank, log_determinant, pairwise_distance
+from massieu.population import observables
 from massieu.probing.accumulate import Ratio
+from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step
 
-LEVELS = ("pairwise_distance", "log_determinant", "effective_rank")
 _BEFORE, _AFTER, _CHANGE = 0, 1, 2
-CHANGES = ("pairwise_distance_log_ratio", "log_determinant_change", "effective_rank_change")
 FEWEST = 8  # tokens; fewer say nothing about a covariance
+_POINTS = "Tokens of one window, at most 64 positions with distinct tokens."
+_of_points = partial(statistic, EXPANSION, paper=SHIM, caveat=_POINTS, scope="layer")
+_change = partial(_of_points, signed=True)
+_level = partial(_of_points, headline=False)
+
+
+@_change(
+    "Change of the mean pairwise distance",
+    formula="log(d_after / d_before), d = mean ‖x_i − x_j‖",
+    claim="S12, E3",
+    unit="nats",
+)
+def pairwise_distance_log_ratio(before: Tensor, after: Tensor) -> Tensor:
+    """Do the tokens of a window move apart (+) or together (−)?"""
+    return torch.log(after / before)
+
+
+@_change(
+    "Change of the log-determinant",
+    formula="mean over directions of log λ_after − log λ_before, λ the spectrum of the token covariance",
+    claim="S12, E3",
+    unit="nats per direction",
+)
+def log_determinant_change(before: Tensor, after: Tensor) -> Tensor:
+    """Does the volume that a window's tokens span grow (+) or shrink (−)?"""
+    return after - before
+
+
+@_change("Change of the effective rank", formula="e^H(λ/Σλ) after − before", claim="E1, N12", unit="directions")
+def effective_rank_change(before: Tensor, after: Tensor) -> Tensor:
+    """In how many more (+) or fewer (−) directions do a window's tokens differ?"""
+    return after - before
+
+
+@_level("Mean pairwise distance", formula="mean over pairs of ‖x_i − x_j‖", claim="E3")
+def pairwise_distance(cloud: Tensor, spectrum: Tensor) -> Tensor:
+    """How spread are the tokens of a window along the depth?"""
+    return observables.pairwise_distance(cloud)
+
+
+@_level(
+    "Log-determinant of the token covariance",
+    formula="mean over directions of log λ",
+    claim="E3",
+    unit="nats per direction",
+)
+def log_determinant(cloud: Tensor, spectrum: Tensor) -> Tensor:
+    """How spread are the tokens of a window along the depth?"""
+    return observables.log_determinant(spectrum)
+
+
+@_level("Effective rank of the token covariance", formula="e^H(λ/Σλ)", claim="E3", unit="directions")
+def effective_rank(cloud: Tensor, spectrum: Tensor) -> Tensor:
+    """How spread are the tokens of a window along the depth?"""
+    return observables.effective_rank(spectrum)
+
+
+LEVELS = (pairwise_distance, log_determinant, effective_rank)
+CHANGES = (pairwise_distance_log_ratio, log_determinant_change, effective_rank_change)
 
 
 def distinct_positions(
@@ -72,14 +131,11 @@ class ExpansionStatistics:
             shapes.setdefault(tuple(cloud.shape), []).append(index)
         for places in shapes.values():
             clouds = torch.stack([self._clouds[index] for index in places]).double()
-            spectrum = covariance_spectrum(clouds)
-            levels[places] = torch.stack(
-                [pairwise_distance(clouds), log_determinant(spectrum), effective_rank(spectrum)], -1
-            )
+            spectrum = observables.covariance_spectrum(clouds)
+            levels[places] = torch.stack([level(clouds, spectrum) for level in LEVELS], -1)
         for sublayer, start, end in self._steps:
             before, after = levels[start], levels[end]
-            change = after - before
-            change[0] = torch.log(after[0] / before[0])
+            change = torch.stack([changed(*pair) for changed, *pair in zip(CHANGES, before, after, strict=True)])
             values = torch.stack([before, after, change], dim=-1)[None]
             finite = values.isfinite()
             ratio = self.sublayers.setdefault(sublayer, Ratio((len(LEVELS), 3), self.units))
@@ -95,7 +151,8 @@ class ExpansionStatistics:
         found = getattr(self.sublayers[sublayer], part)()
         rows = []
         for index, (level, change) in enumerate(zip(LEVELS, CHANGES, strict=True)):
-            for name, which in ((f"{level}/before", _BEFORE), (f"{level}/after", _AFTER), (change, _CHANGE)):
+            named = level.__name__
+            for name, which in ((f"{named}/before", _BEFORE), (f"{named}/after", _AFTER), (change.__name__, _CHANGE)):
                 cell = (found.value[index, which], found.standard_error[index, which], found.count[index, which])
                 rows.append((name, *map(float, cell)))
         return rows

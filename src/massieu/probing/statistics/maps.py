@@ -1,15 +1,73 @@
 """What a head's weights say: is W_O W_V a gradient step on the head's own log Z (S3.2, E2), is the score mutual (S11)?
 
-All norms and products of the D × D maps are taken through Dh × Dh matrices; the maps themselves are never formed.
+Each function is a statistic of the maps of one site. It gives a number for each head, or a matrix: entry (g, h) is of head
+g's write and head h's score, the diagonal the head's own, the rest the control. All norms and products of the D × D maps
+are taken through Dh × Dh matrices; the maps themselves are never formed:
+⟨O V, QᵀK⟩ = ⟨Q O, K Vᵀ⟩, ‖O V‖² = ⟨OᵀO, V Vᵀ⟩, ‖QᵀK‖² = ⟨Q Qᵀ, K Kᵀ⟩ and ⟨M, Mᵀ⟩ = tr((K Qᵀ)²).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from massieu.probing.replay import HeadMaps
+from massieu.probing.statistics.registry import MAPS, SHIM, measures, statistic
+
+_of_maps = partial(statistic, MAPS, paper=SHIM)
+
+
+def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[Tensor, " H"]:
+    return (left * right).sum((-2, -1))
+
+
+def _score_norm(maps: HeadMaps) -> Float64[Tensor, " H"]:
+    """‖W_QᵀW_K‖."""
+    return _dot(maps.query @ maps.query.mT, maps.key @ maps.key.mT).sqrt()
+
+
+@_of_maps(
+    "Cosine of W_O W_V with W_QᵀW_K",
+    formula="⟨W_O W_V, W_QᵀW_K⟩ / (‖W_O W_V‖ ‖W_QᵀW_K‖), norm gains folded in",
+    claim="S3.2, S25, E2",
+    caveat="The rotation null is far too easy; the other heads of the layer are the null to beat. "
+    "Rotary models: at offset zero.",
+    control="mismatched",
+    signed=True,
+)
+def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
+    """Are the head's weights those of a gradient step on its own log Z?"""
+    write_norm = _dot(maps.output.mT @ maps.output, maps.value @ maps.value.mT).sqrt()
+    through = torch.einsum("hkd,gdv->ghkv", maps.query, maps.output)
+    back = torch.einsum("hkd,gvd->ghkv", maps.key, maps.value)
+    return (through * back).sum((-2, -1)) / (write_norm[:, None] * _score_norm(maps)[None])
+
+
+@_of_maps(
+    "Symmetric share of W_QᵀW_K",
+    formula="‖(M + Mᵀ)/2‖² / ‖M‖², M = W_QᵀW_K with norm gains folded in",
+    claim="S11, E6",
+    caveat="One half for a random matrix.",
+    control=None,
+)
+def symmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
+    """How much of the score is a mutual similarity of the two tokens?"""
+    cross = maps.key @ maps.query.mT
+    return 0.5 * (1 + _dot(cross, cross.mT) / _score_norm(maps).square())
+
+
+@_of_maps(
+    "Antisymmetric share of W_QᵀW_K",
+    formula="‖(M − Mᵀ)/2‖² / ‖M‖² = 1 − symmetric share",
+    claim="S11, E6",
+    caveat="One half for a random matrix.",
+    control=None,
+)
+def antisymmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
+    """How much of the score is directed, from one token to another?"""
+    return 1 - symmetric_share(maps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,31 +75,14 @@ class MapStatistics:
     """Statistics of the weights of one site.
 
     Attributes:
-        cosine: entry (g, h) is the cosine of head g's W_O W_V with head h's W_QᵀW_K; the diagonal is the head's own.
-        symmetric_share: ‖(M + Mᵀ)/2‖² / ‖M‖² of M = W_QᵀW_K.
+        values: by the statistics' names.
         rotation_deviation: standard deviation of the cosine after independent random rotations, exactly 1/D.
     """
 
-    cosine: Float64[Tensor, "H H"]
-    symmetric_share: Float64[Tensor, " H"]
+    values: dict[str, Float64[Tensor, "*H H"]]
     rotation_deviation: float
 
 
 def map_statistics(maps: HeadMaps) -> MapStatistics:
-    """Cosines and symmetric shares of all heads of a site.
-
-    ⟨O V, QᵀK⟩ = ⟨Q O, K Vᵀ⟩, ‖O V‖² = ⟨OᵀO, V Vᵀ⟩, ‖QᵀK‖² = ⟨Q Qᵀ, K Kᵀ⟩ and ⟨M, Mᵀ⟩ = tr((K Qᵀ)²).
-    """
-    query, key, value, output = maps.query, maps.key, maps.value, maps.output
-    write_norm = _dot(output.mT @ output, value @ value.mT).sqrt()
-    score_norm = _dot(query @ query.mT, key @ key.mT).sqrt()
-    through = torch.einsum("hkd,gdv->ghkv", query, output)
-    back = torch.einsum("hkd,gvd->ghkv", key, value)
-    cosine = (through * back).sum((-2, -1)) / (write_norm[:, None] * score_norm[None])
-    cross = key @ query.mT
-    symmetric = 0.5 * (1 + _dot(cross, cross.mT) / score_norm.square())
-    return MapStatistics(cosine, symmetric, 1.0 / query.shape[-1])
-
-
-def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[Tensor, " H"]:
-    return (left * right).sum((-2, -1))
+    """Every statistic of the weights of a site."""
+    return MapStatistics({name: of(maps) for name, of in measures(MAPS).items()}, 1.0 / maps.query.shape[-1])

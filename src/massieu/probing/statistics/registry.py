@@ -1,72 +1,91 @@
 """Every statistic of the probe: name, formula, claim, which question it answers, what it does not say, what it costs.
 
-What is said of each is in ``statistics.toml`` beside this file. The command ``massieu statistics`` prints that table and the
-page's methods section is made from it. Statistics of one group are computed together; naming any of them switches the
-group on.
+Each is said where it is computed, by `statistic`. The tables' rows, the command ``massieu statistics``, the page's methods
+section and the table in ``docs/probe.md`` are made from it. Statistics of one group are computed together; naming any of
+them switches the group on.
+
+Notation: one query sees n keys with scores s_j = β q·k_j and log-weights log w_j; h_j = w_j / Σw, p = softmax(s + log w),
+log Z = log Σ w_j e^{s_j}. r is the residual stream, Δ what a head or a whole attention layer adds to it.
 """
 
-import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from massieu.errors import InputError
+from massieu.probing.record import Statistic
 
 GROUPS = ATTENTION, VALUES, CLIMB, MAPS, EXPANSION = ("attention", "values", "climb", "maps", "expansion")
-_TABLE: dict[str, Any] = tomllib.loads(
-    (files("massieu.probing.statistics") / "statistics.toml").read_text(encoding="utf-8")
+_COSTS = {
+    ATTENTION: "every query: one more pass over the scores",
+    VALUES: "every token: norms of the values; the sample: norms of the writes",
+    CLIMB: "the sample: two gradients per head, one replay of the queries per head",
+    MAPS: "once per attention site, from the weights",
+    EXPANSION: "the sample: distances and one small spectrum per point of the residual stream",
+}
+SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
+BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Based Models (2020)"
+OWN = "derived in docs/theory.md"
+
+_DESCRIPTION = "Describes this text and this model; weight on a token is not information from it."
+_KEY_ORIGIN = (
+    "Depends on the key origin: adding one vector to all keys of a head moves it and leaves attention as it is."
 )
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class Statistic:
-    """One number the probe reports, and all that a reader must know about it.
+STATISTICS: dict[str, Statistic] = {}
+"""Those that are registered, by name."""
+_MEASURES: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in GROUPS}
 
-    Attributes:
-        headline: may be compared between heads; invariant under a constant added to a head's keys.
-        gauge_dependent: changes with that constant, which softmax cannot see; never a headline.
-        signed: zero or the control is the natural centre of its scale.
-        control: the control its map is compared with (a qualifier of the result table), or None.
+
+def statistic(
+    group: str,
+    title: str,
+    *,
+    formula: str,
+    claim: str,
+    paper: str = OWN,
+    name: str | None = None,
+    question: str | None = None,
+    caveat: str | None = None,
+    unit: str = "",
+    control: str | None = "reinitialised",
+    headline: bool | None = None,
+    gauge_dependent: bool = False,
+    signed: bool = False,
+    scope: str = "head",
+) -> Callable[[F], F]:
+    """Register the function as a statistic; `Statistic` says what each entry means.
+
+    Args:
+        name: the function's name, unless one is given.
+        question: the function's docstring, unless one is given.
+        caveat: that it describes this text, or that it depends on the key origin, unless one is given.
+        headline: whatever does not depend on the key origin, unless said otherwise.
+
+    Raises:
+        ValueError: there is no such group, the name is taken, or a headline depends on the key origin.
     """
 
-    name: str
-    title: str
-    formula: str
-    claim: str
-    paper: str
-    group: str
-    question: str
-    caveat: str
-    unit: str = ""
-    scope: str = "head"
-    headline: bool = False
-    gauge_dependent: bool = False
-    signed: bool = False
-    control: str | None = "reinitialised"
+    def register(measure: F) -> F:
+        own, asked = name or measure.__name__, question or (measure.__doc__ or "").strip()
+        if group not in GROUPS or own in STATISTICS:
+            raise ValueError(f"statistic {own!r}: the name is taken, or {group!r} is no group")
+        if gauge_dependent and headline:
+            raise ValueError(f"statistic {own!r} depends on the key origin and cannot be a headline")
+        warned = caveat or (_KEY_ORIGIN if gauge_dependent else _DESCRIPTION)
+        said = (own, title, formula, claim, paper, group, asked, warned, unit, scope)
+        compared = not gauge_dependent if headline is None else headline
+        STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, _COSTS[group])
+        _MEASURES[group][own] = measure
+        return measure
 
-    @property
-    def cost(self) -> str:
-        return _TABLE["costs"][self.group]
+    return register
 
 
-def _statistics() -> Iterator[Statistic]:
-    """Those of the table, in its order; those of the climb once for each mover."""
-    for group in GROUPS:
-        for mover in _TABLE["movers"] if group == CLIMB else [{}]:
-            words = mover | {"step": mover.get("who", "").lower()}
-            for name, entry in _TABLE[group].items():
-                said = {"name": name, "group": group} | entry
-                if mover:
-                    said = {
-                        key: text.format_map(words) if isinstance(text, str) else text for key, text in said.items()
-                    }
-                said["paper"] = _TABLE["papers"][said["paper"]]
-                said["caveat"] = _TABLE["caveats"].get(said["caveat"], said["caveat"])
-                yield Statistic(**said | ({"control": None} if said.get("control") == "none" else {}))
-
-
-STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _statistics()}
+def measures(group: str) -> dict[str, Callable[..., Any]]:
+    """The functions of a group by their statistics' names, in the order of registration."""
+    return _MEASURES[group]
 
 
 def select(names: Sequence[str] | None) -> tuple[frozenset[str], frozenset[str]]:

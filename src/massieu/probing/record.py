@@ -1,0 +1,258 @@
+"""The record of a run: what ``run.json`` holds, entry by entry.
+
+A field that is `NEEDED` has to be in a file; any other may be missing or null and then has its default. What a file
+says beside these fields is kept.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+
+NEEDED = {"needed": True}
+"""Metadata of a field that every stored record has, if only as null."""
+
+
+@dataclass
+class Entry:
+    """A part of the record.
+
+    Attributes:
+        others: what a file says of it that has no field.
+    """
+
+    others: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+
+@dataclass
+class ModelRecord(Entry):
+    """The model: where it is from, what it is, and what its files lacked; ``hash`` is of its weights."""
+
+    name: str | None = field(default=None, metadata=NEEDED)
+    hash: str | None = None
+    revision: str | None = None
+    weights: str | None = None
+    architecture: str | None = None
+    parameters: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    layers: int | None = field(default=None, metadata=NEEDED)
+    heads: int | None = field(default=None, metadata=NEEDED)
+    hidden_size: Any = None
+    missing_weights: str | None = None
+    unexpected_weights: str | None = None
+
+
+@dataclass
+class TextRecord(Entry):
+    """What was read; ``dropped`` is a sentence, ``unknown_share`` that of tokens which the tokenizer does not know."""
+
+    source: str | None = field(default=None, metadata=NEEDED)
+    max_length: int | None = None
+    packing: bool | None = None
+    tokens: int | None = field(default=None, metadata=NEEDED)
+    windows: int | None = field(default=None, metadata=NEEDED)
+    documents: int | None = None
+    dropped: str | None = None
+    unknown_share: float | None = None
+
+
+@dataclass
+class ErrorUnitRecord(Entry):
+    """What standard errors are over, and how many there are."""
+
+    unit: str | None = field(default=None, metadata=NEEDED)
+    count: int | None = field(default=None, metadata=NEEDED)
+
+
+@dataclass
+class SelfCheckRecord(Entry):
+    """How far the probe's attention and outputs are from the model's own, as `SelfCheck` has it."""
+
+    error: float | None = field(default=None, metadata=NEEDED)
+    tolerance: float | None = field(default=None, metadata=NEEDED)
+    site: str | None = None
+    finite: bool | None = None
+    passed: bool | None = None
+
+
+@dataclass
+class CaptureRecord(Entry):
+    """How attention was read."""
+
+    route: str | None = None
+    attention_sites: int | None = None
+    unexplained_keywords: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class SiteRecord(Entry):
+    """An attention site; ``unavailable`` gives reasons by statistic or group."""
+
+    index: int | None = None
+    name: str = field(metadata=NEEDED)
+    layer: int = field(metadata=NEEDED)
+    kind: str | None = None
+    heads: int | None = None
+    key_heads: int | None = None
+    head_size: int | None = None
+    query_tokens: str | None = None
+    key_tokens: str | None = None
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Sublayer(Entry):
+    """One step along the residual stream.
+
+    Attributes:
+        name: block (or norm module) and what the step does, such as ``encoder.layer.0 attention``.
+        kind: ``attention``, ``cross_attention``, ``feed_forward``, ``attention_and_feed_forward`` or ``norm``.
+        layer: index of the block in its stack; None for a step outside every block.
+    """
+
+    index: int = field(metadata=NEEDED)
+    name: str = field(metadata=NEEDED)
+    kind: str = field(metadata=NEEDED)
+    layer: int | None = field(metadata=NEEDED)
+
+
+@dataclass
+class SampleRecord(Entry):
+    """What replays, clouds and controls ran on."""
+
+    windows: int | None = None
+    queries: int | None = None
+
+
+@dataclass
+class Statistic(Entry):
+    """One number the probe reports, and all that a reader must know about it.
+
+    Attributes:
+        headline: may be compared between heads; invariant under a constant added to a head's keys.
+        gauge_dependent: changes with that constant, which softmax cannot see; never a headline.
+        signed: zero or the control is the natural centre of its scale.
+        control: the control its map is compared with (a qualifier of the result table), or None.
+        cost: of its group.
+    """
+
+    name: str = field(metadata=NEEDED)
+    title: str = ""
+    formula: str = ""
+    claim: str = ""
+    paper: str = ""
+    group: str = ""
+    question: str = ""
+    caveat: str = ""
+    unit: str = ""
+    scope: str | None = None
+    headline: bool = False
+    gauge_dependent: bool = False
+    signed: bool = False
+    control: str | None = None
+    cost: str = ""
+
+
+@dataclass
+class Finding(Entry):
+    """One card: what was found, and all that is needed to read it rightly; ``heads`` are pairs of layer and head."""
+
+    id: str = field(metadata=NEEDED)
+    title: str = field(metadata=NEEDED)
+    sentence: str = field(metadata=NEEDED)
+    value: float | None = None
+    standard_error: float | None = None
+    unit: str | None = ""
+    control: str | None = ""
+    count: int | None = 0
+    caveat: str | None = ""
+    statistic: str | None = None
+    heads: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class UnavailableRecord(Entry):
+    """A group or statistic that failed, of the model or of its re-initialised control."""
+
+    of: str = field(metadata=NEEDED)
+    statistic: str = field(metadata=NEEDED)
+    reason: str = field(metadata=NEEDED)
+
+
+@dataclass
+class NonfiniteRecord(Entry):
+    """How many queries of a head were left out."""
+
+    site: str = field(metadata=NEEDED)
+    layer: int | None = field(metadata=NEEDED)
+    head: int | None = field(metadata=NEEDED)
+    count: int = field(metadata=NEEDED)
+
+
+@dataclass
+class Trouble(Entry):
+    """Why numbers are missing: what the model's own numbers are, and where that begins.
+
+    Attributes:
+        sentence: all of it, for the top of the page and the terminal.
+        what: "NaN" or "infinity".
+        first: a weight, a module or an input of the model: the first place.
+    """
+
+    sentence: str = field(metadata=NEEDED)
+    what: str | None = None
+    first: str | None = None
+
+
+@dataclass(kw_only=True)
+class RunRecord(Entry):
+    """All that is needed to judge the numbers of a run; ``complete`` is False when it was interrupted."""
+
+    schema_version: int = SCHEMA_VERSION
+    massieu_version: str | None = None
+    date: str | None = None
+    complete: bool = field(metadata=NEEDED)
+    model: ModelRecord = field(default_factory=ModelRecord)
+    text: TextRecord = field(default_factory=TextRecord)
+    error_unit: ErrorUnitRecord = field(default_factory=ErrorUnitRecord)
+    self_check: SelfCheckRecord = field(default_factory=SelfCheckRecord)
+    capture: CaptureRecord = field(default_factory=CaptureRecord)
+    sites: list[SiteRecord] = field(default_factory=list)
+    sublayers: list[Sublayer] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    seed: Any = None
+    versions: dict[str, Any] = field(default_factory=dict)
+    timing: dict[str, Any] = field(default_factory=dict)
+    sample: SampleRecord = field(default_factory=SampleRecord)
+    statistics: list[Statistic] = field(default_factory=list)
+    findings: list[Finding] = field(metadata=NEEDED)
+    warnings: list[str] = field(default_factory=list)
+    unavailable: list[UnavailableRecord] = field(default_factory=list)
+    nonfinite: list[NonfiniteRecord] = field(default_factory=list)
+    trouble: Trouble | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as ``run.json`` holds it: plain lists, dictionaries and finite numbers."""
+        return plain(self)
+
+
+def plain(value: Any, digits: int | None = None) -> Any:
+    """The value as JSON can hold it: no numpy, no NaN or infinity, floats rounded to so many significant digits."""
+    if isinstance(value, Entry):
+        value = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "others"} | value.others
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return float(value) if digits is None else float(f"{value:.{digits}g}")
+    if isinstance(value, list | tuple):
+        return [plain(item, digits) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item, digits) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist(), digits)
+    return value

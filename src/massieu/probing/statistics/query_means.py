@@ -1,0 +1,122 @@
+"""Running means of the per-query statistics of one site, over the whole text and in bins of it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from massieu.probing.accumulate import Histogram, Ratio, Spread
+from massieu.probing.statistics.query_reading import QueryReading
+from massieu.probing.statistics.registry import ATTENTION, measures
+from massieu.probing.units import Units
+
+_SPREADS = ("selective_log_partition", "entropy")
+_POSITION_BINS = 8
+_VISIBLE_BINS = 24  # 1, 2, 3–4, 5–8, … keys
+HISTOGRAM_EDGES = {
+    "selective_log_partition": np.linspace(0.0, 10.0, 41),
+    "entropy_fraction": np.linspace(0.0, 1.0, 26),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Per-query numbers of one attention call, and which of them count."""
+
+    values: dict[str, Float[Tensor, "B H L"]]
+    valid: Bool[Tensor, "B H L"]
+    defined: dict[str, Bool[Tensor, "B H L"]]
+    visible: Int[Tensor, "B_or_1 H_or_1 L"]
+    broken: Bool[Tensor, "B H L"]
+
+
+def query_statistics(reading: QueryReading) -> Queries:
+    """Every per-query statistic of one attention call that has a meaning there."""
+    values, defined = {}, {}
+    for name, measure in measures(ATTENTION).items():
+        found = measure(reading)
+        if isinstance(found, tuple):
+            values[name], defined[name] = found[0], reading.valid & found[1]
+        elif found is not None:
+            values[name] = found
+    return Queries(values, reading.valid, defined, reading.visible, reading.real & ~reading.valid)
+
+
+class AttentionStatistics:
+    """Running per-query statistics of one site.
+
+    Rows of a batch are the error unit's rows; a model that cuts each item into several sequences (image windows) has
+    its sequences added up.
+    """
+
+    def __init__(self, heads: int, units: Units, max_length: int) -> None:
+        self.names = tuple(measures(ATTENTION))
+        self.heads = heads
+        self.max_length = max_length
+        self.ratio = Ratio((len(self.names), heads), units)
+        self.by_position = Ratio((_POSITION_BINS, heads), units)
+        self.by_visible = Ratio((_VISIBLE_BINS, heads), units)
+        self.spreads = {name: Spread((heads,)) for name in _SPREADS}
+        self.histograms = {name: Histogram(edges, heads) for name, edges in HISTOGRAM_EDGES.items()}
+        self.broken = np.zeros(heads, dtype=np.int64)
+
+    def update(self, found: Queries, positions: Int[Tensor, " L"], rows: int) -> None:
+        """Add one batch of ``rows`` items."""
+        shape = found.valid.shape
+        totals = torch.zeros(shape[0], len(self.names), self.heads, dtype=torch.float64, device=found.valid.device)
+        counts = torch.zeros_like(totals)
+        by_mask: dict[Tensor, list[str]] = {}
+        for name in found.values:
+            by_mask.setdefault(found.defined.get(name, found.valid), []).append(name)
+        for mask, names in by_mask.items():
+            places = [self.names.index(name) for name in names]
+            stacked = torch.stack([found.values[name] for name in names], dim=1)
+            totals[:, places] = torch.where(mask[:, None], stacked, 0.0).sum(-1, dtype=torch.float64)
+            counts[:, places] = mask.sum(-1, dtype=torch.float64)[:, None]
+        self.ratio.update(_by_item(totals, rows), _by_item(counts, rows))
+        self._update_bins(found, positions, rows)
+        for name, spread in self.spreads.items():
+            spread.update(found.values[name], found.valid)
+        for name, histogram in self.histograms.items():
+            histogram.update(found.values[name], found.defined.get(name, found.valid))
+        self.broken += found.broken.sum((0, 2)).cpu().numpy()
+
+    def _update_bins(self, found: Queries, positions: Int[Tensor, " L"], rows: int) -> None:
+        width = -(-self.max_length // _POSITION_BINS)
+        by_position = (positions // width).clamp_max(_POSITION_BINS - 1)
+        valid = found.valid.double()
+        for ratio, name, bins in (
+            (self.by_position, "selective_log_partition", by_position[None, None]),
+            (self.by_visible, "entropy", _visible_bin(found.visible)),
+        ):
+            values = torch.where(found.valid, found.values[name], 0.0).double()
+            chosen = torch.nn.functional.one_hot(bins, ratio.shape[0]).double()
+            if chosen.shape[1] == 1:  # the same bins for all heads: one matrix product
+                totals, counts = values @ chosen[:, 0], valid @ chosen[:, 0]
+            else:
+                totals, counts = ((x[..., None] * chosen).sum(2) for x in (values, valid))
+            ratio.update(_by_item(totals.mT, rows), _by_item(counts.mT, rows))
+
+    def bins(self) -> list[tuple[str, Ratio, int]]:
+        """Name, accumulator and index of each bin."""
+        width = -(-self.max_length // _POSITION_BINS)
+        named = [
+            (f"selective_log_partition/position_{i * width}_{(i + 1) * width - 1}", self.by_position, i)
+            for i in range(_POSITION_BINS)
+        ]
+        edges = [(1, 1), (2, 2), *((2**k + 1, 2 ** (k + 1)) for k in range(1, _VISIBLE_BINS - 1))]
+        named += [(f"entropy/visible_keys_{a}_{b}", self.by_visible, i) for i, (a, b) in enumerate(edges)]
+        return named
+
+
+def _visible_bin(visible: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """0 for one key, 1 for two, 2 for three or four, 3 for five to eight, …"""
+    exponent = (visible.clamp_min(1).double()).log2().ceil().long()
+    return exponent.clamp_max(_VISIBLE_BINS - 1)
+
+
+def _by_item(values: Tensor, rows: int) -> Tensor:
+    """Add up the sequences that one item was cut into."""
+    return values if values.shape[0] == rows else values.unflatten(0, (rows, -1)).sum(1)

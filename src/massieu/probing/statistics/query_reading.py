@@ -1,0 +1,174 @@
+"""One attention call, query by query: what the per-query statistics share, each computed once and when first asked for.
+
+Keys are first centred on the mean of the real keys of their sequence. Softmax cannot see it, every headline number is
+unchanged by it (S25), and the difference log Z − mean score then loses no digits; raw log Z gets the shift back.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from massieu import ops
+from massieu.ops.moments import MomentsResult
+from massieu.probing.capture import AttentionCall
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What is known of the tokens of one batch.
+
+    Attributes:
+        real: False at padding.
+        special: the tokenizer's special tokens; None where they are not known.
+    """
+
+    real: Bool[Tensor, "B L"]
+    special: Bool[Tensor, "B L"] | None
+
+    def first(self) -> Int[Tensor, " B"]:
+        """Position of the first real token of each sequence."""
+        return self.real.int().argmax(dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryReading:
+    """What a per-query statistic is computed from.
+
+    Attributes:
+        queries, keys: the tokens asked about and those attended to (the same for self-attention).
+        positions: where in the sequence the call's queries are.
+        itself: a sequence attends to itself, so that "diagonal" and "previous" mean something.
+    """
+
+    call: AttentionCall
+    queries: Tokens
+    keys: Tokens
+    positions: Int[Tensor, " L"]
+    itself: bool
+
+    @cached_property
+    def _centre(self) -> Float[Tensor, "B Hk 1 D"] | None:
+        """Mean of the real keys; none where a cap of the scores sees it."""
+        if self.call.softcap is not None:
+            return None
+        weight = self.keys.real[:, None, None].to(self.call.key.dtype)
+        return (weight @ self.call.key) / weight.sum(-1, keepdim=True).clamp_min(1)
+
+    @cached_property
+    def key(self) -> Float[Tensor, "B Hk N D"]:
+        """The keys, centred."""
+        return self.call.key if self._centre is None else self.call.key - self._centre
+
+    @cached_property
+    def shift(self) -> Float[Tensor, "B H L"]:
+        """What centring took from every score of a query."""
+        if self._centre is None:
+            return torch.zeros_like(self.log_partition)
+        product = self.call.scale * _grouped(self.call.query, self.call.key) @ self._centre[:, :, None].mT
+        return product.flatten(1, 2)[..., 0].float()
+
+    @cached_property
+    def moments(self) -> MomentsResult:
+        """Of the scores of the centred keys."""
+        call = self.call
+        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
+        return ops.attention_moments(call.query, self.key, None, log_weight=call.log_weight, **settings)
+
+    @property
+    def log_partition(self) -> Float[Tensor, "B H L"]:
+        """log Z of the centred keys."""
+        return self.moments.log_partition
+
+    @cached_property
+    def raw_log_partition(self) -> Float[Tensor, "B H L"]:
+        """log Z of the keys as they are, a learned sink left out."""
+        return self.log_partition + self.shift
+
+    @cached_property
+    def visible(self) -> Int[Tensor, "B_or_1 H_or_1 L"]:
+        """How many keys a query sees."""
+        if self.call.is_causal:
+            return torch.arange(1, self.call.query.shape[2] + 1, device=self.call.query.device)[None, None]
+        if self.call.log_weight is None:
+            return torch.full((1, 1, self.call.query.shape[2]), self.call.key.shape[2], device=self.call.query.device)
+        return self.call.visible().sum(-1)
+
+    @cached_property
+    def real(self) -> Bool[Tensor, "B H L"]:
+        """Queries that are no padding and see a key."""
+        return self.queries.real[:, None].expand_as(self.log_partition) & (self.visible > 0)
+
+    @cached_property
+    def valid(self) -> Bool[Tensor, "B H L"]:
+        """Those whose numbers are finite."""
+        return self.real & self.log_partition.isfinite() & self.moments.entropy.isfinite()
+
+    def weight_at(self, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
+        """Attention of every query of a sequence on the same few keys."""
+        return torch.exp(_at_keys(self.call, self.key, index) - self.log_partition[..., None])
+
+    def weight_before(self, offset: int) -> Float[Tensor, "B H L"]:
+        """Attention on the key ``offset`` places before each query; on the first one where there is none."""
+        return torch.exp(_at_offset(self.call, self.key, self.positions, offset) - self.log_partition)
+
+    def weight_special(self) -> Float[Tensor, "B H L"]:
+        """Attention on all special tokens together."""
+        special = self.keys.special
+        slots = 0 if special is None or not special.numel() else int(special.sum(1).max())
+        if special is None or slots == 0:
+            return torch.zeros_like(self.log_partition)
+        order = special.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
+        hidden = ~special.gather(1, order)[:, None, None]
+        scores = _at_keys(self.call, self.key, order).masked_fill(hidden, -torch.inf)
+        return torch.exp(scores - self.log_partition[..., None]).sum(-1)
+
+
+def _grouped(query: Tensor, key: Tensor) -> Tensor:
+    """Query with its heads split into (key head, query heads of that group)."""
+    return query.unflatten(1, (key.shape[1], -1))
+
+
+def _score(call: AttentionCall, product: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:
+    """From q·k to the score."""
+    scores = call.scale * product
+    return scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
+
+
+def _weighted(
+    call: AttentionCall, scores: Float[Tensor, "B H L S"], index: Int[Tensor, "B L_or_1 S"]
+) -> Float[Tensor, "B H L S"]:
+    """Scores of chosen keys plus their log-weights; −inf where a key cannot be seen."""
+    batch, _, length, _ = call.query.shape
+    if call.is_causal:
+        seen = index <= torch.arange(length, device=index.device)[:, None]
+        return scores.masked_fill(~seen[:, None], -torch.inf)
+    if call.log_weight is None:
+        return scores
+    weight = call.log_weight.expand(batch, -1, length, -1)
+    weight = weight.gather(3, index[:, None].expand(batch, weight.shape[1], length, -1))
+    return scores.masked_fill(~weight, -torch.inf) if weight.dtype == torch.bool else scores + weight
+
+
+def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
+    """Scores plus log-weights of the same few keys for every query of a sequence."""
+    chosen = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
+    product = (_grouped(call.query, key) @ chosen[:, :, None].mT).flatten(1, 2)
+    return _weighted(call, _score(call, product), index[:, None])
+
+
+def _at_offset(call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], offset: int) -> Float[Tensor, "B H L"]:
+    """Score plus log-weight of the key ``offset`` places before each query; position 0 stands in where there is none."""
+    index = (positions - offset).clamp_min(0)
+    query = _grouped(call.query, key)
+    if len(positions) == key.shape[2]:  # every query in order: a shift instead of a gather
+        product = query.new_zeros(query.shape[:-1])
+        product[..., offset:] = (query[..., offset:, :] * key[:, :, None, : key.shape[2] - offset]).sum(-1)
+        product[..., :offset] = (query[..., :offset, :] * key[:, :, None, :1]).sum(-1)
+        product = product.flatten(1, 2)
+    else:
+        product = (query * key[:, :, None, index]).sum(-1).flatten(1, 2)
+    places = index[None, :, None].expand(call.query.shape[0], -1, -1)
+    return _weighted(call, _score(call, product)[..., None], places)[..., 0]
