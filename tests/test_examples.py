@@ -97,7 +97,11 @@ def test_the_blocks_on_the_probe_run(tmp_path, monkeypatch):
 def test_every_page_with_code_is_run():
     """The probe's blocks have a test of their own; the README's and those on extending it too."""
     pages = {path for path in (ROOT / "docs").rglob("*.md") if "```python" in path.read_text(encoding="utf-8")}
-    assert {str(path.relative_to(ROOT)) for path in pages} == {*PAGES, "docs/how-to/probe.md", "docs/how-to/extending.md"}
+    assert {str(path.relative_to(ROOT)) for path in pages} == {
+        *PAGES,
+        "docs/how-to/probe.md",
+        "docs/how-to/extending.md",
+    }
 
 
 @pytest.mark.medium
