@@ -6,7 +6,7 @@ import pytest
 from scripts.long_sentences import long_sentences, main, sentences
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.medium
