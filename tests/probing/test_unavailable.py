@@ -12,7 +12,7 @@ from tests.rows import every_row
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing import reading as reading_module
+from massieu.probing import site_reading
 from massieu.probing.capture import capturing
 from massieu.probing.model import model_inputs
 from massieu.probing.replay import Replay
@@ -140,7 +140,7 @@ def test_queries_at_other_states_are_those_of_the_model(name, whole):
 def test_one_statistic_that_fails_is_left_out_with_its_reason(name, lost, tmp_path):
     """In the second batch, when some of it has been computed: nothing of it stays, the others are as they were."""
     whole = massieu.probe(zoo.model("gpt2"), [zoo.inputs("gpt2", seed=s) for s in range(3)], max_length=20)
-    honest, calls = getattr(reading_module, name), []
+    honest, calls = getattr(site_reading, name), []
 
     def failing(*arguments, **keywords):
         calls.append(None)
@@ -149,7 +149,7 @@ def test_one_statistic_that_fails_is_left_out_with_its_reason(name, lost, tmp_pa
         return honest(*arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading_module, name, failing)
+        patch.setattr(site_reading, name, failing)
         result = massieu.probe(zoo.model("gpt2"), [zoo.inputs("gpt2", seed=s) for s in range(3)], max_length=20)
     reasons = {e.statistic: e.reason for e in result.run.unavailable if e.of == "model"}
     assert reasons[lost] == "ArithmeticError: this one cannot be computed here"

@@ -22,7 +22,7 @@ def result_folder(folder: Path) -> Iterator[None]:
     """
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
-    from massieu.probing.result import FILES, ROOM
+    from massieu.probing.result_files import FILES, ROOM
     from massieu.report.folder import reserved
 
     with reserved(folder, FILES, ROOM):

@@ -1,10 +1,10 @@
-"""One model being read: forward passes with capture and tracing, and all running results of that model."""
+"""One model being read, batch by batch: forward passes with capture and tracing, and what could not be computed."""
 
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,24 +12,18 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.foundation.threads import one_thread
-from massieu.probing.accumulate import Ratio
 from massieu.probing.capture import AttentionCall, AttentionSite, Capture, capturing
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.model import decoder_given, model_inputs
 from massieu.probing.nonfinite import at_real, in_batch, in_call, kind_of
 from massieu.probing.record import Trouble
-from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, output_maps
+from massieu.probing.site_reading import SiteReading
 from massieu.probing.sites import SiteInfo
-from massieu.probing.statistics.climb import Climb, ClimbStatistics
 from massieu.probing.statistics.expansion import ExpansionStatistics
-from massieu.probing.statistics.maps import MapStatistics, map_statistics
-from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
-from massieu.probing.statistics.query_reading import QueryReading, Tokens
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
-from massieu.probing.statistics.values import first_value_norm_ratio
 from massieu.probing.tokens import BatchTokens
 from massieu.probing.units import Units
-from massieu.probing.wiring import AttentionRead, Step, StreamTracer
+from massieu.probing.wiring import Step, StreamTracer
 
 _EXAMPLES = "example windows"
 _WRITE_NORM = "write_norm_ratio"  # of the values' group, measured where the climb is
@@ -54,29 +48,6 @@ class Options:
     seed: int = 0
 
 
-@dataclass(eq=False)
-class SiteResults:
-    """Running results of one attention site."""
-
-    attention: AttentionStatistics
-    climb: ClimbStatistics
-    first_value: Ratio
-    maps: MapStatistics | None = None
-    unavailable: dict[str, str] = field(default_factory=dict)
-    climb_checked: bool = False
-    replay_whole: bool = False
-    query_map: AffineQuery | None = None
-
-
-def _no_results(info: SiteInfo, options: Options) -> SiteResults:
-    units = options.units
-    attention = AttentionStatistics(info.heads, units, options.max_length)
-    results = SiteResults(attention, ClimbStatistics(info.heads, units), Ratio((1, info.heads), units))
-    if info.value_sets > 1:
-        results.unavailable[VALUES] = f"the same attention weights are applied to {info.value_sets} sets of values"
-    return results
-
-
 class Reading:
     """Running results of one model over many batches.
 
@@ -91,7 +62,7 @@ class Reading:
         self.sites = sites
         self.options = options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
-        self.results = [_no_results(info, options) for info in sites]
+        self.results = [SiteReading.begun(info, options.units, options.max_length) for info in sites]
         self.expansion = ExpansionStatistics(options.units)
         self.tracer = StreamTracer(model, sites, self._on_step)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -238,34 +209,13 @@ class Reading:
             self.read_queries += int(queries.real.sum())
         if self._wants(ATTENTION):
             with self._computing(ATTENTION):
-                self._query_statistics(info, call, queries, keys)
+                results.read_queries(call, queries, keys, self._rows, self.options.query_sample, self._random)
         if self._wants(VALUES) and VALUES not in results.unavailable:
             with self._computing(VALUES):
-                self._first_value(results, call, keys)
+                results.read_first_value(call, keys, self._rows)
         if self._example is not None and _EXAMPLES not in self.failed:
             with self._computing(_EXAMPLES):
                 self._example.add(info, call)
-
-    def _query_statistics(self, info: SiteInfo, call: AttentionCall, queries: Tokens, keys: Tokens) -> None:
-        length, sample = call.query.shape[2], self.options.query_sample
-        if queries.special is None or keys.special is None:
-            self.results[info.index].unavailable["weight_special"] = "the batches do not say which tokens are special"
-        parts = [(slice(None), torch.arange(length), self._rows)]
-        if sample is not None and sample < length:  # some queries of each window, drawn window by window
-            items = call.query.shape[0] // self._rows
-            drawn = [torch.randperm(length, generator=self._random(row, 2)) for row in range(self._rows)]
-            parts = [(slice(i * items, (i + 1) * items), p[:sample].sort().values, 1) for i, p in enumerate(drawn)]
-        for item, positions, rows in parts:
-            positions = positions.to(call.query.device)
-            part = call.rows(item).at(positions) if len(positions) < length else call
-            asked, attended = _part(queries, item, positions), _part(keys, item, slice(None))
-            found = query_statistics(QueryReading(part, asked, attended, positions, itself=info.kind != "cross"))
-            self.results[info.index].attention.update(found, positions, rows)
-
-    def _first_value(self, results: SiteResults, call: AttentionCall, keys: Tokens) -> None:
-        ratio, usable = first_value_norm_ratio(call, keys)
-        pair = torch.stack([torch.where(usable, ratio, 0.0), usable]).double()
-        results.first_value.update(*pair.reshape(2, self._rows, -1, ratio.shape[1]).sum(2, keepdim=True))
 
     def _on_step(self, step: Step) -> None:
         if step.before.dim() != 3 or step.before.shape[0] != self._rows:
@@ -275,66 +225,19 @@ class Reading:
                 for row in self._sampled_rows:
                     self.expansion.collect(step, row, self._positions(row, step, cloud=True))
         if step.read is not None:
+            assert self._capture is not None
+            results = self.results[self.by_site[step.read.call.site].index]
             with self._timed("climb"):
                 if self._wants(MAPS):
                     with self._computing(MAPS):
-                        self._read_maps(step.read)
+                        results.read_maps(self._capture, step.read)
                 if self._wants(CLIMB) or (self._wants(VALUES) and _WRITE_NORM not in self.failed):
                     with self._computing(*self.options.groups & {CLIMB}, _WRITE_NORM):
-                        self._read_climb(step)
+                        self._read_climb(self._capture, results, step)
 
-    def _read_maps(self, read: AttentionRead) -> None:
-        assert self._capture is not None
-        info = self.by_site[read.call.site]
-        results = self.results[info.index]
-        if results.maps is not None or MAPS in results.unavailable:
-            return
-        maps = "the query and the key side read different streams"
-        if info.kind != "cross":
-            maps = head_maps(self._capture, read)
-        if isinstance(maps, HeadMaps):
-            results.maps = map_statistics(maps)
-        else:
-            results.unavailable[MAPS] = maps
-
-    def _read_climb(self, step: Step) -> None:
-        assert step.read is not None and self._capture is not None
-        info = self.by_site[step.read.call.site]
-        results = self.results[info.index]
+    def _read_climb(self, capture: Capture, results: SiteReading, step: Step) -> None:
         for row in self._sampled_rows:
-            positions = self._positions(row, step, cloud=False)
-            item = step.item(row)
-            assert item.read is not None
-            if not len(positions) or CLIMB in results.unavailable:
-                continue
-            replay = Replay(self._capture, item.read, results.query_map, results.replay_whole)
-            if not results.climb_checked:
-                replay = self._checked(replay, positions, results)
-            if replay is None:
-                continue
-            valid = torch.ones(1, len(positions), dtype=torch.bool, device=positions.device)
-            generator = self._random(row, 3 + info.index)
-            Climb(replay, item, positions, generator).measure(results.climb, valid)
-            if info.index == 0:
+            positions, index = self._positions(row, step, cloud=False), results.info.index
+            read = results.read_climb(capture, step.item(row), positions, self._random(row, 3 + index))
+            if read and index == 0:
                 self.sampled["queries"] += len(positions)
-
-    @staticmethod
-    def _checked(replay: Replay, positions: Tensor, results: SiteResults) -> Replay | None:
-        """A replay that reproduces the module's queries, on part of the sequence or, more slowly, on all of it."""
-        results.climb_checked = True
-        writes = output_maps(replay.read, replay.read.call.query.shape[1])
-        if isinstance(writes, str):
-            results.unavailable["own_write"] = writes
-        reason = replay.why_not(positions)
-        if reason is not None and replace(replay, whole=True).why_not(positions) is None:
-            reason, replay = None, replace(replay, whole=True)
-        if reason is not None:
-            results.unavailable[CLIMB] = reason
-            return None
-        results.replay_whole, results.query_map = replay.whole, replay.query_map(positions)
-        return replace(replay, affine=results.query_map)
-
-
-def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:
-    special = None if tokens.special is None else tokens.special[item, positions]
-    return Tokens(tokens.real[item, positions], special)

@@ -1,7 +1,5 @@
 """What a probe found: two long tables, a record of the run, and the page drawn from them."""
 
-import io
-import json
 import math
 import os
 import warnings
@@ -11,8 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from massieu.errors import InputError, require_extra
 from massieu.probing import stored
-from massieu.probing.long_table import COLUMNS, read_table
-from massieu.probing.record import SCHEMA_VERSION, Finding, RunRecord, plain
+from massieu.probing.long_table import COLUMNS
+from massieu.probing.record import Finding, RunRecord, plain
+from massieu.probing.result_files import (
+    DETAILS,
+    FORMATS,
+    PAGE,
+    RECORD,
+    TABLES,
+    details_bytes,
+    read_numbers,
+    read_record,
+    record_bytes,
+    table_bytes,
+)
 from massieu.report import folder as folders
 from massieu.report.locking import locked
 from massieu.report.writing import check_name, write_whole
@@ -22,15 +32,6 @@ if TYPE_CHECKING:
 
 DIGITS = 4
 """Significant digits of the numbers in ``details.json``."""
-
-_FORMATS = ("parquet", "csv")
-_TABLES = ("heads", "layers")
-PAGE = "report.html"
-RECORD, DETAILS = "run.json", "details.json"
-FILES = (RECORD, DETAILS, PAGE, *(f"{name}.{ending}" for name in _TABLES for ending in _FORMATS))
-"""Every name that a file of a result may have."""
-ROOM = 16_000_000
-"""Bytes to have free for a result: the largest page, and as much again for the tables and the details."""
 
 
 class Fragment:
@@ -121,14 +122,15 @@ class ProbeResult:
                 20 seconds, or the format is unknown.
             MissingExtraError: what draws the page is not installed.
         """
-        if format not in _FORMATS:
-            raise InputError(f"unknown table format {format!r}; known are {' and '.join(_FORMATS)}")
+        if format not in FORMATS:
+            raise InputError(f"unknown table format {format!r}; known are {' and '.join(FORMATS)}")
         folder = check_name(folder)
         if os.path.lexists(folder) and not os.path.isdir(folder):
             raise InputError(f"{folder} is a file; the result needs a folder")
-        files = self._tables(format)
-        files[DETAILS] = json.dumps(self.details, separators=(",", ":"), allow_nan=False).encode("ascii")
-        stale = tuple(f"{name}.{ending}" for name in _TABLES for ending in _FORMATS if ending != format)
+        tables = zip(TABLES, (self.heads, self.layers), strict=True)
+        files = {f"{name}.{format}": table_bytes(frame, format) for name, frame in tables}
+        files[DETAILS] = details_bytes(self.details)
+        stale = tuple(f"{name}.{ending}" for name in TABLES for ending in FORMATS if ending != format)
         try:
             files[PAGE] = self._page().encode("utf-8", "replace")
         except Exception as error:
@@ -179,7 +181,7 @@ class ProbeResult:
                 page = {PAGE: result._page().encode("utf-8", "replace")}
                 record = stored.parse(folders.read(folder, RECORD)[1], str(folder / RECORD))
                 if hashes := record.get("files"):
-                    page[RECORD] = _record(result.run, hashes | {PAGE: folders.digest(page[PAGE])})
+                    page[RECORD] = record_bytes(result.run, hashes | {PAGE: folders.digest(page[PAGE])})
                 folders.replace(folder, page)
         return folder / PAGE
 
@@ -187,14 +189,7 @@ class ProbeResult:
     def _read(cls, folder: Path) -> tuple["ProbeResult", bool]:
         """What is stored, and whether the page that is there belongs to it."""
         content = folders.read(folder, RECORD)[1]
-        found = stored.parse(content, str(folder / RECORD))
-        version = found.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise InputError(
-                f"{folder / RECORD} has schema_version {version}; this version of massieu reads {SCHEMA_VERSION}"
-            )
-        hashes = stored.hashes_of(found, str(folder / RECORD))
-        run = stored.run_of(found, str(folder / RECORD))
+        run, hashes = read_record(content, str(folder / RECORD))
 
         def file(*names: str) -> tuple[str, bytes]:
             name, found = folders.read(
@@ -206,29 +201,15 @@ class ProbeResult:
                 )
             return name, found
 
-        details = stored.parse(file(DETAILS)[1], str(folder / DETAILS))
-        stored.check_details(details, str(folder / DETAILS))
-        heads, layers = (read_table(*file(*(f"{name}.{ending}" for ending in _FORMATS)), folder) for name in _TABLES)
+        details, heads, layers = read_numbers(file, folder)
         page_fits = _page_fits(folder, hashes)
         if (hashes is None or not page_fits) and folders.read(folder, RECORD)[1] != content:
             raise folders.MismatchError(f"{folder} was written to while it was read")
         stored.check_together(run, details, heads, str(folder))
         return cls(run, details, heads, layers), page_fits
 
-    def _tables(self, format: str) -> dict[str, bytes]:
-        # Into memory first: polars cannot open every name that a file may have.
-        files = {}
-        for name, frame in zip(_TABLES, (self.heads, self.layers), strict=True):
-            content = io.BytesIO()
-            if format == "parquet":
-                frame.write_parquet(content)
-            else:
-                frame.write_csv(content)
-            files[f"{name}.{format}"] = content.getvalue()
-        return files
-
     def _with_record(self, files: dict[str, bytes]) -> dict[str, bytes]:
-        return files | {RECORD: _record(self.run, {name: folders.digest(each) for name, each in files.items()})}
+        return files | {RECORD: record_bytes(self.run, {name: folders.digest(each) for name, each in files.items()})}
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
@@ -292,11 +273,6 @@ class ProbeResult:
         from massieu.report import page
 
         return page.render(self.run, self.details, self.heads, self.layers)
-
-
-def _record(run: RunRecord, hashes: dict[str, str]) -> bytes:
-    # In escapes, not characters: a token need not be valid Unicode.
-    return json.dumps(run.to_dict() | {"files": hashes}, indent=1, allow_nan=False).encode("ascii")
 
 
 def _page_fits(folder: Path, hashes: dict[str, str] | None) -> bool:

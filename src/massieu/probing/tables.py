@@ -7,8 +7,9 @@ import numpy as np
 
 from massieu.probing.accumulate import Ratio
 from massieu.probing.long_table import TableBuilder
-from massieu.probing.reading import Reading, SiteResults
+from massieu.probing.reading import Reading
 from massieu.probing.significance import benjamini_hochberg, difference_p, other_heads, two_sided_p
+from massieu.probing.site_reading import SiteReading
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.climb import MOVERS, PARTS, ClimbStatistics, paired
 from massieu.probing.statistics.registry import STATISTICS
@@ -61,7 +62,7 @@ def head_table(reading: Reading, control: Reading | None, wanted: frozenset[str]
     return table.builder
 
 
-def _ratios(results: SiteResults) -> dict[str, tuple[Ratio, Any]]:
+def _ratios(results: SiteReading) -> dict[str, tuple[Ratio, Any]]:
     """Every ratio per head by its name: an accumulator, and which of its rows."""
     attention = results.attention
     found: dict[str, tuple[Ratio, Any]] = {name: (attention.ratio, i) for i, name in enumerate(attention.names)}
@@ -82,7 +83,7 @@ def _against(table: HeadTable, info: SiteInfo, name: str, own: Estimate, control
         table.test(info, name, difference_p(own.value, own.standard_error, null.value, null.standard_error))
 
 
-def _add_shapes(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
+def _add_shapes(table: HeadTable, info: SiteInfo, results: SiteReading) -> None:
     """Spreads over tokens, and means in bins of position and of visible keys."""
     for name, spread in results.attention.spreads.items():
         value = spread.value()
@@ -105,7 +106,7 @@ def _add_climb_controls(table: HeadTable, info: SiteInfo, climb: ClimbStatistics
             table.test(info, name, p)
 
 
-def _add_maps(table: HeadTable, info: SiteInfo, results: SiteResults) -> None:
+def _add_maps(table: HeadTable, info: SiteInfo, results: SiteReading) -> None:
     maps = results.maps
     if maps is None:
         return

@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from massieu.errors import InputError
+from massieu.errors import InputError, require_extra
 from massieu.probing.checkpoint import counted
 from massieu.probing.documents import Document, pieces
 
@@ -285,9 +285,8 @@ def _characters(token: str) -> str:
 @cache
 def _byte_of_character() -> dict[str, int]:
     """Byte-level vocabularies write printable bytes as themselves and the others as characters from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    table = require_extra("transformers.convert_slow_tokenizer", "probe").bytes_to_unicode()
+    return {character: byte for byte, character in table.items()}
 
 
 def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:

@@ -13,6 +13,7 @@ from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import ATTENTION, BAL, SHIM, statistic
 
 _per_query = partial(statistic, ATTENTION)
+_to_itself = partial(_per_query, claim="S12", caveat="Defined for attention of a sequence to itself.")
 
 
 @_per_query("Selective log Z", formula="S = log Z − log Σw − Σ h_j s_j = KL(h‖p)", claim="S25", unit="nats")
@@ -86,13 +87,7 @@ def largest_score_above_mean(reading: QueryReading) -> Tensor:
     return reading.moments.max_score - reading.moments.prior_mean_score
 
 
-@_per_query(
-    "Largest score (raw max logit)",
-    formula="max_j s_j",
-    claim="N11",
-    unit="nats",
-    gauge_dependent=True,
-)
+@_per_query("Largest score (raw max logit)", formula="max_j s_j", claim="N11", unit="nats", gauge_dependent=True)
 def largest_score(reading: QueryReading) -> Tensor:
     """What is the max logit that training monitors watch?"""
     return reading.moments.max_score + reading.shift
@@ -139,23 +134,13 @@ def weight_special(reading: QueryReading) -> Tensor | None:
     return None if reading.keys.special is None else reading.weight_special()
 
 
-@_per_query(
-    "Weight on itself",
-    formula="p at the query's own position",
-    claim="S12",
-    caveat="Defined for attention of a sequence to itself.",
-)
+@_to_itself("Weight on itself", formula="p at the query's own position")
 def weight_diagonal(reading: QueryReading) -> Tensor | None:
     """How much does a token attend to itself?"""
     return reading.weight_before(0) if reading.itself else None
 
 
-@_per_query(
-    "Weight on the previous token",
-    formula="p at the position before the query",
-    claim="S12",
-    caveat="Defined for attention of a sequence to itself.",
-)
+@_to_itself("Weight on the previous token", formula="p at the position before the query")
 def weight_previous(reading: QueryReading) -> tuple[Tensor, Tensor] | None:
     """Does the head look one token back?"""
     if not reading.itself:

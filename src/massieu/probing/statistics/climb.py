@@ -9,6 +9,7 @@ of the other heads of the layer.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,39 +65,36 @@ def _part(title: str, **said: Any) -> Callable[[Part], Part]:
     return keep
 
 
+_selective = partial(_part, claim="S12, S25, E2", paper=SHIM)
+_common = partial(_part, claim="S25", unit="nats", gauge_dependent=True)
+
+
 def _positive(change: Tensor) -> Tensor:
     """1 where a change is positive, 0 where it is not, NaN where it is none."""
     return torch.where(change.isnan(), change, (change > 0).to(change))
 
 
-@_part(
-    "{who} sharpens attention (share of queries)",
-    formula="share with dS(r + εΔ)/dε > 0 at ε = 0",
-    claim="S12, S25, E2",
-    paper=SHIM,
-)
+@_selective("{who} sharpens attention (share of queries)", formula="share with dS(r + εΔ)/dε > 0 at ε = 0")
 def sharpens(along: _Slopes) -> Tensor:
     """For how many queries does an infinitesimal step along {step} sharpen the head's attention?"""
     return _positive(along.selective)
 
 
-@_part("{who}: selective slope", formula="dS(r + εΔ)/dε at ε = 0", claim="S12, S25, E2", paper=SHIM, unit="nats")
+@_selective("{who}: selective slope", formula="dS(r + εΔ)/dε at ε = 0", unit="nats")
 def slope_selective(along: _Slopes) -> Tensor:
     """How fast does selective log Z rise along the step?"""
     return along.selective
 
 
-@_part("{who}: common slope", formula="d(Σ h_j s_j)/dε at ε = 0", claim="S25", unit="nats", gauge_dependent=True)
+@_common("{who}: common slope", formula="d(Σ h_j s_j)/dε at ε = 0")
 def slope_common(along: _Slopes) -> Tensor:
     """How fast do all scores rise alike, which leaves attention unchanged?"""
     return along.common
 
 
-@_part(
+@_selective(
     "{who} sharpens attention, whole step (share of queries)",
     formula="share with S(r + Δ) > S(r)",
-    claim="S12, S25, E2",
-    paper=SHIM,
     caveat="By convexity even a random step of this size sharpens more often than not: read it beside its control.",
 )
 def step_sharpens(change: _Changes) -> Tensor:
@@ -104,19 +102,13 @@ def step_sharpens(change: _Changes) -> Tensor:
     return _positive(change.selective)
 
 
-@_part("{who}: change of selective log Z", formula="S(r + Δ) − S(r)", claim="S12, S25, E2", paper=SHIM, unit="nats")
+@_selective("{who}: change of selective log Z", formula="S(r + Δ) − S(r)", unit="nats")
 def step_selective(change: _Changes) -> Tensor:
     """Does {step} sharpen (+) or flatten (−) the head's own attention, and by how much?"""
     return change.selective
 
 
-@_part(
-    "{who}: common change of the scores",
-    formula="Σ h_j (s_j(r + Δ) − s_j(r))",
-    claim="S25",
-    unit="nats",
-    gauge_dependent=True,
-)
+@_common("{who}: common change of the scores", formula="Σ h_j (s_j(r + Δ) − s_j(r))")
 def step_common(change: _Changes) -> Tensor:
     """By how much do all scores rise alike, which leaves attention unchanged?"""
     return change.common
