@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from massieu.probing.record import Statistic
+from massieu.report.record import Statistic
 from massieu.probing.statistics.registry import STATISTICS
 
 _MARKS = re.compile(

@@ -22,8 +22,8 @@ from massieu.cli.commands import app
 from massieu.errors import InputError, MissingExtraError, require_extra
 from massieu.probing import result as result_module
 from massieu.probing import run as run_module
-from massieu.probing.record import Finding, ModelRecord, RunRecord, TextRecord
 from massieu.probing.statistics.registry import STATISTICS
+from massieu.report.record import Finding, ModelRecord, RunRecord, TextRecord
 
 COMMAND = [sys.executable, "-m", "massieu.cli"]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -15,10 +15,10 @@ from polars.testing import assert_frame_equal
 from massieu.errors import InputError, MissingExtraError
 from massieu.probing import long_table
 from massieu.probing.long_table import TableBuilder
-from massieu.probing.record import RunRecord, plain
 from massieu.probing.result import ProbeResult
 from massieu.probing.stored import run_of
 from massieu.report import page
+from massieu.report.record import RunRecord, plain
 
 FILES = ["details.json", "heads.parquet", "layers.parquet", "report.html", "run.json"]
 

@@ -14,10 +14,10 @@ from synthetic_results import encoder_decoder
 from tests.rows import every_row
 from tokenizers import pre_tokenizers
 
-from massieu.probing.record import RunRecord
 from massieu.probing.stored import run_of
 from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
 from massieu.report.encode import Block, script_json
+from massieu.report.record import RunRecord
 from massieu.report.tables import sites_of
 from massieu.report.tokens import readable
 

@@ -12,9 +12,9 @@ import typer
 from massieu.cli.streams import say
 
 if TYPE_CHECKING:
-    from massieu.probing.record import Statistic
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import ProbeProgress
+    from massieu.report.record import Statistic
 
 
 def summarise(result: "ProbeResult", folder: Path) -> None:

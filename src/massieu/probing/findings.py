@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from massieu.foundation.numbers import MINUS, number, with_error
-from massieu.probing.record import Finding
+from massieu.report.record import Finding
 
 Place = tuple[str, int | None]
 Cell = tuple[float, float, int]

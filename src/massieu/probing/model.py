@@ -23,8 +23,8 @@ from massieu.probing.checkpoint import (
     some,
     weights_are,
 )
-from massieu.probing.record import ModelRecord
 from massieu.probing.seeding import OwnGenerator
+from massieu.report.record import ModelRecord
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _RANDOM = "not read from the checkpoint but random, and nothing here depends on them"

@@ -8,8 +8,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from massieu.probing.capture import AttentionCall
-from massieu.probing.record import Trouble
 from massieu.probing.watching import hooked
+from massieu.report.record import Trouble
 
 
 def kind_of(tensor: Tensor) -> str | None:

@@ -16,7 +16,6 @@ from massieu.probing.capture import AttentionCall, AttentionSite, Capture, captu
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.model import decoder_given, model_inputs
 from massieu.probing.nonfinite import at_real, in_batch, in_call, kind_of
-from massieu.probing.record import Trouble
 from massieu.probing.site_reading import SiteReading
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.expansion import ExpansionStatistics
@@ -24,6 +23,7 @@ from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAP
 from massieu.probing.tokens import BatchTokens
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step, StreamTracer
+from massieu.report.record import Trouble
 
 _EXAMPLES = "example windows"
 _WRITE_NORM = "write_norm_ratio"  # of the values' group, measured where the climb is

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from massieu.errors import InputError, require_extra
 from massieu.probing import stored
 from massieu.probing.long_table import COLUMNS
-from massieu.probing.record import Finding, RunRecord, plain
 from massieu.probing.result_files import (
     DETAILS,
     FORMATS,
@@ -25,6 +24,7 @@ from massieu.probing.result_files import (
 )
 from massieu.report import folder as folders
 from massieu.report.locking import locked
+from massieu.report.record import Finding, RunRecord, plain
 from massieu.report.writing import check_name, write_whole
 
 if TYPE_CHECKING:

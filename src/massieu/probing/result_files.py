@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from massieu.errors import InputError
 from massieu.probing import stored
 from massieu.probing.long_table import read_table
-from massieu.probing.record import SCHEMA_VERSION, RunRecord
+from massieu.report.record import SCHEMA_VERSION, RunRecord
 
 if TYPE_CHECKING:
     import polars

@@ -16,13 +16,13 @@ from massieu.probing.check import check_readable
 from massieu.probing.documents import Document, check_sources, read_documents, reference_documents, string_documents
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
 from massieu.probing.reading import Options
-from massieu.probing.record import ModelRecord, SiteRecord, Sublayer, plain
 from massieu.probing.result import ProbeResult
 from massieu.probing.session import Input, ProbeProgress, Session
 from massieu.probing.statistics.registry import CLIMB, MAPS, select
 from massieu.probing.text import TextBatches
 from massieu.probing.tokenizers import check_tokenizer
 from massieu.probing.units import Units
+from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
 
 @torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import massieu
+import massieu.report.record as record
 from massieu.errors import InputError, require_extra
-from massieu.probing import record
 from massieu.probing.capture import stock_implementations
 from massieu.probing.check import SelfCheck, check_evaluating, first_look
 from massieu.probing.checkpoint import some

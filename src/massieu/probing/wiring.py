@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from massieu.probing.capture import AttentionCall
-from massieu.probing.record import Sublayer
 from massieu.probing.sites import SiteInfo, inside
 from massieu.probing.watching import Place, hooked, mapped, memory
+from massieu.report.record import Sublayer
 
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, *_ADD_IN_PLACE}

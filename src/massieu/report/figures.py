@@ -19,7 +19,7 @@ from massieu.report.tokens import readable
 if TYPE_CHECKING:
     import polars
 
-    from massieu.probing.record import RunRecord
+    from massieu.report.record import RunRecord
 
 INSIDE_NULL = 0.05
 CELL = 26  # pixels

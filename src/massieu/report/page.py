@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import jinja2
     import polars
 
-    from massieu.probing.record import RunRecord
+    from massieu.report.record import RunRecord
 
 PAGE_BYTES = 7_700_000
 SCRIPTS = ("data.js", "drawing.js", "map.js", "text.js", "head.js", "sublayers.js", "page.js")

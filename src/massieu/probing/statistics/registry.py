@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from massieu.errors import InputError
-from massieu.probing.record import Statistic
+from massieu.report.record import Statistic
 
 GROUPS = ATTENTION, VALUES, CLIMB, MAPS, EXPANSION = ("attention", "values", "climb", "maps", "expansion")
 _COSTS = {
@@ -24,7 +24,7 @@ _COSTS = {
 }
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
 BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Based Models (2020)"
-OWN = "derived in docs/theory.md"
+OWN = "derived in docs/theory/index.md"
 
 _DESCRIPTION = "Describes this text and this model; weight on a token is not information from it."
 _KEY_ORIGIN = (

@@ -1,4 +1,4 @@
-"""The record of a run: what ``run.json`` holds, entry by entry.
+"""The record of a probe: what ``run.json`` holds and the page is drawn from, entry by entry.
 
 A field that is `NEEDED` has to be in a file; any other may be missing or null and then has its default. What a file
 says beside these fields is kept.
