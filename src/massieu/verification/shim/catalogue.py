@@ -84,22 +84,9 @@ class Member:
 
 def library(normal: Normal, draws: int) -> list[Member]:
     """Every measure of S2, with random parameters."""
-    return [
-        _atoms(normal, draws),
-        _constant(normal, draws),
-        _gaussian(normal, draws),
-        _mixture(normal, draws),
-        _circle(normal, draws),
-        _sphere(normal, draws),
-        _uniform(normal, draws),
-        _bernoulli(normal, draws),
-        _spin(normal, draws),
-        _poisson(normal, draws),
-        _exponential(normal, draws),
-        _laplace(normal, draws),
-        _gamma(normal, draws),
-        _categorical(normal, draws),
-    ]
+    makers = [_atoms, _constant, _gaussian, _mixture, _circle, _sphere, _uniform]
+    makers += [_bernoulli, _spin, _poisson, _exponential, _laplace, _gamma, _categorical]
+    return [make(normal, draws) for make in makers]
 
 
 def _positive(normal: Normal, count: int) -> Tensor:
