@@ -22,11 +22,13 @@ from massieu.testing import (
     ActivationCase,
     EnergyCase,
     KernelCase,
+    MeasureCase,
     OperatorCase,
     PosteriorCase,
     activation_checks,
     energy_checks,
     kernel_checks,
+    measure_checks,
     operator_checks,
     posterior_checks,
 )
@@ -361,3 +363,21 @@ def test_what_is_left_out_says_why(name: str):
     assert "vmap" not in checks
     with pytest.raises(ValueError, match="exempt names no law of this suite: speed"):
         checks_of(name, exempt={"speed": "none"})
+
+
+@pytest.mark.parametrize(
+    ("suite", "case"),
+    [
+        (activation_checks, ActivationCase),
+        (energy_checks, EnergyCase),
+        (kernel_checks, KernelCase),
+        (measure_checks, lambda subject, points: MeasureCase(subject)),
+        (operator_checks, OperatorCase),
+        (posterior_checks, PosteriorCase),
+    ],
+)
+def test_what_is_no_case_is_said_before_any_check(suite, case):
+    with pytest.raises(TypeError, match=r"^case must be an? \w+Case, which holds what is checked, got Gaussian"):
+        suite(Gaussian.create(torch.zeros(2), ONE))
+    with pytest.raises(TypeError, match=r"^\w+ must be an? [A-Z]\w+, got 3$"):
+        suite(case(3, POINTS))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from massieu.energy.activations import Activation
 from massieu.measures import MissingFormError
-from massieu.testing.checks import EXACT, Checks, Law
+from massieu.testing.checks import EXACT, Checks, Law, check_case
 from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, slope, without
 
 _SCALES = (0.0, 1e-4, 1.0, 15.0)
@@ -63,6 +63,7 @@ def activation_checks(case: ActivationCase) -> Checks:
         >>> for name, check in activation_checks(case):
         ...     check()
     """
+    check_case(case, ActivationCase, Activation)
     return checks_with_exemptions(case, _trial, _LAWS)
 
 

@@ -4,12 +4,14 @@ A suite is a table of `Law`s and a case class; `checks_of` makes of both what a 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from massieu.foundation.arguments import instance
 
 EXACT = 1e-9
 """Relative tolerance, in float64, of two exact ways to one number."""
@@ -80,6 +82,17 @@ def checks_of(case: CaseT, subject_of: Callable[[CaseT], SubjectT], laws: Iterab
         else:
             left_out[law.name] = reason
     return Checks(checks, left_out)
+
+
+def check_case(case: object, kind: type, subject: type) -> None:
+    """Raise a TypeError unless it is such a case, and its first field is such a subject."""
+    instance("case", case, kind, f"{_with_article(kind)}, which holds what is checked")
+    name = next(entry.name for entry in fields(kind) if not entry.kw_only)
+    instance(name, getattr(case, name), subject, _with_article(subject))
+
+
+def _with_article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
 
 
 def agree(law: str, points: Tensor, actual: Tensor, expected: Tensor, tolerance: Tensor | float) -> None:

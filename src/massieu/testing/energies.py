@@ -10,7 +10,7 @@ from torch import Tensor
 
 from massieu.energy import Energy
 from massieu.solve import Status
-from massieu.testing.checks import Checks, Law
+from massieu.testing.checks import Checks, Law, check_case
 from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, slope, without
 
 _ROUNDING = 1e-11
@@ -67,6 +67,7 @@ def energy_checks(case: EnergyCase) -> Checks:
         >>> sorted(checks.left_out)
         ['compiled', 'energy']
     """
+    check_case(case, EnergyCase, Energy)
     return checks_with_exemptions(case, _trial, _LAWS)
 
 

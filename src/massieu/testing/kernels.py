@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from massieu.regression import Kernel, conditional_mean_attention
 from massieu.solve import ConjugateGradients
-from massieu.testing.checks import Checks, Law
+from massieu.testing.checks import Checks, Law, check_case
 from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, without
 
 _RIDGE = 0.7
@@ -58,6 +58,7 @@ def kernel_checks(case: KernelCase) -> Checks:
         >>> checks.left_out["pairs"]
         'no `oracle` is given'
     """
+    check_case(case, KernelCase, Kernel)
     return checks_with_exemptions(case, _trial, _LAWS)
 
 

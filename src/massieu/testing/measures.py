@@ -8,7 +8,7 @@ from torch import Tensor
 from massieu.measures.base import Measure
 from massieu.measures.hooks import MissingFormError
 from massieu.testing import batching, derivatives, distribution, divergence, edges, inverse, precision
-from massieu.testing.checks import Checks, Law, checks_of
+from massieu.testing.checks import Checks, Law, check_case, checks_of
 from massieu.testing.subject import MeasureCase, Subject, subject_of
 
 Missing = Callable[[MeasureCase], str | None]
@@ -113,4 +113,5 @@ def measure_checks(case: MeasureCase) -> Checks:
         >>> checks.left_out["domain"]
         'Spin names no domain'
     """
+    check_case(case, MeasureCase, Measure)
     return checks_of(case, subject_of, LAWS)

@@ -11,7 +11,7 @@ from torch import Tensor
 from massieu.measures import Gaussian, MissingFormError
 from massieu.population import Operator
 from massieu.population.operator import moments, pushed
-from massieu.testing.checks import Checks, Law
+from massieu.testing.checks import Checks, Law, check_case
 from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, without
 
 _MANY = 2000
@@ -67,6 +67,7 @@ def operator_checks(case: OperatorCase) -> Checks:
         >>> checks.left_out["kept"]
         'no `kept` is given'
     """
+    check_case(case, OperatorCase, Operator)
     return checks_with_exemptions(case, _trial, _LAWS)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.posteriors import Posterior
-from massieu.testing.checks import Checks, Law
+from massieu.testing.checks import Checks, Law, check_case
 from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, without
 
 
@@ -65,6 +65,7 @@ def posterior_checks(case: PosteriorCase) -> Checks:
         >>> for name, check in posterior_checks(case):
         ...     check()
     """
+    check_case(case, PosteriorCase, Posterior)
     return checks_with_exemptions(case, _trial, _LAWS)
 
 
