@@ -91,6 +91,8 @@ CASES = {
     "ConditionalMeanHeads": Case(
         heads(lambda: modules.ConditionalMeanHeads(ridge=0.1)), "kernel_name=gaussian log_ridge"
     ),
+    "EntmaxHeads, learned": Case(heads(lambda: modules.EntmaxHeads(alpha=1.25, learn_alpha=True)), "logit"),
+    "ImplicitHeads, learned": Case(heads(lambda: modules.ImplicitHeads(alpha=0.25, learn_alpha=True)), "logit"),
     "ImplicitHeads": Case(
         heads(lambda **options: modules.ImplicitHeads(alpha=0.25, **options)), "alpha=0.25", ("scale",)
     ),
@@ -252,3 +254,15 @@ def test_a_number_given_on_meta_cannot_be_restored():
         module = modules.Activation(activations.RMSNorm.create(torch.tensor(2.0)))
     with pytest.raises(ValueError, match=r"log_gain was given on meta, where it has no value: load a state dict"):
         module.to_empty(device="cpu").reset_parameters()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimiser_can_move_every_parameter(name: str):
+    """One that shares memory between its entries, as an expanded tensor does, is refused by the step."""
+    module = made(name)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    if before:
+        torch.optim.AdamW(module.parameters(), lr=1e-3).step()
+    assert all(bool((old != new).all()) for old, new in zip(before, module.parameters(), strict=True))

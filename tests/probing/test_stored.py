@@ -243,3 +243,16 @@ def test_the_command_prints_the_sentence(stored, tmp_path):
     ran = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert ran.exit_code == 2
     assert ran.stderr == f"massieu: {tmp_path / 'run.json'} cannot be read: it is nested too deeply\n"
+
+
+def test_a_site_of_another_layer_than_the_table_says_is_refused(stored):
+    record = stored / "run.json"
+    before = record.read_bytes()
+    content = json.loads(before)
+    content["sites"][0]["layer"] += 7
+    try:
+        record.write_text(json.dumps(content))
+        with pytest.raises(InputError, match=r"run\.json says layer 7 of .*, the heads' table 0$"):
+            ProbeResult.load(stored)
+    finally:
+        record.write_bytes(before)

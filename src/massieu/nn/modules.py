@@ -115,7 +115,8 @@ def hold(
         module.register_buffer(name, moved)
     else:
         trains = start.requires_grad or not isinstance(start, nn.Parameter)
-        own = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach(), requires_grad=trains)
+        # A copy: what was given is not trained with it, and an expanded tensor has one number for many.
+        own = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach().clone(), requires_grad=trains)
         module.register_parameter(name, own)
     start = start.detach()
     vars(module).setdefault("_given", {})[name] = start if start.is_meta else start.to("cpu", copy=True)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.foundation.arguments import choice
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, moment_blocks, reference, tiles
 from massieu.ops import sink as with_sink
@@ -101,6 +102,7 @@ def attention_moments(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
+    choice("backend", backend, "auto", *(each.name for each in BACKENDS))
     chosen = backends.choose(backend, _registry(problem, backend), problem)
 
     def compute(part: AttentionProblem) -> tuple[Tensor, ...]:

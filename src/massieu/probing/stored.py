@@ -251,7 +251,7 @@ def check_together(run: RunRecord, details: dict[str, Any], heads: "polars.DataF
     """That the record, the details and the heads' table mean the same heads.
 
     Raises:
-        InputError: a site has other numbers of heads in two of them; ``where`` is the folder's name.
+        InputError: a site has another layer or other numbers of heads in two of them; ``where`` is the folder's name.
     """
     measured = {
         site: head + 1 for site, head in heads.group_by("site").max().select("site", "head").rows() if head is not None
@@ -259,7 +259,12 @@ def check_together(run: RunRecord, details: dict[str, Any], heads: "polars.DataF
     for site, number in measured.items():
         if number > MOST_HEADS:
             raise InputError(f"{where}: the heads' table has {number} heads at {_short(site)}, more than any model has")
+    layers = dict(heads.select("site", "layer").unique().rows())
     for place, site in enumerate(run.sites):
+        if (layer := layers.get(site.name, site.layer)) != site.layer:
+            raise InputError(
+                f"{where}: run.json says layer {site.layer} of {_short(site.name)}, the heads' table {layer}"
+            )
         said = site.heads
         number = measured.get(site.name, said)
         if said is not None and (said != number or said > MOST_HEADS):
