@@ -135,7 +135,7 @@ def test_a_fresh_process_that_fails_is_an_error_with_its_own_words(tmp_path):
         harness.run_fresh(script)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_peak_memory_is_what_the_work_takes(tmp_path):
     script = tmp_path / "work.py"
     script.write_text(

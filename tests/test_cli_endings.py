@@ -174,7 +174,7 @@ def test_an_error_that_an_interruption_caused_is_the_interruption(probed, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("number", ENDINGS)
 def test_the_exit_status_is_the_signals_wherever_it_came(tmp_path, number):
@@ -243,7 +243,7 @@ def test_an_ending_at_any_moment_leaves_no_half_result_and_no_traceback(tmp_path
 # --- standard streams ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("arguments", [["statistics"], ["--help"], ["statistics", "climb"]])
 def test_output_that_cannot_be_written_is_one_sentence(arguments):
@@ -263,7 +263,7 @@ def test_a_reader_that_has_seen_enough_ends_it_as_it_ends_others():
     assert (ran.returncode, ran.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("command", ["statistics", "verify S7", "report {out}"])
 def test_closed_streams_are_quiet_and_get_nothing_of_a_file(tmp_path, command):

@@ -530,7 +530,7 @@ SUBTLY_WRONG = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row("name", SUBTLY_WRONG)
 def test_one_wrong_hook_is_caught_by_name(name):
     hooks, check, law = SUBTLY_WRONG[name]
@@ -639,7 +639,7 @@ def exponential_kl(eta_p: Tensor, eta_q: Tensor) -> Tensor:
     return (torch.log(p / q) + q / p - 1).sum(-1)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_gradient_lost_by_compilation_is_caught():
     """torch.compile differentiates the forward of an autograd.Function inside torch.func and skips its backward."""
 

@@ -122,7 +122,7 @@ def test_descent_under_a_normalisation():
     assert (path.energies.diff(dim=0) <= 1e-12).all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_masks_heads_vmap_half_precision_and_compilation():
     points, eta = draw(2, 6, 3, seed=11), draw(2, 4, 3, seed=12)
     keep = torch.tensor([[True, False, True, True, False, True], [False] * 6])

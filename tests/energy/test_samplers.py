@@ -256,7 +256,7 @@ def test_annealed_estimates_of_every_unit(kind, method):
 # --- Langevin --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["density", "energy"])
 def test_langevin_on_a_hopfield_energy_has_the_moments_of_its_density(form):
     """exp(−βE) by the trapezoidal rule on a grid, E written out; chains start far from it."""

@@ -229,7 +229,7 @@ def test_what_is_not_finite_is_not_hidden():
         assert not found.isfinite()[1:].any()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_within_transforms_and_compiled():
     energy = HopfieldEnergy.create(POINTS, scale=torch.tensor([1e-6], dtype=F64)[0])
     expected, slope = energy(STATE), -energy.force(STATE)

@@ -214,7 +214,7 @@ def test_nothing_is_a_batch():
     assert conjugate(convolve(points, Spin.create(dim=3)), torch.zeros(2, 0, 3)).shape == (2, 0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_measures_are_made_inside_compiled_code():
     """They are rebuilt in each forward pass."""
 

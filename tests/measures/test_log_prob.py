@@ -351,7 +351,7 @@ def test_evidence_of_large_counts_keeps_its_digits():
     assert float(found) == pytest.approx(exact, rel=64 * torch.finfo(torch.float64).eps)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row("name", ["poisson", "gamma", "kernel density", "power", "affine", "mixture of atoms and spins", "tilted"])
 def test_log_prob_under_transforms(name):
     measure, (case, queries) = CASES[name].measure.to(torch.float64), (CASES[name], 3)

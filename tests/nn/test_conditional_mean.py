@@ -172,7 +172,7 @@ def trained(made):
         return (out(made(query, key, value, need_weights=False)[0]) - target).square().mean().item()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_it_learns_in_context_regression_better_than_softmax_at_the_same_budget():
     sizes = {"kdim": 4, "vdim": 1, "batch_first": True}
     torch.manual_seed(0)

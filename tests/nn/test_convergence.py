@@ -144,7 +144,7 @@ def test_training_goes_on_through_a_query_that_is_at_a_saddle():
     torch.testing.assert_close(gradients[0], expected[0], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled_modules_keep_it_too():
     module, tokens = modules(max_steps=1)["ImplicitHeads"], draw(3, 5, 8)
     with pytest.warns(ConvergenceWarning):

@@ -106,7 +106,7 @@ def test_float64_is_left_alone_and_a_context_that_is_off_does_nothing():
         ops.attention([1.0], key, value)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()
 

@@ -52,7 +52,7 @@ def relative(actual: Tensor, expected: mpmath.mpf) -> float:
     return float(abs(mpmath.mpf(actual.item()) / expected - 1))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-7)])
 def test_value_two_derivatives_and_entropy(dimension, dtype, tolerance):

@@ -200,7 +200,7 @@ def test_vmap_with_draws_of_each_item_s_own():
         torch.func.vmap(call)(many[:2])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled_around_it():
     torch._dynamo.reset()
     query, key = draw(1, 2, 4, SIZE, seed=1), draw(1, 2, 5, SIZE, seed=2)

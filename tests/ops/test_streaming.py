@@ -233,7 +233,7 @@ def test_derivatives(small):
         assert gradgradcheck(call, (query, scale))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_under_transforms(small):
     block, store = small
     query = draw(3, 1, HEADS, 1, SIZE, seed=7)

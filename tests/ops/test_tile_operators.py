@@ -125,7 +125,7 @@ def test_no_graph_holds_the_scores(problem):
         torch.testing.assert_close(actual, right)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_graph_for_any_number_of_tokens():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

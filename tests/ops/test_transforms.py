@@ -270,7 +270,7 @@ def test_transforms_with_options(name, inputs):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("all", "sink", "cap", "hidden", "window and weights")]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scaled", *SLOW])
 def test_compiled_for_any_length(name):
     """One graph, no break, gradients of both results; also where key and value are one tensor."""

@@ -130,7 +130,7 @@ def test_feed_forward_and_composition():
 # --- derivatives, transforms, precision ------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @some_slow("population", [None, Atoms.create(draw(3, 4, seed=20)), law(4)], 1)
 def test_compiled_and_batched(population):
     given, x = layer(population=population, normalisation=LayerNorm.create()), draw(2, 6, 4, seed=9)

@@ -262,7 +262,7 @@ def test_names_that_are_no_model(name, words):
 # --- the hub ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_hub_that_is_out_of_reach_is_asked_once_and_gives_one_line(tmp_path):
     """Not six times, with two lines each and half a minute of waiting."""
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}

@@ -138,7 +138,7 @@ def test_selector_and_toggle_change_the_map(
     assert_quiet(page)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @some_slow("width", WIDTHS, 1)
 def test_a_click_and_the_select_boxes_open_a_head(width: int, open_page: Callable[..., Page]) -> None:
     page = open_page("encoder", width)
@@ -223,7 +223,7 @@ def test_the_theme_button_turns_page_and_drawings(open_page: Callable[..., Page]
     assert_quiet(page)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_findings_lead_to_their_map_and_head(open_page: Callable[..., Page]) -> None:
     page = open_page("encoder")
     buttons = page.driver.find_elements(By.CSS_SELECTOR, ".card:nth-child(3) .links button")

@@ -102,7 +102,7 @@ def test_compiled_inside_transforms(transform):
     assert torch.allclose(given, whole(query), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_cannot_be_raised_becomes_nan():
     torch._dynamo.reset()
 

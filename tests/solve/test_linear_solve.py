@@ -166,7 +166,7 @@ def test_bad_calls_say_what_is_needed(given, error, said):
         linear_solve(arguments.pop("product"), arguments.pop("right"), **arguments)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @some_slow("solver", EXACT[:3], 1)
 def test_compiled(solver):
     torch._dynamo.reset()

@@ -93,7 +93,7 @@ def test_half_precision_is_promoted_and_mixed_precision_is_the_wider():
     assert whitened_map(hidden, wide, 0.5).dtype == F64
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_laws_go_through_vmap_and_compilation():
     factors = draw(2, 3, 3, seed=9)
 

@@ -65,7 +65,7 @@ def test_a_cover_of_the_interval_is_as_large_as_needed_and_no_larger_than_said()
         assert math.log(needed) <= log_cover_size(1, 2.0, 1.5, accuracy)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_bound_covers_the_largest_gap():
     """A class of one parameter: loss |clip(θx) − y| with θ in [−1, 1], mean loss known by a large sample."""
     theta = torch.linspace(-1, 1, 81, dtype=torch.float64)

@@ -121,7 +121,7 @@ def test_the_longitudinal_covariance_is_von_mises_and_fishers():
     assert found[0, 0] < 0.9 * found[1, 1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_derivatives():
     model = spins(3, 4)
 

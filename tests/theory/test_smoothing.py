@@ -179,7 +179,7 @@ def simulated_sampling(keys: int, scale: float, noise: float, repetitions: int) 
     return (error - floor).mean().item(), ((error - floor).std() / math.sqrt(repetitions)).item()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_finitely_many_keys_add_is_what_simulations_add():
     power = double(0, 1 / 3, 1 / 5)
     for keys, scale, repetitions in ((200, 4.0, 11_000), (800, 12.0, 4500)):
@@ -265,7 +265,7 @@ def test_derivatives_in_the_scale(scale):
         close(second, torch.tensor(2 / 15, dtype=torch.float64), rtol=1e-14, atol=0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_transforms_and_compilation():
     scales = double(0.0, 0.3, 5.0)
     found = sphere_multipliers(3, 3, scales)

@@ -24,7 +24,7 @@ def _scaled(function, factor):
 SETTINGS = {"S15": {"repetitions": 20_000}, "B17": {"estimates": 200}}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("id", ["S3", "S15", "S19", "S23", "B17"])
 def test_an_engine_that_is_wrong_fails_the_claim(id: str, monkeypatch: pytest.MonkeyPatch):
     for owner, name in ((Fused, "forward"), (reference, "_attention")):

@@ -55,7 +55,7 @@ def test_a_wrong_measure_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPa
     assert verify(id)[0].verdict == "fails"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_attention_with_a_bias_of_its_own_fails_s15(monkeypatch: pytest.MonkeyPatch):
     # One percent of the mean, times N = 500, is nineteen standard errors of N·bias.
     monkeypatch.setattr(Atoms, "_mean", lambda self, eta: 1.01 * _MEAN(self, eta))
