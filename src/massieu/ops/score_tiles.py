@@ -22,13 +22,16 @@ TILE_ROWS = 2048
 LOWEST = -1e30
 """Stands for −inf as a level, where −inf − (−inf) must not become NaN."""
 
+FAR = -1e3
+"""Stands for −inf as a score less the largest, where 0·−inf must be 0: its exponential is 0 in every dtype."""
+
 Rule = Literal["all", "no equals", "no self", "peers"]
 """Which columns a row sees: all; those of another id, and its target; all but the one of its own index; those of its id
 but the one of its own index."""
 
 
 class ScorePlan(NamedTuple):
-    """Linear scores ``row_i·column_j`` and what is wanted of them: seven tensors and three options, in that order."""
+    """Linear scores ``row_i·column_j`` and what is wanted of them: `TENSORS` tensors and four options, in that order."""
 
     row: Tensor
     """(T, D), float32 or float64."""
@@ -42,18 +45,25 @@ class ScorePlan(NamedTuple):
     column_ids: Tensor | None = None
     log_weight: Tensor | None = None
     """(T, V), float, or bool with True = keep."""
+    above: Tensor | None = None
+    """(T,): asks for what `Direction` does not say: entropy, the largest score, and how many scores exceed this one."""
+    share: Tensor | None = None
+    """(T, V), targets that are shares of every column: asks for Σ_j share_ij·(log Z − score_ij)."""
     rule: Rule = "all"
     bias_in_score: bool = False
     both: bool = False
     """Also the log-partitions of the first min(T, V) columns over the rows, without the bias. Row i's target must be i, or
     be out of range, where column i's excess is NaN too."""
+    softcap: float | None = None
+    """Scores are softcap·tanh((row_i·column_j + bias_j)/softcap); goes with `bias_in_score`, not with `both`."""
 
     def turned(self) -> "ScorePlan":
         """The other direction of `both`."""
         first = slice(min(len(self.row), len(self.column)))
         ids, weight = (None if part is None else part[..., first] for part in (self.column_ids, self.log_weight))
         weight = None if weight is None else weight.mT
-        return ScorePlan(self.column[first], self.row, None, self.target[first], ids, self.row_ids, weight, self.rule)
+        target = self.target[first]
+        return ScorePlan(self.column[first], self.row, None, target, ids, self.row_ids, weight, rule=self.rule)
 
     def tiles(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Columns, rows, those columns in the row's dtype, and scores; all rows of some columns one after the other."""
@@ -91,6 +101,14 @@ class ScorePlan(NamedTuple):
         if mask is not None:
             scores.masked_fill_(mask, -torch.inf)
 
+    def cap_(self, scores: Tensor, columns: slice) -> None:
+        """Bend a tile's scores, bias included; what its bias of −inf hides stays hidden."""
+        if self.softcap is None:
+            return
+        scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.bias is not None:
+            scores.masked_fill_(self.bias[columns] == -torch.inf, -torch.inf)
+
     def place(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Where in a tile's columns the rows' targets are, (rows, 1), and whether they are there at all, (rows,)."""
         target = self.target[rows]
@@ -99,32 +117,49 @@ class ScorePlan(NamedTuple):
 
 
 def forward(*fields: Any) -> tuple[Tensor, ...]:
-    """(excess, log Z) of the rows of a `ScorePlan`, then if `both` of the first columns over the rows."""
-    plan = ScorePlan(*fields)
-    row, column, bias = plan[:3]
-    of_rows, of_columns = _Level(row, len(row)), _Level(row, len(column))
-    score = row.new_full((len(row),), torch.nan)
+    """(excess, log Z) of the rows of a `ScorePlan`, then if `both` of the first columns over the rows.
 
-    def note_targets(rows: slice, columns: slice, scores: Tensor) -> None:
+    Then, for `above`: entropy, log Z − the largest score, the largest score, and how many exceed `above` beside the target.
+    For `share`: Σ_j share_ij·(log Z − score_ij), and Σ_j share_ij.
+    """
+    plan = ScorePlan(*fields)
+    row, column, bias, *_ = plan
+    of_rows = _Level(row, len(row)) if plan.above is None else _Spread(row, len(row))
+    of_columns = _Level(row, len(column))
+    score = row.new_full((len(row),), torch.nan)
+    count, shares = torch.zeros_like(score), _Shares(row, len(row))
+
+    def at_targets(rows: slice, columns: slice, numbers: Tensor, otherwise: Tensor) -> Tensor:
         place, inside = plan.place(rows, columns)
-        score[rows] = torch.where(inside, scores.gather(1, place).squeeze(1), score[rows])
+        return torch.where(inside, numbers.gather(1, place).squeeze(1), otherwise)
 
     for columns, rows, _, scores in plan.tiles():
         if not plan.bias_in_score:
-            note_targets(rows, columns, scores)
+            score[rows] = at_targets(rows, columns, scores, score[rows])
         plan.weigh_(scores, rows, columns)
         if plan.both:
             of_columns.add(columns, scores.clone(), 0)
         if bias is not None:
             scores += bias[columns].to(scores.dtype)
+        if plan.above is not None:
+            # Comparing into floats and adding those is several times quicker than adding truth values.
+            larger = torch.gt(scores, plan.above[rows].unsqueeze(1), out=torch.empty_like(scores))
+            count[rows] += larger.sum(1) - at_targets(rows, columns, larger, row.new_zeros(()))
+        plan.cap_(scores, columns)
         if plan.bias_in_score:
-            note_targets(rows, columns, scores)
+            score[rows] = at_targets(rows, columns, scores, score[rows])
+        if plan.share is not None:
+            shares.add(rows, scores, plan.share[rows, columns].to(scores.dtype))
         of_rows.add(rows, scores, 1)
-    found = of_rows.excess(score), of_rows.log_partition()
-    if not plan.both:
-        return found
-    length = min(len(row), len(column))
-    return *found, of_columns.excess(score[:length], length), of_columns.log_partition(length)
+    found = [of_rows.excess(score), of_rows.log_partition()]
+    if plan.both:
+        length = min(len(row), len(column))
+        found += [of_columns.excess(score[:length], length), of_columns.log_partition(length)]
+    if isinstance(of_rows, _Spread):
+        found += [of_rows.entropy(), of_rows.surplus(), of_rows.largest(), count]
+    if plan.share is not None:
+        found += [shares.excess(of_rows.surplus()), shares.mass]
+    return tuple(found)
 
 
 def backward(
@@ -132,20 +167,32 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of row, column and bias, those that are wanted.
 
-    A score has the gradient (g_excess + g_level)·p, less g_excess at the target; p = exp(score − level).
+    A score has the gradient (g_excess + g_level + g_share·Σ_j share_j)·p, less g_excess at the target and g_share·share;
+    p = exp(score − log Z). The entropy H adds g_H·p·(log Z − score − H). The soft cap's slope multiplies all of it.
 
     Args:
         results, cotangents: What `forward` returns, and the cotangents of that.
     """
-    row, column, bias, *_, bias_in_score, both = plan
+    row, column, bias, both = plan.row, plan.column, plan.bias, plan.both
     level, column_level = results[1], results[3] if both else None
     grad_excess, grad_level = cotangents[:2]
-    grad_column_excess, grad_column_level = cotangents[2:] if both else (None, None)
+    grad_column_excess, grad_column_level = cotangents[2:4] if both else (None, None)
     length = len(row)
-    share = _sum(row, length, grad_excess, grad_level).unsqueeze(1)
-    level = _finite(level).unsqueeze(1)
+    share = _sum(row, length, grad_excess, grad_level)
     # A target's own share leaves with both directions' excess.
     own = -_sum(row, length, grad_excess)
+    slope, grad_share = None, None
+    if plan.share is not None:
+        grad_share = _sum(row, length, cotangents[-2])
+        share = torch.addcmul(share, grad_share, results[-1])
+        grad_share = grad_share.unsqueeze(1)
+    if plan.above is not None:
+        # Scores less the largest one keep the digits that log Z has lost to rounding.
+        entropy, surplus, level = results[2:5]
+        weight, grad_entropy = (-surplus).exp(), _sum(row, length, cotangents[2])
+        share = weight * (share - grad_entropy * (entropy - surplus))
+        slope = -(weight * grad_entropy).unsqueeze(1)
+    share, level = share.unsqueeze(1), _finite(level).unsqueeze(1)
     column_share = share
     if column_level is not None:
         column_share = _sum(row, len(column_level), grad_column_excess, grad_column_level)
@@ -161,15 +208,25 @@ def backward(
         other = scores.clone() if both else None
         if bias is not None:
             scores += bias[columns].to(scores.dtype)
-        weights = exp_(scores.sub_(level[rows])).mul_(share[rows])
-        if grad_bias is not None and not bias_in_score:
+        plan.cap_(scores, columns)
+        bent = None if plan.softcap is None else (scores / plan.softcap).square_().neg_().add_(1).clamp_min_(0)
+        scores.sub_(level[rows])
+        if slope is None:
+            weights = exp_(scores).mul_(share[rows])
+        else:
+            weights = exp_(scores.clamp_min_(FAR).clone()).mul_(scores.mul_(slope[rows]).add_(share[rows]))
+        if grad_bias is not None and not plan.bias_in_score:
             grad_bias[columns] += weights.sum(0)
         if other is not None:
             assert column_level is not None
             weights.addcmul_(exp_(other.sub_(column_level[columns])), column_share[columns])
+        if plan.share is not None and grad_share is not None:
+            weights.addcmul_(plan.share[rows, columns].to(weights.dtype), grad_share[rows], value=-1)
         place, inside = plan.place(rows, columns)
         weights.scatter_add_(1, place, torch.where(inside, own[rows], 0.0).unsqueeze(1))
-        if grad_bias is not None and bias_in_score:
+        if bent is not None:
+            weights.mul_(bent)
+        if grad_bias is not None and plan.bias_in_score:
             grad_bias[columns] += weights.sum(0)
         if grad_row is not None:
             grad_row[rows] += weights @ keys
@@ -203,9 +260,77 @@ class _Level:
     def log_partition(self, length: int | None = None) -> Tensor:
         return self.total[:length].log() + self.high[:length]
 
+    def surplus(self) -> Tensor:
+        """log Z − the largest score."""
+        return self.total.log()
+
     def excess(self, score: Tensor, length: int | None = None) -> Tensor:
         """log Z − score, to the last digit where the largest score is that score."""
         return self.total[:length].log() + (self.high[:length] - score)
+
+
+class _Spread:
+    """What `_Level` keeps, with the largest score apart from the rest, and Σ exp·(high − score).
+
+    No sum has terms of both signs, so a softmax that is nearly all on one column keeps its small numbers' digits.
+    """
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        self.high = like.new_full((size,), LOWEST)
+        self.rest, self.fall = like.new_zeros(size), like.new_zeros(size)
+
+    def add(self, place: slice, scores: Tensor, dim: int) -> None:
+        """Take in a tile, which is overwritten."""
+        before, (found, at) = self.high[place], scores.max(dim)
+        high = torch.maximum(before, found)
+        drop = before - high
+        weight, seen = drop.exp(), (before > LOWEST).to(high.dtype)
+        scores.sub_(high.unsqueeze(dim)).clamp_min_(FAR)
+        weights = exp_(scores.clone())
+        fall = torch.linalg.vecdot(weights, scores, dim=dim)
+        self.fall[place] = weight * (self.fall[place] - drop * (seen + self.rest[place])) - fall
+        # The lesser of both largest scores belongs to the rest.
+        lesser = torch.where(found > before, seen * weight, (found - high).exp())
+        weights.scatter_(dim, at.unsqueeze(dim), 0.0)
+        self.rest[place] = weight * self.rest[place] + lesser + weights.sum(dim)
+        self.high[place] = high
+
+    def largest(self) -> Tensor:
+        return self.high.masked_fill(self.high == LOWEST, -torch.inf)
+
+    def surplus(self) -> Tensor:
+        """log Z − the largest score."""
+        return self.rest.log1p()
+
+    def log_partition(self) -> Tensor:
+        return self.rest.log1p() + self.largest()
+
+    def excess(self, score: Tensor) -> Tensor:
+        return self.rest.log1p() + (self.high - score)
+
+    def entropy(self) -> Tensor:
+        """log Z less the mean score."""
+        return self.rest.log1p() + self.fall / (1 + self.rest)
+
+
+class _Shares:
+    """Σ share·(high − score), with the level's `high`, and Σ share."""
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        self.high = like.new_full((size,), LOWEST)
+        self.fall, self.mass = like.new_zeros(size), like.new_zeros(size)
+
+    def add(self, place: slice, scores: Tensor, share: Tensor) -> None:
+        before = self.high[place]
+        high = torch.maximum(before, scores.amax(1))
+        # A column without a share counts for nothing, hidden or not.
+        fall = (high.unsqueeze(1) - scores).mul_(share).masked_fill_(share == 0, 0.0).sum(1)
+        self.fall[place] += fall + (high - before) * self.mass[place]
+        self.mass[place] += share.sum(1)
+        self.high[place] = high
+
+    def excess(self, surplus: Tensor) -> Tensor:
+        return torch.where(self.mass == 0, 0.0, surplus * self.mass) + self.fall
 
 
 def _finite(level: Tensor) -> Tensor:
@@ -226,9 +351,13 @@ def _sum(like: Tensor, size: int, *parts: Tensor | None) -> Tensor:
 
 
 _TENSORS = (
-    "Tensor row, Tensor column, Tensor? bias, Tensor target, Tensor? row_ids, Tensor? column_ids, Tensor? log_weight"
+    "Tensor row, Tensor column, Tensor? bias, Tensor target, Tensor? row_ids, Tensor? column_ids, Tensor? log_weight, "
+    "Tensor? above, Tensor? share"
 )
-_OPTIONS = "str rule, bool bias_in_score, bool both"
+_OPTIONS = "str rule, bool bias_in_score, bool both, float? softcap"
+TENSORS = 9
+"""How many of a `ScorePlan`'s fields are tensors."""
+OPTIONS = len(ScorePlan._fields) - TENSORS
 
 
 @torch.library.custom_op(
@@ -240,13 +369,13 @@ def forward_operator(*fields: Any) -> list[Tensor]:
 
 
 @forward_operator.register_fake
-def _(row: Tensor, column: Tensor, *rest: Any) -> list[Tensor]:
-    rows = [row.new_empty(row.shape[0]) for _ in range(2)]
-    both = rest[-1]
-    if not both:
-        return rows
-    count = torch.sym_min(row.shape[0], column.shape[0])
-    return rows + [row.new_empty(count) for _ in range(2)]  # pyright: ignore[reportArgumentType, reportCallIssue]
+def _(*fields: Any) -> list[Tensor]:
+    plan = ScorePlan(*fields)
+    length = plan.row.shape[0]
+    count = torch.sym_min(length, plan.column.shape[0])
+    sizes = [length] * 2 + [count] * 2 * plan.both + [length] * 4 * (plan.above is not None)
+    sizes += [length] * 2 * (plan.share is not None)
+    return [plan.row.new_empty(size) for size in sizes]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 @torch.library.custom_op(
@@ -256,8 +385,12 @@ def _(row: Tensor, column: Tensor, *rest: Any) -> list[Tensor]:
 )
 def backward_operator(*arguments: Any) -> list[Tensor]:
     """`backward` of a plan's tensors, what `forward` returned, cotangents, the plan's options, and what is wanted."""
-    fields, (results, cotangents), wanted = (*arguments[:7], *arguments[9:12]), arguments[7:9], arguments[12]
-    return list(backward(ScorePlan(*fields), results, cotangents, wanted))
+    tensors, (results, cotangents), options = (
+        arguments[:TENSORS],
+        arguments[TENSORS : TENSORS + 2],
+        arguments[TENSORS + 2 : -1],
+    )
+    return list(backward(ScorePlan(*tensors, *options), results, cotangents, arguments[-1]))
 
 
 @backward_operator.register_fake
