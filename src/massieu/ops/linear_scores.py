@@ -76,14 +76,17 @@ class Spread(NamedTuple):
 
 def log_partitions(plan: ScorePlan) -> tuple[Direction, ...]:
     """log Σ_j exp(row_i·column_j + bias_j + log_weight_ij) over what row i sees, and its excess over the target's score."""
-    found = compute(plan)
+    found = compute(plan, plan.log_weight)
     return tuple(Direction(*found[start : start + 2]) for start in range(0, len(found), 2))
 
 
-def compute(plan: ScorePlan) -> tuple[Tensor, ...]:
-    """All that `massieu.ops.score_tiles.forward` returns, with its derivatives."""
-    weights = [part for part in (plan.log_weight, plan.share) if part is not None]
-    weight_gradient = may_be_differentiated(*weights)
+def compute(plan: ScorePlan, *others: Tensor | None) -> tuple[Tensor, ...]:
+    """All that `massieu.ops.score_tiles.forward` returns, with its derivatives.
+
+    Args:
+        others: what derivatives may be wanted of beside rows, columns and bias.
+    """
+    weight_gradient = may_be_differentiated(*(other for other in others if other is not None))
     compiling = torch.compiler.is_compiling()
     function = tiled
     if weight_gradient or (compiling and in_functorch()) or in_nested_forward_mode():
@@ -153,12 +156,13 @@ def _plain_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[
         return (excess + lost).masked_fill(~inside, torch.nan), *others, count
     excess = reference.softmax(scores - own.unsqueeze(1), weight)[2]
     found = (excess + lost).masked_fill(~inside, torch.nan), excess + own
-    if plan.share is None:
+    spread = plan.spread(slice(0, len(row)), slice(0, len(column)))
+    if spread is None:
         return found
-    share = plan.share.to(scores.dtype)
-    fall = (excess + own).unsqueeze(1) - scores
-    fall = torch.where(share == 0, 0.0, torch.where(weight == -torch.inf, torch.inf, fall))
-    return *found, (share * fall).sum(1), share.sum(1)
+    spread = spread.expand_as(scores)
+    gone = torch.zeros_like(scores).masked_fill((weight == -torch.inf) & (spread != 0), torch.inf)
+    fall = torch.where(weight == -torch.inf, gone, (excess + own).unsqueeze(1) - scores)
+    return *found, (spread * fall).sum(1), spread.sum(1)
 
 
 def _spread(tilted: Tensor, own: Tensor) -> tuple[Tensor, ...]:

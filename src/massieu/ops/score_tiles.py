@@ -48,7 +48,9 @@ class ScorePlan(NamedTuple):
     above: Tensor | None = None
     """(T,): asks for what `Direction` does not say: entropy, the largest score, and how many scores exceed this one."""
     share: Tensor | None = None
-    """(T, V), targets that are shares of every column: asks for Σ_j share_ij·(log Z − score_ij)."""
+    """(T, V), for `terms`; without it 0."""
+    terms: Tensor | None = None
+    """(2, V): asks for Σ_j a_ij·(log Z − score_ij), of a target that is spread, a_ij = share_ij·terms_0j + terms_1j."""
     rule: Rule = "all"
     bias_in_score: bool = False
     both: bool = False
@@ -109,6 +111,13 @@ class ScorePlan(NamedTuple):
         if self.bias is not None:
             scores.masked_fill_(self.bias[columns] == -torch.inf, -torch.inf)
 
+    def spread(self, rows: slice, columns: slice) -> Tensor | None:
+        """A tile of a, or one row that is all rows'."""
+        if self.terms is None:
+            return None
+        factor, floor = self.terms[:, columns].to(self.row.dtype)
+        return floor.unsqueeze(0) if self.share is None else torch.addcmul(floor, self.share[rows, columns], factor)
+
     def place(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Where in a tile's columns the rows' targets are, (rows, 1), and whether they are there at all, (rows,)."""
         target = self.target[rows]
@@ -120,14 +129,14 @@ def forward(*fields: Any) -> tuple[Tensor, ...]:
     """(excess, log Z) of the rows of a `ScorePlan`, then if `both` of the first columns over the rows.
 
     Then, for `above`: entropy, log Z − the largest score, the largest score, and how many exceed `above` beside the target.
-    For `share`: Σ_j share_ij·(log Z − score_ij), and Σ_j share_ij.
+    For `terms`: Σ_j a_ij·(log Z − score_ij), and Σ_j a_ij.
     """
     plan = ScorePlan(*fields)
     row, column, bias, *_ = plan
     of_rows = _Level(row, len(row)) if plan.above is None else _Spread(row, len(row))
     of_columns = _Level(row, len(column))
     score = row.new_full((len(row),), torch.nan)
-    count, shares = torch.zeros_like(score), _Shares(row, len(row))
+    count, target = torch.zeros_like(score), _Target(row, len(row))
 
     def at_targets(rows: slice, columns: slice, numbers: Tensor, otherwise: Tensor) -> Tensor:
         place, inside = plan.place(rows, columns)
@@ -148,8 +157,8 @@ def forward(*fields: Any) -> tuple[Tensor, ...]:
         plan.cap_(scores, columns)
         if plan.bias_in_score:
             score[rows] = at_targets(rows, columns, scores, score[rows])
-        if plan.share is not None:
-            shares.add(rows, scores, plan.share[rows, columns].to(scores.dtype))
+        if (spread := plan.spread(rows, columns)) is not None:
+            target.add(rows, scores, spread)
         of_rows.add(rows, scores, 1)
     found = [of_rows.excess(score), of_rows.log_partition()]
     if plan.both:
@@ -157,8 +166,8 @@ def forward(*fields: Any) -> tuple[Tensor, ...]:
         found += [of_columns.excess(score[:length], length), of_columns.log_partition(length)]
     if isinstance(of_rows, _Spread):
         found += [of_rows.entropy(), of_rows.surplus(), of_rows.largest(), count]
-    if plan.share is not None:
-        found += [shares.excess(of_rows.surplus()), shares.mass]
+    if plan.terms is not None:
+        found += [target.excess(of_rows.surplus()), target.mass]
     return tuple(found)
 
 
@@ -167,7 +176,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of row, column and bias, those that are wanted.
 
-    A score has the gradient (g_excess + g_level + g_share·Σ_j share_j)·p, less g_excess at the target and g_share·share;
+    A score has the gradient (g_excess + g_level + g_spread·Σ_j a_j)·p, less g_excess at the target and g_spread·a;
     p = exp(score − log Z). The entropy H adds g_H·p·(log Z − score − H). The soft cap's slope multiplies all of it.
 
     Args:
@@ -181,11 +190,11 @@ def backward(
     share = _sum(row, length, grad_excess, grad_level)
     # A target's own share leaves with both directions' excess.
     own = -_sum(row, length, grad_excess)
-    slope, grad_share = None, None
-    if plan.share is not None:
-        grad_share = _sum(row, length, cotangents[-2])
-        share = torch.addcmul(share, grad_share, results[-1])
-        grad_share = grad_share.unsqueeze(1)
+    slope, grad_spread = None, None
+    if plan.terms is not None:
+        grad_spread = _sum(row, length, cotangents[-2])
+        share = torch.addcmul(share, grad_spread, results[-1])
+        grad_spread = grad_spread.unsqueeze(1)
     if plan.above is not None:
         # Scores less the largest one keep the digits that log Z has lost to rounding.
         entropy, surplus, level = results[2:5]
@@ -220,8 +229,8 @@ def backward(
         if other is not None:
             assert column_level is not None
             weights.addcmul_(exp_(other.sub_(column_level[columns])), column_share[columns])
-        if plan.share is not None and grad_share is not None:
-            weights.addcmul_(plan.share[rows, columns].to(weights.dtype), grad_share[rows], value=-1)
+        if grad_spread is not None and (spread := plan.spread(rows, columns)) is not None:
+            weights.addcmul_(spread, grad_spread[rows], value=-1)
         place, inside = plan.place(rows, columns)
         weights.scatter_add_(1, place, torch.where(inside, own[rows], 0.0).unsqueeze(1))
         if bent is not None:
@@ -313,24 +322,25 @@ class _Spread:
         return self.rest.log1p() + self.fall / (1 + self.rest)
 
 
-class _Shares:
-    """Σ share·(high − score), with the level's `high`, and Σ share."""
+class _Target:
+    """Σ a·(high − score), with the level's `high`, and Σ a, of a target that is spread over the columns."""
 
     def __init__(self, like: Tensor, size: int) -> None:
         self.high = like.new_full((size,), LOWEST)
         self.fall, self.mass = like.new_zeros(size), like.new_zeros(size)
 
-    def add(self, place: slice, scores: Tensor, share: Tensor) -> None:
+    def add(self, place: slice, scores: Tensor, spread: Tensor) -> None:
+        """Take in a tile of scores and of a."""
         before = self.high[place]
         high = torch.maximum(before, scores.amax(1))
-        # A column without a share counts for nothing, hidden or not.
-        fall = (high.unsqueeze(1) - scores).mul_(share).masked_fill_(share == 0, 0.0).sum(1)
+        # A column that is no target counts for nothing, hidden or not.
+        fall = (high.unsqueeze(1) - scores).mul_(spread).masked_fill_(spread == 0, 0.0).sum(1)
         self.fall[place] += fall + (high - before) * self.mass[place]
-        self.mass[place] += share.sum(1)
+        self.mass[place] += spread.sum(1)
         self.high[place] = high
 
     def excess(self, surplus: Tensor) -> Tensor:
-        return torch.where(self.mass == 0, 0.0, surplus * self.mass) + self.fall
+        return surplus.where(self.mass != 0, 0.0) * self.mass + self.fall
 
 
 def _finite(level: Tensor) -> Tensor:
@@ -352,10 +362,10 @@ def _sum(like: Tensor, size: int, *parts: Tensor | None) -> Tensor:
 
 _TENSORS = (
     "Tensor row, Tensor column, Tensor? bias, Tensor target, Tensor? row_ids, Tensor? column_ids, Tensor? log_weight, "
-    "Tensor? above, Tensor? share"
+    "Tensor? above, Tensor? share, Tensor? terms"
 )
 _OPTIONS = "str rule, bool bias_in_score, bool both, float? softcap"
-TENSORS = 9
+TENSORS = 10
 """How many of a `ScorePlan`'s fields are tensors."""
 OPTIONS = len(ScorePlan._fields) - TENSORS
 
@@ -374,7 +384,7 @@ def _(*fields: Any) -> list[Tensor]:
     length = plan.row.shape[0]
     count = torch.sym_min(length, plan.column.shape[0])
     sizes = [length] * 2 + [count] * 2 * plan.both + [length] * 4 * (plan.above is not None)
-    sizes += [length] * 2 * (plan.share is not None)
+    sizes += [length] * 2 * (plan.terms is not None)
     return [plan.row.new_empty(size) for size in sizes]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

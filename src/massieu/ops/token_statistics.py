@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import check_fits, number, whole_number
+from massieu.foundation.arguments import whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.contrastive import checked_temperature
 from massieu.ops.linear_scores import Spread, check_places, compute, values_are_known
 from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import working_dtype
-from massieu.ops.vocabulary import check_shapes
+from massieu.ops.vocabulary import check_shapes, checked_softcap
 
 UNRANKED = -1
 """The rank of a token that has none."""
@@ -100,7 +100,7 @@ def token_statistics(
         else:
             # So that nothing of a token that does not count, NaN neither, meets what others share.
             row, words = row.masked_fill(~counted.unsqueeze(1), 0.0), words.where(counted, 0)
-        plan = scores(row, weight, bias, words, temperature, softcap)
+        plan = scores(row, weight, bias, words, temperature, checked_softcap(softcap, hidden))
         found = Spread(*compute(plan._replace(above=tie_level(plan))))
         result = statistics(found)
         if chosen is not None:
@@ -126,10 +126,8 @@ def statistics(found: Spread) -> TokenStatisticsResult:
 def check_options(hidden: Tensor, temperature: float | Tensor, softcap: float | None, ignore_index: int) -> None:
     checked_temperature(temperature, hidden, hidden.dtype)
     whole_number("ignore_index", ignore_index, least=-(1 << 63))
-    if softcap is None:
-        return
-    check_fits("softcap", number("softcap", softcap, above=0), working_dtype(hidden))
-    if isinstance(temperature, Tensor):
+    checked_softcap(softcap, hidden)
+    if softcap is not None and isinstance(temperature, Tensor):
         raise ValueError("a temperature that is a tensor goes without a soft cap: give it as a number")
 
 
