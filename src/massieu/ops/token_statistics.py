@@ -1,5 +1,6 @@
 """What a language model's softmax says of each token: its log-probability, entropy and rank, without the logits."""
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -92,7 +93,7 @@ def token_statistics(
     with without_autocast(hidden.device):
         counted = words != ignore_index
         row, chosen = hidden.reshape(-1, hidden.shape[-1]), None
-        if values_are_known(target):
+        if known := values_are_known(target):
             check_places("target", words[counted], len(weight), f" or be ignore_index, {ignore_index}")
             if not bool(counted.all()):
                 chosen = counted.nonzero().squeeze(1)
@@ -101,18 +102,18 @@ def token_statistics(
             # So that nothing of a token that does not count, NaN neither, meets what others share.
             row, words = row.masked_fill(~counted.unsqueeze(1), 0.0), words.where(counted, 0)
         plan = scores(row, weight, bias, words, temperature, checked_softcap(softcap, hidden))
-        found = Spread(*compute(plan._replace(above=tie_level(plan))))
-        result = statistics(found)
+        result = statistics(Spread(*compute(plan._replace(above=tie_level(plan)))))
         if chosen is not None:
-            result = (
-                part.new_zeros(len(counted)).index_copy(0, chosen, part)
-                if part.is_floating_point()
-                else part.new_full((len(counted),), UNRANKED).index_copy(0, chosen, part)
-                for part in result
-            )
-        elif not values_are_known(target):
-            result = (part.masked_fill(~counted, 0 if part.is_floating_point() else UNRANKED) for part in result)
+            unknown = of_counted((part.new_zeros(len(counted)) for part in result), torch.zeros_like(counted))
+            result = (one.index_copy(0, chosen, part) for one, part in zip(unknown, result, strict=True))
+        elif not known:
+            result = of_counted(result, counted)
         return TokenStatisticsResult(*(part.reshape(target.shape) for part in result))
+
+
+def of_counted(numbers: Iterable[Tensor], counted: Tensor) -> Iterator[Tensor]:
+    """0, or the rank −1, for tokens that do not count."""
+    return (part.masked_fill(~counted, 0 if part.is_floating_point() else UNRANKED) for part in numbers)
 
 
 def statistics(found: Spread) -> TokenStatisticsResult:

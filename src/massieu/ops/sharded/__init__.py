@@ -29,9 +29,10 @@ loss="sharded".)
 
 from massieu.ops.sharded.contrastive import info_nce
 from massieu.ops.sharded.keys import attention, log_partition
+from massieu.ops.sharded.token_statistics import token_statistics
 from massieu.ops.sharded.vocabulary import linear_cross_entropy
 
-__all__ = ["attention", "info_nce", "linear_cross_entropy", "log_partition"]
+__all__ = ["attention", "info_nce", "linear_cross_entropy", "log_partition", "token_statistics"]
 
 
 def __dir__() -> list[str]:
