@@ -101,8 +101,8 @@ def compute(plan: ScorePlan, *others: Tensor | None) -> tuple[Tensor, ...]:
 def plain(*fields: Any) -> tuple[Tensor, ...]:
     """The definition, in blocks of rows; (excess, log-partition) of a `ScorePlan`, for both directions one after the other."""
     plan = ScorePlan(*fields)
-    dtype, bias = plan.row.dtype, plan.bias
-    plan = plan._replace(column=plan.column.to(dtype), bias=None if bias is None else bias.to(dtype))
+    bias = None if plan.bias is None else plan.bias.to(plan.dtype)
+    plan = plan._replace(row=plan.row.to(plan.dtype), column=plan.column.to(plan.dtype), bias=bias)
     return _plain_rows(plan) + (_plain_rows(plan.turned()) if plan.both else ())
 
 
@@ -127,7 +127,7 @@ def _plain_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[
     plan = ScorePlan(*tensors, *options)
     row, column, bias, target, log_weight = plan.row, plan.column, plan.bias, plan.target[rows], plan.log_weight
     with without_autocast(row.device):
-        scores = row @ column.mT
+        scores = row @ column.mT if plan.scale == 1 else row @ column.mT * plan.scale
     weight = scores.new_zeros(()) if bias is None else bias
     if plan.bias_in_score and bias is not None:
         # A hidden word's score is −inf: as a constant, so that derivatives of what is masked later are numbers.

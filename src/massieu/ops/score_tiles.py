@@ -14,27 +14,22 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.numerics import exp_
-from massieu.ops.shapes import slices
+from massieu.ops.score_sums import FAR, LOWEST, Level, Spread, Target
+from massieu.ops.shapes import slices, working_dtype
 
 TILE_PAIRS = 1 << 20
 """Scores of a tile on the CPU: 4 MiB in float32, so that the passes over them stay in the caches."""
 TILE_ROWS = 2048
-LOWEST = -1e30
-"""Stands for −inf as a level, where −inf − (−inf) must not become NaN."""
-
-FAR = -1e3
-"""Stands for −inf as a score less the largest, where 0·−inf must be 0: its exponential is 0 in every dtype."""
-
 Rule = Literal["all", "no equals", "no self", "peers"]
 """Which columns a row sees: all; those of another id, and its target; all but the one of its own index; those of its id
 but the one of its own index."""
 
 
 class ScorePlan(NamedTuple):
-    """Linear scores ``row_i·column_j`` and what is wanted of them: `TENSORS` tensors and four options, in that order."""
+    """Linear scores ``row_i·column_j`` and what is wanted of them: `TENSORS` tensors and five options, in that order."""
 
     row: Tensor
-    """(T, D), float32 or float64."""
+    """(T, D), as `multiplied` gives it."""
     column: Tensor
     """(V, D), of any floating dtype; promoted to the row's a tile at a time."""
     bias: Tensor | None
@@ -57,7 +52,18 @@ class ScorePlan(NamedTuple):
     """Also the log-partitions of the first min(T, V) columns over the rows, without the bias. Row i's target must be i, or
     be out of range, where column i's excess is NaN too."""
     softcap: float | None = None
-    """Scores are softcap·tanh((row_i·column_j + bias_j)/softcap); goes with `bias_in_score`, not with `both`."""
+    """Scores are softcap·tanh((scale·row_i·column_j + bias_j)/softcap); goes with `bias_in_score`, not with `both`."""
+    scale: float = 1.0
+    """A factor of row_i·column_j; not with `both`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of scores and results."""
+        return working_dtype(self.row)
+
+    def result(self) -> Tensor:
+        """Like the results, empty."""
+        return self.row.new_empty(0, dtype=self.dtype)
 
     def turned(self) -> "ScorePlan":
         """The other direction of `both`."""
@@ -76,7 +82,8 @@ class ScorePlan(NamedTuple):
         for columns in slices(count, max(1, min(count, pairs // height))):
             keys = self.column[columns].to(self.row.dtype)
             for rows in slices(length, height):
-                yield columns, rows, keys, self.row[rows] @ keys.mT
+                scores = product(self.row[rows], keys.mT)
+                yield columns, rows, keys, scores if self.scale == 1 else scores.mul_(self.scale)
 
     def hidden(self, rows: slice, columns: slice) -> Tensor | None:
         """Which pairs of a tile do not count by the rule; None if all do."""
@@ -115,7 +122,7 @@ class ScorePlan(NamedTuple):
         """A tile of a, or one row that is all rows'."""
         if self.terms is None:
             return None
-        factor, floor = self.terms[:, columns].to(self.row.dtype)
+        factor, floor = self.terms[:, columns].to(self.dtype)
         return floor.unsqueeze(0) if self.share is None else torch.addcmul(floor, self.share[rows, columns], factor)
 
     def place(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
@@ -123,6 +130,18 @@ class ScorePlan(NamedTuple):
         target = self.target[rows]
         inside = (target >= columns.start) & (target < columns.stop)
         return torch.where(inside, target - columns.start, 0).unsqueeze(1), inside
+
+
+def multiplied(row: Tensor, column: Tensor) -> Tensor:
+    """Rows in the dtype that they are multiplied in: bfloat16 on CUDA, where a product of two such is formed in float32, if
+    both are; else the dtype of the results."""
+    as_they_are = row.is_cuda and row.dtype == column.dtype == torch.bfloat16
+    return row if as_they_are else row.to(working_dtype(row))
+
+
+def product(one: Tensor, other: Tensor) -> Tensor:
+    """A matrix product in at least float32."""
+    return one @ other if one.dtype == working_dtype(one) else torch.mm(one, other, out_dtype=torch.float32)
 
 
 def forward(*fields: Any) -> tuple[Tensor, ...]:
@@ -133,10 +152,11 @@ def forward(*fields: Any) -> tuple[Tensor, ...]:
     """
     plan = ScorePlan(*fields)
     row, column, bias, *_ = plan
-    of_rows = _Level(row, len(row)) if plan.above is None else _Spread(row, len(row))
-    of_columns = _Level(row, len(column))
-    score = row.new_full((len(row),), torch.nan)
-    count, target = torch.zeros_like(score), _Target(row, len(row))
+    like = plan.result()
+    of_rows = Level(like, len(row)) if plan.above is None else Spread(like, len(row))
+    of_columns = Level(like, len(column))
+    score = like.new_full((len(row),), torch.nan)
+    count, target = torch.zeros_like(score), Target(like, len(row))
 
     def at_targets(rows: slice, columns: slice, numbers: Tensor, otherwise: Tensor) -> Tensor:
         place, inside = plan.place(rows, columns)
@@ -153,7 +173,7 @@ def forward(*fields: Any) -> tuple[Tensor, ...]:
         if plan.above is not None:
             # Comparing into floats and adding those is several times quicker than adding truth values.
             larger = torch.gt(scores, plan.above[rows].unsqueeze(1), out=torch.empty_like(scores))
-            count[rows] += larger.sum(1) - at_targets(rows, columns, larger, row.new_zeros(()))
+            count[rows] += larger.sum(1) - at_targets(rows, columns, larger, like.new_zeros(()))
         plan.cap_(scores, columns)
         if plan.bias_in_score:
             score[rows] = at_targets(rows, columns, scores, score[rows])
@@ -164,7 +184,7 @@ def forward(*fields: Any) -> tuple[Tensor, ...]:
     if plan.both:
         length = min(len(row), len(column))
         found += [of_columns.excess(score[:length], length), of_columns.log_partition(length)]
-    if isinstance(of_rows, _Spread):
+    if isinstance(of_rows, Spread):
         found += [of_rows.entropy(), of_rows.surplus(), of_rows.largest(), count]
     if plan.terms is not None:
         found += [target.excess(of_rows.surplus()), target.mass]
@@ -186,31 +206,31 @@ def backward(
     level, column_level = results[1], results[3] if both else None
     grad_excess, grad_level = cotangents[:2]
     grad_column_excess, grad_column_level = cotangents[2:4] if both else (None, None)
-    length = len(row)
-    share = _sum(row, length, grad_excess, grad_level)
+    length, like = len(row), plan.result()
+    share = _sum(like, length, grad_excess, grad_level)
     # A target's own share leaves with both directions' excess.
-    own = -_sum(row, length, grad_excess)
+    own = -_sum(like, length, grad_excess)
     slope, grad_spread = None, None
     if plan.terms is not None:
-        grad_spread = _sum(row, length, cotangents[-2])
+        grad_spread = _sum(like, length, cotangents[-2])
         share = torch.addcmul(share, grad_spread, results[-1])
         grad_spread = grad_spread.unsqueeze(1)
     if plan.above is not None:
         # Scores less the largest one keep the digits that log Z has lost to rounding.
         entropy, surplus, level = results[2:5]
-        weight, grad_entropy = (-surplus).exp(), _sum(row, length, cotangents[2])
+        weight, grad_entropy = (-surplus).exp(), _sum(like, length, cotangents[2])
         share = weight * (share - grad_entropy * (entropy - surplus))
         slope = -(weight * grad_entropy).unsqueeze(1)
     share, level = share.unsqueeze(1), _finite(level).unsqueeze(1)
     column_share = share
     if column_level is not None:
-        column_share = _sum(row, len(column_level), grad_column_excess, grad_column_level)
-        own -= _padded(_sum(row, len(column_level), grad_column_excess), length, 0.0)
+        column_share = _sum(like, len(column_level), grad_column_excess, grad_column_level)
+        own -= _padded(_sum(like, len(column_level), grad_column_excess), length, 0.0)
         column_share = _padded(column_share, len(column), 0.0)
         column_level = _padded(_finite(column_level), len(column), -LOWEST)
-    grad_row = torch.zeros_like(row, memory_format=torch.contiguous_format) if wanted[0] else None
+    grad_row = like.new_zeros(row.shape) if wanted[0] else None
     grad_column = torch.zeros_like(column, memory_format=torch.contiguous_format) if wanted[1] else None
-    grad_bias = torch.zeros_like(bias, dtype=row.dtype) if wanted[2] and bias is not None else None
+    grad_bias = torch.zeros_like(bias, dtype=plan.dtype) if wanted[2] and bias is not None else None
     part = None
     for columns, rows, keys, scores in plan.tiles():
         plan.weigh_(scores, rows, columns)
@@ -237,110 +257,21 @@ def backward(
             weights.mul_(bent)
         if grad_bias is not None and plan.bias_in_score:
             grad_bias[columns] += weights.sum(0)
+        weights = (weights if plan.scale == 1 else weights.mul_(plan.scale)).to(row.dtype)
         if grad_row is not None:
-            grad_row[rows] += weights @ keys
+            grad_row[rows] += product(weights, keys)
         if grad_column is not None:
             part = _accumulate(part, weights, row[rows], first=rows.start == 0)
             if rows.stop == length:
                 grad_column[columns] = part.to(column.dtype)
-    grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-    return tuple(gradient for gradient in (grad_row, grad_column, grad_bias) if gradient is not None)
+    found = (grad_row, row), (grad_column, column), (grad_bias, bias)
+    return tuple(part.to(given.dtype) for part, given in found if part is not None and given is not None)
 
 
 def _accumulate(part: Tensor | None, weights: Tensor, row: Tensor, first: bool) -> Tensor:
-    return weights.mT @ row if first or part is None else part.addmm_(weights.mT, row)
-
-
-class _Level:
-    """log Σ exp of scores that come in parts: the largest so far, and the sum in units of its exponential."""
-
-    def __init__(self, like: Tensor, size: int) -> None:
-        self.high = like.new_full((size,), LOWEST)
-        self.total = like.new_zeros(size)
-
-    def add(self, place: slice, scores: Tensor, dim: int) -> None:
-        """Take in a tile, which is overwritten."""
-        before = self.high[place]
-        high = torch.maximum(before, scores.amax(dim))
-        total = self.total[place] * (before - high).exp()
-        self.total[place] = total + exp_(scores.sub_(high.unsqueeze(dim))).sum(dim)
-        self.high[place] = high
-
-    def log_partition(self, length: int | None = None) -> Tensor:
-        return self.total[:length].log() + self.high[:length]
-
-    def surplus(self) -> Tensor:
-        """log Z − the largest score."""
-        return self.total.log()
-
-    def excess(self, score: Tensor, length: int | None = None) -> Tensor:
-        """log Z − score, to the last digit where the largest score is that score."""
-        return self.total[:length].log() + (self.high[:length] - score)
-
-
-class _Spread:
-    """What `_Level` keeps, with the largest score apart from the rest, and Σ exp·(high − score).
-
-    No sum has terms of both signs, so a softmax that is nearly all on one column keeps its small numbers' digits.
-    """
-
-    def __init__(self, like: Tensor, size: int) -> None:
-        self.high = like.new_full((size,), LOWEST)
-        self.rest, self.fall = like.new_zeros(size), like.new_zeros(size)
-
-    def add(self, place: slice, scores: Tensor, dim: int) -> None:
-        """Take in a tile, which is overwritten."""
-        before, (found, at) = self.high[place], scores.max(dim)
-        high = torch.maximum(before, found)
-        drop = before - high
-        weight, seen = drop.exp(), (before > LOWEST).to(high.dtype)
-        scores.sub_(high.unsqueeze(dim)).clamp_min_(FAR)
-        weights = exp_(scores.clone())
-        fall = torch.linalg.vecdot(weights, scores, dim=dim)
-        self.fall[place] = weight * (self.fall[place] - drop * (seen + self.rest[place])) - fall
-        # The lesser of both largest scores belongs to the rest.
-        lesser = torch.where(found > before, seen * weight, (found - high).exp())
-        weights.scatter_(dim, at.unsqueeze(dim), 0.0)
-        self.rest[place] = weight * self.rest[place] + lesser + weights.sum(dim)
-        self.high[place] = high
-
-    def largest(self) -> Tensor:
-        return self.high.masked_fill(self.high == LOWEST, -torch.inf)
-
-    def surplus(self) -> Tensor:
-        """log Z − the largest score."""
-        return self.rest.log1p()
-
-    def log_partition(self) -> Tensor:
-        return self.rest.log1p() + self.largest()
-
-    def excess(self, score: Tensor) -> Tensor:
-        return self.rest.log1p() + (self.high - score)
-
-    def entropy(self) -> Tensor:
-        """log Z less the mean score."""
-        return self.rest.log1p() + self.fall / (1 + self.rest)
-
-
-class _Target:
-    """Σ a·(high − score), with the level's `high`, and Σ a, of a target that is spread over the columns."""
-
-    def __init__(self, like: Tensor, size: int) -> None:
-        self.high = like.new_full((size,), LOWEST)
-        self.fall, self.mass = like.new_zeros(size), like.new_zeros(size)
-
-    def add(self, place: slice, scores: Tensor, spread: Tensor) -> None:
-        """Take in a tile of scores and of a."""
-        before = self.high[place]
-        high = torch.maximum(before, scores.amax(1))
-        # A column that is no target counts for nothing, hidden or not.
-        fall = (high.unsqueeze(1) - scores).mul_(spread).masked_fill_(spread == 0, 0.0).sum(1)
-        self.fall[place] += fall + (high - before) * self.mass[place]
-        self.mass[place] += spread.sum(1)
-        self.high[place] = high
-
-    def excess(self, surplus: Tensor) -> Tensor:
-        return surplus.where(self.mass != 0, 0.0) * self.mass + self.fall
+    if first or part is None:
+        return product(weights.mT, row)
+    return part.addmm_(weights.mT, row) if part.dtype == row.dtype else part.add_(product(weights.mT, row))
 
 
 def _finite(level: Tensor) -> Tensor:
@@ -364,7 +295,7 @@ _TENSORS = (
     "Tensor row, Tensor column, Tensor? bias, Tensor target, Tensor? row_ids, Tensor? column_ids, Tensor? log_weight, "
     "Tensor? above, Tensor? share, Tensor? terms"
 )
-_OPTIONS = "str rule, bool bias_in_score, bool both, float? softcap"
+_OPTIONS = "str rule, bool bias_in_score, bool both, float? softcap, float scale"
 TENSORS = 10
 """How many of a `ScorePlan`'s fields are tensors."""
 OPTIONS = len(ScorePlan._fields) - TENSORS
@@ -385,7 +316,7 @@ def _(*fields: Any) -> list[Tensor]:
     count = torch.sym_min(length, plan.column.shape[0])
     sizes = [length] * 2 + [count] * 2 * plan.both + [length] * 4 * (plan.above is not None)
     sizes += [length] * 2 * (plan.terms is not None)
-    return [plan.row.new_empty(size) for size in sizes]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return [plan.row.new_empty(size, dtype=plan.dtype) for size in sizes]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 @torch.library.custom_op(

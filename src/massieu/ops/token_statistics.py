@@ -11,7 +11,7 @@ from massieu.foundation.arguments import whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.contrastive import checked_temperature
 from massieu.ops.linear_scores import Spread, check_places, compute, values_are_known
-from massieu.ops.score_tiles import ScorePlan
+from massieu.ops.score_tiles import ScorePlan, multiplied
 from massieu.ops.shapes import working_dtype
 from massieu.ops.vocabulary import check_shapes, checked_softcap
 
@@ -136,13 +136,15 @@ def scores(
     row: Tensor, weight: Tensor, bias: Tensor | None, words: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> ScorePlan:
     """Linear scores that are the logits divided by the temperature T: c·tanh(s/c)/T is k·tanh((s/T)/k) with k = c/T."""
-    dtype = working_dtype(row)
-    row = row.to(dtype)
-    if isinstance(temperature, Tensor) or temperature != 1:
+    dtype, scale = working_dtype(row), 1.0
+    if isinstance(temperature, Tensor):
         warmth = checked_temperature(temperature, row, dtype)
-        row, bias = row / warmth, None if bias is None else bias.to(dtype) / warmth
-        softcap = None if softcap is None else softcap / float(warmth)
-    return ScorePlan(row, weight, bias, words, bias_in_score=True, softcap=softcap)
+        row, bias = row.to(dtype) / warmth, None if bias is None else bias.to(dtype) / warmth
+    elif temperature != 1:
+        scale = 1 / float(temperature)
+        bias, softcap = None if bias is None else bias.to(dtype) * scale, None if softcap is None else softcap * scale
+    row = multiplied(row, weight)
+    return ScorePlan(row, weight, bias, words, bias_in_score=True, softcap=softcap, scale=scale)
 
 
 @torch.no_grad()
@@ -150,9 +152,9 @@ def tie_level(plan: ScorePlan) -> Tensor:
     """Each target's score and what rounding may add to it; NaN where there is no target."""
     inside = (plan.target >= 0) & (plan.target < len(plan.column))
     place = plan.target.where(inside, 0)
-    row, column = plan.row.detach(), plan.column.detach()[place].to(plan.row.dtype)
-    level, size = torch.linalg.vecdot(row, column), row.norm(dim=1) * column.norm(dim=1)
+    row, column = plan.row.detach().to(plan.dtype), plan.column.detach()[place].to(plan.dtype)
+    level, size = plan.scale * torch.linalg.vecdot(row, column), plan.scale * row.norm(dim=1) * column.norm(dim=1)
     if plan.bias is not None:
-        bias = plan.bias.detach()[place].to(row.dtype)
+        bias = plan.bias.detach()[place].to(plan.dtype)
         level, size = level + bias, size + bias.abs().masked_fill(bias == -torch.inf, 0.0)
-    return (level + torch.finfo(row.dtype).eps * size).masked_fill(~inside, torch.nan)
+    return (level + torch.finfo(plan.dtype).eps * size).masked_fill(~inside, torch.nan)

@@ -109,7 +109,7 @@ def token_statistics(
         else:
             above = total(above, shard)
         part = Spread(*compute(plan._replace(above=above)))
-        held = rows.held(Direction(*part[:2]), plan.row, weight, plan.bias, mine, place)
+        held = rows.held(Direction(*part[:2]), plan.row.to(plan.dtype), weight, plan.bias, mine, place)
         numbers = [held, part.log_partition, part.entropy, part.surplus.detach(), part.count.detach()]
         numbers = torch.stack(numbers, -1)
         numbers = rows.answers(numbers, lengths, shard) if own else gather(numbers, shard)
