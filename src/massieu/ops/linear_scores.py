@@ -60,7 +60,7 @@ def values_are_known(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not in_functorch() and values_are_readable(tensor)
 
 
-class Spread(NamedTuple):
+class Statistics(NamedTuple):
     """What is computed for a `ScorePlan` with `above`, a number for each row; the last three without derivatives."""
 
     excess: Tensor
@@ -70,7 +70,7 @@ class Spread(NamedTuple):
     """log Z minus the largest score."""
     largest: Tensor
     """The largest score."""
-    count: Tensor
+    larger: Tensor
     """How many scores exceed `above`, that of the target left out."""
 
 

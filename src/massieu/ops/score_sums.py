@@ -39,7 +39,7 @@ class Level:
         return self.total[:length].log() + (self.high[:length] - score)
 
 
-class Spread:
+class SplitLevel:
     """What `Level` keeps, with the largest score apart from the rest, and Σ exp·(high − score).
 
     No sum has terms of both signs, so a softmax that is nearly all on one column keeps its small numbers' digits.

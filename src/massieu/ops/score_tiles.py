@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.numerics import exp_
-from massieu.ops.score_sums import FAR, LOWEST, Level, Spread, Target
+from massieu.ops.score_sums import FAR, LOWEST, Level, SplitLevel, Target
 from massieu.ops.shapes import slices, working_dtype
 
 TILE_PAIRS = 1 << 20
@@ -153,7 +153,7 @@ def forward(*fields: Any) -> tuple[Tensor, ...]:
     plan = ScorePlan(*fields)
     row, column, bias, *_ = plan
     like = plan.result()
-    of_rows = Level(like, len(row)) if plan.above is None else Spread(like, len(row))
+    of_rows = Level(like, len(row)) if plan.above is None else SplitLevel(like, len(row))
     of_columns = Level(like, len(column))
     score = like.new_full((len(row),), torch.nan)
     count, target = torch.zeros_like(score), Target(like, len(row))
@@ -184,7 +184,7 @@ def forward(*fields: Any) -> tuple[Tensor, ...]:
     if plan.both:
         length = min(len(row), len(column))
         found += [of_columns.excess(score[:length], length), of_columns.log_partition(length)]
-    if isinstance(of_rows, Spread):
+    if isinstance(of_rows, SplitLevel):
         found += [of_rows.entropy(), of_rows.surplus(), of_rows.largest(), count]
     if plan.terms is not None:
         found += [target.excess(of_rows.surplus()), target.mass]

@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu.foundation.arguments import whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.contrastive import checked_temperature
-from massieu.ops.linear_scores import Spread, check_places, compute, values_are_known
+from massieu.ops.linear_scores import Statistics, check_places, compute, values_are_known
 from massieu.ops.score_tiles import ScorePlan, multiplied
 from massieu.ops.shapes import working_dtype
 from massieu.ops.vocabulary import check_shapes, checked_softcap
@@ -102,7 +102,7 @@ def token_statistics(
             # So that nothing of a token that does not count, NaN neither, meets what others share.
             row, words = row.masked_fill(~counted.unsqueeze(1), 0.0), words.where(counted, 0)
         plan = scores(row, weight, bias, words, temperature, checked_softcap(softcap, hidden))
-        result = statistics(Spread(*compute(plan._replace(above=tie_level(plan)))))
+        result = statistics(Statistics(*compute(plan._replace(above=tie_level(plan)))))
         if chosen is not None:
             unknown = of_counted((part.new_zeros(len(counted)) for part in result), torch.zeros_like(counted))
             result = (one.index_copy(0, chosen, part) for one, part in zip(unknown, result, strict=True))
@@ -116,10 +116,10 @@ def of_counted(numbers: Iterable[Tensor], counted: Tensor) -> Iterator[Tensor]:
     return (part.masked_fill(~counted, 0 if part.is_floating_point() else UNRANKED) for part in numbers)
 
 
-def statistics(found: Spread) -> TokenStatisticsResult:
+def statistics(found: Statistics) -> TokenStatisticsResult:
     """Of the tokens that count."""
     level = found.log_partition.detach()
-    rank = found.count.detach().masked_fill(found.excess.detach().isnan(), UNRANKED).long()
+    rank = found.larger.detach().masked_fill(found.excess.detach().isnan(), UNRANKED).long()
     largest = (-found.surplus.detach()).exp().masked_fill(level == -torch.inf, 0.0)
     return TokenStatisticsResult(-found.excess, found.entropy, found.log_partition, rank, largest)
 

@@ -8,14 +8,20 @@ from torch import Tensor
 from massieu.foundation.arguments import choice, number
 from massieu.foundation.numerics import logsumexp
 from massieu.foundation.transforms import uncompiled, without_autocast
-from massieu.ops import token_statistics as alone
 from massieu.ops import vocabulary
-from massieu.ops.linear_scores import Direction, Spread, check_places, compute
+from massieu.ops.linear_scores import Direction, Statistics, check_places, compute
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import Group, gather, replicate, total
 from massieu.ops.sharded.keys import Placement, Processes
-from massieu.ops.token_statistics import TokenStatisticsResult
+from massieu.ops.token_statistics import (
+    TokenStatisticsResult,
+    check_options,
+    of_counted,
+    scores,
+    statistics,
+    tie_level,
+)
 
 
 @uncompiled
@@ -68,7 +74,7 @@ def token_statistics(
     def check() -> tuple[Tensor, Call]:
         words = vocabulary.check_shapes(hidden, weight, target, bias)
         number("temperature", temperature, above=0)
-        alone.check_options(hidden, temperature, softcap, ignore_index)
+        check_options(hidden, temperature, softcap, ignore_index)
         choice("tokens", tokens, "replicated", "sharded")
         choice("loss", loss, "replicated", "sharded", None)
         if own and loss == "replicated":
@@ -102,27 +108,27 @@ def token_statistics(
             ~counted.unsqueeze(1), 0.0
         )
         mine, place = rows.places(all_words.where(counted, -1), counts, shard)
-        plan = alone.scores(row, weight, bias, place, temperature, vocabulary.checked_softcap(softcap, hidden))
-        above = alone.tie_level(plan).masked_fill(~mine, 0.0)
+        plan = scores(row, weight, bias, place, temperature, vocabulary.checked_softcap(softcap, hidden))
+        above = tie_level(plan).masked_fill(~mine, 0.0)
         if own:
             above = rows.everyone(rows.answers(above.unsqueeze(-1), lengths, shard)[..., 0].sum(0), lengths, shard)
         else:
             above = total(above, shard)
-        part = Spread(*compute(plan._replace(above=above)))
+        part = Statistics(*compute(plan._replace(above=above)))
         held = rows.held(Direction(*part[:2]), plan.row.to(plan.dtype), weight, plan.bias, mine, place)
-        numbers = [held, part.log_partition, part.entropy, part.surplus.detach(), part.count.detach()]
+        numbers = [held, part.log_partition, part.entropy, part.surplus.detach(), part.larger.detach()]
         numbers = torch.stack(numbers, -1)
         numbers = rows.answers(numbers, lengths, shard) if own else gather(numbers, shard)
         counted = words != ignore_index
-        result = alone.statistics(_merged(numbers, rows.holders(words.where(counted, 0), counts)))
+        result = statistics(_merged(numbers, rows.holders(words.where(counted, 0), counts)))
         if not own and loss != "sharded":
             # Every process has computed the same; of its gradient each takes one part.
             result = (total(part / shard.size, shard, part.detach()) if part.requires_grad else part for part in result)
-        result = alone.of_counted(result, counted)
+        result = of_counted(result, counted)
     return TokenStatisticsResult(*(part.reshape(target.shape) for part in result))
 
 
-def _merged(numbers: Tensor, holder: Tensor) -> Spread:
+def _merged(numbers: Tensor, holder: Tensor) -> Statistics:
     """The statistics over all words, from what each process says of its own.
 
     Args:
@@ -137,4 +143,4 @@ def _merged(numbers: Tensor, holder: Tensor) -> Spread:
     share = (-lag).exp().where(seen, 0.0)
     excess = (held + lag).gather(0, holder.unsqueeze(0)).squeeze(0)
     largest = (surplus + lag).masked_fill(~seen, torch.inf).amin(0)
-    return Spread(excess, logsumexp(level.mT), (share * (entropy + lag)).sum(0), largest, largest, count.sum(0))
+    return Statistics(excess, logsumexp(level.mT), (share * (entropy + lag)).sum(0), largest, largest, count.sum(0))
