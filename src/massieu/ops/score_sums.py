@@ -54,13 +54,13 @@ class SplitLevel:
         before, (found, at) = self.high[place], scores.max(dim)
         high = torch.maximum(before, found)
         drop = before - high
-        weight, seen = drop.exp(), (before > LOWEST).to(high.dtype)
+        weight = drop.exp()
         scores.sub_(high.unsqueeze(dim)).clamp_min_(FAR)
         weights = exp_(scores.clone())
         fall = torch.linalg.vecdot(weights, scores, dim=dim)
-        self.fall[place] = weight * (self.fall[place] - drop * (seen + self.rest[place])) - fall
+        self.fall[place] = weight * (self.fall[place] - drop * (1 + self.rest[place])) - fall
         # The lesser of both largest scores belongs to the rest.
-        lesser = torch.where(found > before, seen * weight, (found - high).exp())
+        lesser = torch.where(found > before, weight, (found - high).exp())
         weights.scatter_(dim, at.unsqueeze(dim), 0.0)
         self.rest[place] = weight * self.rest[place] + lesser + weights.sum(dim)
         self.high[place] = high

@@ -123,7 +123,11 @@ class ScorePlan(NamedTuple):
         if self.terms is None:
             return None
         factor, floor = self.terms[:, columns].to(self.dtype)
-        return floor.unsqueeze(0) if self.share is None else torch.addcmul(floor, self.share[rows, columns].to(self.dtype), factor)
+        return (
+            floor.unsqueeze(0)
+            if self.share is None
+            else torch.addcmul(floor, self.share[rows, columns].to(self.dtype), factor)
+        )
 
     def place(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Where in a tile's columns the rows' targets are, (rows, 1), and whether they are there at all, (rows,)."""
