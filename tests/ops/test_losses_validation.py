@@ -7,6 +7,7 @@ import torch
 from tests.rows import every_row
 
 from massieu.ops.contrastive import FalseNegatives, info_nce, n_pairs, nca
+from massieu.ops.documents import Documents
 from massieu.ops.token_statistics import token_statistics
 from massieu.ops.vocabulary import linear_cross_entropy
 
@@ -34,6 +35,25 @@ VOCABULARY = {
     "integer factors": ((H, W, Y), {"class_weight": torch.arange(7)}, TypeError, "class_weight .*torch.int64"),
     "factors' shape": ((H, W, Y), {"class_weight": torch.ones(6)}, ValueError, r"class_weight .*\(7,\), got \(6,\)"),
     "factors' device": ((H, W, Y), {"class_weight": torch.ones(7, device="meta")}, ValueError, "on cpu and .* on meta"),
+    "documents as list": ((H, W, Y), {"documents": [1, 2]}, TypeError, "documents must be a Documents, got list"),
+    "documents of another length": (
+        (H, W, Y),
+        {"documents": Documents.of_lengths([1, 1])},
+        ValueError,
+        r"got 2 for hidden of leading shape \(2, 3\)",
+    ),
+    "documents of no row": (
+        (H[0, 0], W, Y[0, 0]),
+        {"documents": Documents.of_lengths([1])},
+        ValueError,
+        r"got 1 for .* leading shape \(\)",
+    ),
+    "documents without reduction": (
+        (H, W, Y),
+        {"documents": Documents.of_lengths([3]), "reduction": "none"},
+        ValueError,
+        "a sum or a mean over each",
+    ),
     "soft cap 0": ((H, W, Y), {"softcap": 0.0}, ValueError, "softcap must be positive .*got 0.0"),
     "soft cap a tensor": ((H, W, Y), {"softcap": torch.tensor(30.0)}, TypeError, "softcap .*tensor"),
     "soft cap NaN": ((H, W, Y), {"softcap": math.nan}, ValueError, "softcap .*nan"),

@@ -11,6 +11,7 @@ from tests.ops.test_vocabulary import assert_equal, inputs
 from tests.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
+from massieu import ops
 from massieu.ops import score_tiles
 from massieu.ops.vocabulary import linear_cross_entropy
 
@@ -181,3 +182,25 @@ def test_nothing_of_tokens_times_words_is_kept_but_the_target():
         loss = linear_cross_entropy(hidden, weight, target, bias=bias, class_weight=factors(300), softcap=3.0)
         torch.autograd.grad(loss, (hidden, weight, bias))
     assert 600 <= max(sizes) < 1000
+
+
+@every_row("reduction", ["sum", "mean"])
+@every_row("kind", ["words", "words, ignored", "factors", "shares"])
+def test_documents_of_a_packed_row(kind, reduction):
+    """Each as a call of its own; one has no tokens, one none that counts."""
+    lengths, (hidden, weight, bias, _) = (2, 0, 3, 1), inputs(12)
+    target = shares(12, 7) if kind == "shares" else torch.randint(7, (12,), generator=torch.Generator().manual_seed(1))
+    if kind == "words, ignored":
+        target[[1, 5, 8]] = -100
+    options = {"bias": bias, "reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.1}
+    options |= {"class_weight": factors(7)} if kind == "factors" else {}
+    rows = hidden.unflatten(0, (2, 6)), target.unflatten(0, (2, 6))
+    found = linear_cross_entropy(rows[0], weight, rows[1], documents=ops.Documents.of_lengths(lengths), **options)
+    parts = [
+        pair for row in zip(*rows, strict=True) for pair in zip(*(part.split(lengths) for part in row), strict=True)
+    ]
+    wanted = torch.stack([linear_cross_entropy(h, weight, y, **options) for h, y in parts]).reshape(2, 4)
+    assert wanted.isnan().any() == (reduction == "mean")
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    counted = wanted.isfinite()
+    assert_equal(found[counted], wanted[counted], (hidden, weight, bias))

@@ -11,12 +11,14 @@ from massieu.foundation.arguments import (
     check_one_device,
     check_shape,
     choice,
+    described,
     flag,
     floating,
     number,
     whole_number,
 )
 from massieu.foundation.transforms import autocasts, without_autocast
+from massieu.ops.documents import Documents
 from massieu.ops.linear_scores import Direction, check_places, compute, index_tensor, values_are_known
 from massieu.ops.score_tiles import ScorePlan, multiplied
 from massieu.ops.shapes import check_alike, working_dtype
@@ -34,6 +36,7 @@ class CrossEntropyResult(NamedTuple):
 class _Options(TypedDict, total=False):
     bias: Tensor | None
     class_weight: Tensor | None
+    documents: Documents | None
     softcap: float | None
     ignore_index: int
     label_smoothing: float
@@ -65,6 +68,7 @@ def linear_cross_entropy(
     *,
     bias: Float[Tensor, "V"] | None = None,
     class_weight: Float[Tensor, "V"] | None = None,
+    documents: Documents | None = None,
     softcap: float | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -87,6 +91,8 @@ def linear_cross_entropy(
             much of each word is wanted: loss −Σ_v target_v·log p_v, to which a word of target 0 adds 0, hidden or not.
         class_weight: factors of the words' −log p_v, as ``weight`` of F.cross_entropy: a mean over target words is divided
             by the sum of their factors, one over probability targets by the number of tokens.
+        documents: of a packed row, the hidden's last leading dimension: one sum or mean for each, (*lead[:-1], documents),
+            equal to one call a document. A document without tokens that count has sum 0 and mean NaN.
         softcap: c above 0: the logits are c·tanh((hidden·weight_v + bias_v)/c), as in Gemma 2.
         ignore_index: tokens with this target have loss 0 and no gradient, and count in no mean.
         label_smoothing: share in [0, 1] of the target spread over all words, as in F.cross_entropy.
@@ -115,6 +121,7 @@ def linear_cross_entropy(
     check_heads(hidden, weight, bias)
     check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)
     softcap = checked_softcap(softcap, hidden)
+    check_documents(documents, hidden, reduction)
     lead, count, dtype = hidden.shape[:-1], len(weight), working_dtype(hidden)
     factor = None if class_weight is None else checked_factor(class_weight, hidden, count)
     share = None
@@ -144,14 +151,22 @@ def linear_cross_entropy(
         of_word = None if factor is None else factor[words]
         direction = Direction(excess, level)
         loss = token_losses(direction, spread[0] if spread else None, counted, of_word, label_smoothing, z_loss)
+        part = None
         if reduction == "mean":
-            loss = loss.sum() / (counted if of_word is None else of_word.where(counted, 0.0)).sum()
-        elif reduction == "sum":
-            loss = loss.sum()
-        else:
-            if chosen is not None:
-                loss = loss.new_zeros(target.numel()).index_copy(0, chosen, loss)
+            part = counted.to(dtype) if of_word is None else of_word.where(counted, 0.0)
+        if reduction == "none" or documents is not None:
+            # Of all tokens again.
+            loss, part = (
+                one if one is None or chosen is None else one.new_zeros(target.numel()).index_copy(0, chosen, one)
+                for one in (loss, part)
+            )
+        if documents is not None:
+            loss, part = (None if one is None else documents.sums(one.reshape(lead)) for one in (loss, part))
+        elif reduction == "none":
             loss = loss.reshape(lead)
+        else:
+            loss, part = (None if one is None else one.sum() for one in (loss, part))
+        loss = loss if part is None else loss / part
     return CrossEntropyResult(loss, level.reshape(lead)) if return_log_partition else loss
 
 
@@ -215,6 +230,20 @@ def checked_factor(class_weight: Tensor, hidden: Tensor, count: int) -> Tensor:
     check_shape("class_weight", floating("class_weight", class_weight), (count,))
     check_one_device(hidden=hidden, class_weight=class_weight)
     return class_weight.to(working_dtype(hidden))
+
+
+def check_documents(documents: Documents | None, hidden: Tensor, reduction: str) -> None:
+    if documents is None:
+        return
+    if not isinstance(documents, Documents):
+        raise TypeError(f"documents must be a Documents, got {described(documents)}")
+    if reduction == "none":
+        raise ValueError("documents go with a sum or a mean over each: without a reduction leave them out")
+    last, lead = documents.query_boundaries[-1], tuple(hidden.shape[:-1])
+    if lead[-1:] != (last,):
+        raise ValueError(
+            f"documents must end where the row of tokens does, got {last} for hidden of leading shape {lead}"
+        )
 
 
 def checked_softcap(softcap: float | None, hidden: Tensor) -> float | None:
