@@ -130,7 +130,7 @@ def test_nearly_all_on_one_word(words_a_tile):
         hidden, weight = sure(gaps)
         found = ops.token_statistics(hidden, weight, torch.zeros(len(gaps), dtype=torch.int64))
         (slope,) = torch.autograd.grad(found.entropy.sum(), hidden, retain_graph=True)
-        (steep,) = torch.autograd.grad(found.log_probability.sum(), weight)
+        (steep,) = torch.autograd.grad(found.log_probability.sum(), hidden)
     gap = torch.tensor(gaps, dtype=torch.float64)
     rest = 100 * (-gap).exp()
     near = {"rtol": 1e-6, "atol": 0.0}
@@ -138,7 +138,8 @@ def test_nearly_all_on_one_word(words_a_tile):
     torch.testing.assert_close(found.entropy.double(), rest.log1p() + rest * gap / (1 + rest), **near)
     # The derivative in the gap of the entropy: −gap·(the variance of which word, r/(1 + r)²).
     torch.testing.assert_close(slope.squeeze(1).double(), -gap * rest / (1 + rest) ** 2, **near)
-    assert steep.isfinite().all()
+    # That of the log-probability: one less the probability.
+    torch.testing.assert_close(steep.squeeze(1).double(), rest / (1 + rest), **near)
     assert (found.rank == 0).all() and (found.log_probability < 0).all()
 
 

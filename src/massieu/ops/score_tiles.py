@@ -214,7 +214,7 @@ def backward(
     share = _sum(like, length, grad_excess, grad_level)
     # A target's own share leaves with both directions' excess.
     own = -_sum(like, length, grad_excess)
-    slope, grad_spread = None, None
+    slope, grad_spread, settled = None, None, None
     if plan.terms is not None:
         grad_spread = _sum(like, length, cotangents[-2])
         share = torch.addcmul(share, grad_spread, results[-1])
@@ -223,6 +223,10 @@ def backward(
         # Scores less the largest one keep the digits that log Z has lost to rounding.
         entropy, surplus, level = results[2:5]
         weight, grad_entropy = (-surplus).exp(), _sum(like, length, cotangents[2])
+        # A target's gradient as a whole: p − 1 is that of its excess, also where p is nearly 1.
+        chance = (-results[0]).exp()
+        rest = _sum(like, length, grad_level) - grad_entropy * (entropy - results[0])
+        settled = torch.where(chance == 0, 0.0, chance * rest) - own * (-results[0]).expm1()
         share = weight * (share - grad_entropy * (entropy - surplus))
         slope = -(weight * grad_entropy).unsqueeze(1)
     share, level = share.unsqueeze(1), _finite(level).unsqueeze(1)
@@ -256,7 +260,11 @@ def backward(
         if grad_spread is not None and (spread := plan.spread(rows, columns)) is not None:
             weights.addcmul_(spread, grad_spread[rows], value=-1)
         place, inside = plan.place(rows, columns)
-        weights.scatter_add_(1, place, torch.where(inside, own[rows], 0.0).unsqueeze(1))
+        if settled is None:
+            weights.scatter_add_(1, place, torch.where(inside, own[rows], 0.0).unsqueeze(1))
+        else:
+            before = weights.gather(1, place)
+            weights.scatter_(1, place, torch.where(inside.unsqueeze(1), settled[rows].unsqueeze(1), before))
         if bent is not None:
             weights.mul_(bent)
         if grad_bias is not None and plan.bias_in_score:
