@@ -133,7 +133,7 @@ def _plain_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[
         # A hidden word's score is −inf: as a constant, so that derivatives of what is masked later are numbers.
         weight = torch.where(bias == -torch.inf, bias.detach(), 0.0)
         scores = scores + bias.masked_fill(bias == -torch.inf, 0.0)
-    logits = scores.detach() + weight.detach()
+    logits, bias = scores, weight
     if plan.softcap is not None:
         scores = plan.softcap * torch.tanh(scores / plan.softcap)
     if log_weight is not None and log_weight.dtype == torch.bool:
@@ -147,10 +147,10 @@ def _plain_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[
     index = torch.where(inside, target, 0)
     own = scores.gather(1, index.unsqueeze(1)).squeeze(1) if len(column) else scores.sum(1)
     lost = torch.zeros_like(own)
-    if plan.bias_in_score and bias is not None:
-        lost = lost.masked_fill(weight[index] == -torch.inf, torch.inf)
+    if plan.bias_in_score and plan.bias is not None:
+        lost = lost.masked_fill(bias[index] == -torch.inf, torch.inf)
     if plan.above is not None:
-        larger = (logits > plan.above[rows].unsqueeze(1)).to(scores.dtype)
+        larger = ((logits + bias).detach() > plan.above[rows].unsqueeze(1)).to(scores.dtype)
         count = larger.sum(1) - torch.where(inside, larger.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
         excess, *others = _spread(scores + weight, own)
         return (excess + lost).masked_fill(~inside, torch.nan), *others, count

@@ -11,8 +11,8 @@ there are. A process that dies makes the others' call raise `RuntimeError`, at t
   the objective.
 - queries="sharded": each process has queries of its own and gets their results; the sum of the losses is the objective.
 
-Tokens of `linear_cross_entropy` are placed as queries are; queries of `info_nce` are always sharded. A sum or mean over sharded
-ones is the same on all processes and counts once, or with loss="sharded" once for each process.
+Tokens of `linear_cross_entropy` and `token_statistics` are placed as queries are; queries of `info_nce` are always sharded.
+A sum or mean over sharded ones is the same on all processes and counts once, or with loss="sharded" once for each process.
 
 In all three a process's keys, values and log-weights, and queries of its own, get their gradient of the objective; a
 replicated query (and scale) gets the same whole gradient on every process. All processes must call the same functions in
