@@ -151,22 +151,19 @@ def linear_cross_entropy(
         of_word = None if factor is None else factor[words]
         direction = Direction(excess, level)
         loss = token_losses(direction, spread[0] if spread else None, counted, of_word, label_smoothing, z_loss)
-        part = None
+
+        def of_all(one: Tensor) -> Tensor:
+            one = one if chosen is None else one.new_zeros(lead.numel()).index_copy(0, chosen, one)
+            return one.reshape(lead)
+
+        def summed(one: Tensor) -> Tensor:
+            return one.sum() if documents is None else documents.sums(of_all(one))
+
         if reduction == "mean":
             part = counted.to(dtype) if of_word is None else of_word.where(counted, 0.0)
-        if reduction == "none" or documents is not None:
-            # Of all tokens again.
-            loss, part = (
-                one if one is None or chosen is None else one.new_zeros(target.numel()).index_copy(0, chosen, one)
-                for one in (loss, part)
-            )
-        if documents is not None:
-            loss, part = (None if one is None else documents.sums(one.reshape(lead)) for one in (loss, part))
-        elif reduction == "none":
-            loss = loss.reshape(lead)
+            loss = summed(loss) / summed(part)
         else:
-            loss, part = (None if one is None else one.sum() for one in (loss, part))
-        loss = loss if part is None else loss / part
+            loss = of_all(loss) if reduction == "none" else summed(loss)
     return CrossEntropyResult(loss, level.reshape(lead)) if return_log_partition else loss
 
 
