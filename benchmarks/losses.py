@@ -35,7 +35,9 @@ def _gradients(loss: Callable[..., Tensor], *inputs: Tensor) -> harness.Work:
     return lambda: torch.autograd.grad(loss(*inputs), inputs)
 
 
-def _vocabulary(label_smoothing: float = 0.0, ignored: float = 0.0) -> Callable[[float], Sides]:
+def _vocabulary(
+    label_smoothing: float = 0.0, ignored: float = 0.0, in_chunks: bool = False
+) -> Callable[[float], Sides]:
     def prepare(tokens: float) -> Sides:
         torch.manual_seed(0)
         hidden = torch.randn(int(tokens), WIDTH, requires_grad=True)
@@ -46,12 +48,15 @@ def _vocabulary(label_smoothing: float = 0.0, ignored: float = 0.0) -> Callable[
         def logits(hidden: Tensor, weight: Tensor) -> Tensor:
             return F.cross_entropy(hidden @ weight.mT, target, label_smoothing=label_smoothing)
 
+        def chunks(hidden: Tensor, weight: Tensor) -> Tensor:
+            return F.linear_cross_entropy(hidden, weight, target, options=torch.nn.LinearCrossEntropyOptions())
+
         def ours(hidden: Tensor, weight: Tensor) -> Tensor:
             found = linear_cross_entropy(hidden, weight, target, label_smoothing=label_smoothing)
             assert isinstance(found, Tensor)
             return found
 
-        return _gradients(logits, hidden, weight), _gradients(ours, hidden, weight)
+        return _gradients(chunks if in_chunks else logits, hidden, weight), _gradients(ours, hidden, weight)
 
     return prepare
 
@@ -120,6 +125,15 @@ def _pairs_case(pairs: int, rounds: int, symmetric: bool = False) -> Case:
     return Case("F.cross_entropy of the score matrix", pairs, prepare, 1.2, 0.05, rounds, fresh=True, count=count)
 
 
+IN_CHUNKS = Case(
+    "F.linear_cross_entropy in its own chunks",
+    2048,
+    _vocabulary(in_chunks=True),
+    rounds=3,
+    fresh=True,
+    count=_count(2048, WORDS, WIDTH),
+    why="the peer has first derivatives alone, and no log Z",
+)
 IN_ROWS = Case(
     f"F.cross_entropy of {ROWS} rows of scores at a time, checkpointed",
     TOO_MANY,
@@ -134,6 +148,7 @@ CASES = {
     "linear cross-entropy, 2048 × 768 × 50257": _vocabulary_case(rounds=5),
     "the same, label smoothing": _vocabulary_case(rounds=3, label_smoothing=0.1),
     "the same, half of the tokens ignored": _vocabulary_case(rounds=3, ignored=0.5),
+    "the same, beside PyTorch's own": IN_CHUNKS,
     PAIRS: _pairs_case(8192, rounds=5),
     "InfoNCE, 16384 × 256": _pairs_case(16384, rounds=4),
     f"InfoNCE, {TOO_MANY} × 256": IN_ROWS,

@@ -18,6 +18,7 @@ TITLES = {
     "half_precision": "Half precision",
     "lengths": "Growth with the length of a sequence",
     "losses": "Losses without the score matrix",
+    "tokens": "Token statistics without logits",
     "measures": "Measures of atoms",
     "scaling": "Keys on disk",
     "hopfield": "Hopfield layers",

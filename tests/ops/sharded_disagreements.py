@@ -56,6 +56,16 @@ CROSS_ENTROPY = {
         {"tokens": "sharded", "label_smoothing": 0.2},
     ),
 }
+STATISTICS = {
+    "temperature": ({"temperature": 0.5}, {}),
+    "softcap": ({"softcap": 30.0}, {}),
+    "ignore_index": ({}, {"ignore_index": 0}),
+    "tokens": ({}, {"tokens": "sharded"}),
+    "loss": ({"loss": "replicated"}, {"loss": "sharded"}),
+    "presence of a bias": ({"bias": draw(4)}, {}),
+    "target": ({}, {"target": TARGET.flip(0)}),
+    "hidden": ({}, {"hidden": ROWS + 1}),
+}
 CONTRAST = {
     "temperature": ({}, {"temperature": 0.6}),
     "temperature, tensors": ({"temperature": HALF}, {"temperature": HALF + 1e-6}),
@@ -99,6 +109,11 @@ def classify(rank, **change):
     return sharded.linear_cross_entropy(**arguments)
 
 
+def measure(rank, **change):
+    arguments = {"hidden": ROWS, "weight": draw(4, SIZE, seed=rank), "target": TARGET} | change
+    return sharded.token_statistics(**arguments)
+
+
 def contrast(rank, **change):
     arguments = {"query": ROWS, "key": draw(3, SIZE, seed=rank), "temperature": 0.5} | change
     return sharded.info_nce(**arguments)
@@ -125,8 +140,11 @@ def other_tangent(rank):
 def everything(rank, size):
     calls = {"function": lambda: other_function(rank), "presence of a tangent": lambda: other_tangent(rank)}
     for room, call, rows in (
-        ("attention", attend, ATTENTION), ("words", classify, CROSS_ENTROPY), ("pairs", contrast, CONTRAST)
-    ):  # fmt: skip
+        ("attention", attend, ATTENTION),
+        ("words", classify, CROSS_ENTROPY),
+        ("statistics", measure, STATISTICS),
+        ("pairs", contrast, CONTRAST),
+    ):
         for name, both in rows.items():
             calls[f"{room}: {name}"] = lambda call=call, both=both: call(rank, **pick(rank, *both))
     for name, (_, _, change) in WRONG.items():

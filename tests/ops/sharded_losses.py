@@ -8,6 +8,7 @@ from tests.ops.sharded_work import SIZE, draw, gradients, shards
 
 from massieu.ops import sharded
 from massieu.ops.contrastive import FalseNegatives, info_nce
+from massieu.ops.token_statistics import token_statistics
 from massieu.ops.vocabulary import linear_cross_entropy
 
 WORDS = {2: (6, 5), 4: (3, 2, 2, 4)}
@@ -100,6 +101,59 @@ def hidden_words_alone(size):
     nats = torch.nn.functional.cross_entropy((hidden @ weight.mT + bias).mT, TARGET, reduction="none")
     return [nats, nats.flatten()]
 
+
+STATISTICS = {
+    "all words": {},
+    "softly capped": {"softcap": 1.5, "temperature": 0.7},
+    "words hidden": {"bias": "hidden"},
+}
+
+
+def statistics_inputs(options):
+    """The bias of the first words may hide them: all of process 0, of two, one target among them."""
+    hidden, weight, bias = words()
+    if options.get("bias") == "hidden":
+        bias = bias.detach().masked_fill(torch.arange(len(bias)) < WORDS[2][0] - 1, -math.inf)
+    return hidden, weight, bias, {name: value for name, value in options.items() if name != "bias"}
+
+
+def of_statistics(found, factor, wanted):
+    """All five, and derivatives of an objective of the first three where they are finite."""
+    parts = [part.masked_fill(part.detach().isinf(), 0.0) for part in found[:3]]
+    objective = (factor * sum((index + 1) * part.sin() for index, part in enumerate(parts))).sum()
+    return [*(part.detach().double() for part in found), *gradients(objective, *wanted)]
+
+
+def statistics(rank, size, options, placement, loss):
+    hidden, *rest, options = statistics_inputs(options)
+    weight, bias = shards(rest, WORDS[size], rank, (0, 0))
+    target, factor = TARGET, 1 if loss == "replicated" else rank + 1
+    if placement == "sharded":
+        (hidden,) = shards([hidden.flatten(0, 1)], TOKENS[size], rank, (0,))
+        target = TARGET.flatten().split(TOKENS[size])[rank]
+    given = {"bias": bias, "tokens": placement, "loss": loss, **options}
+    return of_statistics(sharded.token_statistics(hidden, weight, target, **given), factor, (hidden, weight))
+
+
+def statistics_alone(size, options, placement, loss):
+    hidden, weight, bias, options = statistics_inputs(options)
+    target, factor = TARGET, 1 if loss == "replicated" else size * (size + 1) // 2
+    if placement == "sharded":
+        hidden, target = hidden.detach().flatten(0, 1).requires_grad_(), TARGET.flatten()
+        factor = torch.repeat_interleave(torch.arange(size), torch.tensor(TOKENS[size])) + 1
+    return of_statistics(token_statistics(hidden, weight, target, bias=bias, **options), factor, (hidden, weight))
+
+
+def sure_statistics(rank, size):
+    """Nearly all on one word: gaps of 5, 15 and 40 between the first and the others, in float32."""
+    weight = torch.zeros(sum(WORDS[2]), 1)
+    weight[0] = 1.0
+    hidden = torch.tensor([[5.0], [15.0], [40.0]])
+    (part,) = shards([weight], WORDS[size], rank, (0,))
+    return [found.detach() for found in sharded.token_statistics(hidden, part, torch.zeros(3, dtype=torch.int64))]
+
+
+PLACED = (("replicated", "replicated"), ("replicated", "sharded"), ("sharded", "sharded"))
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
@@ -220,6 +274,10 @@ def everything(rank, size):
             own = "sharded" if options.get("reduction") == "none" else loss
             found[f"own tokens, {name}, {loss} loss"] = own_tokens(rank, size, options, own)
     found["hidden words"] = hidden_words(rank, size)
+    for name, options in STATISTICS.items():
+        for kind in PLACED:
+            found[f"statistics, {name}, {kind}"] = statistics(rank, size, options, *kind)
+    found["sure statistics"] = sure_statistics(rank, size)
     for symmetric in (False, True):
         for full in (False, True):
             found[f"contrast, {full}, {symmetric}"] = contrast(rank, size, full, symmetric)

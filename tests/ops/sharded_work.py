@@ -219,6 +219,10 @@ def messages(rank, size):
         "causal": lambda k: attention(k, queries="sharded", is_causal=True),
         "words": lambda k: sharded.linear_cross_entropy(q[0, 0], k, target),
         "words and tokens": lambda k: sharded.linear_cross_entropy(q[0, 0], k, target, tokens="sharded"),
+        "statistics": lambda k: sum(map(torch.sum, sharded.token_statistics(q[0, 0], k, target)[:3])),
+        "statistics of own tokens": lambda k: sum(
+            map(torch.sum, sharded.token_statistics(q[0, 0], k, target, tokens="sharded")[:3])
+        ),
         "keys": lambda k: sharded.info_nce(q[0, 0], k, positive=target, temperature=1.0),
         "both": lambda k: sharded.info_nce(q[0, 0], k[:3], negatives=k[3:], temperature=1.0, symmetric=True),
     }
@@ -274,6 +278,12 @@ def refusals(rank, size):
         "positive": lambda: sharded.info_nce(q[0, 0], k[0, 0], positive=torch.tensor([0, 1, -1]), temperature=1.0),
         "losses of own tokens": lambda: sharded.linear_cross_entropy(
             q[0, 0], k[0, 0], torch.tensor([0, 1, 2]), tokens="sharded", reduction="none", loss="replicated"
+        ),
+        "statistics of own tokens": lambda: sharded.token_statistics(
+            q[0, 0], k[0, 0], torch.tensor([0, 1, 2]), tokens="sharded", loss="replicated"
+        ),
+        "temperature": lambda: sharded.token_statistics(
+            q[0, 0], k[0, 0], torch.tensor([0, 1, 2]), temperature=torch.tensor(1.0)
         ),
         "other causality": lambda: sharded.log_partition(q, k, is_causal=rank == 0),
         "vmap": lambda: torch.func.vmap(lambda q: sharded.log_partition(q, k))(q.expand(2, 1, 2, 3, SIZE)),

@@ -7,6 +7,8 @@ import torch
 from tests.rows import every_row
 
 from massieu.ops.contrastive import FalseNegatives, info_nce, n_pairs, nca
+from massieu.ops.documents import Documents
+from massieu.ops.token_statistics import token_statistics
 from massieu.ops.vocabulary import linear_cross_entropy
 
 H, W, Y = torch.ones(2, 3, 4), torch.ones(7, 4), torch.zeros(2, 3, dtype=torch.int64)
@@ -25,7 +27,36 @@ VOCABULARY = {
     "bias's shape": ((H, W, Y), {"bias": torch.ones(1, 7)}, ValueError, r"\(7,\), got \(1, 7\)"),
     "bias as list": ((H, W, Y), {"bias": [0.0] * 7}, TypeError, "bias must be a floating-point tensor, got list"),
     "target as list": ((H, W, [0]), {}, TypeError, "target must be a tensor of whole numbers, got list"),
-    "float target": ((H, W, Y.float()), {}, TypeError, "whole numbers, got a tensor of torch.float32"),
+    "float target": ((H, W, Y.float()), {}, ValueError, r"must have shape \(2, 3, 7\), a share .*got \(2, 3\)"),
+    "complex target": ((H, W, Y.to(torch.complex64)), {}, TypeError, "whole numbers, got a tensor of torch.complex64"),
+    "target's shares elsewhere": ((H, W, torch.ones(2, 3, 7, device="meta")), {}, ValueError, "on cpu and .* on meta"),
+    "ignored shares": ((H, W, torch.ones(2, 3, 7)), {"ignore_index": 1}, ValueError, "not with shares of words, got 1"),
+    "factors as list": ((H, W, Y), {"class_weight": [1.0] * 7}, TypeError, "class_weight .*got list"),
+    "integer factors": ((H, W, Y), {"class_weight": torch.arange(7)}, TypeError, "class_weight .*torch.int64"),
+    "factors' shape": ((H, W, Y), {"class_weight": torch.ones(6)}, ValueError, r"class_weight .*\(7,\), got \(6,\)"),
+    "factors' device": ((H, W, Y), {"class_weight": torch.ones(7, device="meta")}, ValueError, "on cpu and .* on meta"),
+    "documents as list": ((H, W, Y), {"documents": [1, 2]}, TypeError, "documents must be a Documents, got list"),
+    "documents of another length": (
+        (H, W, Y),
+        {"documents": Documents.of_lengths([1, 1])},
+        ValueError,
+        r"got 2 for hidden of leading shape \(2, 3\)",
+    ),
+    "documents of no row": (
+        (H[0, 0], W, Y[0, 0]),
+        {"documents": Documents.of_lengths([1])},
+        ValueError,
+        r"got 1 for .* leading shape \(\)",
+    ),
+    "documents without reduction": (
+        (H, W, Y),
+        {"documents": Documents.of_lengths([3]), "reduction": "none"},
+        ValueError,
+        "a sum or a mean over each",
+    ),
+    "soft cap 0": ((H, W, Y), {"softcap": 0.0}, ValueError, "softcap must be positive .*got 0.0"),
+    "soft cap a tensor": ((H, W, Y), {"softcap": torch.tensor(30.0)}, TypeError, "softcap .*tensor"),
+    "soft cap NaN": ((H, W, Y), {"softcap": math.nan}, ValueError, "softcap .*nan"),
     "boolean target": ((H, W, Y.bool()), {}, TypeError, "whole numbers, got a tensor of torch.bool"),
     "target's shape": ((H, W, Y[0]), {}, ValueError, r"\(2, 3\), got \(3,\)"),
     "target's device": ((H, W, Y.to("meta")), {}, ValueError, "on cpu and .* on meta"),
@@ -42,7 +73,7 @@ VOCABULARY = {
     "z-loss of a word": ((H, W, Y), {"z_loss": "1"}, TypeError, "got '"),
     "reduction": ((H, W, Y), {"reduction": "average"}, ValueError, "'average'"),
     "log partition of 1": ((H, W, Y), {"return_log_partition": 1}, TypeError, "return_log_partition"),
-    "unknown keyword": ((H, W, Y), {"softcap": 30.0}, TypeError, "softcap"),
+    "unknown keyword": ((H, W, Y), {"cap": 30.0}, TypeError, "cap"),
 }
 
 
@@ -51,6 +82,63 @@ def test_wrong_calls_of_linear_cross_entropy(name):
     arguments, options, error, words = VOCABULARY[name]
     with pytest.raises(error, match=words) as caught:
         linear_cross_entropy(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+SHARED = set(VOCABULARY) - {
+    "float target",
+    "complex target",
+    "target's shares elsewhere",
+    "ignored shares",
+    "unknown keyword",
+}
+STATISTICS = {
+    name: row
+    for name, row in VOCABULARY.items()
+    if name in SHARED and set(row[1]) <= {"bias", "ignore_index", "softcap"}
+} | {
+    "float target": (
+        (H, W, Y.float()),
+        {},
+        TypeError,
+        "target must be a tensor of whole numbers, got a tensor of torch.float32",
+    ),
+    "temperature 0": ((H, W, Y), {"temperature": 0}, ValueError, "temperature must be positive .*got 0"),
+    "temperature as text": ((H, W, Y), {"temperature": "1"}, TypeError, "temperature .*got '1'"),
+    "temperatures": (
+        (H, W, Y),
+        {"temperature": torch.ones(2)},
+        ValueError,
+        r"temperature must be one number, got shape \(2,\)",
+    ),
+    "temperature of an integer tensor": (
+        (H, W, Y),
+        {"temperature": torch.tensor(1)},
+        TypeError,
+        "temperature .*torch.int64",
+    ),
+    "negative tensor": ((H, W, Y), {"temperature": torch.tensor(-1.0)}, ValueError, "temperature .*-1"),
+    "temperature elsewhere": (
+        (H, W, Y),
+        {"temperature": torch.ones((), device="meta")},
+        ValueError,
+        "on cpu and .* on meta",
+    ),
+    "both tensors": (
+        (H, W, Y),
+        {"temperature": torch.tensor(1.0), "softcap": 2.0},
+        ValueError,
+        "without a soft cap",
+    ),
+    "unknown keyword": ((H, W, Y), {"label_smoothing": 0.1}, TypeError, "label_smoothing"),
+}
+
+
+@every_row("name", STATISTICS)
+def test_wrong_calls_of_token_statistics(name):
+    arguments, options, error, words = STATISTICS[name]
+    with pytest.raises(error, match=words) as caught:
+        token_statistics(*arguments, **options)
     assert "\n" not in str(caught.value)
 
 

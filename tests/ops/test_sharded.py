@@ -117,6 +117,26 @@ def test_words_that_are_all_hidden(found):
     same(joined(results, "hidden words", [None, 0]), expected)
 
 
+@every_row("kind", losses.PLACED)
+@every_row("name", losses.STATISTICS)
+def test_statistics_of_a_sharded_vocabulary(found, name, kind):
+    size, results = found
+    along = 0 if kind[0] == "sharded" else None
+    expected = losses.statistics_alone(size, losses.STATISTICS[name], *kind)
+    dims = [*5 * [along], along, 0, along, 0]
+    same(joined(results, f"statistics, {name}, {kind}", dims), expected, 1e-11)
+
+
+def test_statistics_that_are_nearly_all_on_one_word(found):
+    """Merged, entropies and log-probabilities keep their digits, however small."""
+    gap = torch.tensor([5.0, 15.0, 40.0], dtype=torch.float64)
+    rest = (sum(losses.WORDS[2]) - 1) * (-gap).exp()
+    for log_probability, entropy, _, rank, _ in (result["sure statistics"] for result in found[1]):
+        torch.testing.assert_close(log_probability.double(), -rest.log1p(), rtol=2e-6, atol=0.0)
+        torch.testing.assert_close(entropy.double(), rest.log1p() + rest * gap / (1 + rest), rtol=2e-6, atol=0.0)
+        assert (rank == 0).all()
+
+
 @every_row("symmetric", [False, True])
 @every_row("full", [False, True])
 def test_negatives_of_all_processes(found, full, symmetric):
@@ -182,6 +202,8 @@ def test_what_is_sent_does_not_depend_on_the_number_of_keys(found):
         "causal": own,
         "words": [agreed, numbers, numbers, numbers, numbers, query],
         "words and tokens": [agreed, label, query, two, 8, two, size * query],
+        "statistics": [agreed, numbers, 5 * numbers, size * 5 * numbers, query],
+        "statistics of own tokens": [agreed, label, query, two // 2, numbers, 5 * two // 2, 5 * two // 2, size * query],
         "keys": [agreed, label, query, two, 8, two, size * query],
         "both": [agreed, label, query, two, 16, two, size * query],
     }
@@ -205,6 +227,7 @@ def test_refusals(found):
             "weights of pairs": f"log_weight must be for the {3 * size} queries of all processes, got 3",
             "positive": f"positive must be in 0 … {4 * size - 1}, got -1",
             "losses of own tokens": "without a reduction loss must be 'sharded'",
+            "statistics of own tokens": "each process's own: loss must be 'sharded'",
             "other causality": "the same is_causal, got True on process 0 and False on process 1",
             "counts": "query and key must be as many, or positive must say which key is whose: got 3 and 4",
         }.items():
@@ -214,6 +237,7 @@ def test_refusals(found):
         else:
             assert refused["one wrong"][0] is RuntimeError
             assert refused["one wrong"][1].startswith("process 1 refused its arguments: ValueError: value must")
+        assert refused["temperature"] == (TypeError, "temperature must be a number, got a tensor of torch.float32")
         assert refused["group"] == (TypeError, "group must be a ProcessGroup, a DeviceMesh or None, got str")
         assert refused["vmap"][0] is RuntimeError and "vmap" in refused["vmap"][1]
 

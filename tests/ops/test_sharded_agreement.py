@@ -9,7 +9,12 @@ from tests.rows import every_row
 from massieu.ops.sharded.agreement import digest
 
 SIZE = 3
-ROOMS = {"attention": work.ATTENTION, "words": work.CROSS_ENTROPY, "pairs": work.CONTRAST}
+ROOMS = {
+    "attention": work.ATTENTION,
+    "words": work.CROSS_ENTROPY,
+    "statistics": work.STATISTICS,
+    "pairs": work.CONTRAST,
+}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from massieu.ops import score_tiles
 from massieu.ops.contrastive import FalseNegatives, info_nce, nca
+from massieu.ops.score_tiles import TENSORS, ScorePlan
 from massieu.ops.vocabulary import linear_cross_entropy
 
 
@@ -18,10 +19,13 @@ def draw(*shape, seed=0, dtype=torch.float64):
 
 
 PROBLEMS = {
-    "words": {"rule": "all", "bias_in_score": True, "both": False},
-    "pairs": {"rule": "no equals", "bias_in_score": False, "both": True},
-    "more rows than columns": {"rule": "all", "bias_in_score": False, "both": True},
-    "weights": {"rule": "all", "bias_in_score": False, "both": False},
+    "words": {"bias_in_score": True},
+    "words, softly capped": {"bias_in_score": True, "softcap": 1.5},
+    "statistics": {"bias_in_score": True, "softcap": 1.5, "above": draw(5, seed=5)},
+    "shares": {"bias_in_score": True, "share": draw(5, 7, seed=6).softmax(-1)},
+    "pairs": {"rule": "no equals", "both": True, "row_ids": torch.arange(5) % 3, "column_ids": torch.arange(7) % 3},
+    "more rows than columns": {"both": True},
+    "weights": {"log_weight": draw(5, 7, seed=4)},
 }
 
 
@@ -29,11 +33,9 @@ def arguments(name, dtype=torch.float64):
     rows, columns = (9, 4) if name == "more rows than columns" else (5, 7)
     target = torch.arange(rows)
     target[target >= columns] = -1
-    ids = (torch.arange(rows) % 3, torch.arange(columns) % 3) if name == "pairs" else (None, None)
-    bias = draw(columns, seed=3, dtype=dtype) if name in ("words", "weights") else None
-    weight = draw(rows, columns, seed=4) if name == "weights" else None
+    bias = None if "both" in PROBLEMS[name] else draw(columns, seed=3, dtype=dtype)
     row = draw(4, rows, seed=1).mT  # of another layout than its gradient
-    return row, draw(columns, 4, seed=2, dtype=dtype), bias, target, *ids, weight, *PROBLEMS[name].values()
+    return ScorePlan(row, draw(columns, 4, seed=2, dtype=dtype), bias, target, **PROBLEMS[name])
 
 
 @pytest.mark.medium
@@ -49,7 +51,7 @@ def test_operators_are_well_formed(name, dtype):
     torch.library.opcheck(score_tiles.forward_operator, given, test_utils=without_nan)
     cotangents = [draw(len(part), seed=10 + index) for index, part in enumerate(found)]
     cotangents = [part.masked_fill(result.isnan(), 0.0) for part, result in zip(cotangents, found, strict=True)]
-    given = (*given[:7], list(found), cotangents, *given[7:])
+    given = (*given[:TENSORS], list(found), cotangents, *given[TENSORS:])
     torch.library.opcheck(
         score_tiles.backward_operator, (*given, [True, True, given[2] is not None]), test_utils=checks
     )
@@ -73,7 +75,7 @@ def test_more_rows_than_columns():
     objective = (given[0][:4] * (right[0][:4] - own)).sum() + (given[1] * right[0]).sum()
     objective = objective + (given[2] * (right[1] - own)).sum() + (given[3] * right[1]).sum()
     (slope,) = torch.autograd.grad(objective, scores)
-    found = score_tiles.backward(score_tiles.ScorePlan(row, column, *rest), results, given, (True, True, False))
+    found = score_tiles.backward(ScorePlan(row, column, *rest), results, given, (True, True, False))
     torch.testing.assert_close(found[0], slope @ column)
     torch.testing.assert_close(found[1], slope.mT @ row)
 

@@ -4,7 +4,9 @@
 - `log_partition`: log Z alone;
 - `fisher_vp`: the covariance of the keys under the weights of each query, times a vector;
 - `attention_moments`: what the weights of each query look like: entropy, largest weight, moments of the scores;
+- `token_statistics`: log-probability, entropy and rank of each token under a vocabulary;
 - `linear_cross_entropy`, `info_nce`, `n_pairs`, `nca`: vocabulary, contrastive and metric losses as log Z − score;
+- `Documents`: where the documents of a packed row begin and end;
 - `Partial`, `streaming`, `sharded`: results over blocks of keys, merged exactly; keys on disk, or on many processes;
 - `random_feature_log_partition`, `resample_attention`: estimates of log Z and of attention, with their errors.
 """
@@ -12,17 +14,20 @@
 from massieu.ops import sharded, streaming
 from massieu.ops.attention import attention, log_partition
 from massieu.ops.contrastive import FalseNegatives, info_nce, n_pairs, nca
+from massieu.ops.documents import Documents
 from massieu.ops.fisher import fisher_vp
 from massieu.ops.moments import attention_moments, moments_backend
 from massieu.ops.partial import Partial
 from massieu.ops.random_features import random_feature_log_partition
 from massieu.ops.resampling import resample_attention
 from massieu.ops.store import AtomBlock, AtomStore
+from massieu.ops.token_statistics import token_statistics
 from massieu.ops.vocabulary import linear_cross_entropy
 
 __all__ = [
     "AtomBlock",
     "AtomStore",
+    "Documents",
     "FalseNegatives",
     "Partial",
     "attention",
@@ -38,6 +43,7 @@ __all__ = [
     "resample_attention",
     "sharded",
     "streaming",
+    "token_statistics",
 ]
 
 

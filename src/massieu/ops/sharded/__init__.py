@@ -11,8 +11,8 @@ there are. A process that dies makes the others' call raise `RuntimeError`, at t
   the objective.
 - queries="sharded": each process has queries of its own and gets their results; the sum of the losses is the objective.
 
-Tokens of `linear_cross_entropy` are placed as queries are; queries of `info_nce` are always sharded. A sum or mean over sharded
-ones is the same on all processes and counts once, or with loss="sharded" once for each process.
+Tokens of `linear_cross_entropy` and `token_statistics` are placed as queries are; queries of `info_nce` are always sharded.
+A sum or mean over sharded ones is the same on all processes and counts once, or with loss="sharded" once for each process.
 
 In all three a process's keys, values and log-weights, and queries of its own, get their gradient of the objective; a
 replicated query (and scale) gets the same whole gradient on every process. All processes must call the same functions in
@@ -29,9 +29,10 @@ loss="sharded".)
 
 from massieu.ops.sharded.contrastive import info_nce
 from massieu.ops.sharded.keys import attention, log_partition
+from massieu.ops.sharded.token_statistics import token_statistics
 from massieu.ops.sharded.vocabulary import linear_cross_entropy
 
-__all__ = ["attention", "info_nce", "linear_cross_entropy", "log_partition"]
+__all__ = ["attention", "info_nce", "linear_cross_entropy", "log_partition", "token_statistics"]
 
 
 def __dir__() -> list[str]:

@@ -118,8 +118,9 @@ def linear_cross_entropy(
         own_counted = words != ignore_index
         merged = _of_own_tokens if own else _of_all_tokens
         direction, score = merged(numbers, words.where(own_counted, 0), mine, lengths, counts, shard)
-        average = score / sum(counts) if label_smoothing else None
-        nats, level = vocabulary.token_losses(direction, average, own_counted, label_smoothing, z_loss), direction[1]
+        level = direction.log_partition
+        smooth = label_smoothing * (level - score / sum(counts)) if label_smoothing else None
+        nats = vocabulary.token_losses(direction, smooth, own_counted, None, label_smoothing, z_loss)
         if loss == "sharded" and not own:
             nats, level = replicate(torch.stack([nats, level]), shard)
         if reduction == "none":

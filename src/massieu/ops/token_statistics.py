@@ -1,0 +1,160 @@
+"""What a language model's softmax says of each token: its log-probability, entropy and rank, without the logits."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.foundation.arguments import whole_number
+from massieu.foundation.transforms import without_autocast
+from massieu.ops.contrastive import checked_temperature
+from massieu.ops.linear_scores import Statistics, check_places, compute, values_are_known
+from massieu.ops.score_tiles import ScorePlan, multiplied
+from massieu.ops.shapes import working_dtype
+from massieu.ops.vocabulary import check_shapes, checked_softcap
+
+UNRANKED = -1
+"""The rank of a token that has none."""
+
+
+class TokenStatisticsResult(NamedTuple):
+    """What `token_statistics` returns, a number for each token; logarithms are in nats."""
+
+    log_probability: Float[Tensor, "*lead"]
+    """Of the target; at most 0."""
+    entropy: Float[Tensor, "*lead"]
+    """Of the next word; at least 0."""
+    log_partition: Float[Tensor, "*lead"]
+    """log Z, the logarithm of the sum of exp(logit)."""
+    rank: Int[Tensor, "*lead"]
+    """How many words have a larger logit than the target; −1 where that is not known."""
+    largest_probability: Float[Tensor, "*lead"]
+    """Of the most probable word; without gradient."""
+
+
+def token_statistics(
+    hidden: Float[Tensor, "*lead D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "*lead"],
+    *,
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: float | Float[Tensor, ""] = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> TokenStatisticsResult:
+    """Log-probability of each target word, entropy, log Z, rank and largest probability, without keeping the logits.
+
+    The logits are s_v = (hidden·weight_v + bias_v)/temperature, with a soft cap c
+    s_v = c·tanh((hidden·weight_v + bias_v)/c)/temperature, as Gemma 2 has it. Then log Z = log Σ_v exp s_v, the
+    log-probability is s_target − log Z, and the entropy is log Z − E[s]: the conjugate of log Z with its sign turned.
+
+    Args:
+        hidden: (*lead, D), any number of leading dimensions, none included: packed rows are as good as a batch.
+        weight, bias: of the hidden's dtype and device; under autocast dtypes may differ. A bias of −inf hides a word, under
+            a soft cap too.
+        target: the hidden's leading shape, integers in 0 … V − 1, or `ignore_index`.
+        temperature: above 0, a number, or without a soft cap a tensor of one number, which has its gradient.
+        softcap: the bound c of the logits, above 0, or None.
+        ignore_index: tokens with this target get zeros, the rank −1, and no gradient.
+
+    All terms of each sum have one sign: a softmax that is nearly all on one word keeps the digits of its entropy and
+    log-probability, however small they are. A hidden word adds 0 to the entropy. A hidden target has log-probability
+    −inf; a token of which every word is hidden has log Z = −inf, entropy 0 and largest probability 0. A token with a NaN
+    gets NaN and rank −1, other tokens their own numbers.
+
+    The rank counts logits before the soft cap. Those that agree with the target's to rounding, ε·‖hidden‖·‖weight_target‖
+    with the machine precision ε of the result, are ties and do not count; neither does the target itself.
+
+    Log-probability, entropy and log Z are differentiable any number of times in hidden, weight, bias and temperature,
+    forwards too, under `torch.func` and `torch.compile`; beyond first derivatives, and in compiled transforms, by plain
+    operations in blocks of tokens. Rank and largest probability have no gradient. Results are float64 for float64 and
+    float32 for every other dtype; half-precision inputs are promoted a tile at a time. Tiles of logits are computed in the
+    forward pass and again in the backward pass; no memory in tokens × words.
+
+    Raises:
+        TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
+        ValueError: shapes or devices that do not fit (both are named), an option out of range, a tensor for a temperature
+            together with a soft cap; on the CPU a target out of range (elsewhere, compiled, or in a transform such a
+            token's log-probability is NaN, its rank −1).
+
+    Example:
+        >>> import torch
+        >>> from massieu import ops
+        >>> found = ops.token_statistics(
+        ...     torch.ones(1, 1), torch.tensor([[0.0], [0.0], [1.0]]).log1p(), torch.tensor([0])
+        ... )
+        >>> [round(float(number), 3) for number in (found.log_probability.exp(), found.entropy, found.rank)]
+        [0.25, 1.04, 1.0]
+    """
+    words = check_shapes(hidden, weight, target, bias).reshape(-1)
+    check_options(hidden, temperature, softcap, ignore_index)
+    with without_autocast(hidden.device):
+        counted = words != ignore_index
+        row, chosen = hidden.reshape(-1, hidden.shape[-1]), None
+        if known := values_are_known(target):
+            check_places("target", words[counted], len(weight), f" or be ignore_index, {ignore_index}")
+            if not bool(counted.all()):
+                chosen = counted.nonzero().squeeze(1)
+                row, words = row[chosen], words[chosen]
+        else:
+            # So that nothing of a token that does not count, NaN neither, meets what others share.
+            row, words = row.masked_fill(~counted.unsqueeze(1), 0.0), words.where(counted, 0)
+        plan = scores(row, weight, bias, words, temperature, checked_softcap(softcap, hidden))
+        result = statistics(Statistics(*compute(plan._replace(above=tie_level(plan)))))
+        if chosen is not None:
+            unknown = of_counted((part.new_zeros(len(counted)) for part in result), torch.zeros_like(counted))
+            result = (one.index_copy(0, chosen, part) for one, part in zip(unknown, result, strict=True))
+        elif not known:
+            result = of_counted(result, counted)
+        return TokenStatisticsResult(*(part.reshape(target.shape) for part in result))
+
+
+def of_counted(numbers: Iterable[Tensor], counted: Tensor) -> Iterator[Tensor]:
+    """0, or the rank −1, for tokens that do not count."""
+    return (part.masked_fill(~counted, 0 if part.is_floating_point() else UNRANKED) for part in numbers)
+
+
+def statistics(found: Statistics) -> TokenStatisticsResult:
+    """Of the tokens that count."""
+    level = found.log_partition.detach()
+    rank = found.larger.detach().masked_fill(found.excess.detach().isnan(), UNRANKED).long()
+    largest = (-found.surplus.detach()).exp().masked_fill(level == -torch.inf, 0.0)
+    return TokenStatisticsResult(-found.excess, found.entropy, found.log_partition, rank, largest)
+
+
+def check_options(hidden: Tensor, temperature: float | Tensor, softcap: float | None, ignore_index: int) -> None:
+    checked_temperature(temperature, hidden, hidden.dtype)
+    whole_number("ignore_index", ignore_index, least=-(1 << 63))
+    checked_softcap(softcap, hidden)
+    if softcap is not None and isinstance(temperature, Tensor):
+        raise ValueError("a temperature that is a tensor goes without a soft cap: give it as a number")
+
+
+def scores(
+    row: Tensor, weight: Tensor, bias: Tensor | None, words: Tensor, temperature: float | Tensor, softcap: float | None
+) -> ScorePlan:
+    """Linear scores that are the logits divided by the temperature T: c·tanh(s/c)/T is k·tanh((s/T)/k) with k = c/T."""
+    dtype, scale = working_dtype(row), 1.0
+    if isinstance(temperature, Tensor):
+        warmth = checked_temperature(temperature, row, dtype)
+        row, bias = row.to(dtype) / warmth, None if bias is None else bias.to(dtype) / warmth
+    elif temperature != 1:
+        scale = 1 / float(temperature)
+        bias, softcap = None if bias is None else bias.to(dtype) * scale, None if softcap is None else softcap * scale
+    row = multiplied(row, weight)
+    return ScorePlan(row, weight, bias, words, bias_in_score=True, softcap=softcap, scale=scale)
+
+
+@torch.no_grad()
+def tie_level(plan: ScorePlan) -> Tensor:
+    """Each target's score and what rounding may add to it; NaN where there is no target."""
+    inside = (plan.target >= 0) & (plan.target < len(plan.column))
+    place = plan.target.where(inside, 0)
+    row, column = plan.row.detach().to(plan.dtype), plan.column.detach()[place].to(plan.dtype)
+    level, size = plan.scale * torch.linalg.vecdot(row, column), plan.scale * row.norm(dim=1) * column.norm(dim=1)
+    if plan.bias is not None:
+        bias = plan.bias.detach()[place].to(plan.dtype)
+        level, size = level + bias, size + bias.abs().masked_fill(bias == -torch.inf, 0.0)
+    return (level + torch.finfo(plan.dtype).eps * size).masked_fill(~inside, torch.nan)
