@@ -151,6 +151,58 @@ def causal_alone(size, queries, loss):
     return [output, log_z, alone, *gradients((factor * squares).sum(), q, k, v, w)]
 
 
+OPTIONS = {
+    "a window": ({"window": (2, 1)}, "keys", False),
+    "a window behind a cache": ({"window": 2, "is_causal": True, "query_offset": 4}, "pairs", False),
+    "behind a cache": ({"is_causal": True, "query_offset": 3}, "pairs", False),
+    "a window that leaves the keys": ({"window": (1, 2), "query_offset": 8}, "none", False),
+    "a capped sink": ({"softcap": 1.5}, "pairs", True),
+    "all at once": ({"window": (3, 2), "query_offset": 2, "softcap": 1.5}, "mask", True),
+}
+"""What is asked for, what the log-weight is for, and whether there is a sink with a value."""
+
+
+def option_tensors(size, name):
+    """All queries, keys and values, the log-weight, and the sink and its value, each or None."""
+    _, kind, has_sink = OPTIONS[name]
+    length, count = sum(CAUSAL_QUERIES[size]), sum(KEYS[size])
+    pairs = causal_weights(size)
+    weight = {"keys": keys()[2], "pairs": pairs, "mask": pairs.detach() > -0.8, "none": None}[kind]
+    sink = (draw(HEADS, seed=6), draw(HEADS, VALUE, seed=7)) if has_sink else (None, None)
+    sink = [part if part is None else part.requires_grad_() for part in sink]
+    assert weight is None or weight.shape in ((count,), (length, count))
+    return [query(length)[0], *keys()[:2], weight, *sink]
+
+
+def with_options(rank, size, name, queries, loss):
+    q, k, v, w, *sink = option_tensors(size, name)
+    own = queries == "sharded"
+    k, v = shards((k, v), KEYS[size], rank, (2, 2))
+    (q,) = shards([q], CAUSAL_QUERIES[size], rank, (2,)) if own else [q]
+    if w is not None:
+        sizes, dim = (CAUSAL_QUERIES[size], 0) if own and w.ndim == 2 else (KEYS[size], w.ndim - 1)
+        w = w.detach().split(sizes, dim)[rank].clone().requires_grad_(w.requires_grad)
+    factor = 1 if loss == "replicated" else rank + 1
+    return option_results(sharded, (q, k, v, w, *sink), name, factor, queries=queries, loss=loss)
+
+
+def with_options_alone(size, name, queries, loss):
+    ranks = torch.repeat_interleave(torch.arange(size), torch.tensor(CAUSAL_QUERIES[size])) + 1
+    factor = ranks if queries == "sharded" else 1 if loss == "replicated" else size * (size + 1) // 2
+    return option_results(ops, option_tensors(size, name), name, factor)
+
+
+def option_results(functions, tensors, name, factor, **placement):
+    """Of queries that may see nothing: e to the log Z, not log Z, is in the objective."""
+    q, k, v, w, sink, sink_value = tensors
+    options = OPTIONS[name][0] | {"log_weight": w, "sink": sink} | placement
+    output, log_z = functions.attention(q, k, v, sink_value=sink_value, **options)
+    alone = functions.log_partition(q, k, **options)
+    objective = (factor * (output.square().sum(-1) + log_z.exp() + alone.exp().square())).sum()
+    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    return [*(part.detach() for part in (output, log_z, alone)), *gradients(objective, *wanted)]
+
+
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +346,8 @@ def everything(rank, size):
     }
     for kind in CAUSAL:
         found[f"causal, {kind}"] = causal(rank, size, *kind)
+        for name in OPTIONS:
+            found[f"{name}, {kind}"] = with_options(rank, size, name, *kind)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found[str(dtype)] = precision(rank, size, dtype)
     found["forward mode"] = forward_mode(rank, size)

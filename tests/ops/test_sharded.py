@@ -89,6 +89,21 @@ def test_causal_queries_and_keys_are_numbered_over_all_processes(found, kind):
     same(joined(results, f"causal, {kind}", [along, along, along, *gradients, *gradients]), expected, 1e-10)
 
 
+@every_row("kind", work.CAUSAL)
+@every_row("name", work.OPTIONS)
+def test_windows_caches_caps_sinks_and_weights_of_pairs(found, name, kind):
+    """The sink is one key in all, and with sharded queries its gradient is the sum over processes."""
+    size, results = found
+    _, weight, has_sink = work.OPTIONS[name]
+    own = kind[0] == "sharded"
+    along = 2 if own else None
+    gradients = [along, 2, 2] + {"keys": [0], "pairs": [0 if own else 1]}.get(weight, [])
+    gradients += 2 * ["sum" if own else None] if has_sink else []
+    expected = work.with_options_alone(size, name, *kind)
+    found = joined(results, f"{name}, {kind}", [along, along, along, *gradients, *gradients])
+    same(found, expected, 1e-10)
+
+
 @every_row("loss", losses.PLACEMENTS)
 @every_row("name", losses.CROSS_ENTROPIES)
 def test_a_sharded_vocabulary(found, name, loss):
@@ -198,7 +213,7 @@ def test_refusals(found):
             "other length": "the same number of queries, got 3 on process 0 and 2 on process 1",
             "other loss": "the same loss, got 'replicated' on process 0 and 'sharded' on process 1",
             "other gradient": "the same requires_grad of the query, got True on process 0 and False on process 1",
-            "weights of own queries": "log_weight must be one a key for all queries, got (3, 4) for 3 queries and 4 keys",
+            "weights of own queries": f"or for each query the {4 * size} keys of all processes, got 4 on process 0 for its 3",
             "loss of own queries": "loss must be 'sharded'",
             "placement": "queries must be 'replicated' or 'sharded', got 'split'",
             "target": f"target must be in 0 … {4 * size - 1} or be ignore_index, -100, got {4 * size}",

@@ -197,10 +197,7 @@ def check_problem(
     """
     check_alike(query=query, key=key, **({} if value is None else {"value": value}))
     _check_shapes(query, key, value)
-    flag("is_causal", is_causal)
-    layout, offset = Layout.of(query, key), whole_number("query_offset", query_offset, least=0)
-    dtype = working_dtype(query)
-    is_causal, band = _check_window(window, is_causal, offset, layout)
+    layout, dtype, band = Layout.of(query, key), working_dtype(query), check_band(is_causal, window, query_offset)
     if softcap is not None:
         softcap = float(number("softcap", softcap, above=0))
         check_fits("softcap", softcap, dtype)
@@ -212,34 +209,40 @@ def check_problem(
         query=layout.heads_apart(query),
         key=layout.one_batch(key, 3),
         value=None if value is None else layout.one_batch(value, 3),
-        log_weight=None if log_weight is None else _layout_log_weight(log_weight, query, layout),
+        log_weight=None if log_weight is None else layout_log_weight(log_weight, query, layout),
         scale=_layout_scale(scale, query, layout),
-        is_causal=is_causal,
         lead=tuple(query.shape[:-1]),
-        window=band,
-        offset=offset if is_causal else 0,
         softcap=softcap,
         sink=_layout_sink(sink, dtype, query, layout),
         sink_value=sink_value,
+        **positions(band, layout.length, layout.keys),
     )
 
 
-def _check_window(window: Window, is_causal: bool, offset: int, layout: Layout) -> tuple[bool, tuple[int, int] | None]:
-    """Causality and the band that are left to apply: not both."""
+def check_band(is_causal: bool, window: Window, query_offset: int) -> "Band":
+    """Which keys a query sees by its position; a `TypeError` or `ValueError` for an argument that cannot be."""
+    flag("is_causal", is_causal)
+    offset = whole_number("query_offset", query_offset, least=0)
     if window is None:
-        return is_causal and offset < layout.keys - 1, None
+        return (None, offset) if is_causal else None
     sides = window if isinstance(window, tuple) else (window, window)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
         raise TypeError(f"window must be a whole number or a pair of them, got {described(window)}")
     left, right = sides
     if left < 0 or right < 0:
         raise ValueError(f"window must not be negative, got {window}")
-    low, high = offset - left, offset + (0 if is_causal else right)
-    if layout.length - 1 + low > 0:
-        return False, (low, high)
-    # Nothing is hidden before any query, and nothing at all where the first one sees the last key.
-    hides = high < layout.keys - 1
-    return (True, None) if is_causal and hides else (False, (low, high) if hides else None)
+    return offset - left, offset + (0 if is_causal else right)
+
+
+def positions(band: "Band", length: int, keys: int) -> dict[str, Any]:
+    """`is_causal`, `offset` and `window` of a problem: of a band whose first query sees a key, what hides one."""
+    causal, offset, window = False, 0, None
+    if band is not None and band[0] is not None and length - 1 + band[0] > 0:
+        window = band
+    elif band is not None and band[1] < keys - 1:
+        # Nothing is hidden before any query, and something after the first.
+        causal, offset = True, band[1]
+    return {"is_causal": causal, "offset": offset, "window": window}
 
 
 def check_alike(mixed: bool = False, /, **tensors: Any) -> None:
@@ -279,7 +282,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
             raise ValueError(f"value must have a head size of at least 1, got {v}")
 
 
-def _layout_log_weight(log_weight: Tensor, query: Tensor, layout: Layout) -> Tensor:
+def layout_log_weight(log_weight: Tensor, query: Tensor, layout: Layout) -> Tensor:
+    """A log-weight in the common layout; a `TypeError` or `ValueError` where it does not fit."""
     floating("log_weight", log_weight, or_boolean=True)
     check_one_device(query=query, log_weight=log_weight)
     wanted = (*query.shape[:-1], layout.keys)
