@@ -97,7 +97,7 @@ def test_windows_caches_caps_sinks_and_weights_of_pairs(found, name, kind):
     _, weight, has_sink = work.OPTIONS[name]
     own = kind[0] == "sharded"
     along = 2 if own else None
-    gradients = [along, 2, 2] + {"keys": [0], "pairs": [0 if own else 1]}.get(weight, [])
+    gradients = [along, 2, 2, *{"keys": [0], "pairs": [0 if own else 1]}.get(weight, [])]
     gradients += 2 * ["sum" if own else None] if has_sink else []
     expected = work.with_options_alone(size, name, *kind)
     found = joined(results, f"{name}, {kind}", [along, along, along, *gradients, *gradients])
