@@ -192,6 +192,25 @@ def with_options_alone(size, name, queries, loss):
     return option_results(ops, option_tensors(size, name), name, factor)
 
 
+def one_query_each(rank, size):
+    """Process 0 has all keys: weights of its one query and all keys look like weights of its keys."""
+    q, k, v, w = one_query_each_tensors(size)
+    q, k, v = q[:, :, [rank]], *(part if rank == 0 else part[:, :, :0] for part in (k, v))
+    pairs = sharded.attention(q, k, v, log_weight=w[[rank]], queries="sharded")
+    of_keys = sharded.attention(q, k, v, log_weight=w[:1, : k.shape[2]], queries="sharded")
+    return [*pairs, *of_keys]
+
+
+def one_query_each_tensors(size):
+    k, v = (part.detach() for part in keys()[:2])
+    return draw(BATCH, HEADS, size, SIZE), k, v, draw(size, k.shape[2], seed=1)
+
+
+def one_query_each_alone(size):
+    q, k, v, w = one_query_each_tensors(size)
+    return [*ops.attention(q, k, v, log_weight=w), *ops.attention(q, k, v, log_weight=w[0])]
+
+
 def option_results(functions, tensors, name, factor, **placement):
     """Of queries that may see nothing: e to the log Z, not log Z, is in the objective."""
     q, k, v, w, sink, sink_value = tensors
@@ -317,6 +336,9 @@ def refusals(rank, size):
         "other gradient": lambda: sharded.attention(q.clone().requires_grad_(rank == 0), k, k),
         "one wrong": lambda: sharded.attention(q, k, k[..., :2, :] if rank == 1 else k),
         "weights of own queries": lambda: sharded.attention(q, k, k, log_weight=draw(3, 4), queries="sharded"),
+        "weights of two kinds": lambda: sharded.attention(
+            q, k, k, log_weight=draw(4) if rank else draw(3, 4 * size), queries="sharded"
+        ),
         "loss of own queries": lambda: sharded.attention(q, k, k, queries="sharded", loss="replicated"),
         "placement": lambda: sharded.attention(q, k, k, queries="split"),
         "group": lambda: sharded.attention(q, k, k, group="world"),
@@ -350,6 +372,7 @@ def everything(rank, size):
             found[f"{name}, {kind}"] = with_options(rank, size, name, *kind)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found[str(dtype)] = precision(rank, size, dtype)
+    found["one query each"] = one_query_each(rank, size)
     found["forward mode"] = forward_mode(rank, size)
     found["grouped"] = grouped_and_masked(rank, size)
     found["messages"] = messages(rank, size)

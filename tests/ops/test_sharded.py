@@ -104,6 +104,11 @@ def test_windows_caches_caps_sinks_and_weights_of_pairs(found, name, kind):
     same(found, expected, 1e-10)
 
 
+def test_one_query_on_each_process(found):
+    size, results = found
+    same(joined(results, "one query each", [2, 2, 2, 2]), work.one_query_each_alone(size))
+
+
 @every_row("loss", losses.PLACEMENTS)
 @every_row("name", losses.CROSS_ENTROPIES)
 def test_a_sharded_vocabulary(found, name, loss):
@@ -214,6 +219,7 @@ def test_refusals(found):
             "other loss": "the same loss, got 'replicated' on process 0 and 'sharded' on process 1",
             "other gradient": "the same requires_grad of the query, got True on process 0 and False on process 1",
             "weights of own queries": f"or for each query the {4 * size} keys of all processes, got 4 on process 0 for its 3",
+            "weights of two kinds": "got 4 on process 1 for its 3 queries",
             "loss of own queries": "loss must be 'sharded'",
             "placement": "queries must be 'replicated' or 'sharded', got 'split'",
             "target": f"target must be in 0 … {4 * size - 1} or be ignore_index, -100, got {4 * size}",

@@ -1,6 +1,6 @@
 """Attention and log Z over the keys of all processes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -140,7 +140,7 @@ def only(log_partition: Tensor) -> Partial:
 
 def _run(
     tensors: tuple[Tensor, Tensor, Tensor | None],
-    options: Mapping[str, Any],
+    options: dict[str, Any],
     by_position: tuple[bool, Window, int],
     queries: Placement,
     loss: Placement | None,
@@ -155,9 +155,8 @@ def _run(
         if queries == "sharded" and loss == "replicated":
             raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
         own = queries == "sharded" and for_own_queries(options["log_weight"], *tensors[:2])
-        problem = check_problem(
-            *tensors, **options | ({"log_weight": None} if own == ALL_KEYS else {}), is_causal=False
-        )
+        of_keys: dict[str, Any] = options | {"log_weight": None} if own == ALL_KEYS else options
+        problem = check_problem(*tensors, **of_keys, is_causal=False)
         # Of attention, which has this option.
         if "sink_value" in options and problem.value is None:
             raise TypeError("value must be a tensor, got None; massieu.ops.sharded.log_partition needs no value")
@@ -169,7 +168,7 @@ def _run(
         )
         call = _call(problem, options, by_position, queries, loss or queries)
         if queries == "sharded" and options["log_weight"] is not None:
-            call = with_weights(call, problem.log_weight if pairs is None else pairs, own)
+            call = with_weights(call, pairs if own else problem.log_weight, own)
         return (problem, band, pairs), call
 
     (problem, band, pairs), numbers_of = together(group, check)
@@ -224,7 +223,7 @@ def _with_sink(found: Partial, problem: AttentionProblem) -> Partial:
 
 def _call(
     problem: AttentionProblem,
-    options: Mapping[str, Any],
+    options: dict[str, Any],
     by_position: tuple[bool, Window, int],
     queries: Placement,
     loss: Placement,
@@ -233,8 +232,7 @@ def _call(
     batch, key_heads, group, length, size = problem.query.shape
     query, key, value = problem.query, problem.key, problem.value
     is_causal, window, offset = by_position
-    given = {name: options[name] for name in ("scale", "sink", "sink_value") if options.get(name) is not None}
-    given = {"scale": problem.scale} | given
+    given = {"scale": problem.scale} | {name: options.get(name) for name in ("sink", "sink_value")}
     alike = {
         "batch size": batch,
         "number of key heads": key_heads,
@@ -250,8 +248,8 @@ def _call(
         "softcap": problem.softcap,
         "presence of a log_weight": options["log_weight"] is not None,
     }
-    alike |= {name: "a tensor" if isinstance(thing, Tensor) else float(thing) for name, thing in given.items()}
-    alike |= {"presence of a sink": "sink" in given, "presence of a sink_value": "sink_value" in given}
+    for name, thing in given.items():
+        alike[name] = "a tensor" if isinstance(thing, Tensor) else thing if thing is None else float(thing)
     alike |= derivatives_wanted("the query", [query, *given.values()], [key, value, options["log_weight"]])
     own, replicated = {"keys": key.shape[2]}, {}
     if queries == "sharded":

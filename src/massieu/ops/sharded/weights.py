@@ -30,8 +30,9 @@ def layout_for_all_keys(log_weight: Tensor, query: Tensor, key: Tensor) -> Tenso
     return layout_log_weight(log_weight, query, Layout.of(query, key)._replace(keys=log_weight.shape[-1]))
 
 
-def with_weights(call: Call, weight: Tensor, kind: int) -> Call:
-    """The call of a process with sharded queries: what is sent must be of one kind, and its derivatives wanted by all."""
+def with_weights(call: Call, weight: Tensor | None, kind: int) -> Call:
+    """The call of a process with sharded queries: what is sent must be of one form, and its derivatives wanted by all."""
+    assert weight is not None
     alike = {
         "dtype of log_weight": weight.dtype,
         "batch and heads of log_weight": tuple(weight.shape[:3]),
