@@ -15,6 +15,7 @@ from tests.rows import every_row
 from massieu import ops
 from massieu.ops import sharded
 from massieu.ops.sharded.agreement import MESSAGE_LENGTH
+from massieu.ops.sharded.collectives import Group
 
 pytestmark = pytest.mark.medium  # processes
 
@@ -237,6 +238,18 @@ def test_refusals(found):
             assert refused["one wrong"][1].startswith("process 1 refused its arguments: ValueError: value must")
         assert refused["group"] == (TypeError, "group must be a ProcessGroup, a DeviceMesh or None, got str")
         assert refused["vmap"][0] is RuntimeError and "vmap" in refused["vmap"][1]
+
+
+def test_where_a_group_wants_integers():
+    """A group that serves no CPU, as NCCL's, on the device it is bound to."""
+
+    class Handle:
+        _device_types = (torch.device("cuda"),)
+        bound_device_id = torch.device("cuda", 3)
+
+    assert Group(Handle(), 0, 1).device == torch.device("cuda", 3)
+    Handle._device_types = (torch.device("cuda"), torch.device("cpu"))
+    assert Group(Handle(), 0, 1).device == torch.device("cpu")
 
 
 def test_without_a_process_group():
