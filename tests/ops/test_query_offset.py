@@ -255,3 +255,15 @@ def test_wrong_leading_dimensions():
         ops.log_partition(query[:1], key)
     with pytest.raises(ValueError, match=r"batch, heads and length \(2, 3, 4, 7\), got \(2, 1, 4, 7, 8\)"):
         ops.attention(query, key, key[:, :1])
+
+
+def test_a_window_reads_no_keys_that_no_query_sees():
+    """Keys outside may hold anything: NaN would reach the results by a product with a weight of 0."""
+    query, key, value = _tensors(3, 400)
+    expected, level = explicit.attention(query, key, value, window=(5, 2), query_offset=300)
+    for tensor in (key, value):
+        tensor[:, :, :295], tensor[:, :, 305:] = torch.nan, torch.nan
+    for backend in ("auto", "blocks", "reference"):
+        output, log_z = ops.attention(query, key, value, window=(5, 2), query_offset=300, backend=backend)
+        torch.testing.assert_close(output, expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(log_z, level, rtol=1e-11, atol=1e-11)
