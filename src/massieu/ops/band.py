@@ -33,7 +33,7 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
     begin, end = max(0, min(low, keys - 1)), min(keys, length + high)
     if begin > 0 or 0 < end < keys:
         problem = _part(problem, slice(0, length), slice(begin, max(begin + 1, end)))
-        (low, high), keys = problem.window, problem.key.shape[2]
+        low, high, keys = low - begin, high - begin, problem.key.shape[2]
     size = max(LEAST, min(MOST, (high - low) // 128 * 64))
     # The first chunk starts at the first query whose window starts at key 0 or later.
     first = max(0, -low)
