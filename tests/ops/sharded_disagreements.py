@@ -9,6 +9,8 @@ from massieu.ops.contrastive import FalseNegatives
 Q, ROWS, TARGET, IDS = draw(1, 2, 3, SIZE), draw(3, SIZE), torch.tensor([0, 2, 1]), torch.tensor([0, 0, 1])
 HALF, THIRD = torch.tensor(0.5, dtype=torch.float64), torch.tensor([0.5, 0.3], dtype=torch.float64)
 WEIGHT = draw(4, seed=7)
+PAIRS = draw(3, 12, seed=8)
+OWN_PAIRS = {"queries": "sharded", "log_weight": PAIRS, "query": Q.clone().requires_grad_()}
 SINGLE = {"query": Q.float(), "key": Q.float(), "value": draw(1, 2, 3, VALUE).float()}
 
 
@@ -39,6 +41,16 @@ ATTENTION = {
     "dtype": ({}, SINGLE),
     "is_causal": ({}, {"is_causal": True}),
     "queries": ({}, {"queries": "sharded"}),
+    "window": ({"window": 1}, {"window": (1, 2)}),
+    "query_offset": ({"is_causal": True, "query_offset": 1}, {"is_causal": True}),
+    "softcap": ({"softcap": 2.0}, {"softcap": 3.0}),
+    "sink, one without": ({}, {"sink": 0.0}),
+    "sink": ({"sink": 0.0}, {"sink": 0.5}),
+    "sink, of heads": ({"sink": THIRD}, {"sink": THIRD + 1e-6}),
+    "sink_value": ({"sink": 0.0, "sink_value": draw(VALUE)}, {"sink": 0.0, "sink_value": draw(VALUE) + 1e-6}),
+    "dtype of log_weight": (OWN_PAIRS, OWN_PAIRS | {"log_weight": PAIRS > 0}),
+    "batch and heads of log_weight": (OWN_PAIRS, OWN_PAIRS | {"log_weight": PAIRS.expand(1, 2, 3, 12)}),
+    "derivatives of log_weight": (OWN_PAIRS, OWN_PAIRS | {"log_weight": PAIRS.clone().requires_grad_()}),
 }
 CROSS_ENTROPY = {
     "label_smoothing": ({"label_smoothing": 0.1}, {"label_smoothing": 0.2}),
@@ -81,6 +93,13 @@ WRONG = {
     "queries": (ValueError, "queries must be 'replicated' or 'sharded', got 'split'", {"queries": "split"}),
     "log_weight": (ValueError, "log_weight must broadcast", {"log_weight": WEIGHT[:3]}),
     "no values": (ValueError, "query must be on a device that the group's backend gloo serves", {"query": "meta"}),
+    "window": (ValueError, "window must not be negative, got -1", {"window": -1}),
+    "a window of numbers": (TypeError, "window must be a whole number or a pair of them", {"window": 1.5}),
+    "query_offset": (ValueError, "query_offset must be", {"query_offset": -1}),
+    "a boolean query_offset": (TypeError, "query_offset must be", {"query_offset": True}),
+    "softcap": (ValueError, "softcap must be", {"softcap": 0.0}),
+    "sink": (ValueError, "sink must be one number, 2 (one a head)", {"sink": draw(3)}),
+    "sink_value": (ValueError, "sink_value goes with a sink", {"sink_value": draw(VALUE)}),
     "vmap": (RuntimeError, "sharded functions cannot be inside torch.func.vmap", {"vmap": True}),
 }
 # What processes may give differently, as the result is the same to rounding.

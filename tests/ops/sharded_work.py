@@ -151,6 +151,77 @@ def causal_alone(size, queries, loss):
     return [output, log_z, alone, *gradients((factor * squares).sum(), q, k, v, w)]
 
 
+OPTIONS = {
+    "a window": ({"window": (2, 1)}, "keys", False),
+    "a window behind a cache": ({"window": 2, "is_causal": True, "query_offset": 4}, "pairs", False),
+    "behind a cache": ({"is_causal": True, "query_offset": 3}, "pairs", False),
+    "a window that leaves the keys": ({"window": (1, 2), "query_offset": 8}, "none", False),
+    "a capped sink": ({"softcap": 1.5}, "pairs", True),
+    "all at once": ({"window": (3, 2), "query_offset": 2, "softcap": 1.5}, "mask", True),
+}
+"""What is asked for, what the log-weight is for, and whether there is a sink with a value."""
+
+
+def option_tensors(size, name):
+    """All queries, keys and values, the log-weight, and the sink and its value, each or None."""
+    _, kind, has_sink = OPTIONS[name]
+    length, count = sum(CAUSAL_QUERIES[size]), sum(KEYS[size])
+    pairs = causal_weights(size)
+    weight = {"keys": keys()[2], "pairs": pairs, "mask": pairs.detach() > -0.8, "none": None}[kind]
+    sink = (draw(HEADS, seed=6), draw(HEADS, VALUE, seed=7)) if has_sink else (None, None)
+    sink = [part if part is None else part.requires_grad_() for part in sink]
+    assert weight is None or weight.shape in ((count,), (length, count))
+    return [query(length)[0], *keys()[:2], weight, *sink]
+
+
+def with_options(rank, size, name, queries, loss):
+    q, k, v, w, *sink = option_tensors(size, name)
+    own = queries == "sharded"
+    k, v = shards((k, v), KEYS[size], rank, (2, 2))
+    (q,) = shards([q], CAUSAL_QUERIES[size], rank, (2,)) if own else [q]
+    if w is not None:
+        sizes, dim = (CAUSAL_QUERIES[size], 0) if own and w.ndim == 2 else (KEYS[size], w.ndim - 1)
+        w = w.detach().split(sizes, dim)[rank].clone().requires_grad_(w.requires_grad)
+    factor = 1 if loss == "replicated" else rank + 1
+    return option_results(sharded, (q, k, v, w, *sink), name, factor, queries=queries, loss=loss)
+
+
+def with_options_alone(size, name, queries, loss):
+    ranks = torch.repeat_interleave(torch.arange(size), torch.tensor(CAUSAL_QUERIES[size])) + 1
+    factor = ranks if queries == "sharded" else 1 if loss == "replicated" else size * (size + 1) // 2
+    return option_results(ops, option_tensors(size, name), name, factor)
+
+
+def one_query_each(rank, size):
+    """Process 0 has all keys: weights of its one query and all keys look like weights of its keys."""
+    q, k, v, w = one_query_each_tensors(size)
+    q, k, v = q[:, :, [rank]], *(part if rank == 0 else part[:, :, :0] for part in (k, v))
+    pairs = sharded.attention(q, k, v, log_weight=w[[rank]], queries="sharded")
+    of_keys = sharded.attention(q, k, v, log_weight=w[:1, : k.shape[2]], queries="sharded")
+    return [*pairs, *of_keys]
+
+
+def one_query_each_tensors(size):
+    k, v = (part.detach() for part in keys()[:2])
+    return draw(BATCH, HEADS, size, SIZE), k, v, draw(size, k.shape[2], seed=1)
+
+
+def one_query_each_alone(size):
+    q, k, v, w = one_query_each_tensors(size)
+    return [*ops.attention(q, k, v, log_weight=w), *ops.attention(q, k, v, log_weight=w[0])]
+
+
+def option_results(functions, tensors, name, factor, **placement):
+    """Of queries that may see nothing: e to the log Z, not log Z, is in the objective."""
+    q, k, v, w, sink, sink_value = tensors
+    options = OPTIONS[name][0] | {"log_weight": w, "sink": sink} | placement
+    output, log_z = functions.attention(q, k, v, sink_value=sink_value, **options)
+    alone = functions.log_partition(q, k, **options)
+    objective = (factor * (output.square().sum(-1) + log_z.exp() + alone.exp().square())).sum()
+    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    return [*(part.detach() for part in (output, log_z, alone)), *gradients(objective, *wanted)]
+
+
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +340,9 @@ def refusals(rank, size):
         "other gradient": lambda: sharded.attention(q.clone().requires_grad_(rank == 0), k, k),
         "one wrong": lambda: sharded.attention(q, k, k[..., :2, :] if rank == 1 else k),
         "weights of own queries": lambda: sharded.attention(q, k, k, log_weight=draw(3, 4), queries="sharded"),
+        "weights of two kinds": lambda: sharded.attention(
+            q, k, k, log_weight=draw(4) if rank else draw(3, 4 * size), queries="sharded"
+        ),
         "loss of own queries": lambda: sharded.attention(q, k, k, queries="sharded", loss="replicated"),
         "placement": lambda: sharded.attention(q, k, k, queries="split"),
         "group": lambda: sharded.attention(q, k, k, group="world"),
@@ -304,8 +378,11 @@ def everything(rank, size):
     }
     for kind in CAUSAL:
         found[f"causal, {kind}"] = causal(rank, size, *kind)
+        for name in OPTIONS:
+            found[f"{name}, {kind}"] = with_options(rank, size, name, *kind)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found[str(dtype)] = precision(rank, size, dtype)
+    found["one query each"] = one_query_each(rank, size)
     found["forward mode"] = forward_mode(rank, size)
     found["grouped"] = grouped_and_masked(rank, size)
     found["messages"] = messages(rank, size)

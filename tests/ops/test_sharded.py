@@ -15,6 +15,7 @@ from tests.rows import every_row
 from massieu import ops
 from massieu.ops import sharded
 from massieu.ops.sharded.agreement import MESSAGE_LENGTH
+from massieu.ops.sharded.collectives import Group
 
 pytestmark = pytest.mark.medium  # processes
 
@@ -87,6 +88,26 @@ def test_causal_queries_and_keys_are_numbered_over_all_processes(found, kind):
     gradients = [along, 2, 2, 1 if along is None else 0]
     expected = work.causal_alone(size, *kind)
     same(joined(results, f"causal, {kind}", [along, along, along, *gradients, *gradients]), expected, 1e-10)
+
+
+@every_row("kind", work.CAUSAL)
+@every_row("name", work.OPTIONS)
+def test_windows_caches_caps_sinks_and_weights_of_pairs(found, name, kind):
+    """The sink is one key in all, and with sharded queries its gradient is the sum over processes."""
+    size, results = found
+    _, weight, has_sink = work.OPTIONS[name]
+    own = kind[0] == "sharded"
+    along = 2 if own else None
+    gradients = [along, 2, 2, *{"keys": [0], "pairs": [0 if own else 1]}.get(weight, [])]
+    gradients += 2 * ["sum" if own else None] if has_sink else []
+    expected = work.with_options_alone(size, name, *kind)
+    found = joined(results, f"{name}, {kind}", [along, along, along, *gradients, *gradients])
+    same(found, expected, 1e-10)
+
+
+def test_one_query_on_each_process(found):
+    size, results = found
+    same(joined(results, "one query each", [2, 2, 2, 2]), work.one_query_each_alone(size))
 
 
 @every_row("loss", losses.PLACEMENTS)
@@ -220,7 +241,8 @@ def test_refusals(found):
             "other length": "the same number of queries, got 3 on process 0 and 2 on process 1",
             "other loss": "the same loss, got 'replicated' on process 0 and 'sharded' on process 1",
             "other gradient": "the same requires_grad of the query, got True on process 0 and False on process 1",
-            "weights of own queries": "log_weight must be one a key for all queries, got (3, 4) for 3 queries and 4 keys",
+            "weights of own queries": f"or for each query the {4 * size} keys of all processes, got 4 on process 0 for its 3",
+            "weights of two kinds": "got 4 on process 1 for its 3 queries",
             "loss of own queries": "loss must be 'sharded'",
             "placement": "queries must be 'replicated' or 'sharded', got 'split'",
             "target": f"target must be in 0 … {4 * size - 1} or be ignore_index, -100, got {4 * size}",
@@ -240,6 +262,18 @@ def test_refusals(found):
         assert refused["temperature"] == (TypeError, "temperature must be a number, got a tensor of torch.float32")
         assert refused["group"] == (TypeError, "group must be a ProcessGroup, a DeviceMesh or None, got str")
         assert refused["vmap"][0] is RuntimeError and "vmap" in refused["vmap"][1]
+
+
+def test_where_a_group_wants_integers():
+    """A group that serves no CPU, as NCCL's, on the device it is bound to."""
+
+    class Handle:
+        _device_types = (torch.device("cuda"),)
+        bound_device_id = torch.device("cuda", 3)
+
+    assert Group(Handle(), 0, 1).device == torch.device("cuda", 3)
+    Handle._device_types = (torch.device("cuda"), torch.device("cpu"))
+    assert Group(Handle(), 0, 1).device == torch.device("cpu")
 
 
 def test_without_a_process_group():

@@ -29,6 +29,11 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
         return function(problem, *others)
     low, high = problem.window
     length, keys = problem.query.shape[3], problem.key.shape[2]
+    # Keys that no query sees, as most of a long cache; at least one key, hidden if it has to be.
+    begin, end = max(0, min(low, keys - 1)), min(keys, length + high)
+    if begin > 0 or 0 < end < keys:
+        problem = _part(problem, slice(0, length), slice(begin, max(begin + 1, end)))
+        low, high, keys = low - begin, high - begin, problem.key.shape[2]
     size = max(LEAST, min(MOST, (high - low) // 128 * 64))
     # The first chunk starts at the first query whose window starts at key 0 or later.
     first = max(0, -low)

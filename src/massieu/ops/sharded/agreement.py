@@ -143,7 +143,9 @@ def _factors(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _header(call: Call, group: Group) -> Tensor:
-    contents = [int(digest(tensor)) for tensor in call.replicated.values()]
+    digests = [digest(tensor) for tensor in call.replicated.values()]
+    # One wait for the device.
+    contents = torch.stack(digests).tolist() if digests else []
     numbers = [0, _hashed(call.table), _hashed(contents), *call.own.values()]
     return torch.tensor(numbers + [0] * (MESSAGE_LENGTH - len(numbers)), device=group.device)
 

@@ -56,8 +56,10 @@ class Group:
     @property
     def device(self) -> torch.device:
         """Where the group's backend wants tensors."""
-        kinds = dist.get_backend(self.handle)
-        return torch.device("cuda", torch.cuda.current_device()) if kinds == "nccl" else torch.device("cpu")
+        served = {device.type for device in self.handle._device_types}
+        if "cpu" in served:
+            return torch.device("cpu")
+        return self.handle.bound_device_id or torch.device(min(served), torch.accelerator.current_device_index())
 
 
 def replicate(tensor: Tensor, group: Group) -> Tensor:
@@ -82,18 +84,19 @@ def exchange(tensor: Tensor, group: Group) -> Tensor:
 
 def gather_unequal(tensor: Tensor, dim: int, lengths: Sequence[int], group: Group) -> list[Tensor]:
     """Each process's tensor, of that length along one dimension; what is sent is padded to the longest."""
-    stacked = gather(_padded(tensor, dim, max(lengths)), group)
+    stacked = gather(padded(tensor, dim, max(lengths)), group)
     return [part.narrow(dim, 0, length) for part, length in zip(stacked, lengths, strict=True)]
 
 
 def exchange_unequal(tensors: Sequence[Tensor], dim: int, group: Group) -> Tensor:
     """Tensor j goes to process j, whatever its length along one dimension; those that came, stacked."""
     longest = max(tensor.shape[dim] for tensor in tensors)
-    stacked = exchange(torch.stack([_padded(tensor, dim, longest) for tensor in tensors]), group)
+    stacked = exchange(torch.stack([padded(tensor, dim, longest) for tensor in tensors]), group)
     return stacked.narrow(dim + 1, 0, tensors[group.rank].shape[dim])
 
 
-def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
+def padded(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """With zeros up to a length along one dimension."""
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim]))
 
 

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from massieu.foundation.arguments import choice
 from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, uncompiled
+from massieu.ops import sink as with_sink
 from massieu.ops.attention import AttentionResult, of_problem
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import AttentionProblem, Scale, check_problem
+from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, check_band, check_problem, positions
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import (
     Group,
@@ -24,6 +25,13 @@ from massieu.ops.sharded.collectives import (
     replicate,
     total,
 )
+from massieu.ops.sharded.weights import (
+    ALL_KEYS,
+    for_own_queries,
+    layout_for_all_keys,
+    weights_for_own_keys,
+    with_weights,
+)
 
 Processes = ProcessGroup | DeviceMesh | None
 Placement = Literal["replicated", "sharded"]
@@ -32,12 +40,17 @@ Placement = Literal["replicated", "sharded"]
 @uncompiled
 def attention(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"],
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"],
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
+    window: Window = None,
+    query_offset: int = 0,
+    softcap: float | None = None,
+    sink: Sink = None,
+    sink_value: Float[Tensor, "... E"] | None = None,
     queries: Placement = "replicated",
     loss: Placement | None = None,
     group: Processes = None,
@@ -50,12 +63,15 @@ def attention(
     Args:
         query: the same on all processes, or this process's own, of any number; see `queries`.
         key, value: this process's, of any number, 0 included.
-        log_weight: for this process's keys, on all processes or on none; as in `massieu.ops.attention`, but with sharded
-            queries not one a query.
-        scale: as in `massieu.ops.attention`, the same on all processes; but a tensor of one number a query is replicated or
-            sharded as the queries are.
-        is_causal: query i sees keys 0 … i, numbered over all processes: those of process 0 first, then those of process 1,
-            …; sharded queries are numbered so too. Nothing is computed for keys that no query sees, and no mask is made.
+        log_weight: for this process's keys, on all processes or on none; as in `massieu.ops.attention`. With sharded
+            queries it is one a key for all queries; or, on all processes, one for each of this process's queries and each
+            key of all processes, those of process 0 first, which is sent to whoever holds the key.
+        scale, sink, sink_value: as in `massieu.ops.attention`, the same on all processes; but a tensor of one number (or
+            value) a query is replicated or sharded as the queries are. The sink is one key in all, not one a process.
+        is_causal, window, query_offset: as in `massieu.ops.attention`, with keys numbered over all processes: those of
+            process 0 first, then those of process 1, …; sharded queries are numbered so too. Nothing is computed for
+            queries that see none of a process's keys.
+        softcap: as in `massieu.ops.attention`.
         queries, loss: what is replicated, and what the objective is; see `massieu.ops.sharded`. `loss` is by default what
             `queries` is.
         group: a process group, a mesh of one dimension, or None for all processes.
@@ -78,18 +94,23 @@ def attention(
         >>> dist.destroy_process_group()
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    problem, found = _run((query, key, value, log_weight, scale, is_causal), True, queries, loss, group)
+    options = {"log_weight": log_weight, "scale": scale, "softcap": softcap, "sink": sink, "sink_value": sink_value}
+    problem, found = _run((query, key, value), options, (is_causal, window, query_offset), queries, loss, group)
     return AttentionResult(problem.restore(found.mean).to(query.dtype), problem.restore(found.log_partition))
 
 
 @uncompiled
 def log_partition(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
+    key: Float[Tensor, "*batch Hk N D"],
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
+    window: Window = None,
+    query_offset: int = 0,
+    softcap: float | None = None,
+    sink: Sink = None,
     queries: Placement = "replicated",
     loss: Placement | None = None,
     group: Processes = None,
@@ -107,7 +128,8 @@ def log_partition(
         >>> dist.destroy_process_group()
     """
     query, key = in_autocast_dtype(query, key)
-    problem, found = _run((query, key, None, log_weight, scale, is_causal), False, queries, loss, group)
+    options = {"log_weight": log_weight, "scale": scale, "softcap": softcap, "sink": sink}
+    problem, found = _run((query, key, None), options, (is_causal, window, query_offset), queries, loss, group)
     return problem.restore(found.log_partition)
 
 
@@ -117,36 +139,52 @@ def only(log_partition: Tensor) -> Partial:
 
 
 def _run(
-    arguments: tuple[Any, ...], has_values: bool, queries: Placement, loss: Placement | None, processes: Processes
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    options: dict[str, Any],
+    by_position: tuple[bool, Window, int],
+    queries: Placement,
+    loss: Placement | None,
+    processes: Processes,
 ) -> tuple[AttentionProblem, Partial]:
     """The checked problem, and its results in the common layout."""
     group = Group.of(processes)
 
-    def check() -> tuple[AttentionProblem, Call]:
+    def check() -> tuple[tuple[AttentionProblem, Band, Tensor | None], Call]:
         choice("queries", queries, "replicated", "sharded")
         choice("loss", loss, "replicated", "sharded", None)
         if queries == "sharded" and loss == "replicated":
             raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
-        problem = check_problem(*arguments)
-        if has_values and problem.value is None:
+        own = queries == "sharded" and for_own_queries(options["log_weight"], *tensors[:2])
+        of_keys: dict[str, Any] = options | {"log_weight": None} if own == ALL_KEYS else options
+        problem = check_problem(*tensors, **of_keys, is_causal=False)
+        # Of attention, which has this option.
+        if "sink_value" in options and problem.value is None:
             raise TypeError("value must be a tensor, got None; massieu.ops.sharded.log_partition needs no value")
-        tensors = {name: getattr(problem, name) for name in ("query", "key", "value", "log_weight", "scale")}
-        check_sendable(group, **tensors)
-        return problem, _call(problem, queries, loss or queries)
+        pairs = layout_for_all_keys(options["log_weight"], *tensors[:2]) if own else None
+        band = check_band(*by_position)
+        names = "query", "key", "value", "log_weight", "scale", "sink", "sink_value"
+        check_sendable(
+            group, **{name: getattr(problem, name) for name in names} | {"log_weight": options["log_weight"]}
+        )
+        call = _call(problem, options, by_position, queries, loss or queries)
+        if queries == "sharded" and options["log_weight"] is not None:
+            call = with_weights(call, pairs if own else problem.log_weight, own)
+        return (problem, band, pairs), call
 
-    problem, numbers_of = together(group, check)
+    (problem, band, pairs), numbers_of = together(group, check)
+    if "kind" in numbers_of:
+        problem = replace(problem, log_weight=weights_for_own_keys(problem.log_weight, pairs, numbers_of, group))
     eta, scale = problem.query, problem.scale
     if isinstance(scale, Tensor):
         eta, scale = (eta * scale).to(eta.dtype), 1.0
     first = sum(numbers_of["keys"][: group.rank])
 
     def answer(eta: Tensor) -> Partial:
-        asked = replace(problem, query=eta, scale=scale)
-        return _causal(asked, first) if problem.is_causal else _local(asked)
+        return _seen(replace(problem, query=eta, scale=scale), band, first)
 
     if queries == "sharded":
-        return problem, _of_own_queries(eta, answer, numbers_of["queries"], group)
-    found = merge(answer(replicate(eta, group)), group)
+        return problem, _with_sink(_of_own_queries(eta, answer, numbers_of["queries"], group), problem)
+    found = _with_sink(merge(answer(replicate(eta, group)), group), problem)
     return problem, found if loss != "sharded" else _own_copy(found, group)
 
 
@@ -156,34 +194,45 @@ def _local(problem: AttentionProblem) -> Partial:
     return Partial.of(AttentionResult(output[0], log_z)) if output else only(log_z)
 
 
-def _causal(problem: AttentionProblem, first: int) -> Partial:
-    """Query i over keys up to i, the first of which is number `first`."""
-    length, count = problem.query.shape[3], problem.key.shape[2]
-    last = first + count
-    # Queries before these keys see none of them, but belong to the graph; those within see some, those after all.
-    pieces = (
-        (slice(0, min(first, length)), slice(0, 0), False),
-        (slice(min(first, length), min(last, length)), slice(0, count), True),
-        (slice(min(last, length), length), slice(0, count), False),
-    )
-    parts = [
-        _local(replace(problem.narrow(rows, keys), is_causal=is_causal))
-        for rows, keys, is_causal in pieces
-        if rows.stop > rows.start or length == 0
-    ]
-    return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True)))
+def _seen(problem: AttentionProblem, band: Band, first: int) -> Partial:
+    """The results over this process's keys, the first of which is number `first`: of the queries that see one."""
+    if band is None:
+        return _local(problem)
+    (low, high), length, count = band, problem.query.shape[3], problem.key.shape[2]
+    start = min(length, max(0, first - high))
+    stop = length if low is None else min(length, max(start, first + count - low))
+    parts = []
+    for begin, end, seen in ((0, start, 0), (start, stop, count), (stop, length, 0)):
+        if end > begin:
+            # Queries that see none of these keys belong to the graph too.
+            near = None if low is None else low + begin - first, high + begin - first
+            place = positions(near, end - begin, seen) if seen else {}
+            parts.append(_local(replace(problem.narrow(slice(begin, end), slice(0, seen)), **place)))
+    return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True))) if parts else _local(problem)
 
 
-def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Call:
+def _with_sink(found: Partial, problem: AttentionProblem) -> Partial:
+    """The results over all keys and the sink, which is no process's own."""
+    if problem.sink is None:
+        return found
+    if problem.value is None:
+        return only(with_sink.shares(found.log_partition, problem)[0])
+    mean, level = with_sink.attention(found.mean, found.log_partition, problem)
+    return Partial(level, mean)
+
+
+def _call(
+    problem: AttentionProblem,
+    options: dict[str, Any],
+    by_position: tuple[bool, Window, int],
+    queries: Placement,
+    loss: Placement,
+) -> Call:
     """What must be equal on all processes, and what need not be."""
-    weight = problem.log_weight
-    if queries == "sharded" and weight is not None and weight.shape[3] > 1:
-        raise ValueError(
-            f"with sharded queries log_weight must be one a key for all queries, got {tuple(weight.shape[-2:])} for "
-            f"{problem.query.shape[3]} queries and {problem.key.shape[2]} keys"
-        )
     batch, key_heads, group, length, size = problem.query.shape
-    query, key, value, scale = problem.query, problem.key, problem.value, problem.scale
+    query, key, value = problem.query, problem.key, problem.value
+    is_causal, window, offset = by_position
+    given = {"scale": problem.scale} | {name: options.get(name) for name in ("sink", "sink_value")}
     alike = {
         "batch size": batch,
         "number of key heads": key_heads,
@@ -193,10 +242,15 @@ def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Cal
         "dtype": query.dtype,
         "queries": queries,
         "loss": loss,
-        "is_causal": problem.is_causal,
-        "presence of a log_weight": weight is not None,
-        "scale": "a tensor" if isinstance(scale, Tensor) else scale,
-    } | derivatives_wanted("the query", [query, scale], [key, value, weight])
+        "is_causal": is_causal,
+        "window": window,
+        "query_offset": offset,
+        "softcap": problem.softcap,
+        "presence of a log_weight": options["log_weight"] is not None,
+    }
+    for name, thing in given.items():
+        alike[name] = "a tensor" if isinstance(thing, Tensor) else thing if thing is None else float(thing)
+    alike |= derivatives_wanted("the query", [query, *given.values()], [key, value, options["log_weight"]])
     own, replicated = {"keys": key.shape[2]}, {}
     if queries == "sharded":
         own["queries"] = length
@@ -204,8 +258,10 @@ def _call(problem: AttentionProblem, queries: Placement, loss: Placement) -> Cal
         alike["number of queries"] = length
         replicated["query"] = query
     # One number for all queries is a parameter, wherever the queries are; one a query goes where it goes.
-    if isinstance(scale, Tensor) and (queries == "replicated" or scale.ndim == 0 or scale.shape[3] == 1):
-        replicated["scale"] = scale
+    whole = len(problem.lead) + 1
+    for name, thing in given.items():
+        if isinstance(thing, Tensor) and (queries == "replicated" or thing.ndim < whole):
+            replicated[name] = getattr(problem, name)
     return Call("attention" if value is not None else "log_partition", alike, replicated, own)
 
 
