@@ -108,6 +108,12 @@ def moments(query, key, value, **options):
     }
 
 
+def received(query, key, **options):
+    """Σ_i p_in of each key, without the null key of a sink."""
+    scores, weight, visible = tilted_scores(query, key, **options)
+    return normalised(scores + weight, visible)[0].sum(-2)[..., : key.shape[2]]
+
+
 def finite(tensor):
     """−inf, of queries that see nothing, as 0 without a gradient."""
     return tensor.where(tensor > -math.inf, 0.0)

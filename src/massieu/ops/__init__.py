@@ -4,6 +4,7 @@
 - `log_partition`: log Z alone;
 - `fisher_vp`: the covariance of the keys under the weights of each query, times a vector;
 - `attention_moments`: what the weights of each query look like: entropy, largest weight, moments of the scores;
+- `attention_received`: how much of the attention of all queries each key receives;
 - `linear_cross_entropy`, `info_nce`, `n_pairs`, `nca`: vocabulary, contrastive and metric losses as log Z − score;
 - `Partial`, `streaming`, `sharded`: results over blocks of keys, merged exactly; keys on disk, or on many processes;
 - `random_feature_log_partition`, `resample_attention`: estimates of log Z and of attention, with their errors.
@@ -16,6 +17,7 @@ from massieu.ops.fisher import fisher_vp
 from massieu.ops.moments import attention_moments, moments_backend
 from massieu.ops.partial import Partial
 from massieu.ops.random_features import random_feature_log_partition
+from massieu.ops.received import attention_received
 from massieu.ops.resampling import resample_attention
 from massieu.ops.store import AtomBlock, AtomStore
 from massieu.ops.vocabulary import linear_cross_entropy
@@ -27,6 +29,7 @@ __all__ = [
     "Partial",
     "attention",
     "attention_moments",
+    "attention_received",
     "fisher_vp",
     "info_nce",
     "linear_cross_entropy",
