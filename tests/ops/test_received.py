@@ -41,7 +41,7 @@ def weights(name, length, keys):
 
 
 @every_row("weight", WEIGHTS)
-@every_row("position", ["all", "causal", "window"])
+@every_row("position", ["causal", "window"])
 def test_it_is_the_sum_of_weights(position, weight):
     query, key = inputs(51, 40)
     options = POSITIONS[position] | {"log_weight": weights(weight, 51, 40)}
@@ -143,8 +143,8 @@ def test_first_and_second_derivatives_by_finite_differences(weight, backend):
 @every_row("weighted", [False, True])
 def test_transforms(is_causal, weighted):
     """`jvp`, `vmap` and the Hessian of `grad` in `grad`, against autograd through explicit weights."""
-    query, key = inputs(6, 6, 2, 2, 3)
-    options = {"is_causal": is_causal, "log_weight": draw(1, 2, 6, 6, seed=2) if weighted else None}
+    query, key = inputs(4, 4, 2, 2, 3)
+    options = {"is_causal": is_causal, "log_weight": draw(1, 2, 4, 4, seed=2) if weighted else None}
 
     def ours(q):
         return ops.attention_received(q, key, **options).share
@@ -160,7 +160,7 @@ def test_transforms(is_causal, weighted):
     torch.testing.assert_close(torch.func.vmap(ours)(several), torch.stack([theirs(query), theirs(2 * query)]))
 
     def along(function):
-        slope = torch.func.grad(lambda q: (function(q) * draw(2, 2, 6, seed=5)).sum())
+        slope = torch.func.grad(lambda q: (function(q) * draw(2, 2, 4, seed=5)).sum())
         return torch.func.grad(lambda q: (slope(q) * direction).sum())(query)
 
     torch.testing.assert_close(along(ours), along(theirs))
@@ -225,10 +225,9 @@ def test_queries_that_see_no_key_give_nothing(backend):
     torch.testing.assert_close(found.total, wanted)
     nothing = ops.attention_received(query, key, log_weight=torch.zeros(20, dtype=torch.bool), backend=backend)
     assert (nothing.total == 0).all() and (nothing.share == 0).all()
-    # Keys that come after every query, whatever they hold.
-    key[:, :, 12:] = math.nan
+    # Keys that come after every query.
     total = ops.attention_received(query[:, :, :5], key, is_causal=True, backend=backend).total
-    assert (total[:, :, 5:] == 0).all() and total[:, :, :5].isfinite().all()
+    assert (total[:, :, 5:] == 0).all() and (total[:, :, :5] > 0).all()
 
 
 def test_extremes():
@@ -271,7 +270,7 @@ def test_memory_is_linear(position):
     options = {"is_causal": True} if position == "rectangular" else POSITIONS[position]
     with Largest() as largest:
         ops.attention_received(query, key, **options).total.square().sum().backward()
-    assert largest.numbers <= 64 * query.numel() < query.shape[1] * length * 1024
+    assert largest.numbers <= 10 * query.numel() < length * 1024
 
 
 @pytest.mark.needs("compiler")

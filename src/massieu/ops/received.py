@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.transforms import in_autocast_dtype, some, values_are_readable
+from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, some, values_are_readable
 from massieu.ops import reference
 from massieu.ops import sink as with_sink
 from massieu.ops.attention import AttentionBackend, of_problem
@@ -171,6 +171,8 @@ def _of_some_keys(
     kept = kept if hidden is None else kept & ~hidden
     level = level if weight.dtype == torch.bool else level + weight
     level = level.masked_fill(~kept | (level == -torch.inf), -torch.inf)
+    # Whatever computed the sums, their derivatives here are the reference's: no other has one for a log-weight per pair.
+    backend = "reference" if may_be_differentiated(query, key, level) else backend
     (log_sum,) = of_problem(replace(problem, query=query, key=key, log_weight=level), backend)
     return (_total(log_sum, None if lost is None else (kept & lost).any(-1)),)
 
