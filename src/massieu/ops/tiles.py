@@ -92,17 +92,22 @@ class Plan:
 
         Args:
             work: gives numbers (b·Hk, G·rows, 1) of its slab's queries, and fills the slab's product.
-            levels: what these numbers are for queries that see no key, whose product is 0.
+            levels: what these numbers are for queries that see no key, whose product is 0; an integer's are int64.
         """
         query, value = self.problem.query, self.problem.value
-        results = [query.new_full(query.shape[:4], level) for level in levels]
+        results = [
+            query.new_full(query.shape[:4], level, dtype=torch.int64 if isinstance(level, int) else None)
+            for level in levels
+        ]
         products = [] if value is None else [query.new_zeros(*query.shape[:4], value.shape[-1])]
         for slab in self._slabs():
             found = [*work(slab), *([] if slab.product is None else [slab.product])]
-            none = slab.seen.count == 0
+            none = None if slab.seen.keep is None else slab.seen.count == 0
             for result, numbers, level in zip([*results, *products], found, [*levels, 0.0], strict=False):
                 part = slab.of(result)
-                part.copy_(numbers.view(part.shape)).masked_fill_(none if part.ndim == 4 else none[..., None], level)
+                part.copy_(numbers.view(part.shape))
+                if none is not None:
+                    part.masked_fill_(none if part.ndim == 4 else none[..., None], level)
         return *results, *products
 
     def _slabs(self) -> Iterator["Slab"]:
@@ -168,9 +173,9 @@ class Slab:
         """The slab's part of ``(B, Hk, G, L, C)`` as (b·Hk, G·rows, C)."""
         return self.of(tensor).reshape(self.shape[0] * self.shape[1], -1, tensor.shape[-1])
 
-    def new(self, *size: int) -> Tensor:
-        """A buffer ``(*size, b·Hk, G·rows, 1)``."""
-        return self.query.new_empty(*size, *self.query.shape[:2], 1)
+    def new(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A buffer ``(*size, b·Hk, G·rows, 1)``, of the query's dtype if no other is given."""
+        return self.query.new_empty(*size, *self.query.shape[:2], 1, dtype=dtype)
 
     def per_query(self, numbers: Tensor) -> Tensor:
         """From (#b, #Hk, #G, #rows) to (b·Hk, G·rows, 1)."""
