@@ -52,11 +52,11 @@ Formulas = dict[str, tuple[set[str], Callable[[Sums], Tensor], float]]
 
 MOMENTS: Formulas = {
     "log_partition": ({"top", "total"}, lambda of: of["top"] + of["total"].log(), -torch.inf),
-    "entropy": ({"total", "first"}, lambda of: of["total"].log() - of["first"] / of["total"], 0.0),
+    "entropy": ({"top", "total", "first"}, lambda of: of["total"].log() - of["first"] / of["total"], 0.0),
     "mean_score": ({"top", "total", "first"}, lambda of: of["top"] + of["first"] / of["total"], 0.0),
-    "score_variance": ({"total", "first", "second"}, _variance, 0.0),
-    "max_weight": ({"total"}, lambda of: 1 / of["total"], 0.0),
-    "collision": ({"total", "square"}, lambda of: (of["square"] / of["total"]).square_(), 0.0),
+    "score_variance": ({"top", "total", "first", "second"}, _variance, 0.0),
+    "max_weight": ({"top", "total"}, lambda of: 1 / of["total"], 0.0),
+    "collision": ({"top", "total", "square"}, lambda of: (of["square"] / of["total"]).square_(), 0.0),
     "prior_log_partition": (set(), lambda of: of["count"].log(), -torch.inf),
     "prior_mean_score": ({"mean"}, lambda of: of["mean"], 0.0),
     "prior_score_variance": ({"mean", "spread"}, lambda of: of["spread"].square() / of["count"], 0.0),
@@ -66,14 +66,14 @@ MOMENTS: Formulas = {
 """What each moment needs, its formula where there are no log-weights, and what it is for a query that sees no key."""
 
 WEIGHTED: Formulas = MOMENTS | {
-    "log_partition": ({"tilt", "total"}, lambda of: of["tilt"] + of["total"].log(), -torch.inf),
-    "entropy": ({"total", "excess"}, lambda of: of["total"].log() - of["excess"] / of["total"], 0.0),
-    "score_variance": ({"total", "first", "deviation"}, lambda of: of["deviation"] / of["total"], 0.0),
+    "log_partition": ({"top", "tilt", "total"}, lambda of: of["tilt"] + of["total"].log(), -torch.inf),
+    "entropy": ({"top", "total", "excess"}, lambda of: of["total"].log() - of["excess"] / of["total"], 0.0),
+    "score_variance": ({"top", "total", "first", "deviation"}, lambda of: of["deviation"] / of["total"], 0.0),
     "prior_log_partition": (set(), lambda of: of["prior"], -torch.inf),
     "prior_score_variance": ({"mean", "spread"}, lambda of: of["spread"], 0.0),
 }
 """The same with float log-weights w: `tilt` is the largest x + w, e = exp(x + w − tilt), `excess` Σe·(x + w − tilt) and
-`deviation` Σe·(x − E_p x)²; `tilt` then gets the largest score back, and `spread` is a variance under the prior."""
+`deviation` Σe·(x − E_p x)², `tilt` with the largest score added; `spread` is a variance under the prior."""
 
 Names = tuple[str, ...]
 
@@ -167,9 +167,7 @@ def summarise(tile: Tile, sums: Sums) -> None:
 def _shift(tile: Tile, sums: Sums) -> Tensor:
     """Make scores relative to each query's largest, which is returned, and find the first that has it."""
     scores, keys = tile.scores, tile.scores.shape[-1]
-    top = torch.amax(scores, -1, keepdim=True)
-    for name in sums.keys() & {"top"}:
-        sums[name].copy_(top)
+    top = torch.amax(scores, -1, keepdim=True, out=sums.get("top"))
     if "position" in sums and keys > COUNTED:
         torch.argmax(scores, -1, keepdim=True, out=sums["position"])
     scores.sub_(top)
