@@ -232,9 +232,13 @@ def _summarise_weighted(tile: Tile, log_weight: Tensor, prior: Tensor, sums: Sum
 
 
 @functools.cache
-def compiler_exists() -> bool:
-    """Whether `torch.compile` would find a C++ compiler."""
+def compiler_exists(device: str) -> bool:
+    """Whether `torch.compile` would find what it needs there: Triton for CUDA, a C++ compiler for the CPU."""
     # Here and not above: the compiler takes as long to import as all the rest of torch.
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

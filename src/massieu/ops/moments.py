@@ -239,8 +239,10 @@ class _Compiled(tiles.Blocks):
     name = "compiled"
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
-        reason = super().refuses(problem, *others)
-        return "no C++ compiler was found" if reason is None and not moment_blocks.compiler_exists() else reason
+        reason, kind = super().refuses(problem, *others), problem.query.device.type
+        if reason is None and not moment_blocks.compiler_exists(kind):
+            return "no C++ compiler was found" if kind == "cpu" else "Triton was not found, or has no such device"
+        return reason
 
 
 def _registry(problem: AttentionProblem, asked: str, names: tuple[str, ...]) -> tuple[backends.Backend, ...]:
@@ -250,7 +252,8 @@ def _registry(problem: AttentionProblem, asked: str, names: tuple[str, ...]) -> 
         tiles.Blocks(partial(moment_blocks.moments, names)),
         reference.Reference(partial(_by_reference, names)),
     )
-    repaid = asked != "auto" or (_Work.pairs >= REPAYING_PAIRS and moment_blocks.is_fusable(problem))
+    met = _Work.pairs >= REPAYING_PAIRS and problem.query.device.type == "cpu"
+    repaid = asked != "auto" or (met and moment_blocks.is_fusable(problem))
     return registry if repaid else registry[1:]
 
 

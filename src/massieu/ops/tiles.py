@@ -190,8 +190,7 @@ class Slab:
             return None
         weight = weight[..., self.seen.first : self.seen.last].to(self.query.dtype)
         weight = weight.masked_fill(weight == -torch.inf, 0.0)
-        # To look would make the processor wait for a device.
-        return weight if weight.device.type != "cpu" or bool(weight.any()) else None
+        return None if may_look(weight.device) and not bool(weight.any()) else weight
 
     def tiles(self) -> Iterator["Tile"]:
         """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses."""
@@ -300,10 +299,14 @@ def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
     if whole > first or end < last:
         kept = kept & _inside(problem.band, rows, first, last, device)
     count = kept.sum(-1).to(dtype)
-    if device.type == "cpu":
+    if may_look(device):
         return _narrowed(kept, count, first)
-    # To look where a mask hides would make the processor wait for the device.
     return Visible(count, first, last, first, last, kept.to(dtype))
+
+
+def may_look(device: torch.device) -> bool:
+    """Whether to look where a mask hides or weighs something: other processors than this one would have to be waited for."""
+    return device.type == "cpu"
 
 
 def _inside(band: Band, rows: slice, first: int, last: int, device: torch.device) -> Tensor:
