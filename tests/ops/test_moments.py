@@ -21,6 +21,7 @@ OPTIONS = {
     "weights": {"log_weight": draw(2, 4, 1, 53, seed=3).masked_fill(draw(53, seed=4) > 1, -math.inf)},
     "pairs": {"log_weight": draw(37, 53, seed=3) > 1.5},
     "window": {"window": (2, 1)},
+    "offset": {"is_causal": True, "query_offset": 7},
     "cap": {"softcap": 1.5},
     "sink": {"sink": draw(4, seed=5), "is_causal": True},
     "sink and weights": {"sink": 0.3, "log_weight": draw(53, seed=3)},

@@ -19,6 +19,9 @@ POSITIONS = {
     "window": {"window": (3, 1)},
     "causal window": {"is_causal": True, "window": 5},
     "long window": {"window": (2, 90)},
+    "offset": {"is_causal": True, "query_offset": 3},
+    "long offset": {"is_causal": True, "query_offset": 30},
+    "offset window": {"window": (1, 2), "query_offset": 4},
 }
 NEGATIVE = {"scale": -0.37, "is_causal": True}
 WEIGHTS = ("none", "keys kept", "keys", "queries", "pairs kept", "pairs")
@@ -42,7 +45,7 @@ def weights(name, length, keys):
 
 
 @every_row("weight", WEIGHTS)
-@every_row("position", ["causal", "window"])
+@every_row("position", ["causal", "offset window"])
 def test_it_is_the_sum_of_weights(position, weight):
     query, key = inputs(51, 40)
     options = POSITIONS[position] | {"log_weight": weights(weight, 51, 40)}

@@ -68,13 +68,14 @@ class _Work:
 @overload
 def attention_moments(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -84,13 +85,14 @@ def attention_moments(
 @overload
 def attention_moments(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -99,13 +101,14 @@ def attention_moments(
 ) -> MomentsResult[Tensor | None]: ...
 def attention_moments(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -119,8 +122,8 @@ def attention_moments(
     wanted, and on other devices, the reference computes it, differentiable any number of times.
 
     Args:
-        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value: as in `massieu.ops.attention`;
-            all moments but `max_position` are those with the sink as one more key, of score 0.
+        query, key, value, log_weight, scale, is_causal, window, query_offset, softcap, sink, sink_value: as in
+            `massieu.ops.attention`; all moments but `max_position` are those with the sink as one more key, of score 0.
         moments: which to compute, by the names of `MomentsResult`: ``{"entropy", "max_score"}``. The others are None. All by
             default; the output is there if there are values.
         backend: `moments_backend` says what "auto" takes.
@@ -145,7 +148,9 @@ def attention_moments(
         (4.0, 0.25)
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
+    problem = check_problem(
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
+    )
     choice("backend", backend, "auto", *BACKENDS)
     wanted = _checked(moments)
     names = wanted if problem.sink is None else _with_needed(wanted)
@@ -208,8 +213,8 @@ def _moved(position: Tensor, problem: AttentionProblem, sign: int) -> Tensor:
 
 def moments_backend(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
