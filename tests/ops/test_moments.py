@@ -11,7 +11,7 @@ from tests.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
-from massieu.ops import moment_blocks
+from massieu.ops import moment_blocks, moments
 from massieu.ops.moments import NAMES, MomentsResult
 
 OPTIONS = {
@@ -21,6 +21,7 @@ OPTIONS = {
     "weights": {"log_weight": draw(2, 4, 1, 53, seed=3).masked_fill(draw(53, seed=4) > 1, -math.inf)},
     "pairs": {"log_weight": draw(37, 53, seed=3) > 1.5},
     "window": {"window": (2, 1)},
+    "offset": {"is_causal": True, "query_offset": 7},
     "cap": {"softcap": 1.5},
     "sink": {"sink": draw(4, seed=5), "is_causal": True},
     "sink and weights": {"sink": 0.3, "log_weight": draw(53, seed=3)},
@@ -198,8 +199,24 @@ def test_some_inside_compiled_code():
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+def test_few_are_never_compiled_by_themselves(monkeypatch):
+    """Eager tiles are as quick, so that the scores of such calls repay no compilation either."""
+    query, key, _ = inputs(3, 3)
+    monkeypatch.setattr(moments._Work, "pairs", 0)
+    ops.attention_moments(query, key, moments=("entropy", "max_score", "max_position"))
+    assert moments._Work.pairs == 0
+    ops.attention_moments(query, key, moments=("collision",))
+    assert moments._Work.pairs == 2 * 4 * 3 * 3
+    monkeypatch.setattr(moments._Work, "pairs", moments.REPAYING_PAIRS)
+    monkeypatch.setattr(moment_blocks, "compiler_exists", lambda: True)
+    assert ops.moments_backend(query, key, moments=("entropy", "max_score")) == "blocks"
+    assert ops.moments_backend(query, key, moments=("entropy", "collision")) == "compiled"
+
+
 def test_refused_names():
     query, key, _ = inputs(3, 3)
+    with pytest.raises(ValueError, match="got 'mean'"):
+        ops.moments_backend(query, key, moments=["mean"])
     for given in ("entropy", 3, True, [1], [None], torch.ones(2)):
         with pytest.raises(TypeError, match="moments must be a collection of names"):
             ops.attention_moments(query, key, moments=given)

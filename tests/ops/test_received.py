@@ -19,7 +19,11 @@ POSITIONS = {
     "window": {"window": (3, 1)},
     "causal window": {"is_causal": True, "window": 5},
     "long window": {"window": (2, 90)},
+    "offset": {"is_causal": True, "query_offset": 3},
+    "long offset": {"is_causal": True, "query_offset": 30},
+    "offset window": {"window": (1, 2), "query_offset": 4},
 }
+NEGATIVE = {"scale": -0.37, "is_causal": True}
 WEIGHTS = ("none", "keys kept", "keys", "queries", "pairs kept", "pairs")
 
 
@@ -41,7 +45,7 @@ def weights(name, length, keys):
 
 
 @every_row("weight", WEIGHTS)
-@every_row("position", ["causal", "window"])
+@every_row("position", ["causal", "offset window"])
 def test_it_is_the_sum_of_weights(position, weight):
     query, key = inputs(51, 40)
     options = POSITIONS[position] | {"log_weight": weights(weight, 51, 40)}
@@ -172,7 +176,12 @@ def test_half_precision_rounds_no_log_partition(dtype, backend):
     """Log Z near 40: rounded to bfloat16 the totals would be wrong by a tenth."""
     query, key = (6 * tensor for tensor in inputs(size=16))
     query, key = query.to(dtype), key.to(dtype)
-    for options in ({"is_causal": True}, {"log_weight": draw(2, 1, 40, 40) > 0}, {"scale": torch.tensor([0.3])}):
+    for options in (
+        {"is_causal": True},
+        {"log_weight": draw(2, 1, 40, 40) > 0},
+        {"scale": torch.tensor([0.3])},
+        NEGATIVE,
+    ):
         found = ops.attention_received(query, key, backend=backend, **options).total
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), explicit.received(query, key, **options), atol=1e-4, rtol=1e-4)
@@ -203,6 +212,8 @@ def test_nan_and_infinity_reach_the_keys_that_see_them(backend, position, pairs)
         assert share[0, 1].isnan().all() and not share[1].isnan().any()
         rest = ~seen & (torch.arange(20) > 12)
         torch.testing.assert_close(total[rest], plain[rest])
+    hidden = {"log_weight": torch.arange(20) != 3}
+    assert not ops.attention_received(broken, key, backend=backend, **POSITIONS[position], **hidden).total[..., 3].any()
     broken = query.clone().requires_grad_(backend != "blocks")
     with torch.no_grad():
         broken[0, 1, 9] = math.nan

@@ -5,18 +5,19 @@ Moments under p are those of scores relative to the largest, so that no variance
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from massieu.foundation.numerics import LOG2_E
 from massieu.ops import tiles
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 from massieu.ops.tiles import HIDDEN, Plan, Slab, Tile
 
-PAIRS_PER_THREAD = 3 << 16
-"""Scores of a tile per thread: two float32 buffers of this size stay in a 2 MiB second-level cache."""
+PAIRS_PER_THREAD = 1 << 19
+"""Scores of a tile per thread. Two float32 buffers of this size are more than a second-level cache holds, and yet quicker
+than half of them: products of more rows are, and each operation is begun less often."""
 
 COMPILED_PAIRS_PER_THREAD = 1 << 20
 """The same where each is read from memory once, so that a tile need not fit the cache."""
@@ -28,14 +29,15 @@ VARIANTS = 32
 COUNTED = 1 << 24
 """Positions below this are float32 numbers."""
 
-LOG2_E = math.log2(math.e)
-
 Sums = dict[str, Tensor]
 """Of each query, those that the moments need, in the order in which they are found.
 
 `mean`, `spread`: mean and root sum of squares of the scores over visible keys. `top`: the largest score; `position`: its
 key. With x = score − top, e = exp(x): `total` Σe, `square` (Σe²)^½, `first` Σe·x, `second` Σe·x².
 """
+
+FEW, MORE = ("top", "total", "first"), ("second", "square", "mean", "spread")
+"""The sums of the two kinds of kernels: those of entropy and largest score alone, and all. Either also has positions."""
 
 Summarise = Callable[[Tile, Sums], None]
 """(tile, where its sums go, and `count`, its queries' visible keys); it overwrites the tile's buffers, and multiplies the
@@ -81,6 +83,11 @@ Names = tuple[str, ...]
 def is_fusable(problem: AttentionProblem) -> bool:
     """Whether tiles can be compiled: float log-weights have none."""
     return problem.log_weight is None or problem.log_weight.dtype == torch.bool
+
+
+def gains_compiled(names: Names, problem: AttentionProblem) -> bool:
+    """Whether compiled tiles would be quicker: not for those few sums that take as many passes eagerly."""
+    return is_fusable(problem) and any(MOMENTS[name][0] - {"position", *FEW} for name in names)
 
 
 def moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
@@ -265,10 +272,6 @@ def summarise_compiled(tile: Tile, sums: Sums) -> None:
     if "position" in sums:
         sums["position"].add_(tile.slab.seen.first)
     tile.multiply(tile.scratch[0], found["total"])
-
-
-FEW, MORE = ("top", "total", "first"), ("second", "square", "mean", "spread")
-"""The sums of the two kinds of kernels: those of entropy and largest score alone, and all. Either also has positions."""
 
 
 @functools.cache

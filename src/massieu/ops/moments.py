@@ -16,8 +16,8 @@ from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_prob
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
 
-REPAYING_PAIRS = 4e10
-"""So many scores make up for a compilation: about 15 s, against 0.4 ns saved a score."""
+REPAYING_PAIRS = 5e10
+"""So many scores make up for a compilation: about 15 s, against 0.3 ns saved a score."""
 
 
 Moment = TypeVar("Moment", Float[Tensor, "*query"], Float[Tensor, "*query"] | None)
@@ -68,13 +68,14 @@ class _Work:
 @overload
 def attention_moments(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -84,13 +85,14 @@ def attention_moments(
 @overload
 def attention_moments(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -99,13 +101,14 @@ def attention_moments(
 ) -> MomentsResult[Tensor | None]: ...
 def attention_moments(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -119,8 +122,8 @@ def attention_moments(
     wanted, and on other devices, the reference computes it, differentiable any number of times.
 
     Args:
-        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value: as in `massieu.ops.attention`;
-            all moments but `max_position` are those with the sink as one more key, of score 0.
+        query, key, value, log_weight, scale, is_causal, window, query_offset, softcap, sink, sink_value: as in
+            `massieu.ops.attention`; all moments but `max_position` are those with the sink as one more key, of score 0.
         moments: which to compute, by the names of `MomentsResult`: ``{"entropy", "max_score"}``. The others are None. All by
             default; the output is there if there are values.
         backend: `moments_backend` says what "auto" takes.
@@ -145,7 +148,9 @@ def attention_moments(
         (4.0, 0.25)
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
+    problem = check_problem(
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
+    )
     choice("backend", backend, "auto", *BACKENDS)
     wanted = _checked(moments)
     names = wanted if problem.sink is None else _with_needed(wanted)
@@ -153,7 +158,7 @@ def attention_moments(
     placed = problem.window is not None and "max_position" in names
 
     def compute(part: AttentionProblem) -> tuple[Tensor, ...]:
-        if backend == "auto" and chosen.name != "reference" and moment_blocks.is_fusable(part):
+        if backend == "auto" and chosen.name != "reference" and moment_blocks.gains_compiled(names, part):
             _Work.pairs += part.pairs
         results = chosen.forward(part)
         if not placed:
@@ -208,18 +213,20 @@ def _moved(position: Tensor, problem: AttentionProblem, sign: int) -> Tensor:
 
 def moments_backend(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
+    moments: Collection[str] | None = None,
 ) -> str:
     """Which backend ``attention_moments(..., backend="auto")`` would take now: "reference", "blocks" or "compiled".
 
     "reference" where "blocks" cannot go (gradients, transforms, other devices than the CPU); "compiled" once the calls
     of this process have met `REPAYING_PAIRS` scores, about what makes up for the compilation, and there is a C++
-    compiler; else "blocks". A window, soft cap or sink makes no difference.
+    compiler; else "blocks". A window, soft cap or sink makes no difference. Where only log-partitions, entropy, mean, largest
+    weight or largest score are asked for, "blocks" is as quick, and is taken.
 
     Raises:
         TypeError, ValueError: as `attention_moments`.
@@ -232,7 +239,7 @@ def moments_backend(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(query, key, value, log_weight, scale, is_causal)
-    return backends.choose("auto", _registry(problem, "auto", NAMES), problem).name
+    return backends.choose("auto", _registry(problem, "auto", _checked(moments)), problem).name
 
 
 class _Compiled(tiles.Blocks):
@@ -253,7 +260,7 @@ def _registry(problem: AttentionProblem, asked: str, names: tuple[str, ...]) -> 
         reference.Reference(partial(_by_reference, names)),
     )
     met = _Work.pairs >= REPAYING_PAIRS and problem.query.device.type == "cpu"
-    repaid = asked != "auto" or (met and moment_blocks.is_fusable(problem))
+    repaid = asked != "auto" or (met and moment_blocks.gains_compiled(names, problem))
     return registry if repaid else registry[1:]
 
 

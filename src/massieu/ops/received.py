@@ -32,12 +32,13 @@ class AttentionReceivedResult(NamedTuple):
 
 def attention_received(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
+    key: Float[Tensor, "*batch Hk N D"],
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     backend: AttentionBackend = "auto",
@@ -48,9 +49,10 @@ def attention_received(
     takes two passes of attention without an output: log Z, and then keys over queries in exchanged roles.
 
     Args:
-        query: (B, H, L, D), for results (B, H, N): each query head's own. Or (B, Hk, G, L, D), for results (B, Hk, G, N).
-        key, log_weight, scale, is_causal, window, softcap, sink: as in `massieu.ops.attention`. What a sink takes is no
-            key's: it receives L − Σ_n total from L queries that see something.
+        query: (*batch, H, L, D), for results (*batch, H, N): each query head's own. Or (*batch, Hk, G, L, D), for results
+            (*batch, Hk, G, N).
+        key, log_weight, scale, is_causal, window, query_offset, softcap, sink: as in `massieu.ops.attention`. What a sink
+            takes is no key's: it receives L − Σ_n total from L queries that see something.
         backend: as in `massieu.ops.attention`, for both passes.
 
     A query that sees no key gives nothing, whatever it holds. A query of NaN makes NaN of the keys that it sees, and a key of
@@ -68,7 +70,9 @@ def attention_received(
         [1.5, 0.5]
     """
     query, key = in_autocast_dtype(query, key)
-    problem = check_problem(query, key, None, log_weight, scale, is_causal, window, softcap, sink)
+    problem = check_problem(
+        query, key, None, log_weight, scale, is_causal, window, softcap, sink, query_offset=query_offset
+    )
     if isinstance(problem.scale, Tensor) or problem.scale <= 0:
         # Rounded once, for both passes alike.
         problem = replace(problem, query=problem.scaled_query(), key=problem.key.to(problem.dtype), scale=1.0)
@@ -85,15 +89,11 @@ def attention_received(
 def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBackend) -> Float[Tensor, "B Hk G N"]:
     """What each key receives from queries of these log-partitions."""
     length, keys = problem.query.shape[3], problem.key.shape[2]
-    if problem.is_causal and keys > length:
+    seen = min(keys, length + problem.offset) if problem.is_causal else keys
+    if seen < keys:
         # No query sees what comes after the last of them.
-        seen = _received(problem.narrow(slice(length), slice(length)), log_z, backend)
-        return F.pad(seen, (0, keys - length))
-    if problem.is_causal and length > keys:
-        early, late = slice(keys), slice(keys, length)
-        rest = replace(problem.narrow(late, slice(keys)), is_causal=False)
-        first = _received(problem.narrow(early, slice(keys)), log_z[..., early], backend)
-        return first + _received(rest, log_z[..., late], backend)
+        early = _received(problem.narrow(slice(length), slice(seen)), log_z, backend)
+        return F.pad(early, (0, keys - seen))
     weight, query = problem.log_weight, problem.query
     level, lost, silent = -log_z, None, ~log_z.isfinite()
     if not values_are_readable(silent) or some(silent):
@@ -129,6 +129,7 @@ def _exchanged(problem: AttentionProblem, level: Tensor) -> AttentionProblem:
         query=key.unsqueeze(2),
         key=query,
         log_weight=level[:, :, None, None],
+        offset=problem.offset + query.shape[2] - key.shape[2] if problem.is_causal else 0,
         window=None if window is None else (-window[1], -window[0]),
         sink=None,
     )
