@@ -55,9 +55,7 @@ class Flex:
     def forward(self, problem: AttentionProblem, *others: Tensor) -> Results:
         """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
         given = {name: getattr(problem, name) for name in ("query", "key", "value", "log_weight", "scale")}
-        learned = {
-            name: one for name, one in given.items() if isinstance(one, Tensor) and may_be_differentiated(one)
-        }
+        learned = {name: one for name, one in given.items() if isinstance(one, Tensor) and may_be_differentiated(one)}
         if torch.compiler.is_compiling() or not learned:
             return self._run(problem)
 
@@ -71,7 +69,9 @@ class Flex:
                 results = of(self._run)(*leaves)
             places = [place for place, one in enumerate(cotangents) if one is not None]
             # A gradient that the kernel leaves out is an error here, not zero.
-            return torch.autograd.grad([results[place] for place in places], leaves, [cotangents[place] for place in places])
+            return torch.autograd.grad(
+                [results[place] for place in places], leaves, [cotangents[place] for place in places]
+            )
 
         with torch.no_grad():
             known = self._run(problem)
@@ -148,7 +148,10 @@ def _attend(
         names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
         names += tuple(name.replace("kv", "q") for name in names)
         mask = BlockMask(
-            (query.shape[2], key.shape[2]), **dict(zip(names, blocks, strict=True)), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen
+            (query.shape[2], key.shape[2]),
+            **dict(zip(names, blocks, strict=True)),
+            BLOCK_SIZE=(BLOCK, BLOCK),
+            mask_mod=seen,
         )
     output, rest = flex_attention(
         query,
@@ -166,15 +169,14 @@ def _attend(
 
 
 def _tiles_of(problem: AttentionProblem) -> Results | None:
-    if problem.band is None:
+    query, band = problem.query, problem.band
+    if band is None:
         return None
-    query, size = problem.query, (problem.query.shape[3], problem.key.shape[2])
-    stream = None
-    if query.device.type == "cuda" and not torch.compiler.is_compiling():
-        stream = torch.cuda.current_stream(query.device).cuda_stream
-    if not values_are_readable(query) or (stream is not None and torch.cuda.is_current_stream_capturing()):
-        return _tiles(problem.band, *size, query.device)
-    return _kept_tiles(problem.band, *size, query.device, stream)
+    device, size = query.device, (query.shape[3], problem.key.shape[2])
+    on_cuda = device.type == "cuda"
+    if not values_are_readable(query) or (on_cuda and torch.cuda.is_current_stream_capturing()):
+        return _tiles(band, *size, device)
+    return _kept_tiles(band, *size, device, torch.cuda.current_stream(device).cuda_stream if on_cuda else None)
 
 
 def _tiles(band: Band, length: int, keys: int, device: torch.device) -> Results:
@@ -186,7 +188,8 @@ def _tiles(band: Band, length: int, keys: int, device: torch.device) -> Results:
     high = min(high, keys)
     query, key = (torch.arange(0, size, BLOCK, device=device) for size in (length, keys))
     # Keys minus queries, in the two corners of a tile.
-    least, most = key - query.unsqueeze(1) - (BLOCK - 1), key - query.unsqueeze(1) + (BLOCK - 1)
+    least = key - (query + BLOCK - 1).clamp(max=length - 1).unsqueeze(1)
+    most = (key + BLOCK - 1).clamp(max=keys - 1) - query.unsqueeze(1)
     whole = (query + BLOCK <= length).unsqueeze(1) & (key + BLOCK <= keys)
     full = (least >= low) & (most <= high) & whole
     part = (most >= low) & (least <= high) & ~full
