@@ -98,8 +98,11 @@ def assert_close(found, wanted, tolerance):
         assert error <= tolerance * finite(exact.double()).abs().max().clamp_min(1e-3), error
 
 
-@every_row("name, layout", [(name, layout) for name in OPTIONS for layout in LAYOUTS])
-def test_results(registered, name, layout):
+@pytest.mark.parametrize(
+    "layout", ["square", *(pytest.param(name, marks=pytest.mark.medium) for name in ("long keys", "long queries"))]
+)
+@every_row("name", OPTIONS)
+def test_results(registered, layout, name):
     registered()
     tensors, options = problem(layout, OPTIONS[name])
     found = ops.attention(*tensors, **options, backend="flex")
@@ -288,7 +291,7 @@ def test_shapes_and_devices_on_cuda(registered, monkeypatch, dtype):
             torch.empty(2, 3, 70, 40, dtype=dtype, device="cuda"),
         )
         value = torch.empty(2, 3, 70, 24, dtype=dtype, device="cuda")
-        for options in ({"window": 5}, {"log_weight": torch.empty(130, 70, device="cuda"), "softcap": 3.0}):
+        for options in ({"softcap": 1.0}, {"log_weight": torch.empty(130, 70, device="cuda"), "softcap": 3.0}):
             output, log_z = ops.attention(query, key, value, is_causal=True, **options, backend="flex")
             assert (output.shape, output.dtype, output.device.type) == ((2, 6, 130, 24), dtype, "cuda")
             assert (log_z.shape, log_z.dtype, log_z.device.type) == ((2, 6, 130), torch.float32, "cuda")
