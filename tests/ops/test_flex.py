@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo.testing
 from tests.ops.explicit import attention, draw, finite
 from tests.rows import every_row
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -285,7 +286,12 @@ def test_shapes_and_devices_on_cuda(registered, monkeypatch, dtype):
     """With tensors that say they are on CUDA, and hold nothing."""
     backend = registered()
     monkeypatch.setattr(type(backend), "device_type", "cuda")
+    tiles = flex._tiles((None, 0), 130, 70, torch.device("cpu"))
     with FakeTensorMode():
+        # Without CUDA, masks cannot be computed even so.
+        monkeypatch.setattr(
+            flex, "_tiles", lambda *given: tuple(one.new_empty(one.shape, device="cuda") for one in tiles)
+        )
         query, key = (
             torch.empty(2, 6, 130, 40, dtype=dtype, device="cuda"),
             torch.empty(2, 3, 70, 40, dtype=dtype, device="cuda"),
