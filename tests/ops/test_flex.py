@@ -290,7 +290,7 @@ def test_shapes_and_devices_on_cuda(registered, monkeypatch, dtype):
     with FakeTensorMode():
         # Without CUDA, masks cannot be computed even so.
         monkeypatch.setattr(
-            flex, "_tiles", lambda *given: tuple(one.new_empty(one.shape, device="cuda") for one in tiles)
+            flex, "_tiles", lambda *given: tuple(torch.empty(one.shape, dtype=one.dtype, device="cuda") for one in tiles)
         )
         query, key = (
             torch.empty(2, 6, 130, 40, dtype=dtype, device="cuda"),
