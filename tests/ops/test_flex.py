@@ -9,7 +9,6 @@ import torch
 import torch._dynamo.testing
 from tests.ops.explicit import attention, draw, finite
 from tests.rows import every_row
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as peer
 
 from massieu import ops
@@ -279,28 +278,6 @@ def test_refusals(registered, monkeypatch):
 def test_on_the_cpu_it_refuses():
     with pytest.raises(ValueError, match="it runs on CUDA, got cpu; 'reference' can"):
         ops.attention(*problem("square", {})[0], backend="flex")
-
-
-@every_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_shapes_and_devices_on_cuda(registered, monkeypatch, dtype):
-    """With tensors that say they are on CUDA, and hold nothing."""
-    backend = registered()
-    monkeypatch.setattr(type(backend), "device_type", "cuda")
-    tiles = flex._tiles((None, 0), 130, 70, torch.device("cpu"))
-    with FakeTensorMode():
-        # Without CUDA, masks cannot be computed even so.
-        monkeypatch.setattr(
-            flex, "_tiles", lambda *given: tuple(torch.empty(one.shape, dtype=one.dtype, device="cuda") for one in tiles)
-        )
-        query, key = (
-            torch.empty(2, 6, 130, 40, dtype=dtype, device="cuda"),
-            torch.empty(2, 3, 70, 40, dtype=dtype, device="cuda"),
-        )
-        value = torch.empty(2, 3, 70, 24, dtype=dtype, device="cuda")
-        for options in ({"softcap": 1.0}, {"log_weight": torch.empty(130, 70, device="cuda"), "softcap": 3.0}):
-            output, log_z = ops.attention(query, key, value, is_causal=True, **options, backend="flex")
-            assert (output.shape, output.dtype, output.device.type) == ((2, 6, 130, 24), dtype, "cuda")
-            assert (log_z.shape, log_z.dtype, log_z.device.type) == ((2, 6, 130), torch.float32, "cuda")
 
 
 @pytest.mark.medium

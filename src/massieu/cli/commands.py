@@ -322,10 +322,11 @@ def devices(
     with context.obj.loading():
         from massieu.cli import devices as shown
         from massieu.ops.survey import survey
+        from massieu.report.encode import plain
 
     found = survey(device, quick, progress=say)
     if json:
-        typer.echo(dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
+        typer.echo(dumps(plain(found.to_dict()), indent=1, ensure_ascii=False, allow_nan=False))
     else:
         shown.show(found)
     if not found.complete:
