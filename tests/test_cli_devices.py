@@ -14,6 +14,7 @@ from tests.test_cli import COMMAND, ENVIRONMENT, _is_bad, _run
 
 from massieu.ops import reference
 from massieu.ops import survey as room
+from massieu.ops.measure import DTYPES, PARTS
 from massieu.ops.survey import Measured, Survey, survey
 
 REGISTRY = sys.modules["massieu.ops.attention"]
@@ -28,7 +29,7 @@ def quick(monkeypatch):
             work()
         return {name: [2.0 if name == "SDPA" else 1.0] * 3 for name in works}
 
-    monkeypatch.setattr(room, "_seconds", seconds)
+    monkeypatch.setattr(room, "turns", seconds)
 
 
 def broken(monkeypatch, damage):
@@ -47,13 +48,13 @@ def test_every_backend_is_measured():
     assert found.complete
     missing = {True: set(), False: {"log_partition"}}
     names = ["SDPA", "fused", "blocks", "reference"]
-    assert [(row.dtype, row.name) for row in found.rows] == [(dtype, name) for dtype in room.DTYPES for name in names]
+    assert [(row.dtype, row.name) for row in found.rows] == [(dtype, name) for dtype in DTYPES for name in names]
     for row in found.rows:
-        assert set(row.errors) == set(room.PARTS[:2] if row.name == "blocks" else room.PARTS) - missing[row.own]
+        assert set(row.errors) == set(PARTS[:2] if row.name == "blocks" else PARTS) - missing[row.own]
         assert (row.share is None) == (row.name in ("SDPA", "blocks"))
         assert (row.forward_ratio, row.mebibytes) == (0.5 if row.own else 1.0, None)
         # Rounding, and not nothing.
-        assert 0 < row.errors["output"] < torch.finfo(room.DTYPES[row.dtype]).eps * 4
+        assert 0 < row.errors["output"] < torch.finfo(DTYPES[row.dtype]).eps * 4
         assert not row.excess
 
 

@@ -145,14 +145,9 @@ def _attend(
         def seen(item: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
             return (column >= row + low) & (column <= row + high)
 
-        names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-        names += tuple(name.replace("kv", "q") for name in names)
-        mask = BlockMask(
-            (query.shape[2], key.shape[2]),
-            **dict(zip(names, blocks, strict=True)),
-            BLOCK_SIZE=(BLOCK, BLOCK),
-            mask_mod=seen,
-        )
+        size, sides = (query.shape[2], key.shape[2]), (BLOCK, BLOCK)
+        part, places, full, full_places, *transposed = blocks
+        mask = BlockMask(size, part, places, full, full_places, *transposed[:4], BLOCK_SIZE=sides, mask_mod=seen)
     output, rest = flex_attention(
         query,
         key,
@@ -165,6 +160,7 @@ def _attend(
         kernel_options={"BACKEND": "TRITON"},
         return_aux=AuxRequest(lse=True),
     )
+    assert rest.lse is not None
     return output, rest.lse
 
 
