@@ -237,6 +237,30 @@ def test_tiles_are_those_of_the_whole_mask(low, high, length, keys):
     )
 
 
+def test_the_kernel_is_given_those_tiles(registered, monkeypatch):
+    registered()
+    query, key, value = (draw(1, 1, length, 16).float() for length in (300, 400, 400))
+    masks = []
+    monkeypatch.setattr(
+        peer, "flex_attention", lambda *given, **options: (masks.append(given[4]), peer.AuxOutput(query[..., 0]))
+    )
+    monkeypatch.setattr(REGISTRY.band, "apply", lambda function, problem: function(problem))
+    ops.log_partition(query, key, window=(150, 140), backend="flex")
+    mask = peer.create_block_mask(
+        lambda item, head, row, column: (column >= row - 150) & (column <= row + 140),
+        None,
+        None,
+        300,
+        400,
+        device="cpu",
+    )
+    assert torch.equal(masks[0].to_dense(), mask.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(masks[0], name), getattr(mask, name)), name
+    assert masks[0].shape == mask.shape
+    assert masks[0].BLOCK_SIZE == mask.BLOCK_SIZE
+
+
 def test_tiles_are_kept_and_few():
     flex._kept_tiles.cache_clear()
     (query, key, value), _ = problem("square", {})

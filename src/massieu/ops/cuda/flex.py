@@ -93,20 +93,20 @@ class Flex:
             weight = weight.squeeze(2) if heads[1] == 1 else weight.expand(-1, *heads, -1, -1).flatten(1, 2)
         # The kernel must have values, and the keys are at hand.
         value = key.detach()[..., :LEAST_SIZE] if problem.value is None else problem.value
-        tensors = (_laid_out(tensor) for tensor in (query.flatten(1, 2), key, value))
+        size = value.shape[-1]
+        query, key, value = (_laid_out(tensor) for tensor in (query.flatten(1, 2), key, value))
         # Text, because the compiler would take a number that differs between calls for a variable.
-        options = repr(scale), None if problem.softcap is None else repr(problem.softcap)
+        softcap = None if problem.softcap is None else repr(problem.softcap)
         attend = _attend if torch.compiler.is_compiling() else self._compiled
         with without_autocast(query.device):
-            output, log_z = attend(*tensors, weight, *options, _tiles_of(problem))
+            output, log_z = attend(query, key, value, weight, repr(scale), softcap, _tiles_of(problem))
         log_z = log_z.unflatten(1, heads)
-        return (log_z,) if problem.value is None else (output[..., : value.shape[-1]].unflatten(1, heads), log_z)
+        return (log_z,) if problem.value is None else (output[..., :size].unflatten(1, heads), log_z)
 
     @cached_property
     def _compiled(self) -> Callable[..., Results]:
-        return torch.compile(
-            _attend, backend=self.compiler, fullgraph=True, recompile_limit=256, isolate_recompiles=True
-        )
+        options = {"recompile_limit": 256, "isolate_recompiles": True}  # which the overloads do not know
+        return torch.compile(_attend, backend=self.compiler, fullgraph=True, **options)  # pyright: ignore[reportCallIssue]
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
