@@ -132,10 +132,14 @@ def conditional_mean(content: Json) -> str:
     return comparisons.compared(content["rows"]) + "\nAll in float64.\n\n" + table(head, cells)
 
 
+def _precision(row: Json) -> str:
+    return f"{row['dtype']}, D = {row['size']}{', causal' * row['is_causal']}"
+
+
 def on_cuda(content: Json) -> str:
     rows = [
         [
-            f"{row['dtype']}, D = {row['size']}{', causal' * row['is_causal']}",
+            _precision(row),
             *(f"{row['errors'][part]:.1e} (≤ {row['bars'][part]:.1e})" for part in row["bars"]),
             f"{row['errors']['log_partition']:.1e}",
             ratio(row["share"]),
@@ -154,9 +158,8 @@ def on_cuda(content: Json) -> str:
         "",
     ]
     whole = "" if content["complete"] else " The run was interrupted: some rows are missing."
-    parts = [
-        f"On one {content['device']}, times by CUDA events, beside the fastest of PyTorch's own or of the libraries.{whole}\n"
-    ]
+    beside = "beside the fastest of PyTorch's own or of the libraries"
+    parts = [f"On one {content['device']}, times by CUDA events, {beside}.{whole}\n"]
     parts += [comparisons.compared(content["rows"])]
     if rows:
         parts += ["Errors relative to float64; the bars are twice PyTorch's own and one rounding.\n", table(head, rows)]
@@ -172,13 +175,7 @@ def verdicts(name: str, content: Json) -> list[Verdict]:
         grown = [(f"memory of {row['moves']} moves", row["growth"] <= row["bar"]) for row in content["memory"]]
         return grown + [(f"{row['name']}, {row['dtype']}", row["error"] <= row["bar"]) for row in content["accuracy"]]
     rows = _probe_rows(content) if name == "probe" else content.get("rows", [])
-    right = (
-        [
-            (f"errors, {row['dtype']}, D = {row['size']}{', causal' * row['is_causal']}", row["met"])
-            for row in content.get("accuracy", [])
-        ]
-        if name == "on_cuda"
-        else []
-    )
+    accuracy = content.get("accuracy", []) if name == "on_cuda" else []
+    right = [(f"errors, {_precision(row)}", row["met"]) for row in accuracy]
     found = [(f"{row['name']}, beside {row['reference']}", comparisons.met(row)) for row in rows]
     return right + [(what, met) for what, met in found if met is not None]
