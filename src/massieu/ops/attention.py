@@ -8,12 +8,22 @@ from torch import Tensor
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.cuda.cudnn import CUDNN
+from massieu.ops.cuda.efficient import EFFICIENT
+from massieu.ops.cuda.flash import FLASH
 from massieu.ops.fused import CPU
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
-AttentionBackend = Literal["auto", "fused", "blocks", "reference"]
+AttentionBackend = Literal["auto", "fused", "cudnn", "flash", "efficient", "blocks", "reference"]
 
-BACKENDS: tuple[backends.Backend, ...] = (CPU, tiles.Blocks(tiles.attention), reference.Reference(reference.attention))
+BACKENDS: tuple[backends.Backend, ...] = (
+    CPU,
+    CUDNN,
+    FLASH,
+    EFFICIENT,
+    tiles.Blocks(tiles.attention),
+    reference.Reference(reference.attention),
+)
 """In order of preference."""
 
 
@@ -145,4 +155,5 @@ def log_partition(
 
 def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
     """Output, where there are values, and log Z, in the common layout and without the sink."""
-    return band.apply(backends.choose(backend, BACKENDS, problem).forward, problem)
+    chosen = backends.choose(backend, BACKENDS, problem)
+    return chosen.forward(problem) if chosen.bands else band.apply(chosen.forward, problem)
