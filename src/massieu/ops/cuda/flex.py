@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from massieu.foundation.transforms import in_functorch, may_be_differentiated, values_are_readable, without_autocast
 from massieu.ops import reference
+from massieu.ops.cuda import proof
 from massieu.ops.differentiable import BlockSum
 from massieu.ops.shapes import AttentionProblem, Band
 
@@ -32,6 +33,7 @@ class Flex:
     """The backend of FlexAttention."""
 
     name = "flex"
+    bands = True
     device_type = "cuda"
     compiler = "inductor"
 
@@ -50,7 +52,7 @@ class Flex:
             return "it needs at least one query and one key"
         if weight is not None and weight.numel() >= 2**31:
             return f"it counts log-weights with 32 bits, got {weight.numel():,} of them"
-        return None
+        return proof.failure(self, problem)
 
     def forward(self, problem: AttentionProblem, *others: Tensor) -> Results:
         """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
