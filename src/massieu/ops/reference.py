@@ -27,7 +27,7 @@ class Reference:
     """The backend that is right everywhere."""
 
     forward: Callable[..., tuple[Tensor, ...]]
-    name = "reference"
+    name, bands = "reference", False
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
         """Nothing."""

@@ -28,7 +28,7 @@ class Blocks:
     """A backend that works in tiles."""
 
     forward: Callable[..., tuple[Tensor, ...]]
-    name = "blocks"
+    name, bands = "blocks", False
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
         """Why tiles cannot take this problem."""
