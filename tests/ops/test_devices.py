@@ -85,9 +85,7 @@ class Unread(TorchDispatchMode):
 
 HOT = {
     **{name: functools.partial(function, backend="blocks") for name, function in FUNCTIONS.items()},
-    **{
-        f"{name}, reference": functools.partial(function, backend="reference") for name, function in FUNCTIONS.items()
-    },
+    **{f"{name}, reference": functools.partial(function, backend="reference") for name, function in FUNCTIONS.items()},
 }
 
 

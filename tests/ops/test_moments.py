@@ -208,7 +208,7 @@ def test_few_are_never_compiled_by_themselves(monkeypatch):
     ops.attention_moments(query, key, moments=("collision",))
     assert moments._Work.pairs == 2 * 4 * 3 * 3
     monkeypatch.setattr(moments._Work, "pairs", moments.REPAYING_PAIRS)
-    monkeypatch.setattr(moment_blocks, "compiler_exists", lambda: True)
+    monkeypatch.setattr(moment_blocks, "compiler_exists", lambda device: True)
     assert ops.moments_backend(query, key, moments=("entropy", "max_score")) == "blocks"
     assert ops.moments_backend(query, key, moments=("entropy", "collision")) == "compiled"
 
