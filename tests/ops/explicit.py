@@ -108,7 +108,7 @@ def moments(query, key, value, **options):
         "prior_mean_score": prior_mean,
         "prior_score_variance": (prior * (scores - prior_mean.unsqueeze(-1)).square()).sum(-1),
         "max_score": hide(top, visible),
-        "max_position": torch.full(place.shape[:-1], -1) if empty else _first_of_largest(place),
+        "max_position": torch.full(place.shape[:-1], -1) if place.shape[-1] == 0 else _first_of_largest(place),
     }
 
 
