@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
-from massieu.ops import tiles
+from massieu.ops import received, tiles
 from massieu.ops.shapes import AttentionProblem, at_once
 
 QUERY, KEY, VALUE = draw(2, 4, 9, 3), draw(2, 2, 7, 3, seed=1), draw(2, 2, 7, 2, seed=2)
@@ -36,6 +36,7 @@ FUNCTIONS = {
     "attention": lambda **options: ops.attention(QUERY, KEY, VALUE, **options),
     "attention_moments": lambda **options: ops.attention_moments(QUERY, KEY, VALUE, **options),
     "fisher_vp": lambda **options: (ops.fisher_vp(QUERY, KEY, QUERY, **options),),
+    "attention_received": lambda **options: ops.attention_received(QUERY, KEY, **options),
 }
 
 
@@ -44,7 +45,8 @@ FUNCTIONS = {
 def test_masks_that_nobody_looks_at_hide_the_same(function, options, monkeypatch):
     wanted = function(**options, backend="reference")
     with monkeypatch.context() as patch:
-        patch.setattr(tiles, "may_look", lambda device: False)
+        for module in (tiles, received):
+            patch.setattr(module, "may_look", lambda device: False)
         found = function(**options, backend="blocks")
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -92,7 +94,8 @@ HOT = {
 @every_row("function", HOT.values(), ids=HOT)
 def test_nothing_is_read_on_the_way(function, monkeypatch):
     """What runs on CUDA as it is, forward: a value that is asked for there holds up all work."""
-    monkeypatch.setattr(tiles, "may_look", lambda device: False)
+    for module in (tiles, received):
+        monkeypatch.setattr(module, "may_look", lambda device: False)
     for options in OPTIONS.values():
         with torch.no_grad(), Unread():
             function(**options)
@@ -139,6 +142,7 @@ def test_on_cuda_all_stays_there(cuda, backend, mask, band, dtype):
             ops.attention(query, key, value, **options),
             ops.attention_moments(query, key, value, **options),
             ops.fisher_vp(query, key, query, **options),
+            ops.attention_received(query, key, **options),
         ]
     tensors = pytree.tree_leaves(found)
     assert {tensor.device.type for tensor in tensors} == {"cuda"}

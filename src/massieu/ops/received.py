@@ -19,6 +19,7 @@ from massieu.ops import sink as with_sink
 from massieu.ops.attention import AttentionBackend, of_problem
 from massieu.ops.differentiable import recomputed
 from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, check_problem, hidden_by_position, slices
+from massieu.ops.tiles import may_look
 
 
 class AttentionReceivedResult(NamedTuple):
@@ -96,7 +97,7 @@ def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBacken
         return F.pad(early, (0, keys - seen))
     weight, query = problem.log_weight, problem.query
     level, lost, silent = -log_z, None, ~log_z.isfinite()
-    if not values_are_readable(silent) or some(silent):
+    if not may_look(silent.device) or not values_are_readable(silent) or some(silent):
         # Such queries give nothing here; a log Z that is no number is shown to the keys in the end.
         lost, level = silent & (log_z != -torch.inf), level.masked_fill(silent, -torch.inf)
         query = query.masked_fill(silent.unsqueeze(-1), 0.0)
