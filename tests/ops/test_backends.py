@@ -175,7 +175,9 @@ def test_what_it_lacks_it_says(name, dtype, monkeypatch):
         assert all(taken(name, each, "square", DTYPES[dtype]) is None for each in OPTIONS.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.medium if name == "flex" else []) for name in NAMES]
+)
 def test_nan_stays_and_stays_where_it_is(name, monkeypatch):
     for dtype in (each for each in DTYPES if (name, each) not in NOT_ITS_DTYPE):
         query, key, value = tensors("square", DTYPES[dtype])

@@ -84,7 +84,8 @@ def attention(
         backend: "auto" takes the first of these that does not refuse. "fused": PyTorch's fused CPU kernel, exact
             gradients for both results, no soft cap. "flex": FlexAttention on CUDA, compiled by Triton at the first call.
             "blocks": tiles of scores, on the CPU and on CUDA, where no derivative may be wanted.
-            "reference": plain operations, in blocks of queries that are computed again in the backward pass; right on every device, CUDA too.
+            "reference": plain operations, in blocks of queries that are computed again in the backward pass; right on
+            every device, CUDA too.
 
     Both are differentiable any number of times, forwards too, and under `torch.func` transforms; second derivatives are
     computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate
