@@ -207,7 +207,7 @@ def test_no_query_and_no_key(name, monkeypatch):
 
 DRAWS = {1: 10, 0.1: 10, 0.01: 60, 0.001: 400}
 SHARES = [
-    pytest.param(name, dtype, ratio, marks=pytest.mark.slow if ratio == 0.001 else pytest.mark.medium)
+    pytest.param(name, dtype, ratio, marks=pytest.mark.slow if ratio == 0.001 or name == "flex" else pytest.mark.medium)
     for name, dtype, ratio in itertools.product(NAMES, ("float32", "bfloat16", "float16"), DRAWS)
     if name != "blocks" and (name, dtype) not in NOT_ITS_DTYPE
 ]
