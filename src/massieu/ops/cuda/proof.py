@@ -102,8 +102,11 @@ class Layout:
         place, kind = self.mask.split(", ")
         shape = (2, 1, 1, length if place == "pairs" else 1, keys)
         kept = torch.tensor(numbers.random(shape) < 0.8, device=device)
-        # Rows that see nothing belong to what is proved.
-        kept[0, ..., :3, :] = kept[0, ..., :3, :] & torch.tensor(place == "keys", device=device)
+        # Rows that see nothing belong to what is proved: of single queries, of a whole item, and before the first key.
+        if place == "pairs":
+            kept[0, ..., :3, :] = False
+        else:
+            kept[0], kept[1, ..., :3] = False, False
         if kind == "bool":
             return kept
         weight = torch.tensor(numbers.standard_normal(shape), dtype=torch.float32, device=device)
