@@ -132,6 +132,41 @@ def conditional_mean(content: Json) -> str:
     return comparisons.compared(content["rows"]) + "\nAll in float64.\n\n" + table(head, cells)
 
 
+def _precision(row: Json) -> str:
+    return f"{row['dtype']}, D = {row['size']}{', causal' * row['is_causal']}"
+
+
+def on_cuda(content: Json) -> str:
+    rows = [
+        [
+            _precision(row),
+            *(f"{row['errors'][part]:.1e} (≤ {row['bars'][part]:.1e})" for part in row["bars"]),
+            f"{row['errors']['log_partition']:.1e}",
+            ratio(row["share"]),
+            verdict(row["met"]),
+        ]
+        for row in content.get("accuracy", [])
+    ]
+    head = [
+        "precision",
+        "output",
+        "for the query",
+        "for the key",
+        "for the value",
+        "log Z",
+        "share of log Z's gradient",
+        "",
+    ]
+    whole = "" if content["complete"] else " The run was interrupted: some rows are missing."
+    beside = "beside the fastest of PyTorch's own or of the libraries"
+    parts = [f"On one {content['device']}, times by CUDA events, {beside}.{whole}\n"]
+    parts += [comparisons.compared(content["rows"])]
+    if rows:
+        parts += ["Errors relative to float64; the bars are twice PyTorch's own and one rounding.\n", table(head, rows)]
+    parts += [f"* Not measured: {name}: {reason}" for name, reason in content["lost"].items()]
+    return "\n".join(parts) + "\n"
+
+
 def verdicts(name: str, content: Json) -> list[Verdict]:
     """Every bar of a result file, and whether it is met."""
     if name == "fixed_points":
@@ -140,5 +175,7 @@ def verdicts(name: str, content: Json) -> list[Verdict]:
         grown = [(f"memory of {row['moves']} moves", row["growth"] <= row["bar"]) for row in content["memory"]]
         return grown + [(f"{row['name']}, {row['dtype']}", row["error"] <= row["bar"]) for row in content["accuracy"]]
     rows = _probe_rows(content) if name == "probe" else content.get("rows", [])
+    accuracy = content.get("accuracy", []) if name == "on_cuda" else []
+    right = [(f"errors, {_precision(row)}", row["met"]) for row in accuracy]
     found = [(f"{row['name']}, beside {row['reference']}", comparisons.met(row)) for row in rows]
-    return [(what, met) for what, met in found if met is not None]
+    return right + [(what, met) for what, met in found if met is not None]

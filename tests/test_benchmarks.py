@@ -3,6 +3,7 @@
 import importlib
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -27,7 +28,7 @@ def _module(name: str) -> ModuleType:
 
 
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
-lengths, losses, page = map(_module, ("lengths", "losses", "page"))
+lengths, losses, on_cuda, page = map(_module, ("lengths", "losses", "on_cuda", "page"))
 conditional_mean, scaling = map(_module, ("conditional_mean", "scaling"))
 RESULTS = page.read(FOLDER / "results")
 
@@ -217,7 +218,7 @@ def test_each_result_has_its_place_and_its_command():
     commands = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("BENCHMARKS :="))
     for name in RESULTS:
         assert name in scripts, f"benchmarks/{name}.py is missing"
-        assert name in commands.split(), f"make bench leaves out benchmarks/{name}.py"
+        assert name == "on_cuda" or name in commands.split(), f"make bench leaves out benchmarks/{name}.py"
         assert f"`python benchmarks/{name}.py`" in page.page(RESULTS)
 
 
@@ -249,6 +250,85 @@ def test_the_page_of_a_fixture():
     )
     assert "| work | 250 ms | 1 s | 4.00 |" in text
     assert text.index("## Attention, log Z, moments") < text.index("## new") < text.index("## CUDA: not measured")
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few(monkeypatch, tmp_path) -> dict:
+    """A case of each kind at a size for the CPU, timed once, written elsewhere."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+
+    def once(works: dict, device: torch.device, seconds: float) -> dict[str, list[float]]:
+        for work in works.values():
+            work()
+        return {name: [1.0 if name == on_cuda.OURS else 1.02] * 3 for name in works}
+
+    monkeypatch.setattr(on_cuda, "turns", once)
+    chosen = {
+        f"{key_heads} key heads{', causal' * is_causal}": on_cuda.Case(
+            partial(on_cuda._attention, "bfloat16", 64, 64, is_causal, key_heads, backward), 1.05, 1.2
+        )
+        for key_heads, backward, is_causal in ((16, False, True), (4, True, False))
+    }
+    monkeypatch.setattr(on_cuda, "LENGTHS", (16, 32, 64, 128))
+    monkeypatch.setattr(on_cuda, "SIZES", (16,))
+    return chosen | {"loss": on_cuda.Case(partial(on_cuda._losses, torch.bfloat16, 8, 16, 32), 1.1)}
+
+
+def test_the_cases_of_cuda_run(few):
+    assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 0
+    found = page.read(harness.RESULTS)["on_cuda"]
+    assert [row["name"] for row in found["rows"]] == list(few)
+    assert [row["reference"] for row in found["rows"][:2]] == ["SDPA", "SDPA"]
+    assert all(row["met"] and row["rounds"] == 3 for row in found["rows"])
+    assert set(found["lost"]) <= {"liger_kernel", "cut_cross_entropy"}
+    assert all(row["met"] for row in found["accuracy"])
+    text = page.page(_fixture() | {"on_cuda": found})
+    assert "## CUDA\n" in text
+    assert "CUDA: not measured" not in text
+    assert "On one some device" in text
+    assert "| 16 key heads, causal | SDPA | 1 s / 1.02 s | 0.98 [0.98, 0.98] | ≤ 1.05 |" in text
+    assert "some rows are missing" not in text
+    assert "**9 of 10 bars are met.**" in text
+
+
+def test_an_interrupted_run_on_cuda_goes_on(few, monkeypatch, capsys):
+    turns, places = on_cuda.turns, iter(range(9))
+
+    def interrupted(*given):
+        if next(places) == 1:
+            raise KeyboardInterrupt
+        return turns(*given)
+
+    monkeypatch.setattr(on_cuda, "turns", interrupted)
+    monkeypatch.setattr(on_cuda, "accuracy", lambda device: [])
+    assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 130
+    assert capsys.readouterr().err == "interrupted: 1 of 3 cases are kept\n"
+    kept = page.read(harness.RESULTS)["on_cuda"]
+    assert (len(kept["rows"]), kept["complete"]) == (1, False)
+    assert "some rows are missing" in page.page({"on_cuda": kept})
+    assert on_cuda._earlier(harness.RESULTS / "on_cuda.json", "another device") == {}
+    assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 0
+    done = page.read(harness.RESULTS)["on_cuda"]
+    assert [row["name"] for row in done["rows"]] == list(few)
+    assert (done["complete"], next(places)) == (True, 4)
+    assert on_cuda._earlier(harness.RESULTS / "on_cuda.json", "some device") == {}
+
+
+def test_the_cases_of_cuda_are_those_of_the_bars():
+    names = on_cuda.cases()
+    assert len(names) == 2 * 2 * 4 * 2 * 2 * 2 + 2
+    assert {case.time_bar for name, case in names.items() if name.endswith("forward")} == {1.05}
+    assert {case.time_bar for name, case in names.items() if name.endswith("backward")} == {1.1}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
+def test_without_cuda_the_benchmark_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["on_cuda.py"])
+    assert on_cuda.main() == 2
+    assert capsys.readouterr().err == "benchmarks/on_cuda.py needs a CUDA device, and PyTorch finds none here\n"
 
 
 def test_the_page_says_what_is_extrapolated():

@@ -35,6 +35,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     assert_type(found.output, Tensor)
     assert_type(found.log_partition, Tensor)
     assert_type(ops.attention_moments(query, key).entropy, Tensor)
+    assert_type(ops.attention_moments(query, key, moments={"entropy"}).entropy, Tensor | None)
+    assert_type(ops.attention_received(query, key).total, Tensor)
     return massieu.ops.attention(query, key, value).output
 
 

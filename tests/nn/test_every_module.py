@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from massieu import measures
 from massieu import nn as modules
 from massieu.energy import activations
+from massieu.testing.checks import no_values
 
 SIZE = 8
 HEADS = torch.tensor([0.5, 0.25])
@@ -158,13 +159,18 @@ def test_every_public_class_has_a_case():
 @pytest.mark.medium
 @every_row("name", NAMES)
 def test_on_meta_a_module_is_made_and_computes_shapes(name: str):
+    """So it does on a GPU, where no tensor of the CPU may take part and no value should be asked for."""
     wanted = output(made(name))
     with torch.device("meta"):
         inside = made(name)
     for module in (inside, made(name, device="meta")):
         assert all(tensor.is_meta for tensor in module.state_dict().values())
-        found = output(module, tokens(device="meta"))
+        with no_values():
+            given = tokens().to("meta").requires_grad_()
+            found = output(module, given)
+            found.sum().backward()
         assert (found.is_meta, found.shape, found.dtype) == (True, wanted.shape, wanted.dtype)
+        assert given.grad is not None
 
 
 @pytest.mark.medium

@@ -144,6 +144,9 @@ def test_moments_are_those_of_the_matrix_of_weights(options: dict[str, bool], si
         torch.testing.assert_close(output, plain[0], rtol=1e-10, atol=1e-12)
         assert (weights is None) == (not masks["need_weights"])
     assert bool(torch.autograd.grad(moments.entropy.sum(), tokens)[0].any())
+    some = module(tokens, need_moments=("entropy", "max_position"), **masks)[2]
+    assert torch.equal(some.entropy, moments.entropy) and torch.equal(some.max_position, moments.max_position)
+    assert some.log_partition is None and some.output is None
     alone = module(tokens[0], need_moments=True, is_causal=True)[2]
     assert alone.entropy.shape == (2, 6)
 

@@ -94,6 +94,7 @@ def moments(query, key, value, **options):
     log_p = scores + weight - level.unsqueeze(-1)
     largest = [p, torch.where(visible, scores, -math.inf)]
     empty = scores.shape[-1] == 0
+    place = torch.where(visible, scores, -math.inf)[..., : key.shape[2]].detach()
     most, top = (x.sum(-1) if empty else x.amax(-1) for x in largest)
     return {
         "output": torch.einsum("bhln,bhne->bhle", p, of_heads(value, query, options)),
@@ -107,7 +108,20 @@ def moments(query, key, value, **options):
         "prior_mean_score": prior_mean,
         "prior_score_variance": (prior * (scores - prior_mean.unsqueeze(-1)).square()).sum(-1),
         "max_score": hide(top, visible),
+        "max_position": torch.full(place.shape[:-1], -1) if place.shape[-1] == 0 else _first_of_largest(place),
     }
+
+
+def _first_of_largest(scores):
+    largest = scores == scores.amax(-1, keepdim=True)
+    place = torch.arange(scores.shape[-1]).where(largest, scores.shape[-1]).amin(-1)
+    return torch.where((scores > -math.inf).any(-1), place, -1)
+
+
+def received(query, key, **options):
+    """Σ_i p_in of each key, without the null key of a sink."""
+    scores, weight, visible = tilted_scores(query, key, **options)
+    return normalised(scores + weight, visible)[0].sum(-2)[..., : key.shape[2]]
 
 
 def finite(tensor):

@@ -35,6 +35,7 @@ CALLS = {
     "attention": (ops.attention, {"query": Q, "key": K, "value": V}),
     "log_partition": (ops.log_partition, {"query": Q, "key": K}),
     "attention_moments": (ops.attention_moments, {"query": Q, "key": K, "value": V}),
+    "attention_received": (ops.attention_received, {"query": Q, "key": K}),
     "moments_backend": (ops.moments_backend, {"query": Q, "key": K, "value": V}),
     "fisher_vp": (ops.fisher_vp, {"query": Q, "key": K, "vector": Q}),
     "random_feature_log_partition": (

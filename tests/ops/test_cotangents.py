@@ -39,11 +39,11 @@ def gradients(attention, tensors, cotangents):
     return torch.autograd.grad(attention(*tensors), tensors, cotangents, allow_unused=True)
 
 
-def arrived(tensors, grad, level, **options):
+def arrived(tensors, grad, level, backend="auto", **options):
     """Which share of log Z's gradient is among query's and key's, beside the output's: its projection."""
 
     def ours(*tensors):
-        return tuple(ops.attention(*tensors, **options))
+        return tuple(ops.attention(*tensors, **options, backend=backend))
 
     def exact(*tensors):
         return explicit(*(tensor.double() for tensor in tensors), **options)

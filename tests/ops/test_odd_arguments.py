@@ -54,6 +54,7 @@ def calls(folder):
         "attention with a sink": (ops.attention, SCORED | {"value": V, "sink": 0.5, "sink_value": V[0, 0, 0]}),
         "log_partition": (ops.log_partition, POSITIONED | {"softcap": None}),
         "attention_moments": (ops.attention_moments, POSITIONED | {"value": V, "softcap": None}),
+        "attention_received": (ops.attention_received, POSITIONED | {"softcap": None}),
         "moments_backend": (ops.moments_backend, SCORED | {"value": V}),
         "fisher_vp": (ops.fisher_vp, POSITIONED | {"vector": Q}),
         "random_feature_log_partition": (

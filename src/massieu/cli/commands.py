@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -305,6 +306,33 @@ def verify(
         say(f"{_interrupted(context.obj)}: what is missing was not checked")
         raise typer.Exit(context.obj.status)
     if not result.ok:
+        raise typer.Exit(FAILED)
+
+
+@app.command(
+    epilog="\b\nExamples:\n  massieu devices\n  massieu devices --device cuda:1 --quick\n  massieu devices --json"
+)
+def devices(
+    context: typer.Context,
+    device: Device = None,
+    quick: Annotated[bool, _option(None, "Small sizes: what is right, in seconds.", "--quick")] = False,
+    json: Annotated[bool, _option(None, "Print a JSON object instead.", "--json")] = False,
+) -> None:
+    """Show which attention backends run here, how right and how fast; ends with 1 if one that is taken is wrong."""
+    with context.obj.loading():
+        from massieu.cli import devices as shown
+        from massieu.ops.survey import survey
+        from massieu.report.encode import plain
+
+    found = survey(device, quick, progress=say)
+    if json:
+        typer.echo(dumps(plain(found.to_dict()), indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        shown.show(found)
+    if not found.complete:
+        say(f"{_interrupted(context.obj)}: what is missing was not measured")
+        raise typer.Exit(context.obj.status)
+    if not found.ok:
         raise typer.Exit(FAILED)
 
 

@@ -33,13 +33,17 @@ def logsumexp(scores: Tensor) -> Tensor:
     return total.masked_fill(empty.squeeze(-1), -torch.inf)
 
 
+LOG2_E = math.log2(math.e)
+
+
 def exp_(scores: Tensor) -> Tensor:
     """exp in place, for scores up to about 0; 0 where products with it would not be normal numbers. Returns the scores.
 
     On the CPU exp and products of subnormal numbers are a hundred times slower, and exp of −inf is too.
     """
     lowest = -690.0 if scores.dtype == torch.float64 else -80.0
-    return torch.threshold_(scores.clamp_min_(lowest).exp_(), 2 * math.exp(lowest), 0.0)
+    # exp2 and a multiplication are three times as fast as exp there.
+    return torch.threshold_(scores.clamp_min_(lowest).mul_(LOG2_E).exp2_(), 2 * math.exp(lowest), 0.0)
 
 
 def second_phi_series(y: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Multi-head attention that takes PyTorch's place: projections, masks and layouts around a strategy for the heads."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -114,7 +115,7 @@ class Attention(Resettable):
         *,
         query_offset: int = 0,
         need_log_partition: bool = False,
-        need_moments: bool = False,
+        need_moments: bool | Collection[str] = False,
         need_potential: bool = False,
         need_variance: bool = False,
     ) -> tuple[Any, ...]:
@@ -134,7 +135,7 @@ class Attention(Resettable):
                 the keys of its cache.
             need_log_partition: Return log Z in nats, (B, H, L), too: −inf for a query that sees no key.
             need_moments: Return a `massieu.ops.moments.MomentsResult` too, with log Z, entropy and moments of the scores, each
-                (B, H, L). Dropout does not change them.
+                (B, H, L): all of them, or those of these names, which cost less. Dropout does not change them.
             need_potential: Return too what the heads' output is the gradient of, where that is not log Z.
             need_variance: Return the variance of an estimate too.
 
@@ -144,7 +145,7 @@ class Attention(Resettable):
         Raises:
             TypeError, ValueError: tensors or masks that do not fit the module or each other; what the strategy has not.
         """
-        asked = {"log_partition": need_log_partition, "moments": need_moments}
+        asked = {"log_partition": need_log_partition, "moments": bool(need_moments)}
         beside = self._beside(**asked, potential=need_potential, variance=need_variance)
         _check_taken(self.heads, attn_mask=attn_mask, is_causal=is_causal)
         whole_number("query_offset", query_offset, least=0)
@@ -167,7 +168,8 @@ class Attention(Resettable):
         dropout = self.dropout if self.training else 0.0
         keys = self._with_more(key_heads, self.bias_k)
         values = self._with_more(others[0], self.bias_v) if others else keys
-        request = Request(log_weight, is_causal, need_weights, beside, dropout, query_offset)
+        moments = None if isinstance(need_moments, bool) else need_moments
+        request = Request(log_weight, is_causal, need_weights, beside, dropout, query_offset, moments)
         found = self.heads(heads, keys, values, request)
         output = self.out_proj(merge_heads(found.output))
         weights, told = found.weights if need_weights else None, found.beside if beside else None
@@ -187,7 +189,11 @@ class Attention(Resettable):
         @overload
         def __call__(
             self, *given: Any, need_moments: Literal[True], **options: Any
-        ) -> tuple[*_Pair, MomentsResult]: ...
+        ) -> tuple[*_Pair, MomentsResult[Tensor]]: ...
+        @overload
+        def __call__(
+            self, *given: Any, need_moments: Collection[str], **options: Any
+        ) -> tuple[*_Pair, MomentsResult[Tensor | None]]: ...
         @overload
         def __call__(self, *given: Any, need_log_partition: Literal[True], **options: Any) -> tuple[*_Pair, Tensor]: ...
         @overload

@@ -93,7 +93,8 @@ class SoftmaxHeads(Heads):
         by_weights, moments = request.need_weights or request.dropout > 0, None
         if request.beside == "moments":
             given = (None, None) if by_weights else (value, self.sink_value)
-            moments = ops.attention_moments(query, key, given[0], sink_value=given[1], **options, **masks)
+            masks["sink_value"] = given[1]
+            moments = ops.attention_moments(query, key, given[0], moments=request.moments, **options, **masks)
         if by_weights:
             output, weights, log_partition = self._with_weights(query, key, value, request, options)
             return HeadsResult(output, weights, log_partition if moments is None else moments)

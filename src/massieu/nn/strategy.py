@@ -1,7 +1,7 @@
 """What a strategy of `Attention` is: a module that makes outputs of the heads' queries, keys and values."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,6 +32,8 @@ class Request(NamedTuple):
     """The share of weights that are dropped now; 0 in evaluation."""
     query_offset: int = 0
     """Query i stands at position i + query_offset; 0 where the strategy has no `takes_offset`."""
+    moments: Collection[str] | None = None
+    """Which, where `beside` is "moments"; None: all."""
 
     def dropped(self, weights: Tensor) -> Tensor:
         return F.dropout(weights, self.dropout) if self.dropout else weights
@@ -42,7 +44,7 @@ class HeadsResult(NamedTuple):
 
     output: Float[Tensor, "B H L E"]
     weights: Float[Tensor, "B H L N"] | None = None
-    beside: Float[Tensor, "B H L"] | MomentsResult | None = None
+    beside: Float[Tensor, "B H L"] | MomentsResult[Tensor] | MomentsResult[Tensor | None] | None = None
 
 
 class Heads(Resettable, ABC):

@@ -5,6 +5,7 @@
 - `fisher_vp`: the covariance of the keys under the weights of each query, times a vector;
 - `attention_moments`: what the weights of each query look like: entropy, largest weight, moments of the scores;
 - `token_statistics`: log-probability, entropy and rank of each token under a vocabulary;
+- `attention_received`: how much of the attention of all queries each key receives;
 - `linear_cross_entropy`, `info_nce`, `n_pairs`, `nca`: vocabulary, contrastive and metric losses as log Z − score;
 - `Documents`: where the documents of a packed row begin and end;
 - `Partial`, `streaming`, `sharded`: results over blocks of keys, merged exactly; keys on disk, or on many processes;
@@ -19,6 +20,7 @@ from massieu.ops.fisher import fisher_vp
 from massieu.ops.moments import attention_moments, moments_backend
 from massieu.ops.partial import Partial
 from massieu.ops.random_features import random_feature_log_partition
+from massieu.ops.received import attention_received
 from massieu.ops.resampling import resample_attention
 from massieu.ops.store import AtomBlock, AtomStore
 from massieu.ops.token_statistics import token_statistics
@@ -32,6 +34,7 @@ __all__ = [
     "Partial",
     "attention",
     "attention_moments",
+    "attention_received",
     "fisher_vp",
     "info_nce",
     "linear_cross_entropy",

@@ -8,12 +8,24 @@ from torch import Tensor
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.cuda.cudnn import CUDNN
+from massieu.ops.cuda.efficient import EFFICIENT
+from massieu.ops.cuda.flash import FLASH
+from massieu.ops.cuda.flex import FLEX
 from massieu.ops.fused import CPU
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
-AttentionBackend = Literal["auto", "fused", "blocks", "reference"]
+AttentionBackend = Literal["auto", "fused", "cudnn", "flash", "efficient", "flex", "blocks", "reference"]
 
-BACKENDS: tuple[backends.Backend, ...] = (CPU, tiles.Blocks(tiles.attention), reference.Reference(reference.attention))
+BACKENDS: tuple[backends.Backend, ...] = (
+    CPU,
+    CUDNN,
+    FLASH,
+    EFFICIENT,
+    FLEX,
+    tiles.Blocks(tiles.attention),
+    reference.Reference(reference.attention),
+)
 """In order of preference."""
 
 
@@ -70,9 +82,10 @@ def attention(
             (*batch, H, L, E); it has a gradient. With it the sink is a prior worth exp(sink) tokens of this value (X4, Z3): a
             query that sees no key has it as output.
         backend: "auto" takes the first of these that does not refuse. "fused": PyTorch's fused CPU kernel, exact
-            gradients for both results, no soft cap. "blocks": tiles of scores that stay in cache, on the CPU, where no
-            derivative may be wanted. "reference": plain operations, in blocks of queries that are computed again in the
-            backward pass; right on every device, CUDA too.
+            gradients for both results, no soft cap. "flex": FlexAttention on CUDA, compiled by Triton at the first call.
+            "blocks": tiles of scores, on the CPU and on CUDA, where no derivative may be wanted.
+            "reference": plain operations, in blocks of queries that are computed again in the backward pass; right on
+            every device, CUDA too.
 
     Both are differentiable any number of times, forwards too, and under `torch.func` transforms; second derivatives are
     computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate
@@ -145,4 +158,5 @@ def log_partition(
 
 def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
     """Output, where there are values, and log Z, in the common layout and without the sink."""
-    return band.apply(backends.choose(backend, BACKENDS, problem).forward, problem)
+    chosen = backends.choose(backend, BACKENDS, problem)
+    return chosen.forward(problem) if chosen.bands else band.apply(chosen.forward, problem)

@@ -21,6 +21,11 @@ class Backend(Protocol):
         """How a caller asks for it."""
         ...
 
+    @property
+    def bands(self) -> bool:
+        """Whether it takes a window as it is; else it gets one of chunks (`massieu.ops.band`)."""
+        ...
+
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
         """Why it cannot take this problem, and the tensors that go in beside it; None where it is right."""
         ...

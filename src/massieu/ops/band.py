@@ -47,11 +47,11 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
         parts.append(function(_part(problem, rows, seen), *(other[:, :, :, rows] for other in others)))
 
     if first > 0:
-        add(slice(0, first), slice(0, first + high))
+        # At least one key, hidden if it has to be: kernels do not take none.
+        add(slice(0, first), slice(0, max(1, first + high)))
     folded = function(_fold(problem, first, last, size), *(_chunks(other, first, last, size) for other in others))
     parts.append(tuple(_unfold(result, problem.query.shape[0]) for result in folded))
     if last < length:
-        # At least one key, hidden if it has to be: kernels do not take none.
         add(slice(last, length), slice(min(last + low, keys - 1), keys))
     return tuple(torch.cat(results, dim=3) for results in zip(*parts, strict=True))
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from massieu.ops.fused_kernel import plain
+from massieu.ops.fused_kernel import plain, rows_contiguous
 from massieu.ops.shapes import AttentionProblem
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -16,7 +16,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class CpuKernel:
     """A `massieu.ops.fused_kernel.FusedKernel` of grouped queries, float32 log Z for half precision, and any mask."""
 
-    name = "fused"
+    name, bands, masks, half_only, multiple, proof = "fused", False, "any", False, 1, False
 
     def refuses(self, problem: AttentionProblem) -> str | None:
         """Other devices than the CPU, and a soft cap."""
@@ -26,24 +26,19 @@ class CpuKernel:
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, low: int | None, high: int | None
     ) -> tuple[Tensor, ...]:
         """Output and log Z."""
         run = _forward_operator if torch.compiler.is_compiling() else _of_all_scores
-        query, key, value, mask = _rows_contiguous(query, key, value, mask)
-        return run(query, key, value, mask, scale, is_causal)
+        query, key, value, mask = rows_contiguous(query, key, value, mask)
+        return run(query, key, value, mask, scale, high is not None)
 
     @staticmethod
     def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
         """Gradients of query, key and value."""
-        query, key, value, output, log_z, mask, scale, is_causal = given
-        query, key, value, mask = _rows_contiguous(query, key, value, mask)
-        return _backward(grad, query, key, value, output, log_z, 0.0, is_causal, attn_mask=mask, scale=scale)
-
-
-def _rows_contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The kernel reads rows of adjacent numbers."""
-    return tuple(part if part is None or part.stride(-1) == 1 else part.contiguous() for part in tensors)
+        query, key, value, output, log_z, mask, scale, _, high = given
+        query, key, value, mask = rows_contiguous(query, key, value, mask)
+        return _backward(grad, query, key, value, output, log_z, 0.0, high is not None, attn_mask=mask, scale=scale)
 
 
 def _of_all_scores(
@@ -58,7 +53,7 @@ def _of_all_scores(
     # 0/0 and ∞/∞ are NaN: two quick operations tell that there is no such log Z, which other rows seldom have.
     if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, scale):
         lost = (log_z == 0) | (log_z == torch.inf)
-        right = plain(query, key, value, mask, scale, is_causal, False)
+        right = plain(query, key, value, mask, scale, None, 0 if is_causal else None, False)
         output[lost], log_z[lost] = (result[lost] for result in right)
     return output, log_z
 

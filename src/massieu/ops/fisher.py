@@ -47,9 +47,9 @@ def fisher_vp(
         sink: as in `attention`; the covariance is that with one more key, at the origin, of log-weight `sink`.
         vector: of the query's shape, dtype and device.
         backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
-            right on every device. "blocks": tiles of scores that stay in cache, on the CPU, without gradient. "auto":
-            blocks where no derivative may be wanted (under `torch.no_grad`, or no argument requires it), outside
-            `torch.func` and `torch.compile`, on the CPU; elsewhere the reference.
+            right on every device. "blocks": tiles of scores, which stay in cache on the CPU, on the CPU and on CUDA,
+            without gradient. "auto": blocks where no derivative may be wanted (under `torch.no_grad`, or no argument
+            requires it), outside `torch.func` and `torch.compile`, on these devices; elsewhere the reference.
 
     Differentiable any number of times in query, key, vector, a float `log_weight` and a tensor `scale`, forwards too,
     and under `torch.func` transforms and `torch.compile`, as `attention` is. A query that sees no key has result 0 and

@@ -7,7 +7,7 @@ reference's.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,20 @@ class FusedKernel(Protocol):
     """Attention by an operator that has a log-partition but no gradient for it.
 
     Queries are ``(B, H, L, D)``, keys and values ``(B, Hk, N, D)`` of one head size, masks are added to the scores and
-    broadcast to ``(B, H, L, N)``. The scale is positive if `is_causal` (upper left aligned). Both passes are static methods.
+    broadcast to ``(B, H, L, N)``. Query i sees keys i + low … i + high; a `low` of None: all from the first, and a `high` of
+    None: all. The scale is positive where there is a `high`. Both passes are static methods.
     """
+
+    bands: bool
+    """Whether it takes every band; else only a `low` of None with a `high` of 0, causality."""
+    masks: Literal["any", "own dtype", "none"]
+    """Which it takes: of at least float32 beside half precision, of the query's dtype alone, or none."""
+    half_only: bool
+    """Whether it computes in half precision alone."""
+    multiple: int
+    """Of what head sizes must be a multiple."""
+    proof: bool
+    """Whether it must prove itself, on this machine, before it is used."""
 
     @property
     def name(self) -> str:
@@ -38,9 +50,9 @@ class FusedKernel(Protocol):
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, low: int | None, high: int | None
     ) -> tuple[Tensor, ...]:
-        """Output ``(B, H, L, D)`` and log-partition ``(B, H, L)``, float32 or float64; that of a row without a key may be 0."""
+        """Output ``(B, H, L, D)`` and log-partition ``(B, H, L)``, at least float32; a row without a key may hold anything."""
         ...
 
     @staticmethod
@@ -48,14 +60,21 @@ class FusedKernel(Protocol):
         """Gradients of query, key and value from the cotangent of the output.
 
         Args:
-            given: query, key, value, output, log-partition, mask, scale and is_causal. The output is not the one that
+            given: query, key, value, output, log-partition, mask, scale, low and high. The output is not the one that
                 `forward` returned, and may be used for its product with `grad` alone.
         """
         ...
 
 
 def plain(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, value_is_key: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    low: int | None,
+    high: int | None,
+    value_is_key: bool,
 ) -> tuple[Tensor, ...]:
     """The kernel's two results by the reference."""
     grouped = query.unflatten(1, (key.shape[1], -1))
@@ -63,29 +82,42 @@ def plain(
         while mask.ndim < 4:
             mask = mask.unsqueeze(0)
         mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, grouped.shape[1:3])
-    problem = AttentionProblem(grouped, key, value, mask, scale, is_causal, tuple(query.shape[:-1]))
+    is_causal = low is None and high is not None
+    window = None if low is None or high is None else (low, high)
+    lead, offset = tuple(query.shape[:-1]), high if is_causal and high else 0
+    problem = AttentionProblem(grouped, key, value, mask, scale, is_causal, lead, window, offset=offset)
     return tuple(problem.restore(result) for result in reference.attention(problem))
+
+
+def rows_contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Kernels read rows of adjacent numbers."""
+    return tuple(part if part is None or part.stride(-1) == 1 else part.contiguous() for part in tensors)
 
 
 def _gradient(
     run: Pass,
     pull_back: Pass,
+    half_only: bool,
+    exact_masks: bool,
     tensors: Sequence[Any],
     results: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
-    options: tuple[float, bool, bool],
+    options: tuple[float, int | None, int | None, bool],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     query, key, value, mask = tensors
-    (output, log_z), (grad_output, grad_log_z), (scale, is_causal, value_is_key) = results, cotangents, options
-    dtype = query.dtype
-    if dtype == torch.float16:
+    (output, log_z), (grad_output, grad_log_z), (scale, low, high, value_is_key) = results, cotangents, options
+    dtype, unit = query.dtype, None
+    if dtype == torch.float16 and half_only:
+        grad_output, grad_log_z, unit = _in_range(grad_output, grad_log_z, output)
+    elif dtype == torch.float16:
         # Its range cannot hold what `_merge_cotangents` builds.
         query, key, value, output = (tensor.float() for tensor in (query, key, value, output))
         mask = None if mask is None else mask.float()
     # Weights of 0 where all scores are −∞, as where there is no key.
     log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
-    if value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and not is_causal:
+    exchanged = value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and high is None
+    if exchanged and (exact_masks or query.dtype == log_z.dtype):
         gradients = _log_partition_gradients(run, query, key, mask, output, log_z, grad_log_z, scale)
         gradients = *gradients, torch.zeros_like(value)
     else:
@@ -95,10 +127,25 @@ def _gradient(
             query, key, value, output = (F.pad(tensor, (0, 1)) for tensor in (query, key, value, output))
             grad_output = None if grad_output is None else F.pad(grad_output, (0, 1))
         grad_output, output = _merge_cotangents(grad_output, grad_log_z, output)
-        gradients = pull_back(grad_output, query, key, value, output, log_z, mask, scale, is_causal)
+        gradients = pull_back(grad_output, query, key, value, output, log_z, mask, scale, low, high)
         if one_channel:
             gradients = tuple(gradient[..., :1].contiguous() for gradient in gradients)
+    if unit is not None:
+        gradients = tuple(gradient.float() / unit for gradient in gradients)
     return tuple(gradient.to(dtype) for gradient, needed in zip(gradients, wanted, strict=True) if needed)
+
+
+def _in_range(
+    grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The cotangents times a power of two that brings the largest near 1, where float16 has its digits; and that power."""
+    parts = [part.abs().amax().float() for part in (grad_output, grad_log_z) if part is not None]
+    largest = torch.stack(parts).amax()
+    # No such power, of zeros, infinities or NaN, changes anything.
+    known = (largest > 0) & largest.isfinite()
+    unit = torch.where(known, -torch.where(known, largest, 1.0).log2().floor(), 0.0).clamp(-126, 126).exp2()
+    grad_output = None if grad_output is None else (grad_output.float() * unit).to(output.dtype)
+    return grad_output, None if grad_log_z is None else grad_log_z * unit, unit
 
 
 def _is_per_key(mask: Tensor | None) -> bool:
@@ -128,14 +175,16 @@ def _log_partition_gradients(
     )
     # A mask whose rows are not contiguous would be written out in full by the kernel.
     level = -level.mT.contiguous()
-    sums, log_total = run(key, queries, values, level, scale, False)
+    sums, log_total = run(key, queries, values, level, scale, None, None)
     if mask is not None:
         log_total = log_total + mask.squeeze(2)
     return step * mean, sums * log_total.exp().unsqueeze(-1).to(sums.dtype)
 
 
 _PIECE = 1 << 16
-"""Numbers of the output at a time: what is made on the way is as large as a piece, and only the result is whole."""
+"""Numbers of the output at a time on the CPU: what is made on the way is as large as a piece, and only the result is whole."""
+_CUDA_PIECE = 1 << 25
+"""The same where a small piece would leave the device idle: 128 MiB in float32."""
 
 
 def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +196,7 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
     if grad_log_z is None:
         return grad_output, output
-    pieces = min(-(-output.numel() // _PIECE), output.shape[2])
+    pieces = min(-(-output.numel() // (_PIECE if output.device.type == "cpu" else _CUDA_PIECE)), output.shape[2])
     if torch.compiler.is_compiling() or pieces < 2:
         return _merged(grad_output, grad_log_z, output)
     carrier, given = torch.empty_like(grad_output), grad_output
@@ -172,8 +221,9 @@ def _merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor) -> tuple[Te
     squared, so nothing underflows. The output itself could not take g up: a change below half its rounding is none.
     """
     # The least norm that either part of a cotangent may have, and the least in units of the total. (Not globals: with
-    # dynamic shapes the compiler would make inputs of those.)
-    tiny, share = 1e-30, 1e-36
+    # dynamic shapes the compiler would make inputs of those.) In float16, whose range is short, both cotangents come with
+    # a size of about 1.
+    tiny, share = (2.0**-14, 2.0**-15) if output.dtype == torch.float16 else (1e-30, 1e-36)
     dtype = torch.promote_types(output.dtype, torch.float32)
     # One buffer as large as the output, for one thing after the other.
     buffer = grad_output.to(dtype, copy=True).mul_(output)
@@ -183,7 +233,7 @@ def _merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor) -> tuple[Te
     one, rest = buffer[..., :1].clone(), buffer[..., 1:].sum(-1, keepdim=True)
     least = (share * total.abs()).clamp_min(tiny).to(output.dtype)
     lost = (torch.minimum(one, rest) < least) & (total != 0)
-    if torch.compiler.is_compiling() or bool(lost.any()):
+    if torch.compiler.is_compiling() or lost.device.type != "cpu" or bool(lost.any()):
         # Cotangents too small to carry it are replaced by one that just can, far below the resolution of the result.
         first, others = grad_output[..., :1], grad_output[..., 1:]
         first = torch.where(lost & (one < least), least, first)
@@ -217,14 +267,14 @@ def _fold_into_batch(
 
 
 def with_log_partition(kernel: FusedKernel) -> Callable[..., tuple[Tensor, ...]]:
-    """(query, key, value, mask, scale, is_causal, value_is_key) ↦ the results of `FusedKernel.forward`.
+    """(query, key, value, mask, scale, low, high, value_is_key) ↦ the results of `FusedKernel.forward`.
 
     Derivatives are those in query, key and value. With `value_is_key` only log Z is wanted, and the value is the key: a
     cheaper gradient.
     """
 
     # Compiled code holds functions, not objects.
-    run, pull_back = kernel.forward, kernel.backward
+    run, pull_back, half_only, exact_masks = kernel.forward, kernel.backward, kernel.half_only, kernel.masks == "any"
 
     def forward(
         query: Tensor,
@@ -232,12 +282,13 @@ def with_log_partition(kernel: FusedKernel) -> Callable[..., tuple[Tensor, ...]]
         value: Tensor,
         mask: Tensor | None,
         scale: float,
-        is_causal: bool,
+        low: int | None,
+        high: int | None,
         value_is_key: bool,
     ) -> tuple[Tensor, ...]:
-        return run(query, key, value, mask, scale, is_causal)
+        return run(query, key, value, mask, scale, low, high)
 
     def gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        return _gradient(run, pull_back, *arguments)
+        return _gradient(run, pull_back, half_only, exact_masks, *arguments)
 
-    return differentiable(forward, gradient, plain, tensors=4, options=3, vmap=_fold_into_batch)
+    return differentiable(forward, gradient, plain, tensors=4, options=4, vmap=_fold_into_batch)

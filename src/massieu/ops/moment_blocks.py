@@ -1,8 +1,7 @@
 """Moments of attention's weights in tiles: few passes over the scores, in place or compiled, without gradient.
 
-The twin of the formulas in `moments`; the same numbers to rounding. Scores are held relative to each query's mean score
-over its visible keys, and their moments under p relative to the largest, so that no variance is a difference of large
-numbers.
+The twin of the formulas in `moments`; the same numbers to rounding. Only the sums are taken that the wanted moments need.
+Moments under p are those of scores relative to the largest, so that no variance is a difference of large numbers.
 """
 
 import functools
@@ -11,29 +10,74 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from massieu.foundation.numerics import LOG2_E
 from massieu.ops import tiles
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 from massieu.ops.tiles import HIDDEN, Plan, Slab, Tile
 
-PAIRS_PER_THREAD = 3 << 16
-"""Scores of a tile per thread: two float32 buffers of this size stay in a 2 MiB second-level cache."""
+PAIRS_PER_THREAD = 1 << 19
+"""Scores of a tile per thread. Two float32 buffers of this size are more than a second-level cache holds, and yet quicker
+than half of them: products of more rows are, and each operation is begun less often."""
 
 COMPILED_PAIRS_PER_THREAD = 1 << 20
 """The same where each is read from memory once, so that a tile need not fit the cache."""
 
-VARIANTS = 16
-"""At most so many compilations; two dtypes need two, changed settings (threads, determinism) one more each."""
+VARIANTS = 32
+"""At most so many compilations; two dtypes, with few or all sums and with positions or without, need eight, changed settings
+(threads, determinism) as many more each."""
 
-LEVELS = [-torch.inf if place in (0, 6, 9) else 0.0 for place in range(10)]
-"""The ten moments, in the order of `MomentsResult`, of a query that sees no key."""
+COUNTED = 1 << 24
+"""Positions below this are float32 numbers."""
 
-Summarise = Callable[[Tile, Tensor, Tensor], None]
-"""(tile, numbers of visible keys, where seven sums go); it overwrites the tile's buffers, and multiplies the values.
+Sums = dict[str, Tensor]
+"""Of each query, those that the moments need, in the order in which they are found.
 
-The sums, stacked first: mean and root sum of squares of the scores over visible keys; then, of the scores less that
-mean: the largest, `top`; and with e = exp(score − top): Σe, (Σe²)^½, Σe·(score − top),
-Σe·(score − top)·(score − E_p score).
+`mean`, `spread`: mean and root sum of squares of the scores over visible keys. `top`: the largest score; `position`: its
+key. With x = score − top, e = exp(x): `total` Σe, `square` (Σe²)^½, `first` Σe·x, `second` Σe·x².
 """
+
+FEW, MORE = ("top", "total", "first"), ("second", "square", "mean", "spread")
+"""The sums of the two kinds of kernels: those of entropy and largest score alone, and all. Either also has positions."""
+
+Summarise = Callable[[Tile, Sums], None]
+"""(tile, where its sums go, and `count`, its queries' visible keys); it overwrites the tile's buffers, and multiplies the
+values."""
+
+
+def _variance(sums: Sums) -> Tensor:
+    """A difference of numbers no larger than itself and log² n: x is relative to the largest score."""
+    mean = sums["first"] / sums["total"]
+    return (sums["second"] / sums["total"] - mean.square_()).clamp_min_(0)
+
+
+Formulas = dict[str, tuple[set[str], Callable[[Sums], Tensor], float]]
+
+MOMENTS: Formulas = {
+    "log_partition": ({"top", "total"}, lambda of: of["top"] + of["total"].log(), -torch.inf),
+    "entropy": ({"top", "total", "first"}, lambda of: of["total"].log() - of["first"] / of["total"], 0.0),
+    "mean_score": ({"top", "total", "first"}, lambda of: of["top"] + of["first"] / of["total"], 0.0),
+    "score_variance": ({"top", "total", "first", "second"}, _variance, 0.0),
+    "max_weight": ({"top", "total"}, lambda of: 1 / of["total"], 0.0),
+    "collision": ({"top", "total", "square"}, lambda of: (of["square"] / of["total"]).square_(), 0.0),
+    "prior_log_partition": (set(), lambda of: of["count"].log(), -torch.inf),
+    "prior_mean_score": ({"mean"}, lambda of: of["mean"], 0.0),
+    "prior_score_variance": ({"mean", "spread"}, lambda of: of["spread"].square() / of["count"], 0.0),
+    "max_score": ({"top"}, lambda of: of["top"], -torch.inf),
+    "max_position": ({"top", "position"}, lambda of: of["position"].masked_fill(~of["top"].isfinite(), -1), -1),
+}
+"""What each moment needs, its formula where there are no log-weights, and what it is for a query that sees no key."""
+
+WEIGHTED: Formulas = MOMENTS | {
+    "log_partition": ({"top", "tilt", "total"}, lambda of: of["tilt"] + of["total"].log(), -torch.inf),
+    "entropy": ({"top", "total", "excess"}, lambda of: of["total"].log() - of["excess"] / of["total"], 0.0),
+    "score_variance": ({"top", "total", "first", "deviation"}, lambda of: of["deviation"] / of["total"], 0.0),
+    "prior_log_partition": (set(), lambda of: of["prior"], -torch.inf),
+    "prior_score_variance": ({"mean", "spread"}, lambda of: of["spread"], 0.0),
+}
+"""The same with float log-weights w: `tilt` is the largest x + w, e = exp(x + w − tilt), `excess` Σe·(x + w − tilt) and
+`deviation` Σe·(x − E_p x)², `tilt` with the largest score added; `spread` is a variance under the prior."""
+
+Names = tuple[str, ...]
 
 
 def is_fusable(problem: AttentionProblem) -> bool:
@@ -41,85 +85,112 @@ def is_fusable(problem: AttentionProblem) -> bool:
     return problem.log_weight is None or problem.log_weight.dtype == torch.bool
 
 
-def moments(problem: AttentionProblem) -> tuple[Tensor, ...]:
-    """The ten moments in the order of `MomentsResult`, each ``(B, Hk, G, L)``, and the output where there are values."""
-    if not is_fusable(problem):
-        return Plan.of(problem, PAIRS_PER_THREAD, buffers=3).run(_weighted_slab, LEVELS)
-    return Plan.of(problem, PAIRS_PER_THREAD, buffers=2).run(functools.partial(_slab, summarise), LEVELS)
+def gains_compiled(names: Names, problem: AttentionProblem) -> bool:
+    """Whether compiled tiles would be quicker: not for those few sums that take as many passes eagerly."""
+    return is_fusable(problem) and any(MOMENTS[name][0] - {"position", *FEW} for name in names)
 
 
-def compiled_moments(problem: AttentionProblem) -> tuple[Tensor, ...]:
+def moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
+    """The moments of these names, each ``(B, Hk, G, L)``, and the output where there are values."""
+    if is_fusable(problem):
+        return _run(Plan.of(problem, PAIRS_PER_THREAD, buffers=2), MOMENTS, names, _counted(summarise))
+    return _run(Plan.of(problem, PAIRS_PER_THREAD, buffers=3), WEIGHTED, names, _weighted)
+
+
+def compiled_moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
     """`moments`, each tile fused by `torch.compile` into two passes over its scores, where that can be."""
     if not is_fusable(problem):
-        return moments(problem)
+        return moments(names, problem)
     plan = Plan.of(problem, COMPILED_PAIRS_PER_THREAD, buffers=2)
-    return plan.run(functools.partial(_slab, summarise_compiled), LEVELS)
+    return _run(plan, MOMENTS, names, _counted(summarise_compiled))
 
 
-def _slab(summarise: Summarise, slab: Slab) -> list[Tensor]:
-    """The moments of a slab from its tiles' sums."""
-    count = slab.per_query(slab.seen.count)
-    divisor = count.clamp_min(1)
-    sums = slab.new(7)
-    for tile in slab.tiles():
-        summarise(tile, divisor[tile.heads], sums[:, tile.heads])
-    mean, spread, top, total, square, first, second = sums
-    log_total, excess, highest = total.log(), first / total, mean + top
-    return [
-        highest + log_total,
-        log_total - excess,
-        highest + excess,
-        (second / total).clamp_min_(0),
-        1 / total,
-        (square / total).square_(),
-        count.log(),
-        mean,
-        spread.square() / divisor,
-        highest,
-    ]
+def _run(
+    plan: Plan, formulas: Formulas, names: Names, start: Callable[[Slab], tuple[Sums, Summarise]]
+) -> tuple[Tensor, ...]:
+    """Moments by the sums that `start` gives for a slab, and by what it makes of tiles."""
+    needed = set() if plan.problem.value is None else {"top", "total"}
+    needed.update(*(formulas[name][0] for name in names))
+
+    def work(slab: Slab) -> list[Tensor]:
+        found, summarise = start(slab)
+        found |= {name: slab.new(1, dtype=torch.int64 if name == "position" else None)[0] for name in needed}
+        for tile in slab.tiles() if needed else ():
+            summarise(tile, {name: numbers[tile.heads] for name, numbers in found.items()})
+        return [formulas[name][1](found) for name in names]
+
+    return plan.run(work, [formulas[name][2] for name in names])
 
 
-def summarise(tile: Tile, count: Tensor, sums: Tensor) -> None:
-    """The sums of a tile, eagerly: each line is one pass over it (see `Summarise`)."""
-    mean, spread, top, total, square, first, second = sums.unbind(0)
+def _counted(summarise: Summarise) -> Callable[[Slab], tuple[Sums, Summarise]]:
+    return lambda slab: ({"count": slab.per_query(slab.seen.count).clamp_min(1)}, summarise)
+
+
+def _weighted(slab: Slab) -> tuple[Sums, Summarise]:
+    """With float log-weights."""
+    weight = _float_weight(slab)
+    top = weight.amax(-1, keepdim=True)
+    prior = (weight - top.masked_fill(top == -torch.inf, 0.0)).exp_()
+    total = prior.sum(-1, keepdim=True)
+    level = slab.per_query((total.log() + top).squeeze(-1))
+    prior.div_(total.masked_fill_(total == 0, 1.0))
+    weight = weight.masked_fill(weight == -torch.inf, HIDDEN)
+
+    def summarise(tile: Tile, sums: Sums) -> None:
+        _summarise_weighted(tile, tile.of_heads(weight), tile.of_heads(prior), sums)
+
+    return {"prior": level}, summarise
+
+
+def summarise(tile: Tile, sums: Sums) -> None:
+    """The sums of a tile, eagerly: each line is one pass over it."""
     scores, weights = tile.scores, tile.scratch[0]
-    tile.clear(scores)
-    torch.sum(scores, -1, keepdim=True, out=mean).div_(count)
-    scores.sub_(mean)
-    tile.clear(scores)
-    torch.linalg.vector_norm(scores, dim=-1, keepdim=True, out=spread)
+    if "mean" in sums:
+        tile.clear(scores)
+        torch.sum(scores, -1, keepdim=True, out=sums["mean"]).div_(sums["count"])
+    if "spread" in sums:
+        torch.sub(scores, sums["mean"], out=weights)
+        tile.clear(weights)
+        torch.linalg.vector_norm(weights, dim=-1, keepdim=True, out=sums["spread"])
+    if "top" not in sums:
+        return
     tile.hide()
-    torch.amax(scores, -1, keepdim=True, out=top)
-    torch.exp(scores.sub_(top).clamp_min_(lowest_exponent(scores.dtype)), out=weights)
+    _shift(tile, sums)
+    if "total" not in sums:
+        return
+    # exp2 is four times as fast as exp on the CPU.
+    scores.clamp_min_(lowest_exponent(scores.dtype))
+    torch.mul(scores, LOG2_E, out=weights).exp2_()
     tile.clear(weights)
-    torch.sum(weights, -1, keepdim=True, out=total)
-    torch.linalg.vector_norm(weights, dim=-1, keepdim=True, out=square)
-    tile.multiply(weights, total)
-    torch.sum(weights.mul_(scores), -1, keepdim=True, out=first)
-    scores.sub_(first / total)
-    torch.sum(weights.mul_(scores), -1, keepdim=True, out=second)
+    torch.sum(weights, -1, keepdim=True, out=sums["total"])
+    if "square" in sums:
+        torch.linalg.vector_norm(weights, dim=-1, keepdim=True, out=sums["square"])
+    tile.multiply(weights, sums["total"])
+    for name in ("first", "second"):
+        if name in sums:
+            torch.sum(weights.mul_(scores), -1, keepdim=True, out=sums[name])
+
+
+def _shift(tile: Tile, sums: Sums) -> Tensor:
+    """Make scores relative to each query's largest, which is returned, and find the first that has it."""
+    scores, keys = tile.scores, tile.scores.shape[-1]
+    top = torch.amax(scores, -1, keepdim=True, out=sums.get("top"))
+    if "position" in sums and keys > COUNTED:
+        torch.argmax(scores, -1, keepdim=True, out=sums["position"])
+    scores.sub_(top)
+    if "position" in sums and keys <= COUNTED:
+        # Three quick passes; an argmax is as slow as ten. The largest score is 0 now, and every other's floor below.
+        backwards = -torch.arange(keys, dtype=scores.dtype, device=scores.device)
+        numbers = torch.add(backwards, torch.floor(scores, out=tile.scratch[0]), alpha=keys, out=tile.scratch[0])
+        sums["position"].copy_(-numbers.amax(-1, keepdim=True))
+    if "position" in sums:
+        sums["position"].add_(tile.slab.seen.first)
+    return top
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
     """Where exp is still a normal number: below, the CPU's exp is a hundred times slower."""
     return -708.0 if dtype == torch.float64 else -87.0
-
-
-def _weighted_slab(slab: Slab) -> list[Tensor]:
-    """The same with float log-weights."""
-    weight = _float_weight(slab)
-    top = weight.amax(-1, keepdim=True)
-    prior = (weight - top.masked_fill(top == -torch.inf, 0.0)).exp_()
-    prior_total = prior.sum(-1, keepdim=True)
-    prior_log_z = slab.per_query((prior_total.log() + top).squeeze(-1))
-    prior.div_(prior_total.masked_fill_(prior_total == 0, 1.0))
-    weight = weight.masked_fill(weight == -torch.inf, HIDDEN)
-    sums = slab.new(9)
-    for tile in slab.tiles():
-        _summarise_weighted(tile, tile.of_heads(weight), tile.of_heads(prior), sums[:, tile.heads])
-    found = list(sums)
-    found.insert(6, prior_log_z)
-    return found
 
 
 def _float_weight(slab: Slab) -> Tensor:
@@ -132,41 +203,49 @@ def _float_weight(slab: Slab) -> Tensor:
     return weight if hidden is None else torch.where(hidden[:, seen], -torch.inf, weight)
 
 
-def _summarise_weighted(tile: Tile, log_weight: Tensor, prior: Tensor, sums: Tensor) -> None:
-    """Nine moments of a tile, all but the seventh."""
-    log_z, entropy, mean, variance, max_weight, collision, prior_mean, prior_variance, highest = sums.unbind(0)
+def _summarise_weighted(tile: Tile, log_weight: Tensor, prior: Tensor, sums: Sums) -> None:
     scores, (products, weights) = tile.scores, tile.scratch
     wide, wide_products = tile.spread_out(scores), tile.spread_out(products)
     tile.hide()
-    torch.amax(scores, -1, keepdim=True, out=highest)
+    top = _shift(tile, sums)
     tile.clear(scores)
-    torch.mul(wide, prior, out=wide_products)
-    torch.sum(products, -1, keepdim=True, out=prior_mean)
-    scores.sub_(prior_mean)
-    torch.mul(wide, prior, out=wide_products)
-    torch.sum(products.mul_(scores), -1, keepdim=True, out=prior_variance)
+    if "mean" in sums:
+        torch.mul(wide, prior, out=wide_products)
+        torch.sum(products, -1, keepdim=True, out=sums["mean"]).add_(top)
+    if "spread" in sums:
+        torch.sub(scores, sums["mean"] - top, out=weights)
+        torch.mul(tile.spread_out(weights), prior, out=wide_products)
+        torch.sum(products.mul_(weights), -1, keepdim=True, out=sums["spread"])
+    if "total" not in sums:
+        return
     torch.add(wide, log_weight, out=wide_products)
-    top = products.amax(-1, keepdim=True)
-    torch.exp(products.sub_(top).clamp_min_(lowest_exponent(scores.dtype)), out=weights)
+    tilt = products.amax(-1, keepdim=True)
+    products.sub_(tilt).clamp_min_(lowest_exponent(scores.dtype))
+    torch.mul(products, LOG2_E, out=weights).exp2_()
     tile.clear(weights)
-    total = weights.sum(-1, keepdim=True)
-    log_total = total.log()
-    torch.sub(log_total, products.mul_(weights).sum(-1, keepdim=True).div_(total), out=entropy)
-    shift = torch.mul(scores, weights, out=products).sum(-1, keepdim=True).div_(total)
-    scores.sub_(shift)
-    torch.mul(scores, weights, out=products)
-    torch.div(products.mul_(scores).sum(-1, keepdim=True), total, out=variance)
-    torch.add(prior_mean, shift, out=mean)
-    torch.add(prior_mean + top, log_total, out=log_z)
-    torch.reciprocal(total, out=max_weight)
-    collision.copy_(torch.linalg.vector_norm(weights, dim=-1, keepdim=True).div_(total).square_())
-    tile.multiply(weights, total)
+    torch.sum(weights, -1, keepdim=True, out=sums["total"])
+    if "tilt" in sums:
+        torch.add(top, tilt, out=sums["tilt"])
+    if "square" in sums:
+        torch.linalg.vector_norm(weights, dim=-1, keepdim=True, out=sums["square"])
+    if "excess" in sums:
+        torch.sum(products.mul_(weights), -1, keepdim=True, out=sums["excess"])
+    if "first" in sums:
+        torch.sum(torch.mul(scores, weights, out=products), -1, keepdim=True, out=sums["first"])
+    if "deviation" in sums:
+        scores.sub_(sums["first"] / sums["total"])
+        torch.sum(torch.mul(scores, weights, out=products).mul_(scores), -1, keepdim=True, out=sums["deviation"])
+    tile.multiply(weights, sums["total"])
 
 
 @functools.cache
-def compiler_exists() -> bool:
-    """Whether `torch.compile` would find a C++ compiler."""
+def compiler_exists(device: str) -> bool:
+    """Whether `torch.compile` would find what it needs there: Triton for CUDA, a C++ compiler for the CPU."""
     # Here and not above: the compiler takes as long to import as all the rest of torch.
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -177,16 +256,22 @@ def compiler_exists() -> bool:
     return True
 
 
-def summarise_compiled(tile: Tile, count: Tensor, sums: Tensor) -> None:
-    """`summarise` compiled; a tile of a single row or key, which would be compiled anew, eagerly."""
+def summarise_compiled(tile: Tile, sums: Sums) -> None:
+    """`summarise` compiled; a tile of a single row or key, which would be compiled anew, and largest scores alone, eagerly."""
     heads, rows, keys = tile.scores.shape
-    if heads * rows < 2 or keys < 2:
-        summarise(tile, count, sums)
+    if heads * rows < 2 or not 2 <= keys <= COUNTED or "total" not in sums:
+        summarise(tile, sums)
         return
     tile.hide()
-    found = _kernel()(tile.scores.view(-1, keys), tile.scratch[0].view(-1, keys), count.reshape(-1))
-    sums.copy_(found.view(-1, heads, rows, 1))
-    tile.multiply(tile.scratch[0], sums[3])
+    names = FEW if sums.keys() <= {*FEW, "position", "count"} else (*FEW, *MORE)
+    names = names if "position" not in sums else (*names, "position")
+    found = _kernel()(tile.scores.view(-1, keys), tile.scratch[0].view(-1, keys), sums["count"].reshape(-1), names)
+    found = dict(zip(names, found.view(-1, heads, rows, 1), strict=True))
+    for name in sums.keys() & found.keys():
+        sums[name].copy_(found[name])
+    if "position" in sums:
+        sums["position"].add_(tile.slab.seen.first)
+    tile.multiply(tile.scratch[0], found["total"])
 
 
 @functools.cache
@@ -195,22 +280,20 @@ def _kernel() -> Callable[..., Tensor]:
     return torch.compile(_sums, dynamic=True, recompile_limit=VARIANTS)  # pyright: ignore[reportCallIssue]
 
 
-def _sums(scores: Tensor, weights: Tensor, count: Tensor) -> Tensor:
-    """Seven sums of each row; exp(score − top) is left in `weights`.
-
-    Two passes over a row: its mean and largest, then the rest. So the last sum is a difference here, of numbers no
-    larger than its own size plus log² n.
-    """
-    seen = scores > HIDDEN / 2
-    mean = torch.where(seen, scores, 0.0).sum(-1) / count
+def _sums(scores: Tensor, weights: Tensor, count: Tensor, names: Names) -> Tensor:
+    """The sums of each row by two passes over it; e is left in `weights`."""
     top = scores.amax(-1)
-    spread = torch.where(seen, scores - mean.unsqueeze(-1), 0.0).square().sum(-1).sqrt()
     shifted = scores - top.unsqueeze(-1)
     exponential = shifted.exp()
     weights.copy_(exponential)
-    total = exponential.sum(-1)
-    square = exponential.square().sum(-1).sqrt()
     products = exponential * shifted
-    first = products.sum(-1)
-    second = (products * shifted).sum(-1) - first.square() / total
-    return torch.stack([mean, spread, top - mean, total, square, first, second])
+    sums = [top, exponential.sum(-1), products.sum(-1)]
+    if "second" in names:
+        seen = scores > HIDDEN / 2
+        mean = torch.where(seen, scores, 0.0).sum(-1) / count
+        spread = torch.where(seen, scores - mean.unsqueeze(-1), 0.0).square().sum(-1).sqrt()
+        sums += [(products * shifted).sum(-1), exponential.square().sum(-1).sqrt(), mean, spread]
+    if "position" in names:
+        number = torch.arange(scores.shape[-1], dtype=scores.dtype, device=scores.device)
+        sums.append(torch.where(shifted == 0, number, float(COUNTED)).amin(-1))
+    return torch.stack(sums)

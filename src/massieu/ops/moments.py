@@ -1,12 +1,14 @@
 """Moments of attention's weights: what each query's attention looks like, in one pass over the scores."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Collection
+from functools import partial
+from typing import Generic, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import choice
+from massieu.foundation.arguments import choice, described
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, moment_blocks, reference, tiles
 from massieu.ops import sink as with_sink
@@ -14,12 +16,17 @@ from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_prob
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
 
-REPAYING_PAIRS = 4e10
-"""So many scores make up for a compilation: about 15 s, against 0.4 ns saved a score."""
+REPAYING_PAIRS = 5e10
+"""So many scores make up for a compilation: about 15 s, against 0.3 ns saved a score."""
 
 
-class MomentsResult(NamedTuple):
+Moment = TypeVar("Moment", Float[Tensor, "*query"], Float[Tensor, "*query"] | None)
+
+
+class MomentsResult(NamedTuple, Generic[Moment]):
     """What `attention_moments` returns: a number a query each, float32 (float64 for float64), nats.
+
+    All are tensors, or, where `moments` names some, those that it leaves out are None.
 
     p are the attention weights, s the scores (scaled and soft-capped, without log-weight), h the base measure: the
     weights w = exp(log_weight) normalised over the keys a query sees. A query that sees no key has −inf for both
@@ -28,26 +35,28 @@ class MomentsResult(NamedTuple):
 
     output: Float[Tensor, "*query E"] | None
     """Σ p_n value_n in the query's dtype; None without values."""
-    log_partition: Float[Tensor, "*query"]
+    log_partition: Moment
     """log Σ w_n exp(s_n)."""
-    entropy: Float[Tensor, "*query"]
+    entropy: Moment
     """−Σ p_n log p_n."""
-    mean_score: Float[Tensor, "*query"]
+    mean_score: Moment
     """Σ p_n s_n."""
-    score_variance: Float[Tensor, "*query"]
+    score_variance: Moment
     """Variance of s under p: the second cumulant, d² log Z(βs)/dβ² at β = 1."""
-    max_weight: Float[Tensor, "*query"]
+    max_weight: Moment
     """max p_n."""
-    collision: Float[Tensor, "*query"]
+    collision: Moment
     """Σ p_n², whose inverse is the effective sample size."""
-    prior_log_partition: Float[Tensor, "*query"]
+    prior_log_partition: Moment
     """log Σ w_n: log n for n visible keys of weight one."""
-    prior_mean_score: Float[Tensor, "*query"]
+    prior_mean_score: Moment
     """Σ h_n s_n. log_partition − prior_log_partition − prior_mean_score = KL(h‖p) ≥ 0 (S25)."""
-    prior_score_variance: Float[Tensor, "*query"]
+    prior_score_variance: Moment
     """Variance of s under h."""
-    max_score: Float[Tensor, "*query"]
+    max_score: Moment
     """Largest s of a visible key."""
+    max_position: Moment
+    """Which key has it, int64: the first of several; −1 if there is none, or `max_score` is not finite. A sink is no key."""
 
 
 class _Work:
@@ -56,6 +65,7 @@ class _Work:
     pairs = 0
 
 
+@overload
 def attention_moments(
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "*batch Hk N D"],
@@ -69,17 +79,54 @@ def attention_moments(
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
+    moments: None = None,
     backend: MomentsBackend = "auto",
-) -> MomentsResult:
+) -> MomentsResult[Tensor]: ...
+@overload
+def attention_moments(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    is_causal: bool = False,
+    window: Window = None,
+    query_offset: int = 0,
+    softcap: float | None = None,
+    sink: Sink = None,
+    sink_value: Float[Tensor, "... E"] | None = None,
+    moments: Collection[str],
+    backend: MomentsBackend = "auto",
+) -> MomentsResult[Tensor | None]: ...
+def attention_moments(
+    query: Float[Tensor, "*query D"],
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
+    *,
+    log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
+    scale: Scale = None,
+    is_causal: bool = False,
+    window: Window = None,
+    query_offset: int = 0,
+    softcap: float | None = None,
+    sink: Sink = None,
+    sink_value: Float[Tensor, "... E"] | None = None,
+    moments: Collection[str] | None = None,
+    backend: MomentsBackend = "auto",
+) -> MomentsResult[Tensor] | MomentsResult[Tensor | None]:
     """Log-partition, entropy and moments of the scores of every query, in memory linear in queries and keys.
 
     Without gradient (under `torch.no_grad`, or no argument requires it) on the CPU this costs about as much as fused
-    attention. Where a gradient, forward mode or a `torch.func` transform is wanted, and on other devices, the reference
-    computes it, differentiable any number of times.
+    attention, and less where fewer moments are asked for. On CUDA the same tiles are larger (not measured). Where a
+    gradient, forward mode or a `torch.func` transform is wanted, and on other devices, the reference computes it,
+    differentiable any number of times.
 
     Args:
         query, key, value, log_weight, scale, is_causal, window, query_offset, softcap, sink, sink_value: as in
-            `massieu.ops.attention`; all moments are those with the sink as one more key, of score 0.
+            `massieu.ops.attention`; all moments but `max_position` are those with the sink as one more key, of score 0.
+        moments: which to compute, by the names of `MomentsResult`: ``{"entropy", "max_score"}``. The others are None. All by
+            default; the output is there if there are values.
         backend: `moments_backend` says what "auto" takes.
 
             - "reference": plain operations in blocks of queries;
@@ -91,8 +138,8 @@ def attention_moments(
     1e-6·(variance + log² n), the others about 1e-6 times the scores' spread over a query's keys.
 
     Raises:
-        TypeError: as `massieu.ops.attention`.
-        ValueError: as there; also a backend that cannot do this.
+        TypeError: as `massieu.ops.attention`; also moments that are no collection of names.
+        ValueError: as there; also an unknown moment or none, and a backend that cannot do this.
 
     Example:
         >>> import torch
@@ -105,20 +152,64 @@ def attention_moments(
     problem = check_problem(
         query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
     )
-    choice("backend", backend, "auto", *(each.name for each in BACKENDS))
-    chosen = backends.choose(backend, _registry(problem, backend), problem)
+    choice("backend", backend, "auto", *BACKENDS)
+    wanted = _checked(moments)
+    names = wanted if problem.sink is None else _with_needed(wanted)
+    chosen = backends.choose(backend, _registry(problem, backend, names), problem)
+    placed = problem.window is not None and "max_position" in names
 
     def compute(part: AttentionProblem) -> tuple[Tensor, ...]:
-        if backend == "auto" and chosen.name != "reference" and moment_blocks.is_fusable(part):
+        if backend == "auto" and chosen.name != "reference" and moment_blocks.gains_compiled(names, part):
             _Work.pairs += part.pairs
-        return chosen.forward(part)
+        results = chosen.forward(part)
+        if not placed:
+            return results
+        return tuple(
+            _moved(one, part, -1) if name == "max_position" else one for name, one in zip(labels, results, strict=True)
+        )
 
-    found = band.apply(compute, problem)
+    labels = names if value is None else (*names, "output")
+    found = dict(zip(labels, band.apply(compute, problem), strict=True))
+    if placed:
+        found["max_position"] = _moved(found["max_position"], problem, 1)
     if problem.sink is not None:
         found = with_sink.moments(found, problem)
-    moments, output = found[:10], found[10] if value is not None else None
-    restored = [problem.restore(moment) for moment in moments]
-    return MomentsResult(None if output is None else problem.restore(output).to(query.dtype), *restored)
+    restored = {name: problem.restore(found[name]) for name in wanted}
+    output = None if value is None else problem.restore(found["output"]).to(query.dtype)
+    return MomentsResult(output, *(restored.get(name) for name in NAMES))
+
+
+NAMES = MomentsResult._fields[1:]
+
+
+def _checked(moments: Collection[str] | None) -> tuple[str, ...]:
+    """Names in the order of `MomentsResult`."""
+    if moments is None:
+        return NAMES
+    if (
+        isinstance(moments, str)
+        or not isinstance(moments, Collection)
+        or not all(isinstance(one, str) for one in moments)
+    ):
+        raise TypeError(f"moments must be a collection of names, got {described(moments)}")
+    unknown = sorted(set(moments).difference(NAMES))
+    if unknown or not moments:
+        given = ", ".join(map(repr, unknown)) or "none"
+        raise ValueError(f"moments must be some of {', '.join(NAMES)}; got {given}")
+    return tuple(name for name in NAMES if name in moments)
+
+
+def _with_needed(wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """And the moments that these follow from where there is a sink."""
+    needed = {"log_partition", *wanted, *(more for name in wanted for more in with_sink.NEEDED.get(name, ()))}
+    return tuple(name for name in NAMES if name in needed)
+
+
+def _moved(position: Tensor, problem: AttentionProblem, sign: int) -> Tensor:
+    """Positions of keys from (sign −1) or to (sign 1) places in a query's window, the same in each part of a window's work."""
+    assert problem.window is not None
+    start = torch.arange(position.shape[3], device=position.device) + problem.window[0]
+    return torch.where(position < 0, position, position + sign * start)
 
 
 def moments_backend(
@@ -129,12 +220,14 @@ def moments_backend(
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
+    moments: Collection[str] | None = None,
 ) -> str:
     """Which backend ``attention_moments(..., backend="auto")`` would take now: "reference", "blocks" or "compiled".
 
-    "reference" where "blocks" cannot go (gradients, transforms, other devices than the CPU); "compiled" once the calls
+    "reference" where "blocks" cannot go (gradients, transforms, other devices than the CPU and CUDA); "compiled" once the calls
     of this process have met `REPAYING_PAIRS` scores, about what makes up for the compilation, and there is a C++
-    compiler; else "blocks". A window, soft cap or sink makes no difference.
+    compiler; else "blocks". A window, soft cap or sink makes no difference. Where only log-partitions, entropy, mean, largest
+    weight or largest score are asked for, "blocks" is as quick, and is taken.
 
     Raises:
         TypeError, ValueError: as `attention_moments`.
@@ -147,48 +240,85 @@ def moments_backend(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(query, key, value, log_weight, scale, is_causal)
-    return backends.choose("auto", _registry(problem, "auto"), problem).name
+    return backends.choose("auto", _registry(problem, "auto", _checked(moments)), problem).name
 
 
 class _Compiled(tiles.Blocks):
     name = "compiled"
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
-        reason = super().refuses(problem, *others)
-        return "no C++ compiler was found" if reason is None and not moment_blocks.compiler_exists() else reason
+        reason, kind = super().refuses(problem, *others), problem.query.device.type
+        if reason is None and not moment_blocks.compiler_exists(kind):
+            return "no C++ compiler was found" if kind == "cpu" else "Triton was not found, or has no such device"
+        return reason
 
 
-def _registry(problem: AttentionProblem, asked: str) -> tuple[backends.Backend, ...]:
+def _registry(problem: AttentionProblem, asked: str, names: tuple[str, ...]) -> tuple[backends.Backend, ...]:
     """In order of preference. A compilation is taken where it is asked for, or repaid."""
-    repaid = asked != "auto" or (_Work.pairs >= REPAYING_PAIRS and moment_blocks.is_fusable(problem))
-    return BACKENDS if repaid else BACKENDS[1:]
+    registry = (
+        _Compiled(partial(moment_blocks.compiled_moments, names)),
+        tiles.Blocks(partial(moment_blocks.moments, names)),
+        reference.Reference(partial(_by_reference, names)),
+    )
+    met = _Work.pairs >= REPAYING_PAIRS and problem.query.device.type == "cpu"
+    repaid = asked != "auto" or (met and moment_blocks.gains_compiled(names, problem))
+    return registry if repaid else registry[1:]
 
 
-def _reference(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+BACKENDS = ("compiled", "blocks", "reference")
+
+
+def _by_reference(names: tuple[str, ...], problem: AttentionProblem) -> tuple[Tensor, ...]:
+    found = reference.in_blocks(problem.without_idle(), partial(_reference, names))
+    if "max_position" not in names:
+        return found
+    place = names.index("max_position")
+    return *found[:place], found[place].long(), *found[place + 1 :]
+
+
+def _reference(
+    names: tuple[str, ...], scores: Tensor, log_weight: Tensor | None, value: Tensor | None
+) -> tuple[Tensor, ...]:
     log_weight = torch.zeros_like(scores) if log_weight is None else log_weight.expand_as(scores)
     visible = log_weight != -torch.inf
-    finite_weight = torch.where(visible, log_weight, 0.0)
-    weights, total, log_z = reference.softmax(scores, log_weight)
-    p = weights / total.unsqueeze(-1)
-    prior, prior_total, prior_log_z = reference.softmax(torch.zeros_like(scores), log_weight)
-    h = prior / prior_total.unsqueeze(-1)
     none = ~visible.any(-1)
-    mean, prior_mean = (p * scores).sum(-1), (h * scores).sum(-1)
-    level = torch.where(none, 0.0, log_z).unsqueeze(-1)
-    log_p = scores + finite_weight - level
-    moments = (
-        log_z,
-        -(p * log_p).sum(-1),
-        mean,
-        (p * (scores - mean.unsqueeze(-1)).square()).sum(-1),
-        _largest(p, visible).masked_fill(none, 0.0),
-        p.square().sum(-1),
-        prior_log_z,
-        prior_mean,
-        (h * (scores - prior_mean.unsqueeze(-1)).square()).sum(-1),
-        _largest(scores, visible),
-    )
-    return moments if value is None else (*moments, reference.weighted_sum(p, value))
+    found: dict[str, Tensor] = {}
+    if value is not None or any(name in UNDER_P for name in names):
+        weights, total, log_z = reference.softmax(scores, log_weight)
+        p = weights / total.unsqueeze(-1)
+        found["log_partition"] = log_z
+        if "entropy" in names:
+            level = torch.where(none, 0.0, log_z).unsqueeze(-1)
+            found["entropy"] = -(p * (scores + torch.where(visible, log_weight, 0.0) - level)).sum(-1)
+        if "mean_score" in names or "score_variance" in names:
+            found |= _mean_and_variance("mean_score", "score_variance", names, p, scores)
+        if "max_weight" in names:
+            found["max_weight"] = _largest(p, visible).masked_fill(none, 0.0)
+        if "collision" in names:
+            found["collision"] = p.square().sum(-1)
+        if value is not None:
+            found["output"] = reference.weighted_sum(p, value)
+    if any(name.startswith("prior") for name in names):
+        weights, total, found["prior_log_partition"] = reference.softmax(torch.zeros_like(scores), log_weight)
+        h = weights / total.unsqueeze(-1)
+        found |= _mean_and_variance("prior_mean_score", "prior_score_variance", names, h, scores)
+    if "max_score" in names:
+        found["max_score"] = _largest(scores, visible)
+    if "max_position" in names:
+        found["max_position"] = _position(scores.detach().masked_fill(~visible, -torch.inf))
+    return tuple(found[name] for name in (names if value is None else (*names, "output")))
+
+
+UNDER_P = ("log_partition", "entropy", "mean_score", "score_variance", "max_weight", "collision")
+
+
+def _mean_and_variance(
+    mean: str, variance: str, names: tuple[str, ...], weights: Tensor, scores: Tensor
+) -> dict[str, Tensor]:
+    found = {mean: (weights * scores).sum(-1)} if mean in names or variance in names else {}
+    if variance in names:
+        found[variance] = (weights * (scores - found[mean].unsqueeze(-1)).square()).sum(-1)
+    return found
 
 
 def _largest(numbers: Tensor, visible: Tensor) -> Tensor:
@@ -197,8 +327,8 @@ def _largest(numbers: Tensor, visible: Tensor) -> Tensor:
     return numbers.masked_fill(~visible, -torch.inf).amax(-1)
 
 
-BACKENDS: tuple[backends.Backend, ...] = (
-    _Compiled(moment_blocks.compiled_moments),
-    tiles.Blocks(moment_blocks.moments),
-    reference.Reference(lambda problem: reference.in_blocks(problem.without_idle(), _reference)),
-)
+def _position(scores: Tensor) -> Tensor:
+    """Of the first of the largest; −1 if none is finite. No integers, which derivatives do not go through."""
+    if scores.shape[-1] == 0:
+        return scores.sum(-1).double() - 1
+    return torch.where(scores.amax(-1).isfinite(), scores.argmax(-1), -1).double()

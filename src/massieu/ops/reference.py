@@ -13,10 +13,11 @@ from torch import Tensor
 
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.differentiable import recomputed
-from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position, slices
+from massieu.ops.shapes import AttentionProblem, Band, at_once, hidden_by_position, slices
 
 BLOCK_PAIRS = 1 << 21
-"""Scores that are held at once. A smaller problem is one block, without recomputation."""
+"""Scores that are held at once on the CPU; `at_once` says how many on a device. Of each there are up to ten numbers in a
+backward pass. A smaller problem is one block, without recomputation."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -26,7 +27,7 @@ class Reference:
     """The backend that is right everywhere."""
 
     forward: Callable[..., tuple[Tensor, ...]]
-    name = "reference"
+    name, bands = "reference", False
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
         """Nothing."""
@@ -94,7 +95,7 @@ def in_blocks(problem: AttentionProblem, function: Function) -> tuple[Tensor, ..
     query, key, value = problem.scaled_query(), problem.key.to(problem.dtype), problem.value
     value = None if value is None else value.to(problem.dtype)
     length = query.shape[3]
-    rows = max(1, min(length, BLOCK_PAIRS * length // max(problem.pairs, 1)))
+    rows = max(1, min(length, at_once(BLOCK_PAIRS, query.device) * length // max(problem.pairs, 1)))
     if rows >= length:
         return _block(function, problem.softcap, problem.band, 0, query, key, problem.log_weight, value)
     results = []

@@ -121,6 +121,11 @@ def slices(length: int, size: int) -> Iterator[slice]:
         yield slice(first, min(length, first + size))
 
 
+def at_once(pairs: int, device: torch.device) -> int:
+    """How many scores to work on at a time: so many on the CPU, 2²⁵ (128 MiB in float32) on a device, to keep it busy."""
+    return pairs if device.type == "cpu" else max(pairs, 1 << 25)
+
+
 def hidden_by_position(
     band: Band, first: int, rows: int, keys: int, device: torch.device
 ) -> Bool[Tensor, "rows keys"] | None:

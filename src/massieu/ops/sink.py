@@ -17,27 +17,48 @@ def attention(output: Tensor, log_z: Tensor, problem: AttentionProblem) -> tuple
     return _with_value(output, kept, share, problem), level
 
 
-def moments(found: tuple[Tensor, ...], problem: AttentionProblem) -> tuple[Tensor, ...]:
-    """The ten moments of `MomentsResult` in order, and the output where there is one, with the sink as one more key."""
-    log_z, entropy, mean, variance, top, collision, prior, prior_mean, prior_variance, largest, *output = found
+def moments(found: dict[str, Tensor], problem: AttentionProblem) -> dict[str, Tensor]:
+    """Moments of `MomentsResult`, by name, with the sink as one more key; but for positions, which are those of keys.
+
+    The given ones have those that theirs follow from (`NEEDED`).
+    """
     sink = problem.sink
     assert sink is not None
+    log_z = found["log_partition"]
     level, kept, share = shares(log_z, problem)
-    prior_level, prior_kept, prior_share = shares(prior, problem)
-    absent = (sink == -torch.inf).expand_as(log_z)
-    moments = (
-        level,
-        kept * (entropy - _log(log_z, level)) - share * _log(sink, level),
-        kept * mean,
-        kept * (variance + share * mean.square()),
-        torch.maximum(kept * top, share),
-        kept.square() * collision + share.square(),
-        prior_level,
-        prior_kept * prior_mean,
-        prior_kept * (prior_variance + prior_share * prior_mean.square()),
-        torch.where(absent, largest, largest.clamp_min(0)),
-    )
-    return (*moments, *(_with_value(mean, kept, share, problem) for mean in output))
+    result = found | {"log_partition": level}
+    if "entropy" in found:
+        result["entropy"] = kept * (found["entropy"] - _log(log_z, level)) - share * _log(sink, level)
+    if "mean_score" in found:
+        result["mean_score"] = kept * found["mean_score"]
+    if "score_variance" in found:
+        result["score_variance"] = kept * (found["score_variance"] + share * found["mean_score"].square())
+    if "max_weight" in found:
+        result["max_weight"] = torch.maximum(kept * found["max_weight"], share)
+    if "collision" in found:
+        result["collision"] = kept.square() * found["collision"] + share.square()
+    if "prior_log_partition" in found:
+        result["prior_log_partition"], kept_prior, share_prior = shares(found["prior_log_partition"], problem)
+        if "prior_mean_score" in found:
+            result["prior_mean_score"] = kept_prior * found["prior_mean_score"]
+        if "prior_score_variance" in found:
+            between = share_prior * found["prior_mean_score"].square()
+            result["prior_score_variance"] = kept_prior * (found["prior_score_variance"] + between)
+    if "max_score" in found:
+        largest = found["max_score"]
+        absent = (sink == -torch.inf).expand_as(largest)
+        result["max_score"] = torch.where(absent, largest, largest.clamp_min(0))
+    if "output" in found:
+        result["output"] = _with_value(found["output"], kept, share, problem)
+    return result
+
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "score_variance": ("mean_score",),
+    "prior_mean_score": ("prior_log_partition",),
+    "prior_score_variance": ("prior_log_partition", "prior_mean_score"),
+}
+"""What else a moment with the sink follows from, beside log Z."""
 
 
 def _with_value(output: Tensor, kept: Tensor, share: Tensor, problem: AttentionProblem) -> Tensor:

@@ -1,6 +1,7 @@
-"""How the scores of a long attention are cut into pieces that stay in a core's cache, and which keys each piece sees.
+"""How the scores of a long attention are cut into pieces, and which keys each piece sees.
 
-What works in tiles does so on the CPU and without derivative, and gives the numbers of the reference to rounding.
+On the CPU a piece stays in a core's cache; on CUDA it keeps the device busy, and nothing there waits for a value. What
+works in tiles does so without derivative, and gives the numbers of the reference to rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import in_functorch, may_be_differentiated
-from massieu.ops.shapes import AttentionProblem, hidden_by_position, slices
+from massieu.ops.shapes import AttentionProblem, Band, at_once, hidden_by_position, slices
 
 HIDDEN = -1e30
 """Stands for −inf where 0·score must stay 0."""
@@ -27,13 +28,13 @@ class Blocks:
     """A backend that works in tiles."""
 
     forward: Callable[..., tuple[Tensor, ...]]
-    name = "blocks"
+    name, bands = "blocks", False
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
         """Why tiles cannot take this problem."""
         tensors = (problem.query, problem.key, problem.value, problem.log_weight, problem.scale, *others)
-        if problem.query.device.type != "cpu":
-            return f"it runs on the CPU, got {problem.query.device}"
+        if problem.query.device.type not in ("cpu", "cuda"):
+            return f"it runs on the CPU and on CUDA, got {problem.query.device}"
         if torch.compiler.is_compiling():
             return "it cannot be compiled into something else"
         if in_functorch() or may_be_differentiated(*(tensor for tensor in tensors if isinstance(tensor, Tensor))):
@@ -74,7 +75,7 @@ class Plan:
 
     @staticmethod
     def of(problem: AttentionProblem, pairs_per_thread: int, buffers: int) -> "Plan":
-        """Tiles of so many scores a thread, and of at least those of one query of a key head."""
+        """Tiles of so many scores a thread of the CPU, or for a device, and of at least a query's of one key head."""
         query, scale = problem.query.to(problem.dtype), problem.scale
         if isinstance(scale, Tensor):
             query, scale = (query * scale).to(problem.dtype), 1.0
@@ -82,7 +83,8 @@ class Plan:
             None if part is None else part.to(problem.dtype).contiguous() for part in (problem.key, problem.value)
         )
         assert key is not None
-        capacity = max(pairs_per_thread * torch.get_num_threads(), query.shape[2] * key.shape[2])
+        pairs = at_once(pairs_per_thread * torch.get_num_threads(), query.device)
+        capacity = max(pairs, query.shape[2] * key.shape[2])
         space = query.new_empty(buffers, min(capacity, problem.pairs))
         return Plan(replace(problem, query=query.contiguous(), key=key, value=value, scale=scale), capacity, space)
 
@@ -92,17 +94,22 @@ class Plan:
 
         Args:
             work: gives numbers (b·Hk, G·rows, 1) of its slab's queries, and fills the slab's product.
-            levels: what these numbers are for queries that see no key, whose product is 0.
+            levels: what these numbers are for queries that see no key, whose product is 0; an integer's are int64.
         """
         query, value = self.problem.query, self.problem.value
-        results = [query.new_full(query.shape[:4], level) for level in levels]
+        results = [
+            query.new_full(query.shape[:4], level, dtype=torch.int64 if isinstance(level, int) else None)
+            for level in levels
+        ]
         products = [] if value is None else [query.new_zeros(*query.shape[:4], value.shape[-1])]
         for slab in self._slabs():
             found = [*work(slab), *([] if slab.product is None else [slab.product])]
-            none = slab.seen.count == 0
+            none = None if slab.seen.keep is None else slab.seen.count == 0
             for result, numbers, level in zip([*results, *products], found, [*levels, 0.0], strict=False):
                 part = slab.of(result)
-                part.copy_(numbers.view(part.shape)).masked_fill_(none if part.ndim == 4 else none[..., None], level)
+                part.copy_(numbers.view(part.shape))
+                if none is not None:
+                    part.masked_fill_(none if part.ndim == 4 else none[..., None], level)
         return *results, *products
 
     def _slabs(self) -> Iterator["Slab"]:
@@ -168,9 +175,9 @@ class Slab:
         """The slab's part of ``(B, Hk, G, L, C)`` as (b·Hk, G·rows, C)."""
         return self.of(tensor).reshape(self.shape[0] * self.shape[1], -1, tensor.shape[-1])
 
-    def new(self, *size: int) -> Tensor:
-        """A buffer ``(*size, b·Hk, G·rows, 1)``."""
-        return self.query.new_empty(*size, *self.query.shape[:2], 1)
+    def new(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A buffer ``(*size, b·Hk, G·rows, 1)``, of the query's dtype if no other is given."""
+        return self.query.new_empty(*size, *self.query.shape[:2], 1, dtype=dtype)
 
     def per_query(self, numbers: Tensor) -> Tensor:
         """From (#b, #Hk, #G, #rows) to (b·Hk, G·rows, 1)."""
@@ -183,7 +190,7 @@ class Slab:
             return None
         weight = weight[..., self.seen.first : self.seen.last].to(self.query.dtype)
         weight = weight.masked_fill(weight == -torch.inf, 0.0)
-        return weight if bool(weight.any()) else None
+        return None if may_look(weight.device) and not bool(weight.any()) else weight
 
     def tiles(self) -> Iterator["Tile"]:
         """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses."""
@@ -271,40 +278,57 @@ def slab_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor 
 
 
 def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
-    """Which keys some items and queries see, by mask, causality and window."""
-    weight, keys = slab_weight(problem, batch, rows), problem.key.shape[2]
-    kept = weight if weight is None or weight.dtype == torch.bool else weight != -torch.inf
-    dtype, device = problem.dtype, problem.query.device
-    first = rows.start + problem.offset + 1
-    causal = problem.is_causal and first < keys
-    if problem.window is not None or (causal and kept is not None):
-        outside = hidden_by_position(problem.band, rows.start, rows.stop - rows.start, keys, device)
-        assert outside is not None
-        inside = ~outside[None, None, None]
-        return _from_mask(inside if kept is None else kept & inside, dtype)
-    if kept is not None:
-        return _from_mask(kept, dtype)
-    if not causal:
-        return Visible(torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device), last=keys)
-    last = min(rows.stop + problem.offset, keys)
-    count = torch.arange(first, rows.stop + problem.offset + 1, device=device)
-    keep = torch.arange(first, last, device=device) < count[:, None]
-    count = count.clamp_max(keys).to(dtype)
-    return Visible(count[None, None, None], 0, last, first, last, keep.to(dtype)[None, None, None])
+    """Which keys some items and queries see, by causality and window, and by the mask inside these."""
+    keys, device, dtype = problem.key.shape[2], problem.query.device, problem.dtype
+    low, high = problem.band or (None, keys)
+    first, last = 0 if low is None else max(0, rows.start + low), min(keys, rows.stop + high)
+    if last <= first:
+        return Visible(torch.zeros(1, 1, 1, 1, dtype=dtype, device=device))
+    # Every query sees the keys between these two.
+    whole = first if low is None else min(last, max(first, rows.stop - 1 + low))
+    end = max(first, min(last, rows.start + high + 1))
+    weight = slab_weight(problem, batch, rows)
+    if weight is None:
+        if whole == first and end == last:
+            return Visible(torch.full((1, 1, 1, 1), last - first, dtype=dtype, device=device), first, last)
+        mixed_first, mixed_last = end if whole == first else first, whole if end == last else last
+        keep = _inside(problem.band, rows, mixed_first, mixed_last, device).to(dtype)[None, None, None]
+        return Visible(keep.sum(-1) + (last - first - keep.shape[-1]), first, last, mixed_first, mixed_last, keep)
+    kept = weight[..., first:last]
+    kept = kept if kept.dtype == torch.bool else kept != -torch.inf
+    if whole > first or end < last:
+        kept = kept & _inside(problem.band, rows, first, last, device)
+    count = kept.sum(-1).to(dtype)
+    if may_look(device):
+        return _narrowed(kept, count, first)
+    return Visible(count, first, last, first, last, kept.to(dtype))
 
 
-def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
+def may_look(device: torch.device) -> bool:
+    """Whether to look where a mask hides or weighs something: other processors than this one would have to be waited for."""
+    return device.type == "cpu"
+
+
+def _inside(band: Band, rows: slice, first: int, last: int, device: torch.device) -> Tensor:
+    """Whether the band shows queries `rows` keys first … last − 1, shape (rows, keys)."""
+    hidden = hidden_by_position(band, rows.start - first, rows.stop - rows.start, last - first, device)
+    assert hidden is not None
+    return ~hidden
+
+
+def _narrowed(kept: Tensor, count: Tensor, start: int) -> Visible:
+    """What a mask of keys from `start` on shows, by its values."""
     columns = kept.flatten(0, 3)
     anywhere = columns.any(0).nonzero()
-    count = kept.sum(-1).to(dtype)
     if len(anywhere) == 0:
         return Visible(count)
     first, last = int(anywhere[0]), int(anywhere[-1]) + 1
     partly = (~columns[:, first:last].all(0)).nonzero()
     if len(partly) == 0:
-        return Visible(count, first, last)
+        return Visible(count, start + first, start + last)
     mixed_first, mixed_last = first + int(partly[0]), first + int(partly[-1]) + 1
-    return Visible(count, first, last, mixed_first, mixed_last, kept[..., mixed_first:mixed_last].to(dtype))
+    keep = kept[..., mixed_first:mixed_last].to(count.dtype)
+    return Visible(count, start + first, start + last, start + mixed_first, start + mixed_last, keep)
 
 
 def attention(problem: AttentionProblem) -> tuple[Tensor, ...]:

@@ -74,7 +74,9 @@ def precision_alignment(
     levels, basis = levels[kept], vectors[:, kept]
     target = _power(covariance, power)
     rank = int(kept.sum())
-    normal = torch.randn(draws, len(target), rank, dtype=target.dtype, generator=generator).to(target.device)
+    device = None if generator is None else generator.device
+    normal = torch.randn(draws, len(target), rank, dtype=target.dtype, generator=generator, device=device)
+    normal = normal.to(target.device)
     # Uniform up to the signs of the vectors, which no cosine sees.
     frames, _ = torch.linalg.qr(normal)
     cosine = _cosine(levels, basis, target)

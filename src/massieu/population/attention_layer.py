@@ -193,7 +193,8 @@ class AttentionLayer(Operator):
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> Self:
-        """Weights with independent normal entries of variance 1/width, heads of size width/heads. Options as for `create`.
+        """Weights with independent normal entries of variance 1/width, heads of size width/heads, on the generator's device.
+        Options as for `create`.
 
         Raises:
             ValueError: `heads` does not divide `width`.
@@ -202,7 +203,8 @@ class AttentionLayer(Operator):
             raise ValueError(f"width must be a positive multiple of heads, got {width} and {heads}")
         size = width // heads
         shapes = [(heads, size, width)] * 3 + [(heads, width, size)]
-        weights = [torch.randn(shape, generator=generator, dtype=dtype) / width**0.5 for shape in shapes]
+        place = {"dtype": dtype, "device": None if generator is None else generator.device}
+        weights = [torch.randn(shape, generator=generator, **place) / width**0.5 for shape in shapes]
         return cls.create(*weights, **options)
 
     @property

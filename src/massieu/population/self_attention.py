@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -11,6 +11,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.foundation.arguments import number
 from massieu.foundation.values import promoted_dtype
+from massieu.ops.moments import MomentsResult
 from massieu.population.reading import (
     ObservableReading,
     Processes,
@@ -61,7 +62,8 @@ def self_attention_levels(
     beta = points.shape[-1] ** -0.5 if scale is None else scale
     tokens = points.to(promoted_dtype(points))
     queries, keys = (each.reshape(1, -1, *each.shape[-2:]) for each in (tokens, collected(tokens, processes)))
-    found = ops.attention_moments(queries, keys, scale=beta)
+    names = ("log_partition", "entropy", "prior_log_partition", "prior_mean_score")
+    found: MomentsResult[Any] = ops.attention_moments(queries, keys, scale=beta, moments=names)
     count = keys.shape[-2]
     log_z = found.log_partition.double()
     selective = log_z - found.prior_log_partition - found.prior_mean_score

@@ -4,17 +4,25 @@ A suite is a table of `Law`s and a case class; `checks_of` makes of both what a 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from massieu.foundation.arguments import instance
 
 EXACT = 1e-9
 """Relative tolerance, in float64, of two exact ways to one number."""
+
+
+def no_values() -> AbstractContextManager[object]:
+    """Where tensors have shapes and devices alone: to ask for a value, or to mix two devices, is an error."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
 
 CaseT = TypeVar("CaseT")
 SubjectT = TypeVar("SubjectT")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from massieu.testing.checks import EXACT, CaseT, Checks, Law, agree, checks_of
+from massieu.testing.checks import EXACT, CaseT, Checks, Law, agree, checks_of, no_values
 
 _STEP = 1e-4
 
@@ -225,11 +225,17 @@ def check_no_query(trial: Trial[Any]) -> None:
 
 
 def check_meta(trial: Trial[Any]) -> None:
-    value, points = trial.value.to("meta"), trial.points.to("meta")
-    for name, function in trial.functions.items():
-        expected, found = function(trial.value, trial.points), function(value, points)
-        if (found.device.type, found.shape, found.dtype) != ("meta", expected.shape, expected.dtype):
-            raise AssertionError(f"meta: {name} gave {found.dtype} of shape {tuple(found.shape)} on {found.device}")
+    """Shapes without values, those of the gradient too; what would mix two devices, as a GPU's and the CPU's, raises."""
+    results = {name: function(trial.value, trial.points) for name, function in trial.functions.items()}
+    with no_values():
+        value, points = trial.value.to("meta"), trial.points.to("meta")
+        for name, function in trial.functions.items():
+            expected, given = results[name], points.clone()
+            found = function(value, given.requires_grad_() if given.is_floating_point() else given)
+            if (found.device.type, found.shape, found.dtype) != ("meta", expected.shape, expected.dtype):
+                raise AssertionError(f"meta: {name} gave {found.dtype} of shape {tuple(found.shape)} on {found.device}")
+            if found.requires_grad:
+                found.sum().backward()
 
 
 def check_not_a_number(trial: Trial[Any]) -> None:

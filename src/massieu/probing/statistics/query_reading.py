@@ -6,13 +6,14 @@ unchanged by it (S25), and the difference log Z − mean score then loses no dig
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu import ops
-from massieu.ops.moments import MomentsResult
+from massieu.ops.moments import NAMES, MomentsResult
 from massieu.probing.capture import AttentionCall
 
 
@@ -71,11 +72,11 @@ class QueryReading:
         return product.flatten(1, 2)[..., 0].float()
 
     @cached_property
-    def moments(self) -> MomentsResult:
-        """Of the scores of the centred keys."""
+    def moments(self) -> MomentsResult[Any]:
+        """Of the scores of the centred keys, all but positions, which no statistic reads."""
         call = self.call
         settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
-        return ops.attention_moments(call.query, self.key, None, log_weight=call.log_weight, **settings)
+        return ops.attention_moments(call.query, self.key, moments=NAMES[:-1], log_weight=call.log_weight, **settings)
 
     @property
     def log_partition(self) -> Float[Tensor, "B H L"]:

@@ -1,0 +1,1 @@
+"""PyTorch's attention kernels for CUDA."""

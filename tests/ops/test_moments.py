@@ -1,0 +1,225 @@
+"""Moments asked for alone: the same numbers, fewer operations; and the position of the largest score."""
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from tests.ops import explicit
+from tests.ops.explicit import draw
+from tests.rows import every_row
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from massieu import ops
+from massieu.ops import moment_blocks, moments
+from massieu.ops.moments import NAMES, MomentsResult
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "kept": {"log_weight": draw(2, 1, 1, 53, seed=3) > -0.5},
+    "weights": {"log_weight": draw(2, 4, 1, 53, seed=3).masked_fill(draw(53, seed=4) > 1, -math.inf)},
+    "pairs": {"log_weight": draw(37, 53, seed=3) > 1.5},
+    "window": {"window": (2, 1)},
+    "offset": {"is_causal": True, "query_offset": 7},
+    "cap": {"softcap": 1.5},
+    "sink": {"sink": draw(4, seed=5), "is_causal": True},
+    "sink and weights": {"sink": 0.3, "log_weight": draw(53, seed=3)},
+}
+
+
+def inputs(length=37, keys=53, dtype=torch.float64):
+    return (
+        draw(2, 4, length, 8, dtype=dtype),
+        draw(2, 2, keys, 8, seed=1, dtype=dtype),
+        draw(2, 2, keys, 5, seed=2, dtype=dtype),
+    )
+
+
+@every_row("backend", ["blocks", "reference"])
+@every_row("option", OPTIONS)
+def test_one_alone_is_bit_for_bit_the_one_of_all(option, backend):
+    query, key, value = inputs(dtype=torch.float32)
+    options = OPTIONS[option] | {"backend": backend}
+    whole = ops.attention_moments(query, key, value, **options)
+    for names in (*((name,) for name in NAMES), ("entropy", "max_score"), ["score_variance", "prior_mean_score"]):
+        for given in (value, None):
+            found = ops.attention_moments(query, key, given, moments=names, **options)
+            assert (found.output is None) == (given is None)
+            assert given is None or torch.equal(found.output, whole.output)
+            for name in NAMES:
+                assert name not in names or torch.equal(getattr(found, name), getattr(whole, name)), name
+                assert name in names or getattr(found, name) is None, name
+
+
+@every_row("backend", ["blocks", "reference"])
+@every_row("option", OPTIONS)
+def test_all_against_explicit_weights(option, backend):
+    query, key, value = inputs()
+    found = ops.attention_moments(query, key, value, backend=backend, **OPTIONS[option])
+    wanted = explicit.moments(query, key, value, **OPTIONS[option])
+    assert wanted.keys() == set(MomentsResult._fields)
+    for name, numbers in wanted.items():
+        torch.testing.assert_close(getattr(found, name), numbers, atol=1e-11, rtol=1e-11, msg=name)
+
+
+@every_row("backend", ["blocks", "reference"])
+def test_the_first_of_several_largest_scores(backend):
+    """Keys 3, 40 and 41 are one and the best; some see the later only. A score that is not finite has no position."""
+    query, key = torch.ones(1, 1, 50, 4), draw(1, 1, 50, 4, dtype=torch.float32).abs()
+    key[:, :, [3, 40, 41]] = 9.0
+    for options, wanted in (
+        ({}, [3] * 50),
+        ({"is_causal": True}, [3] * 47),
+        ({"log_weight": torch.arange(50) > 3}, [40] * 50),
+        ({"log_weight": torch.arange(50) == 41}, [41] * 50),
+        ({"sink": 50.0}, [3] * 50),
+        ({"log_weight": torch.zeros(50, dtype=torch.bool), "sink": 0.0}, [-1] * 50),
+        ({"softcap": 2.0}, [3] * 50),
+    ):
+        for names in (None, ["max_position"]):
+            found = ops.attention_moments(query, key, backend=backend, moments=names, **options).max_position
+            assert found.dtype == torch.int64
+            assert found[0, 0, -len(wanted) :].tolist() == wanted
+    assert ops.attention_moments(query[:, :, :0], key, backend="reference").max_position.shape == (1, 1, 0)
+    assert (ops.attention_moments(query, key[:, :, :0], backend="reference").max_position == -1).all()
+    for number in (math.nan, math.inf):
+        query[0, 0, 7] = number
+        found = ops.attention_moments(query, key, backend=backend, moments=("max_position",)).max_position[0, 0]
+        assert found.tolist() == [3] * 7 + [-1] + [3] * 42
+
+
+@every_row("backend", ["blocks", "reference"])
+@every_row("window", [(3, 2), (0, 0), (50, 5), (2, 110)])
+def test_positions_in_windows(window, backend, monkeypatch):
+    """In chunks of queries, folded into the batch and not, with more queries than keys and fewer."""
+    monkeypatch.setattr("massieu.ops.band.LEAST", 8)
+    for length, keys in ((120, 120), (120, 100), (100, 120)):
+        query, key, _ = inputs(length, keys)
+        found = ops.attention_moments(query, key, window=window, backend=backend, moments=["max_position"])
+        wanted = explicit.moments(query, key, key, window=window)["max_position"]
+        assert torch.equal(found.max_position, wanted)
+
+
+def test_positions_beyond_what_the_dtype_counts(monkeypatch):
+    monkeypatch.setattr(moment_blocks, "COUNTED", 16)
+    query, key, value = inputs()
+    for options in ({}, {"log_weight": draw(53, seed=4)}):
+        found = ops.attention_moments(query, key, backend="blocks", **options)
+        assert torch.equal(found.max_position, explicit.moments(query, key, value, **options)["max_position"])
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that make or change a tensor as large as the scores."""
+
+    def __init__(self, pairs):
+        super().__init__()
+        self.pairs, self.large = pairs, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        tensors = [one for one in (found, *args) if isinstance(one, torch.Tensor)]
+        views = func.__name__.split(".")[0] in ("view", "slice", "unflatten", "expand", "_unsafe_view", "detach", "t")
+        self.large += not views and any(one.numel() >= self.pairs for one in tensors)
+        return found
+
+
+@every_row("weighted", [False, True])
+@every_row("backend", ["blocks", "reference"])
+def test_fewer_take_fewer_passes_over_the_scores(backend, weighted):
+    query, key, _ = inputs(64, 64)
+    options = {"backend": backend, "log_weight": draw(64) if weighted else None}
+
+    def passes(*names):
+        with Operations(2 * 4 * 64 * 64) as operations:
+            ops.attention_moments(query, key, moments=names, **options)
+        return operations.large
+
+    chain = ("log_partition",), ("log_partition", "entropy"), ("log_partition", "entropy", "score_variance"), NAMES
+    counts = [passes(*names) for names in chain]
+    assert counts == sorted(set(counts)), counts
+    assert passes("max_score") < counts[0] and passes("prior_score_variance") < counts[-1]
+    if backend == "blocks" and not weighted:
+        assert passes("prior_log_partition") == 1  # the buffer is made
+
+
+@every_row("names", [*combinations(("entropy", "score_variance", "prior_mean_score", "max_position"), 2)])
+def test_derivatives_of_some(names):
+    """The sum of the gradients is that of all together; a position has none."""
+    inputs_ = [tensor.requires_grad_() for tensor in inputs(6, 7)]
+    found = ops.attention_moments(*inputs_, moments=names, sink=0.2)
+    whole = ops.attention_moments(*inputs_, sink=0.2)
+    numbers = [name for name in names if name != "max_position"]
+    assert all(not getattr(found, name).requires_grad for name in set(names) - set(numbers))
+    ours, theirs = (sum(getattr(one, name).sin().sum() for name in numbers) for one in (found, whole))
+    torch.testing.assert_close(torch.autograd.grad(ours, inputs_[:2]), torch.autograd.grad(theirs, inputs_[:2]))
+
+    def function(q):
+        return ops.attention_moments(q, inputs_[1], moments=names)
+
+    tangent = draw(2, 4, 6, 8, seed=9)
+    forward = torch.func.jvp(lambda q: getattr(function(q), numbers[0]), (inputs_[0],), (tangent,))[1]
+    _, backward = torch.autograd.functional.jvp(lambda q: getattr(function(q), numbers[0]), inputs_[0], tangent)
+    torch.testing.assert_close(forward, backward)
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.slow
+def test_compiled_tiles_of_few_and_of_all():
+    """In one process: two kernels, each with positions and without."""
+    query, key, value = inputs(150, 130, torch.float32)
+    for option in ("plain", "causal", "kept", "cap", "sink"):
+        options = {
+            name: one[..., :1].expand(2, 1, 1, 130) if name == "log_weight" else one
+            for name, one in OPTIONS[option].items()
+        }
+        wanted = explicit.moments(query, key, value, **options)
+        for names in (("entropy", "max_score"), ("entropy", "max_position"), ("collision",), None):
+            found = ops.attention_moments(query, key, value, moments=names, backend="compiled", **options)
+            for name in ("output", *(names or NAMES)):
+                numbers = wanted[name]
+                torch.testing.assert_close(getattr(found, name).to(numbers.dtype), numbers, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.slow
+def test_some_inside_compiled_code():
+    query, key, _ = (tensor.requires_grad_() for tensor in inputs(9, 9, torch.float32))
+
+    def function(q, k):
+        found = ops.attention_moments(q, k, moments=("entropy", "max_position"), window=3)
+        return found.entropy.sum(), found.max_position
+
+    loss, place = torch.compile(function, fullgraph=True)(query, key)
+    wanted, wanted_place = function(query, key)
+    assert torch.equal(place, wanted_place)
+    for one, other in zip(
+        torch.autograd.grad(loss, (query, key)), torch.autograd.grad(wanted, (query, key)), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_few_are_never_compiled_by_themselves(monkeypatch):
+    """Eager tiles are as quick, so that the scores of such calls repay no compilation either."""
+    query, key, _ = inputs(3, 3)
+    monkeypatch.setattr(moments._Work, "pairs", 0)
+    ops.attention_moments(query, key, moments=("entropy", "max_score", "max_position"))
+    assert moments._Work.pairs == 0
+    ops.attention_moments(query, key, moments=("collision",))
+    assert moments._Work.pairs == 2 * 4 * 3 * 3
+    monkeypatch.setattr(moments._Work, "pairs", moments.REPAYING_PAIRS)
+    monkeypatch.setattr(moment_blocks, "compiler_exists", lambda device: True)
+    assert ops.moments_backend(query, key, moments=("entropy", "max_score")) == "blocks"
+    assert ops.moments_backend(query, key, moments=("entropy", "collision")) == "compiled"
+
+
+def test_refused_names():
+    query, key, _ = inputs(3, 3)
+    with pytest.raises(ValueError, match="got 'mean'"):
+        ops.moments_backend(query, key, moments=["mean"])
+    for given in ("entropy", 3, True, [1], [None], torch.ones(2)):
+        with pytest.raises(TypeError, match="moments must be a collection of names"):
+            ops.attention_moments(query, key, moments=given)
+    for given, word in ((["entropi"], "'entropi'"), ((), "none"), ({"output", "entropy"}, "'output'")):
+        with pytest.raises(ValueError, match=f"log_partition, entropy, .*max_position; got {word}$"):
+            ops.attention_moments(query, key, moments=given)

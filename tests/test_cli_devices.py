@@ -1,0 +1,175 @@
+"""`massieu devices`: what is measured, what is said of it, and how it ends."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.rows import every_row
+from tests.test_cli import COMMAND, ENVIRONMENT, _is_bad, _run
+
+from massieu.ops import reference
+from massieu.ops import survey as room
+from massieu.ops.measure import DTYPES, PARTS
+from massieu.ops.survey import Measured, Survey, survey
+
+REGISTRY = sys.modules["massieu.ops.attention"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Each work is done once, and takes a second; PyTorch's takes two."""
+
+    def seconds(works: dict, device: torch.device, budget: float) -> dict[str, list[float]]:
+        for work in works.values():
+            work()
+        return {name: [2.0 if name == "SDPA" else 1.0] * 3 for name in works}
+
+    monkeypatch.setattr(room, "turns", seconds)
+
+
+def broken(monkeypatch, damage):
+    """A first backend whose output and log Z are the reference's with a fault."""
+    backend: Any = reference.Reference(lambda problem: damage(*reference.attention(problem)))
+    object.__setattr__(backend, "name", "broken")
+    for place in (room, REGISTRY):
+        monkeypatch.setattr(place, "BACKENDS", (backend, *REGISTRY.BACKENDS))
+
+
+def test_every_backend_is_measured():
+    stages = []
+    found = survey("cpu", True, stages.append)
+    assert len(stages) == 7
+    assert found.ok
+    assert found.complete
+    missing = {True: set(), False: {"log_partition"}}
+    names = ["SDPA", "fused", "blocks", "reference"]
+    assert [(row.dtype, row.name) for row in found.rows] == [(dtype, name) for dtype in DTYPES for name in names]
+    for row in found.rows:
+        assert set(row.errors) == set(PARTS[:2] if row.name == "blocks" else PARTS) - missing[row.own]
+        assert (row.share is None) == (row.name in ("SDPA", "blocks"))
+        assert (row.forward_ratio, row.mebibytes) == (0.5 if row.own else 1.0, None)
+        # Rounding, and not nothing.
+        assert 0 < row.errors["output"] < torch.finfo(DTYPES[row.dtype]).eps * 4
+        assert not row.excess
+
+
+def test_what_auto_takes():
+    found = {(each.kind, each.dtype): each for each in survey("cpu", True).choices}
+    assert len(found) == 7 * 4
+    for (kind, dtype), each in found.items():
+        capped = kind == "soft-capped"
+        assert (each.training, each.inference) == (("reference", "blocks") if capped else ("fused", "fused")), (
+            kind,
+            dtype,
+        )
+    assert found["soft-capped", "bfloat16"].refused == {
+        "fused": "it has no soft cap",
+        "flex": "it runs on CUDA, got cpu",
+        "blocks": "it has no derivative, and one may be wanted here",
+    }
+
+
+DAMAGES = {
+    "share": lambda output, log_z: (output, 0.5 * (log_z + log_z.detach())),
+    "log_partition": lambda output, log_z: (output, log_z / math.log(2)),
+    "grad_query": lambda output, log_z: (output.detach() + 1.1 * (output - output.detach()), log_z),
+    "output": lambda output, log_z: (output * math.nan, log_z),
+}
+
+
+@pytest.mark.parametrize(
+    "part", ["share", *(pytest.param(part, marks=pytest.mark.medium) for part in list(DAMAGES)[1:])]
+)
+def test_a_wrong_backend_is_found(monkeypatch, part):
+    broken(monkeypatch, DAMAGES[part])
+    ran = _run("devices", "--quick", "--device", "cpu", "--json")
+    told = json.loads(ran.stdout)
+    assert ran.exit_code == 1
+    row = next(row for row in told["rows"] if row["name"] == "broken")
+    assert part in row["excess"]
+    assert row["taken"]
+    assert not told["ok"]
+    assert part != "output" or row["errors"]["output"] is None
+
+
+def test_a_backend_that_is_not_taken_may_be_wrong(monkeypatch):
+    broken(monkeypatch, lambda output, log_z: (output, 2 * log_z))
+    monkeypatch.setattr(room, "choose", lambda asked, registry, problem: registry[1])
+    ran = _run("devices", "--quick", "--device", "cpu")
+    assert ran.exit_code == 0
+    assert "and is not taken by auto" in " ".join(ran.stdout.split())
+
+
+def test_the_tables_fit_a_narrow_terminal():
+    ran = _run("devices", "--quick", "--device", "cpu")
+    assert ran.exit_code == 0
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+    assert "\x1b" not in ran.output
+    assert "not measured" in ran.stdout
+    assert ran.stdout.rstrip().endswith("Every backend that auto takes is within its error bars.")
+    assert "massieu: what auto takes in float32" in ran.stderr
+
+
+def test_json_is_what_the_page_says():
+    told = json.loads(_run("devices", "--quick", "--json", "--device", "cpu").stdout)
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "ops.md").read_text()
+    for name in {*told, *told["rows"][0], *told["choices"][0]}:
+        assert f"`{name}`" in page, name
+
+
+def test_interrupted(monkeypatch):
+    def stop(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "_measure", stop)
+    found = survey("cpu", True)
+    assert (len(found.choices), found.rows, found.complete) == (28, (), False)
+    ran = _run("devices", "--quick", "--device", "cpu")
+    assert ran.exit_code == 130
+    assert "soft-capped" in ran.stdout
+    assert ran.stderr.splitlines()[-1] == "massieu: interrupted: what is missing was not measured"
+
+
+@every_row("device, message", [
+    ("abacus", "device 'abacus' is not there"), ("cuda:99", "device 'cuda:99' is not there"),
+    ("meta", "device must be the CPU or CUDA, got 'meta'"),
+])  # fmt: skip
+def test_no_such_device(device, message):
+    _is_bad(_run("devices", "--device", device), message)
+    with pytest.raises(ValueError, match=message):
+        survey(device)
+
+
+def test_bars_are_met_or_not():
+    def row(**changes):
+        given = {
+            "errors": {"output": 1.0},
+            "bars": {"output": 2.0, "share": 0.1},
+            "share": 1.05,
+            "taken": True,
+        } | changes
+        return Measured(
+            "a", "float32", True, forward_seconds=1, both_seconds=1, forward_ratio=1, both_ratio=1, mebibytes=1, **given
+        )
+
+    assert row().excess == []
+    assert row(errors={"output": 2.5}).excess == ["output"]
+    assert row(errors={"output": math.nan}).excess == ["output"]
+    assert row(share=0.85).excess == row(share=math.nan).excess == ["share"]
+    whole = Survey("cpu", "a", "2", {}, rows=(row(), row(share=0.0, taken=False)))
+    assert whole.ok
+    assert not Survey("cpu", "a", "2", {}, rows=(row(share=0.0),)).ok
+
+
+@pytest.mark.medium
+def test_in_a_process_of_its_own():
+    command = [*COMMAND, "devices", "--quick", "--device", "cpu", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=True)
+    told = json.loads(ran.stdout)
+    assert told["ok"]
+    assert all(row["forward_seconds"] > 0 for row in told["rows"])
