@@ -396,8 +396,7 @@ def test_what_is_wrong_is_not_taken(registered, name, fault, told):
     run = backend._compiled
     backend.__dict__["_compiled"] = lambda *given: fault(run, *given)
     with pytest.warns(UserWarning, match="'flex' is not used on cpu") as warned:
-        found = call(name)
-        again = call(name)
+        found, again = call(name), call(name)
     assert len(warned) == 1
     assert re.search(told, str(warned[0].message))
     tensors, options = problem("square", OPTIONS[name])
