@@ -1,6 +1,7 @@
 """FlexAttention's kernel, in its dense form on the CPU: against all weights at once in float64."""
 
 import math
+import re
 import sys
 import threading
 
@@ -12,7 +13,7 @@ from tests.rows import every_row
 from torch.nn.attention import flex_attention as peer
 
 from massieu import ops
-from massieu.ops.cuda import flex
+from massieu.ops.cuda import flex, proof
 from massieu.ops.shapes import check_problem
 
 REGISTRY = sys.modules["massieu.ops.attention"]
@@ -43,7 +44,7 @@ OPTIONS = {
 def registered(monkeypatch):
     """Flex for the CPU in place of CUDA, compiled by `compiler`, or where that is None not at all."""
 
-    def register(compiler=None):
+    def register(compiler=None, proves=False):
         class OnCpu(flex.Flex):
             device_type = "cpu"
 
@@ -52,6 +53,10 @@ def registered(monkeypatch):
         if compiler is None:
             monkeypatch.setattr(peer, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
             backend.__dict__["_compiled"] = flex._attend
+        monkeypatch.setattr(proof, "_verdicts", {})
+        monkeypatch.setattr(proof, "_said", set())
+        if not proves:
+            monkeypatch.setattr(proof, "failure", lambda backend, problem: None)
         # It has a backward pass on the CPU, and says it has none.
         monkeypatch.setattr(peer, "_validate_device", lambda *tensors: None)
         monkeypatch.setattr(REGISTRY, "BACKENDS", (backend, *REGISTRY.BACKENDS))
@@ -216,7 +221,8 @@ def test_what_is_not_a_number_stays_in_its_row(registered):
 
 @every_row("low, high, length, keys", [
     (None, 0, 300, 300), (None, 5, 257, 400), (-3, 2, 128, 128), (-200, -130, 500, 300), (10, 300, 130, 600),
-    (-140, 140, 640, 640), (None, 700, 20, 300), (-1, 0, 1, 1), (400, 500, 130, 200), (None, -300, 400, 130),
+    (-140, 140, 640, 640), (None, 700, 20, 300), (-1, 0, 1, 1), (400, 500, 130, 200), (127, 300, 128, 256),
+    (None, -127, 128, 128), (None, -300, 400, 130),
 ])  # fmt: skip
 def test_tiles_are_those_of_the_whole_mask(low, high, length, keys):
     def seen(item, head, row, column):
@@ -244,7 +250,6 @@ def test_the_kernel_is_given_those_tiles(registered, monkeypatch):
     monkeypatch.setattr(
         peer, "flex_attention", lambda *given, **options: (masks.append(given[4]), peer.AuxOutput(query[..., 0]))
     )
-    monkeypatch.setattr(REGISTRY.band, "apply", lambda function, problem: function(problem))
     ops.log_partition(query, key, window=(150, 140), backend="flex")
     mask = peer.create_block_mask(
         lambda item, head, row, column: (column >= row - 150) & (column <= row + 140),
@@ -331,6 +336,94 @@ def test_it_is_compiled_once(registered):
         made.append(counts.frame_count)
     assert made[1:] == [made[1]] * 4
     assert made[1] <= 2
+
+
+# --- the proof -------------------------------------------------------------------------------------------------------
+
+
+def call(name, layout="square", dtype=torch.float32):
+    """Results of `auto`, with gradients."""
+    tensors, options = problem(layout, OPTIONS[name], dtype)
+    return gradients(ops.attention, tensors, options)
+
+
+@pytest.mark.parametrize("name", ["soft cap", *(pytest.param(name, marks=pytest.mark.medium) for name in OPTIONS)])
+def test_it_is_proved_and_taken(registered, name):
+    registered("eager" if name in ("keys", "pairs", "pairs of all heads") else None, proves=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) if name == "soft cap" else (torch.float32,):
+        call(name, dtype=dtype)
+    assert set(proof._verdicts.values()) == {None}
+    assert all(key[0] == "flex" for key in proof._verdicts)
+    layouts = [key[3] for key in proof._verdicts]
+    assert {isinstance(one, proof.Layout) and one.capped for one in layouts} == {"softcap" in OPTIONS[name]}
+
+
+def in_base_two(run, *given):
+    output, log_z = run(*given)
+    return output, log_z / math.log(2)
+
+
+def without_its_cotangent(run, *given):
+    output, log_z = run(*given)
+    return output, log_z.detach() + 0 * output.sum(-1)
+
+
+def without_its_cap(run, query, key, value, weight, scale, softcap, tiles):
+    return run(query, key, value, weight, scale, None, tiles)
+
+
+def with_a_late_band(run, *given):
+    return run(*given[:-1], (given[-1][0], given[-1][1] + 1, *given[-1][2:]))
+
+
+def without_a_weight_gradient(run, query, key, value, weight, *rest):
+    return run(query, key, value, 0.9 * weight + 0.1 * weight.detach(), *rest)
+
+
+def out_of_order(*given):
+    raise RuntimeError("no valid Triton configs")
+
+
+@pytest.mark.parametrize(("name", "fault", "told"), [
+    ("soft cap", in_base_two, "its log_partition is off by"),
+    ("soft cap", out_of_order, "it failed its proof: no valid Triton configs"),
+    pytest.param("soft cap", without_its_cotangent, "its grad_query is off by|of the gradient of", marks=pytest.mark.medium),
+    pytest.param("soft cap", without_its_cap, "its output is off by", marks=pytest.mark.medium),
+    pytest.param("causal", with_a_late_band, "its output is off by", marks=pytest.mark.medium),
+    pytest.param("pairs", without_a_weight_gradient, "its grad_log_weight is off by", marks=pytest.mark.medium),
+])  # fmt: skip
+def test_what_is_wrong_is_not_taken(registered, name, fault, told):
+    """And the results are the reference's, with one warning."""
+    backend = registered("eager" if name == "pairs" else None, proves=True)
+    run = backend._compiled
+    backend.__dict__["_compiled"] = lambda *given: fault(run, *given)
+    with pytest.warns(UserWarning, match="'flex' is not used on cpu") as warned:
+        found, again = call(name), call(name)
+    assert len(warned) == 1
+    assert re.search(told, str(warned[0].message))
+    tensors, options = problem("square", OPTIONS[name])
+    wanted = gradients(attention, [t.double() for t in tensors], options)
+    assert_close(found, wanted, 5e-6)
+    assert all(map(torch.equal, found, again))
+
+
+@pytest.mark.medium
+def test_within_compiled_code_it_is_proved_before_or_not_taken(registered):
+    """The proof would have to be compiled meanwhile, which never ends."""
+    registered("aot_eager", proves=True)
+    tensors, options = problem("square", OPTIONS["soft cap"])
+
+    def compiled():
+        return torch.compile(lambda *given: tuple(ops.attention(*given, **options)), backend="eager", fullgraph=True)
+
+    with pytest.warns(UserWarning, match="call it once before"):
+        before = compiled()(*tensors)
+    assert not proof._verdicts
+    ops.attention(*tensors, **options)
+    assert list(proof._verdicts.values()) == [None]
+    after = compiled()(*tensors)
+    for found in (before, after):
+        assert_close(found, attention(*tensors, **options), 2e-6)
 
 
 def test_another_thread(registered):

@@ -82,10 +82,10 @@ def attention(
             (*batch, H, L, E); it has a gradient. With it the sink is a prior worth exp(sink) tokens of this value (X4, Z3): a
             query that sees no key has it as output.
         backend: "auto" takes the first of these that does not refuse. "fused": PyTorch's fused CPU kernel, exact
-            gradients for both results, no soft cap. "flex": FlexAttention on CUDA, compiled by Triton at the first call.
-            "blocks": tiles of scores, on the CPU and on CUDA, where no derivative may be wanted.
-            "reference": plain operations, in blocks of queries that are computed again in the backward pass; right on
-            every device, CUDA too.
+            gradients for both results, no soft cap. "cudnn", "flash", "efficient": its kernels for CUDA, and "flex", its
+            FlexAttention, which is compiled at the first call: each is proved before it is used. "blocks": tiles of scores,
+            on the CPU and on CUDA, where no derivative may be wanted. "reference": plain operations, in blocks of queries that
+            are computed again in the backward pass; right on every device.
 
     Both are differentiable any number of times, forwards too, and under `torch.func` transforms; second derivatives are
     computed in blocks of queries by the reference's formulas. `torch.compile` works; PyTorch cannot differentiate

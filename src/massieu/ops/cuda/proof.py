@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,24 +50,7 @@ class Layout:
     @staticmethod
     def of(problem: AttentionProblem) -> "Layout":
         """The layout of a problem."""
-        query, keys, weight = problem.query, problem.key.shape[2], problem.log_weight
-        length = query.shape[3]
-        low, high = problem.band or (None, None)
-        mask = None
-        if weight is not None:
-            mask = f"{'pairs' if weight.shape[3] > 1 else 'keys'}, {'bool' if weight.dtype == torch.bool else 'float'}"
-        return Layout(
-            size=query.shape[4],
-            value_size=None if problem.value is None else problem.value.shape[3],
-            group=query.shape[2],
-            shape="square" if length == keys else "wide" if length < keys else "tall",
-            low=None if low is None else -20,
-            high=None if high is None else (0 if high == 0 else 9),
-            mask=mask,
-            learned_weight=weight is not None and weight.requires_grad,
-            turned=query.stride(3) > query.stride(1),
-            capped=problem.softcap is not None,
-        )
+        return Layout(*_facts(problem))
 
     def problem(self, device: torch.device, dtype: torch.dtype) -> AttentionProblem:
         """A small problem of this layout."""
@@ -111,6 +94,28 @@ class Layout:
             return kept
         weight = torch.tensor(numbers.standard_normal(shape), dtype=torch.float32, device=device)
         return weight.masked_fill(~kept, -torch.inf).requires_grad_(self.learned_weight)
+
+
+def _facts(problem: AttentionProblem) -> tuple[Any, ...]:
+    """The fields of a problem's layout: constants, as compiled code can hand them on."""
+    query, keys, weight = problem.query, problem.key.shape[2], problem.log_weight
+    length = query.shape[3]
+    low, high = problem.band or (None, None)
+    mask = None
+    if weight is not None:
+        mask = f"{'pairs' if weight.shape[3] > 1 else 'keys'}, {'bool' if weight.dtype == torch.bool else 'float'}"
+    return (
+        query.shape[4],
+        None if problem.value is None else problem.value.shape[3],
+        query.shape[2],
+        "square" if length == keys else "wide" if length < keys else "tall",
+        None if low is None else -20,
+        None if high is None else (0 if high == 0 else 9),
+        mask,
+        weight is not None and weight.requires_grad,
+        query.stride(3) > query.stride(1),
+        problem.softcap is not None,
+    )
 
 
 class Errors(NamedTuple):
@@ -231,11 +236,13 @@ def failure(backend: Backend, problem: AttentionProblem) -> str | None:
         return "numbers that are not there prove nothing"
     # A compiler that waits for another thread to compile waits for ever.
     possible = not (torch.compiler.is_compiling() and backend.name == "flex")
-    return _failure(backend, str(query.device), query.dtype, Layout.of(problem), possible)
+    return _failure(backend, str(query.device), query.dtype, _facts(problem), possible)
 
 
 @torch.compiler.assume_constant_result
-def _failure(backend: Backend, place: str, dtype: torch.dtype, layout: Layout, possible: bool) -> str | None:
+def _failure(backend: Backend, place: str, dtype: torch.dtype, facts: tuple[Any, ...], possible: bool) -> str | None:
+    layout = Layout(*facts)
+
     def check() -> Errors:
         return _measured(backend, place, dtype, layout)
 
