@@ -13,7 +13,9 @@ def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def tilted_scores(query, key, log_weight=None, scale=None, is_causal=False, window=None, softcap=None, sink=None):
+def tilted_scores(
+    query, key, log_weight=None, scale=None, is_causal=False, window=None, softcap=None, sink=None, query_offset=0
+):
     """Scores, finite log-weights, and which pairs are visible, all (B, H, L, N); N + 1 with the null key of a sink."""
     query, key = query.double(), key.double()
     heads = query.shape[1]
@@ -29,7 +31,7 @@ def tilted_scores(query, key, log_weight=None, scale=None, is_causal=False, wind
     elif log_weight is not None:
         visible = visible & (log_weight > -math.inf)
         weight = weight + log_weight.double().masked_fill(log_weight == -math.inf, 0.0)
-    ahead = torch.arange(scores.shape[3]) - torch.arange(scores.shape[2])[:, None]
+    ahead = torch.arange(scores.shape[3]) - torch.arange(scores.shape[2])[:, None] - query_offset
     if is_causal:
         visible = visible & (ahead <= 0)
     if window is not None:

@@ -321,7 +321,7 @@ def test_bad_calls(small):
         streaming.log_partition(query[..., :3], store)
     with pytest.raises(ValueError, match="multiple of the key's 2, got 3"):
         streaming.attention(draw(1, 3, 2, SIZE), store)
-    with pytest.raises(ValueError, match=r"shape \(B, H, L, D\) or \(B, Hk, G, L, D\), got \(4,\)"):
+    with pytest.raises(ValueError, match=r"shape \(\*batch, H, L, D\) or \(\*batch, Hk, G, L, D\), got \(4,\)"):
         streaming.attention(draw(4), store)
     with pytest.raises(ValueError, match="block_size must be a whole number, at least 1, got 0"):
         streaming.attention(query, store, block_size=0)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from massieu.foundation.arguments import floating, instance, number
+from massieu.foundation.arguments import floating, instance, number, whole_number
 from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with_more_keys, with_positions
 from massieu.nn.modules import Device, Resettable, check_heads, check_input, settings
 from massieu.nn.softmax import SoftmaxHeads
@@ -112,6 +112,7 @@ class Attention(Resettable):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
+        query_offset: int = 0,
         need_log_partition: bool = False,
         need_moments: bool = False,
         need_potential: bool = False,
@@ -129,6 +130,8 @@ class Attention(Resettable):
             attn_mask: (L, N) or (B·H, L, N). Booleans of which True hides, or numbers added to the scores.
             average_attn_weights: Weights averaged over the heads, or (B, H, L, N).
             is_causal: Query i sees keys 0 … i, whether a mask is given or not.
+            query_offset: Query i stands at position i + query_offset for causality and windows: a decoder's new queries see
+                the keys of its cache.
             need_log_partition: Return log Z in nats, (B, H, L), too: −inf for a query that sees no key.
             need_moments: Return a `massieu.ops.moments.MomentsResult` too, with log Z, entropy and moments of the scores, each
                 (B, H, L). Dropout does not change them.
@@ -144,6 +147,7 @@ class Attention(Resettable):
         asked = {"log_partition": need_log_partition, "moments": need_moments}
         beside = self._beside(**asked, potential=need_potential, variance=need_variance)
         _check_taken(self.heads, attn_mask=attn_mask, is_causal=is_causal)
+        whole_number("query_offset", query_offset, least=0)
         nested, hidden = query, None
         if isinstance(query, Tensor) and query.is_nested:
             given = (query, query if key is None else key)
@@ -156,13 +160,14 @@ class Attention(Resettable):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         log_weight = log_weight_of(key_padding_mask, attn_mask, heads, key_heads)
         more = (self.bias_k is not None) + self.add_zero_attn
-        if more:
+        if more or (query_offset and not self.heads.takes_offset):
             # Keys behind the others would be in the future.
-            log_weight = with_more_keys(with_positions(log_weight, heads, key_heads, is_causal), more)
+            log_weight = with_positions(log_weight, heads, key_heads, is_causal, query_offset=query_offset)
+            log_weight, is_causal = with_more_keys(log_weight, more), False
         dropout = self.dropout if self.training else 0.0
         keys = self._with_more(key_heads, self.bias_k)
         values = self._with_more(others[0], self.bias_v) if others else keys
-        request = Request(log_weight, is_causal and not more, need_weights, beside, dropout)
+        request = Request(log_weight, is_causal, need_weights, beside, dropout, query_offset)
         found = self.heads(heads, keys, values, request)
         output = self.out_proj(merge_heads(found.output))
         weights, told = found.weights if need_weights else None, found.beside if beside else None

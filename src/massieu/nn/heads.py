@@ -81,12 +81,16 @@ def with_positions(
     key: Float[Tensor, "B H N D"],
     is_causal: bool,
     window: int | tuple[int, int] | None = None,
+    query_offset: int = 0,
 ) -> Mask | None:
-    """The log-weight without the keys that their positions hide: n ≤ i is seen if causal, i − left ≤ n ≤ i + right."""
+    """The log-weight without the keys that their positions hide: n ≤ i is seen if causal, i − left ≤ n ≤ i + right.
+
+    Query i stands at position i + query_offset.
+    """
     if not is_causal and window is None:
         return log_weight
     length, keys = torch.arange(query.shape[2], device=query.device), torch.arange(key.shape[2], device=query.device)
-    behind = length.unsqueeze(1) - keys
+    behind = length.unsqueeze(1) + query_offset - keys
     seen = behind >= 0 if is_causal else torch.ones_like(behind, dtype=torch.bool)
     if window is not None:
         left, right = (window, window) if isinstance(window, int) else window

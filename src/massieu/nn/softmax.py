@@ -38,6 +38,7 @@ class SoftmaxHeads(Heads):
     """
 
     gives = ("log_partition", "moments")
+    takes_offset = True
     scale: Tensor | float | None
     sink: Tensor | float | None
     sink_value: Tensor | None
@@ -88,6 +89,7 @@ class SoftmaxHeads(Heads):
         options: dict[str, Any] = {"scale": self.scale, "sink": self.sink, "softcap": self.softcap}
         log_weight, is_causal = request.log_weight, request.is_causal
         masks: dict[str, Any] = {"log_weight": log_weight, "is_causal": is_causal, "window": self.window}
+        masks["query_offset"] = request.query_offset
         by_weights, moments = request.need_weights or request.dropout > 0, None
         if request.beside == "moments":
             given = (None, None) if by_weights else (value, self.sink_value)
@@ -104,7 +106,9 @@ class SoftmaxHeads(Heads):
         self, query: Tensor, key: Tensor, value: Tensor, request: Request, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same by the matrix of weights."""
-        log_weight = with_positions(request.log_weight, query, key, request.is_causal, self.window)
+        log_weight = with_positions(
+            request.log_weight, query, key, request.is_causal, self.window, request.query_offset
+        )
         with without_autocast(query.device):
             weights, log_partition = attention_weights(query, key, log_weight=log_weight, **options)
             output = request.dropped(weights) @ value.to(weights.dtype)

@@ -30,6 +30,8 @@ class Request(NamedTuple):
     """What else: one of the strategy's `gives`."""
     dropout: float
     """The share of weights that are dropped now; 0 in evaluation."""
+    query_offset: int = 0
+    """Query i stands at position i + query_offset; 0 where the strategy has no `takes_offset`."""
 
     def dropped(self, weights: Tensor) -> Tensor:
         return F.dropout(weights, self.dropout) if self.dropout else weights
@@ -54,6 +56,8 @@ class Heads(Resettable, ABC):
     """Which inputs the module projects to the heads. Without values, keys are the values."""
     gives: ClassVar[tuple[str, ...]] = ()
     """What a call may ask for by ``need_…=True``, beside weights."""
+    takes_offset: ClassVar[bool] = False
+    """Whether it reads `Request.query_offset`; else the module makes a mask of causality with an offset."""
     refused: Mapping[str, str] = MappingProxyType({})
     """Arguments of the module and of its call that do not go with this strategy, each with the reason."""
     num_heads: int = 0

@@ -28,13 +28,14 @@ class AttentionResult(NamedTuple):
 
 def attention(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"],
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"],
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -46,25 +47,27 @@ def attention(
     exp(s_n)/Z, output Σ p_n value_n (S3: the mean of atoms, and its log-partition).
 
     Args:
-        query: (B, H, L, D) with H a multiple of the key's Hk heads, query head h on key head h // (H / Hk); or, the same
-            spelt out, (B, Hk, G, L, D). Results have its shape without D.
-        key, value: (B, Hk, N, D) and (B, Hk, N, E), of the query's dtype and device. Hidden keys must
-            be finite too, and so must their scores.
-        log_weight: log-weights below +inf, or booleans of which True keeps a key; broadcasts to (B, H, L, N). For a
-            five-dimensional query to (B, Hk, G, L, N), given with all five dimensions, or with two or fewer. Of float
-            dtype it has a gradient; one a query and key (not one a key for all queries) is then the reference's.
+        query: (*batch, H, L, D) with H a multiple of the key's Hk heads, query head h on key head h // (H / Hk); or, the same
+            spelt out, (*batch, Hk, G, L, D). Results have its shape without D.
+        key, value: (*batch, Hk, N, D) and (*batch, Hk, N, E), of the query's dtype and device; a batch of any number of
+            dimensions, none included. Hidden keys must be finite too, and so must their scores.
+        log_weight: log-weights below +inf, or booleans of which True keeps a key; broadcasts to (*batch, H, L, N). For a
+            query (*batch, Hk, G, L, D) to (*batch, Hk, G, L, N), given with all its dimensions, or with two or fewer. Of
+            float dtype it has a gradient; one a query and key (not one a key for all queries) is then the reference's.
         scale: inverse temperature; D^-½ by default. A number, or a tensor: of one number, one a head (H,), or
-            broadcasting to (B, H, L, 1); a tensor has a gradient.
+            broadcasting to (*batch, H, L, 1); a tensor has a gradient.
         is_causal: query i sees keys 0 … i (upper left aligned).
         window: (left, right) or one number for both: query i sees keys i − left … i + right; with `is_causal`, right is
             0. In time and memory linear in queries and keys.
+        query_offset: query i stands at position i + query_offset, so that new queries see what a cache holds: with
+            `is_causal` keys 0 … i + query_offset, with a window keys from and to there.
         softcap: c > 0 replaces each score by c·tanh(score/c) before the log-weight is added, as Gemma 2 does.
         sink: log-weight of one more key, at the origin (its score is 0, whatever the scale), to which a query may attend
             instead: log Z becomes log(Z + exp(sink)), and its share of the attention is exp(sink − log Z). A number or a
             tensor like `scale`, −inf for none; a tensor has a gradient. Without a value these are the sinks of gpt-oss, and
             0 is softmax "off by one".
         sink_value: the sink's value, zero by default: finite, one (E,), one a head (H, E), or broadcasting to
-            (B, H, L, E); it has a gradient. With it the sink is a prior worth exp(sink) tokens of this value (X4, Z3): a
+            (*batch, H, L, E); it has a gradient. With it the sink is a prior worth exp(sink) tokens of this value (X4, Z3): a
             query that sees no key has it as output.
         backend: "auto" takes the first of these that does not refuse. "fused": PyTorch's fused CPU kernel, exact
             gradients for both results, no soft cap. "blocks": tiles of scores that stay in cache, on the CPU, where no
@@ -96,7 +99,9 @@ def attention(
     if value is None:
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
     query, key, value = in_autocast_dtype(query, key, value)
-    problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
+    problem = check_problem(
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
+    )
     output, log_z = of_problem(problem, backend)
     if problem.sink is not None:
         output, log_z = with_sink.attention(output, log_z, problem)
@@ -105,12 +110,13 @@ def attention(
 
 def log_partition(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
+    key: Float[Tensor, "*batch Hk N D"],
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     backend: AttentionBackend = "auto",
@@ -128,7 +134,9 @@ def log_partition(
         8.0
     """
     query, key = in_autocast_dtype(query, key)
-    problem = check_problem(query, key, None, log_weight, scale, is_causal, window, softcap, sink)
+    problem = check_problem(
+        query, key, None, log_weight, scale, is_causal, window, softcap, sink, query_offset=query_offset
+    )
     (log_z,) = of_problem(problem, backend)
     if problem.sink is not None:
         log_z = with_sink.shares(log_z, problem)[0]

@@ -22,13 +22,14 @@ PAIRS_PER_THREAD = 1 << 18
 
 def fisher_vp(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
+    key: Float[Tensor, "*batch Hk N D"],
     vector: Float[Tensor, "*query D"],
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     sink: Sink = None,
     backend: FisherBackend = "auto",
 ) -> Float[Tensor, "*query D"]:
@@ -42,7 +43,7 @@ def fisher_vp(
     In memory linear in queries and keys; without gradient on the CPU in the time of two to three fused attentions.
 
     Args:
-        query, key, log_weight, scale, is_causal, window: as in `attention`.
+        query, key, log_weight, scale, is_causal, window, query_offset: as in `attention`.
         sink: as in `attention`; the covariance is that with one more key, at the origin, of log-weight `sink`.
         vector: of the query's shape, dtype and device.
         backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
@@ -71,7 +72,9 @@ def fisher_vp(
         2.0
     """
     query, key, vector = in_autocast_dtype(query, key, vector)
-    problem = check_problem(query, key, None, log_weight, scale, is_causal, window, sink=sink)
+    problem = check_problem(
+        query, key, None, log_weight, scale, is_causal, window, sink=sink, query_offset=query_offset
+    )
     check_alike(query=query, vector=vector)
     if vector.shape != query.shape:
         raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")

@@ -1,5 +1,7 @@
 """Attention and log Z from a fused kernel: where it is right, and what it wants."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,7 @@ from massieu.foundation.transforms import (
     some,
     values_are_readable,
 )
+from massieu.ops import reference
 from massieu.ops.cpu_kernel import CpuKernel
 from massieu.ops.fused_kernel import FusedKernel, with_log_partition
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
@@ -37,6 +40,8 @@ class Fused:
 
     def forward(self, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
         """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
+        if problem.offset:
+            return _merged(*(self.forward(part) for part in _past_and_own(problem)))
         query, key, mask, scale = _kernel_arguments(problem)
         if problem.value is None:
             # The kernel must have values, and the keys are at hand.
@@ -63,6 +68,24 @@ class Fused:
         output, log_z = self._function(query, key, value, mask, scale, problem.is_causal, problem.value is None)
         log_z = log_z.unflatten(1, heads)
         return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
+
+
+def _past_and_own(problem: AttentionProblem) -> tuple[AttentionProblem, AttentionProblem]:
+    """Causality with an offset: the keys that every query sees, and a triangle of the others."""
+    length, keys, offset = problem.query.shape[3], problem.key.shape[2], problem.offset
+    problem, rows = replace(problem, offset=0), slice(0, length)
+    past = replace(problem.narrow(rows, slice(0, offset)), is_causal=False)
+    return past, problem.narrow(rows, slice(offset, min(keys, offset + length)))
+
+
+def _merged(*parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results over the keys of all parts together."""
+    weights, total, log_z = reference.softmax(torch.stack([part[-1] for part in parts], dim=-1), None)
+    if len(parts[0]) == 1:
+        return (log_z,)
+    shares = (weights / total.unsqueeze(-1)).unsqueeze(-2)
+    outputs = torch.stack([part[0] for part in parts], dim=-1)
+    return (outputs * shares).sum(-1).to(outputs.dtype), log_z
 
 
 def _kernel_arguments(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor | None, float]:

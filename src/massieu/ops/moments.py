@@ -58,13 +58,14 @@ class _Work:
 
 def attention_moments(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,
     is_causal: bool = False,
     window: Window = None,
+    query_offset: int = 0,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -77,8 +78,8 @@ def attention_moments(
     computes it, differentiable any number of times.
 
     Args:
-        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value: as in `massieu.ops.attention`;
-            all moments are those with the sink as one more key, of score 0.
+        query, key, value, log_weight, scale, is_causal, window, query_offset, softcap, sink, sink_value: as in
+            `massieu.ops.attention`; all moments are those with the sink as one more key, of score 0.
         backend: `moments_backend` says what "auto" takes.
 
             - "reference": plain operations in blocks of queries;
@@ -101,7 +102,9 @@ def attention_moments(
         (4.0, 0.25)
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    problem = check_problem(query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value)
+    problem = check_problem(
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
+    )
     choice("backend", backend, "auto", *(each.name for each in BACKENDS))
     chosen = backends.choose(backend, _registry(problem, backend), problem)
 
@@ -120,8 +123,8 @@ def attention_moments(
 
 def moments_backend(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"] | None = None,
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"] | None = None,
     *,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
     scale: Scale = None,

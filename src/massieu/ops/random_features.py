@@ -30,7 +30,7 @@ class RandomFeaturesResult(NamedTuple):
 @uncompiled
 def random_feature_log_partition(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
+    key: Float[Tensor, "*batch Hk N D"],
     *,
     generator: torch.Generator,
     features: int = 256,

@@ -32,8 +32,8 @@ class ResamplingResult(NamedTuple):
 @uncompiled
 def resample_attention(
     query: Float[Tensor, "*query D"],
-    key: Float[Tensor, "B Hk N D"],
-    value: Float[Tensor, "B Hk N E"],
+    key: Float[Tensor, "*batch Hk N D"],
+    value: Float[Tensor, "*batch Hk N E"],
     *,
     generator: torch.Generator,
     draws: int = 1,
@@ -83,13 +83,13 @@ def resample_attention(
     with torch.no_grad(), without_autocast(query.device):
         index, size, offspring = _draw(problem, generator, draws, method)
     # A law with NaN among its weights has no draw, and its sample says so as attention does.
-    sample = _take(value, index).masked_fill(size.isnan()[..., None, None], torch.nan)
+    sample = _take(problem.value, index).masked_fill(size.isnan()[..., None, None], torch.nan)
     heads = problem.lead[:-1]
     return ResamplingResult(
         problem.restore(sample).to(query.dtype),
         problem.restore(index),
         problem.restore(size),
-        offspring.reshape(*heads, key.shape[2]),
+        offspring.reshape(*heads, key.shape[-2]),
     )
 
 

@@ -7,14 +7,14 @@ head size. Log-weights become ``(B or 1, Hk or 1, G or 1, L or 1, N or 1)``.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_fits, check_one_device, described, flag, floating, number
+from massieu.foundation.arguments import check_fits, check_one_device, described, flag, floating, number, whole_number
 
 Scale = float | int | Tensor | None
 Sink = float | int | Tensor | None
@@ -35,6 +35,8 @@ class AttentionProblem:
     """The caller's shape of a number per query."""
     window: tuple[int, int] | None = None
     """(low, high): query i sees keys i + low … i + high. Then `is_causal` is False: it is a high of 0."""
+    offset: int = 0
+    """Of causality: query i sees keys up to i + offset. A window has it in."""
     softcap: float | None = None
     sink: Float[Tensor, "#B #Hk #G #L"] | Float[Tensor, ""] | None = None
     sink_value: Float[Tensor, "#B #Hk #G #L E"] | Float[Tensor, "E"] | None = None
@@ -78,7 +80,7 @@ class AttentionProblem:
     @property
     def band(self) -> "Band":
         """The window, or causality as one."""
-        return (None, 0) if self.is_causal else self.window
+        return (None, self.offset) if self.is_causal else self.window
 
     def idle(self) -> Bool[Tensor, "#B #Hk #G L"] | None:
         """Which queries see no key; None where that cannot be."""
@@ -136,6 +138,43 @@ def working_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+class Layout(NamedTuple):
+    """The sizes of a call, and how its tensors come to the common layout."""
+
+    batch: tuple[int, ...]
+    """The caller's, of any number of dimensions."""
+    key_heads: int
+    group: int
+    length: int
+    keys: int
+    grouped: bool
+    """Whether queries come as ``(*batch, Hk, G, L, D)``."""
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor) -> "Layout":
+        """Of tensors that fit each other."""
+        grouped, key_heads = query.ndim > key.ndim, key.shape[-3]
+        group = query.shape[-3] if grouped else query.shape[-3] // key_heads
+        return Layout(tuple(key.shape[:-3]), key_heads, group, query.shape[-2], key.shape[-2], grouped)
+
+    def one_batch(self, tensor: Tensor, others: int) -> Tensor:
+        """From ``(#*batch, ...)`` to ``(#B, ...)``, with so many other dimensions."""
+        if len(self.batch) == 1:
+            return tensor
+        batch, rest = tensor.shape[:-others], tensor.shape[-others:]
+        if all(size == 1 for size in batch):
+            return tensor.reshape(1, *rest)
+        return tensor.expand(*self.batch, *rest).flatten(0, len(self.batch) - 1)
+
+    def heads_apart(self, tensor: Tensor) -> Tensor:
+        """From ``(#*batch, #H, ·, ·)`` or ``(#*batch, #Hk, #G, ·, ·)`` to ``(#B, #Hk, #G, ·, ·)``."""
+        if self.grouped:
+            return self.one_batch(tensor, 4)
+        tensor = self.one_batch(tensor, 3)
+        one = tensor.shape[1] == 1
+        return tensor.unsqueeze(2) if one else tensor.unflatten(1, (self.key_heads, self.group))
+
+
 def check_problem(
     query: Tensor,
     key: Tensor,
@@ -147,6 +186,7 @@ def check_problem(
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Tensor | None = None,
+    query_offset: int = 0,
 ) -> AttentionProblem:
     """Check every argument and bring it to the common layout.
 
@@ -158,10 +198,9 @@ def check_problem(
     check_alike(query=query, key=key, **({} if value is None else {"value": value}))
     _check_shapes(query, key, value)
     flag("is_causal", is_causal)
-    heads = query.shape[1:3] if query.ndim == 5 else (key.shape[1], query.shape[1] // key.shape[1])
-    layout = (query.shape[0], *heads, query.shape[-2], key.shape[2])
+    layout, offset = Layout.of(query, key), whole_number("query_offset", query_offset, least=0)
     dtype = working_dtype(query)
-    is_causal, band = _check_window(window, is_causal, layout)
+    is_causal, band = _check_window(window, is_causal, offset, layout)
     if softcap is not None:
         softcap = float(number("softcap", softcap, above=0))
         check_fits("softcap", softcap, dtype)
@@ -170,36 +209,37 @@ def check_problem(
             raise ValueError("sink_value goes with a sink, of which it is the value, and with the values of the keys")
         sink_value = _layout_per_query("sink_value", sink_value, query, layout, value.shape[-1]).to(dtype)
     return AttentionProblem(
-        query=query if query.ndim == 5 else query.unflatten(1, heads),
-        key=key,
-        value=value,
-        log_weight=None if log_weight is None else _layout_log_weight(log_weight, query, key, layout),
+        query=layout.heads_apart(query),
+        key=layout.one_batch(key, 3),
+        value=None if value is None else layout.one_batch(value, 3),
+        log_weight=None if log_weight is None else _layout_log_weight(log_weight, query, layout),
         scale=_layout_scale(scale, query, layout),
         is_causal=is_causal,
         lead=tuple(query.shape[:-1]),
         window=band,
+        offset=offset if is_causal else 0,
         softcap=softcap,
         sink=_layout_sink(sink, dtype, query, layout),
         sink_value=sink_value,
     )
 
 
-def _check_window(window: Window, is_causal: bool, layout: tuple[int, ...]) -> tuple[bool, tuple[int, int] | None]:
+def _check_window(window: Window, is_causal: bool, offset: int, layout: Layout) -> tuple[bool, tuple[int, int] | None]:
     """Causality and the band that are left to apply: not both."""
     if window is None:
-        return is_causal, None
+        return is_causal and offset < layout.keys - 1, None
     sides = window if isinstance(window, tuple) else (window, window)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
         raise TypeError(f"window must be a whole number or a pair of them, got {described(window)}")
     left, right = sides
     if left < 0 or right < 0:
         raise ValueError(f"window must not be negative, got {window}")
-    *_, length, keys = layout
-    if is_causal:
-        right = 0
-    if left >= length - 1 and (is_causal or right >= keys - 1):
-        return is_causal, None
-    return False, (-left, right)
+    low, high = offset - left, offset + (0 if is_causal else right)
+    if layout.length - 1 + low > 0:
+        return False, (low, high)
+    # Nothing is hidden before any query, and nothing at all where the first one sees the last key.
+    hides = high < layout.keys - 1
+    return (True, None) if is_causal and hides else (False, (low, high) if hides else None)
 
 
 def check_alike(mixed: bool = False, /, **tensors: Any) -> None:
@@ -216,48 +256,44 @@ def check_alike(mixed: bool = False, /, **tensors: Any) -> None:
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
     q, k = tuple(query.shape), tuple(key.shape)
-    if len(k) != 4:
-        raise ValueError(f"key must have shape (B, H, N, D), got {k}")
-    if len(q) not in (4, 5):
-        raise ValueError(f"query must have shape (B, H, L, D) or (B, Hk, G, L, D), got {q} for key {k}")
+    if len(k) < 3:
+        raise ValueError(f"key must have shape (*batch, H, N, D), got {k}")
+    grouped = len(q) == len(k) + 1
+    if len(q) != len(k) and not grouped:
+        raise ValueError(f"query must have shape (*batch, H, L, D) or (*batch, Hk, G, L, D), got {q} for key {k}")
     if q[-1] != k[-1]:
         raise ValueError(f"query and key must have one head size, got {q[-1]} in {q} and {k[-1]} in {k}")
-    if k[-1] == 0 or k[1] == 0:
+    if k[-1] == 0 or k[-3] == 0:
         raise ValueError(f"key must have at least one head and a head size of at least 1, got {k}")
-    if q[0] != k[0]:
-        raise ValueError(f"query and key must have one batch size, got {q[0]} in {q} and {k[0]} in {k}")
-    if len(q) == 5 and q[1] != k[1]:
-        raise ValueError(f"a query (B, Hk, G, L, D) must have the key's {k[1]} heads, got {q} for key {k}")
-    if q[1] % k[1]:
-        raise ValueError(f"the query's heads must be a multiple of the key's {k[1]}, got {q[1]} in {q} for key {k}")
+    if q[: len(k) - 3] != k[:-3]:
+        raise ValueError(f"query and key must have one batch, got {q[: len(k) - 3]} in {q} and {k[:-3]} in {k}")
+    if grouped and q[-4] != k[-3]:
+        raise ValueError(f"a query (*batch, Hk, G, L, D) must have the key's {k[-3]} heads, got {q} for key {k}")
+    if q[-3] % k[-3] and not grouped:
+        raise ValueError(f"the query's heads must be a multiple of the key's {k[-3]}, got {q[-3]} in {q} for key {k}")
     if value is not None:
         v = tuple(value.shape)
-        if len(v) != 4:
-            raise ValueError(f"value must have shape (B, H, N, E), got {v} for key {k}")
-        if v[:3] != k[:3]:
-            raise ValueError(f"value must have the key's batch, heads and length {k[:3]}, got {v} for key {k}")
-        if v[3] == 0:
+        if v[:-1] != k[:-1]:
+            raise ValueError(f"value must have the key's batch, heads and length {k[:-1]}, got {v} for key {k}")
+        if v[-1] == 0:
             raise ValueError(f"value must have a head size of at least 1, got {v}")
 
 
-def _layout_log_weight(log_weight: Tensor, query: Tensor, key: Tensor, layout: tuple[int, ...]) -> Tensor:
+def _layout_log_weight(log_weight: Tensor, query: Tensor, layout: Layout) -> Tensor:
     floating("log_weight", log_weight, or_boolean=True)
     check_one_device(query=query, log_weight=log_weight)
-    wanted = (*query.shape[:-1], key.shape[2])
+    wanted = (*query.shape[:-1], layout.keys)
     shape = tuple(log_weight.shape)
     padded = (1,) * (len(wanted) - len(shape)) + shape
     # A four-dimensional weight would silently line its batch up with the key heads of a five-dimensional query.
-    too_vague = len(wanted) == 5 and len(shape) in (3, 4)
+    too_vague = layout.grouped and 2 < len(shape) < len(wanted)
     if len(shape) > len(wanted) or too_vague or any(a not in (1, b) for a, b in zip(padded, wanted, strict=True)):
-        form = "; give all five dimensions" if too_vague else ""
+        form = f"; give all dimensions, {len(wanted)}" if too_vague else ""
         raise ValueError(f"log_weight must broadcast to {wanted} for query {tuple(query.shape)}, got {shape}{form}")
-    log_weight = log_weight.reshape(padded)
-    if len(wanted) == 5:
-        return log_weight
-    return log_weight.unsqueeze(2) if padded[1] == 1 else log_weight.unflatten(1, layout[1:3])
+    return layout.heads_apart(log_weight.reshape(padded))
 
 
-def _layout_scale(scale: Scale, query: Tensor, layout: tuple[int, ...]) -> float | Tensor:
+def _layout_scale(scale: Scale, query: Tensor, layout: Layout) -> float | Tensor:
     if scale is None:
         return query.shape[-1] ** -0.5
     if isinstance(scale, Tensor):
@@ -266,7 +302,7 @@ def _layout_scale(scale: Scale, query: Tensor, layout: tuple[int, ...]) -> float
     return float(scale)
 
 
-def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: tuple[int, ...]) -> Tensor | None:
+def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: Layout) -> Tensor | None:
     if sink is None:
         return None
     if isinstance(sink, Tensor):
@@ -277,9 +313,7 @@ def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: tuple[in
     return torch.full((), float(sink), dtype=dtype, device=query.device)
 
 
-def _layout_per_query(
-    name: str, given: Tensor, query: Tensor, layout: tuple[int, ...], size: int | None = None
-) -> Tensor:
+def _layout_per_query(name: str, given: Tensor, query: Tensor, layout: Layout, size: int | None = None) -> Tensor:
     """What is given once, one a head, or one a query: ``(#B, #Hk, #G, #L, 1)``, or of no dimension, if it is a number.
 
     Args:
@@ -287,11 +321,11 @@ def _layout_per_query(
     """
     floating(name, given)
     check_one_device(query=query, **{name: given})
-    heads, last, shape = layout[1] * layout[2], () if size is None else (size,), tuple(given.shape)
+    heads, last, shape = layout.key_heads * layout.group, () if size is None else (size,), tuple(given.shape)
     if shape == last or (shape == (1,) and size is None):
         return given.reshape(last).to(query.device)
     if shape == (heads, *last):
-        return given.reshape(1, *layout[1:3], 1, *(last or (1,)))
+        return given.reshape(1, layout.key_heads, layout.group, 1, *(last or (1,)))
     wanted = (*query.shape[:-1], size or 1)
     fits = len(shape) == len(wanted) and all(a in (1, b) for a, b in zip(shape[:-1], wanted[:-1], strict=True))
     if not fits or shape[-1] != wanted[-1]:
@@ -301,6 +335,4 @@ def _layout_per_query(
         raise ValueError(
             f"{name} must be {forms} or broadcast to {wanted} for query {tuple(query.shape)}, got shape {shape}"
         )
-    if len(wanted) == 5:
-        return given
-    return given.unsqueeze(2) if shape[1] == 1 else given.unflatten(1, layout[1:3])
+    return layout.heads_apart(given)

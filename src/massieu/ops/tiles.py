@@ -275,7 +275,8 @@ def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
     weight, keys = slab_weight(problem, batch, rows), problem.key.shape[2]
     kept = weight if weight is None or weight.dtype == torch.bool else weight != -torch.inf
     dtype, device = problem.dtype, problem.query.device
-    causal = problem.is_causal and rows.start < keys - 1
+    first = rows.start + problem.offset + 1
+    causal = problem.is_causal and first < keys
     if problem.window is not None or (causal and kept is not None):
         outside = hidden_by_position(problem.band, rows.start, rows.stop - rows.start, keys, device)
         assert outside is not None
@@ -285,11 +286,11 @@ def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
         return _from_mask(kept, dtype)
     if not causal:
         return Visible(torch.full((1, 1, 1, 1), keys, dtype=dtype, device=device), last=keys)
-    position = torch.arange(rows.start, rows.stop, device=device)
-    last = min(rows.stop, keys)
-    keep = torch.arange(rows.start + 1, last, device=device) <= position[:, None]
-    count = (position + 1).clamp_max(keys).to(dtype)
-    return Visible(count[None, None, None], 0, last, rows.start + 1, last, keep.to(dtype)[None, None, None])
+    last = min(rows.stop + problem.offset, keys)
+    count = torch.arange(first, rows.stop + problem.offset + 1, device=device)
+    keep = torch.arange(first, last, device=device) < count[:, None]
+    count = count.clamp_max(keys).to(dtype)
+    return Visible(count[None, None, None], 0, last, first, last, keep.to(dtype)[None, None, None])
 
 
 def _from_mask(kept: Tensor, dtype: torch.dtype) -> Visible:
