@@ -10,6 +10,7 @@ from massieu.foundation.arguments import choice
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, moment_blocks, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.documents import Documents
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
@@ -66,6 +67,7 @@ def attention_moments(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -78,7 +80,7 @@ def attention_moments(
     computes it, differentiable any number of times.
 
     Args:
-        query, key, value, log_weight, scale, is_causal, window, query_offset, softcap, sink, sink_value: as in
+        query, key, value, log_weight, scale, is_causal, window, query_offset, documents, softcap, sink, sink_value: as in
             `massieu.ops.attention`; all moments are those with the sink as one more key, of score 0.
         backend: `moments_backend` says what "auto" takes.
 
@@ -103,7 +105,7 @@ def attention_moments(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(
-        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset, documents
     )
     choice("backend", backend, "auto", *(each.name for each in BACKENDS))
     chosen = backends.choose(backend, _registry(problem, backend), problem)
