@@ -6,6 +6,7 @@
 - `attention_moments`: what the weights of each query look like: entropy, largest weight, moments of the scores;
 - `attention_received`: how much of the attention of all queries each key receives;
 - `linear_cross_entropy`, `info_nce`, `n_pairs`, `nca`: vocabulary, contrastive and metric losses as log Z − score;
+- `Documents`: where the documents of a packed row begin and end;
 - `Partial`, `streaming`, `sharded`: results over blocks of keys, merged exactly; keys on disk, or on many processes;
 - `random_feature_log_partition`, `resample_attention`: estimates of log Z and of attention, with their errors.
 """
@@ -13,6 +14,7 @@
 from massieu.ops import sharded, streaming
 from massieu.ops.attention import attention, log_partition
 from massieu.ops.contrastive import FalseNegatives, info_nce, n_pairs, nca
+from massieu.ops.documents import Documents
 from massieu.ops.fisher import fisher_vp
 from massieu.ops.moments import attention_moments, moments_backend
 from massieu.ops.partial import Partial
@@ -25,6 +27,7 @@ from massieu.ops.vocabulary import linear_cross_entropy
 __all__ = [
     "AtomBlock",
     "AtomStore",
+    "Documents",
     "FalseNegatives",
     "Partial",
     "attention",

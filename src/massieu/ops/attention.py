@@ -8,6 +8,7 @@ from torch import Tensor
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.documents import Documents
 from massieu.ops.fused import CPU
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
@@ -36,6 +37,7 @@ def attention(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -61,6 +63,8 @@ def attention(
             0. In time and memory linear in queries and keys.
         query_offset: query i stands at position i + query_offset, so that new queries see what a cache holds: with
             `is_causal` keys 0 … i + query_offset, with a window keys from and to there.
+        documents: boundaries of a packed row: queries see keys of their own document, in which `is_causal`, `window` and
+            `query_offset` count. Equal to one call a document, in time and memory that follow the documents.
         softcap: c > 0 replaces each score by c·tanh(score/c) before the log-weight is added, as Gemma 2 does.
         sink: log-weight of one more key, at the origin (its score is 0, whatever the scale), to which a query may attend
             instead: log Z becomes log(Z + exp(sink)), and its share of the attention is exp(sink − log Z). A number or a
@@ -100,7 +104,7 @@ def attention(
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(
-        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset, documents
     )
     output, log_z = of_problem(problem, backend)
     if problem.sink is not None:
@@ -117,6 +121,7 @@ def log_partition(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     backend: AttentionBackend = "auto",
@@ -135,7 +140,17 @@ def log_partition(
     """
     query, key = in_autocast_dtype(query, key)
     problem = check_problem(
-        query, key, None, log_weight, scale, is_causal, window, softcap, sink, query_offset=query_offset
+        query,
+        key,
+        None,
+        log_weight,
+        scale,
+        is_causal,
+        window,
+        softcap,
+        sink,
+        query_offset=query_offset,
+        documents=documents,
     )
     (log_z,) = of_problem(problem, backend)
     if problem.sink is not None:
