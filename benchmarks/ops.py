@@ -1,11 +1,11 @@
-"""Attention with log Z, log Z alone and the moments, against PyTorch's fused attention and the score matrix.
+"""Attention with log Z, log Z alone, the moments and what keys receive, against PyTorch's fused attention and the score matrix.
 
     python benchmarks/ops.py
 
 float32, one thread, batch 1, 8 heads of size 64. About three minutes, one of them for two compilations, and 3 GiB.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +22,11 @@ from massieu import ops
 from massieu.ops.moments import MomentsBackend
 
 HEADS, SIZE = 8, 64
-PASSES_EAGER = 23
-"""Readings and writings of each score, 4 bytes each, by the fourteen eager operations between the two products."""
+PASSES_EAGER = 30
+"""Readings and writings of each score, 4 bytes each, by the eighteen eager operations between the two products."""
+PASSES_FEW = 13
+"""The same by the eight of entropy and largest score alone."""
+ENTROPY = ("entropy", "max_score")
 
 
 def _inputs(length: float, number: int) -> list[Tensor]:
@@ -75,14 +78,20 @@ def _log_partition(length: float) -> Sides:
     return score_matrix, ours
 
 
-def _moments(backend: MomentsBackend) -> Callable[[float], Sides]:
+def _moments(backend: MomentsBackend, names: Collection[str] | None = None) -> Callable[[float], Sides]:
     def prepare(length: float) -> Sides:
         query, key, value = _inputs(length, 3)
         fused = lambda: F.scaled_dot_product_attention(query, key, value)  # noqa: E731
-        ours = lambda: ops.attention_moments(query, key, value, backend=backend)  # noqa: E731
+        ours = lambda: ops.attention_moments(query, key, value, moments=names, backend=backend)  # noqa: E731
         return _without_gradient(fused), _without_gradient(ours)
 
     return prepare
+
+
+def _received(length: float) -> Sides:
+    query, key, value = _inputs(length, 3)
+    fused = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)  # noqa: E731
+    return _without_gradient(fused), _without_gradient(lambda: ops.attention_received(query, key, is_causal=True))
 
 
 def _layer(passes: int) -> Callable[[float], Sides]:
@@ -127,11 +136,13 @@ def _eager_operations(length: int = 2048, rows: int = 96) -> dict[str, object]:
     works: dict[str, tuple[int, harness.Work]] = {
         "scores": (1, lambda: torch.baddbmm(scores, query, key, beta=0, alpha=0.1, out=scores)),
         "sum": (4, lambda: torch.sum(scores, -1, keepdim=True, out=sums)),
-        "subtraction": (3, lambda: scores.sub_(sums)),
+        "subtraction": (2, lambda: scores.sub_(sums)),
         "norm": (2, lambda: torch.linalg.vector_norm(scores, dim=-1, keepdim=True, out=sums)),
-        "maximum": (1, lambda: torch.amax(scores, -1, keepdim=True, out=sums)),
+        "maximum": (2, lambda: torch.amax(scores, -1, keepdim=True, out=sums)),
         "lower limit": (1, lambda: scores.clamp_min_(-87.0)),
-        "exponential": (1, lambda: torch.exp(scores, out=weights)),
+        "scaling": (1, lambda: torch.mul(scores, 1.44, out=weights)),
+        "exponential": (1, lambda: torch.exp2(scores, out=weights)),
+        "whole numbers and places": (2, lambda: torch.floor(scores, out=weights)),
         "multiplication": (2, lambda: scores.mul_(weights)),
         "values": (1, lambda: torch.bmm(weights, value, out=product)),
     }
@@ -151,15 +162,20 @@ def _count(length: int, products: int, exponentials: int = 1, cache_passes: int 
 
 EAGER = (
     "each eager operation on a tile goes through it once more, in the cache. `auto`, the default, takes this way until a "
-    "process has met 4·10¹⁰ scores, then the compiled one, whose compilation would not be repaid before"
+    "process has met 5·10¹⁰ scores, then the compiled one, whose compilation would not be repaid before"
 )
 
 
 def _moments_case(
-    backend: MomentsBackend, length: int, rounds: int, cache_passes: int = 0, why: str | None = None
+    backend: MomentsBackend,
+    length: int,
+    rounds: int,
+    cache_passes: int = 0,
+    why: str | None = None,
+    names: Collection[str] | None = None,
 ) -> Case:
-    count = _count(length, 2, 1, cache_passes)
-    return Case(FUSED, length, _moments(backend), 1.7, rounds=rounds, memory_rounds=0, count=count, why=why)
+    count, bar = _count(length, 2, 1, cache_passes), 1.7 if names is None else 1.4
+    return Case(FUSED, length, _moments(backend, names), bar, rounds=rounds, memory_rounds=0, count=count, why=why)
 
 
 FUSED, FUSED_BACKWARD = "fused attention", "fused attention, forward and backward"
@@ -178,6 +194,19 @@ CASES = {
     },
     **{
         f"moments and output, L = {length}, blocks": _moments_case("blocks", length, rounds, PASSES_EAGER, EAGER)
+        for length, rounds in ((512, 41), (2048, 15))
+    },
+    **{
+        f"output, entropy and largest score, L = {length}, {backend}": _moments_case(
+            backend, length, rounds, PASSES_FEW if backend == "blocks" else 0, names=ENTROPY
+        )
+        for backend in ("compiled", "blocks")
+        for length, rounds in ((512, 41), (2048, 15))
+    },
+    **{
+        f"attention received, causal, L = {length}": Case(
+            "fused attention, causal", length, _received, 2.5, rounds=rounds, memory_rounds=0, count=_count(length, 2)
+        )
         for length, rounds in ((512, 41), (2048, 15))
     },
     "attention and log Z beside FlexAttention, forward": Case(

@@ -95,6 +95,46 @@ def test_every_query_gives_one_and_the_sink_takes_the_rest(backend):
     torch.testing.assert_close(share.sum(-1), torch.ones(2, 4, dtype=torch.float64))
 
 
+@every_row("position", ["all", "causal", "offset window"])
+@every_row("weight", ["none", "keys", "pairs kept"])
+def test_documents_are_as_one_call_each(position, weight):
+    """Of unlike lengths, one without queries and one without keys; with positions, and the position of the largest score."""
+    query, key = (tensor.requires_grad_() for tensor in inputs(26, 30))
+    lengths, key_lengths = [5, 0, 9, 4, 8], [6, 3, 13, 0, 8]
+    log_weight, options = weights(weight, 26, 30), POSITIONS[position]
+    documents = ops.Documents.of_lengths(lengths, key_lengths)
+    found = ops.attention_received(query, key, log_weight=log_weight, documents=documents, **options)
+    wanted, places, first = [], [], 0
+    for some_queries, some_keys in zip(query.split(lengths, 2), key.split(key_lengths, 2), strict=True):
+        rows = slice(sum(one.shape[3] for one in places) if places else 0, None)
+        own = {"log_weight": log_weight} if log_weight is None else {
+            "log_weight": log_weight[..., first : first + some_keys.shape[2]]
+        }  # fmt: skip
+        if weight == "pairs kept":
+            own["log_weight"] = own["log_weight"][:, :, rows][:, :, : some_queries.shape[2]]
+        wanted.append(ops.attention_received(some_queries, some_keys, **own, **options))
+        place = ops.attention_moments(some_queries, some_keys, moments=["max_position"], **own, **options).max_position
+        places.append(torch.where(place < 0, -1, place + first)[:, :, None])
+        first += some_keys.shape[2]
+    for ours, theirs in zip(found, zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.cat(theirs, -1))
+    totals = torch.cat([one.total for one in wanted], -1)
+    ours, theirs = (torch.autograd.grad(one.square().sum(), (query, key)) for one in (found.total, totals))
+    torch.testing.assert_close(ours, theirs)
+    for backend in ("blocks", "reference"):
+        with torch.no_grad():
+            place = ops.attention_moments(
+                query,
+                key,
+                log_weight=log_weight,
+                documents=documents,
+                moments=["max_position"],
+                backend=backend,
+                **options,
+            ).max_position
+        assert torch.equal(place, torch.cat(places, -1).squeeze(2))
+
+
 def test_it_is_the_derivative_of_log_z_by_log_weights():
     query, key = inputs(30, 20)
     level = torch.zeros(2, 4, 1, 20, dtype=torch.float64, requires_grad=True)

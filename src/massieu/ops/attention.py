@@ -12,6 +12,7 @@ from massieu.ops.cuda.cudnn import CUDNN
 from massieu.ops.cuda.efficient import EFFICIENT
 from massieu.ops.cuda.flash import FLASH
 from massieu.ops.cuda.flex import FLEX
+from massieu.ops.documents import Documents
 from massieu.ops.fused import CPU
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
@@ -48,6 +49,7 @@ def attention(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -73,6 +75,8 @@ def attention(
             0. In time and memory linear in queries and keys.
         query_offset: query i stands at position i + query_offset, so that new queries see what a cache holds: with
             `is_causal` keys 0 … i + query_offset, with a window keys from and to there.
+        documents: boundaries of a packed row: queries see keys of their own document, in which `is_causal`, `window` and
+            `query_offset` count. Equal to one call a document, in time and memory that follow the documents.
         softcap: c > 0 replaces each score by c·tanh(score/c) before the log-weight is added, as Gemma 2 does.
         sink: log-weight of one more key, at the origin (its score is 0, whatever the scale), to which a query may attend
             instead: log Z becomes log(Z + exp(sink)), and its share of the attention is exp(sink − log Z). A number or a
@@ -113,7 +117,7 @@ def attention(
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(
-        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset, documents
     )
     output, log_z = of_problem(problem, backend)
     if problem.sink is not None:
@@ -130,6 +134,7 @@ def log_partition(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     backend: AttentionBackend = "auto",
@@ -148,7 +153,17 @@ def log_partition(
     """
     query, key = in_autocast_dtype(query, key)
     problem = check_problem(
-        query, key, None, log_weight, scale, is_causal, window, softcap, sink, query_offset=query_offset
+        query,
+        key,
+        None,
+        log_weight,
+        scale,
+        is_causal,
+        window,
+        softcap,
+        sink,
+        query_offset=query_offset,
+        documents=documents,
     )
     (log_z,) = of_problem(problem, backend)
     if problem.sink is not None:

@@ -6,10 +6,12 @@ same for each; what is before and after them are two smaller problems.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from massieu.ops import packed
 from massieu.ops.shapes import AttentionProblem
 
 LEAST, MOST = 64, 512
@@ -19,12 +21,14 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
-    """``function(problem, *others)``, a window's by chunks.
+    """``function(problem, *others)``, a packed row's by documents and a window's by chunks.
 
     Args:
         function: gives tensors ``(B, Hk, G, L, ...)``, a query's numbers from that query and the keys it sees.
         others: tensors of the query's shape that go with it.
     """
+    if problem.documents is not None:
+        return packed.apply(partial(apply, function), problem, *others)
     if problem.window is None:
         return function(problem, *others)
     low, high = problem.window

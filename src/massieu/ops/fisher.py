@@ -10,6 +10,7 @@ from torch import Tensor
 from massieu.foundation.transforms import in_autocast_dtype, without_autocast
 from massieu.ops import backends, band, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.documents import Documents
 from massieu.ops.fused import CPU
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_alike, check_problem
 from massieu.ops.tiles import Plan, Slab
@@ -30,6 +31,7 @@ def fisher_vp(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     sink: Sink = None,
     backend: FisherBackend = "auto",
 ) -> Float[Tensor, "*query D"]:
@@ -43,7 +45,7 @@ def fisher_vp(
     In memory linear in queries and keys; without gradient on the CPU in the time of two to three fused attentions.
 
     Args:
-        query, key, log_weight, scale, is_causal, window, query_offset: as in `attention`.
+        query, key, log_weight, scale, is_causal, window, query_offset, documents: as in `attention`.
         sink: as in `attention`; the covariance is that with one more key, at the origin, of log-weight `sink`.
         vector: of the query's shape, dtype and device.
         backend: "reference": plain operations, in blocks of queries that are computed again in the backward pass;
@@ -72,8 +74,20 @@ def fisher_vp(
         2.0
     """
     query, key, vector = in_autocast_dtype(query, key, vector)
+    if documents is not None and log_weight is None and isinstance(key, Tensor):
+        # Weights show which keys are padding, which must not move the mean of the others.
+        log_weight = torch.ones(key.shape[-2:-1], dtype=torch.bool, device=key.device)
     problem = check_problem(
-        query, key, None, log_weight, scale, is_causal, window, sink=sink, query_offset=query_offset
+        query,
+        key,
+        None,
+        log_weight,
+        scale,
+        is_causal,
+        window,
+        sink=sink,
+        query_offset=query_offset,
+        documents=documents,
     )
     check_alike(query=query, vector=vector)
     if vector.shape != query.shape:

@@ -282,18 +282,19 @@ def _kernel() -> Callable[..., Tensor]:
 
 def _sums(scores: Tensor, weights: Tensor, count: Tensor, names: Names) -> Tensor:
     """The sums of each row by two passes over it; e is left in `weights`."""
+    # The order is that in which the compiler makes two passes of them.
+    seen = scores > HIDDEN / 2
+    mean = torch.where(seen, scores, 0.0).sum(-1) / count
     top = scores.amax(-1)
+    spread = torch.where(seen, scores - mean.unsqueeze(-1), 0.0).square().sum(-1).sqrt()
     shifted = scores - top.unsqueeze(-1)
     exponential = shifted.exp()
     weights.copy_(exponential)
     products = exponential * shifted
-    sums = [top, exponential.sum(-1), products.sum(-1)]
+    found = [top, exponential.sum(-1), products.sum(-1)]
     if "second" in names:
-        seen = scores > HIDDEN / 2
-        mean = torch.where(seen, scores, 0.0).sum(-1) / count
-        spread = torch.where(seen, scores - mean.unsqueeze(-1), 0.0).square().sum(-1).sqrt()
-        sums += [(products * shifted).sum(-1), exponential.square().sum(-1).sqrt(), mean, spread]
+        found += [(products * shifted).sum(-1), exponential.square().sum(-1).sqrt(), mean, spread]
     if "position" in names:
         number = torch.arange(scores.shape[-1], dtype=scores.dtype, device=scores.device)
-        sums.append(torch.where(shifted == 0, number, float(COUNTED)).amin(-1))
-    return torch.stack(sums)
+        found.append(torch.where(shifted == 0, number, float(COUNTED)).amin(-1))
+    return torch.stack(found)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from massieu.foundation.arguments import choice, described
 from massieu.foundation.transforms import in_autocast_dtype
-from massieu.ops import backends, band, moment_blocks, reference, tiles
+from massieu.ops import backends, band, moment_blocks, packed, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.documents import Documents
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
 MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
@@ -76,6 +77,7 @@ def attention_moments(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -93,6 +95,7 @@ def attention_moments(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -109,6 +112,7 @@ def attention_moments(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     sink_value: Float[Tensor, "... E"] | None = None,
@@ -123,7 +127,7 @@ def attention_moments(
     differentiable any number of times.
 
     Args:
-        query, key, value, log_weight, scale, is_causal, window, query_offset, softcap, sink, sink_value: as in
+        query, key, value, log_weight, scale, is_causal, window, query_offset, documents, softcap, sink, sink_value: as in
             `massieu.ops.attention`; all moments but `max_position` are those with the sink as one more key, of score 0.
         moments: which to compute, by the names of `MomentsResult`: ``{"entropy", "max_score"}``. The others are None. All by
             default; the output is there if there are values.
@@ -150,28 +154,20 @@ def attention_moments(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(
-        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset
+        query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset, documents
     )
     choice("backend", backend, "auto", *BACKENDS)
     wanted = _checked(moments)
     names = wanted if problem.sink is None else _with_needed(wanted)
     chosen = backends.choose(backend, _registry(problem, backend, names), problem)
-    placed = problem.window is not None and "max_position" in names
 
     def compute(part: AttentionProblem) -> tuple[Tensor, ...]:
         if backend == "auto" and chosen.name != "reference" and moment_blocks.gains_compiled(names, part):
             _Work.pairs += part.pairs
-        results = chosen.forward(part)
-        if not placed:
-            return results
-        return tuple(
-            _moved(one, part, -1) if name == "max_position" else one for name, one in zip(labels, results, strict=True)
-        )
+        return chosen.forward(part)
 
     labels = names if value is None else (*names, "output")
-    found = dict(zip(labels, band.apply(compute, problem), strict=True))
-    if placed:
-        found["max_position"] = _moved(found["max_position"], problem, 1)
+    found = dict(zip(labels, _in_parts(compute, names, problem), strict=True))
     if problem.sink is not None:
         found = with_sink.moments(found, problem)
     restored = {name: problem.restore(found[name]) for name in wanted}
@@ -203,6 +199,30 @@ def _with_needed(wanted: tuple[str, ...]) -> tuple[str, ...]:
     """And the moments that these follow from where there is a sink."""
     needed = {"log_partition", *wanted, *(more for name in wanted for more in with_sink.NEEDED.get(name, ()))}
     return tuple(name for name in NAMES if name in needed)
+
+
+def _in_parts(forward: band.Function, names: tuple[str, ...], problem: AttentionProblem) -> tuple[Tensor, ...]:
+    """By documents and chunks of a window; positions are then those in the whole row."""
+    if "max_position" not in names or (problem.documents is None and problem.window is None):
+        return band.apply(forward, problem)
+    place = names.index("max_position")
+
+    def change(found: tuple[Tensor, ...], position: Tensor) -> tuple[Tensor, ...]:
+        return *found[:place], position, *found[place + 1 :]
+
+    def relative(part: AttentionProblem) -> tuple[Tensor, ...]:
+        found = forward(part)
+        return change(found, _moved(found[place], part, -1))
+
+    if problem.documents is None:
+        found = band.apply(relative, problem)
+        return change(found, _moved(found[place], problem, 1))
+    found = packed.apply(partial(_in_parts, forward, names), problem)
+    lengths, first = torch.tensor(
+        [problem.documents.lengths, problem.documents.key_boundaries[:-1]], device=problem.query.device
+    )
+    first = first.repeat_interleave(lengths, output_size=problem.query.shape[3])
+    return change(found, torch.where(found[place] < 0, -1, found[place] + first))
 
 
 def _moved(position: Tensor, problem: AttentionProblem, sign: int) -> Tensor:

@@ -6,6 +6,7 @@ passes of any backend of `attention` give it, with all their derivatives, and no
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise, starmap
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from massieu.ops import reference
 from massieu.ops import sink as with_sink
 from massieu.ops.attention import AttentionBackend, of_problem
 from massieu.ops.differentiable import recomputed
+from massieu.ops.documents import Documents
 from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, check_problem, hidden_by_position, slices
 from massieu.ops.tiles import may_look
 
@@ -28,7 +30,7 @@ class AttentionReceivedResult(NamedTuple):
     total: Float[Tensor, "*heads N"]
     """Σ_i p_in, the attention that all queries together give to key n: between 0 and the number of queries."""
     share: Float[Tensor, "*heads N"]
-    """total/Σ_n total: sums to 1 over the keys of a head; 0 where no query sees a key."""
+    """total/Σ_n total: sums to 1 over the keys of a head, and of a document; 0 where no query sees a key."""
 
 
 def attention_received(
@@ -40,6 +42,7 @@ def attention_received(
     is_causal: bool = False,
     window: Window = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
     softcap: float | None = None,
     sink: Sink = None,
     backend: AttentionBackend = "auto",
@@ -52,8 +55,9 @@ def attention_received(
     Args:
         query: (*batch, H, L, D), for results (*batch, H, N): each query head's own. Or (*batch, Hk, G, L, D), for results
             (*batch, Hk, G, N).
-        key, log_weight, scale, is_causal, window, query_offset, softcap, sink: as in `massieu.ops.attention`. What a sink
-            takes is no key's: it receives L − Σ_n total from L queries that see something.
+        key, log_weight, scale, is_causal, window, query_offset, documents, softcap, sink: as in `massieu.ops.attention`. What
+            a sink takes is no key's: it receives L − Σ_n total from L queries. Shares are those in a document, of which each
+            takes a pass of its own.
         backend: as in `massieu.ops.attention`, for both passes.
 
     A query that sees no key gives nothing, whatever it holds. A query of NaN makes NaN of the keys that it sees, and a key of
@@ -72,7 +76,7 @@ def attention_received(
     """
     query, key = in_autocast_dtype(query, key)
     problem = check_problem(
-        query, key, None, log_weight, scale, is_causal, window, softcap, sink, query_offset=query_offset
+        query, key, None, log_weight, scale, is_causal, window, softcap, sink, None, query_offset, documents
     )
     if isinstance(problem.scale, Tensor) or problem.scale <= 0:
         # Rounded once, for both passes alike.
@@ -80,16 +84,31 @@ def attention_received(
     (log_z,) = of_problem(problem, backend)
     if problem.sink is not None:
         log_z = with_sink.shares(log_z, problem)[0]
-    total = _received(problem, log_z, backend)
-    whole = total.sum(-1, keepdim=True)
-    share = total / whole.masked_fill(whole == 0, 1.0)
+    totals = _by_documents(problem, log_z, backend)
+    wholes = [total.sum(-1, keepdim=True) for total in totals]
+    shares = [total / whole.masked_fill(whole == 0, 1.0) for total, whole in zip(totals, wholes, strict=True)]
+    total, share = (one[0] if len(one) == 1 else torch.cat(one, dim=3) for one in (totals, shares))
     shape = (*problem.lead[:-1], problem.key.shape[2])
     return AttentionReceivedResult(total.reshape(shape), share.reshape(shape))
 
 
+def _by_documents(problem: AttentionProblem, log_z: Tensor, backend: AttentionBackend) -> list[Tensor]:
+    """What each key receives from queries of these log-partitions, ``(B, Hk, G, N)`` for each document."""
+    documents, totals = problem.documents, []
+    if documents is None:
+        return [_received(problem, log_z, backend)]
+    both = documents.query_boundaries, documents.key_boundaries
+    for rows, keys in zip(*(starmap(slice, pairwise(boundaries)) for boundaries in both), strict=True):
+        part = replace(problem.narrow(rows, keys), documents=None)
+        none = log_z.new_zeros(*part.query.shape[:3], part.key.shape[2])
+        totals.append(_received(part.with_least_band(), log_z[..., rows], backend) if part.pairs else none)
+    return totals
+
+
 def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBackend) -> Float[Tensor, "B Hk G N"]:
-    """What each key receives from queries of these log-partitions."""
     length, keys = problem.query.shape[3], problem.key.shape[2]
+    if keys == 0:
+        return log_z[..., :0]
     seen = min(keys, length + problem.offset) if problem.is_causal else keys
     if seen < keys:
         # No query sees what comes after the last of them.
@@ -106,7 +125,7 @@ def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBacken
             level = (level + weight.squeeze(4)).masked_fill(silent, -torch.inf)
         weight = None
     problem = replace(problem, query=query, log_weight=weight)
-    if weight is not None and weight.shape[3] > 1:
+    if weight is not None and weight.shape[3] != 1:
         return _by_pairs(problem, level, lost, weight, backend)
     (log_sum,) = of_problem(_exchanged(problem, level), backend)
     log_sum = log_sum.flip(3) if problem.is_causal else log_sum

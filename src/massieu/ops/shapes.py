@@ -14,7 +14,17 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_fits, check_one_device, described, flag, floating, number, whole_number
+from massieu.foundation.arguments import (
+    check_fits,
+    check_one_device,
+    described,
+    flag,
+    floating,
+    instance,
+    number,
+    whole_number,
+)
+from massieu.ops.documents import Documents
 
 Scale = float | int | Tensor | None
 Sink = float | int | Tensor | None
@@ -40,6 +50,8 @@ class AttentionProblem:
     softcap: float | None = None
     sink: Float[Tensor, "#B #Hk #G #L"] | Float[Tensor, ""] | None = None
     sink_value: Float[Tensor, "#B #Hk #G #L E"] | Float[Tensor, "E"] | None = None
+    documents: Documents | None = None
+    """Of a packed row; causality and a window then go by positions in a document."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,6 +93,14 @@ class AttentionProblem:
     def band(self) -> "Band":
         """The window, or causality as one."""
         return (None, self.offset) if self.is_causal else self.window
+
+    def with_least_band(self) -> "AttentionProblem":
+        """The same, its window as causality or as nothing where it hides no more than that."""
+        length, keys, band = self.query.shape[3], self.key.shape[2], self.band
+        if band is None or (band[0] is not None and length - 1 + band[0] > 0):
+            return self
+        hides = band[1] < keys - 1
+        return replace(self, is_causal=hides, offset=band[1] if hides else 0, window=None)
 
     def idle(self) -> Bool[Tensor, "#B #Hk #G L"] | None:
         """Which queries see no key; None where that cannot be."""
@@ -192,6 +212,7 @@ def check_problem(
     sink: Sink = None,
     sink_value: Tensor | None = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
 ) -> AttentionProblem:
     """Check every argument and bring it to the common layout.
 
@@ -203,6 +224,9 @@ def check_problem(
     check_alike(query=query, key=key, **({} if value is None else {"value": value}))
     _check_shapes(query, key, value)
     layout, dtype, band = Layout.of(query, key), working_dtype(query), check_band(is_causal, window, query_offset)
+    if documents is not None:
+        words = "what Documents.of_lengths or Documents.of_boundaries makes"
+        instance("documents", documents, Documents, words).check_fits(layout.length, layout.keys)
     if softcap is not None:
         softcap = float(number("softcap", softcap, above=0))
         check_fits("softcap", softcap, dtype)
@@ -220,6 +244,7 @@ def check_problem(
         softcap=softcap,
         sink=_layout_sink(sink, dtype, query, layout),
         sink_value=sink_value,
+        documents=documents,
         **positions(band, layout.length, layout.keys),
     )
 
