@@ -20,11 +20,10 @@ from massieu.foundation.arguments import (
     described,
     flag,
     floating,
-    instance,
     number,
     whole_number,
 )
-from massieu.ops.documents import Documents
+from massieu.ops.documents import Documents, check_documents
 
 Scale = float | int | Tensor | None
 Sink = float | int | Tensor | None
@@ -222,8 +221,7 @@ def check_problem(
     layout, offset = Layout.of(query, key), whole_number("query_offset", query_offset, least=0)
     dtype = working_dtype(query)
     if documents is not None:
-        words = "what Documents.of_lengths or Documents.of_boundaries makes"
-        instance("documents", documents, Documents, words).check_fits(layout.length, layout.keys)
+        check_documents(documents, layout.length, layout.keys)
     is_causal, band = _check_window(window, is_causal, offset, layout)
     if softcap is not None:
         softcap = float(number("softcap", softcap, above=0))
