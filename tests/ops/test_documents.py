@@ -325,7 +325,7 @@ def test_bad_calls() -> None:
         lambda documents: ops.attention_moments(query, key, documents=documents),
         lambda documents: ops.fisher_vp(query, key, query, documents=documents),
     ):
-        with pytest.raises(TypeError, match="documents must be what .* makes, got list"):
+        with pytest.raises(TypeError, match=r"documents must be what .* makes, got list"):
             function([3])
         with pytest.raises(ValueError, match="row of queries does, got 2 for 3 queries"):
             function(ops.Documents.of_lengths([2], [4]))
@@ -367,6 +367,9 @@ def test_info_nce_is_one_call_a_document(symmetric: bool) -> None:
             )
         both = torch.stack([one.loss for one in wanted]), torch.cat([one.log_partition for one in wanted], -1)
         compare(found, list(both), [query, key])
+    found = ops.n_pairs(query, key, documents=documents, norm_weight=0.1)
+    apart = [ops.n_pairs(query[a:b], key[a:b], norm_weight=0.1) for a, b in ((0, 3), (3, 4), (4, 9))]
+    torch.testing.assert_close(found, torch.stack(apart))
     positive = torch.tensor([2, 0, 1, 0, 4, 3, 2, 1, 0])
     found = ops.info_nce(query, key, temperature=1.0, positive=positive, documents=documents)
     torch.testing.assert_close(found[2], ops.info_nce(query[4:], key[4:], temperature=1.0, positive=positive[4:]))

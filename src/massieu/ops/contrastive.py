@@ -188,12 +188,17 @@ def contrast(loss: Tensor, levels: list[Tensor]) -> ContrastResult:
 
 
 def n_pairs(
-    query: Float[Tensor, "B D"], key: Float[Tensor, "B D"], *, log_weight: LogWeight = None, norm_weight: float = 0.0
+    query: Float[Tensor, "B D"],
+    key: Float[Tensor, "B D"],
+    *,
+    log_weight: LogWeight = None,
+    documents: Documents | None = None,
+    norm_weight: float = 0.0,
 ) -> Tensor:
     """The N-pair loss: mean log(1 + Σ_{j≠i} exp(q_i·k_j − q_i·k_i)), in nats: `info_nce` of plain dot products.
 
     Args:
-        query, key, log_weight: as in `info_nce`, positives on the diagonal.
+        query, key, log_weight, documents: as in `info_nce`, positives on the diagonal.
         norm_weight: adds norm_weight·mean(‖q‖² + ‖k‖²), the published regulariser (Sohn 2016, §3.2.2), as nothing else
             bounds the norms.
 
@@ -207,11 +212,14 @@ def n_pairs(
         4.0
     """
     number("norm_weight", norm_weight, least=0)
-    loss = info_nce(query, key, log_weight=log_weight, temperature=1.0)
+    loss = info_nce(query, key, log_weight=log_weight, temperature=1.0, documents=documents)
     if not norm_weight:
         return loss
     norms = query.to(loss.dtype).square().sum(-1) + key.to(loss.dtype).square().sum(-1)
-    return loss + float(norm_weight) * norms.mean()
+    if documents is None:
+        return loss + float(norm_weight) * norms.mean()
+    counts = torch.tensor(documents.lengths, device=norms.device)
+    return loss + float(norm_weight) * documents.sums(norms) / counts
 
 
 @overload
