@@ -17,8 +17,12 @@ def test_one_call_a_document(options: dict[str, Any], asked: dict[str, bool], ne
     heads = nn.SoftmaxHeads(sink=0.5, window=3)
     attention = nn.Attention(8, 2, batch_first=True, dtype=torch.float64, heads=heads)
     row = torch.randn(2, 10, 8, dtype=torch.float64)
-    found = attention(row, need_weights=need_weights, documents=ops.Documents.of_lengths(lengths), **options, **asked)
-    apart = [attention(part, need_weights=need_weights, **options, **asked) for part in row.split(lengths, 1)]
+    found: Any = attention(
+        row, need_weights=need_weights, documents=ops.Documents.of_lengths(lengths), **options, **asked
+    )
+    apart: list[Any] = [
+        attention(part, need_weights=need_weights, **options, **asked) for part in row.split(lengths, 1)
+    ]
     torch.testing.assert_close(found[0], torch.cat([one[0] for one in apart], 1))
     if need_weights:
         blocks = torch.stack([torch.block_diag(*(one[1][item] for one in apart)) for item in range(2)])

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """Packed rows: one call with documents is one call a document."""
 
 from collections.abc import Callable

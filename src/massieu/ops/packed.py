@@ -43,13 +43,12 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
     members = [bucket.members for bucket in found]
     rows = _Places.of(members, [bucket.rows for bucket in found], documents.query_boundaries, problem.query.device)
     keys = _Places.of(members, [bucket.keys for bucket in found], documents.key_boundaries, problem.query.device)
-    per_query = isinstance(scale, Tensor) and scale.ndim > 0
     inputs = (
         rows.items(problem.query, 3, batch),
         keys.items(problem.key, 2, batch),
         [None] * len(found) if problem.value is None else keys.items(problem.value, 2, batch),
         _weights(problem, documents, found, rows, keys),
-        rows.items(scale, 3, batch) if per_query else [scale] * len(found),
+        rows.items(scale, 3, batch) if isinstance(scale, Tensor) and scale.ndim > 0 else [scale] * len(found),
         *(rows.items(other, 3, batch) for other in others),
     )
     results = []
@@ -153,7 +152,7 @@ class _Places:
         return self._moved(result, 3, packing=False)
 
     def _moved(self, tensor: Tensor, dim: int, packing: bool) -> Tensor:
-        if self.there is None:
+        if self.there is None or self.back is None or self.gaps is None:
             return tensor
         lead, arguments = tensor.shape[:dim], (tensor.flatten(0, dim - 1), self.there, self.back, self.gaps, packing)
         # The compiler differentiates what it sees, and takes no function with a forward mode.
@@ -182,15 +181,15 @@ class _Move(torch.autograd.Function):
         ctx.packing = inputs[4]
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _Move.apply(cotangent, *ctx.saved_tensors, not ctx.packing), None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Any:
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _Move.apply(tangent, *ctx.saved_tensors, ctx.packing)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Tensor, *others: Any) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Tensor, *others: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         moved = _Move.apply(tensor.movedim(in_dims[0], 0).flatten(0, 1), *others)
         return moved.unflatten(0, (info.batch_size, -1)), 0  # pyright: ignore[reportAttributeAccessIssue]
 
