@@ -61,7 +61,7 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
 
 @lru_cache(maxsize=64)
 def buckets(documents: Documents, heads: int) -> tuple[Bucket, ...]:
-    """Which documents are done together: while padding costs less than one more call, and about doubles lengths at most.
+    """Which documents are done together: while padding costs less than a call, and about doubles lengths at most.
 
     Args:
         heads: Scores of one query and one key.
@@ -70,7 +70,10 @@ def buckets(documents: Documents, heads: int) -> tuple[Bucket, ...]:
     sizes = [(max(1, keys), max(1, rows)) for rows, keys in zip(documents.lengths, documents.key_lengths, strict=True)]
     found: list[list[int]] = []
     least = most = first = (0, 0)
-    for keys, rows, number in sorted((*size, number) for number, size in enumerate(sizes)):
+    widest = documents.query_boundaries[-1] + 2
+    # The compiler sorts whole numbers alone.
+    for number in sorted(range(len(sizes)), key=lambda number: sizes[number][0] * widest + sizes[number][1]):
+        keys, rows = sizes[number]
         wide = (keys, max(most[1], rows))
         narrow = (first[0], min(least[1], rows))
         close = all(large <= 2 * small + 8 for large, small in zip(wide, narrow, strict=True))
@@ -83,9 +86,10 @@ def buckets(documents: Documents, heads: int) -> tuple[Bucket, ...]:
                 continue
         found.append([number])
         least = most = first = (keys, rows)
-    groups = sorted(sorted(group) for group in found)
-    widest = [[max(sizes[number][side] for number in group) for side in (1, 0)] for group in groups]
-    return tuple(Bucket(tuple(group), *wide) for group, wide in zip(groups, widest, strict=True))
+    groups = sorted([sorted(group) for group in found], key=lambda group: group[0])
+    return tuple(
+        Bucket(tuple(group), *(max([sizes[number][side] for number in group]) for side in (1, 0))) for group in groups
+    )
 
 
 @dataclass(frozen=True)
