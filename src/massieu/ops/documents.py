@@ -1,7 +1,7 @@
 """Where the documents of a packed row begin and end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -38,6 +38,19 @@ class Documents:
     """Document i has the queries from number i up to number i + 1 of these, without the last."""
     key_boundaries: tuple[int, ...]
     """The same of the keys."""
+    text: str = field(init=False, repr=False, compare=False)
+    """Both, in words that `torch.compile` takes as constants, as it does not take numbers that change between calls."""
+
+    def __post_init__(self) -> None:
+        both = self.query_boundaries, self.key_boundaries
+        object.__setattr__(self, "text", ";".join(",".join(map(str, one)) for one in both))
+
+    def constant(self) -> "Documents":
+        """The same, of constants, in compiled code."""
+        if not torch.compiler.is_compiling():
+            return self
+        query, key = ([int(number) for number in one.split(",")] for one in self.text.split(";"))
+        return Documents(tuple(query), tuple(key))
 
     @classmethod
     def of_lengths(cls, lengths: Whole, key_lengths: Whole | None = None) -> "Documents":

@@ -243,7 +243,7 @@ def check_problem(
         softcap=softcap,
         sink=_layout_sink(sink, dtype, query, layout),
         sink_value=sink_value,
-        documents=documents,
+        documents=None if documents is None else documents.constant(),
     )
 
 
