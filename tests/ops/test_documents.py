@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """Packed rows: one call with documents is one call a document."""
 
 from collections.abc import Callable
@@ -291,15 +292,14 @@ def test_sums() -> None:
     assert slope[1].tolist() == [1.0, 1.0, 3.0, 3.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    "make, kind, words",
-    [
+def test_bad_documents() -> None:
+    for make, kind, words in [
         (lambda: ops.Documents.of_lengths([]), ValueError, "lengths must be one or more numbers"),
         (lambda: ops.Documents.of_lengths([2, -1]), ValueError, r"at least 0, got \[2, -1\]"),
         (lambda: ops.Documents.of_lengths([2.0]), TypeError, "lengths must be whole numbers, got 2.0"),
         (lambda: ops.Documents.of_lengths([True]), TypeError, "got True"),
         (lambda: ops.Documents.of_lengths([torch.nan]), TypeError, "got nan"),
-        (lambda: ops.Documents.of_lengths("12"), TypeError, "in a sequence or a tensor, got 12"),
+        (lambda: ops.Documents.of_lengths("12"), TypeError, "in a sequence or a tensor, got '12'"),
         (lambda: ops.Documents.of_lengths(torch.tensor([1.0])), TypeError, "torch.float32"),
         (lambda: ops.Documents.of_lengths(torch.tensor([True])), TypeError, "torch.bool"),
         (
@@ -314,12 +314,9 @@ def test_sums() -> None:
         (lambda: ops.Documents.of_boundaries([0, 3], [0, 3, 4]), ValueError, "got 1 and 2"),
         (lambda: ops.Documents.of_boundaries([0, 3], None).sums(torch.zeros(2)), ValueError, "dimension of 3"),
         (lambda: ops.Documents.of_boundaries([0, 3], None).sums([1, 2, 3]), TypeError, "per_token"),
-    ],
-    ids=str,
-)
-def test_bad_documents(make: Callable[[], object], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        make()
+    ]:
+        with pytest.raises(kind, match=words):
+            make()
 
 
 def test_bad_calls() -> None:
@@ -330,9 +327,64 @@ def test_bad_calls() -> None:
         lambda documents: ops.attention_moments(query, key, documents=documents),
         lambda documents: ops.fisher_vp(query, key, query, documents=documents),
     ):
-        with pytest.raises(TypeError, match="documents must be what .* makes, got list"):
+        with pytest.raises(TypeError, match=r"documents must be what .* makes, got list"):
             function([3])
         with pytest.raises(ValueError, match="row of queries does, got 2 for 3 queries"):
             function(ops.Documents.of_lengths([2], [4]))
         with pytest.raises(ValueError, match="row of keys does, got 3 for 4 keys"):
             function(ops.Documents.of_lengths([3]))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_info_nce_is_one_call_a_document(symmetric: bool) -> None:
+    torch.manual_seed(0)
+    lengths = [3, 1, 5]
+    documents = ops.Documents.of_lengths(lengths)
+    query, key = (torch.randn(9, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    ids = torch.tensor([0, 0, 1, 0, 2, 2, 3, 3, 4])
+    for weight in (None, torch.randn(9, dtype=torch.float64), ops.FalseNegatives(ids)):
+        found = ops.info_nce(
+            query,
+            key,
+            temperature=0.5,
+            log_weight=weight,
+            symmetric=symmetric,
+            documents=documents,
+            return_log_partition=True,
+        )
+        wanted = []
+        for start, end in ((0, 3), (3, 4), (4, 9)):
+            own = weight
+            if weight is not None:
+                own = weight[start:end] if isinstance(weight, Tensor) else ops.FalseNegatives(ids[start:end])
+            wanted.append(
+                ops.info_nce(
+                    query[start:end],
+                    key[start:end],
+                    temperature=0.5,
+                    log_weight=own,
+                    symmetric=symmetric,
+                    return_log_partition=True,
+                )
+            )
+        both = torch.stack([one.loss for one in wanted]), torch.cat([one.log_partition for one in wanted], -1)
+        compare(found, list(both), [query, key])
+    found = ops.n_pairs(query, key, documents=documents, norm_weight=0.1)
+    apart = [ops.n_pairs(query[a:b], key[a:b], norm_weight=0.1) for a, b in ((0, 3), (3, 4), (4, 9))]
+    torch.testing.assert_close(found, torch.stack(apart))
+    positive = torch.tensor([2, 0, 1, 0, 4, 3, 2, 1, 0])
+    found = ops.info_nce(query, key, temperature=1.0, positive=positive, documents=documents)
+    torch.testing.assert_close(found[2], ops.info_nce(query[4:], key[4:], temperature=1.0, positive=positive[4:]))
+
+
+def test_bad_losses() -> None:
+    rows = torch.zeros(3, 2)
+    documents = ops.Documents.of_lengths([1, 2])
+    for options, kind, words in (
+        ({"documents": [1, 2]}, TypeError, "documents must be what .* got list"),
+        ({"documents": ops.Documents.of_lengths([2])}, ValueError, "row of queries does, got 2 for 3"),
+        ({"documents": documents, "negatives": rows}, ValueError, "negatives, which belong to no document"),
+        ({"documents": documents, "log_weight": torch.zeros(3, 3)}, ValueError, r"shape \(3,\) with documents"),
+    ):
+        with pytest.raises(kind, match=words):
+            ops.info_nce(rows, rows, temperature=1.0, **options)

@@ -14,6 +14,7 @@ from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with
 from massieu.nn.modules import Device, Resettable, check_heads, check_input, settings
 from massieu.nn.softmax import SoftmaxHeads
 from massieu.nn.strategy import Heads, Request
+from massieu.ops import Documents
 from massieu.ops.moments import MomentsResult
 
 _Pair = tuple[Tensor, Tensor | None]
@@ -114,6 +115,7 @@ class Attention(Resettable):
         is_causal: bool = False,
         *,
         query_offset: int = 0,
+        documents: Documents | None = None,
         need_log_partition: bool = False,
         need_moments: bool | Collection[str] = False,
         need_potential: bool = False,
@@ -133,6 +135,8 @@ class Attention(Resettable):
             is_causal: Query i sees keys 0 … i, whether a mask is given or not.
             query_offset: Query i stands at position i + query_offset for causality and windows: a decoder's new queries see
                 the keys of its cache.
+            documents: Boundaries of packed rows, the same for every row of the batch: `massieu.ops.Documents`. Queries see the
+                keys of their own document, in which positions count. Rows packed differently are one row, joined.
             need_log_partition: Return log Z in nats, (B, H, L), too: −inf for a query that sees no key.
             need_moments: Return a `massieu.ops.moments.MomentsResult` too, with log Z, entropy and moments of the scores, each
                 (B, H, L): all of them, or those of these names, which cost less. Dropout does not change them.
@@ -149,6 +153,8 @@ class Attention(Resettable):
         beside = self._beside(**asked, potential=need_potential, variance=need_variance)
         _check_taken(self.heads, attn_mask=attn_mask, is_causal=is_causal)
         whole_number("query_offset", query_offset, least=0)
+        if documents is not None:
+            self._check_packed(documents, query)
         nested, hidden = query, None
         if isinstance(query, Tensor) and query.is_nested:
             given = (query, query if key is None else key)
@@ -159,6 +165,8 @@ class Attention(Resettable):
         batched = query.ndim == 3
         if not batched and isinstance(key_padding_mask, Tensor):
             key_padding_mask = key_padding_mask.unsqueeze(0)
+        if documents is not None:
+            documents.check_fits(heads.shape[2], key_heads.shape[2])
         log_weight = log_weight_of(key_padding_mask, attn_mask, heads, key_heads)
         more = (self.bias_k is not None) + self.add_zero_attn
         if more or (query_offset and not self.heads.takes_offset):
@@ -169,7 +177,7 @@ class Attention(Resettable):
         keys = self._with_more(key_heads, self.bias_k)
         values = self._with_more(others[0], self.bias_v) if others else keys
         moments = None if isinstance(need_moments, bool) else need_moments
-        request = Request(log_weight, is_causal, need_weights, beside, dropout, query_offset, moments)
+        request = Request(log_weight, is_causal, need_weights, beside, dropout, query_offset, moments, documents)
         found = self.heads(heads, keys, values, request)
         output = self.out_proj(merge_heads(found.output))
         weights, told = found.weights if need_weights else None, found.beside if beside else None
@@ -258,6 +266,17 @@ class Attention(Resettable):
             learned = split_heads(learned, self.num_heads).to(heads.dtype)
             heads = torch.cat([heads, learned.expand(*heads.shape[:2], 1, -1)], 2)
         return F.pad(heads, (0, 0, 0, 1)) if self.add_zero_attn else heads
+
+    def _check_packed(self, documents: object, query: object) -> None:
+        instance("documents", documents, Documents, "what Documents.of_lengths or Documents.of_boundaries makes")
+        if not self.heads.takes_documents:
+            raise ValueError(f"{type(self.heads).__name__} do not go with documents: call them once a document")
+        if self.bias_k is not None or self.add_zero_attn:
+            raise ValueError(
+                "documents do not go with add_bias_kv and add_zero_attn, whose keys are in no document; use sink"
+            )
+        if isinstance(query, Tensor) and query.is_nested:
+            raise ValueError("documents go with dense tensors, got nested ones, which have boundaries of their own")
 
     def _check_nested(self, key: object, value: object, key_padding_mask: object) -> None:
         nested = all(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (key, value))

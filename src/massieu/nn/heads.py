@@ -7,6 +7,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import floating
 from massieu.foundation.numerics import logsumexp
+from massieu.ops import Documents
 
 Mask = Float[Tensor, "..."] | Bool[Tensor, "..."]
 """Booleans of which True *hides*, as in `torch.nn`, or numbers added to the scores."""
@@ -82,16 +83,18 @@ def with_positions(
     is_causal: bool,
     window: int | tuple[int, int] | None = None,
     query_offset: int = 0,
+    documents: Documents | None = None,
 ) -> Mask | None:
     """The log-weight without the keys that their positions hide: n ≤ i is seen if causal, i − left ≤ n ≤ i + right.
 
-    Query i stands at position i + query_offset.
+    Query i stands at position i + query_offset. Positions are those in a document, if there are documents.
     """
-    if not is_causal and window is None:
+    if not is_causal and window is None and documents is None:
         return log_weight
-    length, keys = torch.arange(query.shape[2], device=query.device), torch.arange(key.shape[2], device=query.device)
-    behind = length.unsqueeze(1) + query_offset - keys
-    seen = behind >= 0 if is_causal else torch.ones_like(behind, dtype=torch.bool)
+    one = Documents.of_lengths([query.shape[2]], [key.shape[2]]) if documents is None else documents
+    seen, behind = one.seen(query.device)
+    behind = behind + query_offset
+    seen = seen & (behind >= 0) if is_causal else seen
     if window is not None:
         left, right = (window, window) if isinstance(window, int) else window
         seen = seen & (behind <= left) & (behind >= -right)

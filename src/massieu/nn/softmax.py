@@ -39,6 +39,7 @@ class SoftmaxHeads(Heads):
 
     gives = ("log_partition", "moments")
     takes_offset = True
+    takes_documents = True
     scale: Tensor | float | None
     sink: Tensor | float | None
     sink_value: Tensor | None
@@ -89,7 +90,7 @@ class SoftmaxHeads(Heads):
         options: dict[str, Any] = {"scale": self.scale, "sink": self.sink, "softcap": self.softcap}
         log_weight, is_causal = request.log_weight, request.is_causal
         masks: dict[str, Any] = {"log_weight": log_weight, "is_causal": is_causal, "window": self.window}
-        masks["query_offset"] = request.query_offset
+        masks |= {"query_offset": request.query_offset, "documents": request.documents}
         by_weights, moments = request.need_weights or request.dropout > 0, None
         if request.beside == "moments":
             given = (None, None) if by_weights else (value, self.sink_value)
@@ -108,7 +109,7 @@ class SoftmaxHeads(Heads):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same by the matrix of weights."""
         log_weight = with_positions(
-            request.log_weight, query, key, request.is_causal, self.window, request.query_offset
+            request.log_weight, query, key, request.is_causal, self.window, request.query_offset, request.documents
         )
         with without_autocast(query.device):
             weights, log_partition = attention_weights(query, key, log_weight=log_weight, **options)

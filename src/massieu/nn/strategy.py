@@ -12,6 +12,7 @@ from torch import Tensor
 
 from massieu.nn.heads import Mask
 from massieu.nn.modules import Device, Iterating, Number, Resettable, register_number, settings
+from massieu.ops import Documents
 from massieu.ops.moments import MomentsResult
 from massieu.solve import Implicit, LinearSolver, Method, fixed_point
 from massieu.solve.status import FixedPointResult
@@ -34,6 +35,8 @@ class Request(NamedTuple):
     """Query i stands at position i + query_offset; 0 where the strategy has no `takes_offset`."""
     moments: Collection[str] | None = None
     """Which, where `beside` is "moments"; None: all."""
+    documents: Documents | None = None
+    """Of a packed row; None where the strategy has no `takes_documents`."""
 
     def dropped(self, weights: Tensor) -> Tensor:
         return F.dropout(weights, self.dropout) if self.dropout else weights
@@ -60,6 +63,8 @@ class Heads(Resettable, ABC):
     """What a call may ask for by ``need_…=True``, beside weights."""
     takes_offset: ClassVar[bool] = False
     """Whether it reads `Request.query_offset`; else the module makes a mask of causality with an offset."""
+    takes_documents: ClassVar[bool] = False
+    """Whether it reads `Request.documents`."""
     refused: Mapping[str, str] = MappingProxyType({})
     """Arguments of the module and of its call that do not go with this strategy, each with the reason."""
     num_heads: int = 0

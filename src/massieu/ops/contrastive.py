@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_one_device, check_range, described, flag, floating, number
 from massieu.foundation.transforms import without_autocast
+from massieu.ops.documents import Documents, check_documents
 from massieu.ops.linear_scores import check_places, index_tensor, log_partitions, values_are_known
 from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import check_alike, working_dtype
@@ -18,7 +19,7 @@ class ContrastResult(NamedTuple):
     """What the losses of this file return with `return_log_partition=True`."""
 
     loss: Float[Tensor, ""]
-    """Mean over the queries, in nats."""
+    """Mean over the queries, in nats; one a document, where there are documents."""
     log_partition: Float[Tensor, "..."]
     """log Z of each query, (B,), in nats; for a symmetric loss (2, B), of queries over keys and of keys over queries."""
 
@@ -50,6 +51,7 @@ class _Options(TypedDict, total=False):
     negatives: Tensor | None
     log_weight: LogWeight
     symmetric: bool
+    documents: Documents | None
 
 
 @overload
@@ -83,6 +85,7 @@ def info_nce(
     log_weight: LogWeight = None,
     temperature: float | Float[Tensor, ""],
     symmetric: bool = False,
+    documents: Documents | None = None,
     return_log_partition: bool = False,
 ) -> Tensor | ContrastResult:
     """InfoNCE: the mean over queries of A(q) − q·k₊/temperature, A(q) = log Σ_j w_j exp(q·k_j/temperature), in nats.
@@ -102,6 +105,9 @@ def info_nce(
         temperature: above 0, a number or a tensor of one number, which has its gradient.
         symmetric: the mean of this loss and that of keys over queries, for two views or CLIP; positives are then on the
             diagonal. The negatives and the weights of single keys have no part in the second; pairs' weights have.
+        documents: boundaries of packed queries and keys: a query is contrasted with the keys of its own document, and there
+            is one loss a document, (documents,), equal to one call a document. `positive` numbers keys in the document.
+            Not with `negatives` or weights of pairs, which belong to no document.
         return_log_partition: return `ContrastResult(loss, log_partition)`; both have their gradients.
 
     Both directions of a symmetric loss share their tiles of scores, which are computed in the forward and again in the
@@ -122,6 +128,13 @@ def info_nce(
         0.75
     """
     count = check_arguments(query, key, negatives, symmetric, return_log_partition)
+    if documents is not None:
+        if negatives is not None:
+            raise ValueError(
+                "documents do not go with negatives, which belong to no document: add them to each one's keys"
+            )
+        options = {"temperature": temperature, "symmetric": symmetric}
+        return _of_each(documents, query, key, positive, log_weight, return_log_partition, options)
     target = targets(query, key, positive, symmetric)
     if positive is not None and values_are_known(target):
         check_places("positive", target, len(key))
@@ -135,18 +148,57 @@ def info_nce(
     return contrast(loss, [direction.log_partition for direction in found]) if return_log_partition else loss
 
 
+def _of_each(
+    documents: Documents,
+    query: Tensor,
+    key: Tensor,
+    positive: Tensor | None,
+    log_weight: LogWeight,
+    return_log_partition: bool,
+    options: dict[str, Any],
+) -> Tensor | ContrastResult:
+    """`info_nce` of each document."""
+    check_documents(documents, len(query), len(key))
+    lengths, key_lengths = list(documents.lengths), list(documents.key_lengths)
+    none: list[Any] = [None] * len(documents)
+    targets, weights = none, none
+    if positive is not None:
+        targets = index_tensor("positive", positive, (len(query),), query=query).split(lengths)
+    if isinstance(log_weight, FalseNegatives):
+        own, other = log_weight.query_ids, log_weight.key_ids
+        own = index_tensor("query_ids", own, (len(query),), query=query)
+        other = index_tensor("key_ids", own if other is None else other, (len(key),), query=query)
+        weights = [FalseNegatives(*ids) for ids in zip(own.split(lengths), other.split(key_lengths), strict=True)]
+    elif log_weight is not None:
+        if tuple(floating("log_weight", log_weight, or_boolean=True).shape) != (len(key),):
+            raise ValueError(f"log_weight must have shape {(len(key),)} with documents, got {tuple(log_weight.shape)}")
+        weights = log_weight.split(key_lengths)
+    parts = zip(query.split(lengths), key.split(key_lengths), targets, weights, strict=True)
+    found = [
+        info_nce(own, others, positive=target, log_weight=weight, return_log_partition=True, **options)
+        for own, others, target, weight in parts
+    ]
+    loss = torch.stack([one.loss for one in found])
+    return ContrastResult(loss, torch.cat([one.log_partition for one in found], -1)) if return_log_partition else loss
+
+
 def contrast(loss: Tensor, levels: list[Tensor]) -> ContrastResult:
     """The result of one direction or of both."""
     return ContrastResult(loss, torch.stack(levels) if len(levels) > 1 else levels[0])
 
 
 def n_pairs(
-    query: Float[Tensor, "B D"], key: Float[Tensor, "B D"], *, log_weight: LogWeight = None, norm_weight: float = 0.0
+    query: Float[Tensor, "B D"],
+    key: Float[Tensor, "B D"],
+    *,
+    log_weight: LogWeight = None,
+    documents: Documents | None = None,
+    norm_weight: float = 0.0,
 ) -> Tensor:
     """The N-pair loss: mean log(1 + Σ_{j≠i} exp(q_i·k_j − q_i·k_i)), in nats: `info_nce` of plain dot products.
 
     Args:
-        query, key, log_weight: as in `info_nce`, positives on the diagonal.
+        query, key, log_weight, documents: as in `info_nce`, positives on the diagonal.
         norm_weight: adds norm_weight·mean(‖q‖² + ‖k‖²), the published regulariser (Sohn 2016, §3.2.2), as nothing else
             bounds the norms.
 
@@ -160,11 +212,14 @@ def n_pairs(
         4.0
     """
     number("norm_weight", norm_weight, least=0)
-    loss = info_nce(query, key, log_weight=log_weight, temperature=1.0)
+    loss = info_nce(query, key, log_weight=log_weight, temperature=1.0, documents=documents)
     if not norm_weight:
         return loss
     norms = query.to(loss.dtype).square().sum(-1) + key.to(loss.dtype).square().sum(-1)
-    return loss + float(norm_weight) * norms.mean()
+    if documents is None:
+        return loss + float(norm_weight) * norms.mean()
+    counts = torch.tensor(documents.lengths, device=norms.device)
+    return loss + float(norm_weight) * documents.sums(norms) / counts
 
 
 @overload

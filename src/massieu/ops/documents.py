@@ -1,15 +1,15 @@
 """Where the documents of a packed row begin and end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import described, floating, integers
+from massieu.foundation.arguments import described, floating, instance, integers
 
 Whole = Int[Tensor, "_"] | Sequence[int]
 """Whole numbers."""
@@ -38,6 +38,19 @@ class Documents:
     """Document i has the queries from number i up to number i + 1 of these, without the last."""
     key_boundaries: tuple[int, ...]
     """The same of the keys."""
+    text: str = field(init=False, repr=False, compare=False)
+    """Both, in words that `torch.compile` takes as constants, as it does not take numbers that change between calls."""
+
+    def __post_init__(self) -> None:
+        both = self.query_boundaries, self.key_boundaries
+        object.__setattr__(self, "text", ";".join(",".join(map(str, one)) for one in both))
+
+    def constant(self) -> "Documents":
+        """The same, of constants, in compiled code."""
+        if not torch.compiler.is_compiling():
+            return self
+        query, key = ([int(number) for number in one.split(",")] for one in self.text.split(";"))
+        return Documents(tuple(query), tuple(key))
 
     @classmethod
     def of_lengths(cls, lengths: Whole, key_lengths: Whole | None = None) -> "Documents":
@@ -109,6 +122,19 @@ class Documents:
             if last != length:
                 raise ValueError(f"documents must end where the row of {name} does, got {last} for {length} {name}")
 
+    def seen(self, device: torch.device) -> tuple[Bool[Tensor, "L N"], Int[Tensor, "L N"]]:
+        """Which keys are in a query's document, and how far each is behind it there: matrices over the row."""
+        fields = []
+        for boundaries, lengths in (
+            (self.query_boundaries, self.lengths),
+            (self.key_boundaries, self.key_lengths),
+        ):
+            both = torch.tensor([range(len(self)), boundaries[:-1]], device=device)
+            own = both.repeat_interleave(torch.tensor(lengths, device=device), 1, output_size=boundaries[-1])
+            fields.append((own[0], torch.arange(boundaries[-1], device=device) - own[1]))
+        (query, row), (key, place) = fields
+        return query.unsqueeze(1) == key, row.unsqueeze(1) - place
+
     def sums(self, per_token: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch documents"]:
         """The sum of a number a query over each document; 0 for one without queries. Differentiable.
 
@@ -122,6 +148,12 @@ class Documents:
         lengths = torch.tensor(self.lengths, device=per_token.device)
         place = torch.arange(len(self), device=per_token.device).repeat_interleave(lengths, output_size=length)
         return per_token.new_zeros(*shape[:-1], len(self)).index_add(-1, place, per_token)
+
+
+def check_documents(documents: object, queries: int, keys: int) -> None:
+    """Raise a TypeError unless these are documents, and a ValueError unless they end where the row does."""
+    words = "what Documents.of_lengths or Documents.of_boundaries makes"
+    instance("documents", documents, Documents, words).check_fits(queries, keys)
 
 
 def _whole_numbers(name: str, given: object) -> tuple[int, ...]:

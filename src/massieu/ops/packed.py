@@ -43,13 +43,12 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
     members = [bucket.members for bucket in found]
     rows = _Places.of(members, [bucket.rows for bucket in found], documents.query_boundaries, problem.query.device)
     keys = _Places.of(members, [bucket.keys for bucket in found], documents.key_boundaries, problem.query.device)
-    per_query = isinstance(scale, Tensor) and scale.ndim > 0
     inputs = (
         rows.items(problem.query, 3, batch),
         keys.items(problem.key, 2, batch),
         [None] * len(found) if problem.value is None else keys.items(problem.value, 2, batch),
         _weights(problem, documents, found, rows, keys),
-        rows.items(scale, 3, batch) if per_query else [scale] * len(found),
+        rows.items(scale, 3, batch) if isinstance(scale, Tensor) and scale.ndim > 0 else [scale] * len(found),
         *(rows.items(other, 3, batch) for other in others),
     )
     results = []
@@ -62,7 +61,7 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
 
 @lru_cache(maxsize=64)
 def buckets(documents: Documents, heads: int) -> tuple[Bucket, ...]:
-    """Which documents are done together: while padding costs less than one more call, and about doubles lengths at most.
+    """Which documents are done together: while padding costs less than a call, and about doubles lengths at most.
 
     Args:
         heads: Scores of one query and one key.
@@ -71,7 +70,10 @@ def buckets(documents: Documents, heads: int) -> tuple[Bucket, ...]:
     sizes = [(max(1, keys), max(1, rows)) for rows, keys in zip(documents.lengths, documents.key_lengths, strict=True)]
     found: list[list[int]] = []
     least = most = first = (0, 0)
-    for keys, rows, number in sorted((*size, number) for number, size in enumerate(sizes)):
+    widest = documents.query_boundaries[-1] + 2
+    # The compiler sorts whole numbers alone.
+    for number in sorted(range(len(sizes)), key=lambda number: sizes[number][0] * widest + sizes[number][1]):
+        keys, rows = sizes[number]
         wide = (keys, max(most[1], rows))
         narrow = (first[0], min(least[1], rows))
         close = all(large <= 2 * small + 8 for large, small in zip(wide, narrow, strict=True))
@@ -84,9 +86,10 @@ def buckets(documents: Documents, heads: int) -> tuple[Bucket, ...]:
                 continue
         found.append([number])
         least = most = first = (keys, rows)
-    groups = sorted(sorted(group) for group in found)
-    widest = [[max(sizes[number][side] for number in group) for side in (1, 0)] for group in groups]
-    return tuple(Bucket(tuple(group), *wide) for group, wide in zip(groups, widest, strict=True))
+    groups = sorted([sorted(group) for group in found], key=lambda group: group[0])
+    return tuple(
+        Bucket(tuple(group), *(max([sizes[number][side] for number in group]) for side in (1, 0))) for group in groups
+    )
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class _Places:
         return self._moved(result, 3, packing=False)
 
     def _moved(self, tensor: Tensor, dim: int, packing: bool) -> Tensor:
-        if self.there is None:
+        if self.there is None or self.back is None or self.gaps is None:
             return tensor
         lead, arguments = tensor.shape[:dim], (tensor.flatten(0, dim - 1), self.there, self.back, self.gaps, packing)
         # The compiler differentiates what it sees, and takes no function with a forward mode.
@@ -182,15 +185,15 @@ class _Move(torch.autograd.Function):
         ctx.packing = inputs[4]
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _Move.apply(cotangent, *ctx.saved_tensors, not ctx.packing), None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Any:
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _Move.apply(tangent, *ctx.saved_tensors, ctx.packing)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Tensor, *others: Any) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Tensor, *others: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         moved = _Move.apply(tensor.movedim(in_dims[0], 0).flatten(0, 1), *others)
         return moved.unflatten(0, (info.batch_size, -1)), 0  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -20,11 +20,10 @@ from massieu.foundation.arguments import (
     described,
     flag,
     floating,
-    instance,
     number,
     whole_number,
 )
-from massieu.ops.documents import Documents
+from massieu.ops.documents import Documents, check_documents
 
 Scale = float | int | Tensor | None
 Sink = float | int | Tensor | None
@@ -96,11 +95,7 @@ class AttentionProblem:
 
     def with_least_band(self) -> "AttentionProblem":
         """The same, its window as causality or as nothing where it hides no more than that."""
-        length, keys, band = self.query.shape[3], self.key.shape[2], self.band
-        if band is None or (band[0] is not None and length - 1 + band[0] > 0):
-            return self
-        hides = band[1] < keys - 1
-        return replace(self, is_causal=hides, offset=band[1] if hides else 0, window=None)
+        return replace(self, **positions(self.band, self.query.shape[3], self.key.shape[2]))
 
     def idle(self) -> Bool[Tensor, "#B #Hk #G L"] | None:
         """Which queries see no key; None where that cannot be."""
@@ -225,8 +220,7 @@ def check_problem(
     _check_shapes(query, key, value)
     layout, dtype, band = Layout.of(query, key), working_dtype(query), check_band(is_causal, window, query_offset)
     if documents is not None:
-        words = "what Documents.of_lengths or Documents.of_boundaries makes"
-        instance("documents", documents, Documents, words).check_fits(layout.length, layout.keys)
+        check_documents(documents, layout.length, layout.keys)
     if softcap is not None:
         softcap = float(number("softcap", softcap, above=0))
         check_fits("softcap", softcap, dtype)
@@ -244,7 +238,7 @@ def check_problem(
         softcap=softcap,
         sink=_layout_sink(sink, dtype, query, layout),
         sink_value=sink_value,
-        documents=documents,
+        documents=None if documents is None else documents.constant(),
         **positions(band, layout.length, layout.keys),
     )
 
