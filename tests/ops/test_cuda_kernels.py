@@ -392,3 +392,14 @@ def test_a_float_log_weight_that_begins_anywhere_in_memory(cuda):
     found = ops.attention(*tensors, log_weight=weight, backend="efficient")
     exact = ops.attention(*tensors, log_weight=weight, backend="reference")
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_cudnn_is_not_taken_where_results_must_be_deterministic(cuda):
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="its gradients are not deterministic"):
+            ops.attention(*_tensors(), backend="cudnn")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert ops.attention(*_tensors(), backend="cudnn").output.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -34,6 +34,8 @@ class CudnnKernel(CudaKernel):
             return "its masks are of half precision, which would round a log_weight"
         if min(problem.query.shape[3], problem.key.shape[2]) < 2:
             return "it needs at least two queries and two keys"
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            return "its gradients are not deterministic"
         return None
 
     @staticmethod
