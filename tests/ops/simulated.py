@@ -53,6 +53,7 @@ class Operators:
     def _flash_attention_backward(self, grad, query, key, value, output, log_z, cum_q, cum_k, max_q, max_k, dropout, causal,
                                   seed, offset, *, scale, window_size_left, window_size_right):  # fmt: skip
         _check_flash(query, key, value, max_q, max_k)
+        _check(grad)
         hidden = self._flash_hidden(query.shape[1], key.shape[1], causal, window_size_left, window_size_right)
         q, k, v, g = (tensor.transpose(1, 2) for tensor in (query, key, value, grad))
         delta = self._delta(grad.contiguous(), output.contiguous()).transpose(1, 2)
@@ -79,6 +80,7 @@ class Operators:
     def _scaled_dot_product_efficient_attention_backward(self, grad, query, key, value, bias, output, log_z, seed, offset,
                                                          dropout, wanted, causal, *, scale):  # fmt: skip
         _check_efficient(query, key, value, bias, True)
+        _check(grad)
         length = query.shape[2]
         if log_z.shape[-1] != length + -length % 32:
             raise RuntimeError("log_z must have rows up to a multiple of 32")
@@ -113,8 +115,9 @@ class Operators:
     def _scaled_dot_product_cudnn_attention_backward(self, grad, query, key, value, output, log_z, seed, offset, bias, cum_q,
                                                      cum_k, max_q, max_k, dropout, causal, *, scale):  # fmt: skip
         _check_cudnn(query, key, bias)
-        if grad.stride() != output.stride():
-            raise RuntimeError("the cotangent must be laid out as the output is")
+        if not grad.stride() == output.stride() == torch.empty_like(query).stride():
+            # A graph that was made for one layout of them would be used for another.
+            raise RuntimeError("the output and its cotangent must be laid out as the forward pass lays out its output")
         if log_z.shape != (*query.shape[:3], 1) or (max_q, max_k) != (query.shape[2], key.shape[2]):
             raise RuntimeError("log_z must have shape (B, H, L, 1)")
         hidden = _causal(query.shape[2], key.shape[2]) if causal else None
@@ -216,6 +219,8 @@ def _check(query, *others):
     for tensor in (query, *others):
         if tensor.dtype != query.dtype or tensor.stride(-1) != 1 or tensor.shape[-1] % 8:
             raise RuntimeError("one dtype, rows of adjacent numbers, a multiple of 8 of them")
+        if any(place % (16 // tensor.element_size()) for place in (tensor.storage_offset(), *tensor.stride()[:-1])):
+            raise RuntimeError("rows must begin at multiples of 16 bytes")
 
 
 def _check_flash(query, key, value, max_q, max_k):
@@ -234,7 +239,7 @@ def _check_efficient(query, key, value, bias, with_log_z):
         bias.shape != (*query.shape[:3], key.shape[2])
         or bias.dtype != query.dtype
         or bias.stride(-1) != 1
-        or any(stride % 16 for stride in bias.stride()[:-1])
+        or any(place % 16 for place in (bias.storage_offset(), *bias.stride()[:-1]))
     ):
         raise RuntimeError("attn_bias: wrong shape, dtype or alignment")
 

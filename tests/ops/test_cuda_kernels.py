@@ -363,3 +363,43 @@ def test_shapes_of_the_real_operators(kernel, monkeypatch):
     assert log_z.shape == (2, 4, 37) and log_z.dtype == torch.float32
     gradients = torch.autograd.grad(output.float().sum() + log_z.sum(), (query, key, value))
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_views_whose_rows_begin_anywhere_in_memory(cuda, name, turned):
+    """Kernels read sixteen bytes at a time: where that is not possible in place there is a copy."""
+
+    def places(tensor):
+        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype)
+        wide = wide.transpose(1, 2).contiguous().transpose(1, 2) if turned else wide
+        return wide[..., 1:-2].copy_(tensor)
+
+    tensors = _tensors((2, 4, 2, 37, 37, 40, 40))
+    grad, level = draw(2, 4, 37, 40, seed=4, dtype=torch.bfloat16), torch.zeros(2, 4, 37)
+
+    def run(*given, backend=name):
+        return ops.attention(*given, backend=backend)
+
+    found = _gradients(run, [places(tensor) for tensor in tensors], places(grad), level)
+    exact = _gradients(lambda *given: run(*given, backend="reference"), [t.double() for t in tensors], grad, level)
+    assert max(_error(one, other) for one, other in zip(found, exact, strict=True)) < 0.02
+
+
+def test_a_float_log_weight_that_begins_anywhere_in_memory(cuda):
+    tensors = _tensors((2, 4, 4, 37, 48, 40, 40), dtype=torch.float32)
+    weight = draw(2, 1, 37, 64, seed=5, dtype=torch.float32)[..., 1:49]
+    found = ops.attention(*tensors, log_weight=weight, backend="efficient")
+    exact = ops.attention(*tensors, log_weight=weight, backend="reference")
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_cudnn_is_not_taken_where_results_must_be_deterministic(cuda):
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="its gradients are not deterministic"):
+            ops.attention(*_tensors(), backend="cudnn")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert ops.attention(*_tensors(), backend="cudnn").output.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)

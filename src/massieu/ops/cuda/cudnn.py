@@ -12,7 +12,6 @@ from torch import Tensor
 from massieu.ops.cuda import kernel
 from massieu.ops.cuda.kernel import CudaKernel
 from massieu.ops.fused import Fused
-from massieu.ops.fused_kernel import rows_contiguous
 from massieu.ops.shapes import AttentionProblem
 
 MOST_SIZE = 128
@@ -35,6 +34,8 @@ class CudnnKernel(CudaKernel):
             return "its masks are of half precision, which would round a log_weight"
         if min(problem.query.shape[3], problem.key.shape[2]) < 2:
             return "it needs at least two queries and two keys"
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            return "its gradients are not deterministic"
         return None
 
     @staticmethod
@@ -55,7 +56,7 @@ class CudnnKernel(CudaKernel):
     ) -> tuple[Tensor, ...]:
         """Output and log Z."""
         output, log_z, *_ = kernel.operators._scaled_dot_product_cudnn_attention(
-            *rows_contiguous(query, key, value),
+            *kernel.aligned(query, key, value),
             _spread(mask, query, key),
             True,
             0.0,
@@ -69,11 +70,15 @@ class CudnnKernel(CudaKernel):
     def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
         """Gradients of query, key and value."""
         query, key, value, output, log_z, mask, scale, _, high = given
-        # Older versions want one layout of the output and its cotangent.
-        output = torch.empty_like(grad, memory_format=torch.contiguous_format).copy_(output)
+        query, key, value = kernel.aligned(query, key, value)
+        # PyTorch keeps a graph for each layout of query, key and value, and takes the layout of the output and its
+        # cotangent for the one that they had when it was made. So they always have the query's, as the output has at first.
+        grad, output = (torch.empty_like(query).copy_(part) for part in (grad, output))
         return kernel.operators._scaled_dot_product_cudnn_attention_backward(
-            grad.contiguous(),
-            *rows_contiguous(query, key, value),
+            grad,
+            query,
+            key,
+            value,
             output,
             kernel.finite(log_z).unsqueeze(-1).contiguous(),
             *kernel.no_random_state(query),

@@ -13,7 +13,6 @@ from torch import Tensor
 from massieu.ops.cuda import kernel
 from massieu.ops.cuda.kernel import CudaKernel
 from massieu.ops.fused import Fused
-from massieu.ops.fused_kernel import rows_contiguous
 
 ROWS = 32
 """Log Z comes for a multiple of so many queries."""
@@ -31,7 +30,7 @@ class EfficientKernel(CudaKernel):
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, low: int | None, high: int | None
     ) -> tuple[Tensor, ...]:
         """Output and log Z."""
-        tensors = rows_contiguous(query, *_repeated(query, key, value))
+        tensors = kernel.aligned(query, *_repeated(query, key, value))
         output, log_z, *_ = kernel.operators._scaled_dot_product_efficient_attention(
             *tensors, _aligned(mask, query, key), True, 0.0, high is not None, scale=scale
         )
@@ -41,10 +40,10 @@ class EfficientKernel(CudaKernel):
     def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
         """Gradients of query, key and value."""
         query, key, value, output, log_z, mask, scale, _, high = given
-        tensors = rows_contiguous(query, *_repeated(query, key, value))
+        tensors = kernel.aligned(query, *_repeated(query, key, value))
         seed, offset = kernel.no_random_state(query)
         grad_query, *others, _ = kernel.operators._scaled_dot_product_efficient_attention_backward(
-            grad,
+            *kernel.aligned(grad),
             *tensors,
             _aligned(mask, query, key),
             output.transpose(1, 2).contiguous().transpose(1, 2),
@@ -70,8 +69,9 @@ def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         return None
     keys = key.shape[2]
     mask = mask.to(query.dtype).expand(*mask.shape[:-1], keys)
-    if any(stride % ALIGNED for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
-        mask = F.pad(mask, (0, -keys % ALIGNED)).contiguous()[..., :keys]
+    if any(place % ALIGNED for place in (mask.storage_offset(), *mask.stride()[:-1])) or mask.stride(-1) != 1:
+        room = mask.new_empty((*mask.shape[:-1], keys + -keys % ALIGNED))[..., :keys]
+        mask = room.copy_(mask)
     return mask.expand(*query.shape[:3], keys)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from massieu.ops.cuda import kernel
 from massieu.ops.cuda.kernel import CudaKernel
 from massieu.ops.fused import Fused
-from massieu.ops.fused_kernel import rows_contiguous
 from massieu.ops.shapes import AttentionProblem
 
 MOST_SIZE = 256
@@ -75,8 +74,8 @@ class FlashKernel(CudaKernel):
 
 
 def _turned(tensor: Tensor) -> Tensor:
-    """``(B, L, H, D)`` of rows of adjacent numbers."""
-    (tensor,) = rows_contiguous(tensor)
+    """``(B, L, H, D)`` as the kernel reads it."""
+    (tensor,) = kernel.aligned(tensor)
     return tensor.transpose(1, 2)
 
 

@@ -1,6 +1,6 @@
 """What PyTorch's three CUDA kernels of attention have in common: where they run, and what their log Z means."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ def with_missing(output: Tensor, log_z: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log Z of rows whose log Z is infinite: NaN where the output is, else they see no key."""
     level = torch.where(output[..., 0].isnan(), torch.nan, -torch.inf)
     return output, torch.where(log_z.isinf(), level, log_z)
+
+
+def aligned(*tensors: Tensor) -> tuple[Any, ...]:
+    """Kernels read sixteen adjacent bytes at a time, some without looking; what lies otherwise is copied."""
+    return tuple(part if _is_aligned(part) else part.clone(memory_format=torch.contiguous_format) for part in tensors)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    numbers = 16 // tensor.element_size()
+    places = tensor.storage_offset(), *tensor.stride()[:-1]
+    return tensor.stride(-1) == 1 and all(place % numbers == 0 for place in places)
 
 
 def finite(log_z: Tensor) -> Tensor:
