@@ -71,7 +71,9 @@ class Documents:
         for name, numbers in given:
             numbers = _whole_numbers(name, numbers)
             if len(numbers) < 2 or numbers[0] != 0:
-                raise ValueError(f"{name} must be two or more, the first 0 and the last the length, got {_told(numbers)}")
+                raise ValueError(
+                    f"{name} must be two or more, the first 0 and the last the length, got {_told(numbers)}"
+                )
             fall = next((place for place, (a, b) in enumerate(pairwise(numbers)) if a > b), None)
             if fall is not None:
                 raise ValueError(f"{name} must not fall, got {numbers[fall]} before {numbers[fall + 1]}")
