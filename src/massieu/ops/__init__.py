@@ -6,6 +6,7 @@
 - `attention_moments`: what the weights of each query look like: entropy, largest weight, moments of the scores;
 - `token_statistics`: log-probability, entropy and rank of each token under a vocabulary;
 - `attention_received`: how much of the attention of all queries each key receives;
+- `token_divergence`: KL of two models at each token, both ways;
 - `linear_cross_entropy`, `info_nce`, `n_pairs`, `nca`: vocabulary, contrastive and metric losses as log Z − score;
 - `Documents`: where the documents of a packed row begin and end;
 - `Partial`, `streaming`, `sharded`: results over blocks of keys, merged exactly; keys on disk, or on many processes;
@@ -23,6 +24,7 @@ from massieu.ops.random_features import random_feature_log_partition
 from massieu.ops.received import attention_received
 from massieu.ops.resampling import resample_attention
 from massieu.ops.store import AtomBlock, AtomStore
+from massieu.ops.token_divergence import token_divergence
 from massieu.ops.token_statistics import token_statistics
 from massieu.ops.vocabulary import linear_cross_entropy
 
@@ -46,6 +48,7 @@ __all__ = [
     "resample_attention",
     "sharded",
     "streaming",
+    "token_divergence",
     "token_statistics",
 ]
 

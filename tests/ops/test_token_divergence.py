@@ -1,0 +1,235 @@
+"""The divergence of two models' words, against sums over the vocabulary in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.ops.explicit import draw
+from tests.rows import every_row
+
+from massieu import ops
+from massieu.ops import score_tiles
+from massieu.ops.token_divergence import _curvature
+
+WORDS = 50
+
+
+def _models(dtype=torch.float64, words=WORDS, lead=(3, 4), apart=1.0):
+    hidden, weight = draw(*lead, 8, seed=1), draw(words, 8, seed=2)
+    other = torch.cat([hidden + apart * draw(*lead, 8, seed=3), apart * draw(*lead, 3, seed=4)], -1)
+    wide = torch.cat([weight + apart * draw(words, 8, seed=5), draw(words, 3, seed=6)], -1)
+    return [tensor.to(dtype) for tensor in (hidden, weight, other, wide)]
+
+
+def _exact(hidden, weight, other, wide, bias=None, other_bias=None, temperature=1.0, softcap=None, other_softcap=None):
+    logs = []
+    for row, column, extra, cap in ((hidden, weight, bias, softcap), (other, wide, other_bias, other_softcap)):
+        logits = row.double() @ column.double().mT
+        none = torch.zeros(len(column), dtype=torch.bool) if extra is None else extra == -torch.inf
+        logits = logits if extra is None else logits + extra.double().masked_fill(none, 0.0)
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        logs.append(F.log_softmax((logits / temperature).masked_fill(none, -torch.inf), -1))
+    log_p, log_q = logs
+    return _divergence(log_p, log_q), _divergence(log_q, log_p)
+
+
+def _divergence(log_p, log_q):
+    none = log_p == -torch.inf
+    ratio = log_p.masked_fill(none, 0.0) - log_q.masked_fill(none, 0.0)
+    return (log_p.exp() * ratio).masked_fill(none, 0.0).sum(-1)
+
+
+OPTIONS = {
+    "plain": {},
+    "biases": {"bias": draw(WORDS, seed=7), "other_bias": draw(WORDS, seed=8)},
+    "temperature": {"temperature": 0.4},
+    "soft caps": {"softcap": 3.0, "other_softcap": 5.0},
+    "all": {"bias": draw(WORDS, seed=7), "temperature": 2.5, "other_softcap": 2.0},
+}
+
+
+@every_row("name", list(OPTIONS), ids=str)
+@pytest.mark.parametrize("tile", [1 << 20, 16], ids=["one tile", "many"])
+def test_values_and_gradients(name, tile, monkeypatch):
+    monkeypatch.setattr(score_tiles, "TILE_PAIRS", tile * 8)
+    monkeypatch.setattr(score_tiles, "TILE_ROWS", 8)
+    options = {
+        key: one.clone().requires_grad_() if isinstance(one, torch.Tensor) else one
+        for key, one in OPTIONS[name].items()
+    }
+    tensors = [tensor.requires_grad_() for tensor in _models()]
+    learned = tensors + [one for one in options.values() if isinstance(one, torch.Tensor)]
+    grads = draw(3, 4, seed=9), draw(3, 4, seed=10)
+    found, exact = ops.token_divergence(*tensors, **options), _exact(*tensors, **options)
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad(found, learned, grads), torch.autograd.grad(exact, learned, grads), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    # Either alone.
+    for place in (0, 1):
+        alone = torch.autograd.grad(ops.token_divergence(*tensors, **options)[place].sum(), learned, allow_unused=True)
+        wanted = torch.autograd.grad(_exact(*tensors, **options)[place].sum(), learned)
+        for one, other in zip(alone, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@every_row("apart", [1e-2, 1e-3, 1e-4], ids=str)
+def test_models_that_hardly_differ_keep_their_digits(apart):
+    """The logits' own rounding is all that is lost: the shift c of a log-probability is known to an ulp of its logit."""
+    tensors = [tensor.float() for tensor in _models(apart=apart, words=400)]
+    found = ops.token_divergence(*tensors)
+    exact = _exact(*tensors)
+    for one, other in zip(found, exact, strict=True):
+        assert (one >= 0).all()
+        size = 40 * torch.finfo(torch.float32).eps  # of logits up to 20
+        assert ((one.double() - other).abs() <= 2 * size * other.sqrt() + size**2 + 1e-5 * other).all()
+    textbook = _exact(*tensors)[0].float()
+    assert textbook.shape == found.divergence.shape
+
+
+def test_equal_models_are_no_distance_apart():
+    hidden, weight, *_ = (tensor.float() for tensor in _models())
+    found = ops.token_divergence(hidden, weight, hidden.clone(), weight.clone())
+    assert (found.divergence == 0).all() and (found.reverse_divergence == 0).all()
+
+
+@every_row("size", [30.0, 1e3, 1e6], ids=str)
+def test_models_far_apart(size):
+    hidden, weight, other, wide = (tensor.float() for tensor in _models())
+    found = ops.token_divergence(size * hidden, weight, other, wide)
+    exact = _exact(size * hidden, weight, other, wide)
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_words():
+    tensors = _models()
+    bias, other = torch.zeros(WORDS, dtype=torch.float64), torch.zeros(WORDS, dtype=torch.float64)
+    bias[:3] = other[:3] = -torch.inf
+    found, exact = ops.token_divergence(*tensors, bias=bias, other_bias=other), None
+    exact = _exact(tensors[0], tensors[1][3:], tensors[2], tensors[3][3:])
+    for one, two in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, two)
+    other[5] = -torch.inf  # by q alone
+    found = ops.token_divergence(*tensors, bias=bias, other_bias=other)
+    assert (found.divergence == torch.inf).all()
+    torch.testing.assert_close(found.reverse_divergence, _exact(*tensors, bias=bias, other_bias=other)[1])
+    learned = [tensor.requires_grad_() for tensor in tensors]
+    gradients = torch.autograd.grad(
+        ops.token_divergence(*learned, bias=bias, other_bias=other).reverse_divergence.sum(), learned
+    )
+    wanted = torch.autograd.grad(_exact(*learned, bias=bias, other_bias=other)[1].sum(), learned)
+    for one, two in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, two)
+    nothing = torch.full((WORDS,), -torch.inf, dtype=torch.float64)
+    assert all(part.isnan().all() for part in ops.token_divergence(*tensors, bias=nothing))
+
+
+def test_nan_stays_with_its_token():
+    hidden, *rest = _models()
+    hidden[1, 2] = torch.nan
+    for part in ops.token_divergence(hidden, *rest):
+        assert part.isnan().nonzero().tolist() == [[1, 2]]
+
+
+@every_row("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_promoted(dtype):
+    tensors = [tensor.requires_grad_() for tensor in _models(dtype)]
+    found, exact = ops.token_divergence(*tensors), _exact(*tensors)
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+    gradients = torch.autograd.grad(found.divergence.sum(), tensors)
+    for one, other in zip(gradients, torch.autograd.grad(exact[0].sum(), tensors), strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_second_derivatives_and_transforms():
+    hidden, weight, other, wide = _models(words=5, lead=(2,))
+    tensors = [tensor.requires_grad_() for tensor in (hidden, weight, other, wide)]
+    function = lambda *given: tuple(ops.token_divergence(*given, softcap=4.0))  # noqa: E731
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
+    stacked = torch.func.vmap(function)(*(torch.stack([tensor, tensor + 1]) for tensor in tensors))
+    torch.testing.assert_close(stacked[0][1], function(*(tensor + 1 for tensor in tensors))[0])
+    _, tangent = torch.func.jvp(function, tuple(tensors), tuple(tensors))
+    step = 1e-6
+    moved = function(*((1 + step) * tensor for tensor in tensors))
+    torch.testing.assert_close(tangent[0], (moved[0] - function(*tensors)[0]) / step, rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_the_bregman_divergence_of_log_z():
+    """KL(p ‖ q) = A(s_q) − A(s_p) − ∇A(s_p)·(s_q − s_p)."""
+    hidden, weight, other, wide = _models()
+    s_p, s_q = hidden @ weight.mT, other @ wide.mT
+    bregman = s_q.logsumexp(-1) - s_p.logsumexp(-1) - (s_p.softmax(-1) * (s_q - s_p)).sum(-1)
+    torch.testing.assert_close(ops.token_divergence(hidden, weight, other, wide).divergence, bregman)
+
+
+def test_no_tokens():
+    hidden, weight, other, wide = _models(lead=(0,))
+    assert ops.token_divergence(hidden, weight, other, wide).divergence.shape == (0,)
+
+
+def test_no_memory_in_tokens_times_words():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            for tensor in found if isinstance(found, tuple | list) else (found,):
+                if isinstance(tensor, torch.Tensor):
+                    self.numbers = max(self.numbers, tensor.numel())
+            return found
+
+    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((1100, 4), (3000, 4), (1100, 4), (3000, 4))]
+    with Largest() as mode:
+        found = ops.token_divergence(*tensors)
+        (found.divergence.sum() + found.reverse_divergence.sum()).backward()
+    assert mode.numbers <= score_tiles.TILE_PAIRS < 1100 * 3000
+
+
+@pytest.mark.medium
+def test_compiled():
+    tensors = [tensor.float() for tensor in _models()]
+    compiled = torch.compile(lambda *given: tuple(ops.token_divergence(*given)), fullgraph=True)
+    for one, other in zip(compiled(*tensors), ops.token_divergence(*tensors), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_curvature_of_exp():
+    x = torch.linspace(-1, 1, 2001, dtype=torch.float64)
+    exact = torch.tensor([math.fsum(value**n / math.factorial(n) for n in range(2, 25)) for value in x.tolist()])
+    torch.testing.assert_close(_curvature(x), exact.double(), rtol=1e-6, atol=0)
+
+
+def test_wrong_calls():
+    hidden, weight, other, wide = _models()
+    for given, options, error, words in (
+        ((hidden, weight[:, :5], other, wide), {}, ValueError, "hidden must have shape"),
+        ((hidden, weight, other, wide[:9]), {}, ValueError, "the same words, got 50 and 9"),
+        ((hidden[:2], weight, other, wide), {}, ValueError, r"one leading shape, got \(2, 4\) and \(3, 4\)"),
+        ((hidden, weight.float(), other, wide), {}, TypeError, "one dtype"),
+        ((hidden, weight, other, wide[0]), {}, ValueError, "other_weight must have shape"),
+        ((hidden, weight, "x", wide), {}, TypeError, "other_hidden must be"),
+        ((hidden, weight, other.to("meta"), wide.to("meta")), {}, ValueError, "device|meta"),
+        ((hidden, weight, other, wide), {"temperature": 0}, ValueError, "temperature must be positive and finite, got 0"),
+        ((hidden, weight, other, wide), {"temperature": True}, TypeError, "temperature"),
+        ((hidden, weight, other, wide), {"softcap": -1.0}, ValueError, "softcap"),
+        ((hidden, weight, other, wide), {"other_softcap": "3"}, TypeError, "softcap"),
+        (
+            (hidden, weight, other, wide),
+            {"bias": torch.zeros(3, dtype=torch.float64)},
+            ValueError,
+            "bias must have shape",
+        ),
+        ((hidden, weight, other, wide), {"other_bias": [0.0]}, TypeError, "other_bias must be"),
+    ):
+        with pytest.raises(error, match=words):
+            ops.token_divergence(*given, **options)
