@@ -17,6 +17,7 @@ PAGES_WITH_CODE = (
     "how-to/measures",
     "how-to/ops",
     "how-to/losses",
+    "how-to/policy_optimisation",
     "how-to/streaming",
     "how-to/duality",
     "how-to/verify",

@@ -219,7 +219,12 @@ def test_wrong_calls():
         ((hidden, weight, other, wide[0]), {}, ValueError, "other_weight must have shape"),
         ((hidden, weight, "x", wide), {}, TypeError, "other_hidden must be"),
         ((hidden, weight, other.to("meta"), wide.to("meta")), {}, ValueError, "device|meta"),
-        ((hidden, weight, other, wide), {"temperature": 0}, ValueError, "temperature must be positive and finite, got 0"),
+        (
+            (hidden, weight, other, wide),
+            {"temperature": 0},
+            ValueError,
+            "temperature must be positive and finite, got 0",
+        ),
         ((hidden, weight, other, wide), {"temperature": True}, TypeError, "temperature"),
         ((hidden, weight, other, wide), {"softcap": -1.0}, ValueError, "softcap"),
         ((hidden, weight, other, wide), {"other_softcap": "3"}, TypeError, "softcap"),

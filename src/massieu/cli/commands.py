@@ -318,7 +318,7 @@ def devices(
     quick: Annotated[bool, _option(None, "Small sizes: what is right, in seconds.", "--quick")] = False,
     json: Annotated[bool, _option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
-    """Show which attention backends run here, how right and how fast; ends with 1 if one that is taken is wrong."""
+    """Show which attention backends run here, how right and how fast they are."""
     with context.obj.loading():
         from massieu.cli import devices as shown
         from massieu.ops.survey import survey

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.transforms import in_autocast_dtype
-from massieu.ops import backends, band, reference, tiles
+from massieu.ops import backends, band, packed, reference, tiles
 from massieu.ops import sink as with_sink
 from massieu.ops.cuda.cudnn import CUDNN
 from massieu.ops.cuda.efficient import EFFICIENT
@@ -173,5 +173,8 @@ def log_partition(
 
 def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
     """Output, where there are values, and log Z, in the common layout and without the sink."""
+    if problem.documents is not None:
+        # Documents that are padded to one length are masked, which not every backend takes.
+        return packed.apply(lambda part: of_problem(part, backend), problem)
     chosen = backends.choose(backend, BACKENDS, problem)
     return chosen.forward(problem) if chosen.bands else band.apply(chosen.forward, problem)

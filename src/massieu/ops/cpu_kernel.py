@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from massieu.ops.fused_kernel import plain, rows_contiguous
+from massieu.ops.fused_kernel import Masks, plain, rows_contiguous
 from massieu.ops.shapes import AttentionProblem
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -16,7 +16,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class CpuKernel:
     """A `massieu.ops.fused_kernel.FusedKernel` of grouped queries, float32 log Z for half precision, and any mask."""
 
-    name, bands, masks, half_only, multiple, proof = "fused", False, "any", False, 1, False
+    name, bands, half_only, multiple, proof = "fused", False, False, 1, False
+    masks: Masks = "any"
 
     def refuses(self, problem: AttentionProblem) -> str | None:
         """Other devices than the CPU, and a soft cap."""

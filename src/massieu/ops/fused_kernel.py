@@ -20,6 +20,9 @@ from massieu.ops.shapes import AttentionProblem
 Pass = Callable[..., tuple[Tensor, ...]]
 
 
+Masks = Literal["any", "own dtype", "none"]
+
+
 class FusedKernel(Protocol):
     """Attention by an operator that has a log-partition but no gradient for it.
 
@@ -30,7 +33,7 @@ class FusedKernel(Protocol):
 
     bands: bool
     """Whether it takes every band; else only a `low` of None with a `high` of 0, causality."""
-    masks: Literal["any", "own dtype", "none"]
+    masks: Masks
     """Which it takes: of at least float32 beside half precision, of the query's dtype alone, or none."""
     half_only: bool
     """Whether it computes in half precision alone."""
@@ -116,8 +119,8 @@ def _gradient(
         mask = None if mask is None else mask.float()
     # Weights of 0 where all scores are −∞, as where there is no key.
     log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
-    exchanged = value_is_key and grad_output is None and grad_log_z is not None and _is_per_key(mask) and high is None
-    if exchanged and (exact_masks or query.dtype == log_z.dtype):
+    exchanged = value_is_key and grad_output is None and _is_per_key(mask) and high is None
+    if exchanged and grad_log_z is not None and (exact_masks or query.dtype == log_z.dtype):
         gradients = _log_partition_gradients(run, query, key, mask, output, log_z, grad_log_z, scale)
         gradients = *gradients, torch.zeros_like(value)
     else:

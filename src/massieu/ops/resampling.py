@@ -80,6 +80,7 @@ def resample_attention(
     if value is None:
         raise TypeError("value must be a tensor, got None")
     problem = check_problem(query, key, value, log_weight, scale, is_causal)
+    assert problem.value is not None
     with torch.no_grad(), without_autocast(query.device):
         index, size, offspring = _draw(problem, generator, draws, method)
     # A law with NaN among its weights has no draw, and its sample says so as attention does.

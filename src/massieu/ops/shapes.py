@@ -158,7 +158,7 @@ def working_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-class Layout(NamedTuple):
+class CallLayout(NamedTuple):
     """The sizes of a call, and how its tensors come to the common layout."""
 
     batch: tuple[int, ...]
@@ -171,11 +171,11 @@ class Layout(NamedTuple):
     """Whether queries come as ``(*batch, Hk, G, L, D)``."""
 
     @staticmethod
-    def of(query: Tensor, key: Tensor) -> "Layout":
+    def of(query: Tensor, key: Tensor) -> "CallLayout":
         """Of tensors that fit each other."""
         grouped, key_heads = query.ndim > key.ndim, key.shape[-3]
         group = query.shape[-3] if grouped else query.shape[-3] // key_heads
-        return Layout(tuple(key.shape[:-3]), key_heads, group, query.shape[-2], key.shape[-2], grouped)
+        return CallLayout(tuple(key.shape[:-3]), key_heads, group, query.shape[-2], key.shape[-2], grouped)
 
     def one_batch(self, tensor: Tensor, others: int) -> Tensor:
         """From ``(#*batch, ...)`` to ``(#B, ...)``, with so many other dimensions."""
@@ -218,7 +218,7 @@ def check_problem(
     """
     check_alike(query=query, key=key, **({} if value is None else {"value": value}))
     _check_shapes(query, key, value)
-    layout, dtype, band = Layout.of(query, key), working_dtype(query), check_band(is_causal, window, query_offset)
+    layout, dtype, band = CallLayout.of(query, key), working_dtype(query), check_band(is_causal, window, query_offset)
     if documents is not None:
         check_documents(documents, layout.length, layout.keys)
     if softcap is not None:
@@ -306,7 +306,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
             raise ValueError(f"value must have a head size of at least 1, got {v}")
 
 
-def layout_log_weight(log_weight: Tensor, query: Tensor, layout: Layout) -> Tensor:
+def layout_log_weight(log_weight: Tensor, query: Tensor, layout: CallLayout) -> Tensor:
     """A log-weight in the common layout; a `TypeError` or `ValueError` where it does not fit."""
     floating("log_weight", log_weight, or_boolean=True)
     check_one_device(query=query, log_weight=log_weight)
@@ -321,7 +321,7 @@ def layout_log_weight(log_weight: Tensor, query: Tensor, layout: Layout) -> Tens
     return layout.heads_apart(log_weight.reshape(padded))
 
 
-def _layout_scale(scale: Scale, query: Tensor, layout: Layout) -> float | Tensor:
+def _layout_scale(scale: Scale, query: Tensor, layout: CallLayout) -> float | Tensor:
     if scale is None:
         return query.shape[-1] ** -0.5
     if isinstance(scale, Tensor):
@@ -330,7 +330,7 @@ def _layout_scale(scale: Scale, query: Tensor, layout: Layout) -> float | Tensor
     return float(scale)
 
 
-def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: Layout) -> Tensor | None:
+def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: CallLayout) -> Tensor | None:
     if sink is None:
         return None
     if isinstance(sink, Tensor):
@@ -341,7 +341,7 @@ def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: Layout) 
     return torch.full((), float(sink), dtype=dtype, device=query.device)
 
 
-def _layout_per_query(name: str, given: Tensor, query: Tensor, layout: Layout, size: int | None = None) -> Tensor:
+def _layout_per_query(name: str, given: Tensor, query: Tensor, layout: CallLayout, size: int | None = None) -> Tensor:
     """What is given once, one a head, or one a query: ``(#B, #Hk, #G, #L, 1)``, or of no dimension, if it is a number.
 
     Args:

@@ -12,6 +12,7 @@ from torch import Tensor
 from massieu.ops.cuda import kernel
 from massieu.ops.cuda.kernel import CudaKernel
 from massieu.ops.fused import Fused
+from massieu.ops.fused_kernel import Masks
 from massieu.ops.shapes import AttentionProblem
 
 MOST_SIZE = 128
@@ -22,7 +23,8 @@ CAPABILITIES = (9, 0), (10, 0), (10, 3)
 class CudnnKernel(CudaKernel):
     """A `massieu.ops.fused_kernel.FusedKernel`; masks are of the query's dtype."""
 
-    name, masks = "cudnn", "own dtype"
+    name = "cudnn"
+    masks: Masks = "own dtype"
 
     def refuses(self, problem: AttentionProblem) -> str | None:
         """Float log-weights, float32 and float64, soft caps, heads of more than 128 numbers, single queries or keys."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from massieu.ops.cuda import kernel
 from massieu.ops.cuda.kernel import CudaKernel
 from massieu.ops.fused import Fused
+from massieu.ops.fused_kernel import Masks
 
 ROWS = 32
 """Log Z comes for a multiple of so many queries."""
@@ -23,7 +24,8 @@ ALIGNED = 16
 class EfficientKernel(CudaKernel):
     """A `massieu.ops.fused_kernel.FusedKernel`; masks are of the query's dtype, key heads are repeated."""
 
-    name, masks, half_only = "efficient", "own dtype", False
+    name, half_only = "efficient", False
+    masks: Masks = "own dtype"
 
     @staticmethod
     def forward(

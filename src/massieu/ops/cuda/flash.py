@@ -39,6 +39,7 @@ class FlashKernel(CudaKernel):
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, low: int | None, high: int | None
     ) -> tuple[Tensor, ...]:
         """Output and log Z."""
+        assert mask is None
         key, value, left, right = _seen(query, key, value, low, high)
         given = (_turned(tensor) for tensor in (query, key, value))
         output, log_z, *_ = kernel.operators._flash_attention_forward(

@@ -1,10 +1,11 @@
 """What PyTorch's three CUDA kernels of attention have in common: where they run, and what their log Z means."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from massieu.ops.fused_kernel import Masks
 from massieu.ops.shapes import AttentionProblem
 
 HALVES = torch.bfloat16, torch.float16
@@ -16,7 +17,7 @@ class CudaKernel:
     name: str
     device_type = "cuda"
     bands = False
-    masks: Literal["any", "own dtype", "none"] = "none"
+    masks: Masks = "none"
     half_only = True
     multiple = 8
     proof = True

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from massieu.ops.shapes import Layout, layout_log_weight
+from massieu.ops.shapes import CallLayout, layout_log_weight
 from massieu.ops.sharded.agreement import Call, derivatives_wanted
 from massieu.ops.sharded.collectives import Group, exchange_unequal, padded
 
@@ -27,7 +27,7 @@ def for_own_queries(log_weight: object, query: Tensor, key: Tensor) -> int:
 
 def layout_for_all_keys(log_weight: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """In the common layout, for however many keys it has."""
-    return layout_log_weight(log_weight, query, Layout.of(query, key)._replace(keys=log_weight.shape[-1]))
+    return layout_log_weight(log_weight, query, CallLayout.of(query, key)._replace(keys=log_weight.shape[-1]))
 
 
 def with_weights(call: Call, weight: Tensor | None, kind: int) -> Call:
