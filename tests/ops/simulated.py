@@ -6,6 +6,7 @@ or another make of device might have.
 
 import contextlib
 import importlib
+from itertools import pairwise
 
 import torch
 
@@ -43,6 +44,9 @@ class Operators:
 
     def _flash_attention_forward(self, query, key, value, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale,
                                  window_size_left, window_size_right):  # fmt: skip
+        if cum_q is not None:
+            return self._packed(cum_q, cum_k, (query, key, value), max_q, max_k, causal, debug, dropout, scale=scale,
+                                window_size_left=window_size_left, window_size_right=window_size_right)  # fmt: skip
         _check_flash(query, key, value, max_q, max_k)
         hidden = self._flash_hidden(query.shape[1], key.shape[1], causal, window_size_left, window_size_right)
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -52,6 +56,10 @@ class Operators:
 
     def _flash_attention_backward(self, grad, query, key, value, output, log_z, cum_q, cum_k, max_q, max_k, dropout, causal,
                                   seed, offset, *, scale, window_size_left, window_size_right):  # fmt: skip
+        if cum_q is not None:
+            return self._packed(cum_q, cum_k, (query, key, value, grad, output), max_q, max_k, causal, seed, dropout,
+                                log_z, scale=scale, window_size_left=window_size_left,
+                                window_size_right=window_size_right)  # fmt: skip
         _check_flash(query, key, value, max_q, max_k)
         _check(grad)
         hidden = self._flash_hidden(query.shape[1], key.shape[1], causal, window_size_left, window_size_right)
@@ -61,10 +69,44 @@ class Operators:
         dk, dv = (each.unflatten(1, (k.shape[1], -1)).sum(2) for each in (dk, dv))
         return tuple(each.transpose(1, 2).to(query.dtype) for each in (dq, dk, dv))
 
+    def _packed(self, cum_q, cum_k, tensors, max_q, max_k, causal, rest, dropout, log_z=None, **options):
+        """Documents one after the other: (T, H, D), log Z (H, T)."""
+        if cum_q.dtype != torch.int32 or cum_q[-1] != len(tensors[0]) or cum_k[-1] != len(tensors[1]):
+            raise RuntimeError("cu_seqlens must be int32 and end where the rows do")
+        made = []
+        for (first, last), (start, end) in zip(pairwise(cum_q.tolist()), pairwise(cum_k.tolist()), strict=True):
+            if last - first > max_q or end - start > max_k:
+                raise RuntimeError("max_seqlen")
+            places = [slice(first, last), slice(start, end), slice(start, end), slice(first, last), slice(first, last)]
+            parts = [tensor[place].unsqueeze(0) for tensor, place in zip(tensors, places, strict=False)]
+            sizes = last - first, end - start
+            if 0 in sizes:
+                made.append(self._empty(parts, log_z is None))
+            elif log_z is None:
+                output, level, *_ = self._flash_attention_forward(
+                    *parts, None, None, *sizes, dropout, causal, rest, **options
+                )
+                made.append((output[0], level[0].mT))
+            else:
+                query, key, value, grad, output = parts
+                own = log_z[:, first:last].unsqueeze(0)
+                found = self._flash_attention_backward(
+                    grad, query, key, value, output, own, None, None, *sizes, dropout, causal, rest, None, **options
+                )
+                made.append(tuple(each[0] for each in found))
+        joined = [torch.cat(each) for each in zip(*made, strict=True)]
+        return (joined[0], joined[1].mT.contiguous(), None, None, None) if log_z is None else tuple(joined)
+
+    def _empty(self, parts, forward):
+        query, key, value, *_ = (part[0] for part in parts)
+        if forward:
+            return torch.zeros_like(query), torch.full(query.shape[:2], torch.inf)
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
     def _flash_hidden(self, length, keys, causal, left, right):
         ahead = torch.arange(keys) - torch.arange(length)[:, None] - (keys - length)
         right = 0 if causal else right
-        return ((ahead > right) if right >= 0 else ahead > keys) | ((ahead < -left) if left >= 0 else ahead < -2 * keys)
+        return (right >= 0) & (ahead > right) | (left >= 0) & (ahead < -left)
 
     # --- memory-efficient: (B, H, L, D) of equal heads, masks of the query's dtype, log Z in rows up to a multiple of 32
 
@@ -148,7 +190,7 @@ class UpperLeft(Operators):
 
     def _flash_hidden(self, length, keys, causal, left, right):
         ahead = torch.arange(keys) - torch.arange(length)[:, None]
-        return ((ahead > right) if right >= 0 else ahead > keys) | ((ahead < -left) if left >= 0 else ahead < -2 * keys)
+        return (right >= 0) & (ahead > right) | (left >= 0) & (ahead < -left)
 
 
 class HalfLogZ(Operators):

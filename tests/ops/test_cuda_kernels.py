@@ -174,6 +174,65 @@ def test_rows_whose_cotangent_is_zero_still_carry_log_z(cuda):
             assert _error(one, other) < 0.01
 
 
+PACKED = {
+    "causal": ((20, 1, 16), None, {"is_causal": True}),
+    "window": ((20, 1, 16), None, {"window": (3, 2)}),
+    "all": ((5, 30, 2), None, {}),
+    "other lengths": ((5, 30, 2), (10, 7, 20), {}),
+    "offset": ((20, 1, 16), None, {"is_causal": True, "query_offset": 3}),
+    "an empty document": ((20, 0, 17), None, {"is_causal": True}),
+    "a document without keys": ((20, 3, 14), (20, 0, 17), {}),
+    "a sink": ((20, 1, 16), None, {"sink": torch.tensor([0.0, 1.0, -1.0, 2.0])}),
+}
+
+
+@every_row("name", list(PACKED), ids=str)
+def test_documents_by_one_call(cuda, monkeypatch, name):
+    from massieu.ops.cuda.packed_flash import PACKED_FLASH
+
+    lengths, key_lengths, options = PACKED[name]
+    documents, called = ops.Documents.of_lengths(lengths, key_lengths), []
+    monkeypatch.setattr(PACKED_FLASH, "forward", _noting(called, name, PACKED_FLASH.forward))
+    tensors = _tensors()
+    grad, level = draw(2, 4, 37, 24, seed=4).bfloat16(), 0.3 * draw(2, 4, 37, seed=5)
+    found = _gradients(lambda *t: ops.attention(*t, documents=documents, **options), tensors, grad, level)
+    wide = [tensor.double() for tensor in tensors]
+
+    def apart(*t):
+        split = [
+            tensor.split(sizes, 2)
+            for tensor, sizes in zip(t, (lengths, key_lengths or lengths, key_lengths or lengths), strict=True)
+        ]
+        parts = [explicit.attention(*each, **options) for each in zip(*split, strict=True)]
+        return tuple(torch.cat(each, 2) for each in zip(*parts, strict=True))
+
+    exact = _gradients(apart, wide, grad.double(), level)
+    for one, other in zip(found, exact, strict=True):
+        assert _error(one, other) < 8 * torch.finfo(torch.bfloat16).eps
+    assert called
+
+
+def test_second_derivatives_of_documents(cuda):
+    documents = ops.Documents.of_lengths((20, 1, 16))
+    query, key, _ = (tensor.requires_grad_() for tensor in _tensors(dtype=torch.float16))
+    log_z = ops.log_partition(query, key, documents=documents, is_causal=True, backend="flash")
+    (slope,) = torch.autograd.grad(log_z.sum(), query, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.float().square().sum(), key)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (query, key)]
+    log_z = ops.log_partition(*exact, documents=documents, is_causal=True, backend="reference")
+    (slope,) = torch.autograd.grad(log_z.sum(), exact[0], create_graph=True)
+    assert _error(bend, torch.autograd.grad(slope.square().sum(), exact[1])[0]) < 0.02
+
+
+def test_documents_of_a_wrong_kernel_take_the_next(monkeypatch):
+    tensors, documents = _tensors(), ops.Documents.of_lengths((20, 1, 16))
+    with simulated.on_the_cpu(monkeypatch, simulated.OwnDelta()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = ops.attention(*tensors, documents=documents, is_causal=True)
+    expected = ops.attention(*(tensor.float() for tensor in tensors), documents=documents, is_causal=True)
+    assert _error(found.log_partition, expected.log_partition.double()) < 1e-3
+
+
 def test_nan_is_shown(cuda):
     query, key, value = _tensors()
     query, key = query.clone(), key.clone()

@@ -12,6 +12,7 @@ from massieu.ops.cuda.cudnn import CUDNN
 from massieu.ops.cuda.efficient import EFFICIENT
 from massieu.ops.cuda.flash import FLASH
 from massieu.ops.cuda.flex import FLEX
+from massieu.ops.cuda.packed_flash import PACKED_FLASH
 from massieu.ops.documents import Documents
 from massieu.ops.fused import CPU
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
@@ -174,6 +175,8 @@ def log_partition(
 def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
     """Output, where there are values, and log Z, in the common layout and without the sink."""
     if problem.documents is not None:
+        if backend in ("auto", "flash") and PACKED_FLASH.refuses(problem) is None:
+            return PACKED_FLASH.forward(problem)
         # Documents that are padded to one length are masked, which not every backend takes.
         return packed.apply(lambda part: of_problem(part, backend), problem)
     chosen = backends.choose(backend, BACKENDS, problem)

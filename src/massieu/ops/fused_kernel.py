@@ -119,8 +119,9 @@ def _gradient(
         mask = None if mask is None else mask.float()
     # Weights of 0 where all scores are −∞, as where there is no key.
     log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
-    exchanged = value_is_key and grad_output is None and _is_per_key(mask) and high is None
-    if exchanged and grad_log_z is not None and (exact_masks or query.dtype == log_z.dtype):
+    exact_masks = exact_masks or query.dtype == log_z.dtype
+    exchanged = exact_masks and value_is_key and grad_output is None and _is_per_key(mask) and high is None
+    if exchanged and grad_log_z is not None:
         gradients = _log_partition_gradients(run, query, key, mask, output, log_z, grad_log_z, scale)
         gradients = *gradients, torch.zeros_like(value)
     else:
@@ -140,9 +141,11 @@ def _gradient(
 
 def _in_range(
     grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The cotangents times a power of two that brings the largest near 1, where float16 has its digits; and that power."""
     parts = [part.abs().amax().float() for part in (grad_output, grad_log_z) if part is not None]
+    if not parts:
+        return None, None, None
     largest = torch.stack(parts).amax()
     # No such power, of zeros, infinities or NaN, changes anything.
     known = (largest > 0) & largest.isfinite()
@@ -278,6 +281,7 @@ def with_log_partition(kernel: FusedKernel) -> Callable[..., tuple[Tensor, ...]]
 
     # Compiled code holds functions, not objects.
     run, pull_back, half_only, exact_masks = kernel.forward, kernel.backward, kernel.half_only, kernel.masks == "any"
+    twin = getattr(kernel, "plain", plain)
 
     def forward(
         query: Tensor,
@@ -294,4 +298,4 @@ def with_log_partition(kernel: FusedKernel) -> Callable[..., tuple[Tensor, ...]]
     def gradient(*arguments: Any) -> tuple[Tensor, ...]:
         return _gradient(run, pull_back, half_only, exact_masks, *arguments)
 
-    return differentiable(forward, gradient, plain, tensors=4, options=4, vmap=_fold_into_batch)
+    return differentiable(forward, gradient, twin, tensors=4, options=4, vmap=_fold_into_batch)

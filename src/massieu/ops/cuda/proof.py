@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from massieu.ops import reference
+from massieu.ops import packed, reference
 from massieu.ops.backends import Backend
+from massieu.ops.documents import Documents
 from massieu.ops.shapes import AttentionProblem
 
 LENGTHS = 140, 300
@@ -46,6 +47,8 @@ class Layout:
     turned: bool
     """Whether heads are next to each other in memory, ``(B, L, H, D)``."""
     capped: bool = False
+    packed: bool = False
+    """Whether rows are of several documents."""
 
     @staticmethod
     def of(problem: AttentionProblem) -> "Layout":
@@ -77,6 +80,7 @@ class Layout:
             None if self.low is None or self.high is None else (self.low, self.high),
             offset=self.high or 0 if causal else 0,
             softcap=2.0 if self.capped else None,
+            documents=Documents.of_lengths(*(_parted(size) for size in (length, keys))) if self.packed else None,
         )
 
     def _weight(self, numbers: np.random.Generator, length: int, keys: int, device: torch.device) -> Tensor | None:
@@ -115,7 +119,19 @@ def _facts(problem: AttentionProblem) -> tuple[Any, ...]:
         weight is not None and weight.requires_grad,
         query.stride(3) > query.stride(1),
         problem.softcap is not None,
+        problem.documents is not None,
     )
+
+
+def _parted(length: int) -> tuple[int, int, int]:
+    """The lengths of three documents."""
+    return length // 2, 1, length - length // 2 - 1
+
+
+def _exact(problem: AttentionProblem) -> tuple[Tensor, ...]:
+    if problem.documents is None:
+        return reference.attention(problem)
+    return packed.apply(reference.attention, problem)
 
 
 class Errors(NamedTuple):
@@ -145,7 +161,7 @@ class Errors(NamedTuple):
 
         level = draw(problem.query.shape[:4])
         grad = None if problem.value is None else draw((*problem.query.shape[:4], problem.value.shape[3])).to(dtype)
-        exact = _differentiated(reference.attention, _wide(problem), grad, level)
+        exact = _differentiated(_exact, _wide(problem), grad, level)
         found = _differentiated(run, problem, grad, level)
         pairs = [_relative(one, other) for one, other in zip(found, exact, strict=True)]
         weight = pairs.pop() if layout.learned_weight else None
@@ -153,9 +169,7 @@ class Errors(NamedTuple):
             log_z, query, key = pairs
             return Errors(None, log_z, query, key, None, weight, _share(found[1], None, exact[1]))
         # Sums of a function that is linear in the cotangents: what is left is log Z's own.
-        alone = _differentiated(
-            reference.attention, _wide(problem), torch.zeros_like(level)[..., None] + 0 * grad, level
-        )
+        alone = _differentiated(_exact, _wide(problem), torch.zeros_like(level)[..., None] + 0 * grad, level)
         small = _differentiated(run, problem, grad, SMALL * level)
         without = _differentiated(run, problem, grad, 0 * level)
         share = _share(small[2], without[2], SMALL * alone[2])

@@ -1,0 +1,134 @@
+"""FlashAttention for packed rows: documents of any lengths in one call, in time and memory of the documents.
+
+The operator takes all rows one after the other, ``(T, H, D)``, and where each document begins; its log Z is ``(H, T)``.
+PyTorch's own function for packed rows takes a cotangent of log Z and ignores it, so these are the two operators below it.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from massieu.foundation.transforms import in_functorch
+from massieu.ops import packed, reference
+from massieu.ops.cuda import kernel
+from massieu.ops.cuda.flash import FlashKernel
+from massieu.ops.documents import Documents
+from massieu.ops.fused import Fused
+from massieu.ops.shapes import AttentionProblem
+
+
+class PackedFlashKernel(FlashKernel):
+    """A `massieu.ops.fused_kernel.FusedKernel` whose mask is the boundaries of queries and of keys, integers on the CPU."""
+
+    def refuses(self, problem: AttentionProblem) -> str | None:
+        """What FlashAttention refuses, positions in documents of other lengths, transforms and compiled code."""
+        documents = problem.documents
+        if documents is None:
+            return "it takes packed rows"
+        if in_functorch() or torch.compiler.is_compiling():
+            return "it is called by itself, not in a transform and not in compiled code"
+        if problem.band is not None and documents.query_boundaries != documents.key_boundaries:
+            return "positions count from the ends of its documents, which must have as many queries as keys"
+        return super().refuses(replace(problem, documents=None, window=None, is_causal=False))
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, low: int | None, high: int | None
+    ) -> tuple[Tensor, ...]:
+        """Output and log Z."""
+        assert mask is not None
+        given = (_joined(tensor) for tensor in (query, key, value))
+        output, log_z, *_ = kernel.operators._flash_attention_forward(
+            *given, *_places(mask, query), 0.0, False, False, scale=scale, **_window(low, high)
+        )
+        return kernel.with_missing(_apart(output, query), log_z.unflatten(1, (len(query), -1)).transpose(0, 1))
+
+    @staticmethod
+    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        """Gradients of query, key and value."""
+        query, key, value, output, log_z, mask, scale, low, high = given
+        tensors = (_joined(tensor) for tensor in (grad, query, key, value, output))
+        found = kernel.operators._flash_attention_backward(
+            *tensors,
+            kernel.finite(log_z).transpose(0, 1).flatten(1).contiguous(),
+            *_places(mask, query),
+            0.0,
+            False,
+            *kernel.no_random_state(query),
+            scale=scale,
+            **_window(low, high),
+        )
+        return tuple(_apart(gradient, query) for gradient in found)
+
+    @staticmethod
+    def plain(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        low: int | None,
+        high: int | None,
+        value_is_key: bool,
+    ) -> tuple[Tensor, ...]:
+        """Both results by the reference."""
+        assert mask is not None
+        grouped = query.unflatten(1, (key.shape[1], -1))
+        causal = low is None and high is not None
+        problem = AttentionProblem(
+            grouped,
+            key,
+            value,
+            None,
+            scale,
+            causal,
+            tuple(query.shape[:-1]),
+            None if low is None or high is None else (low, high),
+            offset=high or 0 if causal else 0,
+            documents=Documents.of_boundaries(*mask.tolist()),
+        )
+        return tuple(problem.restore(result) for result in packed.apply(reference.attention, problem))
+
+
+class PackedFlash(Fused):
+    """The backend of packed rows on CUDA."""
+
+    def _run(
+        self, problem: AttentionProblem, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        documents = problem.documents
+        assert documents is not None
+        boundaries = torch.tensor([documents.query_boundaries, documents.key_boundaries], dtype=torch.int32)
+        return super()._run(problem, query, key, value, boundaries, scale)
+
+
+def _joined(tensor: Tensor) -> Tensor:
+    """All rows of a batch ``(B, H, L, D)`` one after the other, ``(B·L, H, D)``."""
+    (joined,) = kernel.aligned(tensor.transpose(1, 2).flatten(0, 1))
+    return joined
+
+
+def _apart(joined: Tensor, like: Tensor) -> Tensor:
+    return joined.unflatten(0, (len(like), -1)).transpose(1, 2)
+
+
+def _places(boundaries: Tensor, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Where each document of each item begins, of queries and keys, and the longest of either."""
+    batch, found, longest = len(query), [], []
+    for own in boundaries.tolist():
+        begins = [item * own[-1] + place for item in range(batch) for place in own[:-1]] + [batch * own[-1]]
+        found.append(torch.tensor(begins, dtype=torch.int32).to(query.device))
+        longest.append(max(end - begin for begin, end in pairwise(own)))
+    return found[0], found[1], longest[0], longest[1]
+
+
+def _window(low: int | None, high: int | None) -> dict[str, int]:
+    """Its sides in documents of as many queries as keys; −1: no end."""
+    return {"window_size_left": -1 if low is None else -low, "window_size_right": -1 if high is None else high}
+
+
+PACKED_FLASH = PackedFlash(PackedFlashKernel())
+"""FlashAttention for packed rows on CUDA."""
