@@ -81,7 +81,8 @@ def replaced_tensors():
             if tensor.is_floating_point():
                 wrong["integers"] = tensor.long(), TypeError, "torch.int64"
             else:
-                wrong["floats"] = tensor.float(), TypeError, "torch.float32"
+                if name != "linear_cross_entropy":  # where floats are shares of words
+                    wrong["floats"] = tensor.float(), TypeError, "torch.float32"
             if (name, argument) not in LONELY:
                 wrong["device"] = tensor.to("meta"), ValueError, "meta"
                 if tensor.is_floating_point():
@@ -99,7 +100,7 @@ def scored_calls():
         "key of rank 5": ({"key": K[None]}, ValueError, ("key", "(1, 2, 2, 7, 8)")),
         "head sizes": ({"key": K[..., :6]}, ValueError, ("query", "key", "8 in", "6 in")),
         "head size 0": ({"query": Q[..., :0], "key": K[..., :0]}, ValueError, ("key", "head size", "(2, 2, 7, 0)")),
-        "batches": ({"query": Q[:1]}, ValueError, ("query", "batch", "1 in (1, 4, 5, 8)", "2 in (2, 2, 7, 8)")),
+        "batches": ({"query": Q[:1]}, ValueError, ("query", "batch", "(1,) in (1, 4, 5, 8)", "(2,) in (2, 2, 7, 8)")),
         "heads": ({"query": Q[:, :3]}, ValueError, ("heads", "multiple", "3 in (2, 3, 5, 8)")),
         "grouped heads": ({"query": Q5[:, :1]}, ValueError, ("key's 2 heads", "(2, 1, 2, 5, 8)")),
         "weight of keys": ({"log_weight": torch.ones(6)}, ValueError, ("log_weight", "(2, 4, 5, 7)", "(6,)")),
@@ -108,7 +109,11 @@ def scored_calls():
             ValueError,
             ("log_weight", "(1, 1, 1, 1, 1, 7)"),
         ),
-        "vague weight": ({"query": Q5, "log_weight": torch.ones(1, 1, 7)}, ValueError, ("(1, 1, 7)", "five")),
+        "vague weight": (
+            {"query": Q5, "log_weight": torch.ones(1, 1, 7)},
+            ValueError,
+            ("(1, 1, 7)", "all dimensions, 5"),
+        ),
         "weight of integers": ({"log_weight": torch.ones(7).int()}, TypeError, ("log_weight", "torch.int32")),
         "weight as array": ({"log_weight": torch.ones(7).numpy()}, TypeError, ("log_weight", "ndarray")),
         "weight's device": ({"log_weight": torch.ones(7, device="meta")}, ValueError, ("log_weight", "meta")),
@@ -222,7 +227,8 @@ OWN = [
     ("linear_cross_entropy", {"reduction": "batchmean"}, ValueError, ("reduction", "'batchmean'")),
     ("linear_cross_entropy", {"reduction": MASK}, ValueError, ("reduction",)),
     ("linear_cross_entropy", {"return_log_partition": MASK}, TypeError, ("return_log_partition",)),
-    ("linear_cross_entropy", {"class_weight": W}, TypeError, ("class_weight",)),
+    ("linear_cross_entropy", {"class_weight": W}, ValueError, ("class_weight", "(7,)", "(7, 4)")),
+    ("linear_cross_entropy", {"target": Y.float()}, ValueError, ("target", "(2, 3, 7)", "(2, 3)")),
     ("info_nce", {"temperature": 0}, ValueError, ("temperature", "0")),
     ("info_nce", {"temperature": -0.5}, ValueError, ("temperature", "-0.5")),
     ("info_nce", {"temperature": math.nan}, ValueError, ("temperature", "nan")),

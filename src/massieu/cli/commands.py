@@ -318,7 +318,7 @@ def devices(
     quick: Annotated[bool, _option(None, "Small sizes: what is right, in seconds.", "--quick")] = False,
     json: Annotated[bool, _option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
-    """Show which attention backends run here, how right and how fast they are."""
+    """Show which attention kernels run here, and how well."""
     with context.obj.loading():
         from massieu.cli import devices as shown
         from massieu.ops.survey import survey
