@@ -19,6 +19,8 @@ TITLES = {
     "lengths": "Growth with the length of a sequence",
     "losses": "Losses without the score matrix",
     "tokens": "Token statistics without logits",
+    "policy": "Policies without logits",
+    "packed": "Packed rows",
     "measures": "Measures of atoms",
     "scaling": "Keys on disk",
     "hopfield": "Hopfield layers",

@@ -23,7 +23,7 @@ from massieu.foundation.transforms import (
 from massieu.ops import reference, score_tiles
 from massieu.ops.differentiable import differentiable, one_by_one, recomputed
 from massieu.ops.score_tiles import OPTIONS, TENSORS, ScorePlan
-from massieu.ops.shapes import slices
+from massieu.ops.shapes import at_once, slices
 
 
 class Direction(NamedTuple):
@@ -108,7 +108,7 @@ def plain(*fields: Any) -> tuple[Tensor, ...]:
 
 def _plain_rows(plan: ScorePlan) -> tuple[Tensor, ...]:
     length = len(plan.row)
-    block = max(1, min(length, reference.BLOCK_PAIRS // max(1, len(plan.column))))
+    block = max(1, min(length, at_once(reference.BLOCK_PAIRS, plan.row.device) // max(1, len(plan.column))))
     parts = []
     for rows in list(slices(length, block)) or [slice(0, 0)]:
         own = {

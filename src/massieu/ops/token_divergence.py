@@ -25,7 +25,7 @@ from massieu.foundation.transforms import (
 from massieu.ops import reference, score_tiles
 from massieu.ops.differentiable import BlockSum, recomputed
 from massieu.ops.score_tiles import ScorePlan, multiplied, product
-from massieu.ops.shapes import check_alike, slices, working_dtype
+from massieu.ops.shapes import at_once, check_alike, slices, working_dtype
 from massieu.ops.vocabulary import checked_softcap
 
 NEAR = 0.1
@@ -287,7 +287,7 @@ def _plain(options: _Options, *tensors: Tensor | None) -> Results:
     """The definition, in blocks of tokens."""
     row, column, _, other, *_ = tensors
     assert row is not None and column is not None and other is not None
-    size = max(1, reference.BLOCK_PAIRS // len(column))
+    size = max(1, at_once(reference.BLOCK_PAIRS, row.device) // len(column))
     parts = [
         recomputed(partial(_plain_block, options), row[rows], *tensors[1:3], other[rows], *tensors[4:])
         for rows in list(slices(len(row), size)) or [slice(0, 0)]

@@ -16,6 +16,7 @@ from massieu.ops.fused_kernel import Masks
 from massieu.ops.shapes import AttentionProblem
 
 MOST_SIZE = 128
+MOST_HEADS = 65535
 OLDEST = 91501
 CAPABILITIES = (9, 0), (10, 0), (10, 3)
 
@@ -36,6 +37,8 @@ class CudnnKernel(CudaKernel):
             return "its masks are of half precision, which would round a log_weight"
         if min(problem.query.shape[3], problem.key.shape[2]) < 2:
             return "it needs at least two queries and two keys"
+        if problem.query.shape[:3].numel() > MOST_HEADS:
+            return f"it has at most {MOST_HEADS} heads in all items, got {problem.query.shape[:3].numel()}"
         if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
             return "its gradients are not deterministic"
         return None
