@@ -2,8 +2,8 @@
 
     python benchmarks/policy.py
 
-float32, one thread, 1,024 tokens of 1,024 numbers, 50,257 words, forward and backward. TRL's row needs `pip install trl`, and is
-left out without it. Liger's and cut-cross-entropy's kernels run on CUDA alone. About five minutes.
+float32, one thread, 1,024 tokens of 1,024 numbers, 50,257 words, forward and backward. TRL's row needs `pip install trl`; it is
+left out without. Liger's and cut-cross-entropy's kernels run on CUDA alone. About five minutes.
 """
 
 import importlib.util
