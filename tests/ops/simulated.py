@@ -126,6 +126,8 @@ class Operators:
         length = query.shape[2]
         if log_z.shape[-1] != length + -length % 32:
             raise RuntimeError("log_z must have rows up to a multiple of 32")
+        if not (log_z[..., length:] == torch.inf).all():
+            raise RuntimeError("rows that are none must have no weights")
         # The kernel takes rows to be next to each other but for the heads, and looks at two strides alone.
         batch, heads, _, size = output.shape
         places = sum(
