@@ -99,10 +99,26 @@ WHY = (
 PEERS = {"trl": ("TRL's chunks", _trl), "verl": ("verl's fused head", _verl)}
 CASES = {
     "divergences, forward and backward": Case(
-        "log_softmax of all logits", TOKENS, _divergences(True), 1.3, 0.05, 3, True, count=_count(TOKENS, 10, 6), why=WHY
+        "log_softmax of all logits",
+        TOKENS,
+        _divergences(True),
+        1.3,
+        0.05,
+        3,
+        True,
+        count=_count(TOKENS, 10, 6),
+        why=WHY,
     ),
     "divergences, forward": Case(
-        "log_softmax of all logits", TOKENS, _divergences(False), 1.3, 0.05, 3, True, count=_count(TOKENS, 4, 4), why=WHY
+        "log_softmax of all logits",
+        TOKENS,
+        _divergences(False),
+        1.3,
+        0.05,
+        3,
+        True,
+        count=_count(TOKENS, 4, 4),
+        why=WHY,
     ),
 } | {
     f"log-probability and entropy beside {name}": Case(
