@@ -1,6 +1,7 @@
 """The divergence of two models' words, against sums over the vocabulary in float64."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from tests.rows import every_row
 from massieu import ops
 from massieu.ops import score_tiles
 from massieu.ops.token_divergence import _curvature
+
+token_divergence = sys.modules["massieu.ops.token_divergence"]  # ops has the function of this name
 
 WORDS = 50
 
@@ -160,6 +163,20 @@ def test_second_derivatives_and_transforms():
     step = 1e-6
     moved = function(*((1 + step) * tensor for tensor in tensors))
     torch.testing.assert_close(tangent[0], (moved[0] - function(*tensors)[0]) / step, rtol=1e-4, atol=1e-4)
+
+
+@every_row("learned", [(True, False), (False, True), (True, True)], ids=str)
+def test_a_model_that_is_not_learned_costs_no_gradient(learned, monkeypatch):
+    products = []
+    monkeypatch.setattr(token_divergence, "product", lambda a, b: products.append(1) or a @ b)
+    tensors = [tensor.requires_grad_(learned[place // 2]) for place, tensor in enumerate(_models())]
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    gradients = torch.autograd.grad(sum(part.sum() for part in ops.token_divergence(*tensors)), wanted)
+    for one, other in zip(
+        gradients, torch.autograd.grad(sum(part.sum() for part in _exact(*tensors)), wanted), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    assert len(products) == 2 * sum(learned)
 
 
 def test_it_is_the_bregman_divergence_of_log_z():

@@ -40,7 +40,7 @@ def test_words_of_no_probability_add_nothing_to_entropy_or_gradient(logits, dtyp
 
 @every_row("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_log_probability_above_0_in_many_tiles(dtype):
-    """verl 2656: a fused kernel returned log-probabilities up to 123 where logits were far apart."""
+    """verl 2656: a fused kernel returned log-probabilities up to 123 in training."""
     torch.manual_seed(0)
     hidden, weight = 8 * torch.randn(60, 32), torch.randn(3000, 32)
     hidden, weight, target = hidden.to(dtype), weight.to(dtype), torch.randint(3000, (60,))
@@ -71,7 +71,7 @@ def test_a_batch_of_prompts_alone_has_gradients_of_0():
 
 
 def test_divergences_of_a_policy_after_one_step():
-    """A difference of two means, as TRL's chunked divergence takes, has no digit left here, and half have a wrong sign."""
+    """A difference of two means, as TRL's chunked divergence takes, has hardly a digit left here."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(32, 64), torch.randn(2000, 64) / 8
     step = weight + 1e-3 * torch.randn_like(weight) / 8
