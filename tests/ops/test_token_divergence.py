@@ -25,7 +25,9 @@ def _models(dtype=torch.float64, words=WORDS, lead=(3, 4), apart=1.0):
     return [tensor.to(dtype) for tensor in (hidden, weight, other, wide)]
 
 
-def _exact(hidden, weight, other, wide, bias=None, other_bias=None, temperature=1.0, softcap=None, other_softcap=None):
+def _exact(
+    hidden, weight, other, wide, *, bias=None, other_bias=None, temperature=1.0, softcap=None, other_softcap=None
+):
     logs = []
     for row, column, extra, cap in ((hidden, weight, bias, softcap), (other, wide, other_bias, other_softcap)):
         logits = row.double() @ column.double().mT
@@ -171,10 +173,8 @@ def test_a_model_that_is_not_learned_costs_no_gradient(learned, monkeypatch):
     monkeypatch.setattr(token_divergence, "product", lambda a, b: products.append(1) or a @ b)
     tensors = [tensor.requires_grad_(learned[place // 2]) for place, tensor in enumerate(_models())]
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    gradients = torch.autograd.grad(sum(part.sum() for part in ops.token_divergence(*tensors)), wanted)
-    for one, other in zip(
-        gradients, torch.autograd.grad(sum(part.sum() for part in _exact(*tensors)), wanted), strict=True
-    ):
+    gradients = torch.autograd.grad(torch.stack(ops.token_divergence(*tensors)).sum(), wanted)
+    for one, other in zip(gradients, torch.autograd.grad(torch.stack(_exact(*tensors)).sum(), wanted), strict=True):
         torch.testing.assert_close(one, other)
     assert len(products) == 2 * sum(learned)
 
