@@ -1,6 +1,7 @@
 """The divergence of two models' words, against sums over the vocabulary in float64."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from massieu import ops
 from massieu.ops import score_tiles
 from massieu.ops.token_divergence import _curvature
 
+token_divergence = sys.modules["massieu.ops.token_divergence"]  # ops has the function of this name
+
 WORDS = 50
 
 
@@ -22,7 +25,9 @@ def _models(dtype=torch.float64, words=WORDS, lead=(3, 4), apart=1.0):
     return [tensor.to(dtype) for tensor in (hidden, weight, other, wide)]
 
 
-def _exact(hidden, weight, other, wide, bias=None, other_bias=None, temperature=1.0, softcap=None, other_softcap=None):
+def _exact(
+    hidden, weight, other, wide, *, bias=None, other_bias=None, temperature=1.0, softcap=None, other_softcap=None
+):
     logs = []
     for row, column, extra, cap in ((hidden, weight, bias, softcap), (other, wide, other_bias, other_softcap)):
         logits = row.double() @ column.double().mT
@@ -160,6 +165,18 @@ def test_second_derivatives_and_transforms():
     step = 1e-6
     moved = function(*((1 + step) * tensor for tensor in tensors))
     torch.testing.assert_close(tangent[0], (moved[0] - function(*tensors)[0]) / step, rtol=1e-4, atol=1e-4)
+
+
+@every_row("learned", [(True, False), (False, True), (True, True)], ids=str)
+def test_a_model_that_is_not_learned_costs_no_gradient(learned, monkeypatch):
+    products = []
+    monkeypatch.setattr(token_divergence, "product", lambda a, b: products.append(1) or a @ b)
+    tensors = [tensor.requires_grad_(learned[place // 2]) for place, tensor in enumerate(_models())]
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    gradients = torch.autograd.grad(torch.stack(ops.token_divergence(*tensors)).sum(), wanted)
+    for one, other in zip(gradients, torch.autograd.grad(torch.stack(_exact(*tensors)).sum(), wanted), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(products) == 2 * sum(learned)
 
 
 def test_it_is_the_bregman_divergence_of_log_z():

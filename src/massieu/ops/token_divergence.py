@@ -156,7 +156,8 @@ def _differentiable(*tensors: Tensor | None, options: _Options) -> Results:
         known = _forward(options, levels, *tensors)
     if not may_be_differentiated(*(tensor for tensor in tensors if tensor is not None)):
         return known
-    return BlockSum(plain, gradient=partial(_backward, options, levels, known))(*tensors, known=known)
+    learned = [any(part is not None and part.requires_grad for part in model) for model in (tensors[:3], tensors[3:])]
+    return BlockSum(plain, gradient=partial(_backward, options, levels, known, learned))(*tensors, known=known)
 
 
 # --- by tiles --------------------------------------------------------------------------------------------------------
@@ -203,10 +204,13 @@ def _forward(options: _Options, levels: Sequence[Tensor], *tensors: Tensor | Non
 
 
 @torch.no_grad()
-def _backward(options: _Options, levels: Sequence[Tensor], found: Results, *arguments: Tensor | None) -> Results:
+def _backward(
+    options: _Options, levels: Sequence[Tensor], found: Results, learned: Sequence[bool], *arguments: Tensor | None
+) -> Results:
     """Gradients from the cotangents g of KL(p ‖ q) and h of KL(q ‖ p).
 
-    Of p's logits g·p·(c − KL(p ‖ q)) + h·(p − q), and of q's the same with both models' roles exchanged.
+    Of p's logits g·p·(c − KL(p ‖ q)) + h·(p − q), and of q's the same with both models' roles exchanged. A model that is
+    not learned, such as a reference policy, gets zeros.
     """
     tensors, cotangents = arguments[:6], arguments[6:]
     plans = options.plans(*tensors)
@@ -214,12 +218,13 @@ def _backward(options: _Options, levels: Sequence[Tensor], found: Results, *argu
     # An infinite divergence that nobody asks for has no part in the gradient.
     means = [mean.masked_fill(grad == 0, 0.0).unsqueeze(1) for mean, grad in zip(found, both, strict=True)]
     grads = [grad.unsqueeze(1) for grad in both]
+    like = {"dtype": options.dtype, "device": levels[0].device}
     sums = [
         tuple(
-            None if part is None else torch.zeros(part.shape, dtype=options.dtype, device=part.device)
+            None if part is None else torch.zeros(part.shape if wanted else (1,) * part.ndim, **like).expand_as(part)
             for part in plan[:3]
         )
-        for plan in plans
+        for plan, wanted in zip(plans, learned, strict=True)
     ]
     for tile in _tiles(plans, levels, slopes=True):
         rows, columns = tile.rows, tile.columns
@@ -229,9 +234,11 @@ def _backward(options: _Options, levels: Sequence[Tensor], found: Results, *argu
             grads[0][rows] * p * (log_ratio - means[0][rows]) + grads[1][rows] * difference,
             grads[1][rows] * q * (-log_ratio - means[1][rows]) - grads[0][rows] * difference,
         )
-        for plan, keys, slope, change, (row, column, bias) in zip(
-            plans, tile.keys, tile.slopes, changes, sums, strict=True
+        for plan, keys, slope, change, (row, column, bias), wanted in zip(
+            plans, tile.keys, tile.slopes, changes, sums, learned, strict=True
         ):
+            if not wanted:
+                continue
             change = change if slope is None else change.mul_(slope)
             if bias is not None:
                 bias[columns] += change.sum(0)
