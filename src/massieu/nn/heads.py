@@ -91,8 +91,12 @@ def with_positions(
     """
     if not is_causal and window is None and documents is None:
         return log_weight
-    one = Documents.of_lengths([query.shape[2]], [key.shape[2]]) if documents is None else documents
-    seen, behind = one.seen(query.device)
+    if documents is None:
+        place, keys = (torch.arange(size, device=query.device) for size in (query.shape[2], key.shape[2]))
+        behind = place.unsqueeze(1) - keys
+        seen = torch.ones_like(behind, dtype=torch.bool)
+    else:
+        seen, behind = documents.seen(query.device)
     behind = behind + query_offset
     seen = seen & (behind >= 0) if is_causal else seen
     if window is not None:
