@@ -291,8 +291,10 @@ def proved(
             # The one place where an error is a verdict: the kernel says that it cannot do this here.
             reason = f"it failed its proof: {' '.join(str(error).split())[:200]}"
         _verdicts[key] = reason
-    if reason is not None and (name, device.type, dtype) not in _said:
-        _said.add((name, device.type, dtype))
+        new = reason is not None and (name, device.type, dtype) not in _said
+        if new:
+            _said.add((name, device.type, dtype))
+    if new:
         warnings.warn(
             f"the attention kernel {name!r} is not used on {device} in {dtype}, but the next in order: {reason}",
             stacklevel=2,
