@@ -10,9 +10,11 @@ from tests.probing import zoo
 from tests.rows import every_row
 
 from massieu.errors import InputError
-from massieu.probing.capture import AttentionCall, AttentionSite, capturing, stock_implementations
+from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.check import self_check_error
+from massieu.probing.interface import stock_implementations
 from massieu.probing.model import model_inputs
+from massieu.probing.routes import capturing
 
 
 def run(name: str, padded: bool, observer=lambda call: None):

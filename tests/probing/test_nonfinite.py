@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 import massieu
 from massieu.cli.commands import app
 from massieu.errors import InputError
-from massieu.probing import capture
+from massieu.probing import interface
 from massieu.probing.accumulate import Ratio
 from massieu.probing.check import self_check_error
 from massieu.probing.population_layers import population_layers
 from massieu.probing.replay import relative_difference
 from massieu.probing.result import ProbeResult
+from massieu.probing.routes import capturing
 from massieu.probing.statistics.climb import _add, _slope_parts
 from massieu.probing.units import Units
 
@@ -138,8 +139,8 @@ def test_a_broken_input_is_named():
 @pytest.mark.medium
 def test_a_misreading_that_gives_nan_is_no_broken_model(monkeypatch):
     """Where the model's numbers are finite and ours are not, the self-check fails."""
-    honest = capture._call_from
-    monkeypatch.setattr(capture, "_call_from", lambda *a: replace(honest(*a), scale=float("nan")))
+    honest = interface._call_from
+    monkeypatch.setattr(interface, "_call_from", lambda *a: replace(honest(*a), scale=float("nan")))
     with pytest.raises(InputError, match="self-check failed"):
         massieu.probe(zoo.model("bert"), batches())
 
@@ -163,7 +164,7 @@ def test_nan_is_within_no_tolerance(found, expected, good):
 def test_the_self_check_of_one_site_does_not_pass_on_nan():
     calls = []
     model = zoo.model("bert")
-    with torch.no_grad(), capture.capturing(model, calls.append):
+    with torch.no_grad(), capturing(model, calls.append):
         model(**zoo.inputs("bert"))
     real = torch.ones(3, 20, dtype=torch.bool)
     nothing = torch.full_like(calls[0].output, torch.nan)

@@ -92,10 +92,10 @@ def test_model_outputs_in_the_run_are_checked(monkeypatch):
     """A capture that misreads the scale stops the run with one sentence that names the site."""
     from dataclasses import replace
 
-    from massieu.probing import capture
+    from massieu.probing import interface
 
-    honest = capture._call_from
-    monkeypatch.setattr(capture, "_call_from", lambda *a: replace(honest(*a), scale=0.3))
+    honest = interface._call_from
+    monkeypatch.setattr(interface, "_call_from", lambda *a: replace(honest(*a), scale=0.3))
     with pytest.raises(InputError, match=r"self-check failed at .*self_attn"):
         massieu.probe(zoo.model("llama"), batches("llama"))
 

@@ -3,9 +3,9 @@
 import torch
 from tests.probing import zoo
 
-from massieu.probing.capture import capturing
 from massieu.probing.model import model_inputs
 from massieu.probing.replay import Replay, affine_projections
+from massieu.probing.routes import capturing
 from massieu.probing.sites import find_sites, first_pass
 from massieu.probing.wiring import StreamTracer
 

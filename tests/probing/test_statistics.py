@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import massieu
 from massieu.cli.commands import app
-from massieu.probing.capture import AttentionCall, AttentionSite
+from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.check import first_look
 from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics import registry
@@ -186,7 +186,7 @@ def test_nan_is_reported_and_left_out():
 def test_learned_sink_takes_its_share_of_z():
     """gpt-oss: sink weight = e^b / (e^b + Σ e^s), from explicitly formed scores; raw log Z includes it."""
     calls = []
-    from massieu.probing.capture import capturing
+    from massieu.probing.routes import capturing
 
     model = zoo.model("gpt_oss")
     batch = zoo.inputs("gpt_oss")

@@ -13,8 +13,9 @@ from tests.rows import every_row
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing.capture import capturing, stock_implementations
+from massieu.probing.interface import stock_implementations
 from massieu.probing.model import reinitialised
+from massieu.probing.routes import capturing
 from massieu.probing.seeding import OwnGenerator
 
 

@@ -13,9 +13,9 @@ from tests.rows import every_row
 import massieu
 from massieu.errors import InputError
 from massieu.probing import site_reading
-from massieu.probing.capture import capturing
 from massieu.probing.model import model_inputs
 from massieu.probing.replay import Replay
+from massieu.probing.routes import capturing
 from massieu.probing.sites import find_sites, first_pass
 from massieu.probing.wiring import StreamTracer
 

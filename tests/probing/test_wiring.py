@@ -5,8 +5,8 @@ import torch
 from tests.probing import zoo
 from tests.rows import every_row
 
-from massieu.probing.capture import capturing
 from massieu.probing.model import model_inputs
+from massieu.probing.routes import capturing
 from massieu.probing.sites import find_sites, first_pass
 from massieu.probing.wiring import StreamTracer
 

@@ -14,8 +14,9 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.probing.capture import AttentionCall, stock_implementations
+from massieu.probing.attention_call import AttentionCall
 from massieu.probing.examples import explicit_attention
+from massieu.probing.interface import stock_implementations
 from massieu.probing.model import READABLE, decoder_given, model_inputs
 from massieu.probing.nonfinite import at_real
 from massieu.probing.replay import relative_difference, tolerance

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from massieu.probing.capture import AttentionCall
+from massieu.probing.attention_call import AttentionCall
 from massieu.probing.watching import hooked
 from massieu.report.record import Trouble
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
-from massieu.probing.capture import capturing
 from massieu.probing.check import check_evaluating
 from massieu.probing.model import as_loaded, dummy_inputs, model_inputs
 from massieu.probing.replay import AffineQuery, affine_projections, output_maps, relative_difference
+from massieu.probing.routes import capturing
 from massieu.probing.sites import SiteInfo, find_sites, first_pass
 from massieu.probing.watching import hooked, memory
 from massieu.probing.wiring import Step, StreamTracer

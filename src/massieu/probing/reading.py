@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.foundation.threads import one_thread
-from massieu.probing.capture import AttentionCall, AttentionSite, Capture, capturing
+from massieu.probing.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture import Capture
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.model import decoder_given, model_inputs
 from massieu.probing.nonfinite import at_real, in_batch, in_call, kind_of
+from massieu.probing.routes import capturing
 from massieu.probing.site_reading import SiteReading
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.expansion import ExpansionStatistics

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.interruption import Interruption, interruptible
-from massieu.probing.capture import stock_implementations
 from massieu.probing.check import check_readable
 from massieu.probing.documents import Document, check_sources, read_documents, reference_documents, string_documents
+from massieu.probing.interface import stock_implementations
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
 from massieu.probing.reading import Options
 from massieu.probing.result import ProbeResult

@@ -14,11 +14,11 @@ from torch import Tensor
 import massieu
 import massieu.report.record as record
 from massieu.errors import InputError, require_extra
-from massieu.probing.capture import stock_implementations
 from massieu.probing.check import SelfCheck, check_evaluating, first_look
 from massieu.probing.checkpoint import some
 from massieu.probing.examples import ExampleWindow, example_length
 from massieu.probing.findings import findings
+from massieu.probing.interface import stock_implementations
 from massieu.probing.model import LoadedModel, model_inputs, reinitialised
 from massieu.probing.nonfinite import in_weights
 from massieu.probing.reading import Options, Reading

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from massieu.probing.accumulate import Ratio
-from massieu.probing.capture import AttentionCall, Capture
+from massieu.probing.attention_call import AttentionCall
+from massieu.probing.capture import Capture
 from massieu.probing.replay import AffineQuery, HeadMaps, Replay, head_maps, output_maps
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.climb import Climb, ClimbStatistics

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from massieu.probing.capture import AttentionCall, AttentionSite, capturing
+from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.model import decoder_given
+from massieu.probing.routes import capturing
 from massieu.probing.watching import hooked
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from massieu.probing.capture import AttentionCall
+from massieu.probing.attention_call import AttentionCall
 from massieu.probing.statistics.expansion import distinct_positions
 from massieu.probing.statistics.query_reading import Tokens
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from massieu.probing.capture import AttentionCall
+from massieu.probing.attention_call import AttentionCall
 from massieu.probing.sites import SiteInfo, inside
 from massieu.probing.watching import Place, hooked, mapped, memory
 from massieu.report.record import Sublayer

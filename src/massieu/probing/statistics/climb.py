@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.probing.accumulate import Ratio
-from massieu.probing.capture import AttentionCall
+from massieu.probing.attention_call import AttentionCall
 from massieu.probing.replay import Replay
 from massieu.probing.significance import other_heads
 from massieu.probing.statistics.registry import CLIMB, SHIM, statistic

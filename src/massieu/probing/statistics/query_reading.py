@@ -14,7 +14,7 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.ops.moments import NAMES, MomentsResult
-from massieu.probing.capture import AttentionCall
+from massieu.probing.attention_call import AttentionCall
 
 
 @dataclass(frozen=True, eq=False)

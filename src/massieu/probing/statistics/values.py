@@ -5,7 +5,7 @@ from functools import partial
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.probing.capture import AttentionCall
+from massieu.probing.attention_call import AttentionCall
 from massieu.probing.statistics.query_reading import Tokens
 from massieu.probing.statistics.registry import VALUES, statistic
 

@@ -1,0 +1,89 @@
+"""What one attention call was given and gave, whichever way it was read: the one thing that statistics are computed from."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One place where attention is computed: a module and which of its calls in one forward pass.
+
+    A shared module (ALBERT) is one module and several sites.
+    """
+
+    module_name: str
+    ordinal: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.module_name if self.ordinal == 0 else f"{self.module_name} (call {self.ordinal + 1})"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What one attention function was given, and what the model's own code made of it.
+
+    Attributes:
+        query: after rotary embedding and normalisation, as the scores see it.
+        key: may have fewer heads than ``query`` (grouped queries).
+        log_weight: log-weights of the keys, boolean (True = visible) or float with −inf for hidden keys; carries masks,
+            windows and additive position biases; None when every key is visible or ``is_causal`` says it all.
+        scale: inverse temperature of the scores.
+        softcap: scores are ``softcap · tanh(score / softcap)`` before the log-weight; None where there is no cap.
+        sink: one extra logit per head without a value (gpt-oss); None elsewhere.
+        output: the model's own result, before the output projection.
+        grade: "full": scores are exactly what query, key, scale and log-weight give. "scores": they are not an affine function
+            of q·k that is known, so the log-weight holds them whole, query and key are zeros, and statistics that
+            need scores apart from log-weights have no meaning.
+        weights: the model's own attention weights, where its code forms them and the reading is the tap's.
+        repeated: the same queries and keys as in the call before, of the same module: its weights applied to other values.
+    """
+
+    site: AttentionSite
+    module: nn.Module
+    query: Float[Tensor, "B H L D"]
+    key: Float[Tensor, "B Hk N D"]
+    value: Float[Tensor, "B Hk N Dv"]
+    log_weight: Tensor | None
+    is_causal: bool
+    scale: float
+    softcap: float | None
+    sink: Float[Tensor, " H"] | None
+    output: Float[Tensor, "B L H Dv"]
+    grade: Literal["full", "scores"] = "full"
+    weights: Float[Tensor, "B H L N"] | None = None
+    repeated: bool = False
+
+    def visible(self) -> Bool[Tensor, "B_or_1 H_or_1 L N"]:
+        """Which keys each query can see."""
+        length, keys = self.query.shape[2], self.key.shape[2]
+        if self.is_causal:
+            return torch.ones(length, keys, dtype=torch.bool, device=self.query.device).tril()[None, None]
+        if self.log_weight is None:
+            return torch.ones(1, 1, length, keys, dtype=torch.bool, device=self.query.device)
+        seen = self.log_weight if self.log_weight.dtype == torch.bool else self.log_weight > -torch.inf
+        return seen.expand(*seen.shape[:2], length, keys)
+
+    def rows(self, index: slice | Tensor) -> "AttentionCall":
+        """The same call for some items of the batch."""
+        weight = self.log_weight
+        if weight is not None and weight.shape[0] > 1:
+            weight = weight[index]
+        parts: dict[str, Any] = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output")}
+        parts["weights"] = None if self.weights is None else self.weights[index]
+        return replace(self, log_weight=weight, **parts)
+
+    def at(self, positions: Int[Tensor, " S"]) -> "AttentionCall":
+        """The same call for some of the queries, all keys kept; causality becomes a mask."""
+        weight = self.log_weight
+        if self.is_causal:
+            weight = (positions[:, None] >= torch.arange(self.key.shape[2], device=self.key.device))[None, None]
+        elif weight is not None and weight.shape[2] > 1:
+            weight = weight[:, :, positions]
+        weights = None if self.weights is None else self.weights[:, :, positions]
+        parts = {"query": self.query[:, :, positions], "output": self.output[:, positions], "weights": weights}
+        return replace(self, **parts, log_weight=weight, is_causal=False)

@@ -1,0 +1,25 @@
+"""Reading a model's attention calls, whichever way its code computes them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from massieu.probing.attention_call import AttentionCall
+from massieu.probing.capture import Capture, active
+from massieu.probing.interface import reading_interface
+
+
+@contextmanager
+def capturing(model: nn.Module, observer: Callable[[AttentionCall], None]) -> Iterator[Capture]:
+    """Hand every attention call of ``model`` to ``observer`` while the block runs; the model's results stay its own.
+
+    The model is afterwards as it was, whatever happens.
+
+    Raises:
+        InputError: the model runs attention through an implementation other than ``sdpa`` or ``eager``, is being probed
+            already, or was used by another thread in the meantime.
+    """
+    capture = Capture({module: name for name, module in model.named_modules()}, observer)
+    with active(capture), reading_interface(model, capture):
+        yield capture
