@@ -40,8 +40,9 @@ ALLOWED = {
     "__main__": {"cli"},
     "__init__": {"theory", "testing", "probing", "verification"} | MODELS,
 }
-# Result objects draw themselves; nothing else of probing and population knows the report, but for the record it draws from.
-ONLY = {"report": {"probing/result.py", "population/flow_result.py"}}
+# Result objects draw themselves and a monitor's records are written as results are; nothing else of probing and population
+# knows the report, but for the records it draws from.
+ONLY = {"report": {"probing/result.py", "probing/monitor/writers.py", "population/flow_result.py"}}
 
 
 def _imported(path: Path) -> set[str]:

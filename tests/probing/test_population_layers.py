@@ -107,8 +107,8 @@ def test_padding_and_layers_that_are_not_there():
         massieu.population_layers(model, inputs=zoo.inputs("bert", padded=True))
     with pytest.raises(InputError, match=r"layer must be in 0 … 2, got 3"):
         massieu.population_layers(model, layer=3)
-    with pytest.raises(InputError, match="not a model of transformers"):
-        massieu.population_layers(torch.nn.Linear(2, 2))
+    with pytest.raises(InputError, match="Linear does not say what it reads; give inputs"):
+        massieu.population_layers(torch.nn.Linear(2, 2).eval())
 
 
 def test_a_wrong_reading_is_found_out(monkeypatch):

@@ -13,8 +13,8 @@ from tests.rows import every_row
 
 import massieu
 from massieu.errors import InputError
+from massieu.probing.fresh import reinitialised
 from massieu.probing.interface import stock_implementations
-from massieu.probing.model import reinitialised
 from massieu.probing.routes import capturing
 from massieu.probing.seeding import OwnGenerator
 
@@ -87,7 +87,7 @@ def test_the_control_is_the_model_that_one_thread_alone_would_draw(name):
         torch.manual_seed(3)
         expected = type(model)(model.config).state_dict()
     with beside(draw):
-        found = reinitialised(model, 3).state_dict()
+        found = reinitialised(model, 3)[0].state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 

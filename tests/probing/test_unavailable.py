@@ -174,6 +174,10 @@ def test_one_statistic_that_fails_is_left_out_with_its_reason(name, lost, tmp_pa
 def test_a_model_whose_output_is_random_is_called_that(switch):
     model = zoo.fresh("bert")
     switch(model).train()
+    with pytest.raises(InputError, match="in training mode"):
+        massieu.probe(model, [zoo.inputs("bert")])
+    model.eval()
+    model.encoder.layer[0].register_forward_hook(lambda module, given, output: output + torch.rand(()))
     with pytest.raises(InputError, match="the output of BertModel is random: two passes over the same batch differ by"):
         massieu.probe(model, [zoo.inputs("bert")])
 

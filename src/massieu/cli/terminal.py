@@ -27,6 +27,8 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
     for note in (text.dropped, model.missing_weights, model.unexpected_weights):
         if note not in (None, "none"):
             typer.echo(f"note: {note}")
+    if any(site.route == "tap" or site.grade != "full" for site in result.run.sites):
+        typer.echo(f"note: attention read by {result.run.capture.route}")
     for finding in result.findings:
         typer.echo(f"\n{typer.style(finding.title, bold=True)}\n  {finding.sentence}")
     typer.echo()
@@ -72,7 +74,7 @@ def show_description(found: dict[str, Any]) -> None:
 
     table("Model", ("", ""), [(name.replace("_", " "), value) for name, value in found["model"].items()])
     console.print(f"capture route: {found['route']}\n", markup=False)
-    columns = ("layer", "name", "kind", "heads", "key_heads", "head_size")
+    columns = ("layer", "name", "kind", "heads", "key_heads", "head_size", "route", "grade")
     rows = [[site[name] for name in columns] for site in found["sites"]]
     table("Attention sites", [name.replace("_", " ") for name in columns], rows)
     table("Residual steps", ("layer", "name", "kind"), [(s["layer"], s["name"], s["kind"]) for s in found["sublayers"]])

@@ -20,7 +20,8 @@ class AttentionSite:
 
     @property
     def name(self) -> str:
-        return self.module_name if self.ordinal == 0 else f"{self.module_name} (call {self.ordinal + 1})"
+        name = self.module_name or "(the module itself)"
+        return name if self.ordinal == 0 else f"{name} (call {self.ordinal + 1})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,8 @@ class AttentionCall:
             of q·k that is known, so the log-weight holds them whole, query and key are zeros, and statistics that
             need scores apart from log-weights have no meaning.
         weights: the model's own attention weights, where its code forms them and the reading is the tap's.
+        route: how it was read: through transformers' attention "interface", or by the "tap" that follows scores.
+        moving: the log-weight is computed from the queries or the keys, so that it would change with them.
         repeated: the same queries and keys as in the call before, of the same module: its weights applied to other values.
     """
 
@@ -56,7 +59,9 @@ class AttentionCall:
     output: Float[Tensor, "B L H Dv"]
     grade: Literal["full", "scores"] = "full"
     weights: Float[Tensor, "B H L N"] | None = None
+    moving: bool = False
     repeated: bool = False
+    route: Literal["interface", "tap"] = "tap"
 
     def visible(self) -> Bool[Tensor, "B_or_1 H_or_1 L N"]:
         """Which keys each query can see."""

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
@@ -30,6 +32,8 @@ class Capture:
         observer: called with each `AttentionCall`, in order.
         fired: how often each module was called; it numbers the calls, so a capture is for one forward pass.
         unexplained: keyword arguments that reached an attention function and that this file does not know.
+        refused: modules that attend in a way that cannot be read, by name, with the reason.
+        claimed: the attention that is being computed was read already, so that the tap is to leave it alone.
         thread: the thread whose calls are read.
         disturbed: another thread called the model, or changed its attention implementation, in the meantime.
     """
@@ -39,6 +43,8 @@ class Capture:
     fired: dict[str, int] = field(default_factory=dict)
     unexplained: set[str] = field(default_factory=set)
     projections: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    claimed: bool = False
     thread: int = field(default_factory=threading.get_ident)
     disturbed: bool = False
     _latest: tuple[nn.Module, Tensor, Tensor, AttentionSite] | None = None
@@ -48,6 +54,8 @@ class Capture:
         name = self.names.get(module)
         if name is None:
             raise InputError(f"an attention module of class {type(module).__name__} is not part of the probed model")
+        if self.projections is not None:  # a replay is no call of the forward pass
+            return AttentionSite(name), False
         latest = self._latest
         # The latest queries and keys are held, so that their memory cannot have been given to others.
         if latest is not None and latest[0] is module and same_tensor(latest[1], query) and same_tensor(latest[2], key):
@@ -68,14 +76,47 @@ class Capture:
                 "let the other thread wait, or give each a copy of the model"
             )
 
+    def observe(self, call: AttentionCall) -> None:
+        """Hand a call to the observer, whose own attention is nobody's to read."""
+        self.check_undisturbed()
+        with self.claiming():
+            self.observer(call)
+
+    @contextmanager
+    def claiming(self) -> Iterator[None]:
+        """Inside, attention is read by somebody else than the tap."""
+        before, self.claimed = self.claimed, True
+        try:
+            yield
+        finally:
+            self.claimed = before
+
     @contextmanager
     def replaying(self) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         """Inside, an attention call only records (query, key, value) and raises `StopAfterQuery`."""
         self.projections = []
+        claimed, self.claimed = self.claimed, False
         try:
-            yield self.projections
+            with torch._C._EnableTorchFunction():  # the tap listens, wherever this is called from
+                yield self.projections
         finally:
-            self.projections = None
+            self.projections, self.claimed = None, claimed
+
+
+def replayed(
+    capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of an attention module's first call, run until they are known.
+
+    Raises:
+        Exception: of any class, from the module; RuntimeError where it computes no attention.
+    """
+    with capture.replaying() as recorded:
+        try:
+            module.forward(*arguments, **keywords)
+        except StopAfterQuery:
+            return recorded[0]
+    raise RuntimeError(f"{type(module).__name__} did not compute attention when it was replayed")
 
 
 _ACTIVE: ContextVar[Capture | None] = ContextVar("massieu_capture", default=None)

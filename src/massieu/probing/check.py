@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.attention_call import AttentionCall
+from massieu.probing.checkpoint import some
 from massieu.probing.examples import explicit_attention
-from massieu.probing.interface import stock_implementations
-from massieu.probing.model import READABLE, decoder_given, model_inputs
+from massieu.probing.forward import decoder_given, output_tensor, real_mask, run
+from massieu.probing.layout import BatchLayout, batch_layout
+from massieu.probing.model import READABLE, model_inputs
 from massieu.probing.nonfinite import at_real
 from massieu.probing.replay import relative_difference, tolerance
-from massieu.probing.sites import SiteInfo, find_sites, first_pass, inside
+from massieu.probing.sites import FirstPass, SiteInfo, find_sites, first_pass, inside
 from massieu.probing.tokens import real_tokens
 
 
@@ -50,25 +52,27 @@ class FirstLook:
     Attributes:
         unexplained: keyword arguments of attention that are not known.
         silent: modules that look like attention but were not seen attending.
+        refused: modules whose attention cannot be read, with the reason.
     """
 
     sites: list[SiteInfo]
     check: SelfCheck
     unexplained: list[str]
     silent: list[str]
+    refused: dict[str, str]
+    layout: BatchLayout
 
 
 def check_readable(model: nn.Module) -> None:
-    """What can be said before any text is read.
+    """What can be said of a model of transformers before any text is read.
 
     Raises:
-        InputError: the model has no attention, or does not dispatch it through transformers' attention interface.
+        InputError: nothing in it looks like attention.
     """
-    dispatches = getattr(model, "_can_set_attn_implementation", lambda: True)
     files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    known = any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files) or _silent_attention(model, set())
-    if not known or not dispatches():
-        raise InputError(_why_nothing_fired(model))
+    known = any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+    if not known and not _silent_attention(model, set()):
+        raise InputError(_why_nothing_was_read(model, {}))
 
 
 def check_evaluating(modules: Iterable[nn.Module]) -> None:
@@ -87,42 +91,55 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
     """
     prepared = model_inputs(model, inputs, items=2)
     with torch.no_grad():
-        stock = model(**prepared)[0]
-    seen = first_pass(model, prepared)
+        stock = output_tensor(model, run(model, prepared))
+    seen = first_pass(model, prepared, look=lambda call: _errors(call, prepared), keep=2)
     if not seen.calls:
-        raise InputError(_why_nothing_fired(model))
+        raise InputError(_why_nothing_was_read(model, seen.refused))
     sites = find_sites(model, seen)
-    check = _self_check(seen.calls, sites, prepared, stock, seen.output[0])
+    check = _self_check(seen, sites, prepared, stock, output_tensor(model, seen.output))
     if check.finite and not check.passed:
         with torch.no_grad():
-            again = _relative_error(model(**prepared)[0], stock)
+            again = _relative_error(output_tensor(model, run(model, prepared)), stock)
         if not again <= check.tolerance:
             raise InputError(
                 f"the output of {type(model).__name__} is random: two passes over the same batch differ by {again:.1e} "
                 "(relative); turn off what draws at random, such as dropout or sampling, to probe it"
             )
+        given = (
+            f"; its attention was given {', '.join(sorted(seen.unexplained))}, which is not known"
+            if seen.unexplained
+            else ""
+        )
         raise InputError(
             f"self-check failed at {check.site}: attention recomputed from what was captured differs from the model's own "
-            f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong"
+            f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong{given}"
         )
-    fired = {call.site.module_name for call in seen.calls}
-    return FirstLook(sites, check, sorted(seen.unexplained), _silent_attention(model, fired))
+    known = {call.site.module_name for call in seen.calls} | set(seen.refused)
+    layout = batch_layout(model, prepared, seen.sequences)
+    silent = _silent_attention(model, known)
+    return FirstLook(sites, check, sorted(seen.unexplained), silent, seen.refused, layout)
+
+
+def _errors(call: AttentionCall, inputs: dict[str, Any]) -> dict[bool, float]:
+    """The self-check's error of one call, if it is of the text's tokens and if it is of the decoder's."""
+    found = {}
+    for decoder in {False, decoder_given(inputs)}:
+        real = real_tokens(call, inputs, decoder=decoder)
+        error = self_check_error(call, real)
+        # Where the model's numbers are finite and ours are not, it is misread, not broken.
+        found[decoder] = float("inf") if error != error and _finite(call, real) else error
+    return found
 
 
 def _self_check(
-    calls: list[AttentionCall], sites: list[SiteInfo], inputs: dict[str, Any], stock: Tensor, probed: Tensor
+    seen: FirstPass, sites: list[SiteInfo], inputs: dict[str, Any], stock: Tensor, probed: Tensor
 ) -> SelfCheck:
     in_decoder = {info.site: info.in_decoder for info in sites}
-    errors: list[tuple[float, str]] = []
-    for call in calls:
-        real = real_tokens(call, inputs, decoder=in_decoder[call.site])
-        error = self_check_error(call, real)
-        if error != error and _finite(call, real):
-            error = float("inf")  # the model's numbers are finite and ours are not: misread, not broken
-        errors.append((error, call.site.name))
-    decoder = decoder_given(inputs)
-    mask = inputs.get("decoder_attention_mask" if decoder else "attention_mask")
-    real = mask.bool() if isinstance(mask, Tensor) else None
+    pairs = zip(seen.calls, seen.noted, strict=True)
+    errors = [(noted[in_decoder[call.site]], call.site.name) for call, noted in pairs]
+    real = real_mask(inputs, decoder=decoder_given(inputs))
+    if real is not None and sites[-1].tokens_first:
+        real = real.mT
     errors.append((relative_difference(at_real(probed, real), at_real(stock, real)), "the model's output"))
     compared = [(error, where) for error, where in errors if error == error]
     error, where = max(compared) if compared else (float("nan"), errors[0][1])
@@ -132,24 +149,32 @@ def _self_check(
 def _finite(call: AttentionCall, real: Tensor) -> bool:
     """Whether the model's own numbers of a call are finite, at real tokens."""
     output = call.output[real] if call.output.shape[:2] == real.shape else call.output
-    return all(bool(tensor.isfinite().all()) for tensor in (call.query, call.key, call.value, output))
+    parts = [call.query, call.key, call.value, output]
+    if call.weights is not None:
+        parts.append(call.weights)
+    return all(bool(tensor.isfinite().all()) for tensor in parts)
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
     """`relative_difference` of the entries that are finite in both; infinite where they are finite in different places."""
+    if found.shape != expected.shape:
+        return float("inf")
     finite = expected.isfinite()
     if not bool((finite == found.isfinite()).all()):
         return float("inf")
     return relative_difference(found[finite], expected[finite])
 
 
-def _why_nothing_fired(model: nn.Module) -> str:
-    name = type(model).__name__
-    if not _silent_attention(model, set()):
+def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
+    name, silent = type(model).__name__, _silent_attention(model, set())
+    if refused:
+        reasons = [f"{each} ({reason})" for each, reason in refused.items()]
+        return f"none of the attention of {name} can be read: {some(reasons)}"
+    if not silent:
         return f"{name} has no attention to read; massieu reads transformers such as {READABLE}"
     return (
-        f"{name} is not supported: its attention does not go through transformers' attention interface "
-        f"(implementation {', '.join(stock_implementations(model)) or 'unknown'}); supported are {READABLE}"
+        f"{name} has modules that are called attention ({some(silent)}), but none was seen attending: no scores of queries and "
+        "keys went through a softmax to values"
     )
 
 
@@ -157,14 +182,15 @@ def _silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
     """Innermost modules that are called attention and were not seen attending."""
     names = [n for n, m in model.named_modules() if type(m).__name__.endswith("Attention")]
     inner = [n for n in names if not any(o != n and inside(o, n) for o in names)]
-    return [n for n in inner if not any(inside(f, n) or inside(n, f) for f in fired)]
+    return [n or "itself" for n in inner if not any(inside(f, n) or inside(n, f) for f in fired)]
 
 
 def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: int = 64) -> float:
     """Largest difference between the model's attention output and ours, relative to the largest output.
 
     Ours is the textbook formula in float64 on up to two items and ``queries`` evenly spaced queries; padding is left
-    out. It catches a wrong scale, mask, bias, cap or sink, and score modifications that this package does not know.
+    out. It catches a wrong scale, mask, bias, cap or sink, and score modifications that this package does not know. Where the
+    output's layout is not known, the model's own weights are compared.
     """
     call = call.rows(slice(0, 2))
     length = call.query.shape[2]
@@ -173,11 +199,14 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
     scores, weight = explicit_attention(call, torch.float64)
     visible = weight > -torch.inf
     scores = torch.where(visible, scores + weight, -torch.inf)
-    value = call.value.double().repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
     if call.sink is not None:
         sink = call.sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
-        value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=2)
         scores = torch.cat([scores, sink], dim=-1)
-    expected = (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
-    known = real[:2][:, picked] & visible.any(-1).all(1).expand(expected.shape[0], -1)
-    return relative_difference(call.output.double()[known], expected[known])
+    weights = torch.softmax(scores, dim=-1)[..., : call.key.shape[2]]  # a sink has no value
+    known = real[:2][:, picked] & visible.any(-1).all(1).expand(call.query.shape[0], -1)
+    if call.output.shape[-1]:
+        value = call.value.double().repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
+        return relative_difference(call.output.double()[known], (weights @ value).transpose(1, 2)[known])
+    if call.weights is None:
+        return float("inf")  # nothing of the model's to compare with
+    return relative_difference(call.weights.double().transpose(1, 2)[known], weights.transpose(1, 2)[known])

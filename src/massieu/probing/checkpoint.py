@@ -36,6 +36,7 @@ class Checkpoint:
         files: The weights' files in the order of reading; empty for the hub, whose files transformers finds.
         format: Of the weights, for the record; None where it is not known.
         gguf: What a GGUF file holds.
+        adapter: The folder holds an adapter to another model, and not a model.
         options: Further arguments of ``from_pretrained``.
     """
 
@@ -44,6 +45,7 @@ class Checkpoint:
     format: str | None = None
     gguf: Contents | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    adapter: bool = False
 
     def format_as(self, dtype: torch.dtype) -> str | None:
         """What the weights are stored as, and what quantised ones were turned to; None where it is not known."""
@@ -90,10 +92,7 @@ def _no_model(path: Path) -> InputError:
 def _in_folder(folder: Path) -> Checkpoint:
     files = _weight_files(folder)
     if (folder / ADAPTER).is_file():
-        raise InputError(
-            f"{folder} holds an adapter ({ADAPTER}), not a whole model; merge it into its base model "
-            "(merge_and_unload() of peft), save that with save_pretrained, and name that folder"
-        )
+        return Checkpoint(folder, tuple(sorted(folder.glob("adapter_model.*"))), "adapter", adapter=True)
     found = [] if files else sorted(folder.glob("*.gguf"))
     if len(found) > 1:
         raise InputError(f"{folder} holds {len(found)} GGUF files ({some(f.name for f in found)}); name one of them")

@@ -62,9 +62,11 @@ class ExampleWindow:
         log_z = torch.logsumexp(logits, -1)
         mean = torch.where(prior > 0, prior * scores, 0.0).sum(-1)
         selective = log_z - torch.logsumexp(weight, -1) - mean
+        if call.grade == "scores":  # scores and log-weights are not known apart
+            selective = torch.full_like(selective, torch.nan)
         strongest = attention.topk(min(STRONGEST, attention.shape[-1]), dim=-1)
         self.sites[str(info.index)] = {
-            # NaN where there is none, as for a query that sees no key
+            # NaN where there is none, as for a query that sees no key; where scores are not known apart from log-weights
             "selective_log_partition": selective[0].tolist(),
             "entropy": torch.special.entr(attention).sum(-1)[0].tolist(),
             "top_keys": strongest.indices[0].tolist(),

@@ -12,7 +12,7 @@ registered, calls are counted, and every site is checked against the model's own
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,31 @@ from massieu.probing.capture import LOCK, Capture, StopAfterQuery, own_capture
 
 FUSED = "massieu_fused"  # delegates to the model's sdpa function, with sdpa's mask function
 EAGER = "massieu_eager"  # delegates to the eager function of the model's own file, with the eager mask function
+
+
+class _StandsFor(str):
+    """A registered name of ours that compares as the model's own: some models do other things where it is not theirs.
+
+    DeepSeek-V3.2, for one, hides the keys that its index did not choose only under the names ``eager`` and ``sdpa``.
+    """
+
+    __slots__ = ("stock",)
+    __hash__ = str.__hash__  # found in the registries under the name of ours
+
+    def __new__(cls, ours: str, stock: str) -> "_StandsFor":
+        self = super().__new__(cls, ours)
+        self.stock = stock
+        return self
+
+    def __getnewargs__(self) -> tuple[str, str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return str(self), self.stock
+
+    def __eq__(self, other: object) -> bool:
+        return other == self.stock or str.__eq__(self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
 
 # Keywords that change nothing about (query, key, value, mask, scale), or that `_call_from` reads.
 _UNDERSTOOD = (
@@ -38,7 +63,9 @@ def _own_function(module: nn.Module, implementation: str) -> Callable[..., tuple
     """The attention function the model would have used: from the file that defines the module, or a base class of it."""
     for cls in type(module).__mro__:
         file = sys.modules.get(cls.__module__)
-        eager = getattr(file, "eager_attention_forward", None)
+        eager = (
+            next((vars(file)[n] for n in vars(file) if n.endswith("eager_attention_forward")), None) if file else None
+        )
         if eager is None:
             continue
         if implementation == EAGER:
@@ -76,6 +103,8 @@ def _call_from(
     capture.unexplained.update(k for k, v in keywords.items() if v is not None and k not in _UNDERSTOOD)
     query, key, value = given
     site, repeated = capture.place(module, query, key)
+    if key.shape[1] != value.shape[1]:  # a value for each query head, but a key for several
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     length, keys = query.shape[2], key.shape[2]
     causal = False
     if implementation == FUSED and mask is None and length > 1:
@@ -95,7 +124,9 @@ def _call_from(
     softcap = None if softcap is None else float(softcap)
     sink = None if sink is None else sink.detach().float().reshape(-1)
     return AttentionCall(
-        site, module, query, key, value, weight, causal, scale, softcap, sink, output, repeated=repeated
+        *(site, module, query, key, value, weight, causal, scale, softcap, sink, output),
+        repeated=repeated,
+        route="interface",
     )
 
 
@@ -104,14 +135,19 @@ def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
     ) -> tuple[Tensor, Any]:
         capture = own_capture(module)
+        own = _own_function(module, implementation)
+        # sdpa leaves out what it does not know; what the model's own function makes of it, the tap follows.
+        strange = any(isinstance(v, Tensor) and name not in _UNDERSTOOD for name, v in keywords.items())
+        if implementation == EAGER and strange:
+            return own(module, query, key, value, attention_mask, **keywords)
         if capture is not None and capture.projections is not None:
             capture.projections.append((query, key, value))
             raise StopAfterQuery
-        output, weights = _own_function(module, implementation)(module, query, key, value, attention_mask, **keywords)
-        if capture is not None:
-            capture.check_undisturbed()
-            given = query, key, value
-            capture.observer(_call_from(capture, implementation, module, given, attention_mask, keywords, output))
+        with nullcontext() if capture is None else capture.claiming():
+            output, weights = own(module, query, key, value, attention_mask, **keywords)
+            if capture is not None:
+                given = query, key, value
+                capture.observe(_call_from(capture, implementation, module, given, attention_mask, keywords, output))
         return output, weights
 
     return attention
@@ -128,18 +164,21 @@ def _register() -> None:
 
 
 def _configurations(model: nn.Module) -> list[Any]:
-    """Every distinct configuration object in the model, nested ones included."""
+    """Every distinct configuration object in the model, nested ones included, of parts that dispatch their attention.
+
+    Other parts may look at the implementation's name to choose their masks, and find one that they do not know.
+    """
     found: dict[int, Any] = {}
-    pending: list[Any] = [
-        m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
-    ]
+    holding = [m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    pending: list[Any] = [m.config for m in holding]
+    deaf = {id(m.config) for m in holding if not getattr(m, "_can_set_attn_implementation", lambda: True)()}
     while pending:
         config = pending.pop()
         if id(config) not in found:
             found[id(config)] = config
             nested = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
             pending.extend(c for c in nested if hasattr(c, "_attn_implementation"))
-    return list(found.values())
+    return [config for key, config in found.items() if key not in deaf]
 
 
 def stock_implementations(model: nn.Module) -> list[str]:
@@ -155,17 +194,20 @@ def reading_interface(model: nn.Module, capture: Capture) -> Iterator[None]:
         InputError: the model runs attention through an implementation other than ``sdpa`` or ``eager``, or is being probed
             already.
     """
+    if "transformers" not in sys.modules or not _configurations(model):
+        yield
+        return
     with LOCK:
         _register()
         saved = _implementations(model)
-        ours = [(config, FUSED if name == "sdpa" else EAGER) for config, name in saved]
+        ours = [(c, _StandsFor(FUSED if name == "sdpa" else EAGER, name or "eager")) for c, name in saved]
         for config, name in ours:
             config._attn_implementation_internal = name
     try:
         yield
     finally:
         with LOCK:
-            capture.disturbed |= any(config._attn_implementation_internal != name for config, name in ours)
+            capture.disturbed |= any(config._attn_implementation_internal is not name for config, name in ours)
             for config, name in saved:
                 config._attn_implementation_internal = name
 

@@ -1,9 +1,8 @@
-"""Load a checkpoint for probing, say exactly which one it is, and make a re-initialised copy of it as a control."""
+"""Load a checkpoint for probing, or take a module in memory, and say exactly which one it is."""
 
-import copy
 import hashlib
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
+from massieu.probing.adapter import find_adapter
 from massieu.probing.checkpoint import (
     Checkpoint,
     default_model,
@@ -23,7 +23,9 @@ from massieu.probing.checkpoint import (
     some,
     weights_are,
 )
-from massieu.probing.seeding import OwnGenerator
+from massieu.probing.forward import decoder_given, device_of, dtype_of
+from massieu.probing.layout import separable
+from massieu.probing.unwrap import is_pretrained, tokenizer_of, unwrapped
 from massieu.report.record import ModelRecord
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -62,14 +64,13 @@ class LoadedModel:
 
     def describe(self) -> ModelRecord:
         """The ``model`` entry of ``run.json``; layers and heads are filled in once the sites are known."""
-        first = next(self.module.parameters())
         config = getattr(self.module, "config", None)
         return ModelRecord(
             **{name: getattr(self, name) for name in ("name", "hash", "revision", "weights")},
             architecture=type(self.module).__name__,
             parameters=sum(p.numel() for p in self.module.parameters()),
-            dtype=str(first.dtype).removeprefix("torch."),
-            device=str(first.device),
+            dtype=str(dtype_of(self.module)).removeprefix("torch."),
+            device=str(device_of(self.module) or "cpu"),
             hidden_size=getattr(config, "hidden_size", None),
             missing_weights=self._listed((*self.missing, *self.reshaped), _RANDOM),
             unexpected_weights=self._listed(self.unexpected, "in the checkpoint but not in the model, and not used"),
@@ -102,6 +103,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model's trunk and its tokenizer from a folder, a GGUF file or a hub name; None is the default model.
 
+    A folder with an adapter is loaded onto the base model that it names.
+
     What the checkpoint lacks is drawn at random by transformers: `missing` and `reshaped` of the result say what, and
     `massieu.probing.weights` whether it matters.
 
@@ -112,7 +115,7 @@ def load_model(
 
     Raises:
         InputError: no such model or device, unknown dtype, or files that are not a model of ``transformers``.
-        MissingExtraError: a GGUF file without the packages that read it.
+        MissingExtraError: a GGUF file without the packages that read it; an adapter without `peft`.
     """
     transformers = require_extra("transformers", "probe")
     target, kind = _device(device), DTYPES.get(dtype or "float32")
@@ -120,32 +123,48 @@ def load_model(
         raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
     shown = "sentence-transformers/all-MiniLM-L6-v2 (the default model)" if name is None else str(name)
     with quiet():
-        checkpoint = find_checkpoint(default_model() if name is None else name, revision)
+        given = find_checkpoint(default_model() if name is None else name, revision)
+        adapter = find_adapter(given)
+        checkpoint = given if adapter is None else adapter.base
         # Of a folder with a GGUF file the file says which model it is.
         shown = shown if checkpoint.gguf is None else checkpoint.files[0].name
         named = {**checkpoint.options, "trust_remote_code": trust_remote_code}
         with _one_sentence(shown):
             config = transformers.AutoConfig.from_pretrained(checkpoint.place, **named)
             options = {**named, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            module, report = transformers.AutoModel.from_pretrained(
-                checkpoint.place, config=config, dtype=kind, **options
-            )
-        read, problem = _tokenizer(checkpoint, named) if tokenizer else (None, None)
+            auto = getattr(transformers, "AutoModel" if adapter is None else adapter.auto)
+            whole, report = auto.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
+            module = whole if adapter is None else adapter.applied(whole)
+        read, problem = _tokenizer(given, named) if tokenizer else (None, None)
+        if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
+            read, problem = _tokenizer(checkpoint, named)
+    if is_pretrained(module) and adapter is not None:
+        module = _trunk(module)
+    own = _names_in(whole, module)
+    files = tuple(dict.fromkeys((*given.files, *checkpoint.files)))
     module = module.to(target).eval()
     return LoadedModel(
         module,
         shown,
-        file_hash(checkpoint.files) or weights_hash(module),
+        file_hash(files) or weights_hash(module),
         revision or getattr(config, "_commit_hash", None),
         read,
         tokenizer_problem=problem,
         from_files=True,
-        weights=checkpoint.format_as(kind),
-        missing=tuple(sorted(report["missing_keys"])),
-        reshaped={key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])},
+        weights=checkpoint.format_as(kind) if adapter is None else f"{checkpoint.format_as(kind)}, with an adapter",
+        missing=tuple(sorted(own(dict.fromkeys(report["missing_keys"])))),
+        reshaped=own({key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])}),
         unexpected=tuple(sorted(report["unexpected_keys"])),
         doubts=() if checkpoint.gguf is None else checkpoint.gguf.doubts(module),
     )
+
+
+def _names_in(whole: Any, trunk: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """From entries by a weight's name in a model to those by its name in the trunk, without those of the head."""
+    prefix = f"{whole.base_model_prefix}."
+    if trunk is whole or getattr(whole, whole.base_model_prefix, None) is not trunk:
+        return lambda entries: entries
+    return lambda entries: {k.removeprefix(prefix): entry for k, entry in entries.items() if k.startswith(prefix)}
 
 
 @contextmanager
@@ -170,34 +189,46 @@ def weights_hash(module: nn.Module) -> str:
     """SHA-256 over the names, types and values of all parameters and buffers of a module in memory."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if not isinstance(tensor, Tensor):  # what some modules keep beside their weights
+            continue
+        whole: Tensor = getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()  # sharded by FSDP2
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+        digest.update(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return f"state sha256:{digest.hexdigest()}"
 
 
 def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
-    """A model that is already in memory; of a model with a head, its trunk.
+    """A module that is already in memory, without what wraps it; of a transformers model with a head, its trunk.
 
     Raises:
-        InputError: not a model of ``transformers``, as a compiled one; on the meta device.
+        InputError: as `unwrapped`; packed weights, or none at all: on the meta device, or lazy ones.
     """
-    transformers = require_extra("transformers", "probe")
-    if not isinstance(module, transformers.PreTrainedModel):
-        raise InputError(f"{type(module).__name__} is not a model of transformers (a PreTrainedModel is needed)")
-    trunk: Any = _trunk(module)
-    packed = [name for name, entry in trunk.state_dict().items() if not isinstance(entry, Tensor) or entry.is_quantized]
+    inner: Any = unwrapped(module)
+    tokenizer = tokenizer_of(module) if tokenizer is None else tokenizer
+    trunk: Any = _trunk(inner) if is_pretrained(inner) else inner
+    kind = type(inner).__name__
+    entries = trunk.state_dict()
+    packed = [name for name, entry in entries.items() if _is_packed(name, entry)]
     if packed:
         raise InputError(
-            f"{type(module).__name__} has packed weights that cannot be read ({some(packed)}), as quantize_dynamic of "
+            f"{kind} has packed weights that cannot be read ({some(packed)}), as quantize_dynamic of "
             "torch makes them; give the model as it was before"
         )
-    empty = [name for name, tensor in [*trunk.named_parameters(), *trunk.named_buffers()] if tensor.is_meta]
+    tensors = [*trunk.named_parameters(), *trunk.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta or nn.parameter.is_lazy(tensor)]
     if empty:
         raise InputError(
-            f"{type(module).__name__} is on the meta device, so it has no weights to read ({some(empty)}); load them first"
+            f"{kind} is on the meta device or lazy, so it has no weights to read ({some(empty)}); load them first"
         )
-    name = getattr(module.config, "_name_or_path", "") or type(module).__name__
-    return LoadedModel(trunk, name, weights_hash(trunk), getattr(module.config, "_commit_hash", None), tokenizer)
+    config = getattr(trunk, "config", None)
+    name = getattr(config, "_name_or_path", "") or kind
+    return LoadedModel(trunk, str(name), weights_hash(trunk), getattr(config, "_commit_hash", None), tokenizer)
+
+
+def _is_packed(name: str, entry: Any) -> bool:
+    if isinstance(entry, Tensor):
+        return not nn.parameter.is_lazy(entry) and entry.is_quantized
+    return not name.endswith("_extra_state")
 
 
 def _trunk(module: Any) -> nn.Module:
@@ -208,40 +239,25 @@ def _trunk(module: Any) -> nn.Module:
     return trunk if needed <= {str(module.main_input_name)} else module
 
 
-def reinitialised(module: nn.Module, seed: int) -> nn.Module:
-    """A copy of the model with freshly drawn weights: same configuration, same architecture, nothing learned.
-
-    What other threads draw in the meantime does not change it, and the global generator is left as it is.
-    """
-    first = next(module.parameters())
-    with torch.device("cpu"), OwnGenerator(seed), quiet():
-        fresh = type(module)(copy.deepcopy(module.config))  # type: ignore[call-arg]
-    return fresh.to(device=first.device, dtype=first.dtype).eval()
-
-
 def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None = None) -> dict[str, Any]:
     """What the model's forward is called with: on its device, without a cache, with decoder tokens where it needs them.
 
     Args:
-        items: at most so many of the batch; None is all.
+        items: at most so many of the batch, where its first dimension is theirs: a model of transformers. None is all.
     """
-    device = next(module.parameters()).device
+    config: Any = getattr(module, "config", None)
+    items = items if hasattr(module, "main_input_name") and separable(inputs) else None
+    device = device_of(module)
     ready = {k: (v[:items] if v.dim() else v).to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     accepted = inspect.signature(module.forward).parameters
-    if "use_cache" in accepted:
+    if config is not None and "use_cache" in accepted:
         ready.setdefault("use_cache", False)
-    config: Any = module.config
     decodes = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted
     if decodes and not decoder_given(ready) and "input_ids" in ready:
         ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
         if "attention_mask" in ready:
             ready["decoder_attention_mask"] = ready["attention_mask"]
     return ready
-
-
-def decoder_given(inputs: Mapping[str, Any]) -> bool:
-    """Whether a model is given tokens for a decoder beside those for its encoder."""
-    return any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
 def _shifted(tokens: Tensor, config: Any) -> Tensor:
@@ -257,20 +273,23 @@ def dummy_inputs(module: nn.Module) -> dict[str, Tensor]:
     """A tiny made-up input that makes every attention site fire; its values mean nothing.
 
     Raises:
-        InputError: the model reads neither tokens nor images.
+        InputError: the model reads neither tokens nor images, or does not say what it reads.
     """
-    config: Any = module.config
+    config: Any = getattr(module, "config", None)
+    main = getattr(module, "main_input_name", None)
+    if config is None or main is None:
+        raise InputError(
+            f"{type(module).__name__} does not say what it reads; give inputs, a batch as its forward takes it"
+        )
     generator = torch.Generator().manual_seed(0)
-    if module.main_input_name == "pixel_values":
+    if main == "pixel_values":
         vision = getattr(config, "vision_config", config)
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
         return {"pixel_values": torch.randn(1, vision.num_channels, height, width, generator=generator)}
     vocabulary = getattr(config, "vocab_size", None)
-    if module.main_input_name != "input_ids" or vocabulary is None:
-        raise InputError(
-            f"{type(module).__name__} reads {module.main_input_name!r}; give batches of it to probe or describe the model"
-        )
+    if main != "input_ids" or vocabulary is None:
+        raise InputError(f"{type(module).__name__} reads {main!r}; give batches of it to probe or describe the model")
     length = min(16, getattr(config, "max_position_embeddings", 16) or 16)
     ids = torch.randint(0, vocabulary, (1, length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

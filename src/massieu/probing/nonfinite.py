@@ -1,6 +1,6 @@
 """NaN and infinities in a model: noticed in every batch, and traced to the first place where they arise."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,12 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from massieu.probing.attention_call import AttentionCall
+from massieu.probing.forward import dtype_of, run, tensors_of
+from massieu.probing.model import model_inputs
+from massieu.probing.routes import capturing
+from massieu.probing.sites import SiteInfo
 from massieu.probing.watching import hooked
+from massieu.probing.wiring import StreamTracer
 from massieu.report.record import Trouble
 
 
@@ -49,15 +54,15 @@ def in_batch(model: nn.Module, inputs: dict[str, Any], real: Tensor | None, batc
 
     def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         if not found:
-            kinds = (kind_of(at_real(tensor, real)) for tensor in _tensors(output))
+            kinds = (kind_of(at_real(tensor, real)) for tensor in tensors_of(output))
             found.extend((names[module] or type(module).__name__, what) for what in kinds if what)
 
     with torch.no_grad(), hooked(names, after=look):
-        model(**inputs)
+        run(model, inputs)
     if not found:
         return None
     first, what = found[0]
-    dtype = next(model.parameters()).dtype
+    dtype = dtype_of(model)
     half = dtype in (torch.float16, torch.bfloat16)
     cause = f"; {str(dtype).removeprefix('torch.')} may overflow where float32 does not" if half else ""
     return Trouble(f"the model's numbers break down: {what} first in {first}, in {batch}{cause}", what, first)
@@ -67,6 +72,8 @@ def in_call(call: AttentionCall, queries: Bool[Tensor, "B L"], keys: Bool[Tensor
     """Whether one attention call has numbers that are not finite, padding and queries that see no key left out."""
     asked = (call.query.transpose(1, 2), call.output)
     attended = (call.key.transpose(1, 2), call.value.transpose(1, 2))
+    if call.grade == "scores" and call.log_weight is not None:  # it holds the scores
+        asked = (*asked, torch.where(call.log_weight.isneginf(), 0.0, call.log_weight).transpose(1, 2))
     if all(kind_of(tensor) is None for tensor in (*asked, *attended)):
         return False
     queries = queries & call.visible().any(-1).all(1)
@@ -75,15 +82,25 @@ def in_call(call: AttentionCall, queries: Bool[Tensor, "B L"], keys: Bool[Tensor
 
 
 def at_real(tensor: Tensor, real: Tensor | None) -> Tensor:
-    """A tensor's entries at real tokens, where its first two dimensions are items and tokens; else all of it."""
-    if real is None or tensor.dim() < 2 or tensor.shape[:2] != real.shape:
+    """A tensor's entries at real tokens, where its first two dimensions are items and tokens, or the reverse; else all."""
+    if real is None or tensor.dim() < 2:
         return tensor
-    return tensor[real.to(tensor.device)]
+    for places in (real, real.mT):
+        if tensor.shape[:2] == places.shape:
+            return tensor[places.to(tensor.device)]
+    return tensor
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict | list | tuple):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(part)
+def shows_nan(model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any]) -> bool:
+    """Whether an attention call or a step along the residual stream has NaN, in one pass over a batch."""
+    found: list[bool] = []
+
+    def attend(call: AttentionCall) -> None:
+        parts = (call.query, call.key, call.value, call.output, call.log_weight)
+        found.extend(kind_of(part) == "NaN" for part in parts if part is not None)
+        tracer.attention(call)
+
+    tracer = StreamTracer(model, sites, lambda step: found.append(kind_of(step.after) == "NaN"))
+    with torch.no_grad(), capturing(model, attend), tracer.watching():
+        run(model, model_inputs(model, inputs, items=2))
+    return any(found)

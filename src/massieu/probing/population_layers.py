@@ -1,4 +1,4 @@
-"""The blocks of a Hugging Face model as operators on populations of tokens, checked against the model itself.
+"""The blocks of a model as operators on populations of tokens, checked against the model itself.
 
 The stream is followed as in `wiring`, attention's maps are read as in `replay`, and the feed-forward part is the chain of the
 model's own modules that leads from the stream to what is added to it. No architecture is named; what was read must
@@ -6,7 +6,7 @@ reproduce the block's own output.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
 from massieu.probing.check import check_evaluating
+from massieu.probing.forward import named_inputs, run
 from massieu.probing.model import as_loaded, dummy_inputs, model_inputs
 from massieu.probing.replay import AffineQuery, affine_projections, output_maps, relative_difference
 from massieu.probing.routes import capturing
@@ -33,9 +34,7 @@ _NO_STEP = {
 }
 
 
-def population_layers(
-    model: nn.Module, *, layer: int | None = None, inputs: Mapping[str, Tensor] | None = None
-) -> Composition:
+def population_layers(model: nn.Module, *, layer: int | None = None, inputs: Any = None) -> Composition:
     """The blocks of a model, each a composition of attention and feed-forward part, as operators on its tokens.
 
     Attention's maps and all norms are copies, in at least float32; the feed-forward part calls the model's own modules.
@@ -43,9 +42,10 @@ def population_layers(
     first block are part of them.
 
     Args:
-        model: An encoder of `transformers`, in evaluation mode, whose tokens all attend to each other.
+        model: An encoder, of `transformers` or any other, in evaluation mode, whose tokens all attend to each other.
         layer: One block only, counted from 0.
-        inputs: What the check runs on, a batch of unpadded inputs; a made-up one of 16 tokens by default. A window that is
+        inputs: What the check runs on, a batch of unpadded inputs in any form that `probe` takes; for a model of
+            `transformers` a made-up one of 16 tokens by default. A window that is
             wider than they are does not show.
 
     Returns:
@@ -54,7 +54,8 @@ def population_layers(
     Raises:
         InputError: the block is no function of the set of its tokens (causal, windows, positions in queries and keys or in
             scores), or of no form that is known, and why; it differs from the module's own output, and by how much; there is
-            no such layer; not a model of `transformers`, in training mode, or without weights (on the meta device).
+            no such layer; the model does not say what it reads and ``inputs`` are not given; it is in training mode, or
+            without weights (on the meta device).
 
     Example:
         Eight tokens at one place stay together: a block is a function of each token and of the set of all.
@@ -110,8 +111,8 @@ class _ForwardPass:
     """By a step's index, `affine_projections` of its attention."""
 
 
-def _forward_pass(model: nn.Module, inputs: Mapping[str, Tensor] | None) -> _ForwardPass:
-    prepared = model_inputs(model, dummy_inputs(model) if inputs is None else dict(inputs))
+def _forward_pass(model: nn.Module, inputs: Any) -> _ForwardPass:
+    prepared = model_inputs(model, dummy_inputs(model) if inputs is None else named_inputs(model, inputs))
     steps: list[Step] = []
     seen = first_pass(model, prepared)
     if not seen.calls:
@@ -120,7 +121,7 @@ def _forward_pass(model: nn.Module, inputs: Mapping[str, Tensor] | None) -> _For
     with torch.no_grad():
         tracer = StreamTracer(model, sites, steps.append)
         with capturing(model, tracer.attention), tracer.watching(), _recording(model) as made:
-            model(**prepared)
+            run(model, prepared)
         with capturing(model, lambda _: None) as capture:
             projections = {
                 index: affine_projections(capture, step.read)

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +15,22 @@ from massieu.foundation.threads import one_thread
 from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture
 from massieu.probing.examples import ExampleWindow
-from massieu.probing.model import decoder_given, model_inputs
+from massieu.probing.forward import decoder_given, output_tensor, run
+from massieu.probing.layout import BatchLayout
+from massieu.probing.model import model_inputs
 from massieu.probing.nonfinite import at_real, in_batch, in_call, kind_of
 from massieu.probing.routes import capturing
-from massieu.probing.site_reading import SiteReading
+from massieu.probing.site_reading import NO_ORDER, SiteReading
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.expansion import ExpansionStatistics
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
-from massieu.probing.tokens import BatchTokens
+from massieu.probing.tokens import BatchTokens, drawn_for
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step, StreamTracer
 from massieu.report.record import Trouble
 
 _EXAMPLES = "example windows"
+_ITEMS_FIRST = BatchLayout()
 _WRITE_NORM = "write_norm_ratio"  # of the values' group, measured where the climb is
 
 
@@ -59,9 +62,17 @@ class Reading:
         read_queries: tokens that the first attention site has asked about.
     """
 
-    def __init__(self, model: nn.Module, sites: list[SiteInfo], options: Options) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: list[SiteInfo],
+        options: Options,
+        layout: BatchLayout = _ITEMS_FIRST,
+        refused: Collection[str] = (),
+    ) -> None:
+        self.model, self.refused = model, refused
         self.sites = sites
+        self.layout = layout
         self.options = options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
         self.results = [SiteReading.begun(info, options.units, options.max_length) for info in sites]
@@ -73,6 +84,8 @@ class Reading:
         self.examples: list[ExampleWindow] = []
         self._capture: Capture | None = None
         self.failed: dict[str, str] = {}
+        if EXPANSION in options.groups and any(info.tokens_first is None for info in sites):
+            self.failed[EXPANSION] = NO_ORDER
         self.trouble: Trouble | None = None
         self.broken = False  # the current batch has numbers that are not finite
         self.read_queries = 0
@@ -103,9 +116,7 @@ class Reading:
         self._windows = windows
         prepared = model_inputs(self.model, inputs)
         self._tokens = BatchTokens(prepared, special, decoder_given(prepared) and not decoder_given(inputs))
-        main = prepared.get(str(self.model.main_input_name))
-        first = main if isinstance(main, Tensor) else next(v for v in prepared.values() if isinstance(v, Tensor))
-        self._rows = first.shape[0]
+        self._rows = self.layout.rows(self.model, prepared)
         self._sampled_rows = list(sampled)
         self._chosen.clear()
         self.broken = False
@@ -116,7 +127,7 @@ class Reading:
             with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
                 self._capture = capture
                 with self.tracer.watching() if traced else nullcontext():
-                    output = self.model(**prepared)[0]
+                    output = output_tensor(self.model, run(self.model, prepared))
                 self.unexplained |= capture.unexplained
             self._look_for_trouble(output)
             if self._wants(EXPANSION):
@@ -142,7 +153,8 @@ class Reading:
             return
         inputs = self._tokens.inputs
         real = self._tokens.mask(decoder=decoder_given(inputs))
-        real = None if real is None else real.bool()
+        if real is not None and self.sites[-1].tokens_first:
+            real = real.mT
         if self.broken or kind_of(at_real(output, real)) is not None:
             first = self._windows[0]
             windows = f"window {first}" if self._rows == 1 else f"windows {first} to {first + self._rows - 1}"
@@ -162,8 +174,8 @@ class Reading:
         return self._chosen[place]
 
     def _random(self, row: int, purpose: int) -> torch.Generator:
-        """Random numbers that belong to one window and one purpose."""
-        return torch.Generator().manual_seed(hash((self.options.seed, self._windows[row], purpose)) % 2**63)
+        """Random numbers that belong to a row's window and one purpose."""
+        return drawn_for(self.options.seed, self._windows[row], purpose)
 
     # What could not be computed ----------------------------------------------------------------------------------------
 
@@ -197,6 +209,8 @@ class Reading:
 
     def _read_attention(self, call: AttentionCall) -> None:
         info = self.by_site.get(call.site)
+        if info is None and call.site.module_name in self.refused:
+            return
         if info is None:
             raise InputError(f"{call.site.name} computed attention in this batch but not in the first one")
         if call.repeated:  # the same weights on other values: everything about the weights is known

@@ -7,18 +7,18 @@ value of any module in which they are linear. Each replay is checked on the stat
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from massieu.probing.capture import Capture, StopAfterQuery
+from massieu.probing.capture import Capture, replayed
 from massieu.probing.watching import mapped, same_tensor
 from massieu.probing.wiring import AttentionRead, along_batch
 
 # Masks matter only behind the query; a cache must not see the same tokens twice.
 _LEFT_OUT = {"attention_mask", "mask", "position_bias", "encoder_attention_mask", "causal_mask"}
+_LEFT_OUT |= {"attn_mask", "key_padding_mask"}
 _LEFT_OUT |= {"past_key_values", "past_key_value"}
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # half precisions: see `tolerance`
 
@@ -58,15 +58,6 @@ def _repeated(value: Tensor, copies: int) -> Tensor:
     return value.repeat(copies, *([1] * (value.dim() - 1)))
 
 
-def _call(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    with capture.replaying() as recorded:
-        try:
-            module.forward(*arguments, **keywords)
-        except StopAfterQuery:
-            return recorded[0]
-    raise RuntimeError(f"{type(module).__name__} did not compute attention when it was replayed")
-
-
 AffineQuery = tuple[Float[Tensor, "H Dh D"], Float[Tensor, "H Dh"]]
 
 
@@ -101,16 +92,19 @@ class Replay:
             states = _repeated(state, copies).index_copy(1, positions, states)
 
         def given(value: Tensor) -> Tensor:
+            value = self.read.turned(value)
             if same_tensor(value, state):  # as query, key and value, in some models
-                return states
+                return self.read.turned(states)
             by_item = along_batch(value, batch)
             value = value if self.whole else _at_positions(value, positions, length)
-            return _repeated(value, copies) if by_item else value
+            return self.read.turned(_repeated(value, copies) if by_item else value)
 
         keywords = {n: None if n in _LEFT_OUT else mapped(value, given) for n, value in self.read.keywords.items()}
+        if keywords.get("is_causal"):  # nn.MultiheadAttention wants the mask with it
+            keywords["is_causal"] = False
         arguments = (None if isinstance(a, Tensor) and a.dim() == 4 else a for a in self.read.arguments)
         arguments = mapped(tuple(arguments), given)
-        query, key, value = _call(self.capture, self.read.call.module, arguments, keywords)
+        query, key, value = replayed(self.capture, self.read.call.module, arguments, keywords)
         return query[:, :, positions] if self.whole else query, key, value
 
     def queries(self, residual: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "R H S Dh"]:

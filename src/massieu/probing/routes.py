@@ -8,6 +8,7 @@ from torch import nn
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.capture import Capture, active
 from massieu.probing.interface import reading_interface
+from massieu.probing.tap.mode import Tap
 
 
 @contextmanager
@@ -21,5 +22,7 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], None]) -> It
             already, or was used by another thread in the meantime.
     """
     capture = Capture({module: name for name, module in model.named_modules()}, observer)
-    with active(capture), reading_interface(model, capture):
+    tap = Tap(model, capture)
+    with active(capture), reading_interface(model, capture), tap:
         yield capture
+    tap.finish()

@@ -13,7 +13,7 @@ from massieu.errors import InputError
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.check import check_readable
 from massieu.probing.documents import Document, check_sources, read_documents, reference_documents, string_documents
-from massieu.probing.interface import stock_implementations
+from massieu.probing.forward import named_inputs
 from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
 from massieu.probing.reading import Options
 from massieu.probing.result import ProbeResult
@@ -52,9 +52,12 @@ def probe(
     kept as running results, so memory does not grow with the text.
 
     Args:
-        model: a folder, a GGUF file, a hub name, a ``transformers`` model in memory, or None for the MiniLM sentence encoder.
-        tokenizer_or_batches: for a model in memory, its tokenizer, or an iterable of batches (mappings of tensors as
-            the model's forward takes them, padding marked by ``attention_mask``). Not needed for a folder or hub name.
+        model: a folder (of a model, or of an adapter to one), a GGUF file, a hub name, any module in memory, or None for the
+            MiniLM sentence encoder. What wraps a module is taken off: DDP, ``torch.compile``, PEFT, SentenceTransformer.
+        tokenizer_or_batches: for a model in memory, its tokenizer, or an iterable of batches as its forward takes them: a
+            tensor, a tuple (arguments in order) or a mapping (by name). Padding is known from a mask (B, L) in a mapping:
+            ``attention_mask`` is True at real tokens, ``key_padding_mask``, ``src_key_padding_mask`` and
+            ``tgt_key_padding_mask`` are True at padding. Not needed for a folder or hub name.
         text: files, folders or ``"-"``; None is the English reference text that every Python ships.
         texts: the text itself, in place of ``text``: a string, or a document in each string.
         column: field of ``.jsonl`` and ``.parquet`` files that holds the text.
@@ -74,7 +77,7 @@ def probe(
 
     Raises:
         InputError: bad input of any kind, named in one sentence; also when the self-check finds that what was captured
-            does not reproduce the model's own attention.
+            does not reproduce the model's own attention, and where no attention can be read, with the reasons.
 
     Example:
         Two heads of a small model, each with an entropy below log 8 = 2.08 nats.
@@ -106,7 +109,7 @@ def probe(
     if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
         if text is not None or texts is not None:
             raise InputError("give either batches or text, not both")
-        given = Input(tokenizer_or_batches, "batches", True, max_length, loaded.tokenizer)
+        given = Input(_batches(tokenizer_or_batches), "batches", True, max_length, loaded.tokenizer)
     else:
         tokenizer = _tokenizer(loaded, tokenizer_or_batches, max_length)
         batches = TextBatches(tokenizer, documents, **sizes, packing=packing)
@@ -148,6 +151,13 @@ def _documents(
     return ", ".join(map(str, sources)), lambda: read_documents(sources, column=column)
 
 
+def _batches(given: Any) -> Iterable[Any]:
+    """Several batches; one batch in their place is a common mistake, which iterating would hide."""
+    if isinstance(given, Tensor | Mapping) or not isinstance(given, Iterable):
+        raise InputError(f"batches must be an iterable of batches, got {type(given).__name__}; put one batch in a list")
+    return given
+
+
 def _load(model: str | Path | nn.Module | None, tokenizer: Any, needs_tokenizer: bool, **loading: Any) -> LoadedModel:
     if isinstance(model, nn.Module):
         if loading["device"] is not None or loading["dtype"] is not None:
@@ -176,11 +186,15 @@ def _tokenizer(loaded: LoadedModel, tokenizer: Any, max_length: int) -> Any:
 
 def _longest(module: nn.Module) -> int | None:
     """Positions an absolute position table has; None where there is no such table."""
-    config: Any = module.config
+    config: Any = getattr(module, "config", None)
     for name in ("max_position_embeddings", "n_positions"):
         positions = getattr(config, name, None)
         if isinstance(positions, int) and positions > 0:
-            return positions - 2 if config.model_type in ("roberta", "xlm-roberta", "camembert") else positions
+            return (
+                positions - 2
+                if getattr(config, "model_type", None) in ("roberta", "xlm-roberta", "camembert")
+                else positions
+            )
     return None
 
 
@@ -203,7 +217,7 @@ class Description:
 @torch.inference_mode(False)
 def describe(
     model: str | Path | nn.Module | None = None,
-    inputs: Mapping[str, Tensor] | None = None,
+    inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
     device: str | None = None,
     dtype: str | None = None,
@@ -212,10 +226,16 @@ def describe(
 ) -> Description:
     """Find the attention sites, heads and wiring of a model from one tiny made-up input; no text is needed.
 
+    Args:
+        model: as for `probe`.
+        inputs: one batch, in any form that `probe` takes; needed where the model does not say what it reads.
+
     Raises:
         InputError: as for `probe`; also when the model reads neither tokens nor images and ``inputs`` is not given.
 
     Example:
+        A model of `transformers`, then one attention of PyTorch's own.
+
         >>> import massieu
         >>> from transformers import BertConfig, BertModel
         >>> small = BertConfig(
@@ -224,20 +244,24 @@ def describe(
         >>> model = BertModel(small).eval()
         >>> [(site.kind, site.heads, site.head_size) for site in massieu.describe(model).sites]
         [('self', 2, 4)]
+        >>> import torch
+        >>> tokens = torch.ones(1, 5, 8)
+        >>> attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> [(site.kind, site.heads, site.route) for site in massieu.describe(attention, (tokens,) * 3).sites]
+        [('self', 2, 'tap')]
     """
     loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
     loaded = _load(model, None, needs_tokenizer=False, **loading)
-    ready = dict(inputs) if inputs is not None else dummy_inputs(loaded.module)
+    ready = dummy_inputs(loaded.module) if inputs is None else named_inputs(loaded.module, inputs)
     options = Options(frozenset({CLIMB, MAPS}), Units(), 256, climb_queries=4)
     given = Input([ready], "made-up input", True, 256, None)
     session = Session(loaded, given, options, lambda _: None, None)
-    session.begin(dict(ready))
+    session.begin(ready)
     session.control = None
     session.read_all(threading.Event())
-    route = f"transformers attention interface, {' and '.join(stock_implementations(loaded.module))}"
     sites = [session.site_record(info) for info in session.reading.sites]
     reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site.unavailable.items()})
     sublayers = session.reading.tracer.sublayers
     trouble = session.trouble()
     warnings = [*([] if trouble is None else [trouble.sentence]), *session.all_warnings()]
-    return Description(session.model_record(), route, sites, sublayers, reasons, warnings)
+    return Description(session.model_record(), session.route(), sites, sublayers, reasons, warnings)

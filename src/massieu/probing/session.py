@@ -1,8 +1,10 @@
 """One probe under way: batches in, running results, and the record of the run at the end."""
 
 import platform
+import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,14 +15,16 @@ from torch import Tensor
 
 import massieu
 import massieu.report.record as record
-from massieu.errors import InputError, require_extra
+from massieu.errors import InputError
 from massieu.probing.check import SelfCheck, check_evaluating, first_look
 from massieu.probing.checkpoint import some
 from massieu.probing.examples import ExampleWindow, example_length
 from massieu.probing.findings import findings
+from massieu.probing.forward import named_inputs
+from massieu.probing.fresh import reinitialised
 from massieu.probing.interface import stock_implementations
-from massieu.probing.model import LoadedModel, model_inputs, reinitialised
-from massieu.probing.nonfinite import in_weights
+from massieu.probing.model import LoadedModel, model_inputs
+from massieu.probing.nonfinite import in_weights, shows_nan
 from massieu.probing.reading import Options, Reading
 from massieu.probing.result import ProbeResult
 from massieu.probing.sites import SiteInfo
@@ -28,13 +32,12 @@ from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAP
 from massieu.probing.tables import head_table, layer_table
 from massieu.probing.text import Batch, TextBatches, token_strings
 from massieu.probing.tokenizers import check_ids
-from massieu.probing.tokens import BatchTokens
+from massieu.probing.tokens import BatchTokens, is_sampled
 from massieu.probing.weights import check_weights
 
-SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
-SAMPLE_LEAST = 4  # windows at the beginning that are always sampled, so that short texts have error bars
 CONTROL_EVERY = 8  # every eighth sampled window, and the second, also runs through the re-initialised copy
 EXAMPLES = 2
+_OF_SITE = ("layer", "kind", "heads", "key_heads", "head_size", "route", "grade")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class ProbeProgress:
 class Input:
     """What the text side gives: batches, and what to say about them afterwards."""
 
-    batches: Iterable[Batch | Mapping[str, Tensor]]
+    batches: Iterable[Any]
     source: str
     packing: bool
     max_length: int
@@ -92,14 +95,15 @@ class Session:
             raise InputError("there was no batch to read")
         return not interrupted.is_set()
 
-    def _read(self, batch: Batch | Mapping[str, Tensor]) -> None:
-        inputs = dict(batch.inputs) if isinstance(batch, Batch) else dict(batch)
+    def _read(self, batch: Any) -> None:
+        module = self.loaded.module
+        inputs = named_inputs(module, batch.inputs if isinstance(batch, Batch) else batch)
         special = batch.special if isinstance(batch, Batch) else None
-        rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
-        check_ids(self.loaded.module, inputs)
+        check_ids(module, inputs)
         if not self.begun:
             self.begin(inputs)
-        sampled = [row for row in range(rows) if _is_sampled(self.windows + row)]
+        rows = self.reading.layout.rows(module, inputs)
+        sampled = [row for row in range(rows) if is_sampled(self.windows + row)]
         example = None
         if sampled and self.recorded < EXAMPLES and ATTENTION in self.options.groups:
             example = self._example(batch, inputs, sampled[0])
@@ -108,7 +112,9 @@ class Session:
         self.reading.forward(inputs, special, sampled, numbers, example)
         if self.control is not None:
             chosen = [row for i, row in enumerate(sampled, self.sampled) if i % CONTROL_EVERY == 0 or i == 1]
-            if chosen:
+            if chosen and not self.reading.layout.separable:
+                self.control.forward(inputs, special, chosen, numbers)
+            elif chosen:
                 along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows}
                 part = {k: v[chosen] if k in along else v for k, v in inputs.items()}
                 marks = None if special is None else special[chosen]
@@ -126,7 +132,7 @@ class Session:
             InputError: what was checked does not hold.
         """
         module = self.loaded.module
-        check_evaluating([module])
+        check_evaluating(module.modules())
         self.broken_weights = in_weights(module)
         look = first_look(module, inputs)
         self.check = look.check
@@ -137,12 +143,20 @@ class Session:
                 f"{len(look.silent)} modules look like attention but were not seen attending, so they are not in the "
                 f"result: {some(look.silent, 5)}"
             )
-        self.reading = Reading(module, look.sites, self.options)
+        self.warnings += [f"the attention of {name} is not read: {reason}" for name, reason in look.refused.items()]
+        self.reading = Reading(module, look.sites, self.options, look.layout, look.refused)
         if self.options.groups & {ATTENTION, VALUES, CLIMB, EXPANSION}:
-            groups = self.options.groups - {MAPS}
-            fresh = reinitialised(module, self.options.seed)
-            self.control = Reading(fresh, look.sites, replace(self.options, groups=groups))
+            self._begin_control(inputs)
         self.begun = True
+
+    def _begin_control(self, inputs: dict[str, Any]) -> None:
+        module, sites, layout = self.loaded.module, self.reading.sites, self.reading.layout
+        fresh, said = reinitialised(module, self.options.seed, lambda copied: shows_nan(copied, sites, inputs))
+        if said is not None:
+            self.warnings.append(f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}")
+        if fresh is not None:
+            options = replace(self.options, groups=self.options.groups - {MAPS})
+            self.control = Reading(fresh, sites, options, layout, self.reading.refused)
 
     def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow:
         names: dict[str, list[str]] = {}
@@ -152,7 +166,7 @@ class Session:
             for side in ("text", "decoder"):
                 ids, mask = read.ids(decoder=side == "decoder"), read.mask(decoder=side == "decoder")
                 if ids is not None:
-                    kept = ids[row] if mask is None else ids[row][mask[row].bool()]
+                    kept = ids[row] if mask is None else ids[row][mask[row]]
                     names[side] = token_strings(tokenizer, kept.tolist())
         title = f"window {self.windows + row}"
         if isinstance(batch, Batch) and batch.names[row]:
@@ -164,12 +178,11 @@ class Session:
 
     def result(self, wanted: frozenset[str], settings: dict[str, Any], complete: bool) -> ProbeResult:
         """The tables and the record of the run, of the statistics that are wanted and could be computed."""
-        reading, transformers = self.reading, require_extra("transformers", "probe")
-        libraries = (("massieu", massieu), ("torch", torch), ("transformers", transformers), ("numpy", np))
+        reading = self.reading
+        libraries = {"massieu": massieu, "torch": torch, "transformers": sys.modules.get("transformers"), "numpy": np}
         wanted = wanted - reading.left_out()
         heads = head_table(reading, self.control, wanted).frame()
         layers = layer_table(reading, self.control, wanted).frame()
-        own = " and ".join(stock_implementations(self.loaded.module))
         run = record.RunRecord(
             massieu_version=massieu.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -179,7 +192,7 @@ class Session:
             error_unit=self._error_unit(),
             self_check=record.SelfCheckRecord(**vars(self.check), passed=self.check.passed),
             capture=record.CaptureRecord(
-                route=f"transformers attention interface; output computed by the model's own {own} attention",
+                route=self.route(),
                 attention_sites=len(reading.sites),
                 unexplained_keywords=sorted(self.unexplained | reading.unexplained),
             ),
@@ -187,7 +200,10 @@ class Session:
             sublayers=reading.tracer.sublayers,
             settings=settings,
             seed=self.options.seed,
-            versions={"python": platform.python_version(), **{name: used.__version__ for name, used in libraries}},
+            versions={
+                "python": platform.python_version(),
+                **{name: used.__version__ for name, used in libraries.items() if used},
+            },
             timing=self._timing(),
             sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"]),
             statistics=[each for each in STATISTICS.values() if each.name in wanted],
@@ -198,6 +214,20 @@ class Session:
             trouble=self.trouble(),
         )
         return ProbeResult(run=run, details=self._details(), heads=heads, layers=layers)
+
+    def route(self) -> str:
+        """How attention was read, in words."""
+        sites, said = self.reading.sites, []
+        own = " and ".join(stock_implementations(self.loaded.module))
+        by = Counter(info.route for info in sites)
+        if by["interface"]:
+            said.append(f"transformers attention interface; output computed by the model's own {own} attention")
+        if by["tap"]:
+            said.append("scores followed to their softmax in the model's own code")
+        if len(by) > 1:
+            said = [f"{words} ({by[route]} sites)" for words, route in zip(said, ("interface", "tap"), strict=True)]
+        only = sum(info.grade == "scores" for info in sites)
+        return "; ".join(said) + (f"; of {only} of {len(sites)} sites the scores alone" if only else "")
 
     def model_record(self) -> record.ModelRecord:
         """The model as ``run.json`` describes it."""
@@ -227,7 +257,7 @@ class Session:
         return record.SiteRecord(
             index=info.index,
             name=info.site.name,
-            **{name: getattr(info, name) for name in ("layer", "kind", "heads", "key_heads", "head_size")},
+            **{name: getattr(info, name) for name in _OF_SITE},
             query_tokens="decoder" if decoder else "text",
             key_tokens="decoder" if decoder and info.kind != "cross" else "text",
             unavailable=self.reading.results[info.index].unavailable,
@@ -283,7 +313,3 @@ class Session:
                 counts = {str(i): found[name].counts.tolist() for i, found in enumerate(every)}
                 histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
         return {"histograms": histograms, "examples": [e.to_dict() for e in self.reading.examples]}
-
-
-def _is_sampled(window: int) -> bool:
-    return window < SAMPLE_LEAST or int((window + 1) * SAMPLE_SHARE) > int(window * SAMPLE_SHARE)

@@ -15,10 +15,18 @@ from massieu.probing.statistics.climb import Climb, ClimbStatistics
 from massieu.probing.statistics.maps import MapStatistics, map_statistics
 from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading, Tokens
-from massieu.probing.statistics.registry import CLIMB, MAPS, VALUES
+from massieu.probing.statistics.registry import CLIMB, MAPS, NEEDS_SCORES, VALUES
 from massieu.probing.statistics.values import first_value_norm_ratio
 from massieu.probing.units import Units
 from massieu.probing.wiring import AttentionRead, Step
+
+NO_ORDER = (
+    "the batch has as many items as tokens, and the module does not say by batch_first which of its dimensions is which; "
+    "batches of another length or size do"
+)
+_SCORES_ONLY = (
+    "its scores are not known as an affine function of queries and keys, so they cannot be told apart from log-weights"
+)
 
 Draw = Callable[[int, int], torch.Generator]
 """Random numbers for a row and a purpose, which belong to the row's window."""
@@ -49,6 +57,14 @@ class SiteReading:
         results = cls(info, attention, ClimbStatistics(info.heads, units), Ratio((1, info.heads), units))
         if info.value_sets > 1:
             results.unavailable[VALUES] = f"the same attention weights are applied to {info.value_sets} sets of values"
+        elif info.value_size == 0:
+            results.unavailable[VALUES] = "the layout of its values is not known"
+        if info.grade == "scores":
+            results.unavailable |= dict.fromkeys([*sorted(NEEDS_SCORES), CLIMB, MAPS], _SCORES_ONLY)
+        elif info.tokens_first is None:
+            results.unavailable |= dict.fromkeys([CLIMB, MAPS], NO_ORDER)
+        elif info.moving:
+            results.unavailable[CLIMB] = "its log-weights are computed from the queries or keys, and move with them"
         return results
 
     def read_queries(
@@ -56,6 +72,8 @@ class SiteReading:
     ) -> None:
         """The per-query statistics of a call on so many rows; of each row at most ``sample`` queries."""
         length = call.query.shape[2]
+        if call.query.shape[0] % rows:  # of something that the items share, as positions: one row
+            rows = 1
         if queries.special is None or keys.special is None:
             self.unavailable["weight_special"] = "the batches do not say which tokens are special"
         parts = [(slice(None), torch.arange(length), rows)]
@@ -73,6 +91,7 @@ class SiteReading:
     def read_first_value(self, call: AttentionCall, keys: Tokens, rows: int) -> None:
         """The norm of the first token's value beside the others', in each of so many rows."""
         ratio, usable = first_value_norm_ratio(call, keys)
+        rows = 1 if ratio.shape[0] % rows else rows
         pair = torch.stack([torch.where(usable, ratio, 0.0), usable]).double()
         self.first_value.update(*pair.reshape(2, rows, -1, ratio.shape[1]).sum(2, keepdim=True))
 

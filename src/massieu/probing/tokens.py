@@ -12,8 +12,22 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from massieu.probing.attention_call import AttentionCall
+from massieu.probing.forward import real_mask
 from massieu.probing.statistics.expansion import distinct_positions
 from massieu.probing.statistics.query_reading import Tokens
+
+SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
+SAMPLE_LEAST = 4  # windows at the beginning that are always sampled, so that short texts have error bars
+
+
+def is_sampled(window: int) -> bool:
+    """Whether a window of the text is one of those on which replays and clouds are measured."""
+    return window < SAMPLE_LEAST or int((window + 1) * SAMPLE_SHARE) > int(window * SAMPLE_SHARE)
+
+
+def drawn_for(seed: int, window: int, purpose: int) -> torch.Generator:
+    """Random numbers that belong to one window and one purpose."""
+    return torch.Generator().manual_seed(hash((seed, window, purpose)) % 2**63)
 
 
 def real_tokens(
@@ -25,10 +39,10 @@ def real_tokens(
         decoder: they are tokens of the decoder.
     """
     batch, length = call.query.shape[0], call.key.shape[2] if keys else call.query.shape[2]
-    mask = inputs.get("decoder_attention_mask" if decoder else "attention_mask")
-    if isinstance(mask, Tensor) and tuple(mask.shape) == (batch, length):
-        return mask.bool().to(call.query.device)
-    if isinstance(mask, Tensor) and call.key.shape[2] == length:
+    mask = real_mask(inputs, decoder=decoder)
+    if mask is not None and tuple(mask.shape) == (batch, length):
+        return mask.to(call.query.device)
+    if mask is not None and call.key.shape[2] == length:
         return call.visible().any(dim=2).any(dim=1).expand(batch, -1)
     return torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
 
@@ -68,10 +82,9 @@ class BatchTokens:
         ids = self.inputs.get("decoder_input_ids" if decoder else "input_ids")
         return ids if isinstance(ids, Tensor) else None
 
-    def mask(self, *, decoder: bool) -> Tensor | None:
-        """The mask of the same tokens, where there is one."""
-        mask = self.inputs.get("decoder_attention_mask" if decoder else "attention_mask")
-        return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    def mask(self, *, decoder: bool) -> Bool[Tensor, "B L"] | None:
+        """Which of the same tokens are no padding, where a mask says so."""
+        return real_mask(self.inputs, decoder=decoder)
 
     def counted(self) -> int | None:
         """Real tokens of the text; None where the batch is no text."""
@@ -83,7 +96,7 @@ class BatchTokens:
             shape = embedded.shape[:2]
         else:
             return None
-        return int(mask.bool().sum()) if mask is not None and mask.shape == shape else shape.numel()
+        return int(mask.sum()) if mask is not None and mask.shape == shape else shape.numel()
 
     def positions(
         self, row: int, length: int, most: int, decoder: bool, distinct: bool, generator: torch.Generator
@@ -97,7 +110,7 @@ class BatchTokens:
             ids = None
         device = next(v.device for v in self.inputs.values() if isinstance(v, Tensor))
         if mask is not None and mask.shape[1] == length:
-            real = mask[row].bool()
+            real = mask[row]
         elif mask is not None and ids is None and not bool(mask[row].all()):
             return torch.empty(0, dtype=torch.long, device=device)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.checkpoint import some, weights_are
+from massieu.probing.forward import output_tensor
 from massieu.probing.model import LoadedModel, model_inputs
 from massieu.probing.sites import SiteInfo, first_pass, inside
 
@@ -108,7 +109,9 @@ def _other_values(tensors: list[Tensor]) -> Iterator[None]:
 def _measured(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     seen = first_pass(model, model_inputs(model, inputs, items=2))
     last = getattr(seen.output, "last_hidden_state", None)
-    return [*(t for c in seen.calls for t in (c.query, c.key, c.value)), seen.output[0] if last is None else last]
+    last = output_tensor(model, seen.output) if last is None else last
+    read = [t for c in seen.calls for t in (c.query, c.key, c.value, c.log_weight if c.grade == "scores" else None)]
+    return [*(tensor for tensor in read if tensor is not None), last]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -6,6 +6,7 @@ between two additions says whether the update came from attention or from the fe
 stream tensors are held, so the memory of a trace does not grow with depth.
 """
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from massieu.probing.attention_call import AttentionCall
-from massieu.probing.sites import SiteInfo, inside
+from massieu.probing.sites import SiteInfo, hidden_state, inside
 from massieu.probing.watching import Place, hooked, mapped, memory
 from massieu.report.record import Sublayer
 
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, *_ADD_IN_PLACE}
+_MATMUL = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+_OF_MULTI_HEAD = inspect.signature(torch.nn.functional.multi_head_attention_forward)
 _HELD = 6  # stream tensors, norm outputs and projections remembered at a time
 
 
@@ -40,6 +43,7 @@ class AttentionRead:
         projection: weight (D, H·Dv) of the output projection; None when none was seen.
         bias: bias of the output projection.
         update: result of the output projection, bias included.
+        tokens_first: the module is given and gives (L, B, D), so that arguments and keywords hold the tokens that way round.
         writes_linearly: the projection's result enters the stream as it is (no norm, gate or scale in between), so
             that it is the sum of what each head writes.
     """
@@ -54,18 +58,27 @@ class AttentionRead:
     bias: Float[Tensor, " D"] | None = None
     update: Float[Tensor, "B L D"] | None = None
     writes_linearly: bool = False
+    tokens_first: bool = False
 
     def item(self, row: int) -> "AttentionRead":
         """The same read for one item of the batch."""
         batch, part = self.state.shape[0], slice(row, row + 1)
 
         def pick(value: Tensor) -> Tensor:
-            return value[part] if along_batch(value, batch) else value
+            value = self.turned(value)
+            return self.turned(value[part] if along_batch(value, batch) else value)
 
-        parts = {n: mapped(getattr(self, n), pick) for n in ("state", "residual", "update", "arguments")}
+        parts: dict[str, Any] = {
+            n: mapped(getattr(self, n), lambda v: v[part]) for n in ("state", "residual", "update")
+        }
+        parts["arguments"] = mapped(self.arguments, pick)
         keywords = {name: mapped(value, pick) for name, value in self.keywords.items()}
         call = self.call.rows(part) if self.call.query.shape[0] == batch else self.call
         return replace(self, call=call, keywords=keywords, **parts)
+
+    def turned(self, value: Tensor) -> Tensor:
+        """From the way round that the module has its tokens to (B, L, D), and back."""
+        return value.transpose(0, 1) if self.tokens_first and value.dim() == 3 else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +137,7 @@ class StreamTracer(TorchFunctionMode):
     def watching(self) -> Iterator["StreamTracer"]:
         """Install the hooks and the function mode for the duration of a block."""
         attention_modules = {self.model.get_submodule(site.module_name) for site in self.sites}
-        blocks = [module for module, name in self._names.items() if name in self._blocks]
+        blocks = {each for name in self._blocks for each in _called(self.model.get_submodule(name))}
         norms = [module for module in self._names if "Norm" in type(module).__name__]
         with (
             hooked(attention_modules, before=self._before_attention, after=self._after_attention),
@@ -140,8 +153,8 @@ class StreamTracer(TorchFunctionMode):
     # What the hooks see --------------------------------------------------------------------------------------------
 
     def _before_block(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        state = _hidden_state(arguments, keywords)
-        if not self._paused and state is not None:
+        state = hidden_state(arguments, keywords)
+        if not self._paused and state is not None and memory(state) not in self._normed:
             _remember(self._stream, state, state)
 
     def _before_attention(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -154,7 +167,9 @@ class StreamTracer(TorchFunctionMode):
 
     def _after_norm(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         source = arguments[0] if arguments else None
-        if self._paused or not isinstance(output, Tensor) or memory(source) not in self._stream:
+        if self._paused or not isinstance(output, Tensor) or not isinstance(source, Tensor):
+            return
+        if memory(source) not in self._stream:
             return
         _remember(self._normed, output, (module, source, output))
         # Whether the stream continues behind this norm (post-norm wiring) is known when something is added to it.
@@ -167,8 +182,8 @@ class StreamTracer(TorchFunctionMode):
         else:
             layer = around[0].layer if around else None
         # Outside every block the stream is that of the latest attention.
-        in_decoder = any(info is not None and info.in_decoder for info in around or [block])
-        self._report("norm", name, layer, source, output, None, in_decoder)
+        of = around[0] if around else block
+        self._report("norm", name, of, layer, source, output, None)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -184,7 +199,7 @@ class StreamTracer(TorchFunctionMode):
         """Tell the tracer that an attention site has just computed."""
         self._block = self.sites[call.site]
         arguments, keywords = self._called.get(call.module, ((), {}))
-        state = _hidden_state(arguments, keywords)
+        state = hidden_state(arguments, keywords)
         if state is None:
             self._pending = None
             return
@@ -193,7 +208,10 @@ class StreamTracer(TorchFunctionMode):
         known = norm is not None or key in self._stream
         self._carriers.clear()
         self._mixed.clear()
-        self._pending = AttentionRead(call, state, residual if known else None, norm, arguments, keywords)
+        turn = self._turn(self._block)
+        residual = turn(residual) if known else None
+        turned = bool(self._block.tokens_first)
+        self._pending = AttentionRead(call, turn(state), residual, norm, arguments, keywords, tokens_first=turned)
 
     # What the function mode sees -----------------------------------------------------------------------------------
 
@@ -206,18 +224,29 @@ class StreamTracer(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self._pending is not None and self._pending.projection is None:
             if func is torch.nn.functional.linear:
-                self._project(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias"), result)
+                given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+                self._project(given["input"], given["weight"], given.get("bias"), result)
             elif func is torch.addmm:  # Conv1D of the GPT-2 family: addmm(bias, input, weight)
                 self._project(args[1], args[2].mT, args[0], result)
+            elif func in _MATMUL and args[1].dim() == 2:
+                self._project(args[0], args[1].mT, None, result)
+            elif func is torch.nn.functional.multi_head_attention_forward:  # projects inside, tokens first
+                given = _OF_MULTI_HEAD.bind(*args, **kwargs).arguments
+                written = result[0] if result[0].dim() == 3 else result[0][:, None]
+                self._written(given["out_proj_weight"], given["out_proj_bias"], result[0], written.transpose(0, 1))
         return result
 
     def _project(self, source: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
         read = self._pending
         if read is None or memory(source) != memory(read.call.output):
             return
-        shape = (*read.state.shape[:-1], weight.shape[0])
-        update = result.view(shape) if result.numel() == read.state[..., :1].numel() * weight.shape[0] else None
-        self._pending = replace(read, projection=weight, bias=bias, update=update)
+        shape = (*read.turned(read.state).shape[:-1], weight.shape[0])
+        update = read.turned(result.view(shape)) if result.numel() == weight.shape[0] * shape[0] * shape[1] else None
+        self._written(weight, bias, result, update)
+
+    def _written(self, weight: Tensor, bias: Tensor | None, result: Tensor, update: Tensor | None) -> None:
+        assert self._pending is not None
+        self._pending = replace(self._pending, projection=weight, bias=bias, update=update)
         _remember(self._carriers, result, result)
 
     def _add(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -227,7 +256,11 @@ class StreamTracer(TorchFunctionMode):
             result = func(*args, **kwargs)
             if any(k in self._carriers for k in operands) and isinstance(result, Tensor):
                 _remember(self._carriers, result, result)
-                self._mixed.add(memory(result) or (0, 0))
+                bias, read = args[0] if operands[1] in self._carriers else args[1], self._pending
+                if read is not None and read.bias is None and bias.dim() == 1 and result.dim() == 3:
+                    self._pending = replace(read, bias=bias, update=read.turned(result))
+                else:
+                    self._mixed.add(memory(result) or (0, 0))
             return result
         before, update = (args[0], args[1]) if on_stream[0] else (args[1], args[0])
         if not isinstance(update, Tensor) or update.shape != before.shape:
@@ -245,23 +278,38 @@ class StreamTracer(TorchFunctionMode):
         self._pending = None
         block = self._block
         if block is None:
-            self._report("feed_forward", "stream feed-forward", None, before, after, None, False)
+            self._report("feed_forward", "stream feed-forward", None, None, before, after, None)
             return
         if read is None:
             name = f"{block.block} feed-forward"
-            self._report("feed_forward", name, block.layer, before, after, None, block.in_decoder)
+            self._report("feed_forward", name, block, block.layer, before, after, None)
             return
         if memory(before) == memory(read.state):  # post-norm wiring: what the module read is the stream itself
-            read = replace(read, residual=before, norm=None)
+            read = replace(read, residual=read.turned(before), norm=None)
         kind, label = ("cross_attention", "cross-attention") if block.kind == "cross" else ("attention", "attention")
         if carried in self._mixed:
             kind, label = "attention_and_feed_forward", "attention and feed-forward"
         read = replace(read, writes_linearly=carried in self._carriers)
         ordinal = f" (call {block.site.ordinal + 1})" if block.site.ordinal else ""
-        self._report(kind, f"{block.block}{ordinal} {label}", block.layer, before, after, read, block.in_decoder)
+        self._report(kind, f"{block.block}{ordinal} {label}", block, block.layer, before, after, read)
 
-    def _report(self, kind: str, name: str, layer: int | None, *step: Any) -> None:
-        """Give the observer a step: before, after, how it was read, and whether it is the decoder's."""
+    def _turn(self, info: SiteInfo | None) -> Callable[[Tensor], Tensor]:
+        """From the way round that tokens are at a site, or else at the first one, to (B, L, D)."""
+        info = next(iter(self.sites.values())) if info is None else info
+        return (lambda value: value.transpose(0, 1)) if info.tokens_first else (lambda value: value)
+
+    def _report(
+        self,
+        kind: str,
+        name: str,
+        info: SiteInfo | None,
+        layer: int | None,
+        before: Tensor,
+        after: Tensor,
+        read: AttentionRead | None,
+    ) -> None:
+        """Give the observer a step near a site."""
+        name, turn = name.strip(), self._turn(info)
         if self._position == len(self.sublayers):
             taken = sum(s.name == name or s.name.startswith(f"{name} (call ") for s in self.sublayers)
             unique = name if not taken else f"{name} (call {taken + 1})"
@@ -269,12 +317,16 @@ class StreamTracer(TorchFunctionMode):
         sublayer = self.sublayers[self._position]
         self._position += 1
         with self.unobserved():
-            self.observer(Step(sublayer, *step))
+            self.observer(Step(sublayer, turn(before), turn(after), read, info is not None and info.in_decoder))
 
 
-def _hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
-    state = arguments[0] if arguments else keywords.get("hidden_states")
-    return state if isinstance(state, Tensor) and state.dim() == 3 else None
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """A module that is called; of a list, which is not, what is in it."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield module
+        return
+    for child in module.children():
+        yield from _called(child)
 
 
 def _remember(store: OrderedDict[Place, Any], tensor: Tensor, value: Any) -> None:

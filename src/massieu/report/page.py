@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from massieu.report.record import RunRecord
 
 PAGE_BYTES = 7_700_000
-SCRIPTS = ("data.js", "drawing.js", "map.js", "text.js", "head.js", "sublayers.js", "page.js")
+SCRIPTS = ("shared.js", "data.js", "drawing.js", "map.js", "text.js", "head.js", "sublayers.js", "page.js")
 WARNINGS_SHOWN = 8
 
 
@@ -68,7 +69,8 @@ def _fact(value: Any) -> str:
     return str(value)
 
 
-def _hash(script: str) -> str:
+def hashed(script: str) -> str:
+    """What a content security policy calls a script by."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
@@ -151,7 +153,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
     columns, moved = head_columns(sites, heads), layer_columns(sublayers, layers)
     head_statistics, layer_statistics = catalogue_of(run, columns, "head"), catalogue_of(run, moved, "layer")
     findings = _findings(run, sites)
-    style, script = asset("page.css"), _script()
+    style, script = asset("page.css"), script_of(SCRIPTS)
     data = {
         "statistics": head_statistics,
         "layers": _layer_payload(sublayers, moved) | {"statistics": layer_statistics},
@@ -173,7 +175,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         "style": style,
         "script": script,
         "plotly": plotly,
-        "script_sources": f"{_hash(plotly)} {_hash(script)}",
+        "script_sources": f"{hashed(plotly)} {hashed(script)}",
     }
     page = template("page.html.j2")
     around = len(page.render(context | {"payload": Payload({}), "data_json": "{}"}).encode())
@@ -181,6 +183,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
     return page.render(context | {"payload": payload, "data_json": script_json(payload.data)})
 
 
-def _script() -> str:
-    parts = "\n".join(asset(name) for name in SCRIPTS)
+def script_of(names: Iterable[str]) -> str:
+    """Scripts of this package as one, whose names are its own."""
+    parts = "\n".join(asset(name) for name in names)
     return f'(function () {{\n"use strict";\n{parts}\n}})();\n'

@@ -91,7 +91,13 @@ class CaptureRecord(Entry):
 
 @dataclass(kw_only=True)
 class SiteRecord(Entry):
-    """An attention site; ``unavailable`` gives reasons by statistic or group."""
+    """An attention site.
+
+    Attributes:
+        route: how it was read: "interface" (of transformers) or "tap" (scores followed to their softmax in any code).
+        grade: "full", or "scores" where scores are not known apart from log-weights.
+        unavailable: reasons by statistic or group.
+    """
 
     index: int | None = None
     name: str = field(metadata=NEEDED)
@@ -102,6 +108,8 @@ class SiteRecord(Entry):
     head_size: int | None = None
     query_tokens: str | None = None
     key_tokens: str | None = None
+    route: str = "interface"
+    grade: str = "full"
     unavailable: dict[str, str] = field(default_factory=dict)
 
 

@@ -52,6 +52,8 @@ class MapRow:
     query_tokens: str
     key_tokens: str
     unavailable: dict[str, str]
+    route: str
+    grade: str
 
 
 def _stack(name: str) -> str:
@@ -92,6 +94,8 @@ def sites_of(run: "RunRecord", heads: "polars.DataFrame") -> list[MapRow]:
             query_tokens=entry.get("query_tokens") or "text",
             key_tokens=entry.get("key_tokens") or "text",
             unavailable=entry.get("unavailable") or {},
+            route=entry.get("route") or "interface",
+            grade=entry.get("grade") or "full",
         )
         sites.append(site)
     return sites

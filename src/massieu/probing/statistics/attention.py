@@ -13,10 +13,11 @@ from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import ATTENTION, BAL, SHIM, statistic
 
 _per_query = partial(statistic, ATTENTION)
+_of_scores = partial(_per_query, needs_scores=True)
 _to_itself = partial(_per_query, claim="S12", caveat="Defined for attention of a sequence to itself.")
 
 
-@_per_query("Selective log Z", formula="S = log Z − log Σw − Σ h_j s_j = KL(h‖p)", claim="S25", unit="nats")
+@_of_scores("Selective log Z", formula="S = log Z − log Σw − Σ h_j s_j = KL(h‖p)", claim="S25", unit="nats")
 def selective_log_partition(reading: QueryReading) -> Tensor:
     """How far is this head's attention from attending to every visible key alike?"""
     moments = reading.moments
@@ -81,25 +82,25 @@ def largest_weight(reading: QueryReading) -> Tensor:
     return reading.moments.max_weight
 
 
-@_per_query("Largest score above the mean score", formula="max_j s_j − Σ h_j s_j", claim="S25, N11", unit="nats")
+@_of_scores("Largest score above the mean score", formula="max_j s_j − Σ h_j s_j", claim="S25, N11", unit="nats")
 def largest_score_above_mean(reading: QueryReading) -> Tensor:
     """How far does the strongest key stand out, in nats, before the softmax?"""
     return reading.moments.max_score - reading.moments.prior_mean_score
 
 
-@_per_query("Largest score (raw max logit)", formula="max_j s_j", claim="N11", unit="nats", gauge_dependent=True)
+@_of_scores("Largest score (raw max logit)", formula="max_j s_j", claim="N11", unit="nats", gauge_dependent=True)
 def largest_score(reading: QueryReading) -> Tensor:
     """What is the max logit that training monitors watch?"""
     return reading.moments.max_score + reading.shift
 
 
-@_per_query("Variance of the scores", formula="Σ h_j (s_j − s̄)²", claim="S10, X2", unit="nats²")
+@_of_scores("Variance of the scores", formula="Σ h_j (s_j − s̄)²", claim="S10, X2", unit="nats²")
 def score_variance(reading: QueryReading) -> Tensor:
     """How much do the scores of the visible keys differ?"""
     return reading.moments.prior_score_variance
 
 
-@_per_query(
+@_of_scores(
     "Variance of the scores under the attention",
     formula="Σ p_j (s_j − E_p s)² = β² ∂²log Z/∂β²",
     claim="S10",

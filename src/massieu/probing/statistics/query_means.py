@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.probing.accumulate import Histogram, Ratio, Spread
 from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import ATTENTION, measures
+from massieu.probing.statistics.registry import ATTENTION, NEEDS_SCORES, measures
 from massieu.probing.units import Units
 
 _SPREADS = ("selective_log_partition", "entropy")
@@ -36,6 +36,8 @@ def query_statistics(reading: QueryReading) -> Queries:
     """Every per-query statistic of one attention call that has a meaning there."""
     values, defined = {}, {}
     for name, measure in measures(ATTENTION).items():
+        if reading.call.grade == "scores" and name in NEEDS_SCORES:
+            continue
         found = measure(reading)
         if isinstance(found, tuple):
             values[name], defined[name] = found[0], reading.valid & found[1]
@@ -77,10 +79,10 @@ class AttentionStatistics:
             counts[:, places] = mask.sum(-1, dtype=torch.float64)[:, None]
         self.ratio.update(_by_item(totals, rows), _by_item(counts, rows))
         self._update_bins(found, positions, rows)
-        for name, spread in self.spreads.items():
-            spread.update(found.values[name], found.valid)
-        for name, histogram in self.histograms.items():
-            histogram.update(found.values[name], found.defined.get(name, found.valid))
+        for name in found.values.keys() & self.spreads.keys():
+            self.spreads[name].update(found.values[name], found.valid)
+        for name in found.values.keys() & self.histograms.keys():
+            self.histograms[name].update(found.values[name], found.defined.get(name, found.valid))
         self.broken += found.broken.sum((0, 2)).cpu().numpy()
 
     def _update_bins(self, found: Queries, positions: Int[Tensor, " L"], rows: int) -> None:
@@ -91,6 +93,8 @@ class AttentionStatistics:
             (self.by_position, "selective_log_partition", by_position[None, None]),
             (self.by_visible, "entropy", _visible_bin(found.visible)),
         ):
+            if name not in found.values:
+                continue
             values = torch.where(found.valid, found.values[name], 0.0).double()
             chosen = torch.nn.functional.one_hot(bins, ratio.shape[0]).double()
             if chosen.shape[1] == 1:  # the same bins for all heads: one matrix product

@@ -42,6 +42,7 @@ class QueryReading:
         queries, keys: the tokens asked about and those attended to (the same for self-attention).
         positions: where in the sequence the call's queries are.
         itself: a sequence attends to itself, so that "diagonal" and "previous" mean something.
+        names: the moments that are computed.
     """
 
     call: AttentionCall
@@ -49,6 +50,7 @@ class QueryReading:
     keys: Tokens
     positions: Int[Tensor, " L"]
     itself: bool
+    names: tuple[str, ...] = NAMES[:-1]
 
     @cached_property
     def _centre(self) -> Float[Tensor, "B Hk 1 D"] | None:
@@ -73,10 +75,10 @@ class QueryReading:
 
     @cached_property
     def moments(self) -> MomentsResult[Any]:
-        """Of the scores of the centred keys, all but positions, which no statistic reads."""
+        """Of the scores of the centred keys; no statistic reads positions."""
         call = self.call
         settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
-        return ops.attention_moments(call.query, self.key, moments=NAMES[:-1], log_weight=call.log_weight, **settings)
+        return ops.attention_moments(call.query, self.key, moments=self.names, log_weight=call.log_weight, **settings)
 
     @property
     def log_partition(self) -> Float[Tensor, "B H L"]:

@@ -35,6 +35,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 STATISTICS: dict[str, Statistic] = {}
 """Those that are registered, by name."""
+NEEDS_SCORES: set[str] = set()
+"""Those of the attention that have no meaning where scores are not known apart from log-weights."""
 _MEASURES: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in GROUPS}
 
 
@@ -54,6 +56,7 @@ def statistic(
     gauge_dependent: bool = False,
     signed: bool = False,
     scope: str = "head",
+    needs_scores: bool = False,
 ) -> Callable[[F], F]:
     """Register the function as a statistic; `Statistic` says what each entry means.
 
@@ -61,6 +64,7 @@ def statistic(
         name: the function's name, unless one is given.
         question: the function's docstring, unless one is given.
         caveat: that it describes this text, or that it depends on the key origin, unless one is given.
+        needs_scores: whether it has no meaning where scores are not known apart from log-weights.
         headline: whatever does not depend on the key origin, unless said otherwise.
 
     Raises:
@@ -73,6 +77,7 @@ def statistic(
             raise ValueError(f"statistic {own!r}: the name is taken, or {group!r} is no group")
         if gauge_dependent and headline:
             raise ValueError(f"statistic {own!r} depends on the key origin and cannot be a headline")
+        NEEDS_SCORES.update([own] if needs_scores else [])
         warned = caveat or (_KEY_ORIGIN if gauge_dependent else _DESCRIPTION)
         said = (own, title, formula, claim, paper, group, asked, warned, unit, scope)
         compared = not gauge_dependent if headline is None else headline

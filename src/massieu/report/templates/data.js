@@ -104,18 +104,3 @@ function verdict(name, cell) {
   const inside = q >= INSIDE_NULL;
   return { text: `${inside ? "inside" : "outside"} its null (${writeQ(q)})`, inside };
 }
-
-// An element with properties and children; text is always set as text, never parsed as HTML.
-function make(tag, properties = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (/^(data-|aria-)/.test(name) || name === "role") element.setAttribute(name, value);
-    else element[name] = value;
-  }
-  element.append(...children);
-  return element;
-}
-
-const byId = (id) => document.getElementById(id);
-const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
-const words = (name) => String(name).replaceAll("_", " ");

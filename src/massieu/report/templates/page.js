@@ -2,23 +2,6 @@
 
 const state = { statistic: null, mode: "value", site: null, head: 0, example: 0, shade: null };
 
-function applyTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  byId("theme").textContent = theme === "dark" ? "☀ Light" : "☾ Dark";
-  byId("theme").setAttribute("aria-label", theme === "dark" ? "Use light colours" : "Use dark colours");
-}
-
-function listenToTheme() {
-  const preference = window.matchMedia("(prefers-color-scheme: dark)");
-  applyTheme(preference.matches ? "dark" : "light");
-  const change = (theme) => {
-    applyTheme(theme);
-    drawEverything();
-  };
-  preference.addEventListener("change", () => change(preference.matches ? "dark" : "light"));
-  byId("theme").addEventListener("click", () => change(isDark() ? "light" : "dark"));
-}
-
 function drawEverything() {
   if (state.statistic) drawMap();
   if (state.site !== null) drawHeadPlots();
@@ -97,24 +80,13 @@ function firstHead() {
   return named || (fallback && { site: fallback.index, head: 0 });
 }
 
-function onResize(callback) {
-  let width = window.innerWidth;
-  let waiting;
-  window.addEventListener("resize", () => {
-    if (window.innerWidth === width) return;
-    width = window.innerWidth;
-    clearTimeout(waiting);
-    waiting = setTimeout(callback, 120);
-  });
-}
-
 function fail(sentence) {
   byId("failure").textContent = `${sentence} Findings and methods can be read without them.`;
   byId("failure").hidden = false;
 }
 
 async function start() {
-  listenToTheme();
+  listenToTheme(drawEverything);
   if (typeof DecompressionStream === "undefined") {
     fail("This browser cannot unpack the numbers of this page: it is older than 2023.");
     return;

@@ -1,0 +1,137 @@
+"""transformers' registry: what is read of each architecture is right, and as docs/models.md says; scripts/model_survey.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from scripts.models_page import FOLDER, page, power_of_ten, stored
+from transformers import LlamaConfig, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from massieu.probing.attention_call import AttentionCall
+from massieu.probing.check import first_look
+from massieu.probing.layout import BatchLayout, batch_layout
+from massieu.probing.routes import capturing
+
+ROOT = Path(__file__).parents[2]
+RELEASES = sorted(FOLDER.glob("models/transformers-*.json"), key=lambda path: path.stat().st_size)
+# Of every architecture that is built, each third, and those of which something is particular.
+EVERY = 3
+ALWAYS = (
+    "bert", "bloom", "deberta", "deberta-v2", "deepseek_v32", "falcon", "fnet", "gpt_neo", "gpt_oss", "gptj", "inkling2_text",
+    "longformer", "mamba", "mpt", "nystromformer", "qwen3_vl_vision", "reformer", "roformer", "siglip", "swinv2", "t5", "xlnet",
+)  # fmt: skip
+
+
+def small_llama(key_heads: int = 2) -> LlamaModel:
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+        "vocab_size": 9,
+    }
+    return LlamaModel(LlamaConfig(**sizes, num_key_value_heads=key_heads)).eval()
+
+
+@pytest.mark.parametrize("stock", ["sdpa", "eager"])
+def test_while_it_is_read_a_model_still_compares_the_name_of_its_implementation_as_its_own(stock, monkeypatch):
+    """DeepSeek-V3.2 hides keys only under these names; under another its numbers were not its own."""
+    model, seen, usual = small_llama(), [], LlamaAttention.forward
+
+    def forward(self, *arguments, **keywords):
+        name = self.config._attn_implementation
+        seen.append((name in ("eager", "sdpa"), name == stock, name != stock, name == "flash_attention_2", hash(name)))
+        return usual(self, *arguments, **keywords)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    model.set_attn_implementation(stock)
+    calls: list[AttentionCall] = []
+    with torch.no_grad(), capturing(model, calls.append):
+        model(torch.arange(8)[None])
+    (given,) = seen
+    assert given[:4] == (True, True, False, False)
+    assert given[4] != hash(stock)  # dispatched to us
+    assert len(calls) == 1
+    assert model.config._attn_implementation == stock
+
+
+def test_patches_of_images_in_a_row_are_not_cut_at_the_number_of_rows():
+    """Of such a batch the first two entries are no two items: the grid says what belongs together."""
+    model = small_llama()
+    patches = {"input_ids": torch.zeros(16, 4, dtype=torch.long), "grid_thw": torch.ones(1, 3, dtype=torch.long)}
+    assert not batch_layout(model, patches, [1]).separable
+    assert batch_layout(model, {"input_ids": patches["input_ids"]}, [16]) == BatchLayout()
+
+
+def test_values_for_each_query_head_beside_grouped_keys_are_read(monkeypatch):
+    model = small_llama(key_heads=2)
+    attention = model.layers[0].self_attn
+    attention.v_proj = torch.nn.Linear(16, 16, bias=False)
+    calls: list[AttentionCall] = []
+    model.set_attn_implementation("eager")
+
+    def eager(module, query, key, value, mask, scaling, **_):
+        key = key.repeat_interleave(2, dim=1)
+        weights = (query @ key.mT * scaling + (0 if mask is None else mask)).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    monkeypatch.setattr(sys.modules[LlamaModel.__module__], "eager_attention_forward", eager)
+    batch = {"input_ids": torch.arange(8)[None]}
+    with torch.no_grad(), capturing(model, calls.append):
+        model(**batch)
+    (call,) = calls
+    assert call.key.shape[1] == call.value.shape[1] == 4
+    assert first_look(model, batch).check.passed
+
+
+def test_an_error_is_rounded_up_to_a_power_of_ten():
+    assert [power_of_ten(error) for error in (1e-7, 1.1e-7, 9.9e-7, 0.0, 0.5)] == [
+        "1e−07",
+        "1e−06",
+        "1e−06",
+        "0",
+        "1e00",
+    ]
+
+
+def test_the_page_is_what_the_stored_rows_give():
+    newest, oldest = stored(), stored("5.9")
+    assert (FOLDER / "models.md").read_text(encoding="utf-8") == page(newest, oldest)
+
+
+@pytest.mark.parametrize("release", [path.stem.rpartition("-")[2] for path in sorted(FOLDER.glob("models/*.json"))])
+def test_no_stored_row_is_wrong_or_a_crash(release):
+    rows = stored(release)["architectures"]
+    assert {row["architecture"]: row for row in rows if row["outcome"] not in ("read", "refused", "not built")} == {}
+    assert all(row["error"] <= 1e-4 for row in rows if row["outcome"] == "read")
+    assert sum(row["outcome"] == "read" for row in rows) >= 250
+
+
+@pytest.mark.slow
+def test_architectures_are_read_as_the_page_says(tmp_path):
+    """Built and read again here; on a release that is not stored, none may be wrong and none may crash."""
+    release = ".".join(transformers.__version__.split(".")[:2])
+    known = {row["architecture"]: row for row in stored()["architectures"] if row["outcome"] != "not built"}
+    names = sorted({*list(known)[::EVERY], *(name for name in ALWAYS if name in known)})
+    command = [sys.executable, "-m", "scripts.model_survey", *names, "--out", str(tmp_path / "rows.json")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=900)
+    found = {row["architecture"]: row for row in json.loads((tmp_path / "rows.json").read_text())["architectures"]}
+    assert sorted(found) == names
+    bad = {n: row for n, row in found.items() if row["outcome"] not in ("read", "refused", "not built")}
+    assert not bad
+    assert {n: row["error"] for n, row in found.items() if row["outcome"] == "read" and not row["error"] <= 1e-4} == {}
+    if (FOLDER / "models" / f"transformers-{release}.json").exists():
+        expected = {row["architecture"]: row for row in stored(release)["architectures"]}
+        said = ("outcome", "routes", "grades", "sites")
+        differ = {
+            n: [(row.get(what), expected[n].get(what)) for what in said]
+            for n, row in found.items()
+            if any(row.get(what) != expected[n].get(what) for what in said)
+        }
+        assert not differ
