@@ -9,7 +9,8 @@
 - `SigmaReparametrization` bounds a weight's spectral norm;
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
-- `RestrictedBoltzmannMachine` has any units.
+- `RestrictedBoltzmannMachine` has any units;
+- `clip_logits` scales the queries and keys of heads whose largest logit is above a threshold.
 
 Modules can be made on `meta`, and compute shapes there; iterations that stop by values take no step on `meta`.
 `reset_parameters` brings a module back to its start.
@@ -21,6 +22,7 @@ that do not fit the module or each other. With `throw`, a call whose iteration d
 from massieu.nn.activation import Activation
 from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
+from massieu.nn.clip_logits import clip_logits
 from massieu.nn.conditional_mean import ConditionalMeanHeads
 from massieu.nn.energy_transformer import EnergyTransformer, EnergyTransformerStack
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
@@ -50,6 +52,7 @@ __all__ = [
     "SoftmaxHeads",
     "SpinAttention",
     "TAPHeads",
+    "clip_logits",
 ]
 
 

@@ -64,7 +64,7 @@ class Attention(Resettable):
         check_heads(embed_dim, num_heads)
         number("dropout", dropout, least=0, below=1)
         heads = SoftmaxHeads() if heads is None else instance("heads", heads, Heads, "a strategy, as SoftmaxHeads() is")
-        _check_taken(heads, dropout=dropout, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, vdim=vdim)
+        check_taken(heads, dropout=dropout, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, vdim=vdim)
         heads.bind(num_heads, embed_dim // num_heads, device, dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
@@ -151,7 +151,7 @@ class Attention(Resettable):
         """
         asked = {"log_partition": need_log_partition, "moments": bool(need_moments)}
         beside = self._beside(**asked, potential=need_potential, variance=need_variance)
-        _check_taken(self.heads, attn_mask=attn_mask, is_causal=is_causal)
+        check_taken(self.heads, attn_mask=attn_mask, is_causal=is_causal)
         whole_number("query_offset", query_offset, least=0)
         if documents is not None:
             self._check_packed(documents, query)
@@ -303,7 +303,7 @@ class Attention(Resettable):
             raise ValueError(f"query and key must have one batch size, got {shapes['query']} and {key}")
 
 
-def _check_taken(heads: Heads, **given: object) -> None:
+def check_taken(heads: Heads, **given: object) -> None:
     """Raise a ValueError at an argument that the strategy does not go with."""
     for name, value in given.items():
         if name in heads.refused and (isinstance(value, Tensor) or value):
