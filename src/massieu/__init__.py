@@ -43,6 +43,8 @@ if TYPE_CHECKING:
         theory,
     )
     from massieu.errors import InputError, MissingExtraError
+    from massieu.nn.replace import replace_attention
+    from massieu.probing.monitor.monitor import Monitor
     from massieu.probing.population_layers import population_layers
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import describe, probe
@@ -61,9 +63,11 @@ _EXPORTS = {
     "population_layers": "massieu.probing.population_layers:population_layers",
     "posteriors": "massieu.posteriors",
     "regression": "massieu.regression",
+    "replace_attention": "massieu.nn.replace:replace_attention",
     "solve": "massieu.solve",
     "testing": "massieu.testing",
     "theory": "massieu.theory",
+    "Monitor": "massieu.probing.monitor.monitor:Monitor",
     "probe": "massieu.probing.run:probe",
     "describe": "massieu.probing.run:describe",
     "verify": "massieu.verification.run:verify",
@@ -77,6 +81,7 @@ __all__ = [
     "Claim",
     "InputError",
     "MissingExtraError",
+    "Monitor",
     "ProbeResult",
     "describe",
     "duality",
@@ -90,6 +95,7 @@ __all__ = [
     "posteriors",
     "probe",
     "regression",
+    "replace_attention",
     "solve",
     "testing",
     "theory",

@@ -242,6 +242,22 @@ def report(
 
 @app.command(
     epilog="\b\nExamples:\n"
+    "  massieu monitor run.jsonl\n"
+    "  massieu monitor run.jsonl other.jsonl --reference healthy.jsonl"
+)
+def monitor(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl", help="What a monitor recorded; more: beside it.")],
+    reference: Annotated[Path | None, _option("PATH", "A healthy run: drawn beside, alarms against it.")] = None,
+    out: Annotated[Path | None, _option("PATH", "The page [RUN.html].")] = None,
+) -> None:
+    """Draw a training run's curves and alarms as a page."""
+    from massieu.cli.monitor import draw
+
+    typer.echo(f"page: {draw(runs, out, reference)}")
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
     "  massieu statistics\n"
     "  massieu statistics entropy maps\n"
     "  massieu probe gpt2 --statistics entropy,maps"

@@ -1,0 +1,1 @@
+"""Attention's health while a model trains."""

@@ -1,0 +1,155 @@
+"""What a monitor measures of each attention call and of the stream, as numbers that can be added up over processes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from massieu.population import observables
+from massieu.probing.attention_call import AttentionCall
+from massieu.probing.nonfinite import kind_of
+from massieu.probing.sites import SiteInfo
+from massieu.probing.statistics import attention as of_query
+from massieu.probing.statistics.query_reading import QueryReading, Tokens
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Measure = Callable[[QueryReading], Any]
+
+QUANTITIES: dict[str, tuple[Measure, str]] = {
+    "selective_log_partition": (of_query.selective_log_partition, "mean"),
+    "largest_logit": (of_query.largest_score, "max"),
+    "largest_logit_above_mean": (of_query.largest_score_above_mean, "mean"),
+    "entropy": (of_query.entropy, "mean"),
+    "entropy_fraction": (of_query.entropy_fraction, "mean"),
+    "weight_first": (of_query.weight_first, "mean"),
+}
+"""Each quantity's function, a statistic of the probe, and what a head's number is over the queries."""
+SPLIT = ("selective_log_partition", "largest_logit", "largest_logit_above_mean")
+"""They have no meaning where scores are known, but not apart from log-weights."""
+STREAM = ("effective_rank", "spread")
+_MOMENTS = ("log_partition", "entropy", "prior_log_partition", "prior_mean_score", "max_score")
+
+
+@dataclass(eq=False)
+class SiteNumbers:
+    """Sums over the queries of one site, for each quantity and head.
+
+    Attributes:
+        place: the site's name in a record.
+        first_head: index of the first head among all heads of the site, where others are another process's.
+        totals, counts, largest: for each quantity (H,).
+        broken: queries of each head whose numbers are not finite.
+        what: which tensor is not finite, where one is.
+    """
+
+    place: str
+    module: str
+    layer: int
+    first_head: int
+    names: tuple[str, ...]
+    totals: Array
+    counts: Array
+    largest: Array
+    broken: Array
+    what: str | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.totals.shape[1]
+
+    def means(self, name: str) -> Array:
+        """What each head's number is; NaN where a query's is not finite, or there is none."""
+        index = self.names.index(name)
+        with np.errstate(invalid="ignore"):
+            found = self.totals[index] / self.counts[index] if QUANTITIES[name][1] == "mean" else self.largest[index]
+        return np.where((self.counts[index] > 0) & (self.broken == 0), found, np.nan)
+
+    def maxima(self, name: str) -> Array:
+        """The largest over each head's queries."""
+        index = self.names.index(name)
+        return np.where((self.counts[index] > 0) & (self.broken == 0), self.largest[index], np.nan)
+
+
+@dataclass(eq=False)
+class Sums:
+    """The sums of one site on their way: tensors on the model's device, read only once all sites are measured."""
+
+    info: SiteInfo
+    place: str
+    first_head: int
+    names: tuple[str, ...]
+    parts: list[Tensor] = field(default_factory=list)
+    what: str | None = None
+
+    def add(self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor) -> None:
+        """Add the queries of one call, but for those at position 0, whose attention is trivial in a decoder."""
+        reading = QueryReading(call, queries, keys, positions, itself=self.info.kind != "cross", names=_MOMENTS)
+        valid = reading.valid & (positions > 0)
+        broken = (reading.real & ~reading.valid).sum((0, 2))
+        rows = []
+        for name in self.names:
+            found = QUANTITIES[name][0](reading)
+            values, defined = found if isinstance(found, tuple) else (found, True)
+            counted = valid & defined
+            rows.append(
+                torch.stack(
+                    [
+                        torch.where(counted, values, 0.0).sum((0, 2), dtype=torch.float64),
+                        counted.sum((0, 2), dtype=torch.float64),
+                        values.masked_fill(~counted, -torch.inf).amax((0, 2)).double(),
+                    ]
+                )
+            )
+        self.parts.append(torch.stack([*rows, broken.double().expand(3, -1)]))
+
+    def look_for_trouble(self, call: AttentionCall) -> None:
+        """Which tensor of a call is not finite."""
+        parts = {"queries": call.query, "keys": call.key, "values": call.value}
+        found = [f"{kind_of(tensor)} in its {name}" for name, tensor in parts.items() if kind_of(tensor)]
+        self.what = self.what or (found[0] if found else "scores that are not finite")
+
+    def numbers(self) -> SiteNumbers:
+        """The sums as arrays."""
+        parts = torch.stack(self.parts).cpu().numpy()
+        quantities, broken = parts[:, :-1], parts[:, -1, 0].sum(0)
+        totals, counts, largest = quantities[:, :, 0].sum(0), quantities[:, :, 1].sum(0), quantities[:, :, 2].max(0)
+        where = (self.place, self.info.site.name, self.info.layer, self.first_head, self.names)
+        return SiteNumbers(*where, totals, counts, largest, broken, self.what)
+
+
+def joined(parts: Sequence[SiteNumbers]) -> SiteNumbers:
+    """The numbers of one site from those of several processes: other tokens of the same heads, or other heads."""
+    shards: dict[int, SiteNumbers] = {}
+    for part in parts:
+        known = shards.get(part.first_head)
+        shards[part.first_head] = part if known is None else _added(known, part)
+    ordered = [shards[first] for first in sorted(shards)]
+
+    def beside(name: str) -> Array:
+        return np.concatenate([getattr(part, name) for part in ordered], axis=-1)
+
+    what = next((part.what for part in parts if part.what), None)
+    arrays = {name: beside(name) for name in ("totals", "counts", "largest", "broken")}
+    return replace(ordered[0], **arrays, what=what)
+
+
+def _added(one: SiteNumbers, other: SiteNumbers) -> SiteNumbers:
+    summed = {name: getattr(one, name) + getattr(other, name) for name in ("totals", "counts", "broken")}
+    return replace(one, **summed, largest=np.maximum(one.largest, other.largest))
+
+
+def stream_numbers(clouds: Sequence[Tensor]) -> Array:
+    """Sums over clouds of effective rank and spread (mean pairwise distance), and how many they are of; (2, 2)."""
+    found = np.zeros((len(STREAM), 2))
+    for cloud in clouds:
+        points = cloud.double().cpu()
+        if bool(points.isfinite().all()):
+            rank = observables.effective_rank(observables.covariance_spectrum(points))
+            values = [float(rank), float(observables.pairwise_distance(points))]
+        else:
+            values = [np.nan, np.nan]
+        found += np.stack([values, np.ones(len(STREAM))], axis=1)
+    return found

@@ -1,0 +1,383 @@
+"""A monitor's numbers are those of explicit attention and of the probe, and training does not notice that it is there."""
+
+import gc
+import math
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from tests.probing import plain, zoo
+from tests.probing.plain import HEADS, WIDTH, gpt
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import massieu
+from massieu import InputError, Monitor
+from massieu.probing.routes import capturing
+
+IDS = torch.arange(24).reshape(2, 12) * 7 % 31
+
+
+def explicit(model: plain.Gpt, ids: torch.Tensor, layer: int) -> dict[str, torch.Tensor]:
+    """The quantities of each head of a layer, means over queries 1 … L−1, from float64 attention written out."""
+    x = model.tokens(ids) + model.places.weight[: ids.shape[1]]
+    for block in model.blocks[:layer]:
+        x = block(x)
+    block = model.blocks[layer]
+    state = block.first(x).double()
+    packed = state @ block.attention.qkv.weight.double().T + block.attention.qkv.bias.double()
+    query, key, _ = (p.view(*ids.shape, HEADS, -1).transpose(1, 2) for p in packed.split(WIDTH, dim=2))
+    length = ids.shape[1]
+    hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
+    scores = query @ key.mT / math.sqrt(WIDTH // HEADS)
+    seen = scores.masked_fill(hidden, -torch.inf)
+    weights, number = seen.softmax(-1), torch.arange(1, length + 1)
+    mean = scores.masked_fill(hidden, 0).sum(-1) / number
+    entropy = torch.special.entr(weights).sum(-1)
+    every = {
+        "selective_log_partition": seen.logsumexp(-1) - number.log() - mean,
+        "largest_logit": seen.amax(-1),
+        "largest_logit_above_mean": seen.amax(-1) - mean,
+        "entropy": entropy,
+        "entropy_fraction": entropy / number.clamp_min(2).log(),
+        "weight_first": weights[..., 0],
+    }
+    later = {name: values[..., 1:] for name, values in every.items()}
+    heads = {name: values.mean((0, 2)) for name, values in later.items()}
+    heads["largest_logit"] = later["largest_logit"].amax((0, 2))
+    heads["selective maximum"] = later["selective_log_partition"].amax((0, 2))
+    return heads
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_numbers_are_those_of_explicit_attention(fused):
+    model = gpt(fused=fused)
+    record = Monitor(model, IDS, per_head=True)(0)
+    assert record is not None
+    largest = {}
+    for layer in range(2):
+        heads = explicit(model, IDS, layer)
+        top = heads.pop("selective maximum")
+        largest |= {(layer, h): float(v) for h, v in enumerate(heads["largest_logit"])}
+        for name, expected in heads.items():
+            key = f"massieu/layer{layer}/{name}"
+            # float32 states, and logits of a size of up to 30: some 1e-5 of it
+            near = {"rel": 1e-5, "abs": 1e-5}
+            assert record[f"{key}_mean"] == pytest.approx(float(expected.mean()), **near)
+            assert record[f"{key}_min"] == pytest.approx(float(expected.min()), **near)
+            most = top if name == "selective_log_partition" else expected
+            assert record[f"{key}_max"] == pytest.approx(float(most.max()), **near)
+            for head in range(HEADS):
+                own = record[f"massieu/layer{layer}/head{head}/{name}"]
+                assert own == pytest.approx(float(expected[head]), **near)
+        found = record.largest_logits[f"blocks.{layer}.attention"]
+        assert torch.allclose(found, heads["largest_logit"], rtol=1e-5, atol=1e-5)
+    layer, head = max(largest, key=largest.__getitem__)
+    assert (record["massieu/largest_logit_layer"], record["massieu/largest_logit_head"]) == (layer, head)
+    assert record["massieu/largest_logit_max"] == pytest.approx(max(largest.values()), rel=1e-5)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "bart"])
+def test_numbers_are_those_of_the_probe(name):
+    """Both leave query 0 out here: the probe is shown it as padding of the queries' side by a model that cannot see it."""
+    model, batch = zoo.model(name), zoo.inputs(name, padded=True)
+    record = Monitor(model, batch, per_head=True)(0)
+    assert record is not None
+    result = massieu.probe(model, [batch], statistics=["attention", "effective_rank", "pairwise_distance"])
+    compared = 0
+    for site in result.run.sites:
+        kind = f"/{site.kind}" if f"massieu/decoder/layer0/{site.kind}/entropy_mean" in record else ""
+        stack = ("decoder" if site.name.startswith("decoder") else "encoder") + "/" if name == "bart" else ""
+        kind = kind if name == "bart" and stack == "decoder/" else ""
+        for head in range(site.heads):
+            rows = {
+                r["statistic"]: r for r in result.heads.rows(named=True) if (r["site"], r["head"]) == (site.name, head)
+            }
+            at = f"massieu/{stack}layer{site.layer}{kind}/head{head}"
+            # Query 0 of a decoder has one key: its entropy and selective log Z are 0, its weight on the first is 1.
+            if site.kind == "causal":
+                count, rows_of = rows["entropy"]["count"], batch_rows(batch)
+                share = count / (count - rows_of)
+                assert record[f"{at}/entropy"] == pytest.approx(rows["entropy"]["value"] * share, rel=1e-5, abs=1e-6)
+                first = (rows["weight_first"]["value"] * count - rows_of) / (count - rows_of)
+                assert record[f"{at}/weight_first"] == pytest.approx(first, rel=1e-5, abs=1e-6)
+                compared += 1
+    after = {r["site"]: r["value"] for r in result.layers.rows(named=True) if r["statistic"] == "effective_rank/after"}
+    assert after
+    assert compared or name == "bert"
+
+
+def batch_rows(batch):
+    return next(iter(batch.values())).shape[0]
+
+
+class Drawing(nn.Module):
+    """A block with everything that a measurement could disturb: dropout, running means, draws of three kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = gpt(fused=False), nn.BatchNorm1d(31), nn.Dropout(0.2)
+
+    def forward(self, ids):
+        logits = self.drop(self.inner(ids))
+        logits = logits + 0.0 * (random.random() + np.random.rand() + torch.rand(()))  # noqa: NPY002
+        return self.norm(logits.transpose(1, 2)).transpose(1, 2)
+
+
+def trained(watch: str, steps: int = 12, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    model = Drawing().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    monitor = Monitor(model, IDS, every=3, optimizer=optimizer) if watch != "nobody" else None
+    torch.manual_seed(1)
+    for step in range(steps):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            if watch == "forward":
+                with monitor.watch(step) as seen:
+                    logits = model(IDS)
+                assert (seen.record is not None) == (step % 3 == 0)
+            else:
+                logits = model(IDS)
+            if watch == "inside":
+                monitor(step)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), IDS.flatten())
+            if watch == "before backward":
+                monitor(step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if watch == "after":
+            monitor(step, loss=loss)
+    return [*model.parameters(), *model.buffers(), torch.rand(3), torch.tensor([random.random(), np.random.rand()])]  # noqa: NPY002
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("watch", ["after", "inside", "before backward", "forward"])
+def test_training_is_the_same_bit_for_bit(watch, dtype):
+    """Under autocast a cast that was made without gradients must not be found in the cache by the training step."""
+    without, beside = trained("nobody", dtype=dtype), trained(watch, dtype=dtype)
+    for one, other in zip(without, beside, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_modes_gradients_and_hooks_are_left_as_they_were():
+    model = gpt().train()
+    model.blocks[1].eval()
+    before = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    monitor = Monitor(model, IDS)
+    monitor(0)
+    assert [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.overrides._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("where", ["model", "hook"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_leaves_nothing_behind(where, error):
+    model = gpt().train()
+    monitor = Monitor(model, IDS, every=1)
+
+    def fail(*_):
+        raise error("now")
+
+    target = model.blocks[1].feed if where == "model" else model.blocks[1]
+    handle = target.register_forward_hook(fail)
+    state = torch.get_rng_state()
+    with pytest.raises(error):
+        monitor(0)
+    handle.remove()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training and all(m.training for m in model.modules())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert torch.overrides._len_torch_function_stack() == 0 and torch.is_grad_enabled()
+    assert monitor(1) is not None
+    with capturing(model, lambda call: None):
+        model(IDS)
+
+
+def test_a_nan_is_named_with_layer_and_head_at_once():
+    model = gpt(fused=False)
+    monitor = Monitor(model, IDS, every=1, per_head=True)
+    with torch.no_grad():
+        model.blocks[1].attention.qkv.bias[2 * WIDTH // HEADS] = torch.nan  # a query of head 2
+    with pytest.warns(
+        UserWarning, match=r"at step 3, layer1 head 2 \(blocks\.1\.attention\) has NaN in its queries"
+    ) as said:
+        record = monitor(3)
+    assert len(said) == 1
+    assert math.isnan(record["massieu/layer1/head2/entropy"]) and math.isnan(record["massieu/layer1/largest_logit_max"])
+    assert math.isfinite(record["massieu/layer1/head1/entropy"])
+    assert math.isfinite(record["massieu/layer0/largest_logit_max"])
+    assert math.isnan(record["massieu/largest_logit_max"])
+    assert (record["massieu/largest_logit_layer"], record["massieu/largest_logit_head"]) == (1, 2)
+
+
+def test_gradient_norm_and_learning_rates():
+    model = gpt()
+    optimizer = torch.optim.SGD(
+        [{"params": model.blocks.parameters(), "lr": 0.1}, {"params": model.head.parameters(), "lr": 0.2}]
+    )
+    monitor = Monitor(model, IDS, every=2, optimizer=optimizer)
+    norms = {}
+    for step in range(5):
+        loss = model(IDS).logsumexp(-1).mean() * (step + 1)
+        loss.backward()
+        params = [*model.blocks.parameters(), *model.head.parameters()]
+        norms[step] = math.sqrt(sum(float(p.grad.double().square().sum()) for p in params))
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        record = monitor(step, loss=loss)
+        assert (record is None) == (step % 2 == 1)
+        if record is not None:
+            assert record["massieu/gradient_norm"] == pytest.approx(norms[step], rel=1e-5)
+            assert (record["massieu/learning_rate"], record["massieu/learning_rate_1"]) == (0.1, 0.2)
+            assert record["massieu/loss"] == loss.item()
+    monitor.close()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert "massieu/gradient_norm" not in monitor(6)
+
+
+def test_the_least_and_the_most_entropic_heads_are_named():
+    record, every = (Monitor(gpt(), IDS, **options)(0) for options in ({"top_k": 1}, {"per_head": True}))
+    entropies = {key: value for key, value in every.items() if key.endswith("/entropy")}
+    named = {key: value for key, value in record.items() if "/head" in key}
+    assert named == {k: v for k, v in entropies.items() if v in (min(entropies.values()), max(entropies.values()))}
+
+
+def test_nothing_of_the_batch_is_held():
+    model, kept = gpt(fused=False), []
+    monitor = Monitor(model, IDS, every=1)
+
+    def keep(_, __, output):
+        kept.append(weakref.ref(output))
+
+    handles = [m.register_forward_hook(keep) for m in model.modules() if isinstance(m, nn.Linear)]
+    monitor(0)
+    for handle in handles:
+        handle.remove()
+    gc.collect()
+    assert kept and all(each() is None for each in kept)
+
+
+def test_padding_and_a_batch_that_is_made_anew():
+    model, batch = zoo.model("bert"), zoo.inputs("bert", padded=True)
+    alone = {name: value[:1] for name, value in batch.items()}
+    longer = {name: F.pad(value[:1], (0, 5)) for name, value in batch.items()}
+    one, other = (Monitor(model, given)(0) for given in (alone, longer))
+    assert one["massieu/entropy_mean"] == pytest.approx(other["massieu/entropy_mean"], rel=1e-5)
+    asked = []
+    monitor = Monitor(model, lambda: asked.append(0) or alone, every=5)
+    assert monitor(0)["massieu/entropy_mean"] == pytest.approx(one["massieu/entropy_mean"], rel=1e-6)
+    assert monitor(1) is None and len(asked) == 2  # once to look, once to measure
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_are_measured(reentrant):
+    class Checkpointed(plain.Gpt):
+        def forward(self, ids):
+            x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    model = plain.sharp(Checkpointed(fused=False))
+    assert Monitor(model.train(), IDS)(0) == Monitor(gpt(fused=False), IDS)(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_have_float32_numbers(dtype):
+    exact, half = Monitor(gpt(), IDS)(0), Monitor(gpt().to(dtype), IDS)(0)
+    bound = 40 * torch.finfo(dtype).eps  # of states that two layers rounded
+    assert half["massieu/entropy_mean"] == pytest.approx(exact["massieu/entropy_mean"], rel=bound, abs=bound)
+
+
+def test_a_model_that_changes_is_looked_at_anew():
+    model = gpt()
+    monitor = Monitor(model, IDS, every=1)
+    model.blocks = nn.ModuleList([model.blocks[1]])
+    with pytest.warns(UserWarning, match="attends elsewhere"):
+        record = monitor(0)
+    assert "massieu/layer0/entropy_mean" in record and "massieu/layer1/entropy_mean" not in record
+
+
+def test_bad_calls():
+    model = gpt()
+    for options, sentence in (
+        ({"every": 0}, "every must be"),
+        ({"every": 1.5}, "every must be"),
+        ({"top_k": -1}, "top_k must be"),
+        ({"per_head": 1}, "per_head must be"),
+        ({"prefix": 3}, "prefix must be a string, got 3"),
+        ({"optimizer": 3}, r"optimizer must be a torch\.optim\.Optimizer, got 3"),
+        ({"to": 3}, "to must be a path"),
+        ({"reference": 3}, "reference must be the path"),
+    ):
+        with pytest.raises((TypeError, ValueError, InputError), match=sentence):
+            Monitor(model, IDS, **options)
+    with pytest.raises(InputError, match="a batch must be"):
+        Monitor(model, 3)
+    with pytest.raises(InputError, match="no attention"):
+        Monitor(nn.Linear(2, 2), torch.zeros(1, 2))
+    monitor = Monitor(model, IDS)
+    for step in (-1, 0.5, True):
+        with pytest.raises((TypeError, ValueError), match="step must be"):
+            monitor(step)
+    with pytest.raises(InputError, match=r"loss must be one number, got .*\(2,\)"):
+        monitor(0, loss=torch.zeros(2))
+    with pytest.raises(InputError, match="loss must be a number, got 'low'"):
+        monitor(0, loss="low")
+
+
+def test_no_transformers_and_no_tables_are_loaded():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch, massieu\n"
+        "layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
+        "model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)\n"
+        "assert massieu.Monitor(model, torch.randn(2, 5, 8))(0)\n"
+        "print([n for n in ('transformers', 'polars', 'plotly', 'jinja2') if n in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("way", ["torch.compile", "module.compile"])
+def test_a_compiled_training_step_is_not_compiled_again(way):
+    """Nor broken into pieces: the monitor runs the same modules uncompiled, between two steps and inside a step's autocast."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = gpt().train()
+    compiled = torch.compile(model, backend="eager", fullgraph=True) if way == "torch.compile" else model
+    if way == "module.compile":
+        model.compile(backend="eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step():
+        F.cross_entropy(compiled(IDS).flatten(0, 1), IDS.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    monitor = Monitor(compiled, IDS, every=1, optimizer=optimizer)
+    step()
+    before = dict(torch._dynamo.utils.counters["stats"]), dict(torch._dynamo.utils.counters["frames"])
+    for number in range(3):
+        record = monitor(number)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            step()
+    assert (dict(torch._dynamo.utils.counters["stats"]), dict(torch._dynamo.utils.counters["frames"])) == before
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert "massieu/layer1/entropy_mean" in record
+    with pytest.raises(InputError, match="a compiled model cannot be watched"), monitor.watch(4):
+        compiled(IDS)

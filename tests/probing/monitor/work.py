@@ -1,0 +1,115 @@
+"""What processes of a group do for `test_processes`: each trains or shards a small model and returns its record."""
+
+from typing import Any
+
+import torch
+from tests.probing.plain import gpt
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from massieu import Monitor
+
+IDS = torch.arange(48).reshape(4, 12) * 7 % 31
+
+
+def plain(seed: int = 0) -> nn.Module:
+    return gpt(fused=False)
+
+
+def llama() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        vocab_size=31, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.LlamaModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    return model.eval()
+
+
+def one_process() -> dict[str, float]:
+    return dict(found(Monitor(plain(), IDS, per_head=True)))
+
+
+def one_process_of_llama() -> dict[str, float]:
+    return dict(found(Monitor(llama(), {"input_ids": IDS}, per_head=True)))
+
+
+def found(monitor: Monitor) -> dict[str, float]:
+    record = monitor(0)
+    assert record is not None
+    return record
+
+
+def share(rank: int, size: int) -> torch.Tensor:
+    return IDS.chunk(size)[rank]
+
+
+def data_parallel(rank: int, size: int) -> Any:
+    model = DistributedDataParallel(plain())
+    monitor = Monitor(model, share(rank, size), per_head=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for step in range(3):  # the wrapper's own forward and backward go on beside it
+        model(share(rank, size)).logsumexp(-1).mean().backward()
+        optimizer.step()
+        record = monitor(step * 100)
+    assert record is not None
+    return dict(record)
+
+
+def fully_sharded(rank: int, size: int) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = plain()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = Monitor(model, share(rank, size), per_head=True)
+    first = dict(found(monitor))
+    # Between the backward pass and the step: what the forward pass gathered must not be what the next one computes with.
+    model(share(rank, size)).logsumexp(-1).mean().backward()
+    monitor(100)
+    optimizer.step()
+    trained = model(share(rank, size)).detach()
+    return first, trained
+
+
+def fully_sharded_alone(rank: int, size: int) -> torch.Tensor:
+    """The same without a monitor."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = plain()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(share(rank, size)).logsumexp(-1).mean().backward()
+    optimizer.step()
+    return model(share(rank, size)).detach()
+
+
+def tensor_parallel(rank: int, size: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model: Any = llama()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    for layer in model.layers:
+        columns = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        parallelize_module(layer.self_attn, mesh, {**columns, "o_proj": RowwiseParallel()})
+    return dict(found(Monitor(model, {"input_ids": IDS}, per_head=True)))
+
+
+def at_different_steps(rank: int, size: int) -> str:
+    monitor = Monitor(plain(), share(rank, size), every=1)
+    try:
+        monitor(rank)
+    except ValueError as error:
+        return str(error)
+    return "nothing was said"

@@ -1,0 +1,128 @@
+"""`massieu monitor`: the page of one run or several, alarms against a reference, and what is one sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.rows import every_row
+from typer.testing import CliRunner
+
+from massieu.cli.commands import app
+
+
+def _run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["monitor", *map(str, arguments)])
+
+
+def _written(path: Path, factor: float = 1.0, layers: int = 2) -> Path:
+    header = {"massieu": "0.1.0", "monitor": {"prefix": "massieu", "layers": layers, "every": 100}}
+    records = [
+        {"step": step, "massieu/loss": 2.0, "massieu/entropy_min": 1.0 / (factor if step >= 200 else 1.0)}
+        for step in range(0, 600, 100)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
+    return path
+
+
+def test_a_page_is_written_beside_the_run(tmp_path: Path):
+    ran = _run(_written(tmp_path / "run.jsonl"))
+    assert ran.exit_code == 0
+    assert ran.output == f"page: {tmp_path / 'run.html'}\n"
+    page = (tmp_path / "run.html").read_text()
+    assert "<title>run · massieu monitor</title>" in page
+    assert "Alarms need a reference run" in page
+
+
+def test_other_runs_and_a_reference_with_its_alarms(tmp_path: Path):
+    run, other, healthy = (
+        _written(tmp_path / f"{name}.jsonl", factor) for name, factor in (("a", 5), ("b", 1), ("c", 1))
+    )
+    ran = _run(run, other, "--reference", healthy, "--out", tmp_path / "new" / "page.html")
+    assert ran.exit_code == 0
+    # Outside from step 200 on; the second call running is step 300.
+    assert "massieu: in alarm from step 300: massieu/entropy_min\n" in ran.output
+    page = (tmp_path / "new" / "page.html").read_text()
+    assert (
+        '<code>massieu/entropy_min</code></th><td data-label="From step">300</td><td data-label="To step">500</td>'
+        in page
+    )
+    assert _run(other, "--reference", healthy).exit_code == 0
+    assert "No quantity was in alarm." in (tmp_path / "b.html").read_text()
+
+
+def test_a_line_that_was_cut_off_is_left_out_with_one_sentence(tmp_path: Path):
+    run = _written(tmp_path / "run.jsonl")
+    with run.open("a") as file:
+        file.write('{"step": 600, "massieu/lo')
+    ran = _run(run)
+    assert ran.exit_code == 0
+    assert "massieu: line 8 of run.jsonl was cut off and is left out\n" in ran.output
+    assert "Line 8 of run.jsonl was cut off and is left out." in (tmp_path / "run.html").read_text()
+
+
+def test_a_reference_of_another_model_is_said_on_the_page(tmp_path: Path):
+    assert (
+        _run(_written(tmp_path / "run.jsonl"), "--reference", _written(tmp_path / "big.jsonl", layers=12)).exit_code
+        == 0
+    )
+    assert "The reference run big was another: layers 12 in place of 2." in (tmp_path / "run.html").read_text()
+
+
+@every_row(
+    ("arguments", "said"),
+    [
+        (["{tmp}/none.jsonl"], "massieu: cannot read {tmp}/none.jsonl: No such file or directory"),
+        (["{tmp}/empty.jsonl"], "massieu: {tmp}/empty.jsonl holds no record of a monitor: it is empty"),
+        (
+            ["{tmp}/prose.jsonl"],
+            "massieu: {tmp}/prose.jsonl, line 1: it must hold a JSON object, as a monitor writes it",
+        ),
+        (["{tmp}/good.jsonl", "{tmp}/none.jsonl"], "massieu: cannot read {tmp}/none.jsonl"),
+        (["{tmp}/good.jsonl", "--reference", "{tmp}/empty.jsonl"], "massieu: {tmp}/empty.jsonl holds no record"),
+        (["{tmp}/good.jsonl", "--out", "{tmp}"], "massieu: {tmp} is a folder; the page needs the name of a file"),
+        (["{tmp}/good.jsonl", "--out", "{tmp}/good.jsonl"], "massieu: the page cannot be written to {tmp}/good.jsonl"),
+        (
+            ["{tmp}/good.jsonl", "--out", "{tmp}/good.jsonl/page.html"],
+            "massieu: the output folder {tmp}/good.jsonl cannot be made",
+        ),
+        (["{tmp}"], "massieu: cannot read {tmp}: Is a directory"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
+    _written(tmp_path / "good.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "prose.jsonl").write_text("It was a dark night.\n")
+    ran = _run(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert ran.exit_code == 2
+    assert ran.output.startswith(said.replace("{tmp}", str(tmp_path)))
+    assert ran.output.count("\n") == 1
+    assert len((tmp_path / "good.jsonl").read_text().splitlines()) == 7
+
+
+def test_help_is_short_and_a_run_is_needed():
+    ran = _run("--help")
+    assert ran.exit_code == 0
+    assert all(len(line) <= 80 for line in ran.output.splitlines())
+    assert _run().exit_code == 2
+
+
+def test_jinja_and_plotly_are_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    ran = _run(_written(tmp_path / "run.jsonl"))
+    assert ran.exit_code == 2
+    assert 'is not installed; install it with: pip install "massieu[probe]"' in ran.output
+
+
+@pytest.mark.medium
+def test_the_command_loads_no_torch(tmp_path: Path):
+    run, healthy = _written(tmp_path / "run.jsonl", 5), _written(tmp_path / "healthy.jsonl")
+    code = (
+        "import sys; from massieu.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
+        "print([name for name in ('torch', 'transformers', 'polars') if name in sys.modules])"
+    )
+    arguments = ["monitor", str(run), "--reference", str(healthy)]
+    ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
