@@ -30,6 +30,7 @@ TITLES = {
     "population": "Populations of tokens",
     "conditional_mean": "Conditional mean attention",
     "probe": "The probe",
+    "monitor": "The monitor",
     "on_cuda": "CUDA",
 }
 """Sections in their order; a result of another name comes after them under its own name."""
@@ -37,6 +38,7 @@ SECTIONS = {
     "half_precision": sections.half_precision,
     "lengths": sections.lengths,
     "probe": sections.probe,
+    "monitor": sections.monitor,
     "fixed_points": sections.fixed_points,
     "implicit": sections.implicit,
     "conditional_mean": sections.conditional_mean,

@@ -79,6 +79,18 @@ def _probe_rows(content: Json) -> list[Json]:
     ]
 
 
+def monitor(content: Json) -> str:
+    shares = [
+        f"{row['name'].partition(':')[0]} {100 * (row['time_ratio'] - 1):.2f} % "
+        f"[{100 * (row['time_interval'][0] - 1):.2f}, {100 * (row['time_interval'][1] - 1):.2f}]"
+        for row in content["rows"]
+        if row["time_bar"] is not None
+    ]
+    return (
+        f"{comparisons.section(content)}\nA hundredth of a call, as a share of a training step: {'; '.join(shares)}.\n"
+    )
+
+
 def fixed_points(content: Json) -> str:
     def mean(row: Json, solver: str) -> str:
         found = row["evaluations"].get(solver)
