@@ -391,7 +391,17 @@ def test_describe_draws_tables(monkeypatch):
         "model": {"name": "a [b]model[/b]", "revision": None, "hidden_size": 48},
         "route": "by [hand]",
         "sites": [
-            {"index": 0, "layer": 3, "name": "site.[0]", "kind": "cross", "heads": 12, "key_heads": 4, "head_size": 32}
+            {
+                "index": 0,
+                "layer": 3,
+                "name": "site.[0]",
+                "kind": "cross",
+                "heads": 12,
+                "key_heads": 4,
+                "head_size": 32,
+                "route": "tap",
+                "grade": "scores",
+            }
         ],
         "sublayers": [{"index": 0, "layer": None, "name": "last norm", "kind": "norm"}],
         "unavailable": ["climb: [no] projection"],
@@ -400,7 +410,17 @@ def test_describe_draws_tables(monkeypatch):
     monkeypatch.setattr(run_module, "describe", lambda model, **_: SimpleNamespace(to_dict=lambda: found))
     ran = _run("describe", "some/model")
     assert ran.exit_code == 0, ran.output
-    for shown in ("a [b]model[/b]", "by [hand]", "site.[0]", "cross", "last norm", "climb: [no] projection", "–"):
+    for shown in (
+        "a [b]model[/b]",
+        "by [hand]",
+        "site.[0]",
+        "cross",
+        "tap",
+        "scores",
+        "last norm",
+        "climb: [no] projection",
+        "–",
+    ):
         assert shown in ran.stdout
     assert "1 module was not seen" in ran.stderr
     assert "\x1b" not in ran.output

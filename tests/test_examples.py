@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PAGES_WITH_CODE = (
     "start/index",
     "how-to/measures",
+    "how-to/monitor",
     "how-to/ops",
     "how-to/losses",
     "how-to/policy_optimisation",
@@ -35,6 +36,7 @@ PAGES_WITH_CODE = (
     "explanation/smoothing",
     "explanation/transfer",
     "how-to/conditional_mean",
+    "how-to/entropy_collapse",
 )
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -56,6 +58,7 @@ EXAMPLES = {
     "in_context_regression.py",
     "tokens_as_particles.py",
     "model_flow.py",
+    "watch_training.py",
 }
 
 
