@@ -1,11 +1,13 @@
 """Hooks of one thread, tensors that are one in memory, and values with tensors in them."""
 
 import threading
+import weakref
 
+import numpy as np
 import pytest
 import torch
 
-from massieu.probing.watching import hooked, mapped, memory, same_tensor
+from massieu.probing.watching import Whereabouts, hooked, mapped, memory, same_tensor
 
 
 def test_hooks_see_this_threads_calls_alone_and_are_removed():
@@ -45,6 +47,35 @@ def test_one_memory_and_one_view():
     assert same_tensor(whole, whole.view(2, 2))
     assert not same_tensor(whole, whole.mT)
     assert not same_tensor(whole, whole.flatten())
+
+
+def test_whereabouts_are_of_one_memory_and_one_view():
+    whole = torch.arange(4.0).reshape(2, 2)
+    place = Whereabouts(whole)
+    assert place == Whereabouts(whole.view(2, 2))
+    others = (
+        whole.mT,
+        whole.flatten(),
+        whole[:1],
+        whole.view(torch.int32),
+        whole.clone(),
+        torch.empty(2, 2, device="meta"),
+    )
+    assert [place == Whereabouts(other) for other in others] == [False] * len(others)
+    assert Whereabouts(whole[:1]) != Whereabouts(whole[1:])
+    assert place != "text"
+
+
+def test_whereabouts_hold_no_memory_and_know_it_from_what_lies_there_next():
+    numbers = np.zeros(4)
+    place, address = Whereabouts(first := torch.from_numpy(numbers)), first.data_ptr()
+    del first
+    second = torch.from_numpy(numbers)
+    assert second.data_ptr() == address
+    assert place != Whereabouts(second)
+    place, held = Whereabouts(second), weakref.ref(numbers)
+    del second, numbers
+    assert held() is None
 
 
 def test_tensors_inside_tuples_and_lists_are_mapped():

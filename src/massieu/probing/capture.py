@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.attention_call import AttentionCall, AttentionSite
-from massieu.probing.watching import same_tensor
+from massieu.probing.watching import Whereabouts
 
 
 class StopAfterQuery(Exception):  # noqa: N818 - a signal, not an error
@@ -47,7 +47,7 @@ class Capture:
     claimed: bool = False
     thread: int = field(default_factory=threading.get_ident)
     disturbed: bool = False
-    _latest: tuple[nn.Module, Tensor, Tensor, AttentionSite] | None = None
+    _latest: tuple[nn.Module, Whereabouts, Whereabouts, AttentionSite] | None = None
 
     def place(self, module: nn.Module, query: Tensor, key: Tensor) -> tuple[AttentionSite, bool]:
         """The site of the next call, and whether it repeats the one before with the same queries and keys."""
@@ -56,14 +56,13 @@ class Capture:
             raise InputError(f"an attention module of class {type(module).__name__} is not part of the probed model")
         if self.projections is not None:  # a replay is no call of the forward pass
             return AttentionSite(name), False
-        latest = self._latest
-        # The latest queries and keys are held, so that their memory cannot have been given to others.
-        if latest is not None and latest[0] is module and same_tensor(latest[1], query) and same_tensor(latest[2], key):
-            return latest[3], True
+        call = module, Whereabouts(query), Whereabouts(key)
+        if self._latest is not None and self._latest[:3] == call:
+            return self._latest[3], True
         ordinal = self.fired.get(name, 0)
         self.fired[name] = ordinal + 1
         site = AttentionSite(name, ordinal)
-        self._latest = (module, query, key, site)
+        self._latest = (*call, site)
         return site, False
 
     def check_undisturbed(self) -> None:

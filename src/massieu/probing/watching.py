@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Place = tuple[int, int]
 
@@ -48,6 +49,21 @@ def memory(value: Any) -> Place | None:
 def same_tensor(left: Tensor, right: Tensor) -> bool:
     """One tensor in memory, in the same view."""
     return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
+
+
+class Whereabouts:
+    """Which memory a tensor lies in, and in which view. It does not hold the memory, which is known again all the same."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # its number is given to no other while this lives
+        self._view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Whereabouts):
+            return NotImplemented
+        return self._storage == other._storage and self._view == other._view
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
