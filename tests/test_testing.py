@@ -242,7 +242,7 @@ DRAWN = {"draws", "samples", "independence", "support of samples"}
 DENSITY = {"possible draws", "log_prob", "frequencies", "normalisation", "atoms as means", "NaN in log_prob"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_correct_measure_passes_with_one_hook():
     rate = RATE.double()
     left_out = run_all(

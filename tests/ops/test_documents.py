@@ -267,7 +267,7 @@ def test_autocast() -> None:
     torch.testing.assert_close(output, wanted[0], rtol=4e-2, atol=4e-2)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", ["equal", "mixed", "keys of their own"])
 def test_compiled(lengths: str) -> None:
     documents, leaves = made(lengths, torch.float32)

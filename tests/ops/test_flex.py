@@ -124,7 +124,7 @@ def test_gradients(registered, name):
     assert_close(found, gradients(attention, [t.double() for t in tensors], options), 5e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row("name, layout", [(name, layout) for name in OPTIONS for layout in LAYOUTS])
 def test_compiled_gradients(registered, name, layout):
     """The weights' too: dynamo alone makes them inputs of the kernel."""

@@ -54,7 +54,7 @@ def test_it_is_the_sum_of_weights(position, weight):
     torch.testing.assert_close(found.share, wanted / wanted.sum(-1, keepdim=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row("weight", WEIGHTS)
 @every_row("position", POSITIONS)
 @every_row("shape", SHAPES)

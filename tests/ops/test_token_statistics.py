@@ -93,7 +93,7 @@ def test_any_leading_shape(lead):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_derivatives_of_every_kind(softcap):

@@ -130,7 +130,7 @@ def test_resumed_is_uninterrupted(tmp_path, stop):
     assert_same(built().resume(tmp_path / "flow"), whole)  # nothing is left to be done
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_killed_and_resumed_is_uninterrupted(tmp_path):
     """A process that is killed in its fourth layer, and another that goes on."""
     arguments = [sys.executable, "-m", "tests.population.killed_flow", str(tmp_path / "flow")]

@@ -131,7 +131,7 @@ def test_what_a_killed_process_left_beside_the_file_is_removed(tmp_path):
     ]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_killed_at_any_moment_of_writing_it_goes_on(tmp_path):
     arguments = [sys.executable, "-m", "tests.population.killed_writing", str(tmp_path)]
     told = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True).stdout
