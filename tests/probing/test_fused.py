@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+import torch._dynamo
 from tests.rows import every_row
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from massieu.probing.attention_call import AttentionCall
+from massieu.probing.forward import uncompiled
 from massieu.probing.routes import capturing
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 5, 16, 4
@@ -193,3 +195,54 @@ def test_decoders_are_read_with_their_attention_across():
     module = nn.Transformer(WIDTH, HEADS, 2, 2, 32, batch_first=True)
     calls = check(module, batch(), batch(9), tgt_mask=torch.ones(9, 9, dtype=torch.bool).triu(1), tgt_is_causal=True)
     assert [(c.query.shape[2], c.key.shape[2]) for c in calls] == [(5, 5)] * 2 + [(9, 9), (9, 5)] * 2
+
+
+def flex(score=None, mask=None, **options):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    blocks = mask and create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
+    return lambda q, k, v: flex_attention(q, k, v, score, blocks, **options)
+
+
+SLOPES = torch.tensor([0.5, 0.1, 2.0, 3.0])
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+def by_distance(score, b, h, i, j):
+    return score - SLOPES[h] * (i - j).abs()
+
+
+FLEX = {
+    "plain": (None, None),
+    "mask": (None, causal),
+    "biases and a mask": (by_distance, causal),
+    "hidden by the score": (lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf), None),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", FLEX)
+def test_flexattention_is_read_with_its_functions(name):
+    score, mask = FLEX[name]
+    with uncompiled():
+        (call,) = check(Fused(flex(score, mask, scale=0.3, enable_gqa=True), 2), batch())
+    if name != "plain":
+        assert torch.equal(~call.visible().expand(BATCH, HEADS, -1, -1)[1, 2], FUTURE)
+    if name == "biases and a mask":
+        where = torch.arange(LENGTH)
+        bias = -SLOPES[:, None, None] * (where[:, None] - where).abs()
+        assert torch.equal(call.log_weight[0], bias.masked_fill(FUTURE, -math.inf))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "score", [lambda s, *_: 2 * torch.tanh(s / 2), lambda s, *_: 500 * torch.tanh(s / 500), lambda s, *_: 1.001 * s]
+)
+def test_flexattention_that_bends_its_scores_is_refused(score):
+    module, calls = Fused(flex(score)).eval(), []
+    with uncompiled(), torch.no_grad(), capturing(module, calls.append) as capture:
+        module(batch())
+    assert not calls and "does more than add a number" in capture.refused[""]

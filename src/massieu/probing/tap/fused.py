@@ -7,10 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
 
 from massieu.probing.capture import Capture
 from massieu.probing.tap.calls import FusedCall, Output, read_fused
 from massieu.probing.tap.dims import Dims, Label, broadcast, of
+from massieu.probing.tap.flex import scores_of
 from massieu.probing.tap.scores import HIDES, Path
 
 
@@ -28,6 +30,22 @@ def _scaled_dot_product(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     call = FusedCall(query, key, value, *dims[:3], weight, causal, scale)
     queries = tuple(label for label in of(dims[0]) if label not in of(dims[1]) and label in (dims[0][-2] or ()))
+    return Output(read_fused(call, owner, capture), dims[3], dims[3][-1], queries, path)
+
+
+def _flex(args: Any, kwargs: Any, result: Any, owner: nn.Module, path: Path, capture: Capture) -> Output | str:
+    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options")
+    names = (*names, "score_mod_other_buffers", "mask_mod_other_buffers")
+    given = {names[7]: (), names[8]: (), **dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value = (given[name] for name in names[:3])
+    if key.shape[0] != query.shape[0]:
+        return "its FlexAttention shares keys between sequences"
+    weight = scores_of(query, key, given)
+    if isinstance(weight, str):
+        return weight
+    dims = _dims_of(query, key, value, key.shape[1] != query.shape[1])
+    call = FusedCall(query, key, value, *dims[:3], _masked(weight, dims), False, float(given["scale"]))
+    queries = tuple(label for label in dims[0][-2] if label not in of(dims[1]))
     return Output(read_fused(call, owner, capture), dims[3], dims[3][-1], queries, path)
 
 
@@ -97,5 +115,8 @@ RUN_OPEN: Mapping[Any, Callable[..., Any]] = {
 }
 """Functions that contain attention: what to call in their place."""
 
-FUSED: Mapping[Any, Callable[..., Output | str]] = {F.scaled_dot_product_attention: _scaled_dot_product}
+FUSED: Mapping[Any, Callable[..., Output | str]] = {
+    F.scaled_dot_product_attention: _scaled_dot_product,
+    flex_operator: _flex,
+}
 """Functions that are attention: how to read what they were given."""

@@ -251,7 +251,7 @@ class Tap(TorchFunctionMode):
         owner = _owner(path) or self.model
         found = FUSED[func](args, kwargs, result, owner, path, self.capture)
         if isinstance(found, Output):
-            self._follow_from(result, found)
+            self._follow_from(result[0] if isinstance(result, tuple) else result, found)
         elif isinstance(found, str):
             self._refuse(path, found)
 
