@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch._dynamo
 from tests.rows import every_row
 from torch import Tensor, nn
 from torch.nn import functional as F

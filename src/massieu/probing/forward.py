@@ -84,7 +84,8 @@ def uncompiled() -> Iterator[None]:
 
     It is PyTorch's own switch, for the whole process; the last of several threads to leave turns it back.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and it takes a second to import
+    # Where neither stands, nothing compiles, and the first takes a second to import; FlexAttention compiles by itself.
+    if {"torch._dynamo", "torch.nn.attention.flex_attention"}.isdisjoint(sys.modules):
         yield
         return
     global _within
