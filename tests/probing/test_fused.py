@@ -8,6 +8,7 @@ from tests.rows import every_row
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.forward import uncompiled
@@ -197,8 +198,6 @@ def test_decoders_are_read_with_their_attention_across():
 
 
 def flex(score=None, mask=None, **options):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     blocks = mask and create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
     return lambda q, k, v: flex_attention(q, k, v, score, blocks, **options)
 
