@@ -26,7 +26,7 @@ def operators():
             library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     except RuntimeError:  # they are defined
         library = None
-    yield library
+    return library
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "written out"])
