@@ -2,6 +2,8 @@
 
 import gc
 import math
+import re
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -11,8 +13,10 @@ from tests.rows import every_row
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from massieu.errors import InputError
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.capture import Capture
+from massieu.probing.check import first_look
 from massieu.probing.routes import capturing
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 24, 4
@@ -304,11 +308,6 @@ REFUSED = {
 
 @every_row("name", list(REFUSED))
 def test_what_is_something_else_is_refused_with_the_reason(name):
-    import re
-
-    from massieu.errors import InputError
-    from massieu.probing.check import first_look
-
     make, reason = REFUSED[name]
     module = make().eval()
     _, capture, _ = read(module, batch())
@@ -326,6 +325,36 @@ class Router(Attention):
 
     def forward(self, x):
         return super().forward(x) + self.choose(x).softmax(-1) @ self.experts
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+def _foreign_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.mT).softmax(-1) @ value
+
+
+def test_a_librarys_own_operator_is_refused_by_name():
+    def flash(q, k, v):
+        return merged(torch.ops.flash_attn._flash_attn_forward(q, k, v))
+
+    calls, capture, _ = read(Attention(flash).eval(), batch())
+    assert not calls and "flash_attn::_flash_attn_forward" in capture.refused[""]
+
+
+def test_a_part_that_runs_in_another_thread_is_said():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (Attention(READ["plain"][0]) for _ in range(2))
+
+        def forward(self, x):
+            found = []
+            thread = threading.Thread(target=lambda: found.append(self.second(x)))
+            thread.start()
+            thread.join()
+            return self.first(x) + found[0]
+
+    with pytest.raises(InputError, match="another thread used the model"):
+        read(Apart().eval(), batch())
 
 
 def test_routers_are_no_attention():

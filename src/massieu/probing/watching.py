@@ -13,11 +13,15 @@ Place = tuple[int, int]
 
 @contextmanager
 def hooked(
-    modules: Iterable[nn.Module], *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+    modules: Iterable[nn.Module],
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+    elsewhere: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Call ``before(module, arguments, keywords)`` and ``after(module, arguments, keywords, output)`` around each forward.
 
-    Calls that other threads make of the modules are not shown.
+    Calls that other threads make of the modules are not shown, but ``elsewhere`` is called before they begin.
     """
     thread = threading.get_ident()
 
@@ -25,6 +29,8 @@ def hooked(
         def hook(*given: Any) -> None:
             if threading.get_ident() == thread:
                 look(*given)
+            elif elsewhere is not None and look is before:
+                elsewhere()
 
         return hook
 

@@ -120,3 +120,6 @@ FUSED: Mapping[Any, Callable[..., Output | str]] = {
     flex_operator: _flex,
 }
 """Functions that are attention: how to read what they were given."""
+
+FOREIGN = ("flash_attn", "xformers", "transformer_engine", "sageattention")
+"""Libraries whose operators attend, and are refused by name."""

@@ -19,7 +19,7 @@ from massieu.probing.capture import Capture, StopAfterQuery
 from massieu.probing.tap import functions as f
 from massieu.probing.tap.calls import HeadLayout, Output, layout_of, read_weights
 from massieu.probing.tap.dims import Dim, merged, of, whole
-from massieu.probing.tap.fused import FUSED, RUN_OPEN
+from massieu.probing.tap.fused import FOREIGN, FUSED, RUN_OPEN
 from massieu.probing.tap.scores import (
     BADDBMM,
     CONTRACTIONS,
@@ -53,7 +53,7 @@ class Tap(TorchFunctionMode):
         self._begun = 0
 
     def __enter__(self) -> "Tap":
-        self._hooks = hooked(self.model.modules(), before=self._enter, after=self._leave)
+        self._hooks = hooked(self.model.modules(), before=self._enter, after=self._leave, elsewhere=self._disturbed)
         self._hooks.__enter__()
         return super().__enter__()
 
@@ -63,6 +63,10 @@ class Tap(TorchFunctionMode):
         self._running.clear()
         self._notes.clear()
         self._kinds.clear()
+
+    def _disturbed(self) -> None:
+        """Another thread runs a part of the model, where a function mode of this one sees nothing."""
+        self.capture.disturbed = True
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         self._running.append(module)
@@ -76,6 +80,8 @@ class Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.capture.claimed or func in f.ASKING:
             return func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+            self._foreign(func)
         opened = RUN_OPEN.get(func)
         if opened is not None:
             super().__enter__()  # its own code, step by step
@@ -96,6 +102,13 @@ class Tap(TorchFunctionMode):
         elif noted and func not in f.UNRELATED:
             self._follow(func, args, kwargs, noted, result)
         return result
+
+    def _foreign(self, func: Any) -> None:
+        """A library's own operator that attends: its name says so, what it is given is its own affair."""
+        name = str(getattr(func, "_qualified_op_name", func))
+        library = name.partition("::")[0]
+        if library in FOREIGN or any(library.startswith(f"{each}_") for each in FOREIGN):
+            self._refuse(self._path(), f"it attends by {name}, an operator that is not read")
 
     # Notes -----------------------------------------------------------------------------------------------------------
 
