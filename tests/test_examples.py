@@ -16,6 +16,7 @@ PAGES_WITH_CODE = (
     "start/index",
     "how-to/measures",
     "how-to/monitor",
+    "how-to/monitor_logging",
     "how-to/ops",
     "how-to/losses",
     "how-to/policy_optimisation",
