@@ -404,3 +404,18 @@ def test_a_models_flow_is_told_beside_its_nulls(tmp_path):
     assert all(0.2 < float(correlation) < 1 for correlation, *_ in blocks)
     assert all(abs(float(cosine)) < 0.3 and float(low) < float(high) for _, cosine, low, high in blocks)
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_training_runs_are_watched(tmp_path):
+    """Short runs tell nothing of leads; the tables and the picture are there, and a second call repeats no run."""
+    picture = tmp_path / "runs.png"
+    arguments = ("examples/watch_training.py", "--quick", "--folder", str(tmp_path), "--picture", str(picture))
+    found = run(*arguments)
+    assert found.count("the loss is in alarm in") == 3 and " 9 of 9" in found
+    assert picture.stat().st_size > 10_000
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
+    assert len(kept) == 9
+    again = run(*arguments)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
+    assert again.split("\n\n")[1:] == found.split("\n\n")[1:]

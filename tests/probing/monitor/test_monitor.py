@@ -309,6 +309,49 @@ def test_a_model_that_changes_is_looked_at_anew():
     assert "massieu/layer0/entropy_mean" in record and "massieu/layer1/entropy_mean" not in record
 
 
+def test_a_shared_module_has_its_own_name_and_its_largest_logits_of_all_calls():
+    model = zoo.model("albert")
+    record = Monitor(model, zoo.inputs("albert"), per_head=True)(0)
+    (name,) = record.largest_logits
+    assert model.get_submodule(name) is not None
+    layers = [[record[f"massieu/layer{layer}/head{head}/largest_logit"] for head in range(4)] for layer in range(3)]
+    assert torch.equal(record.largest_logits[name], torch.tensor(layers, dtype=torch.float64).amax(0))
+    top = float(record.largest_logits[name].max())
+    factors = massieu.nn.clip_logits(model, top / 2, record)
+    assert float(factors[name].min()) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_watched_are_the_same_numbers(fused, monkeypatch):
+    model = gpt(fused=fused).train()
+    monitor = Monitor(model, IDS, every=5)
+    with monitor.watch(5) as seen:
+        loss = model(IDS).logsumexp(-1).mean()
+    loss.backward()
+    called = {
+        name: value for name, value in monitor(5).items() if "effective_rank" not in name and "spread" not in name
+    }
+    assert dict(seen.record) == {name: value for name, value in called.items() if name != "massieu/gradient_norm"}
+    with monitor.watch(6) as seen:
+        model(IDS)
+    assert seen.record is None
+    # Of some queries, those alone: the first and the last of them among the ones that are spaced evenly.
+    monkeypatch.setattr("massieu.probing.monitor.monitor.WATCHED_QUERIES", 2)
+    with monitor.watch(5) as seen:
+        model(IDS)
+    length = IDS.shape[1]
+    last = Monitor(model, IDS)(0)
+    assert seen.record["massieu/entropy_mean"] != last["massieu/entropy_mean"]
+    with torch.no_grad():
+        x = model.tokens(IDS) + model.places.weight[:length]
+        state = model.blocks[0].first(x).double()
+        packed = state @ model.blocks[0].attention.qkv.weight.double().T + model.blocks[0].attention.qkv.bias.double()
+        query, key, _ = (p.view(*IDS.shape, HEADS, -1).transpose(1, 2) for p in packed.split(WIDTH, dim=2))
+        weights = (query[:, :, -1:] @ key.mT / math.sqrt(WIDTH // HEADS)).softmax(-1)
+    expected = torch.special.entr(weights).sum(-1).mean()
+    assert seen.record["massieu/layer0/entropy_mean"] == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_bad_calls():
     model = gpt()
     for options, sentence in (

@@ -310,7 +310,9 @@ class Monitor:
             for head in np.flatnonzero(site.broken):
                 if (site.place, int(head)) not in self._said:
                     self._said.add((site.place, int(head)))
-                    self._warn(f"at step {measured.step}, {site.place} head {head} ({site.module}) has {site.what}")
+                    self._warn(
+                        f"at step {measured.step}, {site.place} head {head} ({site.module or 'the model'}) has {site.what}"
+                    )
 
     @staticmethod
     def _warn(sentence: str) -> None:

@@ -39,6 +39,7 @@ class SiteNumbers:
 
     Attributes:
         place: the site's name in a record.
+        module: the name of the attention module, which may have several sites.
         first_head: index of the first head among all heads of the site, where others are another process's.
         totals, counts, largest: for each quantity (H,).
         broken: queries of each head whose numbers are not finite.
@@ -116,7 +117,7 @@ class Sums:
         parts = torch.stack(self.parts).cpu().numpy()
         quantities, broken = parts[:, :-1], parts[:, -1, 0].sum(0)
         totals, counts, largest = quantities[:, :, 0].sum(0), quantities[:, :, 1].sum(0), quantities[:, :, 2].max(0)
-        where = (self.place, self.info.site.name, self.info.layer, self.first_head, self.names)
+        where = (self.place, self.info.site.module_name, self.info.layer, self.first_head, self.names)
         return SiteNumbers(*where, totals, counts, largest, broken, self.what)
 
 
