@@ -40,6 +40,7 @@ SELECTING = {torch.where, Tensor.where}
 ASSIGNING = {Tensor.__setitem__}
 INDEXING = {Tensor.__getitem__}
 JOINING = {torch.cat, torch.concat, torch.concatenate}
+MOVING = REGROUPING | PERMUTING | KEEPING | INDEXING
 LARGEST = _all("max", "amax")
 CAPPING = _all("tanh")
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}

@@ -184,12 +184,12 @@ class Tap(TorchFunctionMode):
         """Weights on values."""
         value = factors[1 - which]
         dims = labelled(factors[0], factors[1], letters, weights.dims, which)
-        if weights.broken is not None or dims is None:
-            return self._refuse(weights.path, weights.broken or "its weights meet values in an unknown layout")
+        if dims is None:
+            return self._lose(weights, "its weights meet values in an unknown layout")
         summed = contracted(dims[0], dims[1], dims[2])
         own = dims[1 - which]
         if set(whole(summed)) != set(whole(weights.keys)):
-            return self._refuse(weights.path, "its weights are multiplied by something else than a value for each key")
+            return self._lose(weights, "its weights are multiplied by something else than a value for each key")
         values = tuple(label for label in of(own) if label in of(dims[2]) and label not in of(weights.dims))
         product = weights.scores.product
         sides = of(product.left_dims), of(product.right_dims)
@@ -214,7 +214,11 @@ class Tap(TorchFunctionMode):
             if func in f.REGROUPING or func in f.KEEPING or func in f.INDEXING:
                 self._keep(result, note)
         elif isinstance(note, Weights):
-            self._keep(result, weights_after(func, args, kwargs, tensor, note, result))
+            after = weights_after(func, args, kwargs, tensor, note, result)
+            if after.broken is None:
+                self._keep(result, after)
+            else:
+                self._lose(note, after.broken)
         else:
             others = [other for given, other in noted[1:] if given is not tensor]
             after = scores_after(func, args, kwargs, tensor, note, others, result, self._moves)
@@ -235,21 +239,23 @@ class Tap(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if not isinstance(dim, int):
             return
+        path = _common(note.product.path, self._path())
+        if note.broken is not None:
+            self._begin(path, note.broken)
+            return
         keys = whole(note.dims[dim])
         if note.extended is not None:
             whole_keys, plain = note.extended
             keys = plain if keys == (whole_keys,) else keys
         product = note.product
         sides = set(of(product.left_dims)), set(of(product.right_dims))
-        broken = note.broken
-        if broken is None and not any(set(keys) <= own - other for own, other in (sides, sides[::-1])):
-            broken = "its softmax does not run over the keys alone"
+        if not any(set(keys) <= own - other for own, other in (sides, sides[::-1])):
+            self._begin(path, "its softmax does not run over the keys alone")
+            return
         taken = None if note.affine else tensor
         original = None if note.affine else (result, note.dims)
-        path = _common(product.path, self._path())
-        token = self._begin(path, broken or "its attention weights were not seen on values")
-        weights = Weights(note, note.dims, keys, path, token, taken, original, broken)
-        self._keep(result, weights)
+        token = self._begin(path, "its attention weights were not seen on values")
+        self._keep(result, Weights(note, note.dims, keys, path, token, taken, original))
 
     def _begin(self, path: Path, reason: str) -> int:
         """Something that is refused for this reason unless it comes to an end."""
@@ -268,6 +274,11 @@ class Tap(TorchFunctionMode):
         elif isinstance(found, str):
             self._refuse(path, found)
 
+    def _lose(self, note: Weights | Output, reason: str) -> None:
+        """Why something will not be read, if it never is: weights that have met their values may be averaged as well."""
+        if note.token in self._open:
+            self._open[note.token] = note.path, reason
+
     def _follow_from(self, tensor: Tensor, output: Output) -> None:
         token = self._begin(output.path, "its output was not followed to a projection")
         self._keep(tensor, replace(output, token=token))
@@ -285,8 +296,8 @@ class Tap(TorchFunctionMode):
                 self._keep(result, note)
         elif result.shape == tensor.shape:
             self._keep(result, note if note.frozen else replace(note, frozen=(tensor, note.dims)))
-        elif note.token in self._open:
-            self._open[note.token] = note.path, f"its output goes through {named(func)}"
+        else:
+            self._lose(note, f"its output goes through {named(func)}")
 
     def _ends_output(self, func: Any, args: Any, noted: Any) -> bool:
         """Whether the function takes an output that is still followed as what it is: a projection, or another product."""
@@ -303,7 +314,7 @@ class Tap(TorchFunctionMode):
                 return True
         others = [other for other in _tensors(args, {}) if other is not tensor]
         if any(not self._kind(other) & _CONSTANT for other in others):
-            self._open[note.token] = note.path, "its output is multiplied by another activation"
+            self._lose(note, "its output is multiplied by another activation")
         else:
             self._deliver(note, tensor, None)
         return True
@@ -334,11 +345,10 @@ class Tap(TorchFunctionMode):
 
     def _break(self, tensor: Tensor, func: Any) -> None:
         note = self._note(tensor)
-        if isinstance(note, Scores | Weights):
-            what = "scores" if isinstance(note, Scores) else "attention weights"
-            self._keep(tensor, replace(note, broken=f"its {what} go through {named(func)}"))
-            if isinstance(note, Weights):
-                self._refuse(note.path, f"its attention weights go through {named(func)}")
+        if isinstance(note, Scores):
+            self._keep(tensor, replace(note, broken=f"its scores go through {named(func)}"))
+        elif isinstance(note, Weights):
+            self._lose(note, f"its attention weights go through {named(func)}")
 
     def _refuse(self, path: Path, reason: str) -> None:
         owner = _owner(path) or self.model

@@ -20,13 +20,15 @@ def scores_after(
     func: Any, args: Any, kwargs: Any, tensor: Tensor, note: Scores, others: list[Any], result: Any, moves: Moves
 ) -> Scores | None:
     """The note of scores after one more function."""
+    if (
+        note.broken is not None
+    ):  # what its dimensions are is not known, but a softmax may still come, which is then refused
+        return note if func in f.MOVING or func in f.FILLING or func in f.SOFTMAX else None
     if func in f.SOFTMAX or is_largest(func, args):
         return note
     dims = reshaped(func, args, kwargs, tensor, note.dims, result)
     if dims is not None:
         return replace(note, dims=dims)
-    if note.broken is not None:  # a softmax may still come, which is then refused; much else is no score any more
-        return note if func in f.FILLING else None
     second = _second(args, kwargs, tensor)
     if any(isinstance(other, Scores) and other.broken is None for other in others):
         return replace(note, broken="two products of activations make its scores")
