@@ -368,8 +368,10 @@ def test_bad_calls():
             Monitor(model, IDS, **options)
     with pytest.raises(InputError, match="a batch must be"):
         Monitor(model, 3)
+    optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(InputError, match="no attention"):
-        Monitor(nn.Linear(2, 2), torch.zeros(1, 2))
+        Monitor(nn.Linear(2, 2), torch.zeros(1, 2), optimizer=optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
     monitor = Monitor(model, IDS)
     for step in (-1, 0.5, True):
         with pytest.raises((TypeError, ValueError), match="step must be"):

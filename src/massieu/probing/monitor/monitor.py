@@ -98,8 +98,8 @@ class Monitor:
             prefix: what all names begin with.
 
         Raises:
-            InputError: an argument that is not as described; a model that cannot be read, or whose recomputed attention
-                differs from its own.
+            TypeError, ValueError: an argument that is not as described.
+            InputError: a model that cannot be read, or whose recomputed attention differs from its own.
         """
         whole_number("every", every, least=1)
         whole_number("top_k", top_k, least=0)
@@ -116,12 +116,12 @@ class Monitor:
         self._optimizer = optimizer
         self._norm: float | None = None
         self._armed = True
-        self._hook = None if optimizer is None else optimizer.register_step_pre_hook(_norm_taker(self))
         self._said: set[tuple[str, int]] = set()
         with undisturbed(self.model):
             self._find_sites(self._inputs())
         self.outlets = Outlets(to, self.settings)
         self.alarms = None if reference is None else Alarms(reference, prefix, self.settings)
+        self._hook = None if optimizer is None else optimizer.register_step_pre_hook(_norm_taker(self))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -142,7 +142,8 @@ class Monitor:
             The record, which has gone to every target too; None where the step is not due.
 
         Raises:
-            InputError: the step is no whole number from 0 on, or what is beside is no number; processes disagree on the step.
+            TypeError, ValueError: the step is no whole number from 0 on.
+            InputError: what is beside is no number; processes disagree on the step.
         """
         whole_number("step", step, least=0)
         self._armed = (step + 1) % self.every == 0
@@ -177,8 +178,7 @@ class Monitor:
         if self._compiled or any(module._compiled_call_impl is not None for module in self.model.modules()):
             raise InputError("a compiled model cannot be watched: call the monitor, which runs a batch uncompiled")
         reading = MeasuredPass(self.model, self._look, self._places, {}, WATCHED_QUERIES)
-        with reading.first_call(), capturing(self.model, reading.attention) as capture:
-            capture.refused.clear()
+        with reading.first_call(), capturing(self.model, reading.attention):
             yield seen
         if reading.sums:
             seen.record = self._told(over_processes(reading.measured(step)), {})
