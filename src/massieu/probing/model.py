@@ -214,15 +214,22 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
             f"{kind} has packed weights that cannot be read ({some(packed)}), as quantize_dynamic of "
             "torch makes them; give the model as it was before"
         )
-    tensors = [*trunk.named_parameters(), *trunk.named_buffers()]
+    check_loaded(trunk, kind)
+    config = getattr(trunk, "config", None)
+    name = getattr(config, "_name_or_path", "") or kind
+    return LoadedModel(trunk, str(name), weights_hash(trunk), getattr(config, "_commit_hash", None), tokenizer)
+
+
+def check_loaded(module: nn.Module, kind: str) -> None:
+    """Raises:
+    InputError: some of the module's weights have no numbers.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
     empty = [name for name, tensor in tensors if tensor.is_meta or nn.parameter.is_lazy(tensor)]
     if empty:
         raise InputError(
             f"{kind} is on the meta device or lazy, so it has no weights to read ({some(empty)}); load them first"
         )
-    config = getattr(trunk, "config", None)
-    name = getattr(config, "_name_or_path", "") or kind
-    return LoadedModel(trunk, str(name), weights_hash(trunk), getattr(config, "_commit_hash", None), tokenizer)
 
 
 def _is_packed(name: str, entry: Any) -> bool:

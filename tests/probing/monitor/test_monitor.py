@@ -300,6 +300,26 @@ def test_half_precision_models_have_float32_numbers(dtype):
     assert half["massieu/entropy_mean"] == pytest.approx(exact["massieu/entropy_mean"], rel=bound, abs=bound)
 
 
+def test_a_single_query_counts_and_what_has_no_meaning_is_left_out():
+    class Pooled(nn.Module):
+        """One learned query gathers what a transformer made, as heads of image models do."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.pool = gpt(), nn.MultiheadAttention(31, 1, batch_first=True)
+            self.query = nn.Parameter(torch.randn(1, 1, 31))
+
+        def forward(self, ids):
+            states = self.inner(ids)
+            return self.pool(self.query.expand(len(ids), -1, -1), states, states)[0]
+
+    record = Monitor(Pooled().eval(), IDS)(0)
+    assert all(math.isfinite(value) for value in record.values())
+    assert any(name.startswith("massieu/pool") or "cross" in name for name in record) or len(record) > 60
+    alone = Monitor(gpt(), IDS[:, :1])(0)  # one token sees itself: no share of log 1
+    assert "massieu/entropy_fraction_mean" not in alone and alone["massieu/entropy_mean"] == pytest.approx(0, abs=1e-6)
+
+
 def test_a_model_that_changes_is_looked_at_anew():
     model = gpt()
     monitor = Monitor(model, IDS, every=1)
@@ -368,6 +388,10 @@ def test_bad_calls():
             Monitor(model, IDS, **options)
     with pytest.raises(InputError, match="a batch must be"):
         Monitor(model, 3)
+    with pytest.raises(InputError, match="the batch is empty"):
+        Monitor(model, IDS[:0])
+    with pytest.raises(InputError, match="Gpt is on the meta device or lazy"):
+        Monitor(gpt().to("meta"), IDS)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(InputError, match="no attention"):
         Monitor(nn.Linear(2, 2), torch.zeros(1, 2), optimizer=optimizer)

@@ -17,7 +17,7 @@ from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described, flag, whole_number
 from massieu.probing.check import FirstLook, first_look
 from massieu.probing.forward import named_inputs, run
-from massieu.probing.model import model_inputs
+from massieu.probing.model import check_loaded, model_inputs
 from massieu.probing.monitor.alarms import Alarms
 from massieu.probing.monitor.measured_pass import MeasuredPass
 from massieu.probing.monitor.places import places
@@ -109,6 +109,7 @@ class Monitor:
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise InputError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
         self.model = unwrapped(model)
+        check_loaded(self.model, type(self.model).__name__)
         self._compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
         self.every, self.per_head, self.top_k, self.prefix = every, per_head, top_k, prefix
         own = callable(batch) and not isinstance(batch, Tensor | tuple | list | Mapping)
@@ -118,7 +119,10 @@ class Monitor:
         self._armed = True
         self._said: set[tuple[str, int]] = set()
         with undisturbed(self.model):
-            self._find_sites(self._inputs())
+            inputs = self._inputs()
+            if any(isinstance(value, Tensor) and not value.numel() for value in inputs.values()):
+                raise InputError("the batch is empty: give one with at least one item and two tokens")
+            self._find_sites(inputs)
         self.outlets = Outlets(to, self.settings)
         self.alarms = None if reference is None else Alarms(reference, prefix, self.settings)
         self._hook = None if optimizer is None else optimizer.register_step_pre_hook(_norm_taker(self))
@@ -276,12 +280,12 @@ class Monitor:
     def _values(self, sites: list[SiteNumbers]) -> dict[str, float]:
         values: dict[str, float] = {}
         for site in sites:
-            for name in site.names:
+            for name in filter(site.has, QUANTITIES):
                 values |= _over_heads(f"{site.place}/{name}", name, [site])
                 for head in range(site.heads) if self.per_head else ():
                     values[f"{site.place}/head{head}/{name}"] = float(site.means(name)[head])
         for name in QUANTITIES:
-            having = [site for site in sites if name in site.names]
+            having = [site for site in sites if site.has(name)]
             if having:
                 values |= _over_heads(name, name, having)
         return values | _where_largest(sites) | self._extreme(sites)
@@ -359,9 +363,7 @@ def _over_heads(key: str, name: str, sites: list[SiteNumbers]) -> dict[str, floa
 
 def _where_largest(sites: list[SiteNumbers]) -> dict[str, float]:
     """Layer and head of the largest logit; of the first NaN, where there is one."""
-    every = [
-        (v, s.layer, h) for s in sites if "largest_logit" in s.names for h, v in enumerate(s.means("largest_logit"))
-    ]
+    every = [(v, s.layer, h) for s in sites if s.has("largest_logit") for h, v in enumerate(s.means("largest_logit"))]
     if not every:
         return {}
     _, layer, head = max(every, key=lambda each: math.inf if each[0] != each[0] else each[0])
@@ -371,7 +373,7 @@ def _where_largest(sites: list[SiteNumbers]) -> dict[str, float]:
 def _largest_logits(sites: list[SiteNumbers]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for site in sites:
-        if "largest_logit" in site.names:
+        if site.has("largest_logit"):
             name, values = site.module, torch.from_numpy(site.means("largest_logit"))
             found[name] = torch.maximum(found[name], values) if name in found else values
     return found

@@ -61,6 +61,10 @@ class SiteNumbers:
     def heads(self) -> int:
         return self.totals.shape[1]
 
+    def has(self, name: str) -> bool:
+        """Whether the quantity has a meaning at the site, for some query."""
+        return name in self.names and bool(self.counts[self.names.index(name)].any() or self.broken.any())
+
     def means(self, name: str) -> Array:
         """What each head's number is; NaN where a query's is not finite, or there is none."""
         index = self.names.index(name)
@@ -86,9 +90,12 @@ class Sums:
     what: str | None = None
 
     def add(self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor) -> None:
-        """Add the queries of one call, but for those at position 0, whose attention is trivial in a decoder."""
+        """Add the queries of one call, but for those at position 0, whose attention is trivial in a decoder.
+
+        A single query, as of a pooling head, is taken.
+        """
         reading = QueryReading(call, queries, keys, positions, itself=self.info.kind != "cross", names=_MOMENTS)
-        valid = reading.valid & (positions > 0)
+        valid = reading.valid & ((positions > 0) | (len(positions) == 1))
         broken = (reading.real & ~reading.valid).sum((0, 2))
         rows = []
         for name in self.names:
