@@ -426,6 +426,7 @@ def test_no_transformers_and_no_tables_are_loaded():
 def test_a_compiled_training_step_is_not_compiled_again(way):
     """Nor broken into pieces: the monitor runs the same modules uncompiled, between two steps and inside a step's autocast."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = gpt().train()
     compiled = torch.compile(model, backend="eager", fullgraph=True) if way == "torch.compile" else model
