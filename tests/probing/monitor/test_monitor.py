@@ -179,6 +179,30 @@ def test_modes_gradients_and_hooks_are_left_as_they_were():
     assert torch.overrides._len_torch_function_stack() == 0
 
 
+def test_what_a_forward_pass_leaves_on_its_modules_is_put_back():
+    """As a loss beside the output, which training reads after the forward pass that made it."""
+
+    class Leaving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.calls = gpt(), 0
+            self.register_buffer("table", torch.zeros(1))
+
+        def forward(self, ids):
+            self.calls += 1
+            self.beside = self.calls
+            self.table = torch.full((1,), float(self.calls))
+            return self.inner(ids)
+
+    model = Leaving()
+    monitor = Monitor(model, IDS, every=1)
+    assert not hasattr(model, "beside") and model.calls == 0 and float(model.table) == 0
+    model(IDS)
+    table = model.table
+    monitor(0)
+    assert (model.beside, model.calls) == (1, 1) and model.table is table
+
+
 @pytest.mark.parametrize("where", ["model", "hook"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_error_leaves_nothing_behind(where, error):

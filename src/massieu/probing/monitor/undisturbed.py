@@ -15,6 +15,9 @@ from massieu.probing.monitor.processes import resharded
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in evaluation without gradients, and what draws at random draws nothing that training misses."""
     modes = [(module, module.training) for module in model.modules()]
+    # What a forward pass leaves on its modules, such as a loss that training reads later, and buffers in others' place.
+    left = [(vars(module), dict(vars(module))) for module in model.modules()]
+    left += [(m._buffers, dict(m._buffers)) for m in model.modules() if isinstance(m._buffers, dict)]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that training may draw from
     cached = torch.is_autocast_cache_enabled()
@@ -27,6 +30,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_cache_enabled(cached)
+            for held, before in left:
+                for name in held.keys() - before.keys():
+                    del held[name]
+                held.update(before)
             for module, training in modes:
                 module.training = training
             random.setstate(python)
