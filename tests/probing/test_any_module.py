@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections import OrderedDict
 
 import polars
 import pytest
@@ -558,3 +559,11 @@ def test_half_precision_and_float64():
         for name in STATISTICS:
             assert torch.allclose(numbers(result, name, site), expected[name].mean((0, 2)), atol=tolerance), name
         assert result.run.model.dtype == str(dtype).removeprefix("torch.")
+
+
+def test_blocks_that_are_numbered_in_their_names_are_layers_of_one_stack():
+    """As torchvision's `encoder_layer_0`, `encoder_layer_1`."""
+    layers = {f"encoder_layer_{i}": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for i in range(2)}
+    model = nn.Sequential(OrderedDict(layers)).eval()
+    found = massieu.describe(model, {"input": torch.randn(2, 5, 8)})
+    assert [site.layer for site in found.sites] == [0, 1]

@@ -4,6 +4,7 @@ Nothing is decided by what a module or a class is called. Layers come from the n
 block was called; the decoder of an encoder–decoder is the stack that attends to another sequence.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -229,5 +230,5 @@ def _block_of(module_name: str, items: Sequence[str], attention_names: Sequence[
 
 def stack_of(block: str) -> str:
     parts = block.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    numbers = [i for i, part in enumerate(parts) if part.isdigit() or re.search(r"_\d+$", part)]
     return ".".join(parts[: numbers[0]]) if numbers else block
