@@ -422,3 +422,25 @@ def test_an_error_in_the_model_leaves_no_mode_behind():
         module(batch())
     assert torch.overrides._len_torch_function_stack() == 0
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    """A mode of the caller's own."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _interrupt():
+    torch._C._pop_torch_function_stack()
+    raise KeyboardInterrupt
+
+
+def test_an_interruption_while_the_tap_is_off_the_stack_leaves_the_callers_modes():
+    """PyTorch takes a mode off its stack while the mode is at work, and Ctrl-C may come in that moment."""
+    module = Attention(READ["plain"][0]).eval()
+    with Watching() as outer:
+        with pytest.raises(KeyboardInterrupt), capturing(module, print):
+            _interrupt()
+        assert torch.overrides._get_current_function_mode() is outer
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())

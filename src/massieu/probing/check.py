@@ -180,7 +180,10 @@ def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
 
 def _silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
     """Innermost modules that are called attention and were not seen attending."""
-    names = [n for n, m in model.named_modules() if type(m).__name__.endswith("Attention")]
+    kinds = {
+        n: getattr(m, "original_name", type(m).__name__) for n, m in model.named_modules()
+    }  # also of scripted ones
+    names = [n for n, kind in kinds.items() if kind.endswith("Attention")]
     inner = [n for n in names if not any(o != n and inside(o, n) for o in names)]
     return [n or "itself" for n in inner if not any(inside(f, n) or inside(n, f) for f in fired)]
 

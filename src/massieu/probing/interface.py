@@ -197,13 +197,14 @@ def reading_interface(model: nn.Module, capture: Capture) -> Iterator[None]:
     if "transformers" not in sys.modules or not _configurations(model):
         yield
         return
-    with LOCK:
-        _register()
-        saved = _implementations(model)
-        ours = [(c, _StandsFor(FUSED if name == "sdpa" else EAGER, name or "eager")) for c, name in saved]
-        for config, name in ours:
-            config._attn_implementation_internal = name
+    saved, ours = [], []
     try:
+        with LOCK:
+            _register()
+            saved = _implementations(model)
+            ours = [(c, _StandsFor(FUSED if name == "sdpa" else EAGER, name or "eager")) for c, name in saved]
+            for config, name in ours:
+                config._attn_implementation_internal = name
         yield
     finally:
         with LOCK:

@@ -35,12 +35,12 @@ def hooked(
         return hook
 
     handles = []
-    for module in modules:
-        if before is not None:
-            handles.append(module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True))
-        if after is not None:
-            handles.append(module.register_forward_hook(of_this_thread(after), with_kwargs=True))
     try:
+        for module in modules:
+            if before is not None:
+                handles.append(module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True))
+            if after is not None:
+                handles.append(module.register_forward_hook(of_this_thread(after), with_kwargs=True))
         yield
     finally:
         for handle in handles:

@@ -203,6 +203,21 @@ def test_what_a_forward_pass_leaves_on_its_modules_is_put_back():
     assert (model.beside, model.calls) == (1, 1) and model.table is table
 
 
+def test_embeddings_that_a_look_up_renormalises_keep_their_numbers():
+    class Renormalising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Embedding(31, 31, max_norm=0.5), gpt()
+
+        def forward(self, ids):
+            return self.inner(self.first(ids).argmax(-1))
+
+    model = Renormalising()
+    before, held = model.first.weight.detach().clone(), model.first.weight
+    Monitor(model, IDS)(0)
+    assert model.first.weight is held and torch.equal(held, before)
+
+
 @pytest.mark.parametrize("where", ["model", "hook"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_error_leaves_nothing_behind(where, error):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -53,12 +54,18 @@ class Tap(TorchFunctionMode):
         self._begun = 0
 
     def __enter__(self) -> "Tap":
-        self._hooks = hooked(self.model.modules(), before=self._enter, after=self._leave, elsewhere=self._disturbed)
+        self._depth = _len_torch_function_stack()
+        modules = [
+            m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)
+        ]  # these take no such hooks
+        self._hooks = hooked(modules, before=self._enter, after=self._leave, elsewhere=self._disturbed)
         self._hooks.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        # PyTorch takes a mode off the stack while it is at work: Ctrl-C in that moment leaves it off.
+        if _len_torch_function_stack() > self._depth:
+            super().__exit__(*error)
         self._hooks.__exit__(*error)
         self._running.clear()
         self._notes.clear()
