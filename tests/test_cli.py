@@ -22,12 +22,12 @@ from massieu.cli.commands import app
 from massieu.errors import InputError, MissingExtraError, require_extra
 from massieu.probing import result as result_module
 from massieu.probing import run as run_module
-from massieu.probing.statistics.registry import STATISTICS
+from massieu.probing.statistics.registry import GROUPS, STATISTICS
 from massieu.report.record import Finding, ModelRecord, RunRecord, TextRecord
 
 COMMAND = [sys.executable, "-m", "massieu.cli"]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-FILES = {"heads.parquet", "layers.parquet", "run.json", "details.json", "report.html"}
+FILES = {"heads.parquet", "layers.parquet", "run.json", "details.json", "report.html", "units.safetensors"}
 
 
 def _run(*arguments: object) -> Any:
@@ -112,10 +112,13 @@ def probed(monkeypatch) -> SimpleNamespace:
 
 def test_everything_is_passed_on(probed, tmp_path):
     arguments = (
-        "probe", "some/model", "--text", "a.txt", "b", "-", "--column", "body", "--out", tmp_path / "out", "--max-length",
+        "probe", "some/model", "--text", "a.txt", "b", "-", "--column", "body", "--out", tmp_path / "out", "--source", "en",
+        "--target", "de", "--max-length",
         64, "--max-tokens", 1000, "--batch-size", 4, "--query-sample", 16, "--no-packing", "--device", "cpu", "--dtype",
         "bfloat16", "--statistics", "entropy, climb", "--seed", 7, "--revision", "v1", "--trust-remote-code", "--format",
-        "csv",
+        "csv", "--generate", 9, "--device-map", "auto", "--resume", "--store-every", 0.5,
+        "--replace", "off", "--replace", "top_k(8)", "--replace-per", "head", "--replace-windows", 3, "--quick",
+        "--images", "photos", "--images", "more", "--per-token", "entropy, largest_score",
     )  # fmt: skip
     ran = _run(*arguments)
     assert ran.exit_code == 0, ran.output
@@ -123,7 +126,11 @@ def test_everything_is_passed_on(probed, tmp_path):
     assert probed.options == {
         "text": ["a.txt", "b", "-"], "column": "body", "statistics": ["entropy", "climb"], "max_length": 64,
         "max_tokens": 1000, "batch_size": 4, "packing": False, "query_sample": 16, "device": "cpu", "dtype": "bfloat16",
-        "seed": 7, "revision": "v1", "trust_remote_code": True,
+        "seed": 7, "revision": "v1", "trust_remote_code": True, "generate": 9, "device_map": "auto",
+        "images": ["photos", "more"], "source": "en", "target": "de", "replace": ["off", "top_k(8)"],
+        "replace_per": "head", "replace_windows": 3, "quick": True,
+        "per_token": ["entropy", "largest_score"],
+        "distributed": False, "running": tmp_path / "out" / "running", "resume": True, "store_every": 0.5,
     }  # fmt: skip
     assert probed.result.saved == [(tmp_path / "out", "csv")]
 
@@ -135,7 +142,10 @@ def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
     assert probed.options == {
         "text": None, "column": None, "statistics": None, "max_length": 256, "max_tokens": None, "batch_size": 8,
         "packing": True, "query_sample": None, "device": None, "dtype": None, "seed": 0, "revision": None,
-        "trust_remote_code": False,
+        "trust_remote_code": False, "generate": None, "device_map": None, "distributed": False,
+        "running": Path("massieu-results/all-MiniLM-L6-v2/running"), "resume": False, "store_every": 5.0,
+        "images": None, "source": None, "target": None, "replace": (), "replace_per": "all", "replace_windows": 16, "quick": False,
+        "per_token": False,
     }  # fmt: skip
 
 
@@ -361,7 +371,7 @@ def test_statistics_are_a_line_each_with_group_and_meaning():
 
 
 def test_a_statistic_is_told_in_full_by_its_name_or_its_group():
-    for names in (list(STATISTICS), ["attention", "values", "climb", "maps", "expansion"]):
+    for names in (list(STATISTICS), GROUPS):
         ran = _run("statistics", *names)
         assert ran.exit_code == 0
         for each in STATISTICS.values():
@@ -424,6 +434,8 @@ def test_describe_draws_tables(monkeypatch):
         assert shown in ran.stdout
     assert "1 module was not seen" in ran.stderr
     assert "\x1b" not in ran.output
+    plain = _run("describe", "some/model", "--json")
+    assert plain.exit_code == 0 and json.loads(plain.stdout) == found
 
 
 @every_row("command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"]])

@@ -15,7 +15,12 @@ ROOT = Path(__file__).parent.parent
 PAGES_WITH_CODE = (
     "start/index",
     "how-to/measures",
+    "how-to/large_models",
+    "how-to/compare",
+    "how-to/results",
+    "how-to/many_machines",
     "how-to/monitor",
+    "how-to/replacing_attention",
     "how-to/monitor_logging",
     "how-to/ops",
     "how-to/losses",
@@ -70,9 +75,9 @@ def run(*arguments: str, **keywords) -> str:
 
 
 def run_here(source: str, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a script of its own, but without loading everything once more."""
+    """As a script of its own, but without loading everything once more; what it writes lies beside it."""
     script.write_text(source)
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(script.parent)
     with torch.random.fork_rng(devices=[]):
         runpy.run_path(str(script), run_name="__main__")
     assert torch.get_default_dtype() == torch.float32

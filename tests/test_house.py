@@ -21,8 +21,8 @@ ROOMS = sorted(set(massieu.__all__) & {path.name for path in SOURCE.iterdir() if
 APART = {"theory", "testing"}
 """Their names are public and in pages too, but not counted: who builds or looks meets neither."""
 
-MOST_NAMES = 188
-MOST_LINES = 40_400
+MOST_NAMES = 200
+MOST_LINES = 46_500
 """Of code in `src`: without docstrings, comments and empty lines, so that examples do not compete with code for room."""
 
 

@@ -40,9 +40,20 @@ ALLOWED = {
     "__main__": {"cli"},
     "__init__": {"theory", "testing", "probing", "verification"} | MODELS,
 }
-# Result objects draw themselves and a monitor's records are written as results are; nothing else of probing and population
-# knows the report, but for the records it draws from.
-ONLY = {"report": {"probing/result.py", "probing/monitor/writers.py", "population/flow_result.py"}}
+# Result objects draw themselves, and a monitor's records and running sums are written as results are. Nothing else of
+# probing and population knows the report, but for the records it draws from.
+ONLY = {
+    "report": {
+        *("probing/result.py", "probing/monitor/writers.py", "population/flow_result.py"),
+        *(
+            "probing/per_token.py",
+            "probing/course.py",
+            "probing/compare/comparison.py",
+            "probing/compare/files.py",
+            "probing/compare/kept.py",
+        ),
+    }
+}
 
 
 def _imported(path: Path) -> set[str]:

@@ -44,8 +44,11 @@ if TYPE_CHECKING:
     )
     from massieu.errors import InputError, MissingExtraError
     from massieu.nn.replace import replace_attention
+    from massieu.probing.compare.comparison import Comparison
+    from massieu.probing.compare.run import compare
     from massieu.probing.monitor.monitor import Monitor
     from massieu.probing.population_layers import population_layers
+    from massieu.probing.replaced.context import replaced
     from massieu.probing.result import ProbeResult
     from massieu.probing.run import describe, probe
     from massieu.verification.claim import Claim
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
 # Public name -> where it lives. A value without ":" is a submodule.
 _EXPORTS = {
+    "compare": "massieu.probing.compare.run:compare",
     "duality": "massieu.duality",
     "energy": "massieu.energy",
     "inference": "massieu.inference",
@@ -64,6 +68,7 @@ _EXPORTS = {
     "posteriors": "massieu.posteriors",
     "regression": "massieu.regression",
     "replace_attention": "massieu.nn.replace:replace_attention",
+    "replaced": "massieu.probing.replaced.context:replaced",
     "solve": "massieu.solve",
     "testing": "massieu.testing",
     "theory": "massieu.theory",
@@ -72,6 +77,7 @@ _EXPORTS = {
     "describe": "massieu.probing.run:describe",
     "verify": "massieu.verification.run:verify",
     "Claim": "massieu.verification.claim:Claim",
+    "Comparison": "massieu.probing.compare.comparison:Comparison",
     "ProbeResult": "massieu.probing.result:ProbeResult",
     "InputError": "massieu.errors:InputError",
     "MissingExtraError": "massieu.errors:MissingExtraError",
@@ -79,10 +85,12 @@ _EXPORTS = {
 
 __all__ = [
     "Claim",
+    "Comparison",
     "InputError",
     "MissingExtraError",
     "Monitor",
     "ProbeResult",
+    "compare",
     "describe",
     "duality",
     "energy",
@@ -96,6 +104,7 @@ __all__ = [
     "probe",
     "regression",
     "replace_attention",
+    "replaced",
     "solve",
     "testing",
     "theory",

@@ -39,6 +39,10 @@ class ConvergenceWarning(UserWarning):
     """A module or a fixed number of steps went on with what has not come to an end: said once, and recorded item by item."""
 
 
+class ProcessLostError(RuntimeError):
+    """One of several processes that share a text has ended: the message says where what the others read is stored."""
+
+
 def require_extra(module: str, extra: str) -> ModuleType:
     """Import ``module``, which the optional dependencies named ``extra`` bring.
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rows import every_row
 
-from massieu.foundation.numbers import number, whole, with_error
+from massieu.foundation.numbers import counted, number, whole, with_error
 
 
 @every_row(
@@ -25,6 +25,11 @@ def test_a_written_number_is_within_a_sixth_of_its_error(value: float, error: fl
     # Half a unit of the last kept digit: at most 0.5/3 of an error that begins with 3.
     written = float(number(value, error).replace(",", "").replace("−", "-"))
     assert abs(written - value) <= error / 6 * (1 + 1e-9) + 1e-12 * abs(value)
+
+
+def test_what_is_counted_is_one_or_several() -> None:
+    counts = [counted(count, "head") for count in (0, 1, 2, 1234, None)]
+    assert counts == ["0 heads", "1 head", "2 heads", "1\u202f234 heads", "unknown"]
 
 
 def test_counts_have_thin_separators() -> None:

@@ -56,6 +56,11 @@ def machine(**place: Any) -> nn.Module:
     return modules.RestrictedBoltzmannMachine(bits, measures.Spin.create(torch.zeros(3)), **place)
 
 
+def machines(**place: Any) -> nn.Module:
+    bits = [measures.Bernoulli.create(torch.full((size,), 0.5)) for size in (SIZE, 3, 2)]
+    return modules.StackedBoltzmannMachine(bits, **place)
+
+
 def fitted(points: Tensor, log_weight: Tensor) -> measures.Measure:
     return measures.Gaussian.create(points.mean(-2), torch.diag_embed(points.square().mean(-2)))
 
@@ -100,6 +105,11 @@ CASES = {
     "TAPHeads": Case(heads(lambda **options: modules.TAPHeads(strength=0.25, **options)), "strength=0.25", ("scale",)),
     "Hopfield": Case(hopfield, "num_heads=2 scale=[0.5, 0.25] steps=3 RMSNorm", ("scale",)),
     "Hopfield, to its end": Case(lambda **options: hopfield(steps=None, sink=0.5, **options), "sink=0.5 steps=None"),
+    "Hopfield, by distances": Case(
+        lambda **options: modules.Hopfield(SIZE, 2, **{"euclidean": True, "steps": 2} | options),
+        "steps=2 euclidean=True",
+        ("scale",),
+    ),
     "HopfieldPooling": Case(
         lambda **options: modules.HopfieldPooling(SIZE, 2, quantity=3, **options), "quantity=3 steps=1", ("scale",)
     ),
@@ -130,6 +140,9 @@ CASES = {
     ),
     "RestrictedBoltzmannMachine": Case(
         machine, "visible=Bernoulli × 8 hidden=Spin × 3", any_dtype="data are cast, as bits are whole numbers"
+    ),
+    "StackedBoltzmannMachine": Case(
+        machines, "hidden=Bernoulli × 2", any_dtype="data are cast, as bits are whole numbers"
     ),
 }
 NAMES = list(CASES)

@@ -52,6 +52,10 @@ CALLS = {
     ),
     "n_pairs": (ops.n_pairs, {"query": PAIR, "key": PAIR}),
     "nca": (ops.nca, {"embedding": PAIR, "labels": IDS}),
+    "binary_nce": (
+        ops.binary_nce,
+        {f"{kind}_log_{law}": PAIR for kind in ("data", "noise") for law in ("density", "noise")},
+    ),
     "streaming.attention": (streaming.attention, {"query": Q, "store": None}),
     "streaming.log_partition": (streaming.log_partition, {"query": Q, "store": None}),
 }  # fmt: skip
@@ -326,7 +330,7 @@ BLOCKS = {
     "sparse": ([AtomBlock(K[0].to_sparse())], TypeError, ("points", "sparse")),
 }
 
-WORK = re.compile(r"mm|exp|softmax|attention|rand|matmul|dot|cumsum|sort|tanh")
+WORK = re.compile(r"mm|exp|softmax|attention|rand|matmul|dot|cumsum|sort|tanh|log_sigmoid")
 
 
 class Worked(TorchDispatchMode):

@@ -105,6 +105,18 @@ CASES = {
         kept=lambda x: x.mean(-2),
         exempt={"meta": VALUES},
     ),
+    "resampled with a background": OperatorCase(
+        ResampledLayer.create(generator=GENERATOR, background=LAW),
+        CLOUDS,
+        prepare=lambda: GENERATOR.manual_seed(3),
+        exempt={
+            "meta": VALUES,
+            "derivatives": "a draw has none in the covariance that it is of; those in the tokens are in test_background",
+            "compiled": "a generator is no argument of a graph",
+            "no query": "a cloud is a head, and drawing needs one",
+            **dict.fromkeys(("permutation", "copies", "one by one", "vmap"), DRAWS),
+        },
+    ),
     "resampled": OperatorCase(
         ResampledLayer.create(generator=GENERATOR),
         CLOUDS,

@@ -1,5 +1,7 @@
 """Steps, slopes, write norms, cosines and clouds against formulas written out here on the model's own submodules."""
 
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,12 @@ from scipy.spatial.distance import pdist
 from tests.probing import zoo
 from tests.rows import every_row
 
+import massieu
 from massieu.probing.check import first_look
 from massieu.probing.reading import Options, Reading
-from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS
+from massieu.probing.statistics import climb as climb_file
+from massieu.probing.statistics import expansion as expansion_file
+from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS, Climb
 from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS
 from massieu.probing.units import Units
 
@@ -303,3 +308,53 @@ def test_other_architectures_give_numbers_or_a_reason(name):
         own = np.isfinite(part(results.climb, "own_write", "step_selective")).all()
         assert own or "own_write" in results.unavailable
         assert results.maps is not None or MAPS in results.unavailable
+
+
+def _sums_of(reading: Reading) -> list[np.ndarray]:
+    names = ("steps", "random", "pairs", "write_norm")
+    estimates = [getattr(result.climb, name).estimate() for result in reading.results for name in names]
+    estimates += [ratio.estimate() for ratio in reading.expansion.sublayers.values()]
+    return [array for estimate in estimates for array in (estimate.value, estimate.count)]
+
+
+def test_pieces_of_bounded_size_are_one_row_with_the_same_numbers(monkeypatch):
+    """As for thousands of heads: no more queries at a time than the bound allows, and never fewer than one control."""
+    whole = _sums_of(read("llama")[0])
+    pieces, sums = [], Climb.sums
+    monkeypatch.setattr(Climb, "sums", lambda self: (pieces.append(len(self.positions)), sums(self))[1])
+    clouds, spectrum = [], expansion_file.observables.covariance_spectrum
+    monkeypatch.setattr(
+        expansion_file.observables, "covariance_spectrum", lambda cloud: (clouds.append(len(cloud)), spectrum(cloud))[1]
+    )
+    monkeypatch.setattr(climb_file, "TOGETHER", 1)
+    monkeypatch.setattr(expansion_file, "TOGETHER", 3 * 20 * 48)
+    reading = read("llama")[0]
+    assert pieces == [8, 8, 4] * len(reading.results)
+    assert max(clouds) <= 3 < sum(clouds)
+    for result in reading.results:
+        assert result.climb.steps.error_unit()[1] == 1
+    for mine, expected in zip(_sums_of(reading), whole, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.medium
+def test_an_interruption_between_pieces_keeps_whole_windows_only(monkeypatch):
+    """Ctrl-C while the heads of the second batch climb: that batch is the last, and counts as one."""
+    model = zoo.fresh("gpt2")
+    batches = [zoo.inputs("gpt2", rows=1, seed=seed) for seed in range(3)]
+    monkeypatch.setattr(climb_file, "TOGETHER", 1)
+    calls, sums = [], Climb.sums
+
+    def interrupted(self: Climb) -> climb_file.Sums:
+        calls.append(len(calls))
+        if len(calls) == 2 + 2 * 3 * len(expected.run.sites):  # the second batch's second piece, after the control's
+            signal.raise_signal(signal.SIGINT)
+        return sums(self)
+
+    asked = {"statistics": ["climb"], "max_length": 20}
+    expected = massieu.probe(model, batches[:2], **asked)
+    monkeypatch.setattr(Climb, "sums", interrupted)
+    result = massieu.probe(model, batches, **asked)
+    assert not result.complete
+    assert result.run.text.windows == 2
+    assert result.heads.equals(expected.heads)

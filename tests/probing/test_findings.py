@@ -1,8 +1,9 @@
 """The findings: what is picked on one half of the text is printed from the other."""
 
 import numpy as np
+from tests.rows import every_row
 
-from massieu.probing.findings import _Lookup, findings
+from massieu.probing.findings import _Lookup, findings, stands_out
 from massieu.probing.long_table import TableBuilder
 
 
@@ -56,3 +57,136 @@ def test_a_sink_is_counted_and_named():
     assert "The strongest, layer 1 head 0, puts 1.000 ± 0.010 there." in card.sentence
     assert (card.value, card.standard_error, card.count, card.heads) == (1.0, 0.01, 10, [(1, 0)])
     assert card.control == "No control."
+
+
+def _change(first: float, second: float, error: float, fresh: float | None = None, statistic: str = "entropy"):
+    """A table of one sublayer or head whose number, from the second half, is `second` ± `error`."""
+    table = TableBuilder()
+    for suffix, value in (("", second), ("/first_half", first), ("/second_half", second)):
+        table.add("block.1", 1, f"{statistic}{suffix}", np.array([value]), error, 10)
+    if fresh is not None:
+        table.add("block.1", 1, f"{statistic}/reinitialised", np.array([fresh]), 0.0, 3)
+    return table.frame()
+
+
+@every_row(
+    "value, error, null, null_error, told",
+    [
+        (2.01, 1.0, 0.0, 0.0, True),
+        (1.99, 1.0, 0.0, 0.0, False),
+        (-2.01, 1.0, 0.0, 0.0, True),
+        (-20.0, 20.0, 0.0, 0.0, False),
+        (5.0, 1.0, 4.0, 0.0, False),
+        (5.0, 1.0, 0.0, 2.0, True),
+        (5.0, 1.0, 0.0, 3.0, False),
+        (5.0, 0.0, 5.0, 0.0, False),
+        (5.0, np.nan, 0.0, 0.0, False),
+        (np.nan, 1.0, 0.0, 0.0, False),
+        (np.inf, 1.0, 0.0, 0.0, False),
+        (5.0, 1.0, np.nan, np.nan, True),
+        (5.0, 1.0, 0.0, np.nan, True),
+    ],
+)
+def test_a_number_stands_out_beyond_two_errors_of_the_difference(value, error, null, null_error, told):
+    assert stands_out((value, error, 7), (null, null_error, 3)) is told
+
+
+def test_a_change_within_its_own_error_is_not_announced():
+    card = findings(TableBuilder().frame(), _change(-30.0, -20.0, 20.0, statistic="effective_rank_change"))[3]
+    assert (card.value, card.standard_error, card.heads) == (None, None, [])
+    assert "Nothing to announce." in card.sentence
+    assert "−20 ± 20: it is within two standard errors of 0." in card.sentence
+    card = findings(TableBuilder().frame(), _change(-30.0, -20.0, 9.0, statistic="effective_rank_change"))[3]
+    assert (card.value, card.standard_error) == (-20.0, 9.0)
+
+
+def test_a_change_that_the_fresh_copy_has_too_is_not_announced():
+    told = [
+        findings(TableBuilder().frame(), _change(-30.0, -20.0, 5.0, fresh, "effective_rank_change"))[3].value
+        for fresh in (-11.0, -9.0)
+    ]
+    assert told == [None, -20.0]
+
+
+def test_a_sink_or_a_sharp_head_like_that_of_the_fresh_copy_is_not_announced():
+    for place, name, near, far in ((0, "weight_first", 0.41, 0.2), (1, "entropy_fraction", 0.48, 0.9)):
+        values = [
+            findings(_change(0.4, 0.45, 0.05, fresh, name), TableBuilder().frame())[place].value
+            for fresh in (near, far)
+        ]
+        assert values == [None, 0.45]
+    card = findings(_change(0.4, 0.45, 0.05, 0.41, "weight_first"), TableBuilder().frame())[0]
+    assert card.sentence.endswith("it is within two standard errors of its control, 0.410.")
+
+
+def test_without_a_standard_error_nothing_is_announced():
+    card = findings(_change(0.4, 0.45, np.nan, 0.1, "weight_first"), TableBuilder().frame())[0]
+    assert card.value is None
+    assert "its standard error is not known" in card.sentence
+
+
+def test_a_head_that_its_write_does_not_sharpen_beyond_the_error_is_not_announced():
+    def card(error: float, q_value: float | None = None):
+        table = TableBuilder()
+        name = "own_write_step_selective"
+        for suffix, values in (("", [0.3, 0.1]), ("/first_half", [0.4, 0.1]), ("/second_half", [0.2, 0.1])):
+            table.add("block.1", 1, f"{name}{suffix}", np.array(values), error, 10)
+        table.add("block.1", 1, f"{name}/mismatched", np.array([0.1, 0.1]), 0.0, 10)
+        if q_value is not None:
+            table.add("block.1", 1, f"{name}/q_value", np.array([q_value, 1.0]), np.nan, 10)
+        return findings(table.frame(), TableBuilder().frame())[2]
+
+    assert card(0.049).value == 0.2
+    assert card(0.051).value is None
+    assert (
+        "the effect on layer 1 head 0, 0.20 ± 0.05: it is within two standard errors of its control"
+        in card(0.051).sentence
+    )
+    # Where there is a test, paired by window, it decides in place of the two errors.
+    assert card(0.051, 0.04).value == 0.2
+    assert card(0.049, 0.06).value is None
+    assert "its own test does not tell it from its control" in card(0.049, 0.06).sentence
+    assert card(0.11, 0.04).value is None
+
+
+def test_where_no_head_is_sharpened_the_one_that_is_flattened_is_announced():
+    table, name = TableBuilder(), "own_write_step_selective"
+    for suffix, values in (("", [0.1, -0.8]), ("/first_half", [0.1, -0.7]), ("/second_half", [0.1, -0.9])):
+        table.add("block.1", 1, f"{name}{suffix}", np.array(values), 0.1, 10)
+    table.add("block.1", 1, f"{name}/mismatched", np.array([0.0, 0.0]), 0.0, 10)
+    table.add("block.1", 1, f"{name}/q_value", np.array([0.9, 0.001]), np.nan, 10)
+    card = findings(table.frame(), TableBuilder().frame())[2]
+    assert (card.value, card.heads) == (-0.9, [(1, 1)])
+    assert "sharpens the attention of 0 heads and flattens that of 1, of 2" in card.sentence
+    assert "Least: layer 1 head 1, −0.90 ± 0.10 nats" in card.sentence
+    assert "Most" not in card.sentence
+
+
+def test_a_volume_that_shrinks_is_announced_where_the_rank_is_not():
+    def card(volume_error: float):
+        table = TableBuilder()
+        for name, value, error in (
+            ("effective_rank_change", -20.0, 20.0),
+            ("log_determinant_change", -2.0, volume_error),
+        ):
+            for suffix in ("", "/first_half", "/second_half"):
+                table.add("block.1", 1, f"{name}{suffix}", np.array([value]), error, 10)
+        return findings(TableBuilder().frame(), table.frame())[3]
+
+    assert (card(0.1).value, card(0.1).unit, card(0.1).statistic) == (
+        -2.0,
+        "nats per direction",
+        "log_determinant_change",
+    )
+    assert "Effective rank" not in card(0.1).sentence
+    assert card(1.1).value is None
+
+
+def test_next_to_no_entropy_leaves_the_number_to_the_flattest_head():
+    for error, shown, unit in ((0.004, 0.9, "of log n, the flattest head"), (0.001, 0.004, "of log n")):
+        table = TableBuilder()
+        for suffix in ("", "/first_half", "/second_half"):
+            table.add("block.1", 1, f"entropy_fraction{suffix}", np.array([0.004, 0.9]), error, 10)
+        card = findings(table.frame(), TableBuilder().frame())[1]
+        assert (card.value, card.unit) == (shown, unit)
+        assert "The sharpest head, layer 1 head 0, has 0.004" in card.sentence

@@ -230,7 +230,9 @@ def test_a_real_decoder(monkeypatch):
     file = needs.decoder()
     assert file is not None
     kept = []
-    monkeypatch.setattr("massieu.probing.run.load_model", lambda *a, **k: kept.append(load_model(*a, **k)) or kept[0])
+    monkeypatch.setattr(
+        "massieu.probing.sources.load_model", lambda *a, **k: kept.append(load_model(*a, **k)) or kept[0]
+    )
     statistics = ["weight_first", "entropy", "log_partition"]
     result = massieu.probe(file, max_tokens=4 * TOKENS, max_length=TOKENS, statistics=statistics)
     run = result.run

@@ -455,7 +455,7 @@ def test_dynamically_quantised_models_are_refused():
     ],
 )
 def test_strings_are_no_files(options, words, monkeypatch):
-    monkeypatch.setattr("massieu.probing.run.load_model", lambda *a, **k: pytest.fail("a model was loaded first"))
+    monkeypatch.setattr("massieu.probing.sources.load_model", lambda *a, **k: pytest.fail("a model was loaded first"))
     with pytest.raises(InputError, match=words):
         massieu.probe(**options)
 

@@ -22,7 +22,7 @@ from massieu.probing.population_layers import population_layers
 from massieu.probing.replay import relative_difference
 from massieu.probing.result import ProbeResult
 from massieu.probing.routes import capturing
-from massieu.probing.statistics.climb import _add, _slope_parts
+from massieu.probing.statistics.climb import _slope_parts, _summed
 from massieu.probing.units import Units
 
 
@@ -88,7 +88,7 @@ def test_a_change_that_is_nan_is_not_one_that_does_not_sharpen():
     """A share over the changes that are numbers: 1 of 2 here, not 1 of 3."""
     slope = torch.tensor([0.5, -0.5, torch.nan]).reshape(1, 1, 3, 1)  # one head, one item, three queries, one dimension
     ratio = Ratio((1, 3, 1), Units())
-    _add(ratio, [_slope_parts((slope, slope), torch.ones(1, 3, 1))], torch.ones(1, 3, dtype=torch.bool))
+    ratio.update(*_summed([_slope_parts((slope, slope), torch.ones(1, 3, 1))], torch.ones(1, 3, dtype=torch.bool)))
     assert ratio.value()[0, 0, 0] == 0.5
     assert ratio.estimate().count[0, 0, 0] == 2
 

@@ -17,7 +17,7 @@ from tests.rows import some_slow
 import massieu
 from massieu.errors import InputError
 from massieu.probing.result import ProbeResult
-from massieu.probing.statistics.registry import STATISTICS
+from massieu.probing.statistics.registry import OPT_IN, STATISTICS
 
 MINILM_DIGEST = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # as published with the model
 
@@ -47,7 +47,8 @@ def test_default_model_and_text(real):
     assert run.text.tokens % 256 == 0
     assert {f.id for f in real.findings} == {"sink", "sharpness", "climb", "collapse"}
     named = set(real.table["statistic"].str.split("/").list.first())
-    without = {n for n in named ^ set(STATISTICS) if not n.startswith("sink_weight")}
+    asked = {name for name, each in STATISTICS.items() if each.group not in OPT_IN}
+    without = {n for n in named ^ asked if not n.startswith("sink_weight")}
     assert without == set(), "every statistic of the registry is in the table of a model that has all of them"
     assert set(real.table["scope"]) == {"head", "layer"}
 
@@ -76,7 +77,7 @@ def test_entropy_is_bounded_by_log_n_minus_selective_log_z(real):
 def test_saved_and_loaded(real, tmp_path):
     folder = real.save(tmp_path / "out")
     assert {p.name for p in folder.iterdir()} == {
-        "heads.parquet", "layers.parquet", "run.json", "details.json", "report.html",
+        "heads.parquet", "layers.parquet", "run.json", "details.json", "report.html", "units.safetensors",
     }  # fmt: skip
     again = ProbeResult.load(folder)
     assert again.heads.equals(real.heads)

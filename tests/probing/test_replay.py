@@ -1,13 +1,29 @@
 """Maps read off an attention module are the module's own weights."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from tests.probing import zoo
+from tests.rows import every_row
+from torch import Tensor, nn
 
 from massieu.probing.model import model_inputs
+from massieu.probing.own_weights import maps_among_weights, replaced_output
 from massieu.probing.replay import Replay, affine_projections
 from massieu.probing.routes import capturing
 from massieu.probing.sites import find_sites, first_pass
-from massieu.probing.wiring import StreamTracer
+from massieu.probing.wiring import AttentionRead, StreamTracer
+
+
+def first_read(model: nn.Module, batch: dict[str, Tensor]) -> AttentionRead:
+    """What the first attention layer of a model read in a pass."""
+    prepared = model_inputs(model, batch)
+    steps = []
+    tracer = StreamTracer(model, find_sites(model, first_pass(model, prepared)), steps.append)
+    with torch.no_grad(), capturing(model, tracer.attention), tracer.watching():
+        model(**prepared)
+    return next(step.read for step in steps if step.read is not None)
 
 
 def test_affine_maps_are_the_weights_and_biases_of_the_module():
@@ -15,16 +31,14 @@ def test_affine_maps_are_the_weights_and_biases_of_the_module():
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
-    prepared = model_inputs(model, zoo.inputs("bert"))
-    steps = []
-    tracer = StreamTracer(model, find_sites(model, first_pass(model, prepared)), steps.append)
-    with torch.no_grad():
-        with capturing(model, tracer.attention), tracer.watching():
-            model(**prepared)
-        read = next(step.read for step in steps if step.read is not None)
-        with capturing(model, lambda call: None) as capture:
-            found = affine_projections(capture, read)
-            query_map = Replay(capture, read).query_map(torch.arange(5))
+    read = first_read(model, zoo.inputs("bert"))
+    with torch.no_grad(), capturing(model, lambda call: None) as capture:
+        found = affine_projections(capture, read)
+        replay = Replay(capture, read)
+        query_map = replay.query_map(torch.arange(5))
+        moved = read.residual[:, :5] + torch.randn(read.call.query.shape[1], 1, 5, read.residual.shape[-1])
+        each = [r.own_queries(moved, torch.arange(5)) for r in (replay, replace(replay, affine=query_map))]
+    torch.testing.assert_close(*each)
     module, heads = read.call.module, read.call.query.shape[1]
     for (weight, bias), linear in zip(found, (module.query, module.key, module.value), strict=True):
         torch.testing.assert_close(weight.flatten(0, 1).float(), linear.weight.detach(), atol=1e-5, rtol=1e-4)
@@ -32,3 +46,91 @@ def test_affine_maps_are_the_weights_and_biases_of_the_module():
     assert query_map is not None
     torch.testing.assert_close(query_map[0], found[0][0].float(), atol=1e-5, rtol=1e-4)
     assert query_map[1].shape == (heads, module.query.out_features // heads)
+
+
+@every_row("name", ["bert", "gpt2", "llama"])
+def test_maps_among_the_weights_are_those_that_basis_vectors_read_off(name):
+    """Separate and fused projections, grouped keys: of one token, where rotary embeddings do nothing."""
+    model = zoo.fresh(name).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    read = first_read(model, zoo.inputs(name, rows=1))
+    with torch.no_grad(), capturing(model, lambda call: None) as capture:
+        replay = Replay(capture, read)
+        stored, basis = replay.stored_maps(), replay.read_off(None)
+    assert stored is not None
+    owned = {parameter.untyped_storage().data_ptr() for parameter in read.call.module.parameters()}
+    for (weight, bias), results in zip(stored, basis, strict=True):
+        assert weight.untyped_storage().data_ptr() in owned, "a map takes no memory of its own"
+        torch.testing.assert_close(bias, results[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(weight, (results[1:] - results[0]).permute(1, 2, 0), rtol=1e-9, atol=1e-9)
+
+
+def test_a_weight_that_is_nearly_the_map_is_not_taken_for_it():
+    layer = nn.Linear(6, 4)
+    state = torch.linspace(-1, 1, 6)
+    result = layer(state).detach().view(2, 2)
+    found = maps_among_weights(layer, state, [result])
+    assert found is not None
+    assert torch.equal(found[0][0].flatten(0, 1), layer.weight)
+    assert torch.equal(found[0][1].flatten(), layer.bias)
+    assert maps_among_weights(layer, state, [result * (1 + 1e-4)]) is None
+    assert maps_among_weights(layer, state, [result, -result]) is None
+    assert maps_among_weights(layer.bfloat16(), state.bfloat16(), [result.bfloat16()]) is None
+    assert maps_among_weights(layer, state, [result]) is None, "weights of another precision"
+
+
+@every_row("name", ["llama", "gemma2"])
+def test_one_call_serves_all_heads_where_a_linear_layer_begins_the_query(name):
+    """Queries and derivatives equal those of the whole module, one head after the other."""
+    model = zoo.fresh(name).double()
+    for layer in model.layers:
+        layer.self_attn.q_proj.bias = nn.Parameter(torch.randn(layer.self_attn.q_proj.out_features).double())
+    read = first_read(model, zoo.inputs(name, rows=1))
+    positions = torch.arange(1, 20, 2)
+    with torch.no_grad(), capturing(model, lambda call: None) as capture:
+        alone = Replay(capture, read)
+        together = alone.in_two_parts(positions)
+        assert together.linear is read.call.module.q_proj
+        residual = read.residual[:, positions]
+        heads = read.call.query.shape[1]
+        moved = residual + torch.randn(heads, *residual.shape, dtype=torch.float64)
+        slopes = [torch.randn_like(read.call.query[:, :, positions]) for _ in range(2)]
+        own = together.own_queries(moved, positions)
+        for head in range(heads):
+            torch.testing.assert_close(own[:, head], alone.queries(moved[head], positions)[:, head])
+        gradients = zip(together.pulled_back(slopes, positions), alone.pulled_back(slopes, positions), strict=True)
+        for mine, expected in gradients:
+            torch.testing.assert_close(mine, expected)
+    assert not read.call.module.q_proj._forward_hooks
+
+
+def test_heads_that_the_module_mixes_are_replayed_one_by_one():
+    """A query norm over all heads, and a layer beside the projection that the query also comes of."""
+    batch = zoo.inputs("llama", rows=1)
+
+    def normalised(module: nn.Module, inputs: object, query: Tensor) -> Tensor:
+        return query / query.square().mean(-1, keepdim=True).sqrt()
+
+    def adapted(module: nn.Module, inputs: tuple[Tensor], query: Tensor) -> Tensor:
+        return query + 0.01 * inputs[0].flip(-1)[..., : query.shape[-1]]
+
+    for changed in (normalised, adapted):
+        model = zoo.fresh("llama")
+        for layer in model.layers:
+            layer.self_attn.q_proj.register_forward_hook(changed)
+        read = first_read(model, batch)
+        with torch.no_grad(), capturing(model, lambda call: None) as capture:
+            replay = Replay(capture, read).in_two_parts(torch.arange(20))
+        assert replay.linear is None
+        assert replay.affine is None
+
+
+def test_a_layers_output_is_replaced_inside_alone_and_in_its_shape():
+    layer, state = nn.Linear(3, 2), torch.ones(1, 3)
+    with replaced_output(layer, torch.zeros(1, 2)):
+        assert not layer(state).any()
+    assert layer(state).any()
+    with pytest.raises(ValueError, match=r"the output has shape \(1, 2\), not \(1, 3\)"), replaced_output(layer, state):
+        layer(state)
+    assert layer(state).shape == (1, 2)

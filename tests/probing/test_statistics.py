@@ -20,7 +20,8 @@ from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics import registry
 from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading, Tokens
-from massieu.probing.statistics.registry import ATTENTION, STATISTICS, VALUES, select
+from massieu.probing.statistics.registry import ATTENTION, OPT_IN, STATISTICS, VALUES, select
+from massieu.probing.statistics.registry import GROUPS as ALL_GROUPS
 from massieu.probing.units import Units
 
 GROUPS = frozenset({ATTENTION, VALUES})
@@ -177,7 +178,7 @@ def test_nan_is_reported_and_left_out():
     tokens = Tokens(torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.bool))
     found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(8), True))
     results.update(found, torch.arange(8), 1)
-    assert results.broken.tolist() == [0, 1]
+    assert results.broken.counts.tolist() == [0, 1]
     estimate = results.ratio.estimate()
     assert np.isfinite(estimate.value[results.names.index("entropy")]).all()
     assert estimate.count[results.names.index("entropy")].tolist() == [8, 7]
@@ -204,7 +205,8 @@ def test_learned_sink_takes_its_share_of_z():
 
 def test_selection_of_statistics():
     everything, groups = select(None)
-    assert everything == set(STATISTICS)
+    assert everything == {name for name, each in STATISTICS.items() if each.group not in OPT_IN}
+    assert groups == set(ALL_GROUPS) - OPT_IN and select(ALL_GROUPS)[0] == set(STATISTICS)
     names, groups = select(["entropy", "maps"])
     assert groups == {"attention", "maps"}
     assert names == {"entropy", "write_score_cosine", "symmetric_share", "antisymmetric_share"}

@@ -479,7 +479,10 @@ def test_other_bad_sources(tmp_path):
     with pytest.raises(InputError, match="the name of a text is empty"):
         check_sources([""])
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(InputError, match=r"a column \('body'\) was named, but there is no \.jsonl or \.parquet"):
+    with pytest.raises(
+        InputError,
+        match=r"a column \('body'\) was named, but there is no \.jsonl or \.json or \.csv or \.tsv or \.parquet",
+    ):
         check_sources([tmp_path / "a.txt"], column="body")
 
 

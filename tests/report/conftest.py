@@ -1,9 +1,11 @@
 """Results and rendered pages, and the browser that shows them, made once per test run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import synthetic_results
+from browsing import Page
 from selenium import webdriver
 from selenium.common.exceptions import NoSuchDriverException
 from selenium.webdriver.chromium.webdriver import ChromiumDriver
@@ -52,3 +54,19 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChromiumDriver]
         needs.leave_out("browser")
     yield browser
     browser.quit()
+
+
+@pytest.fixture
+def open_page(driver: ChromiumDriver, pages: dict[str, str], tmp_path: Path) -> Callable[..., Page]:
+    def opened(kind: str, width: int = 1400, theme: str = "light", address: str = "") -> Page:
+        driver.get_log("browser")
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
+        driver.get_log("performance")
+        page = Page(driver, tmp_path / "report.html")
+        page.open(pages[kind], address)
+        return page
+
+    return opened

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly import offline
 from selenium.webdriver.chromium.webdriver import ChromiumDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
@@ -49,6 +50,11 @@ def panel_of(page: str, name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def page() -> str:
     return curves.render([training_run(), training_run("other")], training_run("healthy"))
+
+
+def test_the_drawing_library_is_packed(page: str):
+    assert len(page.encode()) < 0.5 * len(offline.get_plotlyjs().encode())
+    assert page.count('<script type="text/plain" id="plotly">') == 1
 
 
 def test_loss_and_gradient_norm_are_first_and_unknown_numbers_last(page: str):

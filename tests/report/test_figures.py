@@ -8,6 +8,7 @@ import pytest
 from synthetic_results import HOSTILE, Results
 
 from massieu.errors import InputError
+from massieu.foundation.numbers import number
 from massieu.report.colours import DIVERGING, SEQUENTIAL
 from massieu.report.figures import head_html, head_map_html
 
@@ -55,6 +56,15 @@ def test_the_map_stands_beside_the_findings(results: dict[str, Results]) -> None
         assert finding.sentence in fragment
         assert finding.caveat in fragment
     assert "<script" not in fragment
+
+
+def test_the_bars_at_both_ends_are_open(results: dict[str, Results]) -> None:
+    result = results["encoder"]
+    fragment = head_html(result.run, result.details, result.heads, 0, 0)
+    for histogram in result.details["histograms"].values():
+        _, low, *_, high, _ = histogram["edges"]
+        assert f"<title>{number(low)} or less: " in fragment
+        assert f"<title>{number(high)} or more: " in fragment
 
 
 @pytest.mark.medium

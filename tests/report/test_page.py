@@ -11,12 +11,14 @@ from html.parser import HTMLParser
 import numpy as np
 import polars
 import pytest
+from plotly import offline
 from synthetic_results import HOSTILE, encoder
 from tests.rows import every_row
 
 from massieu.errors import MissingExtraError
 from massieu.probing.stored import run_of
 from massieu.report.page import render
+from massieu.report.terms import TERMS, explained
 
 KINDS = ("encoder", "large", "encoder_decoder", "bare", "hostile")
 LOADING_ATTRIBUTES = {
@@ -72,6 +74,10 @@ class Parsed(HTMLParser):
         text = "".join(body for _, attributes, body in self.bodies if attributes.get("data-block") == name)
         return gzip.decompress(base64.b64decode(text))
 
+    def plotly(self) -> str:
+        (text,) = [body for _, attributes, body in self.bodies if attributes.get("id") == "plotly"]
+        return gzip.decompress(base64.b64decode(text)).decode()
+
     def array(self, reference: list) -> np.ndarray:
         block, offset, length, kind = reference
         return np.frombuffer(self.block(block), dtype=f"<{kind}", count=length, offset=offset)
@@ -96,14 +102,14 @@ def test_nothing_is_loaded_from_outside(kind: str, parsed: dict[str, Parsed]) ->
         if tag == "style":
             assert "url(" not in body
             assert "@import" not in body
-    _, own = page.scripts()
+    (own,) = page.scripts()
     assert not re.search(r"https?:|\bfetch\(|XMLHttpRequest|WebSocket|\bimport\b|innerHTML|document\.write", own)
 
 
 @every_row("kind", KINDS)
 def test_only_the_two_known_scripts_may_run(kind: str, parsed: dict[str, Parsed]) -> None:
     page = parsed[kind]
-    scripts = page.scripts()
+    scripts = [*page.scripts(), page.plotly()]
     assert len(scripts) == 2
     (policy,) = [
         a["content"] for tag, a in page.tags if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
@@ -113,6 +119,12 @@ def test_only_the_two_known_scripts_may_run(kind: str, parsed: dict[str, Parsed]
     assert directives["default-src"] == "'none'"
     hashes = {"'sha256-" + base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() + "'" for body in scripts}
     assert set(directives["script-src"].split()) == hashes
+
+
+def test_the_drawing_library_is_packed_whole(parsed: dict[str, Parsed], pages: dict[str, str]) -> None:
+    library = offline.get_plotlyjs()
+    assert parsed["encoder"].plotly() == library
+    assert len(pages["bare"].encode()) < 0.5 * len(library.encode())
 
 
 @every_row("kind", KINDS)
@@ -238,3 +250,60 @@ def test_a_missing_package_names_the_command(package: str, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=r'pip install "massieu\[probe\]"'):
         render(run_of(result.run, "made up"), *result[1:])
+
+
+def test_a_number_within_its_own_error_has_no_card() -> None:
+    """An older result may hold one; a share (not signed) may well be near 0."""
+    made = encoder(layers=1, heads=2)
+    run = made.run
+    known = {entry["name"]: entry["signed"] for entry in run["statistics"]}
+    change, share = next(name for name in known if known[name]), next(name for name in known if not known[name])
+    card = {"sentence": "Here.", "unit": "directions", "control": "0", "count": 3, "caveat": "", "heads": [[0, 1]]}
+    rows = [
+        ("a", change, -20.0, 20.0), ("b", change, -20.0, 9.9), ("c", change, 2.0, 1.0), ("d", share, 1.0, 1.0),
+        ("e", None, 1.0, None), ("f", change, None, None),
+    ]  # fmt: skip
+    run["findings"] = [
+        card | {"id": name, "title": f"Title {name}", "statistic": about, "value": value, "standard_error": error}
+        for name, about, value, error in rows
+    ]
+    page = Parsed(render(run_of(run, "made up"), *made[1:]))
+    text = " ".join(page.text.split())
+    cards = [int(attributes["data-finding"] or "") for _, attributes in page.tags if "data-finding" in attributes]
+    assert ["abcdef"[place] for place in cards] == ["b", "d", "e"]
+    assert "Title a: The number, −20 ± 20 directions, is within two standard errors of 0." in text
+    assert "Title c: The number, 2.0 ± 1.0 directions, is within" in text
+    assert "Title f: Here." in text
+    assert [bool(finding["cells"]) for finding in page.data()["findings"]] == [False, True, False, True, True, False]
+
+
+def test_counts_stand_with_their_words() -> None:
+    made = encoder(layers=1, heads=1)
+    run = made.run | {"error_unit": {"unit": "window", "count": 1}}
+    run["text"] = run["text"] | {"windows": 1}
+    text = " ".join(Parsed(render(run_of(run, "made up"), *made[1:])).text.split())
+    for said in ("1 window of up to 256 tokens", "1 unit, a window", "1 attention site, 4 sublayers", "self, 1 head"):
+        assert said in text
+    assert not re.search(r"(?<![.,\d\u202f])1 (heads|windows|units|sites|tokens|warnings)", text)
+
+
+@every_row(
+    ("text", "expected"),
+    [
+        ("How far selective log Z rises.", ["selective log Z"]),
+        ("Raw log Z, and selective log Z beside it.", ["selective log Z", "log Z"]),
+        ("The effective number of keys, in nats", ["effective number of keys", "nats"]),
+        ("DEPENDS ON THE KEY ORIGIN", ["key origin"]),
+        ("Nothing that is coined", []),
+        (None, []),
+    ],
+)
+def test_coined_words_are_explained_once(text: str | None, expected: list[str]) -> None:
+    assert [entry["term"] for entry in explained([text])] == expected
+
+
+def test_every_statistic_of_the_registry_is_explained_where_it_stands(parsed: dict[str, Parsed]) -> None:
+    for entry in parsed["encoder"].data()["statistics"]:
+        coined = [term for term in TERMS if term.lower() in f"{entry['title']} {entry['question']}".lower()]
+        told = " ".join(each["term"] for each in entry["terms"])
+        assert all(term in told for term in coined)

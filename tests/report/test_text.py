@@ -10,6 +10,7 @@ import polars
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from synthetic_results import encoder_decoder
 from tests.rows import every_row
 from tokenizers import pre_tokenizers
@@ -17,7 +18,7 @@ from tokenizers import pre_tokenizers
 from massieu.probing.stored import run_of
 from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
 from massieu.report.encode import Block, script_json
-from massieu.report.record import RunRecord
+from massieu.report.record import RunRecord, plain
 from massieu.report.tables import sites_of
 from massieu.report.tokens import readable
 
@@ -98,6 +99,15 @@ def test_sites_of_one_layer_get_different_labels() -> None:
     assert len(set(labels)) == len(labels)
 
 
+def test_sites_of_one_stack_and_kind_are_a_group() -> None:
+    results = encoder_decoder()
+    groups = {site.name: site.group for site in sites_of(run_of(results.run, "made up"), results.heads)}
+    assert groups["encoder.block.1.self_attn"] == "encoder self-attention"
+    assert groups["decoder.block.1.self_attn"] == "decoder causal self-attention"
+    assert groups["decoder.block.2.encoder_attn"] == "decoder cross-attention"
+    assert len(set(groups.values())) == 3
+
+
 def test_a_site_that_only_the_table_knows_gets_a_row() -> None:
     table = polars.DataFrame({"site": ["a", "a", "b"], "layer": [0, 0, 0], "head": [0, 1, 0], "statistic": ["x"] * 3})
     sites = sites_of(RunRecord(complete=True, findings=[]), table)
@@ -121,3 +131,41 @@ def test_colour_scales_hit_their_ends_and_are_monotone_in_lightness() -> None:
         steps = sign * np.diff([lightness(colour) for colour in DIVERGING[theme]])
         assert np.all(steps[:3] > 0)
         assert np.all(steps[3:] < 0)
+
+
+@given(
+    arrays(
+        np.float64,
+        st.integers(0, 20),
+        elements=st.floats(allow_nan=True, allow_infinity=True)
+        | st.floats(-1e4, 1e4)
+        | st.integers(-9999, 9999).map(float),
+    ),
+    st.integers(1, 6),
+)
+def test_arrays_are_written_as_their_numbers_are(values, digits):
+    """An array at once, and its numbers one by one: the same decimals, but for ties that a product may round the other way."""
+    found = plain(values.reshape(1, -1), digits)[0]
+    for one, number in zip(found, values.tolist(), strict=True):
+        expected = plain(number, digits)
+        if one != expected:
+            assert one is not None and expected is not None
+            assert one == float(f"{one:.{digits}g}")
+            assert abs(one - number) <= abs(expected - number) * (1 + 1e-9)
+
+
+def test_arrays_of_other_kinds_are_lists():
+    assert plain(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert plain({"a": np.float32(0.5), "b": np.array(np.nan), "c": np.array([True])}) == {
+        "a": 0.5,
+        "b": None,
+        "c": [True],
+    }
+    assert plain(np.array([0.1234567, -0.0, 1e300, 1e-300, np.inf], dtype=np.float64), 3) == [
+        0.123,
+        0.0,
+        1e300,
+        1e-300,
+        None,
+    ]
+    assert plain(np.array([0.1], dtype=np.float32)) == [float(np.float32(0.1))]

@@ -2,20 +2,23 @@
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from enum import StrEnum
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 import massieu
+from massieu.cli import options as take
 from massieu.cli import terminal
+from massieu.cli.options import Device, DeviceMap, Dtype, Model, Revision, TextCommand, TrustRemoteCode, option
 from massieu.cli.output import check_page, kept, result_folder
+from massieu.cli.processes import joined, leads, many, say_first, say_once
 from massieu.cli.streams import OutputLost, say
-from massieu.errors import InputError
+from massieu.errors import InputError, ProcessLostError
 from massieu.interruption import ENDINGS, Interruption, interruptible
 
 if TYPE_CHECKING:
@@ -58,38 +61,16 @@ def _end(error: BaseException, interruption: Interruption) -> None:
         raise typer.Exit(interruption.status) from error
     # Libraries turn an interruption while they are loaded into errors of their own.
     if isinstance(error, KeyboardInterrupt) or (asked and not interruption.held):
-        say(_interrupted(interruption))
+        say_once(_interrupted(interruption))
         raise typer.Exit(interruption.status) from error
-    if isinstance(error, InputError):
-        say(" ".join(" ".join((str(error), *getattr(error, "__notes__", ()))).split()))
-        raise typer.Exit(BAD_INPUT) from error
+    if isinstance(error, InputError | ProcessLostError):
+        say_once(" ".join(" ".join((str(error), *getattr(error, "__notes__", ()))).split()))
+        raise typer.Exit(BAD_INPUT if isinstance(error, InputError) else FAILED) from error
 
 
 def _interrupted(interruption: Interruption) -> str:
     by = interruption.number
     return "interrupted" if by in (None, signal.SIGINT) else f"interrupted by {signal.Signals(by).name}"
-
-
-class _ProbeCommand(TyperCommand):
-    """Lets ``--text`` take several paths, as a shell makes them of ``*.md``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, list(_one_path_each(args)))
-
-
-def _one_path_each(arguments: Iterable[str]) -> Iterator[str]:
-    """``--text A B`` as ``--text A --text B``; an argument that begins with a dash ends the paths, ``-`` is one."""
-    following = None  # how many arguments have followed the latest --text
-    for argument in arguments:
-        if argument == "--text":
-            following = 0
-        elif argument.startswith("-") and argument != "-":
-            following = None
-        elif following is not None:
-            if following:
-                yield "--text"
-            following += 1
-        yield argument
 
 
 app = typer.Typer(
@@ -102,18 +83,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _option(metavar: str | None, help: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help)
-
-
-_MODEL = "Model folder, .gguf file or hub name; the default is the MiniLM sentence encoder."
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
-Device = Annotated[str | None, _option("D", "Such as cpu or cuda:0 [a GPU where there is one].")]
-Dtype = Annotated[str | None, _option("T", "float32, bfloat16, float16 or float64 [float32].")]
-Revision = Annotated[str | None, _option("R", "Branch, tag or commit of a model on the hub.")]
-TrustRemoteCode = Annotated[bool, _option(None, "Run the code that comes with the model.", "--trust-remote-code")]
 
 
 def _version(asked: bool) -> None:
@@ -132,85 +101,173 @@ def _options(
 
 
 @app.command(
-    cls=_ProbeCommand,
+    cls=TextCommand,
     epilog="\b\nExamples:\n"
     "  massieu probe\n"
     "  massieu probe gpt2 --text notes/ README.md --max-tokens 100000\n"
     "  massieu probe ./checkpoint --text data.jsonl --column body --no-packing\n"
+    "  massieu probe t5-small --text pairs.csv --source en --target de\n"
     "  massieu probe model.Q4_K_M.gguf --max-tokens 20000\n"
+    "  massieu probe gpt2 --replace 'off(mean)' --replace-per head\n"
+    "  torchrun --nproc-per-node=4 -m massieu probe gpt2 --text notes/\n"
     "  cat book.txt | massieu probe gpt2 --text - --out book",
 )
 def probe(
     context: typer.Context,
     model: Model = None,
-    text: Annotated[
-        list[str] | None,
-        _option("PATH ...", "Files, folders, or - for standard input (.txt .md .rst .py .jsonl .parquet)."),
-    ] = None,
-    column: Annotated[str | None, _option("NAME", "Field of .jsonl and .parquet that holds the text [text].")] = None,
-    out: Annotated[Path | None, _option("DIR", f"Folder for the page and the tables [{RESULTS}/<model name>].")] = None,
-    max_length: Annotated[int, _option("N", "Tokens in a window.")] = 256,
-    max_tokens: Annotated[int | None, _option("N", "Stop after this many tokens.")] = None,
-    batch_size: Annotated[int, _option("N", "Windows in a batch.")] = 8,
-    query_sample: Annotated[
-        int | None, _option("N", "Queries per window that are measured [all]; for long windows.")
-    ] = None,
-    no_packing: Annotated[
-        bool, _option(None, "One document per row, in place of full windows.", "--no-packing")
-    ] = False,
+    text: take.Text = None,
+    column: take.Column = None,
+    images: take.Images = None,
+    source: take.Source = None,
+    target: take.Target = None,
+    out: Annotated[Path | None, option("DIR", f"Folder for the page and the tables [{RESULTS}/<model name>].")] = None,
+    max_length: take.MaxLength = 256,
+    max_tokens: take.MaxTokens = None,
+    batch_size: take.BatchSize = 8,
+    query_sample: take.QuerySample = None,
+    no_packing: take.NoPacking = False,
+    generate: take.Generate = None,
+    replace: take.Replace = None,
+    replace_per: take.ReplacePer = take.Per.ALL,
+    replace_windows: take.ReplaceWindows = 16,
     device: Device = None,
+    device_map: DeviceMap = None,
     dtype: Dtype = None,
-    statistics: Annotated[
-        str | None, _option("NAME,...", "Only these, as massieu statistics lists them [all].")
-    ] = None,
-    seed: Annotated[int, _option("N", "Seed of samples and random controls.")] = 0,
+    statistics: Annotated[str | None, option("NAME,...", "Only these, as massieu statistics lists them [all].")] = None,
+    quick: take.Quick = False,
+    per_token: take.PerToken = None,
+    seed: Annotated[int, option("N", "Seed of samples and random controls.")] = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    format: Annotated[TableFormat, _option(None, "How the tables are stored.")] = TableFormat.PARQUET,
+    format: Annotated[TableFormat, option(None, "How the tables are stored.")] = TableFormat.PARQUET,
+    resume: take.Resume = False,
+    store_every: take.StoreEvery = 5.0,
 ) -> None:
     """Measure a model on text: an HTML page and tables."""
+    if many() and text is not None and "-" in text:
+        raise InputError("standard input reaches one process alone; give a file for several of them to read")
     if model is None and text is not None and len(text) > 1 and os.path.isfile(Path(text[-1], "config.json")):
         raise InputError(f"{text[-1]} is a model; MODEL goes before --text")
     folder = RESULTS / _short_name(model) if out is None else out
-    chosen = None if statistics is None else [name.strip() for name in statistics.split(",") if name.strip()]
-    with result_folder(folder):
+    chosen = take.names_in(statistics)
+    with result_folder(folder) if leads() else nullcontext():
         with context.obj.loading():
+            from massieu.probing.course import RUNNING, forget
             from massieu.probing.run import probe as run_probe
 
-        with terminal.progress_shown() as show:
+        with joined(), terminal.progress_shown() if leads() else nullcontext() as show:
             result = run_probe(
                 model,
                 text=text,
                 column=column,
+                images=images,
+                source=source,
+                target=target,
                 statistics=chosen,
                 max_length=max_length,
                 max_tokens=max_tokens,
                 batch_size=batch_size,
                 packing=not no_packing,
                 query_sample=query_sample,
+                generate=generate,
+                replace=replace or (),
+                replace_per=replace_per.value,
+                replace_windows=replace_windows,
+                quick=quick,
+                per_token=take.per_token(per_token),
                 device=device,
+                device_map=device_map,
                 dtype=dtype,
                 seed=seed,
                 revision=revision,
                 trust_remote_code=trust_remote_code,
+                distributed=many(),
+                running=folder / RUNNING,
+                resume=resume,
+                store_every=store_every,
                 progress=show,
             )
-        kept(lambda place: result.save(place, format=format.value), folder)
-    terminal.summarise(result, folder)
+        if leads():
+            kept(lambda place: result.save(place, format=format.value), folder)
+        if leads() and result.complete:
+            forget(folder / RUNNING)
+    if leads():
+        terminal.summarise(result, folder)
     _end_probe(result, context.obj)
 
 
 def _end_probe(result: "ProbeResult", interruption: Interruption) -> None:
     """The exit status of a probe whose result was saved."""
     if not result.complete:
-        say(f"{_interrupted(interruption)}: the result holds what was measured until then and is marked incomplete")
+        say_first(
+            f"{_interrupted(interruption)}: the result holds what was measured until then and is marked incomplete; "
+            "the same command with --resume goes on from there"
+        )
     elif interruption.asked.is_set():
-        say(f"{_interrupted(interruption)} when all was measured: the result is complete")
-    elif result.trouble:
+        say_first(f"{_interrupted(interruption)} when all was measured: the result is complete")
+    elif result.trouble and leads():
         raise typer.Exit(NOT_FINITE)
     else:
         return
     raise typer.Exit(interruption.status)
+
+
+@app.command(
+    cls=TextCommand,
+    epilog="\b\nExamples:\n"
+    "  massieu compare gpt2 ./tuned --text notes/\n"
+    "  massieu compare gpt2 ./tuned --statistics attention --fail-above entropy=0.1\n"
+    "  massieu compare step100 step200 step400 --out course\n"
+    "  massieu compare EleutherAI/pythia-70m --revisions step0,step512,step143000\n"
+    "  massieu compare massieu-results/one massieu-results/other --json",
+)
+def compare(
+    context: typer.Context,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL ...", help="Models, or folders of stored results.")],
+    revisions: Annotated[str | None, option("R,...", "Revisions of the one MODEL, in place of several.")] = None,
+    text: Annotated[list[str] | None, option("PATH ...", "Files or folders, as for massieu probe.")] = None,
+    column: take.Column = None,
+    source: take.Source = None,
+    target: take.Target = None,
+    out: Annotated[
+        Path | None,
+        option("DIR", f"Folder for the page, the tables and each model's result [{RESULTS}/<first>-<last>]."),
+    ] = None,
+    max_length: Annotated[int | None, option("N", "Tokens in a window [256].")] = None,
+    max_tokens: take.MaxTokens = None,
+    batch_size: Annotated[int | None, option("N", "Windows in a batch [8].")] = None,
+    no_packing: take.NoPacking = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    statistics: Annotated[str | None, option("NAME,...", "Only these, as massieu statistics lists them [all].")] = None,
+    seed: Annotated[int | None, option("N", "Seed of samples and random controls [0].")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    fail_above: Annotated[
+        str | None, option("NAME=X,...", "End with 1 where a head's statistic differs by more, and is named.")
+    ] = None,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
+) -> None:
+    """Compare models head by head on the same text."""
+    from massieu.cli.compare import Asked, limits_of, run
+
+    names, chosen = take.names_in(revisions), take.names_in(statistics)
+    with context.obj.loading():
+        limits = limits_of(fail_above, chosen)
+    given: dict[str, Any] = {"text": text, "column": column, "source": source, "target": target}
+    given |= {"max_length": max_length, "max_tokens": max_tokens}
+    given |= {"batch_size": batch_size, "packing": False if no_packing else None, "device": device, "dtype": dtype}
+    given |= {"statistics": chosen, "seed": seed, "trust_remote_code": trust_remote_code or None}
+    given = {name: value for name, value in given.items() if value is not None}
+    ends = [_short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]
+    asked = Asked(models, names, given, RESULTS / "-".join(ends) if out is None else out, limits, json)
+    found, above = run(asked, context.obj)
+    if context.obj.asked.is_set():
+        say(f"{_interrupted(context.obj)} when all was measured: the comparison is complete")
+        raise typer.Exit(context.obj.status)
+    if any(each.trouble for each in found.runs):
+        raise typer.Exit(NOT_FINITE)
+    if above:
+        raise typer.Exit(FAILED)
 
 
 @app.command(epilog="\b\nExamples:\n  massieu describe gpt2\n  massieu describe ./checkpoint")
@@ -218,16 +275,22 @@ def describe(
     context: typer.Context,
     model: Model = None,
     device: Device = None,
+    device_map: DeviceMap = None,
     dtype: Dtype = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
     """Show a model's attention sites, heads and wiring."""
     with context.obj.loading():
         from massieu.probing.run import describe as run_describe
 
-    found = run_describe(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    terminal.show_description(found.to_dict())
+    loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
+    found = run_describe(model, **loading, trust_remote_code=trust_remote_code)
+    if json:
+        typer.echo(dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        terminal.show_description(found.to_dict())
 
 
 @app.command(epilog=f"\b\nExample:\n  massieu report {RESULTS}/gpt2")
@@ -247,8 +310,8 @@ def report(
 )
 def monitor(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl", help="What a monitor recorded; more: beside it.")],
-    reference: Annotated[Path | None, _option("PATH", "A healthy run: drawn beside, alarms against it.")] = None,
-    out: Annotated[Path | None, _option("PATH", "The page [RUN.html].")] = None,
+    reference: Annotated[Path | None, option("PATH", "A healthy run: drawn beside, alarms against it.")] = None,
+    out: Annotated[Path | None, option("PATH", "The page [RUN.html].")] = None,
 ) -> None:
     """Draw a training run's curves and alarms as a page."""
     from massieu.cli.monitor import draw
@@ -291,15 +354,13 @@ def verify(
     ids: Annotated[
         list[str] | None, typer.Argument(metavar="ID", help="Claims such as S7, in full [all, one line each].")
     ] = None,
-    set: Annotated[
-        list[str] | None, _option("NAME=VALUE", "Another value for a parameter of the claims named.")
-    ] = None,
-    seed: Annotated[int | None, _option("N", "Seed of every claim that draws something [0].")] = None,
+    set: Annotated[list[str] | None, option("NAME=VALUE", "Another value for a parameter of the claims named.")] = None,
+    seed: Annotated[int | None, option("N", "Seed of every claim that draws something [0].")] = None,
     every_row: Annotated[
-        bool, _option(None, "Every row of the claims named, not the worst of each kind alone.", "--all")
+        bool, option(None, "Every row of the claims named, not the worst of each kind alone.", "--all")
     ] = False,
-    json: Annotated[bool, _option(None, "Print a JSON list instead.", "--json")] = False,
-    html: Annotated[Path | None, _option("PATH", "Write a page with every number.")] = None,
+    json: Annotated[bool, option(None, "Print a JSON list instead.", "--json")] = False,
+    html: Annotated[Path | None, option("PATH", "Write a page with every number.")] = None,
 ) -> None:
     """Check the papers' claims with numbers; ends with 1 if one fails."""
     if html is not None:
@@ -331,8 +392,8 @@ def verify(
 def devices(
     context: typer.Context,
     device: Device = None,
-    quick: Annotated[bool, _option(None, "Small sizes: what is right, in seconds.", "--quick")] = False,
-    json: Annotated[bool, _option(None, "Print a JSON object instead.", "--json")] = False,
+    quick: Annotated[bool, option(None, "Small sizes: what is right, in seconds.", "--quick")] = False,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
     """Show which attention kernels run here, and how well."""
     with context.obj.loading():

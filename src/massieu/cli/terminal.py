@@ -31,6 +31,17 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
         typer.echo(f"note: attention read by {result.run.capture.route}")
     for finding in result.findings:
         typer.echo(f"\n{typer.style(finding.title, bold=True)}\n  {finding.sentence}")
+    from massieu.report.replacements import replacement_table
+
+    replaced = replacement_table(result.run.replacements, shown=12)
+    if replaced is not None:
+        typer.echo(
+            f"\n{typer.style('With another attention', bold=True)} (change, {replaced.unit}; {replaced.windows})"
+        )
+        for row in replaced.rows:
+            typer.echo(f"  {row}")
+    if (rows := result.run.per_token) is not None:
+        typer.echo(f"\nper-token values: {rows.rows:,} rows, {rows.bytes / 1e6:,.1f} MB in {folder / 'tokens'}")
     typer.echo()
     for warning in result.run.warnings:
         say(f"warning: {warning}")

@@ -2,7 +2,7 @@
 
 - `HopfieldEnergy`: the energy of any memory under any reference; `activations`: the references that are normalisations;
 - `bounds`: what is known of a memory in advance; `HopfieldDensity`: the memory as a mixture of Gaussians, its samples, its
-  denoiser;
+  denoiser; `retrieval_curve`: how many of your patterns a memory gives back;
 - `ood_score`, `boosting_energy`: how foreign a state is to a memory; `newton_step`: faster descent near a minimum;
 - `BinaryHopfieldEnergy`, `DenseHopfieldEnergy`: networks of two-valued units;
 - `SparseAtoms`, `ScoreDeviation`, `fenchel_young_loss`, `LogSumReLU`: memories other than by softmax; `TwoLayer`: two layers
@@ -26,6 +26,7 @@ from massieu.energy.newton import newton_step
 from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.out_of_distribution import boosting_energy, ood_score
 from massieu.energy.rectified import LogSumReLU
+from massieu.energy.retrieval import retrieval_curve
 from massieu.energy.spins import SpinModel
 from massieu.energy.transformer import TransformerEnergy
 from massieu.energy.two_layer import TwoLayer
@@ -54,6 +55,7 @@ __all__ = [
     "least_entropy",
     "newton_step",
     "ood_score",
+    "retrieval_curve",
 ]
 
 

@@ -77,6 +77,44 @@ class HopfieldEnergy(Energy):
             _check_reference(activation.measure, memory)
         return cls(memory, activation, checked_scale(memory, scale))
 
+    @classmethod
+    def euclidean(
+        cls,
+        patterns: Float[Tensor, "*batch N d"],
+        log_weight: Float[Tensor, "*batch N"] | None = None,
+        *,
+        scale: Float[Tensor, "..."] | float | None = None,
+    ) -> Self:
+        """The energy −log Σ w_n exp(−scale·‖x − x_n‖²/2)/scale, with its constant: retrieval by distance.
+
+        It is that of `create` for the log-weights log w_n − scale·‖x_n‖²/2. Patterns of any length attract alike, where the
+        dot product prefers long ones: raw images are retrieved without being normalised. exp(−scale·E) is a mixture of
+        Gaussians about the patterns of weights w, and the map its posterior mean: the denoiser of noise of variance
+        1/scale (B6).
+
+        Args:
+            patterns: Best about their mean: the squares' rounding grows with the distance to the origin.
+            log_weight: log w; −∞ hides a pattern. By default all weigh the same.
+            scale: As for `create`.
+
+        Raises:
+            TypeError, ValueError: as `create`.
+
+        Example:
+            >>> import torch
+            >>> from massieu.energy import HopfieldEnergy
+            >>> stored = torch.tensor([[1.0, 0.0], [3.0, 0.0]])  # one in the direction of the other
+            >>> one, other = (make(stored, scale=9.0) for make in (HopfieldEnergy.create, HopfieldEnergy.euclidean))
+            >>> [round(memory.retrieve(torch.tensor([1.2, 0.0])).state[0].item(), 3) for memory in (one, other)]
+            [3.0, 1.0]
+        """
+        atoms = Atoms.create(floating("patterns", patterns), log_weight)
+        square = promoted(atoms.points).square().sum(-1)
+        scale = checked_scale(atoms, scale)
+        return cls.create(
+            Atoms.create(atoms.points, atoms.log_weight - 0.5 * scale.unsqueeze(-1) * square), scale=scale
+        )
+
     @property
     def batch_shape(self) -> torch.Size:
         """Shape of the batch of memories, such as (batch, heads)."""

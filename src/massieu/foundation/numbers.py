@@ -45,6 +45,11 @@ def with_error(value: float | None, error: float | None) -> str:
     return f"{number(value, error)} ± {number(error, error)}"
 
 
+def counted(count: int | None, word: str) -> str:
+    """Write a count and what is counted: "1 head", "2 heads"; "unknown" when there is none."""
+    return whole(count) if count is None else f"{whole(count)} {word}{'' if count == 1 else 's'}"
+
+
 def whole(count: int | None) -> str:
     """Write a count with thin thousands separators; "unknown" when there is none."""
     return "unknown" if count is None else f"{count:,}".replace(",", "\u202f")

@@ -9,7 +9,7 @@
 - `SigmaReparametrization` bounds a weight's spectral norm;
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
-- `RestrictedBoltzmannMachine` has any units;
+- `RestrictedBoltzmannMachine` has any units, `StackedBoltzmannMachine` several of them on top of each other;
 - `clip_logits` scales the queries and keys of heads whose largest logit is above a threshold.
 
 Modules can be made on `meta`, and compute shapes there; iterations that stop by values take no step on `meta`.
@@ -32,6 +32,7 @@ from massieu.nn.sigma import SigmaReparametrization
 from massieu.nn.softmax import MeasureHeads, SoftmaxHeads
 from massieu.nn.sparse import EntmaxHeads
 from massieu.nn.spin import SpinAttention
+from massieu.nn.stacked_boltzmann import StackedBoltzmannMachine
 from massieu.nn.tap import TAPHeads
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "SigmaReparametrization",
     "SoftmaxHeads",
     "SpinAttention",
+    "StackedBoltzmannMachine",
     "TAPHeads",
     "clip_logits",
 ]

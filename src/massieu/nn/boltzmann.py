@@ -209,26 +209,44 @@ class RestrictedBoltzmannMachine(Resettable):
                 not positive; parameters of less than single precision; parameters for which the machine has no
                 normaliser, which a smaller learning rate avoids.
         """
+        options = {"epochs": epochs, "batch_size": batch_size, "chains": chains, "sweeps": sweeps}
+        self._train(data, learning_rate, generator, progress, **options)
+        return self
+
+    def _train(
+        self,
+        data: Tensor,
+        learning_rate: float,
+        generator: torch.Generator | None,
+        progress: bool,
+        *,
+        epochs: int,
+        batch_size: int,
+        chains: int,
+        sweeps: int,
+    ) -> bool:
+        """`fit`; whether it came to its end."""
         _check_positive(epochs=epochs, batch_size=batch_size, chains=chains, sweeps=sweeps)
         data = self._check_fit(data, learning_rate)
         trainer = _Training(self, data, chains, generator)
         updates = epochs * -(-len(data) // batch_size)
         rounds: Iterable[int] = range(epochs)
-        done = 0
+        done, finished = 0, False
         try:
             for done in track(rounds, "training", console=Console(stderr=True), transient=True) if progress else rounds:  # noqa: B007
                 order = torch.randperm(len(data), generator=generator, device=data.device)
                 for batch in order.split(batch_size):
                     trainer.update(data[batch], learning_rate * (1 - trainer.done / updates), sweeps)
                 self._check_normaliser(learning_rate)
+            finished = True
         except KeyboardInterrupt:
-            warnings.warn(f"interrupted in epoch {done + 1} of {epochs}: the parameters are those so far", stacklevel=2)
+            warnings.warn(f"interrupted in epoch {done + 1} of {epochs}: the parameters are those so far", stacklevel=3)
         except DomainError as error:
             raise ValueError(
                 f"training left the machines that have a normaliser: {error}{_advice(learning_rate)}"
             ) from error
         self.chains = trainer.visible
-        return self
+        return finished
 
     def _hidden_field(self, visible: Tensor) -> Tensor:
         return torch.nn.functional.linear(visible, self.weight.mT, self.hidden_bias)

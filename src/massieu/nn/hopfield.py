@@ -8,15 +8,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
-from massieu.foundation.arguments import number, whole_number
+from massieu.foundation.arguments import flag, number, whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
 from massieu.nn.activation import Activation, as_module
+from massieu.nn.descent import as_distances, descend, moved, settle
 from massieu.nn.heads import Mask, added, attention_weights, log_weight_of, merge_heads, split_heads
 from massieu.nn.modules import Device, Iterating, Number, Resettable, check_tokens, register_number, settings
-from massieu.solve import GMRES, ConjugateGradients, Implicit, Picard, fixed_point
-from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, FixedPointResult
 
 START = 0.02
 """The standard deviation of weights and patterns at the start, hopfield-layers' own."""
@@ -70,6 +69,7 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         steps: int | None = 1,
         scale: Number = None,
         sink: Number = None,
+        euclidean: bool = False,
         activation: Activation | energy.activations.Activation | Measure | None = None,
         dropout: float = 0.0,
         batch_first: bool = True,
@@ -90,6 +90,8 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
             steps: Passes over the patterns; None: until retrieval has converged.
             scale: Inverse temperature, above 0: number, tensor or Parameter, one or one a head; hidden_size^-½ by default.
             sink: Log-weight of a null pattern, 0 with value 0, of the same kinds.
+            euclidean: Scores are −scale·‖x − key‖²/2, for patterns of unlike lengths: a long one attracts no more than a
+                short one. A pass is then the mean of the keys given one of them and noise of variance 1/scale (B6).
             activation: What follows every pass but the last: the energy's reference, the identity by default. An
                 `nn.Activation`, or what it is made of.
             dropout: Of the weights of the last pass, in training; takes memory L×N.
@@ -98,9 +100,16 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
             device, dtype: Of what is made here; modules that are given stay as they are.
 
         Raises:
-            ValueError: a size is missing that a module is to be made of.
+            ValueError: a size is missing that a module is to be made of; `euclidean` with a sink or an activation, which
+                are about the origin, as distances are not.
         """
         super().__init__()
+        self.euclidean = flag("euclidean", euclidean)
+        for name, given in (("sink", sink), ("activation", activation)):
+            if euclidean and given is not None:
+                raise ValueError(
+                    f"{name} is about the origin, of which distances know nothing: it needs euclidean=False"
+                )
         if steps is not None:
             whole_number("steps", steps, least=1)
         number("dropout", dropout, least=0, below=1)
@@ -158,7 +167,7 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
     ) -> Float[Tensor, "B H L N"]:
         """The weights of the last pass, in memory L×N."""
         query, key, _ = self._heads(input)
-        log_weight = log_weight_of(stored_pattern_padding_mask, association_mask, query, key)
+        query, key, log_weight = self._scored(query, key, stored_pattern_padding_mask, association_mask)
         state = self._descended(query, key, log_weight)
         return attention_weights(state, key, log_weight=log_weight, scale=self.scale, sink=self.sink)[0]
 
@@ -172,6 +181,8 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
             keys = F.pad(keys, (0, 0, 0, 1))
             log_weight = torch.cat([log_weight, sink.expand(*log_weight.shape[:2], 1)], -1)
         scale = keys.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if self.euclidean:
+            return energy.HopfieldEnergy.euclidean(keys, log_weight, scale=scale)
         reference = None if self.activation is None else self.activation.activation()
         return energy.HopfieldEnergy.create(Atoms.create(keys, log_weight), scale=scale, reference=reference)
 
@@ -180,7 +191,8 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         return self._part("states", state)
 
     def extra_repr(self) -> str:
-        return f"{settings(self, 'num_heads', 'scale', 'sink', 'dropout')}, steps={self.steps}"
+        shown = f"{settings(self, 'num_heads', 'scale', 'sink', 'dropout')}, steps={self.steps}"
+        return f"{shown}, euclidean=True" if self.euclidean else shown
 
     def _part(self, name: str, tensor: Tensor, batch_first: bool | None = None) -> Float[Tensor, "B H L D"]:
         """The heads of stored patterns, states or projections, checked."""
@@ -210,7 +222,7 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
     def _associate(self, heads: tuple[Tensor, ...], padding: Mask | None, association: Mask | None) -> Tensor:
         """From the heads' queries, keys and values to the output."""
         query, key, value = heads
-        log_weight = log_weight_of(padding, association, query, key)
+        query, key, log_weight = self._scored(query, key, padding, association)
         state = self._descended(query, key, log_weight)
         options: dict[str, Any] = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
         if self.training and self.dropout > 0:
@@ -221,6 +233,13 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
             found = ops.attention(state, key, value, **options).output
         output = self.output(merge_heads(found))
         return output if self.batch_first else output.transpose(0, 1)
+
+    def _scored(
+        self, query: Tensor, key: Tensor, padding: Mask | None, association: Mask | None
+    ) -> tuple[Tensor, Tensor, Mask | None]:
+        """Queries, keys and log-weights of which the passes are."""
+        log_weight = log_weight_of(padding, association, query, key)
+        return as_distances(query, key, log_weight, self.scale) if self.euclidean else (query, key, log_weight)
 
     def _descended(self, query: Tensor, key: Tensor, log_weight: Mask | None) -> Tensor:
         """The state before the last pass."""
@@ -337,66 +356,6 @@ class HopfieldLayer(_Trained):
 
     def extra_repr(self) -> str:
         return f"quantity={self.patterns.shape[1]}, separate_targets={self.targets is not None}"
-
-
-def descend(
-    state: Float[Tensor, "B H L D"],
-    key: Float[Tensor, "B H N D"],
-    steps: int,
-    activation: energy.activations.Activation | None,
-    **options: Any,
-) -> Float[Tensor, "B H L D"]:
-    """The state after so many steps x ↦ ∇L(Σ p_n key_n). Its backward pass keeps states, not weights: memory steps·(L + N)."""
-    for _ in range(steps):
-        state = ops.attention(state, key, key, **options).output.contiguous()
-        if activation is not None:
-            state = activation(state).to(state.dtype)
-    return state
-
-
-@torch.no_grad()
-def moved(before: Float[Tensor, "B H L D"], state: Float[Tensor, "B H L D"]) -> tuple[Tensor, Tensor]:
-    """The status of each state as `fixed_point` would have it, and how far the last step went."""
-    wide = torch.promote_types(state.dtype, torch.float32)
-    residual = torch.linalg.vector_norm(state - before, dim=-1, dtype=wide)
-    size = torch.linalg.vector_norm(state, dim=-1, dtype=wide)
-    rtol, atol = (1e-10, 1e-12) if wide == torch.float64 else (2e-6, 1e-8)
-    status = torch.where(residual <= atol + rtol * size, CONVERGED, MAX_STEPS)
-    return torch.where(residual.isfinite(), status, NOT_FINITE), residual
-
-
-def settle(
-    state: Float[Tensor, "B H L D"],
-    key: Float[Tensor, "B H N D"],
-    activation: energy.activations.Activation | None,
-    max_steps: int,
-    throw: bool,
-    **options: Any,
-) -> FixedPointResult:
-    """Where the descent ends, in at least float32; gradients by the implicit function theorem, none for the start (B12).
-
-    Plain steps: each lowers the energy, so that the end is in the basin of the start (B5.5).
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    hidden = given.get("log_weight")
-    if hidden is not None and hidden.dtype == torch.bool:
-        given["log_weight"] = added(hidden, state.new_zeros((), dtype=torch.promote_types(state.dtype, torch.float32)))
-    behind = () if activation is None else (activation,)
-
-    def step(point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[Any, ...]) -> Tensor:
-        return descend(point, key, 1, behind[0] if behind else None, **options)
-
-    with without_autocast(state.device):
-        return fixed_point(
-            step,
-            state,
-            (key, given, behind),
-            method=Picard(),
-            # β times a covariance is symmetric; an activation after it is not.
-            adjoint=Implicit(GMRES() if behind else ConjugateGradients(), lost="nan" if throw else "zero"),
-            max_steps=max_steps,
-            throw=throw,
-        )
 
 
 class SmallLinear(nn.Linear):

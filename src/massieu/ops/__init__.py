@@ -8,6 +8,7 @@
 - `attention_received`: how much of the attention of all queries each key receives;
 - `token_divergence`: KL of two models at each token, both ways;
 - `linear_cross_entropy`, `info_nce`, `n_pairs`, `nca`: vocabulary, contrastive and metric losses as log Z − score;
+- `binary_nce`: densities without their normaliser, learned beside known noise;
 - `Documents`: where the documents of a packed row begin and end;
 - `Partial`, `streaming`, `sharded`: results over blocks of keys, merged exactly; keys on disk, or on many processes;
 - `random_feature_log_partition`, `resample_attention`: estimates of log Z and of attention, with their errors.
@@ -19,6 +20,7 @@ from massieu.ops.contrastive import FalseNegatives, info_nce, n_pairs, nca
 from massieu.ops.documents import Documents
 from massieu.ops.fisher import fisher_vp
 from massieu.ops.moments import attention_moments, moments_backend
+from massieu.ops.noise_contrastive import binary_nce
 from massieu.ops.partial import Partial
 from massieu.ops.random_features import random_feature_log_partition
 from massieu.ops.received import attention_received
@@ -37,6 +39,7 @@ __all__ = [
     "attention",
     "attention_moments",
     "attention_received",
+    "binary_nce",
     "fisher_vp",
     "info_nce",
     "linear_cross_entropy",

@@ -9,14 +9,16 @@ Everything is kept in float64, in memory that does not grow with the length of t
 running result of another part of the text.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int64, Real
+from jaxtyping import Bool, Float, Float64, Int64, Integer, Real
 from torch import Tensor
 
 from massieu.foundation.arguments import boolean, check_shape
+from massieu.probing.running import State, fitting
 from massieu.probing.units import WINDOWS, BlockSums, DocumentSums, Estimate, Units
 
 
@@ -38,24 +40,28 @@ class Ratio:
     def __init__(self, shape: tuple[int, ...], units: Units = WINDOWS) -> None:
         self.shape = tuple(shape)
         self.units = units
-        self._sums: Any = BlockSums(self.shape, units.capacity) if units.mode == "window" else DocumentSums(self.shape)
+        self._sums: Any = (BlockSums if units.mode == "window" else DocumentSums)(self.shape, units.capacity)
 
     def update(
         self,
         total: Real[np.ndarray | Tensor, "rows *shape"],
         count: Real[np.ndarray | Tensor, "rows *#shape"],
+        numbers: Sequence[int] | Integer[np.ndarray, " rows"] | None = None,
     ) -> None:
-        """Add the next rows of the text, in order.
+        """Add rows of the text.
 
         Args:
             total: Sum of the statistic over a row's valid entries. Where ``count`` is 0 it is ignored, NaN included.
             count: Number of valid entries of the row; may have 1 in place of any dimension of ``shape``.
+            numbers: Where each row stands among all rows of the text, which may then come in any order, and in several
+                accumulators that are merged. None: the rows that follow those before; one that counts nowhere takes no
+                place in the order.
 
         A total that is NaN or infinite where ``count`` is positive makes that entry's value NaN: leave such entries out
         of both.
 
         Raises:
-            ValueError: the shapes do not fit, or a count is negative or NaN.
+            ValueError: the shapes do not fit, a count is negative or NaN, or a number is negative or missing.
         """
         totals, counts = (_tensor(given).cpu().double() for given in (total, count))
         check_shape("total", totals, ("rows", *self.shape))
@@ -69,22 +75,35 @@ class Ratio:
         np.copyto(pairs[:, 0], totals, where=counts > 0)
         pairs[:, 1] = counts
         # A row that counts nowhere is no unit; on a sample of the text's rows it must not take a place in the order.
-        self._sums.add(pairs[counts.any(axis=tuple(range(1, counts.ndim)))])
+        kept = np.asarray(counts.any(axis=tuple(range(1, counts.ndim))))
+        places = None if numbers is None else np.array(numbers, dtype=np.int64)
+        if places is not None and places.shape != kept.shape:
+            raise ValueError(f"numbers must hold one for each of {len(kept)} rows, got shape {places.shape}")
+        self._sums.add(pairs[kept], None if places is None else places[kept])
 
     def merge(self, other: "Ratio") -> None:
-        """Add what ``other`` has seen, as the text that follows this one's.
+        """Add what ``other`` has seen: other rows of the same text. ``other`` is not changed.
 
-        Values and counts are those of the concatenated text. The error is computed over the union of the two sets of
-        units; blocks of the finer set are merged to the size of the coarser one's first. ``other`` is not changed.
+        Where rows have numbers, the result is that of one accumulator that has seen them all, errors included, in
+        whatever order results are merged. Rows without numbers are taken as the text that follows this one's: values and
+        counts are those of the concatenated text, errors those of the union of the two sets of units.
 
         Raises:
-            ValueError: the two differ in shape or in units.
+            ValueError: the two differ in shape or in units, or the rows of one have numbers and those of the other none.
         """
         if (self.shape, self.units) != (other.shape, other.units):
             raise ValueError(
                 f"cannot merge: shape {self.shape} with {self.units} and shape {other.shape} with {other.units}"
             )
         self._sums.merge(other._sums)
+
+    def state(self) -> State:
+        """All that was summed; see `massieu.probing.running`."""
+        return self._sums.state()
+
+    def restore(self, state: State) -> None:
+        """Go on from such a state in place of one's own."""
+        self._sums.restore(state)
 
     def estimate(self) -> Estimate:
         """Value, standard error and count from the whole text."""
@@ -111,6 +130,15 @@ class Ratio:
     def error_unit(self) -> tuple[str, int]:
         """What the error unit is, in words, and how many there are."""
         return self._sums.error_unit()
+
+
+def block_sums(
+    ratio: Ratio,
+) -> tuple[Float64[np.ndarray, "blocks *shape"], Float64[np.ndarray, "blocks *shape"], Int64[np.ndarray, " blocks"]]:
+    """Totals, counts and number of rows of each block of consecutive rows, in both modes of `Units`."""
+    kept = ratio._sums.blocks if ratio.units.mode == "document" else ratio._sums
+    totals, counts = np.moveaxis(kept.sums[: len(kept.rows)], 1, 0)
+    return totals, counts, kept.rows
 
 
 class Histogram:
@@ -169,6 +197,48 @@ class Histogram:
             raise ValueError("cannot merge histograms of different edges or heads")
         self.counts += other.counts
 
+    def state(self) -> State:
+        """The counts; see `massieu.probing.running`."""
+        return {"counts": self.counts.copy()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such counts in place of one's own."""
+        self.counts = fitting(state["counts"], self.counts.shape)
+
+
+class Tally:
+    """Whole numbers that are added up, for an array of things that are counted.
+
+    Args:
+        shape: Shape of the array, for example ``(heads,)``.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.counts: Int64[np.ndarray, "*shape"] = np.zeros(shape, dtype=np.int64)
+
+    def update(self, counts: Integer[np.ndarray | Tensor, "*shape"]) -> None:
+        """Add so many.
+
+        Raises:
+            ValueError: the shape does not fit.
+        """
+        more = _tensor(counts).cpu().numpy()
+        if more.shape != self.counts.shape:
+            raise ValueError(f"counts must have shape {self.counts.shape}, got {more.shape}")
+        self.counts += more
+
+    def merge(self, other: "Tally") -> None:
+        """Add what ``other`` has counted; exact, and in any order. ``other`` is not changed."""
+        self.update(other.counts)
+
+    def state(self) -> State:
+        """The counts; see `massieu.probing.running`."""
+        return {"counts": self.counts.copy()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such counts in place of one's own."""
+        self.counts = fitting(state["counts"], self.counts.shape)
+
 
 class Spread:
     """Standard deviation over all valid entries (tokens, queries) of the text, for an array of statistics.
@@ -215,6 +285,16 @@ class Spread:
         if self.shape != other.shape:
             raise ValueError(f"cannot merge shape {self.shape} and shape {other.shape}")
         self._add(other._count, other._mean, other._squares)
+
+    def state(self) -> State:
+        """Counts, means and sums of squares; see `massieu.probing.running`."""
+        return {"count": self._count.copy(), "mean": self._mean.copy(), "squares": self._squares.copy()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such sums in place of one's own."""
+        self._count, self._mean, self._squares = (
+            fitting(state[name], self.shape) for name in ("count", "mean", "squares")
+        )
 
     def value(self) -> Float64[np.ndarray, "*shape"]:
         """√(Σ (x − x̄)² / (n − 1)); NaN where fewer than two entries were seen."""

@@ -92,3 +92,18 @@ class AttentionCall:
         weights = None if self.weights is None else self.weights[:, :, positions]
         parts = {"query": self.query[:, :, positions], "output": self.output[:, positions], "weights": weights}
         return replace(self, **parts, log_weight=weight, is_causal=False)
+
+
+def explicit_attention(
+    call: AttentionCall, dtype: torch.dtype = torch.float32
+) -> tuple[Float[Tensor, "B H L N"], Float[Tensor, "B H L N"]]:
+    """Scores with hidden keys at −inf (log-weights not added), and log-weights, both formed explicitly."""
+    key = call.key.to(dtype).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
+    scores = call.scale * call.query.to(dtype) @ key.mT
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    hidden = ~call.visible()
+    weight = torch.zeros_like(scores)
+    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
+        weight = call.log_weight.expand_as(scores).to(dtype)
+    return scores.masked_fill(hidden, -torch.inf), weight.masked_fill(hidden, -torch.inf)

@@ -29,17 +29,19 @@ class Capture:
     """An active reading of one model: which sites fired, and who listens.
 
     Attributes:
-        observer: called with each `AttentionCall`, in order.
+        observer: called with each `AttentionCall`, in order. What it returns, if anything, takes the place of the output,
+            (B, L, H, Dv), on the way to the rest of the model.
         fired: how often each module was called; it numbers the calls, so a capture is for one forward pass.
         unexplained: keyword arguments that reached an attention function and that this file does not know.
         refused: modules that attend in a way that cannot be read, by name, with the reason.
         claimed: the attention that is being computed was read already, so that the tap is to leave it alone.
         thread: the thread whose calls are read.
+        finish: ends a forward pass: what was begun and came to no end is then refused.
         disturbed: another thread called the model, or changed its attention implementation, in the meantime.
     """
 
     names: dict[nn.Module, str]
-    observer: Callable[[AttentionCall], None]
+    observer: Callable[[AttentionCall], Tensor | None]
     fired: dict[str, int] = field(default_factory=dict)
     unexplained: set[str] = field(default_factory=set)
     projections: list[tuple[Tensor, Tensor, Tensor]] | None = None
@@ -47,6 +49,7 @@ class Capture:
     claimed: bool = False
     thread: int = field(default_factory=threading.get_ident)
     disturbed: bool = False
+    finish: Callable[[], None] = lambda: None
     _latest: tuple[nn.Module, Whereabouts, Whereabouts, AttentionSite] | None = None
 
     def place(self, module: nn.Module, query: Tensor, key: Tensor) -> tuple[AttentionSite, bool]:
@@ -75,11 +78,11 @@ class Capture:
                 "let the other thread wait, or give each a copy of the model"
             )
 
-    def observe(self, call: AttentionCall) -> None:
-        """Hand a call to the observer, whose own attention is nobody's to read."""
+    def observe(self, call: AttentionCall) -> Tensor | None:
+        """Hand a call to the observer, whose own attention is nobody's to read; what it returns replaces the output."""
         self.check_undisturbed()
         with self.claiming():
-            self.observer(call)
+            return self.observer(call)
 
     @contextmanager
     def claiming(self) -> Iterator[None]:

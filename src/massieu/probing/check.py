@@ -14,9 +14,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.probing.attention_call import AttentionCall
+from massieu.probing.attention_call import AttentionCall, explicit_attention
 from massieu.probing.checkpoint import some
-from massieu.probing.examples import explicit_attention
 from massieu.probing.forward import decoder_given, output_tensor, real_mask, run
 from massieu.probing.layout import BatchLayout, batch_layout
 from massieu.probing.model import READABLE, model_inputs
@@ -71,7 +70,7 @@ def check_readable(model: nn.Module) -> None:
     """
     files = {sys.modules.get(type(module).__module__) for module in model.modules()}
     known = any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
-    if not known and not _silent_attention(model, set()):
+    if not known and not silent_attention(model, set()):
         raise InputError(_why_nothing_was_read(model, {}))
 
 
@@ -84,12 +83,18 @@ def check_evaluating(modules: Iterable[nn.Module]) -> None:
 
 
 def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
-    """Find the attention sites by one forward pass and compare everything with the stock model.
+    """Find the attention sites by one forward pass and compare everything with the stock model's.
+
+    It takes the batch's first item, or the first two where one of them is padded: only then does an item tell anything that
+    another does not. Where a batch cannot be cut into items it takes all of it.
 
     Raises:
         InputError: no attention was seen, the self-check failed, or the model's output is random.
     """
     prepared = model_inputs(model, inputs, items=2)
+    masks = [real_mask(prepared, decoder=decoder) for decoder in (False, True)]
+    if all(mask is None or bool(mask.all()) for mask in masks):
+        prepared = model_inputs(model, inputs, items=1)
     with torch.no_grad():
         stock = output_tensor(model, run(model, prepared))
     seen = first_pass(model, prepared, look=lambda call: _errors(call, prepared), keep=2)
@@ -116,7 +121,7 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
         )
     known = {call.site.module_name for call in seen.calls} | set(seen.refused)
     layout = batch_layout(model, prepared, seen.sequences)
-    silent = _silent_attention(model, known)
+    silent = silent_attention(model, known)
     return FirstLook(sites, check, sorted(seen.unexplained), silent, seen.refused, layout)
 
 
@@ -166,7 +171,7 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
-    name, silent = type(model).__name__, _silent_attention(model, set())
+    name, silent = type(model).__name__, silent_attention(model, set())
     if refused:
         reasons = [f"{each} ({reason})" for each, reason in refused.items()]
         return f"none of the attention of {name} can be read: {some(reasons)}"
@@ -178,7 +183,7 @@ def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
     )
 
 
-def _silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
+def silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
     """Innermost modules that are called attention and were not seen attending."""
     kinds = {
         n: getattr(m, "original_name", type(m).__name__) for n, m in model.named_modules()

@@ -1,22 +1,37 @@
 """Where text comes from: files, folders, standard input, read piece by piece and never held as a whole."""
 
+import bz2
 import codecs
+import gzip
 import io
-import json
+import lzma
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
-from massieu.errors import InputError, require_extra
+from massieu.errors import InputError
+from massieu.probing.text_tables import (
+    Rows,
+    check_characters,
+    dataset_rows,
+    is_dataset,
+    not_utf8,
+    read_json,
+    read_jsonl,
+    read_parquet,
+    read_separated,
+)
 
 STANDARD_INPUT = "-"
 PIECE = 1 << 16  # characters tokenised at a time: bounds the memory that a long document takes
 _BLOCK = 1 << 16  # bytes read at a time
-_ROWS = 1 << 13  # rows of a Parquet file read at a time
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 
 
@@ -34,13 +49,16 @@ def read_documents(
 ) -> Iterator[Document]:
     """Read files, folders and standard input, lazily.
 
-    A ``.txt``, ``.md``, ``.rst`` or ``.py`` file is one document (a long one comes in pieces); a ``.jsonl`` file holds one
-    in each line, a ``.parquet`` file one in each row. Folders are read recursively in alphabetical order, their files
-    before their folders; files of other kinds and names that begin with a dot are left out.
+    A ``.txt``, ``.md``, ``.rst`` or ``.py`` file is one document (a long one comes in pieces). A ``.jsonl`` file holds one
+    in each line; a ``.csv``, ``.tsv`` or ``.parquet`` file one in each row; a ``.json`` file a list of them, or columns. All
+    but ``.parquet`` may be packed (``.gz``, ``.bz2``, ``.xz``). Only a ``.json`` file is held in memory as a whole.
+
+    Folders are read recursively in alphabetical order, their files before their folders. Files of other kinds and names
+    that begin with a dot are left out; ``.json``, ``.csv`` and ``.tsv`` files too, unless a column is named.
 
     Args:
         sources: Files and folders; ``"-"`` is standard input, plain text.
-        column: Field of ``.jsonl`` and ``.parquet`` files that holds the text; None is "text".
+        column: Column, or field of JSON objects, that holds the text; None is "text".
         stdin: Read in place of ``sys.stdin``.
 
     Raises:
@@ -51,7 +69,7 @@ def read_documents(
         if str(source) == STANDARD_INPUT:
             yield from _whole("standard input", _standard_input(_open_input() if stdin is None else stdin))
         else:
-            for path in _files(source):
+            for path in files_of(source, column):
                 yield from _read(path, column)
 
 
@@ -60,8 +78,8 @@ def check_sources(sources: Sequence[str | Path], *, column: str | None = None) -
 
     Raises:
         InputError: no such file or folder; unknown kind of file; folder without text; no text inside; not UTF-8 (with
-            the offset of the byte); a line that is not JSON; no such column, or one that does not hold text; standard
-            input is closed.
+            the offset of the byte); a packed file that is broken; what is not JSON; a row with more or fewer fields than
+            the first line; no such column, or one that does not hold text; standard input is closed.
     """
     if not sources:
         raise InputError("no text was given; name a file, a folder, or - for standard input")
@@ -70,13 +88,15 @@ def check_sources(sources: Sequence[str | Path], *, column: str | None = None) -
         if str(source) == STANDARD_INPUT:
             _open_input()
             continue
-        files = _files(source)
-        tables = tables or any(_suffix(path) in _TABLES for path in files)
+        files = files_of(source, column)
+        tables = tables or any(kind_of_file(path) in OF_COLUMNS for path in files)
         # All of it is read: what is wrong may come last.
         if not sum(bool(document.text.strip()) for path in files for document in _read(path, column)):
             raise InputError(f"the text is empty: there is nothing to read in {source}")
     if column is not None and not tables:
-        raise InputError(f"a column ({column!r}) was named, but there is no {' or '.join(_TABLES)} file among the text")
+        raise InputError(
+            f"a column ({column!r}) was named, but there is no {' or '.join(OF_COLUMNS)} file among the text"
+        )
 
 
 def reference_documents() -> Iterator[Document]:
@@ -97,20 +117,32 @@ def string_documents(texts: Sequence[str] | str) -> list[Document]:
     for number, text in enumerate(listed, 1):
         if not isinstance(text, str):
             raise InputError(f"texts takes strings, got {type(text).__name__} at place {number}")
-        _check_characters(text, f"the string at place {number} of texts")
+        check_characters(text, f"the string at place {number} of texts")
     if not any(text.strip() for text in listed):
         raise InputError("texts is empty: there is nothing to read in it")
     return [Document(f"string {number}", text) for number, text in enumerate(listed, 1)]
 
 
-def _check_characters(text: str, what: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{what} holds half of a surrogate pair, not a character") from error
+def given_documents(texts: Any, column: str | None = None) -> tuple[str, Callable[[], Iterable[Document]]]:
+    """Text that a caller holds: what it is, in words, and a function that reads it.
+
+    Args:
+        texts: A string, strings, or a ``Dataset`` or ``IterableDataset`` of the package `datasets`, read row by row.
+        column: Column of a data set that holds the text; None is "text".
+
+    Raises:
+        InputError: what `string_documents` finds; a dictionary of data sets; no such column; a column of strings.
+    """
+    if is_dataset(texts):
+        rows = dataset_rows(texts, column)
+        return f"column {column or 'text'!r} of a data set", lambda: _numbered("data set", rows())
+    if column is not None:
+        raise InputError(f"a column ({column!r}) was named, but texts holds strings, which have none")
+    strings = string_documents(texts)
+    return "1 string" if len(strings) == 1 else f"{len(strings):,} strings", lambda: strings
 
 
-def _files(named: str | Path) -> list[Path]:
+def files_of(named: str | Path, column: str | None) -> list[Path]:
     """The files a source stands for, in the order of reading."""
     source = Path(named)
     if not str(named):
@@ -123,13 +155,17 @@ def _files(named: str | Path) -> list[Path]:
         for folder, folders, names in os.walk(source):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-        files = [path for path in found if _suffix(path) in _READERS and path.is_file()]
+        readable = [path for path in found if kind_of_file(path) in _KINDS and path.is_file()]
+        files = [path for path in readable if column is not None or kind_of_file(path) not in _OFTEN_NO_TEXT]
+        if readable and not files:
+            kinds = " ".join(_OFTEN_NO_TEXT)
+            raise InputError(f"the folder {source} holds only {kinds} files; name their column of text, or the files")
         if not files:
-            raise InputError(f"the folder {source} holds no text; files that can be read end in {' '.join(_READERS)}")
+            raise InputError(f"the folder {source} holds no text; files that can be read end in {_READABLE}")
         return files
-    if _suffix(source) not in _READERS:
+    if kind_of_file(source) not in _KINDS:
         raise InputError(
-            f"{source} is of an unknown kind; files that can be read end in {' '.join(_READERS)}, "
+            f"{source} is of an unknown kind; files that can be read end in {_READABLE}; "
             "and - reads plain text from standard input"
         )
     return [source]
@@ -140,80 +176,68 @@ def shortened(text: str, length: int = 240) -> str:
     return text if len(text) <= length else text[:length].rstrip() + " …"
 
 
-def _suffix(path: Path) -> str:
-    return path.suffix.lower()
+def kind_of_file(path: Path) -> str:
+    """What a file holds, by its name: ``.csv`` for ``a.csv`` and ``a.csv.gz``; none for a packed file of no known kind."""
+    suffix = path.suffix.lower()
+    if suffix not in _UNPACK:
+        return suffix
+    inner = Path(path.stem).suffix.lower()
+    return inner if inner in _STREAMED else suffix
 
 
 def _read(path: Path, column: str | None) -> Iterator[Document]:
+    kind, name = kind_of_file(path), str(path)
+    if kind == PARQUET:
+        with explained(path):
+            yield from _numbered(name, read_parquet(path, name, column))
+        return
+    with opened(path) as stream:
+        if kind in PLAIN:
+            yield from _whole(name, _decoded(stream, name))
+        else:
+            yield from _numbered(name, _TABLES[kind](stream, name, column))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, unpacked where it is packed."""
+    unpack = _UNPACK.get(path.suffix.lower())
+    with explained(path), path.open("rb") if unpack is None else unpack(path) as stream:
+        yield stream
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Inside, what the system says of a file that cannot be read is an `InputError`."""
+    name, unpack = str(path), _UNPACK.get(path.suffix.lower())
     try:
-        yield from _READERS[_suffix(path)](path, column or "text")
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise InputError(f"{name} cannot be unpacked: {error}") from error
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        if unpack is not None and error.errno is None:  # bz2 says so what is no bz2
+            raise InputError(f"{name} cannot be unpacked: {error}") from error
+        raise InputError(f"cannot read {name}: {error.strerror or error}") from error
 
 
-def _read_plain(path: Path, _: str) -> Iterator[Document]:
-    with path.open("rb") as stream:
-        yield from _whole(str(path), _decoded(stream, str(path)))
+def _numbered(name: str, rows: Rows) -> Iterator[Document]:
+    return (Document(f"{name}:{number}", text) for number, text in rows)
 
 
-def _read_jsonl(path: Path, column: str) -> Iterator[Document]:
-    offset = 0
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                decoded = line.decode("utf-8").lstrip("\ufeff")
-            except UnicodeDecodeError as error:
-                raise _not_utf8(str(path), offset + error.start) from error
-            offset += len(line)
-            if decoded.strip():
-                yield Document(f"{path}:{number}", _field(decoded, f"{path}:{number}", column))
-
-
-def _field(line: str, where: str, column: str) -> str:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{where} is not a JSON object with a field {column!r}")
-    if column not in fields:
-        raise _no_column(where, column, fields)
-    text = fields[column]
-    if not isinstance(text, str):
-        raise InputError(f"{where}: the field {column!r} does not hold text but {json.dumps(text)[:40]}")
-    _check_characters(text, f"{where}: the field {column!r}")
-    return text
-
-
-def _read_parquet(path: Path, column: str) -> Iterator[Document]:
-    polars = require_extra("polars", "probe")
-    table = polars.scan_parquet(path, glob=False)
-    try:
-        schema = table.collect_schema()
-        if column not in schema:
-            raise _no_column(str(path), column, schema)
-        if schema[column] != polars.String:
-            raise InputError(f"{path}: the column {column!r} does not hold text but {schema[column]}")
-        start = 0
-        while len(texts := table.select(column).slice(start, _ROWS).collect()[column]):
-            for row, text in enumerate(texts, start + 1):
-                if text is not None:
-                    yield Document(f"{path}:{row}", text)
-            start += len(texts)
-    except polars.exceptions.PolarsError as error:
-        raise InputError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
-
-
-_TABLES: dict[str, Callable[[Path, str], Iterator[Document]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-_READERS = dict.fromkeys((".txt", ".md", ".rst", ".py"), _read_plain) | _TABLES
-
-
-def _no_column(where: str, column: str, columns: Iterable[str]) -> InputError:
-    return InputError(f"{where} has no column {column!r}; its columns are {', '.join(map(repr, columns)) or 'none'}")
-
-
-def _not_utf8(name: str, offset: int) -> InputError:
-    return InputError(f"{name} is not UTF-8 text: the byte at offset {offset} cannot be decoded")
+PLAIN = (".txt", ".md", ".rst", ".py")
+PARQUET = ".parquet"
+_TABLES: dict[str, Callable[[BinaryIO, str, str | None], Rows]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": partial(read_separated, by=","),
+    ".tsv": partial(read_separated, by="\t"),
+}
+_STREAMED = (*PLAIN, *_TABLES)
+_KINDS = (*PLAIN, ".jsonl", PARQUET, ".json", ".csv", ".tsv")
+OF_COLUMNS = (*_TABLES, PARQUET)
+_OFTEN_NO_TEXT = (".json", ".csv", ".tsv")  # settings and numbers: in folders, read where a column is named
+_UNPACK: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_READABLE = f"{' '.join(_KINDS)}, all but .parquet also packed as {' '.join(_UNPACK)}"
 
 
 def _open_input() -> TextIO:
@@ -244,7 +268,7 @@ def _decoded(stream: BinaryIO, name: str) -> Iterator[str]:
         try:
             decoded = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise _not_utf8(name, offset - waiting + error.start) from error
+            raise not_utf8(name, offset - waiting + error.start) from error
         if not begun:
             decoded = decoded.removeprefix("\ufeff")
         begun = begun or bool(decoded)

@@ -3,36 +3,40 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.probing.attention_call import AttentionCall
+from massieu.probing.attention_call import AttentionCall, explicit_attention
+from massieu.probing.running import State
 from massieu.probing.sites import SiteInfo
+from massieu.probing.statistics.attention import selective_log_partition
+from massieu.probing.statistics.query_reading import QueryReading, Tokens
+from massieu.probing.statistics.registry import moments_of
 
 STRONGEST = 5
-_NUMBERS = 600_000  # numbers recorded in all examples together, so that the page stays small
+_NUMBERS = 3_200_000  # numbers recorded in all examples together, so that the page stays below 8 MB
+LONGEST = 1_024  # tokens of an example that have numbers
+_FEWEST = 16
+_SCORES = 1 << 24  # scores of one site that are formed at once
 
 
-def example_length(heads: int, examples: int) -> int:
-    """How many tokens of a window can be recorded for this many heads (of all sites) and examples."""
-    per_token = heads * (2 + 2 * STRONGEST) * examples
-    return max(16, min(128, _NUMBERS // max(per_token, 1)))
+def example_length(heads: int, length: int, recorded: int = 0) -> int:
+    """How many tokens of a window have their numbers recorded; 0 where no further example is worth it.
 
+    The first example gets all that may be recorded. A further one is recorded where all its tokens fit.
 
-def explicit_attention(
-    call: AttentionCall, dtype: torch.dtype = torch.float32
-) -> tuple[Float[Tensor, "B H L N"], Float[Tensor, "B H L N"]]:
-    """Scores with hidden keys at −inf (log-weights not added), and log-weights, both formed explicitly."""
-    key = call.key.to(dtype).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
-    scores = call.scale * call.query.to(dtype) @ key.mT
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    hidden = ~call.visible()
-    weight = torch.zeros_like(scores)
-    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
-        weight = call.log_weight.expand_as(scores).to(dtype)
-    return scores.masked_fill(hidden, -torch.inf), weight.masked_fill(hidden, -torch.inf)
+    Args:
+        heads: of all attention sites together.
+        length: of the window.
+        recorded: tokens that earlier examples recorded.
+    """
+    fits = _NUMBERS // max(1, heads * (2 + 2 * STRONGEST)) - recorded
+    wished = min(length, LONGEST)
+    if recorded:
+        return wished if fits >= wished else 0
+    return min(length, max(_FEWEST, min(wished, fits)))
 
 
 @dataclass
@@ -41,12 +45,14 @@ class ExampleWindow:
 
     Attributes:
         row: of the batch that the window is in.
+        number: of the window in the text.
     """
 
     title: str
     tokens: dict[str, list[str]]
     length: int
     row: int
+    number: int = 0
     sites: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, info: SiteInfo, call: AttentionCall) -> None:
@@ -54,25 +60,72 @@ class ExampleWindow:
         call = call.rows(slice(self.row, self.row + 1))
         if call.query.shape[0] != 1:
             return
-        positions = torch.arange(min(self.length, call.query.shape[2]), device=call.query.device)
-        call = call.at(positions)
-        scores, weight = explicit_attention(call)
-        logits = torch.where(weight > -torch.inf, scores + weight, -torch.inf)
-        attention, prior = torch.softmax(logits, -1), torch.softmax(weight, -1)
-        log_z = torch.logsumexp(logits, -1)
-        mean = torch.where(prior > 0, prior * scores, 0.0).sum(-1)
-        selective = log_z - torch.logsumexp(weight, -1) - mean
-        if call.grade == "scores":  # scores and log-weights are not known apart
-            selective = torch.full_like(selective, torch.nan)
-        strongest = attention.topk(min(STRONGEST, attention.shape[-1]), dim=-1)
-        self.sites[str(info.index)] = {
-            # NaN where there is none, as for a query that sees no key; where scores are not known apart from log-weights
-            "selective_log_partition": selective[0].tolist(),
-            "entropy": torch.special.entr(attention).sum(-1)[0].tolist(),
-            "top_keys": strongest.indices[0].tolist(),
-            "top_weights": strongest.values[0].tolist(),
-        }
+        side = "decoder" if info.in_decoder else "text"
+        if len(self.tokens.get("image", [])) == call.query.shape[2]:
+            side = "image"
+        names = self.tokens.get(side)
+        length = min(self.length, call.query.shape[2], self.length if names is None else len(names))
+        if length < call.query.shape[2]:
+            call = call.at(torch.arange(length, device=call.query.device))
+        self.sites[str(info.index)] = _numbers(call)
+
+    @property
+    def recorded(self) -> int:
+        """Tokens that have numbers."""
+        return max((entry["entropy"].shape[1] for entry in self.sites.values()), default=0)
 
     def to_dict(self) -> dict[str, Any]:
         """The window as ``details.json`` holds it."""
         return {"title": self.title, "tokens": self.tokens, "sites": self.sites}
+
+
+class Examples(list[ExampleWindow]):
+    """The windows that were recorded, in the order of the text."""
+
+    def merge(self, other: "Examples") -> None:
+        """Add those that another process has recorded."""
+        self[:] = sorted([*self, *other], key=lambda window: window.number)
+
+    def state(self) -> State:
+        """All that was recorded."""
+        return {str(place): vars(window).copy() for place, window in enumerate(self)}
+
+    def restore(self, state: State) -> None:
+        """Go on from such records in place of one's own."""
+        self[:] = [ExampleWindow(**window) for window in state.values()]
+
+
+def _numbers(call: AttentionCall) -> dict[str, np.ndarray]:
+    """What is recorded of the queries of one window: (H, L), or (H, L, strongest keys).
+
+    NaN where there is none, as for a query that sees no key, or where scores are not known apart from log-weights.
+    """
+    everything = Tokens(torch.ones(1, call.key.shape[2], dtype=torch.bool, device=call.key.device), None)
+    queries = torch.arange(call.query.shape[2], device=call.query.device)
+    reading = QueryReading(call, everything, everything, queries, False, moments_of(["selective_log_partition"]))
+    blind = reading.log_partition == -torch.inf
+    selective = selective_log_partition(reading).masked_fill(blind, torch.nan)
+    if call.grade == "scores":
+        selective = torch.full_like(selective, torch.nan)
+    keys, weights = _strongest(call, reading.raw_log_partition)
+    found = {
+        "selective_log_partition": selective,
+        "entropy": reading.moments.entropy.masked_fill(blind, torch.nan),
+        "top_keys": keys,
+        "top_weights": weights,
+    }
+    return {name: values[0].cpu().numpy() for name, values in found.items()}
+
+
+def _strongest(
+    call: AttentionCall, log_partition: Float[Tensor, "B H L"]
+) -> tuple[Int[Tensor, "B H L K"], Float[Tensor, "B H L K"]]:
+    """The keys with the largest weights of each query, and these; so many queries at once as memory allows."""
+    at_once = max(1, _SCORES // (call.query.shape[1] * call.key.shape[2]))
+    parts = []
+    for positions in torch.arange(call.query.shape[2], device=call.query.device).split(at_once):
+        scores, weight = explicit_attention(call.at(positions))
+        logits = torch.where(weight > -torch.inf, scores + weight, -torch.inf)
+        parts.append(logits.topk(min(STRONGEST, logits.shape[-1]), dim=-1))
+    keys, largest = (torch.cat(found, dim=2) for found in zip(*((p.indices, p.values) for p in parts), strict=True))
+    return keys, torch.exp(largest - log_partition[..., None])

@@ -1,7 +1,8 @@
 """The four sentences of the first screen, each with its number, error, control, count and what it does not say.
 
 Heads and sublayers are picked on one half of the text and their numbers printed from the other half, so that the
-largest of many noisy numbers is not taken at its word.
+largest of many noisy numbers is not taken at its word. A number within two standard errors of its null is not announced:
+the finding then has no value, and its sentence says why.
 """
 
 from collections.abc import Sequence
@@ -9,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from massieu.foundation.numbers import MINUS, number, with_error
-from massieu.report.record import Finding
+from massieu.foundation.numbers import MINUS, counted, number, with_error
+from massieu.report.record import STANDARD_ERRORS, Finding
 
 Place = tuple[str, int | None]
 Cell = tuple[float, float, int]
 _MISSING: Cell = (float("nan"), float("nan"), 0)
+_ZERO: Cell = (0.0, 0.0, 0)
 MOSTLY = 0.5
 SIGNIFICANT = 0.05
 
@@ -41,7 +43,7 @@ class _Lookup:
         """Says how many heads have no number of this statistic, where some have none."""
         heads = [place for place in self.order if place[1] is not None]
         missing = len(heads) - len(self.column(statistic)[0])
-        return f" ({_plural(missing, 'head')} without a number)" if missing else ""
+        return f" ({counted(missing, 'head')} without a number)" if missing else ""
 
     def get(self, place: Place, statistic: str) -> Cell:
         return self.cells.get((*place, statistic), _MISSING)
@@ -82,8 +84,33 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
     return float(np.nanmean(array)) if np.isfinite(array).any() else float("nan")
 
 
-def _plural(number_of: int, word: str) -> str:
-    return f"{number_of} {word}" if number_of == 1 else f"{number_of} {word}s"
+def stands_out(cell: Cell, *nulls: Cell) -> bool:
+    """Whether a number is more than two standard errors of the difference from each null that was measured.
+
+    A number without a standard error, as of a text of one error unit, cannot be told from anything.
+    """
+    value, error, _ = cell
+    if not np.isfinite(value) or not np.isfinite(error):
+        return False
+    known = [null for null in nulls if np.isfinite(null[0])]
+    return all(abs(value - null) > STANDARD_ERRORS * np.hypot(error, np.nan_to_num(other)) for null, other, _ in known)
+
+
+def _unannounced(identity: str, title: str, statistic: str, what: str, cell: Cell, *nulls: Cell) -> Finding:
+    """A finding that was looked for, and whose number tells nothing."""
+    near = next((null for null in nulls if not stands_out(cell, null)), nulls[-1])
+    if not np.isfinite(cell[0]):
+        why = "it has no number in the second half of the text."
+    elif not np.isfinite(cell[1]):
+        why = "its standard error is not known, since the text has too few windows."
+    elif near == _ZERO:
+        why = "it is within two standard errors of 0."
+    elif stands_out(cell, *nulls):
+        why = f"its own test does not tell it from its control, {_text(near)}."
+    else:
+        why = f"it is within two standard errors of its control, {_text(near)}."
+    number_of = f", {_text(cell)}" if np.isfinite(cell[0]) else ""
+    return Finding(identity, title, f"Nothing to announce. Largest is {what}{number_of}: {why}", statistic=statistic)
 
 
 def _sink(heads: _Lookup) -> Finding:
@@ -94,9 +121,13 @@ def _sink(heads: _Lookup) -> Finding:
     if best is None:
         return _absent("sink", title, "weight_first")
     strongest, cell = best
+    null = heads.get(strongest, "weight_first/reinitialised")
+    if not stands_out(cell, null):
+        of = f"of {counted(len(places), 'head')}{heads.without('weight_first')}"
+        return _unannounced("sink", title, "weight_first", f"the weight of {heads.name(strongest)}, {of}", cell, null)
     norm = heads.get(strongest, "first_value_norm_ratio")
     sentence = (
-        f"{len(mostly)} of {_plural(len(places), 'head')}{heads.without('weight_first')} put more than half of their "
+        f"{len(mostly)} of {counted(len(places), 'head')}{heads.without('weight_first')} put more than half of their "
         "attention on the first token. "
         f"The strongest, {heads.name(strongest)}, puts {_text(cell)} there"
     )
@@ -119,24 +150,31 @@ def _sharpness(heads: _Lookup) -> Finding:
     if sharp is None or flat is None:
         return _absent("sharpness", title, "entropy_fraction")
     (sharpest, low), (flattest, high) = sharp, flat
+    null = heads.get(sharpest, "entropy_fraction/reinitialised")
+    if not stands_out(low, null):
+        what = f"the sharpness of {heads.name(sharpest)}"
+        return _unannounced("sharpness", title, "entropy_fraction", what, low, null)
     keys = heads.get(sharpest, "effective_keys")
     sentence = (
         f"The sharpest head, {heads.name(sharpest)}, has {_text(low)} of the largest possible entropy"
         + (f" ({number(keys[0])} effective keys on average)" if keys[2] else "")
         + f"; the flattest, {heads.name(flattest)}, has {_text(high)}."
     )
-    if (above := heads.extreme("largest_score_above_mean", largest=True)) is not None:
+    above = heads.extreme("largest_score_above_mean", largest=True)
+    if above is not None and stands_out(above[1], heads.get(above[0], "largest_score_above_mean/reinitialised")):
         place, cell = above
         raw = heads.get(place, "largest_score")
         sentence += f" The largest score stands {_text(cell)} nats above the mean score ({heads.name(place)}"
         sentence += (
             f"; raw max logit {number(raw[0])} on average, which depends on the key origin)." if raw[2] else ")."
         )
+    # Next to no entropy, within its own error, is a finding; the number to print is the other head's.
+    shown, unit = (low, "of log n") if stands_out(low, _ZERO) else (high, "of log n, the flattest head")
     fresh = _mean([heads.get(p, "entropy_fraction/reinitialised")[0] for p in (sharpest, flattest)])
     return Finding(
-        "sharpness", title, sentence, low[0], low[1], "of log n",
+        "sharpness", title, sentence, shown[0], shown[1], unit,
         f"The same two heads of the re-initialised copy: {fresh:.2g} on average." if np.isfinite(fresh) else "No control.",
-        low[2], "A sharp head need not matter, a flat one may: this describes where attention goes, on this text.",
+        shown[2], "A sharp head need not matter, a flat one may: this describes where attention goes, on this text.",
         "entropy_fraction", [heads.pair(sharpest), heads.pair(flattest)],
     )  # fmt: skip
 
@@ -154,21 +192,33 @@ def _climb(heads: _Lookup) -> Finding:
     expected = {p: heads.get(p, f"{name}/{control}")[0] for p in places}
     sharpening = [p for p, v in judged if v > expected[p]]
     flattening = [p for p, v in judged if v <= expected[p]]
+    told = []
+    for verb, (place, cell) in (("Most", highest), ("Least", lowest)):
+        null, tested = heads.get(place, f"{name}/{control}"), heads.get(place, f"{name}/q_value")[0]
+        differs = tested < SIGNIFICANT if np.isfinite(tested) else stands_out(cell, null)
+        if differs and stands_out(cell, _ZERO):
+            told.append((verb, place, cell))
+    if not told:
+        null = heads.get(highest[0], f"{name}/{control}")
+        return _unannounced("climb", title, name, f"the effect on {heads.name(highest[0])}", highest[1], _ZERO, null)
+    shown = told[0][2]
+    ends = (
+        f"{verb}: {heads.name(place)}, {_text(cell)} nats of selective log Z per step." for verb, place, cell in told
+    )
     beside = "what the other heads of the layer write" if control == "mismatched" else "a random step of equal length"
     what = "own write" if control == "mismatched" else "whole attention update"
     sentence = (
-        f"Beside {beside}, the {what} sharpens the attention of {_plural(len(sharpening), 'head')} and flattens that of "
-        f"{len(flattening)}, of {len(places)}{heads.without(name)} (false discovery rate 5 %). Most: {heads.name(highest[0])}, "
-        f"{_text(highest[1])} nats of selective log Z per step; least: {heads.name(lowest[0])}, {_text(lowest[1])}."
-    )
+        f"Beside {beside}, the {what} sharpens the attention of {counted(len(sharpening), 'head')} and flattens that of "
+        f"{len(flattening)}, of {len(places)}{heads.without(name)} (false discovery rate 5 %). "
+    ) + " ".join(ends)
     middle = _mean(list(expected.values()))
     random = _mean([heads.get(p, f"{name}/random")[0] for p in places])
     share = _mean([heads.get(p, f"{name.replace('_selective', '_sharpens')}/random")[0] for p in places])
     return Finding(
-        "climb", title, sentence, highest[1][0], highest[1][1], "nats",
+        "climb", title, sentence, shown[0], shown[1], "nats",
         (f"Mismatched heads: {_signed(middle)} nats on average. " if control == "mismatched" else "")
         + f"A random step of equal length: {_signed(random)} nats, sharpening {share:.0%} of queries by convexity alone.",
-        highest[1][2],
+        shown[2],
         "Keys and values are held fixed while the query moves. Changes common to all scores are left out: softmax cannot "
         "see them. No equilibrium is claimed.",
         name, [heads.pair(p) for p in (sharpening + flattening)[:12]],
@@ -185,21 +235,32 @@ def _collapse(layers: _Lookup) -> Finding:
     place, cell = ranks
     fresh = layers.get(place, "effective_rank_change/reinitialised")
     before, after = layers.get(place, "effective_rank/before"), layers.get(place, "effective_rank/after")
-    if cell[0] < 0:
-        sentence = f"Effective rank falls most at {place[0]}: {_text(cell)} directions"
-        sentence += f" (from {number(before[0])} to {number(after[0])})." if before[2] else "."
-    else:
+    told = []
+    if stands_out(cell, _ZERO, fresh):
         sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {_text(cell)} directions."
+        if cell[0] < 0:
+            sentence = f"Effective rank falls most at {place[0]}: {_text(cell)} directions"
+            sentence += f" (from {number(before[0])} to {number(after[0])})." if before[2] else "."
+        told.append((sentence, cell, fresh, "directions", "effective_rank_change"))
     if volumes is not None:
         where, volume = volumes
-        verb = "shrinks most" if volume[0] < 0 else "grows least"
-        sentence += f" Volume {verb} at {where[0]}: {_text(volume)} nats of log-determinant per direction."
+        same = layers.get(where, "log_determinant_change/reinitialised")
+        if stands_out(volume, _ZERO, same):
+            sentence = (
+                f"Volume {'shrinks most' if volume[0] < 0 else 'grows least'} at {where[0]}: {_text(volume)} nats of "
+            )
+            sentence += "log-determinant per direction."
+            told.append((sentence, volume, same, "nats per direction", "log_determinant_change"))
+    if not told:
+        what = f"the change of effective rank at {place[0]}"
+        return _unannounced("collapse", title, "effective_rank_change", what, cell, _ZERO, fresh)
+    _, shown, control, unit, statistic = told[0]
     return Finding(
-        "collapse", title, sentence, cell[0], cell[1], "directions",
-        f"The re-initialised copy changes by {_text(fresh)} there." if fresh[2] else "No control.", cell[2],
+        "collapse", title, " ".join(sentence for sentence, *_ in told), shown[0], shown[1], unit,
+        f"The re-initialised copy changes by {_text(control)} there." if control[2] else "No control.", shown[2],
         "Measured on at most 64 tokens of a window at a time; the distance between tokens says nothing about what later "
         "layers can still read.",
-        "effective_rank_change", [],
+        statistic, [],
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.checkpoint import sentence
+from massieu.probing.offload import execution_device
 
 _BY_PLACE = "*"  # before the number of an argument that has no name of its own
 _REAL = {False: ("attention_mask",), True: ("decoder_attention_mask",)}
@@ -164,10 +165,12 @@ def real_mask(inputs: Mapping[str, Any], *, decoder: bool) -> Bool[Tensor, "B L"
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """The device of a module's first parameter, or else buffer; None where it has neither."""
-    first = next(module.parameters(), None)
-    first = next(module.buffers(), None) if first is None else first
-    return None if first is None else first.device
+    """The device of a module's first parameter, or else buffer, that is not offloaded; None where it has neither."""
+    tensors = [*module.parameters(), *module.buffers()]
+    first = next((tensor for tensor in tensors if not tensor.is_meta), None)
+    if first is None:
+        return execution_device(module) or next((tensor.device for tensor in tensors), None)
+    return first.device
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import nn
 
 from massieu.probing.checkpoint import quiet, sentence, some
 from massieu.probing.forward import device_of, dtype_of
+from massieu.probing.offload import moved, placed_like
 from massieu.probing.seeding import OwnGenerator
 from massieu.probing.unwrap import is_pretrained
 
@@ -32,7 +33,12 @@ def reinitialised(
     if is_pretrained(module):
         with torch.device("cpu"), OwnGenerator(seed), quiet():
             fresh = type(module)(copy.deepcopy(module.config))  # type: ignore[call-arg]
-        return fresh.to(device=device_of(module), dtype=dtype_of(module)).eval(), None
+        if not moved(module):
+            return fresh.to(device=device_of(module), dtype=dtype_of(module)).eval(), None
+        placed = placed_like(fresh.to(dtype_of(module)).eval(), module)
+        return (None, placed) if isinstance(placed, str) else (placed, None)
+    if moved(module):
+        return None, f"{type(module).__name__} is offloaded, and only models of transformers are then built anew"
     try:
         fresh = copy.deepcopy(module)
         missed = _reset(fresh, seed)

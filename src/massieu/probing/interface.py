@@ -147,7 +147,9 @@ def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]
             output, weights = own(module, query, key, value, attention_mask, **keywords)
             if capture is not None:
                 given = query, key, value
-                capture.observe(_call_from(capture, implementation, module, given, attention_mask, keywords, output))
+                call = _call_from(capture, implementation, module, given, attention_mask, keywords, output)
+                replaced = capture.observe(call)
+                output = output if replaced is None else replaced
         return output, weights
 
     return attention

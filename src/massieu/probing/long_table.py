@@ -55,11 +55,12 @@ class TableBuilder:
             MissingExtraError: polars is not installed.
         """
         polars = require_extra("polars", "probe")
-        found = polars.DataFrame(self._rows, schema=_schema(), orient="row")
+        found = polars.DataFrame(self._rows, schema=schema(), orient="row")
         return found.with_columns(polars.col("value", "standard_error").fill_nan(None))
 
 
-def _schema() -> dict[str, Any]:
+def schema() -> dict[str, Any]:
+    """The types of a table's columns."""
     polars = require_extra("polars", "probe")
     kinds = (polars.String, polars.Int32, polars.Int32, polars.String, polars.Float64, polars.Float64, polars.Int64)
     return dict(zip(COLUMNS, kinds, strict=True))
@@ -73,13 +74,13 @@ def read_table(name: str, content: bytes, folder: Path) -> "polars.DataFrame":
         MissingExtraError: polars is not installed.
     """
     polars = require_extra("polars", "probe")
-    schema = _schema()
+    types = schema()
     try:
         if name.endswith(".csv"):
-            frame = polars.read_csv(content, schema_overrides=schema)
+            frame = polars.read_csv(content, schema_overrides=types)
         else:
             frame = polars.read_parquet(content)
-        frame = frame.select(COLUMNS).cast(schema)
+        frame = frame.select(COLUMNS).cast(types)
     except (polars.exceptions.PolarsError, polars.exceptions.PanicException) as error:
         raise InputError(f"{folder / name} is not a table of a result: {str(error).splitlines()[0]}") from error
     if frame["site"].null_count() or frame["statistic"].null_count():

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
+from massieu.probing import packed
 from massieu.probing.adapter import find_adapter
 from massieu.probing.checkpoint import (
     Checkpoint,
@@ -25,6 +26,7 @@ from massieu.probing.checkpoint import (
 )
 from massieu.probing.forward import decoder_given, device_of, dtype_of
 from massieu.probing.layout import separable
+from massieu.probing.offload import at_hand, offloaded
 from massieu.probing.unwrap import is_pretrained, tokenizer_of, unwrapped
 from massieu.report.record import ModelRecord
 
@@ -47,6 +49,7 @@ class LoadedModel:
         reshaped: weights of another shape in the checkpoint (its shape, the model's): they too are random numbers.
         unexpected: weights of the checkpoint that the model does not have.
         doubts: warnings about what was left out of the checkpoint.
+        whole: the model with its head, where it has one here.
     """
 
     module: nn.Module
@@ -61,16 +64,19 @@ class LoadedModel:
     reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     unexpected: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    whole: Any = None
 
     def describe(self) -> ModelRecord:
         """The ``model`` entry of ``run.json``; layers and heads are filled in once the sites are known."""
         config = getattr(self.module, "config", None)
+        placement = getattr(self.module, "hf_device_map", {}).values()
         return ModelRecord(
-            **{name: getattr(self, name) for name in ("name", "hash", "revision", "weights")},
+            **{name: getattr(self, name) for name in ("name", "hash", "revision")},
+            weights="; ".join(filter(None, (self.weights, packed.described(self.module)))) or None,
             architecture=type(self.module).__name__,
-            parameters=sum(p.numel() for p in self.module.parameters()),
+            parameters=packed.numbers_in(self.module),
             dtype=str(dtype_of(self.module)).removeprefix("torch."),
-            device=str(device_of(self.module) or "cpu"),
+            device=", ".join(dict.fromkeys(map(str, placement))) or str(device_of(self.module) or "cpu"),
             hidden_size=getattr(config, "hidden_size", None),
             missing_weights=self._listed((*self.missing, *self.reshaped), _RANDOM),
             unexpected_weights=self._listed(self.unexpected, "in the checkpoint but not in the model, and not used"),
@@ -99,7 +105,9 @@ def load_model(
     dtype: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    device_map: str | dict[str, Any] | None = None,
     tokenizer: bool = True,
+    head: bool | Literal["if any"] = False,
 ) -> LoadedModel:
     """Load a model's trunk and its tokenizer from a folder, a GGUF file or a hub name; None is the default model.
 
@@ -111,13 +119,20 @@ def load_model(
     Args:
         device: where to run; None picks a GPU where there is one.
         dtype: the parameters' type; None is float32.
+        device_map: which layers go where, as for ``from_pretrained`` of transformers: "auto" fills one device after another.
         tokenizer: whether to read the tokenizer too.
+        head: whether to keep the head of a language model; "if any" where the checkpoint names one.
 
     Raises:
         InputError: no such model or device, unknown dtype, or files that are not a model of ``transformers``.
-        MissingExtraError: a GGUF file without the packages that read it; an adapter without `peft`.
+        MissingExtraError: a GGUF file without the packages that read it; an adapter without `peft`; a device map without
+            `accelerate`.
     """
     transformers = require_extra("transformers", "probe")
+    if device_map is not None:
+        require_extra("accelerate", "offload")
+        if device is not None:
+            raise InputError(f"give either a device or a device map, got {device!r} and {device_map!r}")
     target, kind = _device(device), DTYPES.get(dtype or "float32")
     if kind is None:
         raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
@@ -125,6 +140,8 @@ def load_model(
     with quiet():
         given = find_checkpoint(default_model() if name is None else name, revision)
         adapter = find_adapter(given)
+        if adapter is not None and device_map is not None:
+            raise InputError(f"{name} is an adapter, and a device map goes with whole models; merge the adapter first")
         checkpoint = given if adapter is None else adapter.base
         # Of a folder with a GGUF file the file says which model it is.
         shown = shown if checkpoint.gguf is None else checkpoint.files[0].name
@@ -132,17 +149,31 @@ def load_model(
         with _one_sentence(shown):
             config = transformers.AutoConfig.from_pretrained(checkpoint.place, **named)
             options = {**named, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            auto = getattr(transformers, "AutoModel" if adapter is None else adapter.auto)
+            if getattr(config, "quantization_config", None) is not None and device_map is None:
+                device_map = {"": str(target)}  # packed weights are made where they are to stay
+            if device_map is not None:
+                options["device_map"] = device_map
+            if head == "if any":
+                named_classes = getattr(config, "architectures", None) or (["CausalLM"] if checkpoint.gguf else [])
+                head = adapter is None and any(name.endswith(("CausalLM", "LMHeadModel")) for name in named_classes)
+            kind_of_model = "AutoModelForCausalLM" if head else "AutoModel" if adapter is None else adapter.auto
+            auto = getattr(transformers, kind_of_model)
             whole, report = auto.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
             module = whole if adapter is None else adapter.applied(whole)
         read, problem = _tokenizer(given, named) if tokenizer else (None, None)
         if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
             read, problem = _tokenizer(checkpoint, named)
-    if is_pretrained(module) and adapter is not None:
+    whole_module: Any = module
+    if is_pretrained(module) and (adapter is not None or head):
         module = _trunk(module)
     own = _names_in(whole, module)
+    random = sorted(set(report["missing_keys"]) - {f"{whole.base_model_prefix}.{name}" for name in module.state_dict()})
+    if head and random:
+        raise InputError(f"{shown} does not generate text: its files have no language head ({some(random)})")
     files = tuple(dict.fromkeys((*given.files, *checkpoint.files)))
-    module = module.to(target).eval()
+    if device_map is None:
+        whole_module.to(target)
+    whole_module.eval()
     return LoadedModel(
         module,
         shown,
@@ -156,6 +187,7 @@ def load_model(
         reshaped=own({key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])}),
         unexpected=tuple(sorted(report["unexpected_keys"])),
         doubts=() if checkpoint.gguf is None else checkpoint.gguf.doubts(module),
+        whole=whole_module,
     )
 
 
@@ -191,9 +223,14 @@ def weights_hash(module: nn.Module) -> str:
     for name, tensor in module.state_dict().items():
         if not isinstance(tensor, Tensor):  # what some modules keep beside their weights
             continue
-        whole: Tensor = getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()  # sharded by FSDP2
-        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-        digest.update(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        owner, _, last = name.rpartition(".")
+        holder = module.get_submodule(owner) if tensor.is_meta else nn.Identity()
+        with at_hand(holder):
+            tensor = getattr(holder, last, tensor)
+            whole: Tensor = getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()  # sharded by FSDP2
+            for number, part in enumerate(packed.parts(whole.detach())):
+                digest.update(f"{name}{number or ''} {part.dtype} {tuple(part.shape)}".encode())
+                digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return f"state sha256:{digest.hexdigest()}"
 
 
@@ -208,16 +245,17 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     trunk: Any = _trunk(inner) if is_pretrained(inner) else inner
     kind = type(inner).__name__
     entries = trunk.state_dict()
-    packed = [name for name, entry in entries.items() if _is_packed(name, entry)]
-    if packed:
+    unread = [name for name, entry in entries.items() if _is_packed(name, entry)]
+    if unread:
         raise InputError(
-            f"{kind} has packed weights that cannot be read ({some(packed)}), as quantize_dynamic of "
+            f"{kind} has packed weights that cannot be read ({some(unread)}), as quantize_dynamic of "
             "torch makes them; give the model as it was before"
         )
     check_loaded(trunk, kind)
     config = getattr(trunk, "config", None)
     name = getattr(config, "_name_or_path", "") or kind
-    return LoadedModel(trunk, str(name), weights_hash(trunk), getattr(config, "_commit_hash", None), tokenizer)
+    revision = getattr(config, "_commit_hash", None)
+    return LoadedModel(trunk, str(name), weights_hash(trunk), revision, tokenizer, whole=inner)
 
 
 def check_loaded(module: nn.Module, kind: str) -> None:
@@ -225,11 +263,16 @@ def check_loaded(module: nn.Module, kind: str) -> None:
     InputError: some of the module's weights have no numbers.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    empty = [name for name, tensor in tensors if tensor.is_meta or nn.parameter.is_lazy(tensor)]
+    fetched = {name for name, each in module.named_modules() if offloaded(each)}
+    empty = [n for n, tensor in tensors if _is_empty(tensor) and n.rpartition(".")[0] not in fetched]
     if empty:
         raise InputError(
             f"{kind} is on the meta device or lazy, so it has no weights to read ({some(empty)}); load them first"
         )
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    return tensor.is_meta or nn.parameter.is_lazy(tensor)
 
 
 def _is_packed(name: str, entry: Any) -> bool:
@@ -251,6 +294,9 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
 
     Args:
         items: at most so many of the batch, where its first dimension is theirs: a model of transformers. None is all.
+
+    Raises:
+        InputError: a decoder has nothing to read.
     """
     config: Any = getattr(module, "config", None)
     items = items if hasattr(module, "main_input_name") and separable(inputs) else None
@@ -264,7 +310,26 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
         ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
         if "attention_mask" in ready:
             ready["decoder_attention_mask"] = ready["attention_mask"]
+    elif decodes and not decoder_given(ready) and ready.get("labels") is None:
+        raise InputError(
+            f"{type(module).__name__} has a decoder beside its encoder, and the batch holds no tokens for it; "
+            "give decoder_input_ids too"
+        )
     return ready
+
+
+def longest(module: nn.Module) -> int | None:
+    """Positions an absolute position table has; None where there is no such table."""
+    config: Any = getattr(module, "config", None)
+    for name in ("max_position_embeddings", "n_positions"):
+        positions = getattr(config, name, None)
+        if isinstance(positions, int) and positions > 0:
+            return (
+                positions - 2
+                if getattr(config, "model_type", None) in ("roberta", "xlm-roberta", "camembert")
+                else positions
+            )
+    return None
 
 
 def _shifted(tokens: Tensor, config: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """NaN and infinities in a model: noticed in every batch, and traced to the first place where they arise."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.forward import dtype_of, run, tensors_of
 from massieu.probing.model import model_inputs
+from massieu.probing.offload import weights
 from massieu.probing.routes import capturing
+from massieu.probing.running import State
 from massieu.probing.sites import SiteInfo
 from massieu.probing.watching import hooked
 from massieu.probing.wiring import StreamTracer
@@ -20,16 +23,19 @@ from massieu.report.record import Trouble
 def kind_of(tensor: Tensor) -> str | None:
     """ "NaN" or "infinity" where a tensor holds one, NaN first; None where all its numbers are finite."""
     tensor = tensor.detach()
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or bool(tensor.isfinite().all()):
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return None
+    # A finite sum has finite terms, and takes neither a copy nor a second pass; one that overflows proves nothing.
+    if bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
         return None
     return "NaN" if bool(tensor.isnan().any()) else "infinity"
 
 
 def in_weights(model: nn.Module) -> Trouble | None:
     """The weights that are not finite. Buffers may hold infinities, as masks do, but no NaN."""
-    parameters = [(name, kind_of(tensor)) for name, tensor in model.named_parameters()]
-    buffers = [(name, kind_of(tensor)) for name, tensor in model.named_buffers()]
-    found = [(n, what) for n, what in parameters if what] + [(n, what) for n, what in buffers if what == "NaN"]
+    kinds = [(name, kind_of(tensor), buffer) for name, tensor, buffer in weights(model)]
+    kinds.sort(key=lambda each: each[2])  # buffers behind parameters
+    found = [(name, what) for name, what, buffer in kinds if what and (what == "NaN" or not buffer)]
     if not found:
         return None
     first, what = found[0]
@@ -104,3 +110,26 @@ def shows_nan(model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any
     with torch.no_grad(), capturing(model, attend), tracer.watching():
         run(model, model_inputs(model, inputs, items=2))
     return any(found)
+
+
+@dataclass
+class FirstTrouble:
+    """The first trouble of a reading, and the window in which it was."""
+
+    trouble: Trouble | None = None
+    window: int = 0
+
+    def merge(self, other: "FirstTrouble") -> None:
+        """Keep what comes first in the text."""
+        if other.trouble is not None and (self.trouble is None or other.window < self.window):
+            self.trouble, self.window = other.trouble, other.window
+
+    def state(self) -> State:
+        """What is known of it."""
+        found = self.trouble
+        return {"found": None if found is None else [found.sentence, found.what, found.first], "window": self.window}
+
+    def restore(self, state: State) -> None:
+        """Go on from what another knew."""
+        self.trouble = None if state["found"] is None else Trouble(*state["found"])
+        self.window = state["window"]

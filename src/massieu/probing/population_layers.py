@@ -5,9 +5,6 @@ model's own modules that leads from the stream to what is added to it. No archit
 reproduce the block's own output.
 """
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +14,14 @@ from torch import Tensor, nn
 from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
+from massieu.probing.chains import ModuleCall, chain_between, recording
 from massieu.probing.check import check_evaluating
 from massieu.probing.forward import named_inputs, run
 from massieu.probing.model import as_loaded, dummy_inputs, model_inputs
 from massieu.probing.replay import AffineQuery, affine_projections, output_maps, relative_difference
 from massieu.probing.routes import capturing
 from massieu.probing.sites import SiteInfo, find_sites, first_pass
-from massieu.probing.watching import hooked, memory
+from massieu.probing.watching import memory
 from massieu.probing.wiring import Step, StreamTracer
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -81,15 +79,6 @@ def population_layers(model: nn.Module, *, layer: int | None = None, inputs: Any
     return Composition.create(found.values()) if layer is None else found[layer]
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """One call of a module with one tensor, to one tensor."""
-
-    module: nn.Module
-    source: Tensor
-    result: Tensor
-
-
 class _Chain(nn.Sequential):
     """Modules one after the other, in their own dtype."""
 
@@ -106,7 +95,7 @@ class _ForwardPass:
     modules: dict[str, nn.Module]
     steps: list[Step]
     sites: dict[str, SiteInfo]
-    calls: list[_Call]
+    calls: list[ModuleCall]
     projections: dict[int, list[AffineQuery] | str]
     """By a step's index, `affine_projections` of its attention."""
 
@@ -120,7 +109,7 @@ def _forward_pass(model: nn.Module, inputs: Any) -> _ForwardPass:
     sites = find_sites(model, seen)
     with torch.no_grad():
         tracer = StreamTracer(model, sites, steps.append)
-        with capturing(model, tracer.attention), tracer.watching(), _recording(model) as made:
+        with capturing(model, tracer.attention), tracer.watching(), recording(model) as made:
             run(model, prepared)
         with capturing(model, lambda _: None) as capture:
             projections = {
@@ -130,19 +119,6 @@ def _forward_pass(model: nn.Module, inputs: Any) -> _ForwardPass:
             }
     known = {info.site.name: info for info in sites}
     return _ForwardPass(type(model).__name__, dict(model.named_modules()), steps, known, made, projections)
-
-
-@contextmanager
-def _recording(model: nn.Module) -> Iterator[list[_Call]]:
-    """Collects the calls of modules with one tensor. They hold the tensors, so that none takes another's place in memory."""
-    made: list[_Call] = []
-
-    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        if len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor) and isinstance(result, Tensor):
-            made.append(_Call(module, arguments[0], result))
-
-    with hooked(model.modules(), after=look):
-        yield made
 
 
 def _blocks(watched: _ForwardPass) -> dict[int, "_Block"]:
@@ -244,16 +220,9 @@ class _Block:
 
     def _chain(self, step: Step) -> list[nn.Module]:
         """The fewest modules that lead from the stream to what is added to it."""
-        pending = deque([(step.before, [])])
-        seen = {memory(step.before)}
-        while pending:
-            tensor, chain = pending.popleft()
-            if chain and tensor.shape == step.before.shape and torch.equal(step.before + tensor, step.after):
-                return chain
-            for call in self.watched.calls:
-                if memory(call.source) == memory(tensor) and memory(call.result) not in seen:
-                    seen.add(memory(call.result))
-                    pending.append((call.result, [*chain, call.module]))
+        chain = chain_between(step.before, step.after, self.watched.calls)
+        if chain is not None:
+            return chain
         raise self._cannot("its feed-forward part is no chain of modules of one input each")
 
     def _behind(self, behind: Step | None) -> Normalisation | None:

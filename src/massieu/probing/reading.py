@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,56 +11,75 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.foundation.threads import one_thread
 from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture
-from massieu.probing.examples import ExampleWindow
+from massieu.probing.examples import Examples, ExampleWindow
+from massieu.probing.feed_forward import FeedForwardStatistics, feed_forward_parts
 from massieu.probing.forward import decoder_given, output_tensor, run
 from massieu.probing.layout import BatchLayout
 from massieu.probing.model import model_inputs
-from massieu.probing.nonfinite import at_real, in_batch, in_call, kind_of
+from massieu.probing.nonfinite import FirstTrouble, at_real, in_batch, in_call, kind_of
+from massieu.probing.packed import dense_inside
+from massieu.probing.per_token import PER_TOKEN, TokenWriter
+from massieu.probing.repeated import RepeatedTokens
+from massieu.probing.replaced.effect import Effects
 from massieu.probing.routes import capturing
-from massieu.probing.site_reading import NO_ORDER, SiteReading
+from massieu.probing.running import RunningParts
+from massieu.probing.site_reading import NO_ORDER, Options, SiteReading
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.expansion import ExpansionStatistics
-from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
+from massieu.probing.statistics.extremes import Places
+from massieu.probing.statistics.query_means import Queries
+from massieu.probing.statistics.query_reading import Tokens
+from massieu.probing.statistics.registry import (
+    ATTENTION,
+    CLIMB,
+    EXPANSION,
+    FEED_FORWARD,
+    MAPS,
+    REPEATED,
+    STATISTICS,
+    VALUES,
+)
+from massieu.probing.statistics.repeated import copying_score
+from massieu.probing.statistics.windowed import HeadWindow
+from massieu.probing.token_names import frames_of
 from massieu.probing.tokens import BatchTokens, drawn_for
-from massieu.probing.units import Units
 from massieu.probing.wiring import Step, StreamTracer
 from massieu.report.record import Trouble
 
 _EXAMPLES = "example windows"
 _ITEMS_FIRST = BatchLayout()
+_WINDOWED = 100_000  # above what the climb draws for, site by site
 _WRITE_NORM = "write_norm_ratio"  # of the values' group, measured where the climb is
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a reading measures and how much of the text it samples.
+class RowNumbers:
+    """Where the rows of a batch stand, so that windows may be read in any order and by several processes.
 
     Attributes:
-        groups: groups of statistics to compute.
-        max_length: length of a full window, for the position bins.
-        query_sample: at most this many queries per sequence for the per-query statistics; None is all.
-        climb_queries: sampled queries per sampled window.
+        rows: number of each row among all that the reading reads.
+        sampled: number of each sampled row among the sampled ones.
     """
 
-    groups: frozenset[str]
-    units: Units
-    max_length: int
-    query_sample: int | None = None
-    climb_queries: int = 64
-    seed: int = 0
+    rows: Sequence[int]
+    sampled: Mapping[int, int]
 
 
-class Reading:
+class Reading(RunningParts):
     """Running results of one model over many batches.
 
     Attributes:
         failed: groups and statistics that could not be computed, with the reason.
-        trouble: the first batch in which the model's numbers were not finite, and where in the model.
         read_queries: tokens that the first attention site has asked about.
+        effects: wants each head's mean output.
+        tokens_through: from embeddings to logits, for the copying score.
+        writer: wants the value of each query.
+        token_rows: rows that it was given.
     """
+
+    NOTES = ("seconds", "sampled", "unexplained", "failed", "read_queries", "token_rows")
 
     def __init__(
         self,
@@ -75,23 +94,29 @@ class Reading:
         self.layout = layout
         self.options = options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
-        self.results = [SiteReading.begun(info, options.units, options.max_length) for info in sites]
+        self.results = [SiteReading.begun(info, options.units, options.max_length, options.groups) for info in sites]
         self.expansion = ExpansionStatistics(options.units)
+        self.feed_forward: FeedForwardStatistics | None = None
         self.tracer = StreamTracer(model, sites, self._on_step)
         self.seconds: dict[str, float] = defaultdict(float)
         self.sampled = Counter[str]()
         self.unexplained: set[str] = set()
-        self.examples: list[ExampleWindow] = []
+        self.examples = Examples()
+        self.effects: Effects | None = None
+        self.tokens_through: Tensor | None = None
+        self.writer: TokenWriter | None = None
+        self.token_rows = 0
         self._capture: Capture | None = None
         self.failed: dict[str, str] = {}
         if EXPANSION in options.groups and any(info.tokens_first is None for info in sites):
             self.failed[EXPANSION] = NO_ORDER
-        self.trouble: Trouble | None = None
+        self._trouble = FirstTrouble()
         self.broken = False  # the current batch has numbers that are not finite
         self.read_queries = 0
         self._tokens = BatchTokens({})
         self._rows = 0
         self._windows: Sequence[int] = ()
+        self._numbers: RowNumbers | None = None
         self._sampled_rows: list[int] = []
         self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
         self._example: ExampleWindow | None = None
@@ -103,6 +128,8 @@ class Reading:
         sampled: Iterable[int],
         windows: Sequence[int],
         example: ExampleWindow | None = None,
+        numbers: RowNumbers | None = None,
+        target_special: Tensor | None = None,
     ) -> None:
         """Run one batch and add it to the results.
 
@@ -112,10 +139,14 @@ class Reading:
             windows: number of each row's window in the whole text: what is drawn at random depends on it and the seed
                 alone, so that batch size changes no statistic.
             example: a window of the batch to record token by token.
+            numbers: where the rows stand in the text; None: they follow those before.
+            target_special: special tokens of ``decoder_input_ids``.
         """
-        self._windows = windows
+        self._windows, self._numbers = windows, numbers
         prepared = model_inputs(self.model, inputs)
-        self._tokens = BatchTokens(prepared, special, decoder_given(prepared) and not decoder_given(inputs))
+        follows = decoder_given(prepared) and not decoder_given(inputs)
+        audio = frames_of(self.model, prepared)
+        self._tokens = BatchTokens(prepared, special, follows, target_special, None if audio is None else audio.real)
         self._rows = self.layout.rows(self.model, prepared)
         self._sampled_rows = list(sampled)
         self._chosen.clear()
@@ -123,7 +154,8 @@ class Reading:
         self._example = example
         before = sum(self.seconds.values())
         with self._timed("forward"):
-            traced = self._sampled_rows or not self.tracer.sublayers
+            steps = self.options.groups - {ATTENTION} and self._sampled_rows
+            traced = steps or not self.tracer.sublayers
             with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
                 self._capture = capture
                 with self.tracer.watching() if traced else nullcontext():
@@ -131,13 +163,36 @@ class Reading:
                 self.unexplained |= capture.unexplained
             self._look_for_trouble(output)
             if self._wants(EXPANSION):
-                with self._timed("expansion"), self._computing(EXPANSION), one_thread():
+                with self._timed("expansion"), self._computing(EXPANSION):
                     self.expansion.finish()
             inside = sum(self.seconds.values()) - before
         self.seconds["forward"] -= inside
         self.sampled["windows"] += len(self._sampled_rows)
         if example is not None:
             self.examples.append(example)
+
+    def read_repeated(self, made: RepeatedTokens, masked: bool) -> None:
+        """Measure the model on repeated tokens, which are no part of the text."""
+        with self._timed("repeated tokens"), self._computing(REPEATED):
+            made.read(self.model, self.results, masked)
+
+    def find_feed_forward(self, inputs: dict[str, Any]) -> None:
+        """Find the model's feed-forward layers, on one item of a batch."""
+        with self._computing(FEED_FORWARD):
+            prepared = model_inputs(self.model, inputs, items=1)
+            parts = feed_forward_parts(self.model, self.sites, prepared)
+            if not parts:
+                self.failed[FEED_FORWARD] = "no feed-forward layer was seen on the way of the stream"
+            self.feed_forward = FeedForwardStatistics(parts, self.options.units, self.options.seed)
+
+    def measure_feed_forward(self) -> None:
+        """Measure the feed-forward layers, once the text was read."""
+        if self.feed_forward is None:
+            return
+        with self._timed("feed-forward layers"), self._computing(FEED_FORWARD):
+            self.feed_forward.measure()
+            if self.feed_forward.failed and not self.feed_forward.results:
+                self.failed[FEED_FORWARD] = next(iter(self.feed_forward.failed.values()))
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -155,12 +210,18 @@ class Reading:
         real = self._tokens.mask(decoder=decoder_given(inputs))
         if real is not None and self.sites[-1].tokens_first:
             real = real.mT
-        if self.broken or kind_of(at_real(output, real)) is not None:
+        if self.broken or (kind_of(output) and kind_of(at_real(output, real))):
             first = self._windows[0]
             windows = f"window {first}" if self._rows == 1 else f"windows {first} to {first + self._rows - 1}"
-            self.trouble = in_batch(self.model, inputs, real, windows) or Trouble(
+            found = in_batch(self.model, inputs, real, windows) or Trouble(
                 f"the model's numbers break down in {windows}", "NaN", "attention"
             )
+            self._trouble = FirstTrouble(found, first)
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """The first batch in which the model's numbers were not finite, and where in the model."""
+        return self._trouble.trouble
 
     # Tokens ----------------------------------------------------------------------------------------------------------
 
@@ -176,6 +237,12 @@ class Reading:
     def _random(self, row: int, purpose: int) -> torch.Generator:
         """Random numbers that belong to a row's window and one purpose."""
         return drawn_for(self.options.seed, self._windows[row], purpose)
+
+    def _row_numbers(self) -> Sequence[int] | None:
+        return None if self._numbers is None else self._numbers.rows
+
+    def _sampled_number(self, row: int) -> int | None:
+        return None if self._numbers is None else self._numbers.sampled[row]
 
     # What could not be computed ----------------------------------------------------------------------------------------
 
@@ -207,12 +274,21 @@ class Reading:
         with self.tracer.unobserved(), self._timed("attention statistics"):
             self._read_attention(call)
 
-    def _read_attention(self, call: AttentionCall) -> None:
+    def site_of(self, call: AttentionCall) -> SiteInfo | None:
+        """The site of a call; None where it is not read.
+
+        Raises:
+            InputError: it was not there in the first batch.
+        """
         info = self.by_site.get(call.site)
-        if info is None and call.site.module_name in self.refused:
-            return
-        if info is None:
+        if info is None and call.site.module_name not in self.refused:
             raise InputError(f"{call.site.name} computed attention in this batch but not in the first one")
+        return info
+
+    def _read_attention(self, call: AttentionCall) -> None:
+        info = self.site_of(call)
+        if info is None:
+            return
         if call.repeated:  # the same weights on other values: everything about the weights is known
             self.broken = self.broken or kind_of(call.value) is not None
             return
@@ -225,13 +301,51 @@ class Reading:
             self.read_queries += int(queries.real.sum())
         if self._wants(ATTENTION):
             with self._computing(ATTENTION):
-                results.read_queries(call, queries, keys, self._rows, self.options.query_sample, self._random)
+                numbers = self._row_numbers()
+                keep = None if self.writer is None else self._keep
+                results.read_queries(
+                    call, queries, keys, self._rows, self.options, self._random, numbers, self._windows, keep
+                )
+        if self.effects is not None:
+            self.effects.add(info.site.name, call.output.detach(), queries.real)
         if self._wants(VALUES) and VALUES not in results.unavailable:
             with self._computing(VALUES):
-                results.read_first_value(call, keys, self._rows)
+                results.read_first_value(call, keys, self._rows, self._row_numbers())
+        for group in results.windowed:
+            if self._wants(group) and group not in results.unavailable and call.query.shape[0] == self._rows:
+                with self._computing(group):
+                    self._read_windows(call, results, group, queries, keys)
         if self._example is not None and _EXAMPLES not in self.failed:
             with self._computing(_EXAMPLES):
                 self._example.add(info, call)
+
+    def _read_windows(
+        self, call: AttentionCall, results: SiteReading, group: str, queries: Tokens, keys: Tokens
+    ) -> None:
+        for row in self._sampled_rows:
+            drawn = self._random(row, _WINDOWED + results.info.index)
+            places = queries.real[row].nonzero()[:, 0]
+            order = torch.randperm(len(places), generator=drawn)[: self.options.climb_queries].sort().values
+            part = call.rows(slice(row, row + 1))
+            window = HeadWindow(part, keys.real[row], places[order.to(places.device)], drawn.initial_seed())
+            if len(window.queries) and bool(window.real.any()):
+                results.windowed[group].update(window, self._sampled_number(row))
+
+    def _keep(self, info: SiteInfo, found: Queries, places: Places, real: Tensor, length: int) -> None:
+        assert self.writer is not None
+        if PER_TOKEN not in self.failed:
+            with self._computing(PER_TOKEN):
+                self.token_rows += self.writer.add(info, found, places, real, length)
+
+    def write_rows(self) -> None:
+        """Write the per-token rows that are held; once that fails, the table is left out."""
+        if self.writer is None:
+            return
+        if PER_TOKEN not in self.failed:
+            with self._computing(PER_TOKEN):
+                self.writer.flush()
+        if PER_TOKEN in self.failed:
+            self.writer.give_up()
 
     def _on_step(self, step: Step) -> None:
         if step.before.dim() != 3 or step.before.shape[0] != self._rows:
@@ -239,14 +353,22 @@ class Reading:
         if self._wants(EXPANSION):
             with self._timed("expansion"), self._computing(EXPANSION):
                 for row in self._sampled_rows:
-                    self.expansion.collect(step, row, self._positions(row, step, cloud=True))
+                    positions = self._positions(row, step, cloud=True)
+                    self.expansion.collect(step, row, positions, self._sampled_number(row))
+        if self.feed_forward is not None:
+            for row in self._sampled_rows:
+                positions = self._positions(row, step, cloud=False)
+                self.feed_forward.collect(step, row, positions, self._sampled_number(row))
         if step.read is not None:
             assert self._capture is not None
             results = self.results[self.by_site[step.read.call.site].index]
-            with self._timed("climb"):
+            with self._timed("climb"), dense_inside(step.read.call.module):
                 if self._wants(MAPS):
                     with self._computing(MAPS):
                         results.read_maps(self._capture, step.read)
+                if self._wants(REPEATED) and self.tokens_through is not None:
+                    with self._computing(copying_score.__name__):
+                        results.read_copying(self._capture, step.read, self.tokens_through)
                 if self._wants(CLIMB) or (self._wants(VALUES) and _WRITE_NORM not in self.failed):
                     with self._computing(*self.options.groups & {CLIMB}, _WRITE_NORM):
                         self._read_climb(self._capture, results, step)
@@ -254,6 +376,7 @@ class Reading:
     def _read_climb(self, capture: Capture, results: SiteReading, step: Step) -> None:
         for row in self._sampled_rows:
             positions, index = self._positions(row, step, cloud=False), results.info.index
-            read = results.read_climb(capture, step.item(row), positions, self._random(row, 3 + index))
+            number, drawn = self._sampled_number(row), self._random(row, 3 + index)
+            read = results.read_climb(capture, step.item(row), positions, drawn, None if number is None else [number])
             if read and index == 0:
                 self.sampled["queries"] += len(positions)

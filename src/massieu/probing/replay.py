@@ -7,12 +7,15 @@ value of any module in which they are linear. Each replay is checked on the stat
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from massieu.probing.capture import Capture, replayed
+from massieu.probing.own_weights import maps_among_weights, replaced_output
+from massieu.probing.packed import packed_linears
 from massieu.probing.watching import mapped, same_tensor
 from massieu.probing.wiring import AttentionRead, along_batch
 
@@ -67,7 +70,9 @@ class Replay:
 
     Attributes:
         affine: the result of `query_map`, which then takes the place of the module: the same numbers at a third of the
-            cost, since keys and values are not computed again.
+            cost, since keys and values are not computed again. With ``linear``, only the first part of the way.
+        linear: the layer of the module that computes ``affine``, where the module goes on from there head by head
+            (rotary embeddings, normalised queries); see `in_two_parts`.
         whole: the module is called on the whole sequence, with the moved states in their places: slower, and possible where
             it cannot be called on some of the positions.
     """
@@ -76,6 +81,7 @@ class Replay:
     read: AttentionRead
     affine: AffineQuery | None = None
     whole: bool = False
+    linear: nn.Linear | None = None
 
     def projections(
         self, states: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]
@@ -110,7 +116,7 @@ class Replay:
     def queries(self, residual: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "R H S Dh"]:
         """Queries at points of the residual stream, through the norm in front of the module if there is one."""
         states = self.normalised(residual)
-        if self.affine is None:
+        if self.affine is None or self.linear is not None:
             return self.projections(states, positions)[0]
         weight, bias = self.affine
         queries = torch.nn.functional.linear(states, weight.flatten(0, 1), bias.flatten())
@@ -125,7 +131,14 @@ class Replay:
             queries = self.queries(residual.flatten(0, 1), positions).unflatten(0, (len(heads), -1))
             return queries[heads, :, heads].transpose(0, 1)
         weight, bias = self.affine
-        return torch.einsum("hbsd,hkd->bhsk", self.normalised(residual), weight) + bias[:, None]
+        results = torch.einsum("hbsd,hkd->bhsk", self.normalised(residual), weight) + bias[:, None]
+        return results if self.linear is None else self._behind(results, positions)
+
+    def _behind(self, results: Float[Tensor, "B H S Dh"], positions: Int[Tensor, " S"]) -> Float[Tensor, "B H S Dh"]:
+        """What the module makes of results of ``linear``."""
+        assert self.linear is not None
+        with replaced_output(self.linear, results.transpose(1, 2).flatten(2)):
+            return self.projections(self.read.state[:, positions], positions)[0]
 
     def normalised(self, residual: Float[Tensor, "*batch S D"]) -> Float[Tensor, "*batch S D"]:
         """What the attention module is given at points of the residual stream."""
@@ -138,12 +151,72 @@ class Replay:
         check fails (rotary embeddings, normalised queries).
         """
         try:
-            found = self.read_off(None)[0]
+            stored = self.stored_maps()
+            found = None if stored is not None else self.read_off(None)[0]
         except Exception:  # of whatever class the module raises: then there is no such map, and it is replayed itself
             return None
-        affine = ((found[1:] - found[0]).permute(1, 2, 0).contiguous(), found[0].contiguous())
+        if stored is not None:
+            affine = stored[0]
+        else:
+            assert found is not None
+            affine = ((found[1:] - found[0]).permute(1, 2, 0).contiguous(), found[0].contiguous())
         trial = replace(self, affine=affine)
         return affine if trial.why_not(positions) is None else None
+
+    def in_two_parts(self, positions: Int[Tensor, " S"]) -> "Replay":
+        """The same replay through the linear layer that the query comes of, where the module has such a layer.
+
+        What follows the layer must act on every head by itself. Then one call of the module serves all heads, each at
+        its own point of the stream, and one derivative all of them. This is tried out on moved states of two positions:
+        queries and derivatives must agree with those of the whole module, head by head; else the replay stays as it is.
+        """
+        call, few = self.read.call, positions[[len(positions) // 2, -1]]
+        if self.affine is not None or self.whole or call.query.dtype not in _TOLERANCE:
+            return self
+        heads, size = call.query.shape[1], call.query.shape[3]
+        for linear in call.module.modules():
+            if type(linear) is nn.Linear and linear.weight.shape == (heads * size, self.read.state.shape[-1]):
+                weight = linear.weight.detach().unflatten(0, (heads, size))
+                bias = weight.new_zeros(heads, size) if linear.bias is None else linear.bias.detach().view(heads, size)
+                trial = replace(self, affine=(weight, bias), linear=linear)
+                if trial._agrees_with(self, few):
+                    return trial
+        return self
+
+    def _agrees_with(self, other: "Replay", positions: Int[Tensor, " S"]) -> bool:
+        """Whether two replays give each head the same query and the same derivative at moved states."""
+        assert self.read.residual is not None
+        few = self.read.residual[:, positions]
+        heads = self.read.call.query.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.randn((heads, *few.shape), generator=generator).to(few)
+        moved = few + draws * few.norm(dim=-1, keepdim=True) / few.shape[-1] ** 0.5
+        slope = torch.randn(self.read.call.query[:, :, positions].shape, generator=generator).to(few)
+        try:
+            pairs = [
+                (each.own_queries(moved, positions), *each.pulled_back([slope], positions)) for each in (self, other)
+            ]
+        except Exception:  # of whatever class the module raises
+            return False
+        errors = [relative_difference(mine, its) for mine, its in zip(*pairs, strict=True)]
+        return all(error <= tolerance(few.dtype) for error in errors)
+
+    def stored_maps(self) -> list[AffineQuery] | None:
+        """Query, key and value of a sequence of one token as maps that stand among the module's weights, if they do.
+
+        Raises:
+            Exception: as `projections`.
+        """
+        one = self._of_one_token()
+        state = torch.randn(1, 1, one.read.state.shape[-1], generator=torch.Generator().manual_seed(0)).to(
+            one.read.state
+        )
+        results = one.projections(state, torch.zeros(1, dtype=torch.long, device=state.device))
+        return maps_among_weights(self.read.call.module, state[0, 0], [result[0, :, 0] for result in results])
+
+    def _of_one_token(self) -> "Replay":
+        """Of sequences of one token, without the norm in front."""
+        return Replay(self.capture, replace(self.read.item(0), norm=None))
 
     def read_off(self, test: Float[Tensor, "1 1 D"] | None) -> list[Float[Tensor, "R H_or_Hk Dh"]]:
         """Query, key and value of zero, of every basis vector and of a test vector, each a sequence of one token.
@@ -154,8 +227,7 @@ class Replay:
         like, size = self.read.state, self.read.state.shape[-1]
         basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
         states = basis if test is None else torch.cat([basis, test])
-        one = Replay(self.capture, replace(self.read.item(0), norm=None))
-        found = one.projections(states, torch.zeros(1, dtype=torch.long, device=like.device))
+        found = self._of_one_token().projections(states, torch.zeros(1, dtype=torch.long, device=like.device))
         return [result[:, :, 0] for result in found]
 
     def pulled_back(
@@ -168,6 +240,8 @@ class Replay:
         if self.affine is None:
             return self._pulled_back_through_module(slopes, residual, positions)
         weight = self.affine[0]
+        if self.linear is not None:
+            slopes = self._pulled_to_linear(slopes, residual, positions)
         at_input = torch.cat([torch.einsum("bhsk,hkd->hbsd", slope, weight) for slope in slopes])
         if self.read.norm is None:
             return list(at_input.unflatten(0, (len(slopes), -1)))
@@ -175,6 +249,16 @@ class Replay:
             copies = residual.expand(at_input.shape).clone().requires_grad_()
             pulled = torch.autograd.grad(self.normalised(copies), copies, at_input)[0]
         return list(pulled.unflatten(0, (len(slopes), -1)))
+
+    def _pulled_to_linear(self, slopes: Sequence[Tensor], residual: Tensor, positions: Tensor) -> list[Tensor]:
+        """For each slope, the gradient of Σ_h slope_h · query_h with respect to the results of ``linear``, (B, H, S, Dh)."""
+        assert self.affine is not None
+        weight, bias = self.affine
+        results = torch.einsum("bsd,hkd->bhsk", self.normalised(residual), weight) + bias[:, None]
+        with torch.enable_grad():
+            results.requires_grad_()
+            query = self._behind(results, positions)
+            return [torch.autograd.grad(query, results, slope, retain_graph=True)[0] for slope in slopes]
 
     def _pulled_back_through_module(
         self, slopes: Sequence[Tensor], residual: Tensor, positions: Tensor
@@ -200,7 +284,9 @@ class Replay:
         if found.shape != expected.shape:
             return "the replayed queries have another shape"
         error = relative_difference(found, expected)
-        return None if error <= tolerance(expected.dtype) else f"the replayed queries differ by {error:.1e}"
+        # Kernels for packed weights may round what they multiply to half precision.
+        rounded = torch.bfloat16 if packed_linears(self.read.call.module) else expected.dtype
+        return None if error <= tolerance(rounded) else f"the replayed queries differ by {error:.1e}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,12 +294,19 @@ class HeadMaps:
     """The linear maps of an attention module's heads, as functions of the normalised stream (norm gains folded in).
 
     For rotary models they are the maps at offset zero.
+
+    Attributes:
+        score_norm: ‖W_QᵀW_K‖, through Dh × Dh matrices; several statistics are shares of it.
     """
 
     query: Float[Tensor, "H Dh D"]
     key: Float[Tensor, "H Dh D"]
     value: Float[Tensor, "H Dv D"]
     output: Float[Tensor, "H D Dv"]
+
+    @cached_property
+    def score_norm(self) -> Float64[Tensor, " H"]:
+        return ((self.query @ self.query.mT) * (self.key @ self.key.mT)).sum((-2, -1)).sqrt()
 
 
 def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, " D"]:
@@ -234,26 +327,44 @@ def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, 
 def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuery] | str:
     """Query, key and value as affine maps of the attention module's input, or one sentence that says why they are none.
 
-    They are read off the module itself: zero, every basis vector and one random vector, each as a sequence of one
-    token at position zero. The random vector must agree, else the maps are not affine (normalised queries and keys).
+    They are found among its weights (`maps_among_weights`), or else read off the module itself: zero, every basis
+    vector and one random vector, each as a sequence of one token at position zero. The random vector must agree, else
+    the maps are not affine (normalised queries and keys).
     Keys and values have as many heads as queries: grouped ones are repeated.
     """
     like = read.state
     test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
     try:
+        stored = Replay(capture, read).stored_maps()
+        if stored is not None:
+            heads = stored[0][0].shape[0]
+            return [_of_every_head(weight, bias, heads) for weight, bias in stored]
         projections = Replay(capture, read).read_off(test)
     except Exception as error:  # of whatever class the module raises
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
-    maps, heads = [], projections[0].shape[1]
-    for result in projections:
-        # (D + 2, heads, size of a head)
-        values = result.double().repeat_interleave(heads // result.shape[1], 1)
-        linear = values[1:-1] - values[0]
-        expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
-        if not relative_difference(expected, values[-1]) <= tolerance(like.dtype):
-            return "queries, keys or values are not linear in the stream (normalised queries and keys)"
-        maps.append((linear.permute(1, 2, 0).cpu(), values[0].cpu()))
-    return maps
+    heads = projections[0].shape[1]
+    maps = [_affine(result, test, heads) for result in projections]
+    if any(found is None for found in maps):
+        return "queries, keys or values are not linear in the stream (normalised queries and keys)"
+    return [found for found in maps if found is not None]
+
+
+def _affine(result: Float[Tensor, "R Hk Dh"], test: Float[Tensor, "1 1 D"], heads: int) -> AffineQuery | None:
+    """The map behind what `Replay.read_off` gave of one projection, for so many heads; None where it is not affine."""
+    values = result.double().repeat_interleave(heads // result.shape[1], 1)  # (D + 2, heads, size of a head)
+    linear = values[1:-1] - values[0]
+    expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
+    if not relative_difference(expected, values[-1]) <= tolerance(test.dtype):
+        return None
+    return linear.permute(1, 2, 0).cpu(), values[0].cpu()
+
+
+def _of_every_head(weight: Float[Tensor, "Hk Dh D"], bias: Float[Tensor, "Hk Dh"], heads: int) -> AffineQuery:
+    """A copy in float64, grouped heads repeated."""
+    weight, bias = (part.to("cpu", torch.float64, copy=True) for part in (weight, bias))
+    if len(weight) == heads:
+        return weight, bias
+    return weight.repeat_interleave(heads // len(weight), 0), bias.repeat_interleave(heads // len(weight), 0)
 
 
 def output_maps(read: AttentionRead, heads: int) -> Float[Tensor, "H D Dv"] | str:
@@ -264,6 +375,28 @@ def output_maps(read: AttentionRead, heads: int) -> Float[Tensor, "H D Dv"] | st
         return "what the heads write is normalised, scaled or gated before it enters the stream"
     size = read.state.shape[-1]
     return read.projection.detach().double().cpu().reshape(size, heads, -1).transpose(0, 1)
+
+
+def write_maps(capture: Capture, read: AttentionRead) -> tuple[Float[Tensor, "H Dv D"], Float[Tensor, "H D Dv"]] | str:
+    """What each head takes from a token and what it makes of it, W_V and W_O, norm gains folded in; or why not.
+
+    Queries and keys may be normalised or gated.
+    """
+    heads, like = read.call.query.shape[1], read.state
+    output = output_maps(read, heads)
+    if isinstance(output, str):
+        return output
+    test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
+    try:
+        stored = Replay(capture, read).stored_maps()
+        value = None if stored is None else _of_every_head(*stored[2], heads)
+        if value is None:
+            value = _affine(Replay(capture, read).read_off(test)[2], test, heads)
+    except Exception as error:  # of whatever class the module raises
+        return f"the module cannot be replayed on single tokens ({type(error).__name__})"
+    if value is None:
+        return "the values are not linear in the stream"
+    return value[0] * norm_gain(read.norm, like.shape[-1], like).cpu(), output
 
 
 def head_maps(capture: Capture, read: AttentionRead) -> HeadMaps | str:

@@ -7,21 +7,27 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from jaxtyping import Float64
+
 from massieu.errors import InputError, require_extra
 from massieu.probing import stored
 from massieu.probing.long_table import COLUMNS
+from massieu.probing.per_token import TOKEN_PARTS, TokenTable
 from massieu.probing.result_files import (
     DETAILS,
     FORMATS,
     PAGE,
     RECORD,
     TABLES,
+    UNITS,
     details_bytes,
     read_numbers,
     read_record,
     record_bytes,
     table_bytes,
 )
+from massieu.probing.unit_sums import UnitSums
 from massieu.report import folder as folders
 from massieu.report.locking import locked
 from massieu.report.record import Finding, RunRecord, plain
@@ -50,10 +56,13 @@ class ProbeResult:
     Attributes:
         run: Model, text, settings, self-check, statistics, findings, warnings: what ``run.json`` holds, as attributes such as
             ``run.model.name``; ``run.to_dict()`` is the plain dictionary.
-        details: Histograms and example windows: what ``details.json`` holds. The only place with words of the text.
+        details: Histograms and example windows: what ``details.json`` holds. Beside the rows of ``per_token``, the only
+            place with words of the text.
         heads: Long table, one row for each statistic of each head: site, layer, head, statistic, value, standard_error,
             count (queries or tokens that entered). Null where a number is undefined.
         layers: The same for sublayers; ``head`` is null.
+        units: The sums over each error unit, by which `massieu.compare` pairs two results of one text; None in a result
+            that was stored without them.
 
     In ``run`` and ``details`` numpy values are turned into plain ones and undefined numbers into None; numbers in
     ``details`` are rounded to 4 significant digits. What is in memory is what is stored.
@@ -70,15 +79,25 @@ class ProbeResult:
         >>> shares = result.heads.filter(result.heads["statistic"].str.ends_with("symmetric_share"))["value"]
         >>> round(sum(shares), 6)  # of each of two heads, symmetric and antisymmetric
         2.0
+        >>> result.matrix("symmetric_share").shape  # layers, heads
+        (1, 2)
     """
 
     def __init__(
-        self, run: RunRecord, details: dict[str, Any], heads: "polars.DataFrame", layers: "polars.DataFrame"
+        self,
+        run: RunRecord,
+        details: dict[str, Any],
+        heads: "polars.DataFrame",
+        layers: "polars.DataFrame",
+        units: UnitSums | None = None,
+        token_table: TokenTable | None = None,
     ) -> None:
         self.run = stored.run_of(plain(run), "the record of the run")
         self.details: dict[str, Any] = plain(details, DIGITS)
         self.heads = heads
         self.layers = layers
+        self.units = units
+        self._token_table = token_table
 
     @property
     def table(self) -> "polars.DataFrame":
@@ -88,6 +107,23 @@ class ProbeResult:
             frame.select(polars.lit(scope).alias("scope"), *COLUMNS)
             for scope, frame in (("head", self.heads), ("layer", self.layers))
         )
+
+    @property
+    def extremes(self) -> "polars.DataFrame":
+        """The extremes of each head over the text, such as its largest score, and where they stand.
+
+        Columns: site, layer, head, statistic (``largest_score/maximum``, ``entropy/minimum`` and others), value, window, query
+        and key (positions; the key is the one with the largest score or weight), query_token, key_token (None where the
+        text is not known). Of equal ones the first.
+        """
+        polars = require_extra("polars", "probe")
+        places = {
+            "site": polars.String, "head": polars.Int32, "statistic": polars.String, "window": polars.Int64,
+            "query": polars.Int64, "key": polars.Int64, "query_token": polars.String, "key_token": polars.String,
+        }  # fmt: skip
+        found = polars.DataFrame(self.details.get("extremes", []), schema=places)
+        values = self.heads.select("site", "layer", "head", "statistic", "value")
+        return values.join(found, on=["site", "head", "statistic"], how="inner", maintain_order="left")
 
     @property
     def findings(self) -> list[Finding]:
@@ -107,11 +143,12 @@ class ProbeResult:
     # --- storing ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str], format: Literal["parquet", "csv"] = "parquet") -> Path:
-        """Write ``heads``, ``layers``, ``run.json``, ``details.json`` and ``report.html`` into a folder.
+        """Write ``heads``, ``layers``, ``run.json``, ``details.json``, ``units.safetensors``, ``report.html`` into a folder.
 
         The folder is made if need be; an earlier result in it is replaced, other files are left alone. All files are
         written aside first and appear together: killed at any moment, the folder holds the former result or the
         new one for `load`, and no half-written file. Where another process saves there, this one waits for it.
+        Per-token rows are put into a folder ``tokens`` there.
         Where the page cannot be drawn, everything else is saved before the error is raised.
 
         Returns:
@@ -130,15 +167,22 @@ class ProbeResult:
         tables = zip(TABLES, (self.heads, self.layers), strict=True)
         files = {f"{name}.{format}": table_bytes(frame, format) for name, frame in tables}
         files[DETAILS] = details_bytes(self.details)
-        stale = tuple(f"{name}.{ending}" for name in TABLES for ending in FORMATS if ending != format)
+        stale = (TOKEN_PARTS, *(f"{name}.{ending}" for name in TABLES for ending in FORMATS if ending != format))
+        parts = {} if self._token_table is None else self._token_table.parts()
+        if self.units is None:
+            stale = (*stale, UNITS)
+        else:
+            files[UNITS] = self.units.to_bytes()
         try:
             files[PAGE] = self._page().encode("utf-8", "replace")
         except Exception as error:
             # The measurement took long; the page can be drawn again.
-            folders.replace(folder, self._with_record(files), (*stale, PAGE))
+            folders.replace(folder, self._with_record(files), (*stale, PAGE), parts)
             error.add_note(f"(all but the page was saved in {folder})")
             raise
-        folders.replace(folder, self._with_record(files), stale)
+        saved = None if self._token_table is None else self._token_table.saved_in(folder)
+        folders.replace(folder, self._with_record(files), stale, parts)
+        self._token_table = saved
         return folder
 
     @classmethod
@@ -206,10 +250,15 @@ class ProbeResult:
         if (hashes is None or not page_fits) and folders.read(folder, RECORD)[1] != content:
             raise folders.MismatchError(f"{folder} was written to while it was read")
         stored.check_together(run, details, heads, str(folder))
-        return cls(run, details, heads, layers), page_fits
+        kept = UNITS in (hashes or ()) and folders.has(folder, UNITS)  # it is large, and only comparisons need it
+        units = UnitSums.from_bytes(file(UNITS)[1], str(folder / UNITS)) if kept else None
+        tokens = TokenTable.stored_in(folder, hashes or {})
+        return cls(run, details, heads, layers, units, tokens), page_fits
 
     def _with_record(self, files: dict[str, bytes]) -> dict[str, bytes]:
-        return files | {RECORD: record_bytes(self.run, {name: folders.digest(each) for name, each in files.items()})}
+        hashes = {name: folders.digest(each) for name, each in files.items()}
+        hashes |= {} if self._token_table is None else self._token_table.digests()
+        return files | {RECORD: record_bytes(self.run, hashes)}
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
@@ -229,6 +278,74 @@ class ProbeResult:
             return Fragment(frame)
         write_whole(path := Path(path), page, "the page")
         return path
+
+    def matrix(
+        self, statistic: str, *, error: bool = False, attention: str | None = None
+    ) -> Float64[np.ndarray, "layers heads"]:
+        """One statistic of every head: a row for each layer, NaN where there is no head or no number.
+
+        Args:
+            statistic: A name of the table ``heads``, such as ``"entropy"`` or ``"entropy/reinitialised"``.
+            error: Standard errors in place of values.
+            attention: Which kind, where a model has several, such as ``"decoder cross-attention"``.
+
+        Raises:
+            InputError: The result has no such statistic or attention; the message names those that there are.
+        """
+        from massieu.report.matrix import matrix_of
+
+        return matrix_of(self.run, self.heads, statistic, error=error, attention=attention)
+
+    def tokens(
+        self, layer: int, head: int, *, window: int | None = None, attention: str | None = None
+    ) -> "polars.DataFrame":
+        """The statistics of one head at every token, of a probe with ``per_token``: a row for each query that was measured.
+
+        Columns: ``window`` (its number in the text), ``position`` in the window, ``token_id`` and ``token`` (null where
+        they are not known), ``site`` (index in ``run.sites``), ``layer``, ``head``, and one for each statistic, in
+        float32. A value is null where it has no meaning, as the weight of the previous token at the first one, and NaN
+        where the query's scores are not finite. Padding has no rows. The mean of a column is the table's value.
+
+        Args:
+            layer, head: Which head; where a layer has several sites of this kind, those of all.
+            window: Only this window of the text.
+            attention: Which kind, where a model has several, such as ``"decoder cross-attention"``.
+
+        Raises:
+            InputError: The result was made without ``per_token`` or the rows were removed or changed; it has no such
+                head or attention; or ``window`` is no number of a window.
+
+        Example:
+            >>> import massieu, torch
+            >>> from transformers import BertConfig, BertModel
+            >>> size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
+            >>> model = BertModel(BertConfig(num_hidden_layers=1, **size)).eval()
+            >>> batches = [{"input_ids": torch.arange(8)[None]}]
+            >>> result = massieu.probe(model, batches, statistics=["entropy"], per_token=True)
+            >>> result.tokens(0, 1)["token_id"].to_list()
+            [0, 1, 2, 3, 4, 5, 6, 7]
+        """
+        if self._token_table is None:
+            raise InputError(
+                "the result has no per-token values; probe with per_token=True, or with --per-token on the command line"
+            )
+        from massieu.report.matrix import sites_with
+
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
+            raise InputError(f"window must be the number of a window, 0 or more, got {window!r}")
+        sites = sites_with(self.run, self.heads, layer, head, attention)
+        return self._token_table.rows(sites, head, window)
+
+    def plot(self, statistic: str, *, attention: str | None = None) -> Any:
+        """The same as a figure of plotly, for a notebook or ``write_html``.
+
+        Raises:
+            InputError: As `matrix`.
+            MissingExtraError: Plotly is not installed.
+        """
+        from massieu.report.matrix import figure_of
+
+        return figure_of(self.run, self.heads, statistic, attention)
 
     def show(self, layer: int, head: int) -> Fragment:
         """One head in a notebook: its numbers, distributions and example tokens.

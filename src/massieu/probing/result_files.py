@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 FORMATS = ("parquet", "csv")
 TABLES = ("heads", "layers")
 PAGE = "report.html"
-RECORD, DETAILS = "run.json", "details.json"
-FILES = (RECORD, DETAILS, PAGE, *(f"{name}.{ending}" for name in TABLES for ending in FORMATS))
+RECORD, DETAILS, UNITS = "run.json", "details.json", "units.safetensors"
+FILES = (RECORD, DETAILS, UNITS, PAGE, *(f"{name}.{ending}" for name in TABLES for ending in FORMATS))
 """Every name that a file of a result may have."""
-ROOM = 16_000_000
-"""Bytes to have free for a result: the largest page, and as much again for the tables and the details."""
+ROOM = 48_000_000
+"""Bytes to have free for a result: the largest page, the tables and the details, and the sums of a thousand heads."""
 
 
 def table_bytes(frame: "polars.DataFrame", format: str) -> bytes:

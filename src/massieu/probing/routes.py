@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.capture import Capture, active
@@ -12,8 +12,10 @@ from massieu.probing.tap.mode import Tap
 
 
 @contextmanager
-def capturing(model: nn.Module, observer: Callable[[AttentionCall], None]) -> Iterator[Capture]:
+def capturing(model: nn.Module, observer: Callable[[AttentionCall], Tensor | None]) -> Iterator[Capture]:
     """Hand every attention call of ``model`` to ``observer`` while the block runs; the model's results stay its own.
+
+    An observer that returns something puts it in the place of that call's output, and then they do not.
 
     The model is afterwards as it was, whatever happens.
 
@@ -23,6 +25,7 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], None]) -> It
     """
     capture = Capture({module: name for name, module in model.named_modules()}, observer)
     tap = Tap(model, capture)
+    capture.finish = tap.finish
     with active(capture), reading_interface(model, capture), tap:
         yield capture
     tap.finish()

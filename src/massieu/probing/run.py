@@ -4,23 +4,33 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.interruption import Interruption, interruptible
-from massieu.probing.check import check_readable
-from massieu.probing.documents import Document, check_sources, read_documents, reference_documents, string_documents
+from massieu.probing.course import STORE_EVERY, course_for
 from massieu.probing.forward import named_inputs
-from massieu.probing.model import LoadedModel, as_loaded, dummy_inputs, load_model
+from massieu.probing.model import dummy_inputs
+from massieu.probing.per_token import check_per_token
 from massieu.probing.reading import Options
+from massieu.probing.replaced.effect import Replace
 from massieu.probing.result import ProbeResult
 from massieu.probing.session import Input, ProbeProgress, Session
-from massieu.probing.statistics.registry import CLIMB, MAPS, select
-from massieu.probing.text import TextBatches
-from massieu.probing.tokenizers import check_tokenizer
+from massieu.probing.sharing import Sharing
+from massieu.probing.sources import load_given, of_images, of_text
+from massieu.probing.statistics.registry import (
+    ATTENTION,
+    CLIMB,
+    MAPS,
+    REPEATED,
+    REPLACEMENT,
+    STATISTICS,
+    select,
+    select_quick,
+)
 from massieu.probing.units import Units
 from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
@@ -31,20 +41,35 @@ def probe(
     tokenizer_or_batches: Any = None,
     *,
     text: Sequence[str | Path] | str | Path | None = None,
-    texts: Sequence[str] | str | None = None,
+    texts: Iterable[Any] | None = None,
+    images: Iterable[Any] | str | Path | None = None,
     column: str | None = None,
+    source: str | None = None,
+    target: str | None = None,
     statistics: Sequence[str] | None = None,
     max_length: int = 256,
     max_tokens: int | None = None,
     batch_size: int = 8,
     packing: bool = True,
     query_sample: int | None = None,
+    generate: int | None = None,
+    replace: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
+    replace_per: Literal["all", "site", "head"] = "all",
+    replace_windows: int = 16,
+    quick: bool = False,
+    per_token: bool | Sequence[str] = False,
     device: str | None = None,
     dtype: str | None = None,
     seed: int = 0,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    device_map: str | dict[str, Any] | None = None,
+    distributed: bool = False,
+    running: str | Path | None = None,
+    resume: bool = False,
+    store_every: float = STORE_EVERY,
     progress: Callable[[ProbeProgress], None] | None = None,
+    sharing: Sharing | None = None,
 ) -> ProbeResult:
     """Read every attention head and every residual step of a transformer as statistical mechanics.
 
@@ -59,18 +84,42 @@ def probe(
             ``attention_mask`` is True at real tokens, ``key_padding_mask``, ``src_key_padding_mask`` and
             ``tgt_key_padding_mask`` are True at padding. Not needed for a folder or hub name.
         text: files, folders or ``"-"``; None is the English reference text that every Python ships.
-        texts: the text itself, in place of ``text``: a string, or a document in each string.
-        column: field of ``.jsonl`` and ``.parquet`` files that holds the text.
+        texts: the text itself, in place of ``text``: a string, a document in each string, or a ``Dataset`` or
+            ``IterableDataset`` of the package `datasets`.
+        column: column of a data set or of a file, or field of JSON objects, that holds the text; None is "text".
+        source, target: for an encoder–decoder, in place of ``column``: the columns of the texts that the encoder and the
+            decoder read, each pair in a row of its own. ``texts`` may then be pairs of strings, without such names.
         statistics: names of statistics or groups; None is all of them.
-        max_length: tokens in a window.
+        max_length: tokens in a window, or in each side of a pair.
         max_tokens: stop after this many tokens.
         batch_size: windows in a batch; it changes no number beyond rounding.
         packing: cut the text into full windows; False keeps one document per row, with padding.
         query_sample: at most this many queries per window for the per-query statistics (long inputs).
+        generate: each document is a prompt, and the model writes at most this many tokens after it, by its own ``generate``
+            with a cache. The attention statistics are then those of the query that each new token came of.
+        replace: rules, as for `massieu.replaced`, and ``"off(mean)"``, each head's mean output over the text. What each
+            changes is in ``result.run.replacements``: the loss of a model that predicts the next token, else its output.
+        replace_per: everywhere at once, or for each attention site or each head by itself: a forward pass a window for each.
+        replace_windows: on so many sampled windows.
+        quick: the attention's statistics alone, with standard errors: no re-initialised control, no examples, and a
+            self-check on one window in place of two.
+        per_token: True writes the value of every statistic of the attention at every query, a list of names those alone;
+            `massieu.ProbeResult.tokens` reads them. The rows go into ``running``, else into a temporary folder, and
+            ``save`` puts them beside the tables. About 4 bytes for each value.
         device, dtype: where and in which type a model is loaded by name; a GPU where there is one, and float32.
         seed: of everything that is drawn: samples, directions and the re-initialised copy.
         revision, trust_remote_code: as for ``from_pretrained`` of ``transformers``.
+        device_map: in place of ``device``, for a model that is larger than one: "auto" spreads its layers over the devices,
+            main memory and the disk; needs `accelerate`.
+        distributed: the processes of the default group of ``torch.distributed`` share the text: each is given all of it,
+            reads its batches and gets the result of all. Where a model is loaded by name, each loads its own.
+        running: a folder to store running sums in, every ``store_every`` minutes and when Ctrl-C ends the reading, and
+            the rows of ``per_token``.
+        resume: go on from what is stored in ``running``, by a run of the same model, text and settings; the result is the
+            one of a run without a break. Where nothing is stored, the reading begins at the beginning.
+        store_every: minutes.
         progress: called after every batch.
+        sharing: what this probe has in common with others; `massieu.compare` gives it.
 
     Returns:
         The result; ``complete`` is False when Ctrl-C ended it early.
@@ -78,6 +127,7 @@ def probe(
     Raises:
         InputError: bad input of any kind, named in one sentence; also when the self-check finds that what was captured
             does not reproduce the model's own attention, and where no attention can be read, with the reasons.
+        ProcessLostError: another process that shares the text has ended before its time.
 
     Example:
         Two heads of a small model, each with an entropy below log 8 = 2.08 nats.
@@ -93,34 +143,92 @@ def probe(
         >>> [0 < row["value"] < 2.08 for row in result.heads.rows(named=True) if row["statistic"] == "entropy"]
         [True, True]
     """
-    wanted, groups = select(statistics)
+    if not isinstance(quick, bool):
+        raise InputError(f"quick must be True or False, got {quick!r}")
+    wanted, groups = (select_quick if quick else select)(statistics)
+    rows = check_per_token(per_token, wanted if ATTENTION in groups else ())
+    replacing = Replace.create(replace, replace_per, replace_windows)
+    if REPLACEMENT in groups:
+        replacing = replacing.with_heads()
     sizes: dict[str, Any] = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size}
-    for name, value in {**sizes, "query_sample": query_sample}.items():
+    for name, value in {
+        **sizes,
+        "query_sample": query_sample,
+        "generate": generate,
+        "replace_windows": replace_windows,
+    }.items():
         least = 4 if name == "max_length" else 1
         if value is not None and value < least:
             raise InputError(f"{name} must be at least {least}, got {value}")
-    loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    loading: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
+    loading |= {"trust_remote_code": trust_remote_code, "device_map": device_map}
     settings = {"statistics": None if statistics is None else list(statistics), "column": column, "packing": packing}
-    settings |= {**sizes, "query_sample": query_sample, **loading}
-    source, documents = _documents(text, texts, column, check=not isinstance(model, nn.Module))
+    settings |= {"source": source, "target": target}
+    settings |= {**sizes, "query_sample": query_sample, "generate": generate, "quick": quick, **loading}
+    if generate is not None:
+        wanted, groups, packing = _while_generating(wanted, statistics), frozenset({ATTENTION}), False
+        loading["head"] = True
+        if rows:
+            raise InputError(
+                "per-token values are not written while a model generates: give either per_token or generate"
+            )
+        if replacing.wanted:
+            raise InputError("attention is not replaced while a model generates: give either replace or generate")
+    if replacing.wanted:
+        settings |= {"replace": [f"{name} for {per}" for name, _, per in replacing.rules]}
+        loading.setdefault("head", "if any")
+        if distributed or resume:
+            raise InputError(
+                "attention is replaced by one process that reads from the beginning: leave out torchrun and resume"
+            )
+    if REPEATED in groups:
+        loading.setdefault("head", "if any")
+    if rows:
+        settings |= {"per_token": list(rows)}
+        if distributed and running is None:
+            raise InputError(
+                "per_token with distributed=True needs running=, a folder that all processes write their rows to"
+            )
+    course = course_for(distributed, running, resume, store_every, settings)
     tell = progress or (lambda _: None)
-    tell(ProbeProgress("loading the model"))
-    loaded = _load(model, tokenizer_or_batches, needs_tokenizer=tokenizer_or_batches is None, **loading)
-    if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
-        if text is not None or texts is not None:
-            raise InputError("give either batches or text, not both")
-        given = Input(_batches(tokenizer_or_batches), "batches", True, max_length, loaded.tokenizer)
+    if images is not None:
+        settings_of_text = {
+            "text": text,
+            "source": source,
+            "target": target,
+            "generate": generate,
+            "max_tokens": max_tokens,
+        }
+        loaded, given = of_images(model, tokenizer_or_batches, images, texts, settings_of_text, sizes, loading, tell)
     else:
-        tokenizer = _tokenizer(loaded, tokenizer_or_batches, max_length)
-        batches = TextBatches(tokenizer, documents, **sizes, packing=packing)
-        given = Input(batches, source, packing, max_length, tokenizer)
+        asked = (text, texts, source, target, column, packing, generate)
+        loaded, given = of_text(model, tokenizer_or_batches, asked, sizes, loading, sharing, tell)
     units = Units(mode="window" if given.packing else "document")
-    options = Options(groups, units, max_length, query_sample, seed=seed)
+    options = Options(
+        groups, units, max_length, query_sample, seed=seed, statistics=wanted, quick=quick, new_tokens=generate,
+        replace=replacing, per_token=rows,
+    )  # fmt: skip
     with interruptible() as interruption:
-        session = Session(loaded, given, options, _holding(tell, interruption), max_tokens)
-        complete = session.read_all(interruption.asked)
-        tell(ProbeProgress("writing", session.tokens, max_tokens, session.windows))
+        if resume and not course.found():
+            tell(ProbeProgress(f"nothing is stored in {running}: reading from the beginning"))
+        session = Session(
+            loaded, given, options, _holding(tell, interruption), max_tokens, course=course, sharing=sharing
+        )
+        complete = session.read_all(interruption.asked) and session.replace_all(interruption.asked)
+        tell(ProbeProgress("writing", session.tokens, max_tokens, session.read))
         return session.result(wanted, settings, complete)
+
+
+def _while_generating(wanted: frozenset[str], named: Sequence[str] | None) -> frozenset[str]:
+    """The statistics of new tokens: those of attention.
+
+    Raises:
+        InputError: another one was named.
+    """
+    others = sorted(name for name in wanted if STATISTICS[name].group != ATTENTION)
+    if others and named is not None:
+        raise InputError(f"while a model generates, only statistics of attention are measured, not {', '.join(others)}")
+    return wanted - set(others)
 
 
 def _holding(tell: Callable[[ProbeProgress], None], interruption: Interruption) -> Callable[[ProbeProgress], None]:
@@ -132,70 +240,6 @@ def _holding(tell: Callable[[ProbeProgress], None], interruption: Interruption) 
         tell(state)
 
     return tell_and_hold
-
-
-def _documents(
-    text: Sequence[str | Path] | str | Path | None, texts: Sequence[str] | str | None, column: str | None, check: bool
-) -> tuple[str, Callable[[], Iterable[Document]]]:
-    """What the text is, in words, and a function that reads it."""
-    if text is not None and texts is not None:
-        raise InputError("give either text (files and folders) or texts (strings), not both")
-    if texts is not None:
-        strings = string_documents(texts)
-        return "1 string" if len(strings) == 1 else f"{len(strings):,} strings", lambda: strings
-    if text is None:
-        return "pydoc_data.topics (the reference text that ships with Python)", reference_documents
-    sources = [text] if isinstance(text, str | Path) else list(text)
-    if check:
-        check_sources(sources, column=column)
-    return ", ".join(map(str, sources)), lambda: read_documents(sources, column=column)
-
-
-def _batches(given: Any) -> Iterable[Any]:
-    """Several batches; one batch in their place is a common mistake, which iterating would hide."""
-    if isinstance(given, Tensor | Mapping) or not isinstance(given, Iterable):
-        raise InputError(f"batches must be an iterable of batches, got {type(given).__name__}; put one batch in a list")
-    return given
-
-
-def _load(model: str | Path | nn.Module | None, tokenizer: Any, needs_tokenizer: bool, **loading: Any) -> LoadedModel:
-    if isinstance(model, nn.Module):
-        if loading["device"] is not None or loading["dtype"] is not None:
-            raise InputError("device and dtype belong to models loaded by name; move a model in memory yourself")
-        return as_loaded(model, tokenizer if callable(tokenizer) else None)
-    loaded = load_model(model, tokenizer=needs_tokenizer, **loading)
-    check_readable(loaded.module)
-    return loaded
-
-
-def _tokenizer(loaded: LoadedModel, tokenizer: Any, max_length: int) -> Any:
-    """The tokenizer that was given or else the model's own, once it is sure that the model reads what comes of it."""
-    tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
-    if tokenizer is None:
-        reason = f" ({loaded.tokenizer_problem})" if loaded.tokenizer_problem else ""
-        raise InputError(
-            f"{loaded.name} has no tokenizer{reason}, so it cannot read text; give batches of its inputs from Python: "
-            "massieu.probe(model, batches)"
-        )
-    check_tokenizer(tokenizer, loaded.module, loaded.name)
-    longest = _longest(loaded.module)
-    if longest is not None and max_length > longest:
-        raise InputError(f"max_length {max_length} is more than the {longest} positions that {loaded.name} has")
-    return tokenizer
-
-
-def _longest(module: nn.Module) -> int | None:
-    """Positions an absolute position table has; None where there is no such table."""
-    config: Any = getattr(module, "config", None)
-    for name in ("max_position_embeddings", "n_positions"):
-        positions = getattr(config, name, None)
-        if isinstance(positions, int) and positions > 0:
-            return (
-                positions - 2
-                if getattr(config, "model_type", None) in ("roberta", "xlm-roberta", "camembert")
-                else positions
-            )
-    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,6 +267,7 @@ def describe(
     dtype: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    device_map: str | dict[str, Any] | None = None,
 ) -> Description:
     """Find the attention sites, heads and wiring of a model from one tiny made-up input; no text is needed.
 
@@ -250,8 +295,9 @@ def describe(
         >>> [(site.kind, site.heads, site.route) for site in massieu.describe(attention, (tokens,) * 3).sites]
         [('self', 2, 'tap')]
     """
-    loading = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
-    loaded = _load(model, None, needs_tokenizer=False, **loading)
+    loading: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
+    loading |= {"trust_remote_code": trust_remote_code, "device_map": device_map}
+    loaded = load_given(model, None, needs_tokenizer=False, **loading)
     ready = dummy_inputs(loaded.module) if inputs is None else named_inputs(loaded.module, inputs)
     options = Options(frozenset({CLIMB, MAPS}), Units(), 256, climb_queries=4)
     given = Input([ready], "made-up input", True, 256, None)

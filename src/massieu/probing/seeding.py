@@ -27,7 +27,8 @@ class OwnGenerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None:
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, keywords)
+        if draws and keywords.get("generator") is None:
             func, keywords["generator"] = _with_generator(func), self._generator(args, keywords)
         return func(*args, **keywords)
 
@@ -37,6 +38,15 @@ class OwnGenerator(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators[device]
+
+
+def _without_dropout(func: Any, args: Any, keywords: dict[str, Any]) -> bool:
+    """Whether an operation would draw for dropout alone, and was given none, as attention in evaluation."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return (args[place] if place < len(args) else keywords.get("dropout_p", 0.0)) == 0
 
 
 def _with_generator(func: Any) -> Any:

@@ -1,43 +1,59 @@
 """One probe under way: batches in, running results, and the record of the run at the end."""
 
-import platform
-import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-import massieu
 import massieu.report.record as record
 from massieu.errors import InputError
 from massieu.probing.check import SelfCheck, check_evaluating, first_look
 from massieu.probing.checkpoint import some
-from massieu.probing.examples import ExampleWindow, example_length
-from massieu.probing.findings import findings
+from massieu.probing.course import Course
+from massieu.probing.examples import LONGEST, ExampleWindow, example_length
 from massieu.probing.forward import named_inputs
 from massieu.probing.fresh import reinitialised
-from massieu.probing.interface import stock_implementations
+from massieu.probing.generation import GeneratingReading, check_causal
 from massieu.probing.model import LoadedModel, model_inputs
 from massieu.probing.nonfinite import in_weights, shows_nan
-from massieu.probing.reading import Options, Reading
-from massieu.probing.result import ProbeResult
-from massieu.probing.sites import SiteInfo
-from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
-from massieu.probing.tables import head_table, layer_table
+from massieu.probing.per_token import LARGE, PER_TOKEN, TOKENS, TemporaryFolder, TokenWriter, expected_size
+from massieu.probing.reading import Options, Reading, RowNumbers
+from massieu.probing.readout import tokens_through
+from massieu.probing.repeated import RepeatedTokens
+from massieu.probing.replaced.effect import Effects
+from massieu.probing.running import State
+from massieu.probing.session_record import Input, SessionRecord
+from massieu.probing.sharing import Sharing
+from massieu.probing.statistics.registry import (
+    ATTENTION,
+    CLIMB,
+    EXPANSION,
+    FEED_FORWARD,
+    MAPS,
+    REPEATED,
+    VALUES,
+    WINDOWED,
+)
 from massieu.probing.text import Batch, TextBatches, token_strings
+from massieu.probing.text_digest import TextDigest
+from massieu.probing.token_names import token_names
 from massieu.probing.tokenizers import check_ids
-from massieu.probing.tokens import BatchTokens, is_sampled
+from massieu.probing.tokens import BatchTokens, is_sampled, sampled_before
 from massieu.probing.weights import check_weights
 
+Marks = tuple[Tensor | None, Tensor | None]
+"""Special tokens of the text, and of what a decoder reads beside it."""
 CONTROL_EVERY = 8  # every eighth sampled window, and the second, also runs through the re-initialised copy
 EXAMPLES = 2
-_OF_SITE = ("layer", "kind", "heads", "key_heads", "head_size", "route", "grade")
+
+
+def _controlled_before(rank: int) -> int:
+    """How many sampled windows before this one also run through the re-initialised copy."""
+    return rank if rank < 2 else 1 + -(-rank // CONTROL_EVERY)
 
 
 @dataclass(frozen=True)
@@ -50,19 +66,8 @@ class ProbeProgress:
     windows: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Input:
-    """What the text side gives: batches, and what to say about them afterwards."""
-
-    batches: Iterable[Any]
-    source: str
-    packing: bool
-    max_length: int
-    tokenizer: Any
-
-
 @dataclass(eq=False)
-class Session:
+class Session(SessionRecord):
     """One probe under way; what it reads and checks is there once it has begun."""
 
     loaded: LoadedModel
@@ -74,56 +79,169 @@ class Session:
     reading: Reading = field(init=False)
     check: SelfCheck = field(init=False)
     control: Reading | None = None
-    tokens: int = 0
+    course: Course = field(default_factory=Course)
+    tokens: int = 0  # that were read here
+    read: int = 0  # windows
+    batches: int = 0  # of the text that this process has come past
     windows: int = 0
-    sampled: int = 0
-    recorded: int = 0
+    passed: int = 0  # tokens
+    replacements: list[record.ReplacementRecord] = field(default_factory=list)
+    recorded: int = 0  # batches with a sampled window
     broken_weights: record.Trouble | None = None
     unexplained: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
+    digest: TextDigest = field(default_factory=TextDigest)
+    sharing: Sharing | None = None
+    rows_in: Path | None = None  # the folder of the per-token rows
+    rows_kept: TemporaryFolder | None = None  # where that is a temporary one
+    control_shared: bool = False  # another probe has read it on the same windows
 
     def read_all(self, interrupted: threading.Event) -> bool:
         """Read every batch; False when interrupted before the end."""
-        for batch in self.given.batches:
-            if interrupted.is_set():
-                break
-            self._read(batch)
-            self.tell(ProbeProgress("reading", self.tokens, self.max_tokens, self.windows))
+        try:
+            for batch in self.given.batches:
+                if interrupted.is_set():
+                    break
+                self._read(batch)
+                self.course.store(self)
+                self.tell(ProbeProgress("reading", max(self.tokens, self.passed), self.max_tokens, self.windows))
+        except Exception as error:
+            self.course.note(error)
+            raise
         if not self.begun and interrupted.is_set():
             raise KeyboardInterrupt
         if not self.begun:
             raise InputError("there was no batch to read")
-        return not interrupted.is_set()
+        self.course.check_reached(self)
+        self.reading.write_rows()
+        complete = not interrupted.is_set()
+        if not complete:
+            self.course.store(self, now=True)
+        elif self.sharing is not None:
+            self.sharing.keep_control(self.loaded.module, self.options, self.control)
+        if self.control is not None:
+            self.control.model.to_empty(device="meta")  # its numbers are read: its weights need no memory any more
+        complete = self.course.gather(self, complete)
+        self.reading.measure_feed_forward()
+        return complete
 
     def _read(self, batch: Any) -> None:
         module = self.loaded.module
         inputs = named_inputs(module, batch.inputs if isinstance(batch, Batch) else batch)
-        special = batch.special if isinstance(batch, Batch) else None
+        special = (batch.special, batch.target_special) if isinstance(batch, Batch) else (None, None)
         check_ids(module, inputs)
         if not self.begun:
             self.begin(inputs)
+            self._begin_rows()
+        first = self.batches == 0
+        empty = self.state() if first else {}
         rows = self.reading.layout.rows(module, inputs)
-        sampled = [row for row in range(rows) if is_sampled(self.windows + row)]
-        example = None
-        if sampled and self.recorded < EXAMPLES and ATTENTION in self.options.groups:
-            example = self._example(batch, inputs, sampled[0])
-            self.recorded += 1
-        numbers = range(self.windows, self.windows + rows)
-        self.reading.forward(inputs, special, sampled, numbers, example)
-        if self.control is not None:
-            chosen = [row for i, row in enumerate(sampled, self.sampled) if i % CONTROL_EVERY == 0 or i == 1]
-            if chosen and not self.reading.layout.separable:
-                self.control.forward(inputs, special, chosen, numbers)
-            elif chosen:
-                along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows}
-                part = {k: v[chosen] if k in along else v for k, v in inputs.items()}
-                marks = None if special is None else special[chosen]
-                self.control.forward(part, marks, range(len(chosen)), [numbers[row] for row in chosen])
-        self.sampled += len(sampled)
+        self.digest.add(inputs, rows if self.reading.layout.separable else None)
+        # What is found once, as the wiring, is found in the first batch: every process reads it, and a resumed one again.
+        if first or self.course.takes(self.batches):
+            self._measure(batch, inputs, special, rows)
+        if first:
+            self.course.begin(self, empty)
+            self._go_on_with_rows()
+        self.course.pass_by(self, inputs)
+        sampled = sum(is_sampled(self.windows + row) for row in range(rows))
+        self.recorded += sampled > 0
+        self.batches += 1
         self.windows += rows
+        self.passed += BatchTokens(inputs).counted() or 0
+
+    def _measure(self, batch: Any, inputs: dict[str, Any], special: Marks, rows: int) -> None:
+        numbers = range(self.windows, self.windows + rows)
+        ranks = {row: sampled_before(number) for row, number in enumerate(numbers) if is_sampled(number)}
+        example = None
+        examples = 0 if self.options.quick or self.options.new_tokens is not None else EXAMPLES
+        if ranks and self.recorded < examples and ATTENTION in self.options.groups:
+            example = self._example(batch, inputs, min(ranks))
+        if self.reading.writer is not None:
+            self.reading.writer.batch = self.batches
+        if self.reading.effects is not None and ranks:
+            self.reading.effects.keep(_rows_of(inputs, list(ranks), rows), [numbers[row] for row in ranks])
+        marks, target = special
+        self.reading.forward(inputs, marks, ranks, numbers, example, RowNumbers(numbers, ranks), target)
+        if self.control is not None and not self.control_shared:
+            places = {
+                row: _controlled_before(rank) for row, rank in ranks.items() if rank % CONTROL_EVERY == 0 or rank == 1
+            }
+            if places and not self.reading.layout.separable:
+                self.control.forward(inputs, marks, places, numbers, None, RowNumbers(numbers, places), target)
+            elif places:
+                chosen, order = list(places), list(places.values())
+                part = _rows_of(inputs, chosen, rows)
+                marks, target = (None if each is None else each[chosen] for each in special)
+                here, windows = RowNumbers(order, dict(enumerate(order))), [numbers[row] for row in chosen]
+                self.control.forward(part, marks, range(len(chosen)), windows, None, here, target)
+        self.read += rows
         counted = BatchTokens(inputs).counted()
         # Where there is no text, what the first attention layer asks about, such as patches.
         self.tokens = self.reading.read_queries if counted is None else self.tokens + counted
+
+    # Running sums ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """All that was measured, per-token rows written; see `massieu.probing.running`."""
+        self.reading.write_rows()
+        control = None if self.control is None else self.control.state()
+        return {"tokens": self.tokens, "read": self.read, "reading": self.reading.state(), "control": control}
+
+    def restore(self, state: State) -> None:
+        """Go on from such a state in place of one's own."""
+        self.tokens, self.read = state["tokens"], state["read"]
+        self.reading.restore(state["reading"])
+        if self.control is not None:
+            self.control.restore(state["control"])
+
+    def add(self, state: State) -> None:
+        """Add what another process has measured on other windows."""
+        self.tokens, self.read = self.tokens + state["tokens"], self.read + state["read"]
+        self.reading.add(state["reading"])
+        if self.control is not None:
+            self.control.add(state["control"])
+
+    # Rows for each token -----------------------------------------------------------------------------------------------
+
+    def _begin_rows(self) -> None:
+        """Make ready to write per-token rows, and say how many bytes they may take."""
+        names, course = self.options.per_token, self.course
+        if not names:
+            return
+        if course.folder is None:
+            self.rows_kept = TemporaryFolder()
+        self.rows_in = Path(self.rows_kept.path if self.rows_kept else course.folder or "", TOKENS)
+        heads = sum(info.heads for info in self.reading.sites)
+        said, size = expected_size(heads, len(names), self.max_tokens)
+        self.tell(ProbeProgress(said))
+        if size > LARGE:
+            self.warnings.append(
+                f"{said}; name fewer statistics in per_token, or read fewer tokens, for a smaller table"
+            )
+        self.reading.writer = writer = TokenWriter(
+            self.rows_in, names, self.given.tokenizer, (course.rank, course.processes)
+        )
+        # A batch that is read for the wiring alone leaves no rows.
+        writer.silent = course.rank > 0 or course.resumes()
+        if not writer.silent:
+            writer.begin(0)
+
+    def _go_on_with_rows(self) -> None:
+        """After the first batch: keep the rows that belong to the stored sums, and drop those after them.
+
+        Raises:
+            InputError: the rows are not those of the stored sums.
+        """
+        writer, course = self.reading.writer, self.course
+        if writer is None or not writer.silent:
+            return
+        kept, writer.silent = writer.begin(course.start), False
+        if kept != self.reading.token_rows and PER_TOKEN not in self.reading.failed:
+            raise InputError(
+                f"cannot resume: {self.rows_in} holds {kept:,} per-token rows, and the stored sums are of "
+                f"{self.reading.token_rows:,}; begin without resume"
+            )
 
     def begin(self, inputs: dict[str, Any]) -> None:
         """Check the model and the first batch, and make ready to read.
@@ -144,21 +262,79 @@ class Session:
                 f"result: {some(look.silent, 5)}"
             )
         self.warnings += [f"the attention of {name} is not read: {reason}" for name, reason in look.refused.items()]
-        self.reading = Reading(module, look.sites, self.options, look.layout, look.refused)
-        if self.options.groups & {ATTENTION, VALUES, CLIMB, EXPANSION}:
+        read = self.options, look.layout, look.refused
+        if self.options.new_tokens is not None:
+            check_causal(look.sites, inputs, self.loaded.name)
+            self.reading = GeneratingReading(self.loaded.whole, self.options.new_tokens, module, look.sites, *read)
+            self.begun = True
+            return
+        self.reading = Reading(module, look.sites, *read)
+        self._begin_effects(inputs)
+        if not self.options.quick and self.options.groups & {ATTENTION, VALUES, CLIMB, EXPANSION, REPEATED, *WINDOWED}:
             self._begin_control(inputs)
+        if REPEATED in self.options.groups:
+            self._read_repeated(inputs)
+        if FEED_FORWARD in self.options.groups:
+            self.reading.find_feed_forward(inputs)
         self.begun = True
+
+    def _read_repeated(self, inputs: dict[str, Any]) -> None:
+        """Measure the model and its re-initialised copy on repeated tokens, before the text."""
+        self.tell(ProbeProgress("reading repeated tokens"))
+        around = self.given.batches.around if isinstance(self.given.batches, TextBatches) else None
+        made = RepeatedTokens.of(self.loaded, self.given.tokenizer, around, inputs, self.options.seed)
+        for reading in (self.reading, self.control):
+            if isinstance(made, str):
+                self.reading.failed[REPEATED] = made
+            elif reading is not None and not (reading is self.control and self.control_shared):
+                reading.read_repeated(made, "attention_mask" in inputs)
+        if REPEATED not in self.reading.failed:
+            through = tokens_through(self.loaded, _rows_of(inputs, [0], len(inputs["input_ids"])))
+            if isinstance(through, str):
+                self.reading.failed["copying_score"] = through
+            else:
+                self.reading.tokens_through = through
+
+    def _begin_effects(self, inputs: dict[str, Any]) -> None:
+        if not self.options.replace.wanted:
+            return
+        if not self.reading.layout.separable:
+            raise InputError(
+                "attention is replaced on single windows, and the items of these batches cannot be told apart"
+            )
+        self.reading.effects = Effects(self.loaded, self.options.replace, self.reading.sites, seed=self.options.seed)
+        self.reading.effects.check(inputs)
+
+    def replace_all(self, interrupted: threading.Event) -> bool:
+        """Measure what replacements change, once the text was read; False when interrupted before the end."""
+        effects = self.reading.effects
+        if effects is None:
+            return True
+
+        def tell(done: int, total: int) -> None:
+            self.tell(
+                ProbeProgress(f"replacing attention ({done:,} of {total:,} passes)", self.tokens, None, self.windows)
+            )
+
+        started = time.perf_counter()
+        self.replacements = effects.measured(interrupted.is_set, tell)
+        self.warnings += effects.warnings()
+        self.reading.seconds["replaced attention"] = time.perf_counter() - started
+        return effects.complete
 
     def _begin_control(self, inputs: dict[str, Any]) -> None:
         module, sites, layout = self.loaded.module, self.reading.sites, self.reading.layout
+        if self.sharing is not None and (shared := self.sharing.control(module, self.options)) is not None:
+            self.control, self.control_shared = shared, True
+            return
         fresh, said = reinitialised(module, self.options.seed, lambda copied: shows_nan(copied, sites, inputs))
         if said is not None:
             self.warnings.append(f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}")
         if fresh is not None:
-            options = replace(self.options, groups=self.options.groups - {MAPS})
+            options = replace(self.options, groups=self.options.groups - {MAPS}, per_token=())
             self.control = Reading(fresh, sites, options, layout, self.reading.refused)
 
-    def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow:
+    def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow | None:
         names: dict[str, list[str]] = {}
         tokenizer = self.given.tokenizer
         if tokenizer is not None and isinstance(inputs.get("input_ids"), Tensor):
@@ -168,148 +344,20 @@ class Session:
                 if ids is not None:
                     kept = ids[row] if mask is None else ids[row][mask[row]]
                     names[side] = token_strings(tokenizer, kept.tolist())
+        others = token_names(self.loaded.module, inputs, row)
+        if "text" in names and len(others.get("image", [])) == inputs["input_ids"].shape[1]:
+            names, others = {}, {}  # a site's tokens are known by their number, which would be both
+        names = others | names
         title = f"window {self.windows + row}"
         if isinstance(batch, Batch) and batch.names[row]:
             title += f" · {batch.names[row]}"
-        length = example_length(sum(s.heads for s in self.reading.sites), EXAMPLES)
-        return ExampleWindow(title, names, min(length, len(names.get("text", range(length)))), row)
+        window = max(map(len, names.values())) if names else LONGEST
+        heads = sum(site.heads for site in self.reading.sites)
+        length = example_length(heads, window, sum(example.recorded for example in self.reading.examples))
+        return ExampleWindow(title, names, length, row, self.windows + row) if length else None
 
-    # Result ------------------------------------------------------------------------------------------------------------
 
-    def result(self, wanted: frozenset[str], settings: dict[str, Any], complete: bool) -> ProbeResult:
-        """The tables and the record of the run, of the statistics that are wanted and could be computed."""
-        reading = self.reading
-        libraries = {"massieu": massieu, "torch": torch, "transformers": sys.modules.get("transformers"), "numpy": np}
-        wanted = wanted - reading.left_out()
-        heads = head_table(reading, self.control, wanted).frame()
-        layers = layer_table(reading, self.control, wanted).frame()
-        run = record.RunRecord(
-            massieu_version=massieu.__version__,
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            complete=complete,
-            model=self.model_record(),
-            text=self._text(),
-            error_unit=self._error_unit(),
-            self_check=record.SelfCheckRecord(**vars(self.check), passed=self.check.passed),
-            capture=record.CaptureRecord(
-                route=self.route(),
-                attention_sites=len(reading.sites),
-                unexplained_keywords=sorted(self.unexplained | reading.unexplained),
-            ),
-            sites=[self.site_record(info) for info in reading.sites],
-            sublayers=reading.tracer.sublayers,
-            settings=settings,
-            seed=self.options.seed,
-            versions={
-                "python": platform.python_version(),
-                **{name: used.__version__ for name, used in libraries.items() if used},
-            },
-            timing=self._timing(),
-            sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"]),
-            statistics=[each for each in STATISTICS.values() if each.name in wanted],
-            findings=findings(heads, layers),
-            warnings=self.all_warnings(),
-            unavailable=self._unavailable(),
-            nonfinite=self._nonfinite(),
-            trouble=self.trouble(),
-        )
-        return ProbeResult(run=run, details=self._details(), heads=heads, layers=layers)
-
-    def route(self) -> str:
-        """How attention was read, in words."""
-        sites, said = self.reading.sites, []
-        own = " and ".join(stock_implementations(self.loaded.module))
-        by = Counter(info.route for info in sites)
-        if by["interface"]:
-            said.append(f"transformers attention interface; output computed by the model's own {own} attention")
-        if by["tap"]:
-            said.append("scores followed to their softmax in the model's own code")
-        if len(by) > 1:
-            said = [f"{words} ({by[route]} sites)" for words, route in zip(said, ("interface", "tap"), strict=True)]
-        only = sum(info.grade == "scores" for info in sites)
-        return "; ".join(said) + (f"; of {only} of {len(sites)} sites the scores alone" if only else "")
-
-    def model_record(self) -> record.ModelRecord:
-        """The model as ``run.json`` describes it."""
-        sites = self.reading.sites
-        described = self.loaded.describe()
-        described.layers = len({(s.block, s.layer) for s in sites})
-        described.heads = sum(s.heads for s in sites)
-        return described
-
-    def _text(self) -> record.TextRecord:
-        batches = self.given.batches
-        report = batches.report if isinstance(batches, TextBatches) else None
-        counted = {"tokens": self.tokens, "windows": self.windows}
-        asked = {"source": self.given.source, "max_length": self.given.max_length, "packing": self.given.packing}
-        found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
-        return record.TextRecord(**asked, **counted, **found)
-
-    def _error_unit(self) -> record.ErrorUnitRecord:
-        name, number = self.reading.results[0].attention.ratio.error_unit()
-        if ATTENTION not in self.options.groups:
-            name, number = "window", self.windows
-        return record.ErrorUnitRecord(name, number)
-
-    def site_record(self, info: SiteInfo) -> record.SiteRecord:
-        """A site as ``run.json`` describes it."""
-        decoder = info.in_decoder
-        return record.SiteRecord(
-            index=info.index,
-            name=info.site.name,
-            **{name: getattr(info, name) for name in _OF_SITE},
-            query_tokens="decoder" if decoder else "text",
-            key_tokens="decoder" if decoder and info.kind != "cross" else "text",
-            unavailable=self.reading.results[info.index].unavailable,
-        )
-
-    def _timing(self) -> dict[str, float]:
-        times = {name: round(seconds, 3) for name, seconds in self.reading.seconds.items()}
-        if self.control is not None:
-            times["re-initialised control"] = round(sum(self.control.seconds.values()), 3)
-        return times
-
-    def _nonfinite(self) -> list[record.NonfiniteRecord]:
-        pairs = zip(self.reading.sites, self.reading.results, strict=True)
-        counts = [(info, head, int(n)) for info, found in pairs for head, n in enumerate(found.attention.broken) if n]
-        return [record.NonfiniteRecord(info.site.name, info.layer, head, n) for info, head, n in counts]
-
-    def trouble(self) -> record.Trouble | None:
-        """What breaks the model's numbers, if anything does: first its weights, then what arises on the way."""
-        return self.broken_weights or self.reading.trouble
-
-    def _unavailable(self) -> list[record.UnavailableRecord]:
-        """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
-        readings = {"model": self.reading, "re-initialised control": self.control}
-        failed = [(of, part, why) for of, read in readings.items() if read for part, why in read.failed.items()]
-        return [record.UnavailableRecord(*each) for each in failed]
-
-    def all_warnings(self) -> list[str]:
-        """Sentences for the terminal and the page."""
-        found = list(self.warnings)
-        if isinstance(self.given.batches, TextBatches) and (many := self.given.batches.report.many_unknown()):
-            found.append(many)
-        nonfinite = self._nonfinite()
-        for entry in self._unavailable():
-            of = "" if entry.of == "model" else f" of the {entry.of}"
-            found.append(f"{entry.statistic}{of} could not be computed and is left out ({entry.reason})")
-        if self.control is not None and self.control.trouble is not None:
-            found.append(f"in the re-initialised control, {self.control.trouble.sentence}")
-        if self.unexplained:
-            found.append(f"unexplained attention keywords: {', '.join(sorted(self.unexplained))}")
-        if nonfinite:
-            worst = max(nonfinite, key=lambda entry: entry.count)
-            found.append(
-                f"{sum(entry.count for entry in nonfinite)} queries had NaN or infinite scores and were left out, in "
-                f"{len(nonfinite)} heads (most in layer {worst.layer} head {worst.head})"
-            )
-        return found
-
-    def _details(self) -> dict[str, Any]:
-        histograms: dict[str, Any] = {}
-        if ATTENTION in self.options.groups:
-            every = [results.attention.histograms for results in self.reading.results]
-            for name, first in every[0].items():
-                counts = {str(i): found[name].counts.tolist() for i, found in enumerate(every)}
-                histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
-        return {"histograms": histograms, "examples": [e.to_dict() for e in self.reading.examples]}
+def _rows_of(inputs: dict[str, Any], chosen: Sequence[int], rows: int) -> dict[str, Any]:
+    """Some items of a batch."""
+    along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows}
+    return {k: v[list(chosen)] if k in along else v for k, v in inputs.items()}

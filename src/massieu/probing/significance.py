@@ -71,6 +71,25 @@ def two_sided_p(
     return np.where(enough, _student_t_two_sided(t, n - 1), np.nan)
 
 
+def student_p(
+    value: Float[np.ndarray, "*shape"],
+    standard_error: Float[np.ndarray, "*shape"],
+    degrees: Float[np.ndarray, "*shape"],
+) -> Float64[np.ndarray, "*shape"]:
+    """P-value of "the mean of this estimate is 0", by Student's t with so many degrees of freedom.
+
+    Where the error is 0 the p-value is its limit: 1 for the value 0, 0 for others; NaN without a degree of freedom.
+
+    Raises:
+        ValueError: a standard error is negative.
+    """
+    values, errors, freedom = _arrays(value, standard_error, degrees)
+    if (errors < 0).any():
+        raise ValueError("standard errors must be 0 or more")
+    enough = freedom > 0
+    return np.where(enough, _student_t_two_sided(_standardised(values, errors), np.where(enough, freedom, 1.0)), np.nan)
+
+
 def benjamini_hochberg(p_values: Float[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
     """Adjusted p-values ("q-values"): calling all heads with q ≤ α keeps the expected share of false calls ≤ α.
 

@@ -111,6 +111,7 @@ def first_pass(
         if module in tapped and _crosses(capture, module, arguments, keywords):
             found.cross.add(module)
         tapped.discard(module)
+        states.pop(module, None)  # else every activation of the pass would stay until its end
 
     def attend(call: AttentionCall) -> None:
         if call.route == "tap":
@@ -195,7 +196,7 @@ def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
 def _kind(call: AttentionCall, cross: set[nn.Module]) -> str:
     if call.module in cross or call.key.shape[2] != call.query.shape[2]:
         return "cross"
-    if call.key.shape[2] < 2:
+    if call.is_causal or call.key.shape[2] < 2:  # a mask for it would have as many entries as there are pairs
         return "causal" if call.is_causal else "self"
     return "self" if bool(call.visible().triu(1).any()) else "causal"
 

@@ -171,9 +171,22 @@ class _StoredExample(Entry):
 
 
 @dataclass
+class _StoredExtreme(Entry):
+    site: str = field(metadata=NEEDED)
+    head: int = field(metadata=NEEDED)
+    statistic: str = field(metadata=NEEDED)
+    window: int = field(metadata=NEEDED)
+    query: int = field(metadata=NEEDED)
+    key: int = field(metadata=NEEDED)
+    query_token: str | None = None
+    key_token: str | None = None
+
+
+@dataclass
 class _Details(Entry):
     histograms: dict[str, Any] = field(default_factory=dict)
     examples: list[_StoredExample] = field(default_factory=list)
+    extremes: list[_StoredExtreme] = field(default_factory=list)
 
 
 def _rows(value: Any, where: str) -> None:

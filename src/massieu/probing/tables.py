@@ -1,19 +1,27 @@
 """From running results to the two tables: values, controls, halves of the text, and q-values against the controls."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from massieu.probing.accumulate import Ratio
+from massieu.probing.accumulate import Ratio, block_sums
+from massieu.probing.feed_forward import FeedForwardStatistics
 from massieu.probing.long_table import TableBuilder
 from massieu.probing.reading import Reading
+from massieu.probing.replaced.effect import head_rows
 from massieu.probing.significance import benjamini_hochberg, difference_p, other_heads, two_sided_p
 from massieu.probing.site_reading import SiteReading
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.climb import MOVERS, PARTS, ClimbStatistics, paired
+from massieu.probing.statistics.expansion import CHANGES
+from massieu.probing.statistics.extremes import EXTREMES
 from massieu.probing.statistics.registry import STATISTICS
+from massieu.probing.statistics.repeated import NAMES
+from massieu.probing.unit_sums import Key, SiteSums
 from massieu.probing.units import Estimate
+from massieu.report.record import ReplacementRecord, Sublayer
 
 
 class HeadTable:
@@ -43,32 +51,47 @@ class HeadTable:
                 self.add(info, f"{name}/q_value", Estimate(q, np.full(len(q), np.nan), np.isfinite(q).astype(float)))
 
 
-def head_table(reading: Reading, control: Reading | None, wanted: frozenset[str]) -> TableBuilder:
+def head_table(
+    reading: Reading,
+    control: Reading | None,
+    wanted: frozenset[str],
+    replacements: Sequence[ReplacementRecord] = (),
+) -> TableBuilder:
     """Every row of the heads' table; ``control`` is the same reading of the re-initialised copy."""
     table = HeadTable(wanted)
     for info, results in zip(reading.sites, reading.results, strict=True):
-        fresh = {} if control is None else _ratios(control.results[info.index])
-        for name, (ratio, index) in _ratios(results).items():
+        fresh = {} if control is None else ratios(control.results[info.index])
+        for name, (ratio, index) in ratios(results).items():
             own = _row(ratio, index)
             table.add(info, name, own)
             for half in ("first_half", "second_half"):
                 table.add(info, f"{name}/{half}", _row(ratio, index, half))
             if control is not None and name not in control.left_out():
                 _against(table, info, name, own, "reinitialised", _row(*fresh[name]))
+        _add_windowed(table, info, results)
         _add_shapes(table, info, results)
         _add_climb_controls(table, info, results.climb)
         _add_maps(table, info, results)
+        for name, found in head_rows(info, replacements):
+            table.add(info, name, found)
+        if results.copying is not None:
+            copying = results.copying.numpy()
+            table.add(info, "copying_score", Estimate(copying, np.zeros(info.heads), np.ones(info.heads)))
     table.add_q_values()
     return table.builder
 
 
-def _ratios(results: SiteReading) -> dict[str, tuple[Ratio, Any]]:
+def ratios(results: SiteReading) -> dict[str, tuple[Ratio, Any]]:
     """Every ratio per head by its name: an accumulator, and which of its rows."""
     attention = results.attention
     found: dict[str, tuple[Ratio, Any]] = {name: (attention.ratio, i) for i, name in enumerate(attention.names)}
     found |= {"first_value_norm_ratio": (results.first_value, 0), "write_norm_ratio": (results.climb.write_norm, 0)}
     for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
         found[f"{mover}_{part}"] = (results.climb.steps, (kind, index))
+    for statistics in results.windowed.values():
+        found |= {name: (statistics.ratio, own) for name, own, _ in statistics.rows()}
+    if results.repeated is not None:
+        found |= {name: (results.repeated.ratio, index) for index, name in enumerate(NAMES)}
     return found
 
 
@@ -84,12 +107,25 @@ def _against(table: HeadTable, info: SiteInfo, name: str, own: Estimate, control
 
 
 def _add_shapes(table: HeadTable, info: SiteInfo, results: SiteReading) -> None:
-    """Spreads over tokens, and means in bins of position and of visible keys."""
+    """Spreads over tokens, means in bins of position and of visible keys, and extremes."""
     for name, spread in results.attention.spreads.items():
         value = spread.value()
         table.add(info, f"{name}/spread", Estimate(value, np.full_like(value, np.nan), spread.count()))
     for name, ratio, index in results.attention.bins():
         table.add(info, name, _row(ratio, index))
+    counts = dict(zip(results.attention.names, results.attention.ratio.estimate().count, strict=True))
+    for row, (name, end) in enumerate(EXTREMES):
+        value = results.extremes.value(row)
+        table.add(info, f"{name}/{end}", Estimate(value, np.full_like(value, np.nan), counts[name]))
+
+
+def _add_windowed(table: HeadTable, info: SiteInfo, results: SiteReading) -> None:
+    """The controls of the statistics that have one of their own."""
+    for statistics in results.windowed.values():
+        for name, own, control in statistics.rows():
+            if control is not None:
+                found, null = _row(statistics.ratio, own), _row(statistics.ratio, control)
+                _against(table, info, name, found, STATISTICS[name].control or "", null)
 
 
 def _add_climb_controls(table: HeadTable, info: SiteInfo, climb: ClimbStatistics) -> None:
@@ -131,6 +167,8 @@ def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str
             continue
         names = wanted - source.left_out()
         for sublayer in source.tracer.sublayers:
+            if source is reading and source.feed_forward is not None:
+                _add_feed_forward(builder, sublayer, source.feed_forward, names)
             if sublayer.index not in source.expansion.sublayers:
                 continue
             for part in ("estimate", "first_half", "second_half") if source is reading else ("estimate",):
@@ -141,3 +179,34 @@ def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str
                     if asked and name.partition("/")[0] in names and cell[-1] > 0:
                         builder.add(sublayer.name, sublayer.layer, name + suffix, *cell)
     return builder
+
+
+def _add_feed_forward(
+    builder: TableBuilder, sublayer: Sublayer, found: FeedForwardStatistics, wanted: frozenset[str]
+) -> None:
+    for part in ("estimate", "first_half", "second_half"):
+        for name, *cell in found.rows(sublayer.index, part):
+            if name.partition("/")[0] in wanted:
+                builder.add(sublayer.name, sublayer.layer, name if part == "estimate" else f"{name}/{part}", *cell)
+
+
+def unit_sums(reading: Reading, wanted: frozenset[str]) -> dict[Key, SiteSums]:
+    """The sums of the statistics that are wanted and were measured."""
+    found: dict[Key, SiteSums] = {}
+    for info, results in zip(reading.sites, reading.results, strict=True):
+        for name, (ratio, index) in ratios(results).items():
+            if name in wanted:
+                found |= _kept(("head", info.site.name, name), ratio, index)
+    for sublayer in reading.tracer.sublayers:
+        for index, change in enumerate(CHANGES):
+            ratio = reading.expansion.sublayers.get(sublayer.index)
+            if ratio is not None and change.__name__ in wanted:
+                found |= _kept(("layer", sublayer.name, change.__name__), ratio, (index, slice(2, 3)))
+    return found
+
+
+def _kept(key: Key, ratio: Ratio, index: Any) -> dict[Key, SiteSums]:
+    totals, counts, rows = block_sums(ratio)
+    place = (slice(None), *(index if isinstance(index, tuple) else (index,)))
+    kept = SiteSums(totals[place].copy(), counts[place].copy(), rows.copy())
+    return {key: kept} if (kept.counts > 0).any() else {}

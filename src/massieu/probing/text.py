@@ -29,11 +29,13 @@ class Batch:
             forward.
         special: The tokenizer's special tokens (CLS, SEP, BOS, EOS, …), but not the unknown token, which stands for text.
         names: For each row, the name of the document it starts in.
+        target_special: Special tokens of ``decoder_input_ids``; None where a batch has none.
     """
 
     inputs: dict[str, Tensor]
-    special: Bool[Tensor, "B L"]
+    special: Bool[Tensor, "B L"] | None
     names: tuple[str, ...]
+    target_special: Bool[Tensor, "B T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class TextBatches:
         self._tokenizer, self._documents = tokenizer, documents
         self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
         self._packing = packing
-        self._special = _special_ids(tokenizer)
+        self._special = special_ids(tokenizer)
         unknown: int | None = tokenizer.unk_token_id
         self._unknown = None if unknown in self._special else unknown  # GPT-2's marks an end and is no word's
         self._around: tuple[list[int], list[int]] | None = None
@@ -150,6 +152,11 @@ class TextBatches:
     def report(self) -> TextReport:
         """What the latest iteration has read; what was left out is said after its last batch."""
         return self._report
+
+    @property
+    def around(self) -> tuple[list[int], list[int]]:
+        """Special tokens that a row begins and ends with; none are known before the first row."""
+        return ([], []) if self._around is None else self._around
 
     def __iter__(self) -> Iterator[Batch]:
         self._report = TextReport(unknown=None if self._unknown is None else 0)
@@ -244,8 +251,7 @@ class TextBatches:
         return _Row([*before, *ids, *after], special, name, documents)
 
     def _batch(self, rows: list[_Row]) -> Batch:
-        named = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
-        padding = next(identifier for identifier in named if identifier is not None)
+        padding = padding_token(self._tokenizer)
         ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True, padding_value=padding)
         real = pad_sequence([torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True)
         special = pad_sequence([torch.tensor(row.special) for row in rows], batch_first=True)
@@ -310,7 +316,13 @@ def _around(tokenizer: Any, text: str, ids: list[int]) -> tuple[list[int], list[
     return before, after
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
+def padding_token(tokenizer: Any) -> int:
+    """What rows are padded with."""
+    named = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(identifier for identifier in named if identifier is not None)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
     """The special tokens except the unknown one, which stands for text, unless it also marks a beginning or an end."""
     marks = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
     return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {

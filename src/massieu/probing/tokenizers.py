@@ -42,7 +42,12 @@ def check_ids(model: nn.Module, inputs: dict[str, Any]) -> None:
     Raises:
         InputError: a token beyond its embeddings.
     """
-    ids, rows = inputs.get("input_ids"), embedded(model)
+    for name in ("input_ids", "decoder_input_ids"):
+        _check_ids(model, inputs, name)
+
+
+def _check_ids(model: nn.Module, inputs: dict[str, Any], name: str) -> None:
+    ids, rows = inputs.get(name), embedded(model)
     if not isinstance(ids, Tensor) or rows is None or not ids.numel():
         return
     strange = ids[(ids < 0) | (ids >= rows)]
@@ -50,7 +55,7 @@ def check_ids(model: nn.Module, inputs: dict[str, Any]) -> None:
     strange = strange[~torch.isin(strange, places)]
     if strange.numel():
         raise InputError(
-            f"input_ids hold the token {int(strange[0])}, and {type(model).__name__} embeds tokens 0 to {rows - 1:,}; "
+            f"{name} hold the token {int(strange[0])}, and {type(model).__name__} embeds tokens 0 to {rows - 1:,}; "
             "they come from another model's tokenizer"
         )
 
@@ -62,6 +67,16 @@ def embedded(model: nn.Module) -> int | None:
     except (AttributeError, NotImplementedError):
         return None
     return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def special_ids(tokenizer: Any, config: Any) -> set[int]:
+    """Tokens that are no words: a tokenizer's special and added ones, and those that a model's configuration names."""
+    named = {} if config is None else vars(config)
+    found = {v for name, v in named.items() if name.endswith("_token_id") and isinstance(v, int)}
+    found |= set(_placeholders(config))
+    if tokenizer is not None:
+        found |= set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
+    return found
 
 
 def _placeholders(config: Any) -> list[int]:

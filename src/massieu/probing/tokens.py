@@ -25,6 +25,11 @@ def is_sampled(window: int) -> bool:
     return window < SAMPLE_LEAST or int((window + 1) * SAMPLE_SHARE) > int(window * SAMPLE_SHARE)
 
 
+def sampled_before(window: int) -> int:
+    """How many windows before this one are sampled: where this one stands among them, if it is."""
+    return window if window < SAMPLE_LEAST else SAMPLE_LEAST + int(window * SAMPLE_SHARE)
+
+
 def drawn_for(seed: int, window: int, purpose: int) -> torch.Generator:
     """Random numbers that belong to one window and one purpose."""
     return torch.Generator().manual_seed(hash((seed, window, purpose)) % 2**63)
@@ -54,21 +59,31 @@ class BatchTokens:
     Attributes:
         inputs: what the model's forward is called with.
         special: special tokens of ``input_ids``; None where that is not known.
+        target_special: those of ``decoder_input_ids``.
+        frames: which frames of audio are real, where the text side is audio.
         follows: the decoder reads the same text behind a start token.
     """
 
     inputs: dict[str, Any]
     special: Bool[Tensor, "B L"] | None = None
     follows: bool = False
+    target_special: Bool[Tensor, "B T"] | None = None
+    frames: Bool[Tensor, "B F"] | None = None
 
     def of(self, call: AttentionCall, *, decoder: bool, keys: bool = False) -> Tokens:
         """Tokens asked about, or attended to, in one attention call."""
         real = real_tokens(call, self.inputs, decoder=decoder, keys=keys)
+        if self.frames is not None and not decoder and self.frames.shape == real.shape:
+            real = real & self.frames  # of a row too short for a frame, wav2vec 2.0 attends to padding
         special = self._special(decoder)
         fits = special is not None and special.shape == real.shape
-        return Tokens(real, special.to(real.device) if special is not None and fits else None)
+        ids = self.ids(decoder=decoder)
+        known = ids is not None and ids.shape == real.shape
+        return Tokens(real, special.to(real.device) if special is not None and fits else None, ids if known else None)
 
     def _special(self, decoder: bool) -> Tensor | None:
+        if decoder and self.target_special is not None:
+            return self.target_special
         if self.special is None or not decoder:
             return self.special
         if not self.follows:
@@ -87,9 +102,13 @@ class BatchTokens:
         return real_mask(self.inputs, decoder=decoder)
 
     def counted(self) -> int | None:
-        """Real tokens of the text; None where the batch is no text."""
-        ids, mask = self.ids(decoder=False), self.mask(decoder=False)
-        embedded = self.inputs.get("inputs_embeds")
+        """Real tokens of the text, of both sides where the decoder is given its own; None where the batch is no text."""
+        source = self._counted(decoder=False)
+        return source if source is None else source + (self._counted(decoder=True) or 0)
+
+    def _counted(self, *, decoder: bool) -> int | None:
+        ids, mask = self.ids(decoder=decoder), self.mask(decoder=decoder)
+        embedded = self.inputs.get("decoder_inputs_embeds" if decoder else "inputs_embeds")
         if ids is not None:
             shape = ids.shape
         elif isinstance(embedded, Tensor):
@@ -111,6 +130,8 @@ class BatchTokens:
         device = next(v.device for v in self.inputs.values() if isinstance(v, Tensor))
         if mask is not None and mask.shape[1] == length:
             real = mask[row]
+        elif self.frames is not None and not decoder and self.frames.shape[1] == length:
+            real = self.frames[row]
         elif mask is not None and ids is None and not bool(mask[row].all()):
             return torch.empty(0, dtype=torch.long, device=device)
         else:

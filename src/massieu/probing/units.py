@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float64
 
+from massieu.probing.running import State, fitting
+
 MINIMUM_DOCUMENTS = 30
 """From this many rows on, unpacked documents are called the error unit. Below, rows are too few to be merged in blocks,
 and a document, a row and a block are the same thing."""
@@ -19,10 +21,11 @@ class Units:
 
     Attributes:
         mode: ``"window"``: rows are windows of packed text, and the units are blocks of consecutive windows. There is
-            one window a block at first; whenever all blocks are full and another window arrives, neighbouring blocks
-            are merged pairwise. From 32 windows on there are then between 32 and 64 blocks (half the capacity to the
-            capacity), all of 2^k windows but for the last one, which may be partial. Source: the blocking of Flyvbjerg
-            and Petersen, "Error estimates on averages of correlated data" (J. Chem. Phys. 91, 461, 1989).
+            one window a block at first; whenever a window lies behind the last block that there is room for,
+            neighbouring blocks are merged pairwise. From 32 windows on there are then between 32 and 64 blocks (half the
+            capacity to the capacity), all of 2^k windows but for the last one, which may be partial. Source: the
+            blocking of Flyvbjerg and Petersen, "Error estimates on averages of correlated data" (J. Chem. Phys. 91,
+            461, 1989).
             ``"document"``: each row is a document, and a unit of its own, however many there are.
         capacity: The largest number of blocks: even, at least 2. Mode ``"document"`` does not use it.
     """
@@ -52,60 +55,133 @@ class Estimate:
         return iter((self.value, self.standard_error, self.count))
 
 
+class RowOrder:
+    """Which rows of the text sums have seen: rows with numbers, or rows in the order of their arrival.
+
+    Attributes:
+        following: one more than the largest number seen.
+        numbered: whether the rows came with numbers; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.following = 0
+        self.numbered: bool | None = None
+
+    def take(self, rows: int, numbers: np.ndarray | None) -> np.ndarray:
+        """The numbers of rows that arrive.
+
+        Raises:
+            ValueError: some rows came with numbers and some without, or a number is negative.
+        """
+        given = numbers is not None
+        if self.numbered not in (None, given):
+            raise ValueError("either all rows or none must have numbers")
+        if numbers is None:
+            numbers = np.arange(self.following, self.following + rows)
+        elif numbers.min() < 0:
+            raise ValueError(f"numbers of rows must be ≥ 0, got {numbers.min()}")
+        self.numbered, self.following = given, max(self.following, int(numbers.max()) + 1)
+        return numbers
+
+    def follows(self, other: "RowOrder") -> bool:
+        """Whether the other's rows have no numbers and come after these.
+
+        Raises:
+            ValueError: the rows of one have numbers, those of the other none.
+        """
+        if None not in (self.numbered, other.numbered) and self.numbered != other.numbered:
+            raise ValueError("cannot merge rows that have numbers with rows that have none")
+        return other.numbered is False
+
+    def merge(self, other: "RowOrder", first: int) -> None:
+        """Take note of another's rows, whose numbers begin at ``first``."""
+        self.following = max(self.following, first + other.following)
+        self.numbered = other.numbered if self.numbered is None else self.numbered
+
+    def state(self) -> State:
+        return {"following": self.following, "numbered": self.numbered}
+
+    def restore(self, state: State) -> None:
+        self.following, self.numbered = state["following"], state["numbered"]
+
+
 class BlockSums:
-    """Sums of (total, count) over blocks of consecutive rows."""
+    """Sums of (total, count) over blocks of consecutive rows.
+
+    A row's block is its number in the text divided by the rows in a block, so that sums of any rows of one text, read in
+    any order and by any process, add up to the same blocks.
+    """
 
     def __init__(self, shape: tuple[int, ...], capacity: int) -> None:
         self.capacity = capacity
+        self.order = RowOrder()
         self.size = 1  # rows in a full block
-        self.rows = np.zeros(0, dtype=np.int64)  # rows in each block
+        self.rows = np.zeros(0, dtype=np.int64)  # rows in each block, up to the last one with any
         self.sums = np.zeros((capacity, 2, *shape))  # the first len(rows) of them are in use
 
-    def add(self, pairs: np.ndarray) -> None:
-        while len(pairs):
-            used = len(self.rows)
-            # Room in the last block; after a merge a partial block can also lie further in front, and stays as it is.
-            room = self.size - int(self.rows[-1]) if used else 0
-            space = room + (self.capacity - used) * self.size
-            if space == 0:
-                self.coarsen()
-                continue
-            taken, pairs = pairs[:space], pairs[space:]
-            if room:
-                fills = taken[:room]
-                self.sums[used - 1] += fills.sum(0)
-                self.rows[-1] += len(fills)
-                taken = taken[room:]
-            if len(taken):
-                starts = np.arange(0, len(taken), self.size)
-                self.sums[used : used + len(starts)] = np.add.reduceat(taken, starts, axis=0)
-                self.rows = np.append(self.rows, np.diff(np.append(starts, len(taken))))
+    def add(self, pairs: np.ndarray, numbers: np.ndarray | None = None) -> None:
+        if not len(pairs):
+            return
+        numbers = self.order.take(len(pairs), numbers)
+        ascending = np.argsort(numbers, kind="stable")
+        numbers, pairs = numbers[ascending], pairs[ascending]
+        while numbers[-1] // self.size >= self.capacity:
+            self.coarsen()
+        blocks = numbers // self.size
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+        self.reach(blocks[-1] + 1)
+        self.sums[blocks[starts]] += np.add.reduceat(pairs, starts, axis=0)
+        self.rows[blocks[starts]] += np.diff(np.append(starts, len(blocks)))
+
+    def reach(self, blocks: int) -> None:
+        """Have so many blocks in use at least."""
+        self.rows = np.append(self.rows, np.zeros(max(blocks - len(self.rows), 0), dtype=np.int64))
 
     def coarsen(self) -> None:
         """Merge neighbouring blocks pairwise; an odd one at the end becomes a partial block."""
-        self._keep_pairs(self.sums[: len(self.rows)], self.rows)
-
-    def _keep_pairs(self, sums: np.ndarray, rows: np.ndarray) -> None:
-        starts = np.arange(0, len(rows), 2)
-        self.sums[: len(starts)] = np.add.reduceat(sums, starts, axis=0)
-        self.rows = np.add.reduceat(rows, starts)
+        used, starts = len(self.rows), np.arange(0, len(self.rows), 2)
+        if used:
+            merged = np.add.reduceat(self.sums[:used], starts, axis=0)
+            self.sums[:used] = 0.0
+            self.sums[: len(starts)] = merged
+            self.rows = np.add.reduceat(self.rows, starts)
         self.size *= 2
 
     def merge(self, other: "BlockSums") -> None:
+        """Add the blocks of other rows of the text; without numbers, those of the text that follows this one's."""
         if not len(other.rows):
             return
-        appended = deepcopy(other)
-        while self.size < appended.size and len(self.rows):
+        added = deepcopy(other)
+        while True:
+            while added.size < self.size:
+                added.coarsen()
+            while self.size < added.size:
+                self.coarsen()
+            # Rows without numbers follow in a block of their own.
+            first = -(-self.order.following // self.size) if self.order.follows(other.order) else 0
+            if first + len(added.rows) <= self.capacity:
+                break
             self.coarsen()
-        self.size = max(self.size, appended.size)
-        while appended.size < self.size:
-            appended.coarsen()
-        blocks = np.concatenate([self.sums[: len(self.rows)], appended.sums[: len(appended.rows)]])
-        rows = np.concatenate([self.rows, appended.rows])
-        if len(rows) > self.capacity:
-            self._keep_pairs(blocks, rows)
-        else:
-            self.sums[: len(rows)], self.rows = blocks, rows
+        self.reach(first + len(added.rows))
+        here = slice(first, first + len(added.rows))
+        self.sums[here] += added.sums[: len(added.rows)]
+        self.rows[here] += added.rows
+        self.order.merge(other.order, first * self.size)
+
+    def state(self) -> State:
+        return {
+            "order": self.order.state(),
+            "size": self.size,
+            "rows": self.rows.copy(),
+            "sums": self.sums[: len(self.rows)].copy(),
+        }
+
+    def restore(self, state: State) -> None:
+        rows = np.array(state["rows"], dtype=np.int64)
+        sums = np.zeros_like(self.sums)
+        sums[: len(rows)] = fitting(state["sums"], (len(rows), *sums.shape[1:]))
+        self.order.restore(state["order"])
+        self.size, self.rows, self.sums = state["size"], rows, sums
 
     def estimate(self, part: slice) -> Estimate:
         totals, counts = np.moveaxis(self.sums[: len(self.rows)][part], 1, 0)
@@ -116,7 +192,8 @@ class BlockSums:
         return _estimate(value, (residuals**2).sum(0), count, (counts > 0).sum(0))
 
     def error_unit(self) -> tuple[str, int]:
-        return "window" if self.size == 1 else f"block of {self.size} consecutive windows", len(self.rows)
+        units = int((self.rows > 0).sum())
+        return "window" if self.size == 1 else f"block of {self.size} consecutive windows", units
 
 
 class DocumentSums:
@@ -126,16 +203,22 @@ class DocumentSums:
     Σ (s − m n)² = Σr² − 2(m − c)Σrn + (m − c)²Σn² lose no digits to a large common mean.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], capacity: int) -> None:
         self.rows = 0
+        self.order = RowOrder()
+        self.blocks = BlockSums(shape, capacity)  # of consecutive rows: for comparisons, not for errors
         self.reference = np.full(shape, np.nan)  # NaN until the entry's first counted row
         self.moments = np.zeros((2, 6, *shape))  # parity × (Σr, Σn, Σr², Σrn, Σn², number of rows with n > 0)
 
-    def add(self, pairs: np.ndarray) -> None:
+    def add(self, pairs: np.ndarray, numbers: np.ndarray | None = None) -> None:
+        if not len(pairs):
+            return
+        self.blocks.add(pairs, numbers)
+        numbers = self.order.take(len(pairs), numbers)
         totals, counts = pairs[:, 0], pairs[:, 1]
         counted = counts > 0
         unset = np.isnan(self.reference)
-        if len(pairs) and unset.any():
+        if unset.any():
             first = counted.argmax(0)[None]
             ratio = _divide(*(np.take_along_axis(part, first, 0)[0] for part in (totals, counts)))
             # A non-finite first row must not become everybody's reference.
@@ -144,16 +227,29 @@ class DocumentSums:
             )
         r = totals - np.where(np.isnan(self.reference), 0.0, self.reference) * counts
         moments = np.stack([r, counts, r * r, r * counts, counts * counts, counted.astype(np.float64)], axis=1)
-        for start in (0, 1):
-            self.moments[(self.rows + start) % 2] += moments[start::2].sum(0)
+        for parity in (0, 1):
+            self.moments[parity] += moments[numbers % 2 == parity].sum(0)
         self.rows += len(pairs)
 
     def merge(self, other: "DocumentSums") -> None:
+        """Add other rows of the text; without numbers, those of the text that follows this one's."""
         reference = np.where(np.isnan(self.reference), other.reference, self.reference)
-        moments = other.moved(reference)
-        self.moments = self.moved(reference) + (moments[::-1] if self.rows % 2 else moments)
+        moments, first = other.moved(reference), self.order.following if self.order.follows(other.order) else 0
+        self.moments = self.moved(reference) + (moments[::-1] if first % 2 else moments)
         self.reference = reference
         self.rows += other.rows
+        self.order.merge(other.order, first)
+        self.blocks.merge(other.blocks)
+
+    def state(self) -> State:
+        own = {"rows": self.rows, "reference": self.reference.copy(), "moments": self.moments.copy()}
+        return own | {"order": self.order.state(), "blocks": self.blocks.state()}
+
+    def restore(self, state: State) -> None:
+        reference, moments = (fitting(state[name], vars(self)[name].shape) for name in ("reference", "moments"))
+        self.order.restore(state["order"])
+        self.blocks.restore(state["blocks"])
+        self.rows, self.reference, self.moments = state["rows"], reference, moments
 
     def moved(self, reference: np.ndarray) -> np.ndarray:
         """The moments relative to another reference; those of an entry never counted are all 0."""

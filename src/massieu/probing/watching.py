@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,7 +22,8 @@ def hooked(
 ) -> Iterator[None]:
     """Call ``before(module, arguments, keywords)`` and ``after(module, arguments, keywords, output)`` around each forward.
 
-    Calls that other threads make of the modules are not shown, but ``elsewhere`` is called before they begin.
+    Calls that other threads make of the modules are not shown, but ``elsewhere`` is called before they begin. Scripted
+    and traced parts of a model take no hooks, and are left alone.
     """
     thread = threading.get_ident()
 
@@ -37,6 +39,8 @@ def hooked(
     handles = []
     try:
         for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             if before is not None:
                 handles.append(module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True))
             if after is not None:
@@ -73,7 +77,9 @@ class Whereabouts:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A value with ``change`` applied to it where it is a tensor, and to the tensors in tuples and lists."""
+    """A value with ``change`` applied to it where it is a tensor, and to the tensors in tuples, lists and dictionaries."""
     if isinstance(value, tuple | list):
         return type(value)(mapped(v, change) for v in value)
+    if isinstance(value, dict):
+        return {name: mapped(v, change) for name, v in value.items()}
     return change(value) if isinstance(value, Tensor) else value

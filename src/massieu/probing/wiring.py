@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from massieu.probing.attention_call import AttentionCall
+from massieu.probing.packed import packed_linears, plain, projection_of
 from massieu.probing.sites import SiteInfo, hidden_state, inside
 from massieu.probing.watching import Place, hooked, mapped, memory
 from massieu.report.record import Sublayer
@@ -143,6 +144,7 @@ class StreamTracer(TorchFunctionMode):
             hooked(attention_modules, before=self._before_attention, after=self._after_attention),
             hooked(blocks, before=self._before_block),
             hooked(norms, after=self._after_norm),
+            hooked(packed_linears(self.model), after=self._after_packed),
             self,
         ):
             try:
@@ -164,6 +166,18 @@ class StreamTracer(TorchFunctionMode):
     def _after_attention(self, module: nn.Module, *_: Any) -> None:
         if not self._paused:
             self._called.pop(module, None)
+
+    def _after_packed(self, module: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any], output: Any) -> None:
+        """A kernel of few bits may be none of PyTorch's functions, so that the function mode does not see it."""
+        read = self._pending
+        if self._paused or read is None or read.projection is not None or not arguments:
+            return
+        if memory(arguments[0]) != memory(read.call.output):
+            return
+        with self.unobserved():
+            weight = projection_of(module, arguments[0], output)
+        if weight is not None:
+            self._project(arguments[0], weight, getattr(module, "bias", None), output)
 
     def _after_norm(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         source = arguments[0] if arguments else None
@@ -246,7 +260,7 @@ class StreamTracer(TorchFunctionMode):
 
     def _written(self, weight: Tensor, bias: Tensor | None, result: Tensor, update: Tensor | None) -> None:
         assert self._pending is not None
-        self._pending = replace(self._pending, projection=weight, bias=bias, update=update)
+        self._pending = replace(self._pending, projection=plain(weight), bias=bias, update=update)
         _remember(self._carriers, result, result)
 
     def _add(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from massieu.errors import InputError, require_extra
+from massieu.errors import InputError
 from massieu.foundation.numbers import number
 from massieu.report import colours
 from massieu.report.encode import plain, script_json
-from massieu.report.page import asset, hashed, script_of, template
+from massieu.report.page import asset, hashed, plotly_script, script_of, template
 from massieu.report.record_lines import TrainingRun, differing
 
 SCRIPTS = ("shared.js", "drawing.js", "curves.js")
@@ -64,7 +64,7 @@ def render(runs: Sequence[TrainingRun], reference: TrainingRun | None = None) ->
     """
     if not runs:
         raise InputError("there is nothing to draw: no run was given")
-    plotly = require_extra("plotly.offline", "probe").get_plotlyjs()
+    plotly, plotly_hash = plotly_script()
     drawn = [*runs, *([reference] if reference else [])]
     names = _distinct([run.name for run in drawn])
     script = script_of(SCRIPTS)
@@ -87,7 +87,7 @@ def render(runs: Sequence[TrainingRun], reference: TrainingRun | None = None) ->
         style=asset("page.css"),
         script=script,
         plotly=plotly,
-        script_sources=f"{hashed(plotly)} {hashed(script)}",
+        script_sources=f"{plotly_hash} {hashed(script)}",
         data_json=script_json(data),
     )
 

@@ -22,6 +22,11 @@ Reference = list[Any]  # [block, byte offset, number of entries, type]
 EXAMPLE_SHADES = ("selective_log_partition", "entropy")
 
 
+def gzipped(raw: bytes) -> str:
+    """Base64 of gzip, the same text for the same bytes; the page's script unpacks it."""
+    return base64.b64encode(gzip.compress(raw, compresslevel=9, mtime=0)).decode("ascii")
+
+
 class Block:
     """One gzipped run of arrays; each array starts at a multiple of four bytes."""
 
@@ -45,7 +50,7 @@ class Block:
 
     def text(self) -> str:
         """The block as base64 of gzip, the same bytes for the same data."""
-        return base64.b64encode(gzip.compress(bytes(self._bytes), compresslevel=9, mtime=0)).decode("ascii")
+        return gzipped(bytes(self._bytes))
 
 
 @dataclass
@@ -82,12 +87,12 @@ def plain(value: Any) -> Any:
 
 def pack_column(block: Block, column: Column) -> dict[str, Any]:
     """A column's values, errors and counts; a part that is the same everywhere is a single number."""
-    packed: dict[str, Any] = {"value": block.add(column.value, "f4")}
+    entry: dict[str, Any] = {"value": block.add(column.value, "f4")}
     if np.isfinite(column.error).any():
-        packed["error"] = block.add(column.error, "f2")
+        entry["error"] = block.add(column.error, "f2")
     counts = np.unique(column.count)
-    packed["count"] = int(counts[0]) if len(counts) == 1 else block.add(np.minimum(column.count, 2**32 - 1), "u4")
-    return packed
+    entry["count"] = int(counts[0]) if len(counts) == 1 else block.add(np.minimum(column.count, 2**32 - 1), "u4")
+    return entry
 
 
 def _on_the_map(name: str) -> bool:

@@ -144,7 +144,7 @@ def _histograms(details: dict[str, Any], site: MapRow, head: int, titles: dict[s
         bars = [
             {
                 "height": round(BAR_HEIGHT * count / top, 1),
-                "title": f"{number(edges[place])} to {number(edges[place + 1])}: {whole(count)} tokens",
+                "title": f"{_bin(edges, place)}: {whole(count)} tokens",
             }
             for place, count in enumerate(counts[head])
         ]
@@ -152,6 +152,13 @@ def _histograms(details: dict[str, Any], site: MapRow, head: int, titles: dict[s
             {"title": titles.get(name, name.replace("_", " ")), "bars": bars, "low": edges[0], "high": edges[-1]}
         )
     return drawn
+
+
+def _bin(edges: list[float], place: int) -> str:
+    """A bin in words; those at both ends hold all that lies beyond them too."""
+    if place == len(edges) - 2:
+        return f"{number(edges[place])} or more"
+    return f"{number(edges[1])} or less" if place == 0 else f"{number(edges[place])} to {number(edges[place + 1])}"
 
 
 def _strongest(entry: dict[str, Any], head: int, place: int, keys: list[str]) -> str:

@@ -5,8 +5,10 @@ one. What has arrived is the folder's content from that moment on, wherever a pr
 record, has the others' hashes, so that who reads while another writes notices it.
 """
 
+import glob
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +29,8 @@ _MOMENT = 0.5
 """Seconds for which even a reader may hold the lock, to see whether it is free."""
 _AGAIN = 0.02
 
+_NONE: Mapping[str, Path] = {}
+
 Read = TypeVar("Read")
 
 
@@ -37,6 +41,12 @@ class MismatchError(InputError):
 def digest(content: bytes) -> str:
     """The hash by which a file is known."""
     return hashlib.sha256(content).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """The same of a file that may be large."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
@@ -71,8 +81,15 @@ def tried(folder: Path, room: int, name: str | None = None) -> Iterator[None]:
                 each.rmdir()
 
 
-def replace(folder: Path, files: Mapping[str, bytes], instead: tuple[str, ...] = ()) -> None:
+def replace(
+    folder: Path, files: Mapping[str, bytes], instead: tuple[str, ...] = (), linked: Mapping[str, Path] = _NONE
+) -> None:
     """Put files into a folder, all at once; those named in ``instead`` are removed, others are left alone.
+
+    Args:
+        instead: names of files; one that ends with a hyphen, as ``tokens/part-``, stands for all that begin so.
+        linked: large files, which are somewhere already, by names in a folder of this one: linked, or copied where
+            that is not possible.
 
     Raises:
         InputError: it cannot be written to, or another run writes there for a long time.
@@ -87,7 +104,12 @@ def replace(folder: Path, files: Mapping[str, bytes], instead: tuple[str, ...] =
             for name, content in files.items():
                 (aside / name).write_bytes(content)
             for name in instead:
-                (aside / f"{name}{_GONE}").touch()
+                mark = aside / f"{name}{_GONE}"
+                mark.parent.mkdir(exist_ok=True)
+                mark.touch()
+            for name, path in linked.items():
+                (aside / name).parent.mkdir(exist_ok=True)
+                _link(path, aside / name)
             settle(folder)  # an earlier save may have been interrupted
         settle(folder)
 
@@ -100,13 +122,34 @@ def settle(folder: Path) -> None:
     arrived = folder / _ARRIVED
     if not arrived.is_dir():
         return
-    for path in sorted(arrived.iterdir()):
-        if path.name.endswith(_GONE):
-            (folder / path.name.removesuffix(_GONE)).unlink(missing_ok=True)
-            path.unlink()
-        else:
-            os.replace(path, folder / path.name)
-    arrived.rmdir()
+    inner = sorted(path for path in arrived.iterdir() if path.is_dir())
+    for place in (*inner, arrived):
+        # What is to be removed goes first: it may be followed by files of the same names.
+        for path in sorted(place.iterdir(), key=lambda path: (not path.name.endswith(_GONE), path.name)):
+            target = folder / path.relative_to(arrived)
+            if path.name.endswith(_GONE):
+                for old in target.parent.glob(_pattern(target.name.removesuffix(_GONE))):
+                    old.unlink(missing_ok=True)
+                path.unlink()
+            else:
+                target.parent.mkdir(exist_ok=True)
+                os.replace(path, target)
+        place.rmdir()
+        if place != arrived:
+            with suppress(OSError):  # it holds something, or there is none
+                (folder / place.name).rmdir()
+
+
+def _pattern(name: str) -> str:
+    """What a mark names: a hyphen at its end is followed by anything."""
+    return glob.escape(name) + ("*" if name.endswith("-") else "")
+
+
+def _link(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(path, target)
 
 
 def read(folder: Path, *names: str) -> tuple[str, bytes]:
@@ -125,6 +168,17 @@ def read(folder: Path, *names: str) -> tuple[str, bytes]:
                 except (FileNotFoundError, NotADirectoryError):
                     continue
     raise MismatchError(f"{folder} has no {' or '.join(names)}; a folder written by 'massieu probe' is needed")
+
+
+def has(folder: Path, name: str) -> bool:
+    """Whether the file is in its place, or has arrived and is about to be."""
+    return any((place / name).is_file() for place in (folder / _ARRIVED, folder))
+
+
+def place(folder: Path, name: str) -> Path:
+    """Where the file is now: among what has arrived, or in its place."""
+    arrived = folder / _ARRIVED / name
+    return arrived if arrived.is_file() else folder / name
 
 
 def read_together(folder: Path, record: str, attempt: Callable[[], Read]) -> Read:

@@ -4,14 +4,18 @@ import base64
 import hashlib
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from massieu.errors import require_extra
-from massieu.foundation.numbers import bound, number, whole, with_error
+from massieu.foundation.numbers import bound, counted, number, whole, with_error
 from massieu.report import colours
-from massieu.report.encode import Payload, encode, plain, script_json
+from massieu.report.encode import Payload, encode, gzipped, plain, script_json
+from massieu.report.record import STANDARD_ERRORS
+from massieu.report.replacements import replacement_table
 from massieu.report.tables import Column, MapRow, catalogue_of, head_columns, layer_columns, sites_of, sublayers_of
+from massieu.report.terms import explained
 
 if TYPE_CHECKING:
     import jinja2
@@ -20,7 +24,10 @@ if TYPE_CHECKING:
     from massieu.report.record import RunRecord
 
 PAGE_BYTES = 7_700_000
-SCRIPTS = ("shared.js", "data.js", "drawing.js", "map.js", "text.js", "head.js", "sublayers.js", "page.js")
+SCRIPTS = (
+    *("shared.js", "data.js", "drawing.js", "cells.js", "map.js", "keys.js", "text.js", "head.js", "sublayers.js"),
+    *("link.js", "page.js"),
+)
 WARNINGS_SHOWN = 8
 
 
@@ -34,8 +41,8 @@ def template(name: str) -> "jinja2.Template":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters = {"words": _words, "opening": _opening, "fact": _fact}
-    environment.filters |= filters | {each.__name__: each for each in (number, bound, whole, with_error)}
+    filters = {"words": _words, "opening": _opening, "fact": _fact, "explained": explained}
+    environment.filters |= filters | {each.__name__: each for each in (number, bound, whole, counted, with_error)}
     return environment.get_template(name)
 
 
@@ -74,6 +81,20 @@ def hashed(script: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
+def plotly_script() -> tuple[str, str]:
+    """The drawing library, packed, and what a content security policy calls it by.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    return _packed_script(require_extra("plotly.offline", "probe").get_plotlyjs())
+
+
+@lru_cache(maxsize=1)
+def _packed_script(script: str) -> tuple[str, str]:
+    return gzipped(script.encode()), hashed(script)
+
+
 def _layer_payload(sublayers: list[dict[str, Any]], columns: dict[str, Column]) -> dict[str, Any]:
     def rounded(values: Any) -> list[float]:
         return [float(f"{value:.6g}") for value in values]
@@ -86,7 +107,11 @@ def _layer_payload(sublayers: list[dict[str, Any]], columns: dict[str, Column]) 
 
 
 def _findings(run: "RunRecord", sites: list[MapRow]) -> list[dict[str, Any]]:
-    """The findings with the site of each head they name; a head that several sites of a layer have is not linked."""
+    """The findings with the site of each head they name; a head that several sites of a layer have is not linked.
+
+    One whose number is within its own error is not announced, though an older result may hold it.
+    """
+    signed = {entry.name for entry in run.statistics if entry.signed}
     findings = []
     for finding in run.findings:
         cells = []
@@ -94,7 +119,10 @@ def _findings(run: "RunRecord", sites: list[MapRow]) -> list[dict[str, Any]]:
             at = [site.index for site in sites if site.layer == layer and head < site.heads]
             if len(at) == 1:
                 cells.append({"site": at[0], "head": head})
-        findings.append({**vars(finding), "cells": cells})
+        error = finding.standard_error or 0.0
+        near = finding.statistic in signed and abs(finding.value or 0.0) <= STANDARD_ERRORS * error
+        announced = finding.value is not None and not near
+        findings.append({**vars(finding), "cells": cells if announced else [], "announced": announced})
     return findings
 
 
@@ -116,6 +144,10 @@ def _grouped(statistics: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
     for entry in statistics:
         groups.setdefault(entry["group_title"], []).append(entry)
     return groups
+
+
+def _terms(entry: dict[str, Any]) -> list[dict[str, str]]:
+    return explained(entry[name] for name in ("title", "question", "caveat", "unit"))
 
 
 def _date(text: str | None) -> str:
@@ -147,7 +179,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
     Raises:
         MissingExtraError: plotly, jinja2 or polars is not installed.
     """
-    plotly = require_extra("plotly.offline", "probe").get_plotlyjs()
+    plotly, plotly_hash = plotly_script()
     facts, run = plain(run.to_dict()), plain(run)
     sites, sublayers = sites_of(run, heads), sublayers_of(run, layers)
     columns, moved = head_columns(sites, heads), layer_columns(sublayers, layers)
@@ -155,7 +187,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
     findings = _findings(run, sites)
     style, script = asset("page.css"), script_of(SCRIPTS)
     data = {
-        "statistics": head_statistics,
+        "statistics": [entry | {"terms": _terms(entry)} for entry in head_statistics],
         "layers": _layer_payload(sublayers, moved) | {"statistics": layer_statistics},
         "findings": [{key: entry[key] for key in ("id", "statistic", "cells")} for entry in findings],
         "scales": {"sequential": colours.SEQUENTIAL, "diverging": colours.DIVERGING},
@@ -169,13 +201,14 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         "findings": findings,
         "groups": _grouped(head_statistics + layer_statistics),
         "unavailable": _unavailable(sites),
+        "replacements": replacement_table(run.replacements),
         "measured_on": _date(run.date),
         "kinds": colours.KINDS,
         "warnings_shown": WARNINGS_SHOWN,
         "style": style,
         "script": script,
         "plotly": plotly,
-        "script_sources": f"{hashed(plotly)} {hashed(script)}",
+        "script_sources": f"{plotly_hash} {hashed(script)}",
     }
     page = template("page.html.j2")
     around = len(page.render(context | {"payload": Payload({}), "data_json": "{}"}).encode())

@@ -130,6 +130,36 @@ class Sublayer(Entry):
 
 
 @dataclass
+class ReplacementRecord(Entry):
+    """What changes if attention is replaced: in loss, nats a token, or in output, relative; with a 95 % interval.
+
+    Attributes:
+        site, layer, head: where; None is everywhere, or every head of the site.
+    """
+
+    rule: str = field(metadata=NEEDED)
+    measure: str = field(metadata=NEEDED)
+    site: str | None = None
+    layer: int | None = None
+    head: int | None = None
+    value: float | None = None
+    standard_error: float | None = None
+    low: float | None = None
+    high: float | None = None
+    tokens: int | None = None
+    windows: int | None = None
+
+
+@dataclass
+class PerTokenRecord(Entry):
+    """The per-token table: its columns of statistics, its rows, and its bytes on the disk."""
+
+    statistics: list[str] = field(metadata=NEEDED)
+    rows: int = field(metadata=NEEDED)
+    bytes: int = field(metadata=NEEDED)
+
+
+@dataclass
 class SampleRecord(Entry):
     """What replays, clouds and controls ran on."""
 
@@ -166,9 +196,16 @@ class Statistic(Entry):
     cost: str = ""
 
 
+STANDARD_ERRORS = 2.0
+"""A number this many standard errors from its null, or fewer, is not announced."""
+
+
 @dataclass
 class Finding(Entry):
-    """One card: what was found, and all that is needed to read it rightly; ``heads`` are pairs of layer and head."""
+    """One card: what was found, and all that is needed to read it rightly; ``heads`` are pairs of layer and head.
+
+    Without a ``value`` it is not announced, and the sentence says why.
+    """
 
     id: str = field(metadata=NEEDED)
     title: str = field(metadata=NEEDED)
@@ -243,6 +280,8 @@ class RunRecord(Entry):
     unavailable: list[UnavailableRecord] = field(default_factory=list)
     nonfinite: list[NonfiniteRecord] = field(default_factory=list)
     trouble: Trouble | None = None
+    replacements: list[ReplacementRecord] = field(default_factory=list)
+    per_token: PerTokenRecord | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The record as ``run.json`` holds it: plain lists, dictionaries and finite numbers."""
@@ -261,6 +300,31 @@ def plain(value: Any, digits: int | None = None) -> Any:
         return [plain(item, digits) for item in value]
     if isinstance(value, dict):
         return {str(key): plain(item, digits) for key, item in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist(), digits)
-    return value
+    if isinstance(value, np.ndarray):
+        return _listed(value, digits)
+    return plain(value.item(), digits) if isinstance(value, np.generic) else value
+
+
+def _listed(array: np.ndarray, digits: int | None) -> Any:
+    """An array's numbers as nested lists; each is the number that `plain` makes of it by itself, up to ties of rounding."""
+    if array.dtype.kind != "f":
+        return array.tolist()
+    array = array.astype(np.float64)
+    finite = np.isfinite(array)
+    if digits is not None:
+        size = np.abs(array, where=finite & (array != 0), out=np.ones_like(array))
+        places = digits - 1 - np.floor(np.log10(size))
+        # Whole numbers below 10^digits and powers of ten up to 10^22 are exact, so a quotient is the nearest number to
+        # the decimal one; beyond them text is the way.
+        usual = np.abs(places) <= 22
+        power = 10.0 ** np.where(usual, np.abs(places), 0)
+        up, down = np.where(places > 0, power, 1.0), np.where(places > 0, 1.0, power)
+        rounded = np.rint(array * up / down) / up * down
+        rare = finite & ~usual
+        rounded[rare] = [float(f"{number:.{digits}g}") for number in array[rare].tolist()]
+        array = rounded
+    if finite.all():
+        return array.tolist()
+    listed = array.astype(object)
+    listed[~finite] = None
+    return listed.tolist()

@@ -21,8 +21,20 @@ GROUP_TITLES = {
     "climb": "Does a step sharpen the head's attention?",
     "maps": "The weight matrices",
     "expansion": "Expansion and contraction",
+    "replacement": "Attention replaced",
+    "repeated": "Tokens that are said twice",
+    "memory": "The head as a memory",
+    "feed_forward": "Feed-forward layers",
 }
-CONTROLS = ("random", "mismatched", "rotation", "reinitialised")
+CONTROLS = (
+    "random",
+    "mismatched",
+    "rotation",
+    "mismatched_keys",
+    "shuffled_values",
+    "shuffled_tokens",
+    "reinitialised",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,10 @@ class Column:
 
 @dataclass(frozen=True)
 class MapRow:
-    """An attention site: a row of the map. Its heads are the cells ``first`` to ``first + heads − 1``."""
+    """An attention site: a row of the map. Its heads are the cells ``first`` to ``first + heads − 1``.
+
+    Sites of one ``group`` have the same stack and kind of attention, and share a colour scale.
+    """
 
     index: int
     name: str
@@ -54,6 +69,10 @@ class MapRow:
     unavailable: dict[str, str]
     route: str
     grade: str
+    group: str
+
+
+_KINDS = {"self": "self-attention", "causal": "causal self-attention", "cross": "cross-attention"}
 
 
 def _stack(name: str) -> str:
@@ -96,6 +115,7 @@ def sites_of(run: "RunRecord", heads: "polars.DataFrame") -> list[MapRow]:
             unavailable=entry.get("unavailable") or {},
             route=entry.get("route") or "interface",
             grade=entry.get("grade") or "full",
+            group=f"{_stack(name)} {_KINDS.get(kind := entry.get('kind') or '', kind)}".strip(),
         )
         sites.append(site)
     return sites

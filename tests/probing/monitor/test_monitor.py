@@ -218,6 +218,24 @@ def test_embeddings_that_a_look_up_renormalises_keep_their_numbers():
     assert model.first.weight is held and torch.equal(held, before)
 
 
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripted_parts():
+    """They take no hooks. A part that does not attend is none of the monitor's affair; attention in one cannot be seen."""
+    model, batch = gpt(), torch.randn(1, 3, WIDTH)
+    expected = Monitor(model, IDS)(0)
+    model.blocks[0].feed = torch.jit.script(model.blocks[0].feed)
+    record = Monitor(model, IDS)(0)
+    assert record["massieu/layer1/entropy_mean"] == pytest.approx(expected["massieu/layer1/entropy_mean"], rel=1e-5)
+    model.blocks[1].attention = torch.jit.trace(model.blocks[1].attention, batch, check_trace=False)
+    with pytest.warns(UserWarning, match=r"not seen attending, so they are not measured: blocks\.1\.attention"):
+        record = Monitor(model, IDS)(0)
+    assert record["massieu/layer0/entropy_mean"] == expected["massieu/layer0/entropy_mean"]
+    model.blocks[0].attention = torch.jit.trace(model.blocks[0].attention, batch, check_trace=False)
+    with pytest.raises(InputError, match=r"called attention \(blocks\.0\.attention, blocks\.1\.attention\)"):
+        Monitor(model, IDS)
+
+
 @pytest.mark.parametrize("where", ["model", "hook"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_error_leaves_nothing_behind(where, error):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described, flag, whole_number
 from massieu.probing.check import FirstLook, first_look
+from massieu.probing.checkpoint import some
 from massieu.probing.forward import named_inputs, run
 from massieu.probing.model import check_loaded, model_inputs
 from massieu.probing.monitor.alarms import Alarms
@@ -241,6 +242,11 @@ class Monitor:
             )
         for name, reason in self._look.refused.items():
             self._warn(f"{name or type(self.model).__name__} is not measured: {reason}")
+        if self._look.silent:
+            self._warn(
+                f"{len(self._look.silent)} modules look like attention but were not seen attending, so they are not "
+                f"measured: {some(self._look.silent, 5)}"
+            )
 
     def _measured(self, step: int, inputs: dict[str, Any]) -> MonitorSums:
         found = self._pass(inputs)

@@ -17,7 +17,13 @@ _of_scores = partial(_per_query, needs_scores=True)
 _to_itself = partial(_per_query, claim="S12", caveat="Defined for attention of a sequence to itself.")
 
 
-@_of_scores("Selective log Z", formula="S = log Z − log Σw − Σ h_j s_j = KL(h‖p)", claim="S25", unit="nats")
+@_of_scores(
+    "Selective log Z",
+    formula="S = log Z − log Σw − Σ h_j s_j = KL(h‖p)",
+    claim="S25",
+    unit="nats",
+    moments=("prior_log_partition", "prior_mean_score"),
+)
 def selective_log_partition(reading: QueryReading) -> Tensor:
     """How far is this head's attention from attending to every visible key alike?"""
     moments = reading.moments
@@ -70,31 +76,51 @@ def effective_keys(reading: QueryReading) -> Tensor:
     paper=SHIM,
     caveat="Never above the effective number of keys.",
     unit="keys",
+    moments=("collision",),
 )
 def effective_sample_size(reading: QueryReading) -> Tensor:
     """Read as importance sampling, how many independent draws would estimate the output as well?"""
     return 1 / reading.moments.collision
 
 
-@_per_query("Largest weight", formula="max_j p_j", claim="B5", paper=BAL)
+@_per_query("Largest weight", formula="max_j p_j", claim="B5", paper=BAL, moments=("max_weight",))
 def largest_weight(reading: QueryReading) -> Tensor:
     """How much of the attention goes to the single strongest key?"""
     return reading.moments.max_weight
 
 
-@_of_scores("Largest score above the mean score", formula="max_j s_j − Σ h_j s_j", claim="S25, N11", unit="nats")
+@_of_scores(
+    "Largest score above the mean score",
+    formula="max_j s_j − Σ h_j s_j",
+    claim="S25, N11",
+    unit="nats",
+    moments=("max_score", "prior_mean_score"),
+)
 def largest_score_above_mean(reading: QueryReading) -> Tensor:
     """How far does the strongest key stand out, in nats, before the softmax?"""
     return reading.moments.max_score - reading.moments.prior_mean_score
 
 
-@_of_scores("Largest score (raw max logit)", formula="max_j s_j", claim="N11", unit="nats", gauge_dependent=True)
+@_of_scores(
+    "Largest score (raw max logit)",
+    formula="max_j s_j",
+    claim="N11",
+    unit="nats",
+    gauge_dependent=True,
+    moments=("max_score",),
+)
 def largest_score(reading: QueryReading) -> Tensor:
     """What is the max logit that training monitors watch?"""
     return reading.moments.max_score + reading.shift
 
 
-@_of_scores("Variance of the scores", formula="Σ h_j (s_j − s̄)²", claim="S10, X2", unit="nats²")
+@_of_scores(
+    "Variance of the scores",
+    formula="Σ h_j (s_j − s̄)²",
+    claim="S10, X2",
+    unit="nats²",
+    moments=("prior_score_variance",),
+)
 def score_variance(reading: QueryReading) -> Tensor:
     """How much do the scores of the visible keys differ?"""
     return reading.moments.prior_score_variance
@@ -107,6 +133,7 @@ def score_variance(reading: QueryReading) -> Tensor:
     paper=SHIM,
     caveat="It is zero both for uniform scores and for attention on one key.",
     unit="nats²",
+    moments=("score_variance",),
 )
 def score_variance_attended(reading: QueryReading) -> Tensor:
     """What is the second cumulant of the score under the attention (Fisher information in β)?"""

@@ -20,6 +20,7 @@ from torch import Tensor
 from massieu.probing.accumulate import Ratio
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.replay import Replay
+from massieu.probing.running import RunningParts
 from massieu.probing.significance import other_heads
 from massieu.probing.statistics.registry import CLIMB, SHIM, statistic
 from massieu.probing.statistics.values import write_norm_ratio
@@ -27,6 +28,7 @@ from massieu.probing.units import Units
 from massieu.probing.wiring import AttentionRead, Step
 
 CONTROL_SHARE = 8  # whole-step controls run on every eighth sampled query
+TOGETHER = 2**21  # numbers in what all heads write at the queries that are measured at a time
 _KEYS_HELD = "Keys and values are held fixed while the query moves; in the model they move too."
 _WHO = {
     "own_write": "The head's own write",
@@ -219,7 +221,7 @@ class _Landscape:
         return combine(attention - prior), combine(prior) + shift
 
 
-class ClimbStatistics:
+class ClimbStatistics(RunningParts):
     """Running results of one site.
 
     Attributes:
@@ -236,6 +238,18 @@ class ClimbStatistics:
         self.pairs = Ratio((len(_PAIRED), heads, heads), units)
         self.write_norm = Ratio((1, heads), units)
 
+    def take(self, pieces: Sequence["Sums"], numbers: Sequence[int] | None = None) -> None:
+        """Add what was measured on the pieces of one batch, which are together one row for each of its items.
+
+        Args:
+            numbers: where the rows stand in the text; see `Ratio.update`.
+        """
+        for name in ("steps", "random", "pairs", "write_norm"):
+            found = [piece[name] for piece in pieces if name in piece]
+            if found:
+                total, count = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))
+                getattr(self, name).update(total, count, numbers)
+
     def mismatched(self, part: str) -> tuple[np.ndarray, np.ndarray, int]:
         """Mean and standard deviation over the other heads' writes, as each head sees them, and how many there are."""
         return other_heads(self.pairs.value()[_PAIRED.index(part)])
@@ -246,8 +260,20 @@ def paired(part: str) -> bool:
     return part in _PAIRED
 
 
+Sums = dict[str, tuple[Tensor, Tensor]]
+"""Totals and counts of a batch for the running results of a `ClimbStatistics`, by their names."""
+
+
+def climbed(replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator) -> list[Sums]:
+    """All heads of an attention site at some positions of a batch, so many positions at a time that memory is bounded."""
+    assert replay.read.residual is not None
+    width = replay.read.call.query.shape[1] * len(replay.read.residual) * replay.read.residual.shape[-1]
+    together = max(TOGETHER // width // CONTROL_SHARE, 1) * CONTROL_SHARE  # so that the control queries stay the same
+    return [Climb(replay, step, piece, generator).sums() for piece in positions.split(together)]
+
+
 class Climb:
-    """Measures one attention site on some rows and positions of one batch."""
+    """Measures one attention site on some rows and positions of one batch, all heads together."""
 
     def __init__(self, replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator) -> None:
         read = replay.read
@@ -261,6 +287,7 @@ class Climb:
         self.generator = generator
         self.whole = self._whole_update(read, step)[:, positions]
         self.control = torch.arange(0, len(positions), CONTROL_SHARE, device=positions.device)
+        self.valid = torch.ones(len(self.residual), len(positions), dtype=torch.bool, device=positions.device)
 
     @staticmethod
     def _whole_update(read: AttentionRead, step: Step) -> Tensor:
@@ -276,8 +303,8 @@ class Climb:
         weight = self.read.projection.unflatten(1, (output.shape[2], -1))  # D H Dv
         return torch.einsum("bshv,dhv->hbsd", output, weight)
 
-    def measure(self, into: ClimbStatistics, valid: Tensor) -> None:
-        """Add this batch to the running results; ``valid`` (B, S) leaves padding out."""
+    def sums(self) -> Sums:
+        """What these positions add to the running results."""
         gradients = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
         base = self.landscape.parts(self.call.query)
         writes = self.writes()
@@ -290,22 +317,15 @@ class Climb:
         parts = self.landscape.parts(torch.cat(moved, dim=2), slice(None), len(moved))
         steps = iter(_step_parts(parts, base, len(moved)))
         rows = [None if found is None else torch.cat([found, next(steps)], dim=1) for found in slopes]
-        _add(into.steps, rows, valid)
+        found = {"steps": _summed(rows, self.valid, len(MOVERS))}
         if writes is not None:
-            _add(into.write_norm, [write_norm_ratio(writes, self.residual)], valid)
-        self._controls(into, writes, gradients, base, valid)
+            found["write_norm"] = _summed([write_norm_ratio(writes, self.residual)], self.valid)
+        return found | self._controls(writes, gradients, base)
 
-    def _controls(
-        self,
-        into: ClimbStatistics,
-        writes: Tensor | None,
-        gradients: Sequence[Tensor],
-        base: tuple[Tensor, ...],
-        valid: Tensor,
-    ) -> None:
+    def _controls(self, writes: Tensor | None, gradients: Sequence[Tensor], base: tuple[Tensor, ...]) -> Sums:
         """Random directions, and what the other heads of the layer write, on the control queries."""
         chosen = self.control
-        few, origin = valid[:, chosen], tuple(b[:, :, chosen] for b in base)
+        few, origin = self.valid[:, chosen], tuple(b[:, :, chosen] for b in base)
         lengths = self.whole.norm(dim=-1)[None]
         if writes is not None:
             lengths = torch.cat([lengths, writes.norm(dim=-1)])
@@ -320,19 +340,21 @@ class Climb:
         parts = self.landscape.parts(torch.cat(moved, dim=2), chosen, len(moved))
         steps = _step_parts(parts, origin, len(moved))
         rows = [torch.cat(pair, dim=1) for pair in zip(slopes, steps, strict=False)]
-        _add(into.random, [None, *rows] if writes is None else rows[::-1], few)
+        found = {"random": _summed([None, *rows] if writes is None else rows[::-1], few)}
         if writes is not None:
-            self._pairs(into, torch.einsum("hbsd,gbsd->bghs", gradients[0], writes), torch.stack(steps[2:], 1), valid)
+            slope = torch.einsum("hbsd,gbsd->bghs", gradients[0], writes)
+            found["pairs"] = self._pairs(slope, torch.stack(steps[2:], 1))
+        return found
 
-    def _pairs(self, into: ClimbStatistics, slope: Tensor, steps: Tensor, valid: Tensor) -> None:
+    def _pairs(self, slope: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Entry (g, h) of each item: head g's write, head h's selective log Z; slopes everywhere, steps on few queries."""
         change = steps[:, :, list(_STEPS).index("step_selective")]
-        many = valid[:, None, None] & slope.isfinite()
-        few = valid[:, self.control][:, None, None] & change.isfinite()
+        many = self.valid[:, None, None] & slope.isfinite()
+        few = self.valid[:, self.control][:, None, None] & change.isfinite()
         slope, change = torch.where(many, slope, 0.0), torch.where(few, change, 0.0)
         totals = torch.stack([(slope > 0).sum(-1), slope.sum(-1), (change > 0).sum(-1), change.sum(-1)], dim=1)
         counts = [many.sum(-1), many.sum(-1), few.sum(-1), few.sum(-1)]
-        into.pairs.update(totals, torch.stack(counts, dim=1))
+        return totals.double(), torch.stack(counts, dim=1)
 
     def _random(self, lengths: Float[Tensor, "C B S"]) -> Float[Tensor, "C B S D"]:
         """One random direction per token, in each of these lengths."""
@@ -351,9 +373,7 @@ class Climb:
 
 def _along(gradient: Float[Tensor, "H B S D"], step: Float[Tensor, "*H B S D"]) -> Float[Tensor, "H B S"]:
     """Slope along a step that is each head's own (with a dimension of heads) or the same for all."""
-    if step.dim() == gradient.dim():
-        return (gradient * step).sum(-1)
-    return torch.einsum("hbsd,bsd->hbs", gradient, step)
+    return (gradient * step).sum(-1)
 
 
 def _slope_parts(gradients: Sequence[Tensor], step: Float[Tensor, "*H B S D"]) -> Float[Tensor, "B 3 H S"]:
@@ -370,11 +390,11 @@ def _step_parts(
     return torch.stack([part(changes) for part in _STEPS.values()], dim=1).unbind(3)
 
 
-def _add(ratio: Ratio, rows: Sequence[Float[Tensor, "B *parts S"] | None], valid: Tensor) -> None:
-    """Add one row of the accumulator for each item of ``rows``; None and rows that are missing stay uncounted."""
+def _summed(rows: Sequence[Float[Tensor, "B *parts S"] | None], valid: Tensor, most: int = 0) -> tuple[Tensor, Tensor]:
+    """Totals and counts over the queries, (B, rows, *parts); None, and rows that are missing to ``most``, stay uncounted."""
     known = next(row for row in rows if row is not None)
     filled = [torch.full_like(known, torch.nan) if row is None else row for row in rows]
-    filled += [torch.full_like(known, torch.nan)] * (ratio.shape[0] - len(filled))
+    filled += [torch.full_like(known, torch.nan)] * (most - len(filled))
     values = torch.stack(filled, dim=1).double()
     usable = valid.view(len(valid), *([1] * (values.dim() - 2)), -1) & values.isfinite()
-    ratio.update(torch.where(usable, values, 0.0).sum(-1), usable.sum(-1))
+    return torch.where(usable, values, 0.0).sum(-1), usable.sum(-1)

@@ -4,17 +4,20 @@ from functools import partial
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from massieu.foundation.threads import one_thread
 from massieu.population import observables
 from massieu.probing.accumulate import Ratio
+from massieu.probing.running import State
 from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step
 
 _BEFORE, _AFTER, _CHANGE = 0, 1, 2
 FEWEST = 8  # tokens; fewer say nothing about a covariance
+TOGETHER = 2**20  # numbers in the clouds that are measured at a time; in float64 they still fit a processor's cache
 _POINTS = "Tokens of one window, at most 64 positions with distinct tokens."
 _of_points = partial(statistic, EXPANSION, paper=SHIM, caveat=_POINTS, scope="layer")
 _change = partial(_of_points, signed=True)
@@ -96,18 +99,26 @@ def distinct_positions(
 class ExpansionStatistics:
     """Running results along the depth: for each sublayer the cloud's levels before and after, and their change.
 
-    During a forward pass only the sampled tokens of each point are copied; `finish` measures all of them together.
+    During a forward pass only the sampled tokens of each point are copied. They are measured some clouds at a time, so
+    that memory grows neither with the depth nor with the batch.
     """
 
     def __init__(self, units: Units) -> None:
         self.units = units
         self.sublayers: dict[int, Ratio] = {}
-        self._steps: list[tuple[int, int, int]] = []  # sublayer, and which clouds it led from and to
-        self._clouds: list[Float[Tensor, "S D"]] = []
+        # Sublayer, which clouds a step led from and to, and the row's number.
+        self._steps: list[tuple[int, int, int, int | None]] = []
+        self._clouds: list[Float[Tensor, "S D"]] = []  # that are not measured yet
+        self._waiting = 0  # numbers in them
+        self._levels: list[Float64[Tensor, " levels"]] = []  # of the clouds before those
         self._latest: dict[int, tuple[Tensor, int]] = {}  # for each row: the point last reached, and its cloud
 
-    def collect(self, step: Step, row: int, positions: Int[Tensor, " S"]) -> None:
-        """Take the sampled tokens of one window (item ``row`` of the batch) before and after one step."""
+    def collect(self, step: Step, row: int, positions: Int[Tensor, " S"], number: int | None = None) -> None:
+        """Take the sampled tokens of one window (item ``row`` of the batch) before and after one step.
+
+        Args:
+            number: where the window stands among the sampled ones; see `Ratio.update`.
+        """
         if len(positions) < FEWEST:
             return
         latest = self._latest.get(row)
@@ -117,32 +128,63 @@ class ExpansionStatistics:
             start = self._take(step.before, row, positions)
         end = self._take(step.after, row, positions)
         self._latest[row] = (step.after, end)
-        self._steps.append((step.sublayer.index, start, end))
+        self._steps.append((step.sublayer.index, start, end, number))
 
     def _take(self, points: Float[Tensor, "B L D"], row: int, positions: Int[Tensor, " S"]) -> int:
-        self._clouds.append(points[row].index_select(0, positions).cpu())
-        return len(self._clouds) - 1
+        """Copy the cloud of some tokens; which one it is."""
+        cloud = points[row].index_select(0, positions).cpu()
+        if self._waiting + cloud.numel() > TOGETHER:
+            self._measure()
+        self._clouds.append(cloud)
+        self._waiting += cloud.numel()
+        return len(self._levels) + len(self._clouds) - 1
 
-    def finish(self) -> None:
-        """Measure what the forward pass collected, and forget it."""
+    def _measure(self) -> None:
+        """The levels of the clouds that wait, those of one shape together; then they are forgotten."""
         levels = torch.zeros(len(self._clouds), len(LEVELS), dtype=torch.float64)
         shapes: dict[tuple[int, ...], list[int]] = {}
         for index, cloud in enumerate(self._clouds):
             shapes.setdefault(tuple(cloud.shape), []).append(index)
-        for places in shapes.values():
-            clouds = torch.stack([self._clouds[index] for index in places]).double()
-            spectrum = observables.covariance_spectrum(clouds)
-            levels[places] = torch.stack([level(clouds, spectrum) for level in LEVELS], -1)
-        for sublayer, start, end in self._steps:
-            before, after = levels[start], levels[end]
+        with one_thread():
+            for places in shapes.values():
+                clouds = torch.stack([self._clouds[index] for index in places]).double()
+                spectrum = observables.covariance_spectrum(clouds)
+                levels[places] = torch.stack([level(clouds, spectrum) for level in LEVELS], -1)
+        self._levels += levels.unbind()
+        self._clouds.clear()
+        self._waiting = 0
+
+    def finish(self) -> None:
+        """Add what the forward pass collected to the running results, and forget it."""
+        self._measure()
+        for sublayer, start, end, number in self._steps:
+            before, after = self._levels[start], self._levels[end]
             change = torch.stack([changed(*pair) for changed, *pair in zip(CHANGES, before, after, strict=True)])
             values = torch.stack([before, after, change], dim=-1)[None]
             finite = values.isfinite()
-            ratio = self.sublayers.setdefault(sublayer, Ratio((len(LEVELS), 3), self.units))
-            ratio.update(torch.where(finite, values, 0.0), finite.double())
+            ratio = self.sublayers.setdefault(sublayer, self._begun())
+            ratio.update(torch.where(finite, values, 0.0), finite.double(), None if number is None else [number])
         self._steps.clear()
-        self._clouds.clear()
+        self._levels.clear()
         self._latest.clear()
+
+    def _begun(self) -> Ratio:
+        return Ratio((len(LEVELS), 3), self.units)
+
+    def merge(self, other: "ExpansionStatistics") -> None:
+        """Add what ``other`` has measured on other windows."""
+        for sublayer, ratio in other.sublayers.items():
+            self.sublayers.setdefault(sublayer, self._begun()).merge(ratio)
+
+    def state(self) -> State:
+        """The sums of every sublayer."""
+        return {str(sublayer): ratio.state() for sublayer, ratio in self.sublayers.items()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such sums in place of one's own."""
+        self.sublayers = {int(sublayer): self._begun() for sublayer in state}
+        for sublayer, ratio in self.sublayers.items():
+            ratio.restore(state[str(sublayer)])
 
     def results(
         self, sublayer: int, part: Literal["estimate", "first_half", "second_half"] = "estimate"

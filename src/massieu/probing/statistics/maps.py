@@ -23,11 +23,6 @@ def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[T
     return (left * right).sum((-2, -1))
 
 
-def _score_norm(maps: HeadMaps) -> Float64[Tensor, " H"]:
-    """‖W_QᵀW_K‖."""
-    return _dot(maps.query @ maps.query.mT, maps.key @ maps.key.mT).sqrt()
-
-
 @_of_maps(
     "Cosine of W_O W_V with W_QᵀW_K",
     formula="⟨W_O W_V, W_QᵀW_K⟩ / (‖W_O W_V‖ ‖W_QᵀW_K‖), norm gains folded in",
@@ -42,7 +37,7 @@ def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
     write_norm = _dot(maps.output.mT @ maps.output, maps.value @ maps.value.mT).sqrt()
     through = torch.einsum("hkd,gdv->ghkv", maps.query, maps.output)
     back = torch.einsum("hkd,gvd->ghkv", maps.key, maps.value)
-    return (through * back).sum((-2, -1)) / (write_norm[:, None] * _score_norm(maps)[None])
+    return (through * back).sum((-2, -1)) / (write_norm[:, None] * maps.score_norm[None])
 
 
 @_of_maps(
@@ -55,7 +50,7 @@ def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
 def symmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
     """How much of the score is a mutual similarity of the two tokens?"""
     cross = maps.key @ maps.query.mT
-    return 0.5 * (1 + _dot(cross, cross.mT) / _score_norm(maps).square())
+    return 0.5 * (1 + _dot(cross, cross.mT) / maps.score_norm.square())
 
 
 @_of_maps(

@@ -1,5 +1,6 @@
 """Running means of the per-query statistics of one site, over the whole text and in bins of it."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.probing.accumulate import Histogram, Ratio, Spread
+from massieu.probing.accumulate import Histogram, Ratio, Spread, Tally
+from massieu.probing.running import RunningParts
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import ATTENTION, NEEDS_SCORES, measures
 from massieu.probing.units import Units
@@ -32,10 +34,12 @@ class Queries:
     broken: Bool[Tensor, "B H L"]
 
 
-def query_statistics(reading: QueryReading) -> Queries:
-    """Every per-query statistic of one attention call that has a meaning there."""
+def query_statistics(reading: QueryReading, names: Collection[str] | None = None) -> Queries:
+    """The per-query statistics of one attention call that have a meaning there: those named, or all."""
     values, defined = {}, {}
     for name, measure in measures(ATTENTION).items():
+        if names is not None and name not in names:
+            continue
         if reading.call.grade == "scores" and name in NEEDS_SCORES:
             continue
         found = measure(reading)
@@ -46,7 +50,7 @@ def query_statistics(reading: QueryReading) -> Queries:
     return Queries(values, reading.valid, defined, reading.visible, reading.real & ~reading.valid)
 
 
-class AttentionStatistics:
+class AttentionStatistics(RunningParts):
     """Running per-query statistics of one site.
 
     Rows of a batch are the error unit's rows; a model that cuts each item into several sequences (image windows) has
@@ -62,10 +66,16 @@ class AttentionStatistics:
         self.by_visible = Ratio((_VISIBLE_BINS, heads), units)
         self.spreads = {name: Spread((heads,)) for name in _SPREADS}
         self.histograms = {name: Histogram(edges, heads) for name, edges in HISTOGRAM_EDGES.items()}
-        self.broken = np.zeros(heads, dtype=np.int64)
+        self.broken = Tally((heads,))
 
-    def update(self, found: Queries, positions: Int[Tensor, " L"], rows: int) -> None:
-        """Add one batch of ``rows`` items."""
+    def update(
+        self, found: Queries, positions: Int[Tensor, " L"] | None, rows: int, numbers: Sequence[int] | None = None
+    ) -> None:
+        """Add one batch of ``rows`` items; without positions, where those differ from row to row, none are binned.
+
+        Args:
+            numbers: where the rows stand in the text; see `Ratio.update`.
+        """
         shape = found.valid.shape
         totals = torch.zeros(shape[0], len(self.names), self.heads, dtype=torch.float64, device=found.valid.device)
         counts = torch.zeros_like(totals)
@@ -77,23 +87,25 @@ class AttentionStatistics:
             stacked = torch.stack([found.values[name] for name in names], dim=1)
             totals[:, places] = torch.where(mask[:, None], stacked, 0.0).sum(-1, dtype=torch.float64)
             counts[:, places] = mask.sum(-1, dtype=torch.float64)[:, None]
-        self.ratio.update(_by_item(totals, rows), _by_item(counts, rows))
-        self._update_bins(found, positions, rows)
+        self.ratio.update(_by_item(totals, rows), _by_item(counts, rows), numbers)
+        self._update_bins(found, positions, rows, numbers)
         for name in found.values.keys() & self.spreads.keys():
             self.spreads[name].update(found.values[name], found.valid)
         for name in found.values.keys() & self.histograms.keys():
             self.histograms[name].update(found.values[name], found.defined.get(name, found.valid))
-        self.broken += found.broken.sum((0, 2)).cpu().numpy()
+        self.broken.update(found.broken.sum((0, 2)))
 
-    def _update_bins(self, found: Queries, positions: Int[Tensor, " L"], rows: int) -> None:
+    def _update_bins(
+        self, found: Queries, positions: Int[Tensor, " L"] | None, rows: int, numbers: Sequence[int] | None
+    ) -> None:
         width = -(-self.max_length // _POSITION_BINS)
-        by_position = (positions // width).clamp_max(_POSITION_BINS - 1)
+        by_position = None if positions is None else (positions // width).clamp_max(_POSITION_BINS - 1)[None, None]
         valid = found.valid.double()
         for ratio, name, bins in (
-            (self.by_position, "selective_log_partition", by_position[None, None]),
+            (self.by_position, "selective_log_partition", by_position),
             (self.by_visible, "entropy", _visible_bin(found.visible)),
         ):
-            if name not in found.values:
+            if name not in found.values or bins is None:
                 continue
             values = torch.where(found.valid, found.values[name], 0.0).double()
             chosen = torch.nn.functional.one_hot(bins, ratio.shape[0]).double()
@@ -101,7 +113,7 @@ class AttentionStatistics:
                 totals, counts = values @ chosen[:, 0], valid @ chosen[:, 0]
             else:
                 totals, counts = ((x[..., None] * chosen).sum(2) for x in (values, valid))
-            ratio.update(_by_item(totals.mT, rows), _by_item(counts.mT, rows))
+            ratio.update(_by_item(totals.mT, rows), _by_item(counts.mT, rows), numbers)
 
     def bins(self) -> list[tuple[str, Ratio, int]]:
         """Name, accumulator and index of each bin."""

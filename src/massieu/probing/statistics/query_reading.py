@@ -24,10 +24,12 @@ class Tokens:
     Attributes:
         real: False at padding.
         special: the tokenizer's special tokens; None where they are not known.
+        ids: their numbers; None where the model was given none.
     """
 
     real: Bool[Tensor, "B L"]
     special: Bool[Tensor, "B L"] | None
+    ids: Int[Tensor, "B L"] | None = None
 
     def first(self) -> Int[Tensor, " B"]:
         """Position of the first real token of each sequence."""
@@ -42,7 +44,7 @@ class QueryReading:
         queries, keys: the tokens asked about and those attended to (the same for self-attention).
         positions: where in the sequence the call's queries are.
         itself: a sequence attends to itself, so that "diagonal" and "previous" mean something.
-        names: the moments that are computed.
+        names: the moments that are computed; the others are None.
     """
 
     call: AttentionCall
@@ -74,11 +76,12 @@ class QueryReading:
         return product.flatten(1, 2)[..., 0].float()
 
     @cached_property
-    def moments(self) -> MomentsResult[Any]:
+    def moments(self) -> "_Computed":
         """Of the scores of the centred keys; no statistic reads positions."""
         call = self.call
         settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
-        return ops.attention_moments(call.query, self.key, moments=self.names, log_weight=call.log_weight, **settings)
+        found = ops.attention_moments(call.query, self.key, moments=self.names, log_weight=call.log_weight, **settings)
+        return _Computed(found)
 
     @property
     def log_partition(self) -> Float[Tensor, "B H L"]:
@@ -127,6 +130,19 @@ class QueryReading:
         hidden = ~special.gather(1, order)[:, None, None]
         scores = _at_keys(self.call, self.key, order).masked_fill(hidden, -torch.inf)
         return torch.exp(scores - self.log_partition[..., None]).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Computed:
+    """The moments that were computed; to read another is an error, since a statistic would be left out without a word."""
+
+    found: MomentsResult[Any]
+
+    def __getattr__(self, name: str) -> Tensor:
+        value = getattr(self.found, name)
+        if value is None:
+            raise LookupError(f"the moment {name!r} is read and was not declared (moments=)")
+        return value
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:

@@ -1,26 +1,44 @@
 """Every statistic of the probe: name, formula, claim, which question it answers, what it does not say, what it costs.
 
 Each is said where it is computed, by `statistic`. The tables' rows, the command ``massieu statistics``, the page's methods
-section and the table in ``docs/probe.md`` are made from it. Statistics of one group are computed together; naming any of
-them switches the group on.
+section and the table in ``docs/probe.md`` are made from it. Of the attention what is named is computed; the statistics
+of another group are computed together, and naming any of them switches the group on.
 
 Notation: one query sees n keys with scores s_j = β q·k_j and log-weights log w_j; h_j = w_j / Σw, p = softmax(s + log w),
 log Z = log Σ w_j e^{s_j}. r is the residual stream, Δ what a head or a whole attention layer adds to it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from massieu.errors import InputError
 from massieu.report.record import Statistic
 
-GROUPS = ATTENTION, VALUES, CLIMB, MAPS, EXPANSION = ("attention", "values", "climb", "maps", "expansion")
+GROUPS = ATTENTION, VALUES, CLIMB, MAPS, EXPANSION, REPLACEMENT, REPEATED, MEMORY, FEED_FORWARD = (
+    "attention",
+    "values",
+    "climb",
+    "maps",
+    "expansion",
+    "replacement",
+    "repeated",
+    "memory",
+    "feed_forward",
+)
+WINDOWED = (MEMORY,)
+"""Groups of `massieu.probing.statistics.windowed`."""
+OPT_IN = frozenset({REPLACEMENT, REPEATED, *WINDOWED, FEED_FORWARD})
+"""Groups that are computed only where one of them is named."""
 _COSTS = {
     ATTENTION: "every query: one more pass over the scores",
     VALUES: "every token: norms of the values; the sample: norms of the writes",
     CLIMB: "the sample: two gradients per head, one replay of the queries per head",
     MAPS: "once per attention site, from the weights",
     EXPANSION: "the sample: distances and one small spectrum per point of the residual stream",
+    REPLACEMENT: "only when named: a forward pass for each head on each of 16 windows",
+    REPEATED: "only when named: 16 made-up sequences of 100 tokens, and small matrices once per attention site",
+    MEMORY: "only when named; the sample: weights of 16 queries, distances of keys, 24 products with them",
+    FEED_FORWARD: "only when named; at most 2,048 tokens: each layer once, 2 derivatives, 4 regressions",
 }
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
 BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Based Models (2020)"
@@ -35,8 +53,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 STATISTICS: dict[str, Statistic] = {}
 """Those that are registered, by name."""
+ALWAYS_READ = ("log_partition", "entropy")
+"""The moments that tell which queries have finite numbers."""
 NEEDS_SCORES: set[str] = set()
 """Those of the attention that have no meaning where scores are not known apart from log-weights."""
+_MOMENTS: dict[str, tuple[str, ...]] = {}
 _MEASURES: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in GROUPS}
 
 
@@ -57,6 +78,7 @@ def statistic(
     signed: bool = False,
     scope: str = "head",
     needs_scores: bool = False,
+    moments: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Register the function as a statistic; `Statistic` says what each entry means.
 
@@ -65,6 +87,7 @@ def statistic(
         question: the function's docstring, unless one is given.
         caveat: that it describes this text, or that it depends on the key origin, unless one is given.
         needs_scores: whether it has no meaning where scores are not known apart from log-weights.
+        moments: those of `ops.attention_moments` that it reads beside `ALWAYS_READ`.
         headline: whatever does not depend on the key origin, unless said otherwise.
 
     Raises:
@@ -82,7 +105,7 @@ def statistic(
         said = (own, title, formula, claim, paper, group, asked, warned, unit, scope)
         compared = not gauge_dependent if headline is None else headline
         STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, _COSTS[group])
-        _MEASURES[group][own] = measure
+        _MEASURES[group][own], _MOMENTS[own] = measure, moments
         return measure
 
     return register
@@ -93,14 +116,35 @@ def measures(group: str) -> dict[str, Callable[..., Any]]:
     return _MEASURES[group]
 
 
+def select_quick(names: Sequence[str] | None) -> tuple[frozenset[str], frozenset[str]]:
+    """`select` for a quick run, which has the attention's statistics alone; None selects these.
+
+    Raises:
+        InputError: as `select`; also a name of another group.
+    """
+    wanted, groups = select([ATTENTION] if names is None else names)
+    others = sorted(name for name in wanted if STATISTICS[name].group != ATTENTION)
+    if others:
+        raise InputError(
+            f"a quick run has the attention's statistics alone, got {', '.join(others)}; leave out quick, or those names"
+        )
+    return wanted, groups
+
+
+def moments_of(names: Collection[str]) -> tuple[str, ...]:
+    """The moments that these statistics read, each once."""
+    return tuple(dict.fromkeys([*ALWAYS_READ, *(moment for name in names for moment in _MOMENTS[name])]))
+
+
 def select(names: Sequence[str] | None) -> tuple[frozenset[str], frozenset[str]]:
-    """The statistics to report and the groups to compute. None selects everything; a group's name selects the group.
+    """The statistics to report and the groups to compute. A group's name selects it; None selects all that are not `OPT_IN`.
 
     Raises:
         InputError: a name is neither a statistic nor a group; the message lists the known ones.
     """
     if names is None:
-        return frozenset(STATISTICS), frozenset(GROUPS)
+        groups = frozenset(GROUPS) - OPT_IN
+        return frozenset(name for name, each in STATISTICS.items() if each.group in groups), groups
     wanted: set[str] = set()
     for name in names:
         members = [s.name for s in STATISTICS.values() if name in (s.name, s.group)]

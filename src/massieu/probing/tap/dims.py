@@ -102,6 +102,14 @@ def merged(tensor: Tensor, dims: Dims, groups: Sequence[Dim], *, expand: bool = 
     return tensor.expand(sizes).reshape([_product(label.size for label in group) for group in full])
 
 
+def unmerged(tensor: Tensor, groups: Sequence[Dim], dims: Dims) -> Tensor:
+    """The way back of `merged`: from one dimension for each group of labels, all of which are in ``dims``, to those."""
+    order = [label for group in groups for label in group]
+    tensor = tensor.reshape([label.size for label in order])
+    tensor = tensor.permute([order.index(label) for label in of(dims)])
+    return tensor.reshape([_product(label.size for label in whole(dim)) for dim in dims])
+
+
 def _product(sizes: Iterable[int]) -> int:
     found = 1
     for size in sizes:

@@ -16,10 +16,11 @@ from torch._C import _len_torch_function_stack  # pyright: ignore[reportAttribut
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from massieu.errors import InputError
 from massieu.probing.capture import Capture, StopAfterQuery
 from massieu.probing.tap import functions as f
 from massieu.probing.tap.calls import HeadLayout, Output, layout_of, read_weights
-from massieu.probing.tap.dims import Dim, merged, of, whole
+from massieu.probing.tap.dims import Dim, merged, of, unmerged, whole
 from massieu.probing.tap.fused import FOREIGN, FUSED, RUN_OPEN
 from massieu.probing.tap.scores import (
     BADDBMM,
@@ -35,7 +36,7 @@ from massieu.probing.tap.scores import (
     labelled,
 )
 from massieu.probing.tap.steps import added, is_largest, named, reshaped, scores_after, size, weights_after
-from massieu.probing.watching import hooked
+from massieu.probing.watching import hooked, mapped
 
 _CONSTANT, _WEIGHT, _MIXED = 1, 2, 4  # computed from parameters alone; a parameter itself; of activations, projected
 
@@ -52,6 +53,7 @@ class Tap(TorchFunctionMode):
         self._running: list[nn.Module] = []
         self._open: dict[int, tuple[Path, str]] = {}  # products and softmaxes that nothing was read of yet
         self._begun = 0
+        self._replaced: tuple[Tensor, Tensor] | None = None  # an output, and what takes its place
 
     def __enter__(self) -> "Tap":
         self._depth = _len_torch_function_stack()
@@ -100,6 +102,9 @@ class Tap(TorchFunctionMode):
         noted = [(tensor, note) for tensor in given if (note := self._note(tensor)) is not None]
         if noted and self._ends_output(func, args, noted):
             noted = [(tensor, note) for tensor, note in noted if not isinstance(note, Output)]
+        if (replaced := self._take_replaced()) is not None:
+            old, new = replaced
+            args, kwargs = mapped((tuple(args), kwargs), lambda value: new if value is old else value)
         result = func(*args, **kwargs)
         self._keep_kind(func, given, result)
         if func in FUSED:
@@ -108,7 +113,12 @@ class Tap(TorchFunctionMode):
             self._contract(func, args, kwargs, result)
         elif noted and func not in f.UNRELATED:
             self._follow(func, args, kwargs, noted, result)
-        return result
+        replaced = self._take_replaced()
+        return result if replaced is None else replaced[1]
+
+    def _take_replaced(self) -> tuple[Tensor, Tensor] | None:
+        found, self._replaced = self._replaced, None
+        return found
 
     def _foreign(self, func: Any) -> None:
         """A library's own operator that attends: its name says so, what it is given is its own affair."""
@@ -343,7 +353,21 @@ class Tap(TorchFunctionMode):
             self.capture.projections.append((call.query, call.key, call.value))
             raise StopAfterQuery
         else:
-            self.capture.observe(call)
+            replaced = self.capture.observe(call)
+            if replaced is not None and isinstance(layout, HeadLayout):
+                self._replaced = tensor, self._in_place_of(tensor, replaced, note, layout)
+
+    def _in_place_of(self, tensor: Tensor, replaced: Tensor, note: Output, layout: HeadLayout) -> Tensor:
+        """Another output, (B, L, H, Dv), in the layout that the output's tensor has."""
+        groups = layout.batch, layout.tokens, layout.heads, layout.values
+        if note.frozen is not None and not torch.equal(
+            tensor, unmerged(merged(*note.frozen, groups), groups, note.dims)
+        ):
+            name = self.capture.names.get(_owner(note.path) or self.model, "")
+            raise InputError(
+                f"the attention of {name or 'the module'} cannot be replaced: its output is changed before its heads are merged"
+            )
+        return unmerged(replaced.to(tensor.dtype), groups, note.dims)
 
     # Modules ---------------------------------------------------------------------------------------------------------
 

@@ -160,8 +160,9 @@ function drawEverything() {
   drawMap();
 }
 
-function start() {
+async function start() {
   listenToTheme(drawEverything);
+  await loadPlotly();
   fillRuns();
   drawEverything();
   byId("quantity").addEventListener("change", drawMap);
@@ -173,10 +174,4 @@ function start() {
   document.documentElement.dataset.ready = "yes";
 }
 
-try {
-  start();
-} catch (error) {
-  byId("failure").textContent = `The drawings could not be made: ${error.message}.`;
-  byId("failure").hidden = false;
-  throw error;
-}
+begin(start, "Alarms can be read without them.");

@@ -4,19 +4,22 @@ const report = JSON.parse(document.getElementById("report-data").textContent);
 const packed = new Map(); // block name -> DataView
 const columnCache = new Map();
 const INSIDE_NULL = 0.05;
-const CONTROLS = ["mismatched", "rotation", "random", "reinitialised"];
+const CONTROLS = [
+  "mismatched", "rotation", "random", "mismatched_keys", "shuffled_values", "shuffled_tokens", "reinitialised",
+];
 const CONTROL_WORDS = {
   mismatched: "mismatched heads",
   rotation: "random rotation",
   random: "random direction",
+  mismatched_keys: "keys of another head",
+  shuffled_values: "shuffled values",
+  shuffled_tokens: "shuffled tokens",
   reinitialised: "re-initialised model",
 };
 
 async function unpack() {
   for (const element of document.querySelectorAll("script[data-block]")) {
-    const bytes = Uint8Array.from(atob(element.textContent), (character) => character.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    packed.set(element.dataset.block, new DataView(await new Response(stream).arrayBuffer()));
+    packed.set(element.dataset.block, new DataView(await inflate(element)));
   }
 }
 
@@ -86,13 +89,32 @@ function write(value, error) {
   return value.toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places }).replaceAll("-", "−");
 }
 
+// As many decimals as tell two numbers apart, with two digits of their difference.
+function decimalsApart(low, high) {
+  return high > low ? Math.min(Math.max(2 - Math.ceil(Math.log10(high - low)), 0), 12) : 2;
+}
+
+function writeFixed(value, decimals) {
+  const text = value.toFixed(decimals);
+  return Number(text) === 0 ? text.replace("-", "") : text.replace("-", "−");
+}
+
+// Two numbers with three digits each, or with more where these would look alike.
+function writeApart(low, high) {
+  const texts = [write(low), write(high)];
+  if (texts[0] !== texts[1] || !(high > low)) return texts;
+  const decimals = decimalsApart(low, high);
+  return decimals < 12 ? [low, high].map((value) => writeFixed(value, decimals)) : [low, high].map((value) => value.toPrecision(6));
+}
+
 function writeWithError(value, error) {
   if (!(error > 0) || !Number.isFinite(error) || !Number.isFinite(value)) return write(value);
   return `${write(value, error)} ± ${write(error, error)}`;
 }
 
 const writeShare = (share) => `${share < 0.1 ? (100 * share).toFixed(1) : Math.round(100 * share)}\u00a0%`;
-const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+const plural = (count, word) => `${writeCount(count)} ${word}${count === 1 ? "" : "s"}`;
+const beOf = (count) => (count === 1 ? "is" : "are");
 const writeCount = (count) => count.toLocaleString("en").replaceAll(",", "\u202f");
 const writeQ = (q) => (q < 0.001 ? "q\u00a0<\u00a00.001" : `q\u00a0=\u00a0${q.toFixed(q < 0.1 ? 3 : 2)}`);
 

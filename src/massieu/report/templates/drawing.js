@@ -22,7 +22,12 @@ function axisText(text) {
 
 function layoutOf(extra) {
   const family = getComputedStyle(document.body).fontFamily;
-  const axis = { gridcolor: tone("line"), zerolinecolor: tone("muted"), linecolor: tone("line"), fixedrange: true };
+  // The margin grows with the numbers along an axis, and the title keeps clear of them.
+  const axis = {
+    gridcolor: tone("line"), zerolinecolor: tone("muted"), linecolor: tone("line"), fixedrange: true, automargin: true,
+    exponentformat: "power",
+  };
+  const clear = (given) => ({ ...axis, ...given, ...(given.title && { title: { standoff: 10, ...given.title } }) });
   const { xaxis = {}, yaxis = {}, yaxis2, ...rest } = extra;
   const layout = {
     paper_bgcolor: "rgba(0,0,0,0)",
@@ -36,14 +41,16 @@ function layoutOf(extra) {
     },
     dragmode: false,
     showlegend: false,
-    xaxis: { ...axis, ...xaxis },
-    yaxis: { ...axis, ...yaxis },
+    xaxis: clear(xaxis),
+    yaxis: clear(yaxis),
     ...rest,
   };
-  if (yaxis2) layout.yaxis2 = { ...axis, ...yaxis2 };
+  if (yaxis2) layout.yaxis2 = clear(yaxis2);
   return layout;
 }
 
+// Draws where there is room to measure: a part that is folded is drawn when it is opened.
 function draw(element, traces, layout) {
+  if (!element.getClientRects().length) return null;
   return Plotly.react(element, traces, layoutOf(layout), PLOT_SETTINGS);
 }

@@ -44,7 +44,8 @@ function binnedSeries() {
     bins.push({ base, axis, low: Number(low), high: Number(high), value: value(cell), error: error(cell), count: count(cell) });
     series.set(`${base}/${axis}`, bins);
   }
-  const known = [...series.values()].filter((bins) => bins.some(({ value }) => Number.isFinite(value)));
+  // One number is no series: it says no more than the mean over all tokens.
+  const known = [...series.values()].filter((bins) => bins.filter(({ value }) => Number.isFinite(value)).length > 1);
   return known.map((bins) => bins.sort((a, b) => a.low - b.low));
 }
 
@@ -53,7 +54,9 @@ function drawHeadPlots() {
   container.replaceChildren();
   for (const [name, { edges, sites: perSite }] of Object.entries(report.histograms)) {
     const histogram = perSite[state.site];
-    if (histogram && histogram.totals[state.head] > 0) container.append(histogramPlot(name, edges, histogram));
+    const bins = edges.length - 1;
+    const filled = histogram ? slice(histogram.shares, state.head * bins, bins).filter((share) => share > 0).length : 0;
+    if (filled > 1) container.append(histogramPlot(name, edges, histogram));
   }
   for (const bins of binnedSeries()) container.append(binnedPlot(bins));
   const empty = byId("plots-empty");
@@ -63,8 +66,9 @@ function drawHeadPlots() {
   for (const frame of container.children) draw(frame.lastElementChild, frame.traces, frame.layout);
 }
 
-function plotFrame(title, traces, layout) {
-  const frame = make("div", { className: "plot" }, make("h4", {}, title), make("div", { role: "img", "aria-label": title }));
+function plotFrame(title, traces, layout, note = "") {
+  const head = [make("h4", {}, title), ...(note ? [make("p", { className: "note" }, note)] : [])];
+  const frame = make("div", { className: "plot" }, ...head, make("div", { role: "img", "aria-label": title }));
   frame.traces = traces;
   frame.layout = { height: 220, margin: { l: 48, r: 10, t: 10, b: 44 }, ...layout };
   return frame;
@@ -78,18 +82,24 @@ function histogramPlot(name, edges, { shares, totals }) {
   const bins = edges.length - 1;
   const values = slice(shares, state.head * bins, bins);
   const middles = values.map((_, place) => (edges[place] + edges[place + 1]) / 2);
-  const range = (place) => `${write(edges[place])} to ${write(edges[place + 1])}`;
+  // The bins at both ends are open: they hold all that lies beyond them too.
+  const range = (place) => {
+    if (place === bins - 1) return `${write(edges[place])} or more`;
+    return place === 0 ? `${write(edges[1])} or less` : `${write(edges[place])} to ${write(edges[place + 1])}`;
+  };
   const bars = {
     type: "bar", x: middles, y: values.map((share) => 100 * share), width: values.map((_, place) => edges[place + 1] - edges[place]),
     text: values.map((share, place) => `${range(place)}: ${(100 * share).toFixed(1)} % of tokens`), hoverinfo: "text",
     textposition: "none", marker: { color: tone("accent") },
   };
   const title = `${titleOf(name)}: distribution over ${writeCount(totals[state.head])} tokens`;
+  const last = values[bins - 1];
+  const note = last >= 0.01 ? `The last bar: ${range(bins - 1)}, ${writeShare(last)} of tokens.` : "";
   return plotFrame(title, [bars], {
     bargap: 0.08,
     xaxis: { title: { text: axisText(statistics.get(name)?.unit) }, showgrid: false },
     yaxis: { title: { text: "% of tokens" }, rangemode: "tozero" },
-  });
+  }, note);
 }
 
 function binnedPlot(bins) {
@@ -102,10 +112,11 @@ function binnedPlot(bins) {
     text: bins.map(({ low, high, value, error, count }) => `${low} to ${high}: ${writeWithError(value, error)}, n = ${writeCount(count)}`),
     hoverinfo: "text", line: { color: tone("accent") }, marker: { size: 6 },
   };
+  const named = places.filter((place) => place % Math.ceil(places.length / 7) === 0);
   const where = BIN_AXES[axis] || words(axis);
   return plotFrame(`${titleOf(base)} by ${where}`, [line], {
     xaxis: {
-      title: { text: plotText(`${where} (from)`) }, tickvals: places, ticktext: bins.map(({ low }) => String(low)), tickangle: 0,
+      title: { text: plotText(`${where} (from)`) }, tickvals: named, ticktext: named.map((place) => String(bins[place].low)), tickangle: 0,
       showgrid: false, zeroline: false,
     },
     yaxis: { title: { text: axisText(statistics.get(base)?.unit) } },
@@ -155,16 +166,21 @@ function outsideNull(items, cell) {
   return { tested: tested.length, outside: tested.filter((inside) => !inside).length };
 }
 
+// A table in a box of its own, which scrolls where the page is narrower than the table.
+function scrolling(label, table) {
+  return make("div", { className: "scroll", role: "region", "aria-label": label, tabIndex: 0 }, table);
+}
+
 const HEADINGS = ["Statistic", "Value ± standard error", "Spread over tokens", "Controls", "Against its control", "n"];
 const openGroups = new Set(); // groups that the reader opened stay open for the next head
 
 function groupTable(group, items, cell) {
   const { tested, outside } = outsideNull(items, cell);
-  const told = tested ? `${outside} of ${tested} tested are outside their null` : "not tested";
+  const told = tested ? `${outside} of ${tested} tested ${beOf(outside)} outside their null` : "not tested";
   const heading = make("thead", {}, make("tr", {}, ...HEADINGS.map((title) => make("th", { scope: "col" }, title))));
   const body = make("tbody", {}, ...items.map((item) => statisticRow(item, cell)));
-  const summary = make("summary", {}, `${group} `, make("span", { className: "note" }, `${items.length}; ${told}`));
-  const details = make("details", { open: openGroups.has(group) }, summary, make("table", { className: "numbers" }, heading, body));
+  const summary = make("summary", {}, `${group} `, make("span", { className: "note" }, `${plural(items.length, "statistic")}; ${told}`));
+  const details = make("details", { open: openGroups.has(group) }, summary, scrolling(`${group}: every statistic`, make("table", { className: "numbers" }, heading, body)));
   details.addEventListener("toggle", () => (details.open ? openGroups.add(group) : openGroups.delete(group)));
   return details;
 }
@@ -176,7 +192,7 @@ function fillHeadTable() {
   byId("head-table").replaceChildren(...groups.map(([group, items]) => groupTable(group, items, cell)));
   const { tested, outside } = outsideNull(report.statistics, cell);
   byId("table-note").textContent = tested
-    ? `${outside} of ${tested} tested statistics of this head are outside their null. ` +
+    ? `${outside} of ${plural(tested, "tested statistic")} of this head ${beOf(outside)} outside their null: they differ from their control. ` +
       "The tests were adjusted over heads, not over statistics: look at one statistic at a time."
     : "No statistic of this head was tested against a control.";
 }

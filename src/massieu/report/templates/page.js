@@ -26,18 +26,29 @@ function showStatistic(name) {
   drawMap();
 }
 
+function chooseStatistic(name) {
+  showStatistic(name);
+  remember();
+}
+
+function chooseHead(site, head, scroll) {
+  openHead(site, head, scroll);
+  remember();
+}
+
 function listenToControls() {
-  byId("statistic").addEventListener("change", (event) => showStatistic(event.target.value));
+  byId("statistic").addEventListener("change", (event) => chooseStatistic(event.target.value));
   byId("mode").addEventListener("change", (event) => {
     state.mode = event.target.value;
     drawMap();
+    remember();
   });
   byId("map").on("plotly_click", ({ points: [point] }) => {
-    const site = report.sites[Math.round(point.y)];
-    if (site && point.x < site.heads) openHead(site.index, Math.round(point.x), true);
+    const row = mapRows.find(({ y }) => y === Math.round(point.y));
+    if (row && point.x < row.site.heads) chooseHead(row.site.index, Math.round(point.x), true);
   });
-  byId("site").addEventListener("change", (event) => openHead(Number(event.target.value), state.head, false));
-  byId("head").addEventListener("change", (event) => openHead(state.site, Number(event.target.value), false));
+  byId("site").addEventListener("change", (event) => chooseHead(Number(event.target.value), state.head, false));
+  byId("head").addEventListener("change", (event) => chooseHead(state.site, Number(event.target.value), false));
   byId("window").addEventListener("change", (event) => {
     state.example = Number(event.target.value);
     pinned = null;
@@ -48,6 +59,7 @@ function listenToControls() {
     showExample();
   });
   listenToTokens();
+  listenToMapKeys();
 }
 
 function linkFindings() {
@@ -57,18 +69,18 @@ function linkFindings() {
     if (statistics.has(finding.statistic)) {
       const button = make("button", { type: "button" }, "Show on the map");
       button.addEventListener("click", () => {
-        showStatistic(finding.statistic);
-        byId("map-section").scrollIntoView();
+        chooseStatistic(finding.statistic);
+        goTo(byId("map-section"));
       });
       links.append(button);
     } else if (report.layers.statistics.some(({ name }) => name === finding.statistic)) {
       const button = make("button", { type: "button" }, "Show through the depth");
-      button.addEventListener("click", () => byId("sublayers-section").scrollIntoView());
+      button.addEventListener("click", () => goTo(byId("sublayers-section")));
       links.append(button);
     }
     for (const { site, head } of finding.cells.slice(0, 4)) {
       const button = make("button", { type: "button" }, `layer ${sites.get(site).label}, head ${head}`);
-      button.addEventListener("click", () => openHead(site, head, true));
+      button.addEventListener("click", () => chooseHead(site, head, true));
       links.append(button);
     }
   }
@@ -80,39 +92,48 @@ function firstHead() {
   return named || (fallback && { site: fallback.index, head: 0 });
 }
 
-function fail(sentence) {
-  byId("failure").textContent = `${sentence} Findings and methods can be read without them.`;
-  byId("failure").hidden = false;
+// On a narrow page the long parts begin folded. A drawing is made when its part is opened: it measures its room.
+function listenToFolds() {
+  const folds = [...document.querySelectorAll("details[data-fold]")];
+  let narrow = null;
+  const arrange = () => {
+    if (narrow !== isNarrow()) for (const fold of folds) fold.open = !isNarrow();
+    narrow = isNarrow();
+  };
+  arrange();
+  for (const fold of document.querySelectorAll("details.part, details[data-fold]")) {
+    fold.addEventListener("toggle", () => fold.open && drawEverything());
+  }
+  onResize(() => {
+    arrange();
+    drawEverything();
+  });
 }
 
 async function start() {
   listenToTheme(drawEverything);
-  if (typeof DecompressionStream === "undefined") {
-    fail("This browser cannot unpack the numbers of this page: it is older than 2023.");
-    return;
-  }
-  await unpack();
+  await Promise.all([loadPlotly(), unpack()]);
   fillSelectors();
   linkFindings();
+  listenToFolds();
   drawSublayers();
   const opened = firstHead();
   if (report.statistics.length && opened) {
     const wished = report.findings.map(({ statistic }) => statistic).find((name) => statistics.has(name));
     const first = [...groupedStatistics().values()][0][0].name;
-    Object.assign(state, { statistic: wished || first, site: opened.site, head: opened.head });
-    showStatistic(state.statistic);
-    openHead(opened.site, opened.head, false);
+    initial = { statistic: wished || first, mode: "value", site: opened.site, head: opened.head };
+    Object.assign(state, initial);
+    showState(initial);
     listenToControls();
+    const part = location.hash ? followAddress() : null;
+    listenToAddress();
+    if (part) goTo(part);
   } else {
     byId("map-empty").hidden = false;
     byId("map-body").hidden = true;
     byId("head-section").hidden = true;
   }
-  onResize(drawEverything);
   document.documentElement.dataset.ready = "yes";
 }
 
-start().catch((error) => {
-  fail(`The drawings could not be made: ${error.message}.`);
-  throw error;
-});
+begin(start, "Findings and methods can be read without them.");

@@ -57,10 +57,10 @@ function depthFrame(quantity) {
   return make(
     "div", { className: "depth" },
     make("h3", {}, quantity.title),
-    make("p", { className: "note" }, formula),
     make("p", {}, depthSummary(quantity)),
     make("div", { className: "drawing", role: "img", "aria-label": quantity.title }),
     depthTable(quantity),
+    ...(formula ? [make("details", {}, make("summary", {}, "The formula"), make("p", { className: "note" }, formula))] : []),
   );
 }
 
@@ -178,5 +178,5 @@ function depthTable({ base, change }) {
   });
   const head = make("thead", {}, make("tr", {}, ...heading.map((title) => make("th", { scope: "col" }, title))));
   const table = make("table", { className: "numbers" }, head, make("tbody", {}, ...rows));
-  return make("details", {}, make("summary", {}, "The numbers as a table"), table);
+  return make("details", {}, make("summary", {}, "The numbers as a table"), scrolling("The numbers of every sublayer", table));
 }

@@ -1,6 +1,10 @@
 // Example text of one head: tokens coloured by a number, and the keys that a token weighs most.
 
 const SHADES = { selective_log_partition: "selective log Z", entropy: "entropy" };
+const SHADE_WORDS = {
+  selective_log_partition: "Selective log Z: how far a token's attention is from even over the keys it sees; 0 where it is even.",
+  entropy: "Entropy: low where a token looks at few keys, at most the logarithm of how many it sees.",
+};
 let pinned = null; // the token that a click or a key press chose; hovering shows another for a moment
 
 function exampleOf(place, siteIndex) {
@@ -49,7 +53,7 @@ function showExample() {
   byId("keys-frame").hidden = !chosen.twoTexts;
   if (chosen.twoTexts) fillText(byId("keys"), chosen.keys, chosen.rawKeys, false);
   const kept = chosen.data.queries;
-  const some = kept < chosen.queries.length ? ` Numbers were kept for the first ${plural(kept, "token")}.` : "";
+  const some = kept < chosen.queries.length ? ` Numbers were kept for the first ${plural(kept, "token")} of ${writeCount(chosen.queries.length)}.` : "";
   byId("text-hint").textContent = `Point at a token, tap it, or move with the arrow keys, to see which keys it weighs most.${some}`;
   shadeTokens(chosen);
   const start = Math.min(pinned ?? firstTelling(chosen), chosen.queries.length - 1);
@@ -69,6 +73,7 @@ function shadeTokens(chosen) {
   if (!available.includes(state.shade)) state.shade = available[0] ?? null;
   select.value = state.shade ?? "";
   select.disabled = !available.length;
+  byId("shade-note").textContent = SHADE_WORDS[state.shade] || "";
   const { queries } = chosen.data;
   const values = state.shade ? slice(chosen.data[state.shade], state.head * queries, queries) : [];
   const known = values.filter(Number.isFinite);

@@ -1,0 +1,131 @@
+"""The command that compares models: what it was asked, what came out, and how it ends."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from massieu.cli import terminal
+from massieu.cli.output import kept
+from massieu.cli.streams import say
+from massieu.errors import InputError, require_extra
+
+if TYPE_CHECKING:
+    from massieu.interruption import Interruption
+    from massieu.probing.compare.comparison import Comparison
+
+SHOWN = 6
+"""Heads that are listed for each model."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command was asked: options that were not given are left out of ``options``."""
+
+    models: list[str]
+    revisions: list[str] | None
+    options: dict[str, Any]
+    folder: Path
+    limits: dict[str, float]
+    as_json: bool
+
+
+def limits_of(given: str | None, chosen: Sequence[str] | None) -> dict[str, float]:
+    """The largest differences that are let pass, by statistic, from ``NAME=X,...``.
+
+    Raises:
+        InputError: no such statistic of heads, or one that is not measured; a limit that is no number, or below 0.
+    """
+    from massieu.probing.statistics.registry import STATISTICS, select
+
+    wanted, _ = select(chosen)
+    limits: dict[str, float] = {}
+    for part in (given or "").split(","):
+        if not part.strip():
+            continue
+        name, _, text = (word.strip() for word in part.partition("="))
+        statistic = STATISTICS.get(name)
+        if statistic is None or statistic.scope == "layer" or name not in wanted:
+            why = (
+                "is not measured: --statistics leaves it out"
+                if statistic and statistic.scope != "layer"
+                else "is unknown"
+            )
+            raise InputError(f"--fail-above needs NAME=X of a statistic of heads, and {name!r} {why}")
+        try:
+            limits[name] = float(text)
+        except ValueError as error:
+            raise InputError(f"--fail-above needs a number, as in {name}=0.1, got {part.strip()!r}") from error
+        if not (math.isfinite(limits[name]) and limits[name] >= 0):
+            raise InputError(f"--fail-above needs a number that is 0 or more, got {part.strip()!r}")
+    if given is not None and not limits:
+        raise InputError(f"--fail-above needs NAME=X, as in entropy=0.1, got {given!r}")
+    return limits
+
+
+def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]":
+    """Compare, store and print; also whether a difference is above its limit.
+
+    Raises:
+        InputError: as `massieu.compare`; also where the folder cannot be written to.
+        KeyboardInterrupt: interrupted before all models were read.
+    """
+    for module in ("polars", "jinja2", "plotly.offline", "scipy"):
+        require_extra(module, "probe")
+    with interruption.loading():
+        from massieu.probing.compare.files import FILES
+        from massieu.probing.compare.run import compare
+        from massieu.probing.result_files import ROOM
+        from massieu.report.folder import reserved
+
+    with reserved(asked.folder, FILES, ROOM):
+        with terminal.progress_shown() as show:
+            try:
+                found = compare(
+                    *asked.models, revisions=asked.revisions, out=asked.folder, progress=show, **asked.options
+                )
+            except KeyboardInterrupt:
+                _say_stored(asked)
+                raise
+        kept(found.save, asked.folder)
+    above = found.above(asked.limits)
+    if asked.as_json:
+        typer.echo(dumps(found.to_dict() | {"above": above.to_dicts()}, indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        _show(found, asked)
+    for model, layer, head, statistic, difference in (
+        above.select("model", "layer", "head", "statistic", "difference").head(SHOWN).rows()
+    ):
+        say(f"above the limit: {model}, layer {layer} head {head}, {statistic} by {difference:.4g}")
+    return found, not above.is_empty()
+
+
+def _say_stored(asked: Asked) -> None:
+    from massieu.probing.compare.kept import FOLDER
+
+    stored = asked.folder / FOLDER
+    if number := sum(1 for each in stored.glob("*/run.json")):
+        say(f"{number} results of models are stored in {stored}; the same command goes on from there")
+
+
+def _show(found: "Comparison", asked: Asked) -> None:
+    for each in found.pairings:
+        typer.echo(each.sentence)
+    for note in found.notes:
+        say(f"warning: {note}")
+    for model in found.models[1:]:
+        counts = [
+            each for each in found.counts() if each["model"] == model and each["scope"] == "head" and each["tested"]
+        ]
+        typer.echo(f"\n{typer.style(f'{found.models[0]} → {model}', bold=True)}")
+        for each in sorted(counts, key=lambda each: -each["named"])[:SHOWN]:
+            typer.echo(f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ")
+        changed = found.changed(SHOWN, model)
+        typer.echo("  the heads that changed most:" if changed else "  no head is named")
+        for change in changed:
+            typer.echo(f"    {change.sentence(model).partition(', ')[2]}")
+    typer.echo(f"\npage: {asked.folder / 'report.html'}")

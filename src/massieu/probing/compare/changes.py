@@ -1,0 +1,91 @@
+"""The heads that changed most between two models, and what both attend to in an example window."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from massieu.errors import require_extra
+from massieu.foundation.numbers import number, with_error
+from massieu.probing.result import ProbeResult
+
+if TYPE_CHECKING:
+    import polars
+
+QUERIES = 96
+"""Tokens of an example window that are kept."""
+SHADES = ("entropy", "selective_log_partition")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A head, the statistic in which it changed most, and by how much.
+
+    Attributes:
+        size: the difference in standard deviations of the statistic over the first model's heads.
+    """
+
+    site: str
+    layer: int
+    head: int
+    statistic: str
+    first: float
+    second: float
+    difference: float
+    standard_error: float
+    q_value: float
+    size: float
+
+    def sentence(self, model: str) -> str:
+        """The change in words."""
+        values = f"{number(self.first)} → {number(self.second)}"
+        change = with_error(self.difference, self.standard_error)
+        return f"{model}, layer {self.layer} head {self.head}: {self.statistic} {values} ({change})"
+
+
+def changes_of(table: "polars.DataFrame", headline: set[str], level: float) -> list[Change]:
+    """The named heads, the one that changed most first, each with its largest change."""
+    polars = require_extra("polars", "probe")
+    heads = table.filter((polars.col("scope") == "head") & polars.col("statistic").is_in(sorted(headline)))
+    spread = polars.col("first").std().over("statistic")
+    sized = heads.with_columns((polars.col("difference").abs() / spread).alias("size"))
+    named = sized.filter((polars.col("q_value") < level) & polars.col("size").is_finite())
+    order = named.sort("size", descending=True, maintain_order=True).unique(
+        ["site", "head"], keep="first", maintain_order=True
+    )
+    return [Change(**row) for row in order.select(*Change.__dataclass_fields__).rows(named=True)]
+
+
+def examples_of(changes: list[Change], first: ProbeResult, second: ProbeResult) -> list[dict[str, Any]]:
+    """For each change, the first example window that both results have of it: tokens, and each model's numbers there."""
+    found = []
+    sites = {site.name: site for site in first.run.sites}
+    places = [{site.name: str(site.index) for site in result.run.sites} for result in (first, second)]
+    for change in changes:
+        site = sites[change.site]
+        for one, other in zip(*((result.details.get("examples") or []) for result in (first, second)), strict=False):
+            pair = [
+                example["sites"].get(place.get(change.site), {})
+                for example, place in zip((one, other), places, strict=True)
+            ]
+            shade = next((name for name in SHADES if all(name in each for each in pair)), None)
+            if shade is None or one["tokens"] != other["tokens"]:
+                continue
+            found.append(
+                {
+                    "site": change.site,
+                    "layer": change.layer,
+                    "head": change.head,
+                    "title": one.get("title"),
+                    "shade": shade,
+                    "queries": one["tokens"].get(site.query_tokens or "text", [])[:QUERIES],
+                    "keys": one["tokens"].get(site.key_tokens or "text", []),
+                    "models": [_seen(each, shade, change.head) for each in pair],
+                }
+            )
+            break
+    return found
+
+
+def _seen(entry: dict[str, Any], shade: str, head: int) -> dict[str, Any]:
+    """One model's numbers of a head in a window."""
+    parts = {"values": shade, "top_keys": "top_keys", "top_weights": "top_weights"}
+    return {name: entry[part][head][:QUERIES] for name, part in parts.items() if part in entry}

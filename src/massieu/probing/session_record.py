@@ -1,0 +1,268 @@
+"""The record of a run: what a session says of itself and of its numbers at the end."""
+
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import massieu
+import massieu.report.record as record
+from massieu.errors import InputError
+from massieu.probing.check import SelfCheck
+from massieu.probing.findings import findings
+from massieu.probing.generation import GeneratingReading
+from massieu.probing.images import ImageBatches
+from massieu.probing.interface import stock_implementations
+from massieu.probing.model import LoadedModel
+from massieu.probing.pair_batches import PairBatches
+from massieu.probing.per_token import PER_TOKEN, TemporaryFolder, TokenTable
+from massieu.probing.reading import Options, Reading
+from massieu.probing.result import ProbeResult
+from massieu.probing.sites import SiteInfo
+from massieu.probing.statistics.extremes import EXTREMES, PLACES
+from massieu.probing.statistics.registry import ATTENTION, STATISTICS
+from massieu.probing.tables import head_table, layer_table, unit_sums
+from massieu.probing.text import TextBatches, token_strings
+from massieu.probing.text_digest import TextDigest, vocabulary_digest
+from massieu.probing.unit_sums import UnitSums
+
+_OF_SITE = ("layer", "kind", "heads", "key_heads", "head_size", "route", "grade")
+QUICK = (
+    "this was a quick run: the attention's statistics alone, with standard errors, but without the re-initialised control that "
+    "the values are compared with, and without examples"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """What the text side gives: batches, and what to say about them afterwards."""
+
+    batches: Iterable[Any]
+    source: str
+    packing: bool
+    max_length: int
+    tokenizer: Any
+
+
+class SessionRecord:
+    """What has been read, in the tables and the record of the run."""
+
+    loaded: LoadedModel
+    given: Input
+    options: Options
+    reading: Reading
+    check: SelfCheck
+    control: Reading | None
+    control_shared: bool
+    tokens: int
+    read: int
+    replacements: list[record.ReplacementRecord]
+    broken_weights: record.Trouble | None
+    unexplained: set[str]
+    warnings: list[str]
+    digest: TextDigest
+    rows_in: Path | None
+    rows_kept: TemporaryFolder | None
+
+    def result(self, wanted: frozenset[str], settings: dict[str, Any], complete: bool) -> ProbeResult:
+        """The tables and the record of the run, of the statistics that are wanted and could be computed."""
+        reading = self.reading
+        libraries = {"massieu": massieu, "torch": torch, "transformers": sys.modules.get("transformers"), "numpy": np}
+        wanted = wanted - reading.left_out()
+        tokens, token_rows = self._token_table()
+        heads = head_table(reading, self.control, wanted, self.replacements).frame()
+        layers = layer_table(reading, self.control, wanted).frame()
+        run = record.RunRecord(
+            massieu_version=massieu.__version__,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            complete=complete,
+            model=self.model_record(),
+            text=self._text(),
+            error_unit=self._error_unit(),
+            self_check=record.SelfCheckRecord(**vars(self.check), passed=self.check.passed),
+            capture=record.CaptureRecord(
+                route=self.route(),
+                attention_sites=len(reading.sites),
+                unexplained_keywords=sorted(self.unexplained | reading.unexplained),
+            ),
+            sites=[self.site_record(info) for info in reading.sites],
+            sublayers=reading.tracer.sublayers,
+            settings=settings,
+            seed=self.options.seed,
+            versions={
+                "python": platform.python_version(),
+                **{name: used.__version__ for name, used in libraries.items() if used},
+            },
+            timing=self._timing(),
+            sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"]),
+            statistics=[each for each in STATISTICS.values() if each.name in wanted],
+            findings=findings(heads, layers),
+            warnings=self.all_warnings(),
+            unavailable=self._unavailable(),
+            nonfinite=self._nonfinite(),
+            replacements=self.replacements,
+            trouble=self.trouble(),
+            per_token=token_rows,
+        )
+        units = UnitSums(self.digest.text(), vocabulary_digest(self.given.tokenizer), unit_sums(reading, wanted))
+        return ProbeResult(
+            run=run, details=self._details(), heads=heads, layers=layers, units=units, token_table=tokens
+        )
+
+    def _token_table(self) -> tuple[TokenTable | None, record.PerTokenRecord | None]:
+        """The rows of all processes; none where they were not wanted, or some could not be computed or written."""
+        failed, said = self.reading.failed, None
+        if self.rows_in is None or {PER_TOKEN, ATTENTION} & failed.keys():
+            return None, None
+        table = TokenTable.found_in(self.rows_in, self.rows_kept)
+        try:
+            rows, size = table.size()
+        except (InputError, OSError) as error:
+            rows, size, said = 0, 0, str(error)
+        if rows != self.reading.token_rows:
+            failed[PER_TOKEN] = said or f"{self.rows_in} holds {rows:,} rows of {self.reading.token_rows:,}"
+            return None, None
+        return table, record.PerTokenRecord(list(self.options.per_token), rows, size)
+
+    def route(self) -> str:
+        """How attention was read, in words."""
+        sites, said = self.reading.sites, []
+        own = " and ".join(stock_implementations(self.loaded.module))
+        by = Counter(info.route for info in sites)
+        if by["interface"]:
+            said.append(f"transformers attention interface; output computed by the model's own {own} attention")
+        if by["tap"]:
+            said.append("scores followed to their softmax in the model's own code")
+        if len(by) > 1:
+            said = [f"{words} ({by[route]} sites)" for words, route in zip(said, ("interface", "tap"), strict=True)]
+        only = sum(info.grade == "scores" for info in sites)
+        return "; ".join(said) + (f"; of {only} of {len(sites)} sites the scores alone" if only else "")
+
+    def model_record(self) -> record.ModelRecord:
+        """The model as ``run.json`` describes it."""
+        sites = self.reading.sites
+        described = self.loaded.describe()
+        described.layers = len({(s.block, s.layer) for s in sites})
+        described.heads = sum(s.heads for s in sites)
+        return described
+
+    def _text(self) -> record.TextRecord:
+        batches = self.given.batches
+        report = batches.report if isinstance(batches, TextBatches | PairBatches | ImageBatches) else None
+        counted = {"tokens": self.tokens, "windows": self.read}
+        source = self.given.source
+        if isinstance(self.reading, GeneratingReading):
+            source = f"{self.reading.new_tokens:,} tokens that the model wrote after prompts from {source}"
+        asked = {"source": source, "max_length": self.given.max_length, "packing": self.given.packing}
+        found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
+        return record.TextRecord(**asked, **counted, **found)
+
+    def _error_unit(self) -> record.ErrorUnitRecord:
+        name, number = self.reading.results[0].attention.ratio.error_unit()
+        if ATTENTION not in self.options.groups:
+            name, number = "window", self.read
+        return record.ErrorUnitRecord(name, number)
+
+    def site_record(self, info: SiteInfo) -> record.SiteRecord:
+        """A site as ``run.json`` describes it."""
+        decoder = info.in_decoder
+        side = "decoder" if decoder else self._side(info)
+        return record.SiteRecord(
+            index=info.index,
+            name=info.site.name,
+            **{name: getattr(info, name) for name in _OF_SITE},
+            query_tokens=side,
+            key_tokens="text" if decoder and info.kind == "cross" else side,
+            unavailable=self.reading.results[info.index].unavailable,
+        )
+
+    def _side(self, info: SiteInfo) -> str:
+        """Whether a site attends to the patches of an image rather than to a text: it has as many tokens as patches."""
+        for example in self.reading.examples:
+            patches, found = example.tokens.get("image"), example.sites.get(str(info.index))
+            if patches is not None and found is not None and found["entropy"].shape[1] == len(patches):
+                return "image"
+        return "text"
+
+    def _timing(self) -> dict[str, float]:
+        times = {name: round(seconds, 3) for name, seconds in self.reading.seconds.items()}
+        if self.control is not None and not self.control_shared:
+            times["re-initialised control"] = round(sum(self.control.seconds.values()), 3)
+        return times
+
+    def _nonfinite(self) -> list[record.NonfiniteRecord]:
+        pairs = zip(self.reading.sites, self.reading.results, strict=True)
+        counts = [
+            (info, head, int(n)) for info, found in pairs for head, n in enumerate(found.attention.broken.counts) if n
+        ]
+        return [record.NonfiniteRecord(info.site.name, info.layer, head, n) for info, head, n in counts]
+
+    def trouble(self) -> record.Trouble | None:
+        """What breaks the model's numbers, if anything does: first its weights, then what arises on the way."""
+        return self.broken_weights or self.reading.trouble
+
+    def _unavailable(self) -> list[record.UnavailableRecord]:
+        """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
+        readings = {"model": self.reading, "re-initialised control": self.control}
+        failed = [(of, part, why) for of, read in readings.items() if read for part, why in read.failed.items()]
+        return [record.UnavailableRecord(*each) for each in failed]
+
+    def all_warnings(self) -> list[str]:
+        """Sentences for the terminal and the page."""
+        found = list(self.warnings)
+        if self.options.quick:
+            found.append(QUICK)
+        if isinstance(self.given.batches, TextBatches | PairBatches) and (
+            many := self.given.batches.report.many_unknown()
+        ):
+            found.append(many)
+        nonfinite = self._nonfinite()
+        for entry in self._unavailable():
+            of = "" if entry.of == "model" else f" of the {entry.of}"
+            found.append(f"{entry.statistic}{of} could not be computed and is left out ({entry.reason})")
+        if self.control is not None and self.control.trouble is not None:
+            found.append(f"in the re-initialised control, {self.control.trouble.sentence}")
+        if self.unexplained:
+            found.append(f"unexplained attention keywords: {', '.join(sorted(self.unexplained))}")
+        if nonfinite:
+            worst = max(nonfinite, key=lambda entry: entry.count)
+            found.append(
+                f"{sum(entry.count for entry in nonfinite)} queries had NaN or infinite scores and were left out, in "
+                f"{len(nonfinite)} heads (most in layer {worst.layer} head {worst.head})"
+            )
+        return found
+
+    def _details(self) -> dict[str, Any]:
+        histograms: dict[str, Any] = {}
+        if ATTENTION in self.options.groups:
+            every = [results.attention.histograms for results in self.reading.results]
+            for name, first in every[0].items():
+                counts = {str(i): found[name].counts.tolist() for i, found in enumerate(every)}
+                if name not in self.options.of_attention():
+                    continue
+                histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
+        examples = [e.to_dict() for e in self.reading.examples]
+        return {"histograms": histograms, "examples": examples, "extremes": self._extremes()}
+
+    def _extremes(self) -> list[dict[str, Any]]:
+        """Where the extremes of each head stand, with the tokens."""
+        tokenizer, found = self.given.tokenizer, []
+        for info, results in zip(self.reading.sites, self.reading.results, strict=True):
+            for row, (name, end) in enumerate(EXTREMES):
+                if name not in self.options.of_attention():
+                    continue
+                for head in np.nonzero(np.isfinite(results.extremes.best[row]))[0]:
+                    places = dict(zip(PLACES, map(int, results.extremes.places[row, head]), strict=True))
+                    for token in ("query_token", "key_token"):
+                        number = places[token]
+                        known = tokenizer is not None and number >= 0
+                        places[token] = token_strings(tokenizer, [number])[0] if known else None  # type: ignore[assignment]
+                    found.append({"site": info.site.name, "head": int(head), "statistic": f"{name}/{end}", **places})
+        return found

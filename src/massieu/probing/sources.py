@@ -1,0 +1,159 @@
+"""What a probe reads: the model that was given, and its batches, made of text, pairs, images or as they are."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from massieu.errors import InputError
+from massieu.probing.check import check_readable
+from massieu.probing.documents import Document, check_sources, given_documents, read_documents, reference_documents
+from massieu.probing.generation import check_generates
+from massieu.probing.images import ImageBatches, given_images, processor_of, reads_images
+from massieu.probing.model import LoadedModel, as_loaded, default_model, load_model, longest
+from massieu.probing.pair_batches import PairBatches, check_pair_model
+from massieu.probing.pairs import Pairs, check_pairs, given_pairs
+from massieu.probing.session import Input, ProbeProgress
+from massieu.probing.sharing import Sharing
+from massieu.probing.text import TextBatches
+from massieu.probing.tokenizers import check_tokenizer
+
+
+def of_text(
+    model: str | Path | nn.Module | None,
+    tokenizer_or_batches: Any,
+    asked: tuple[Any, ...],
+    sizes: dict[str, Any],
+    loading: dict[str, Any],
+    sharing: Sharing | None,
+    tell: Callable[[ProbeProgress], None],
+) -> tuple[LoadedModel, Input]:
+    """The model, and its batches: those that were given, or made of text."""
+    text, texts, source, target, column, packing, generate = asked
+    by_name, max_length = not isinstance(model, nn.Module), sizes["max_length"]
+    pairs, documents = given_pairs(text, texts, source, target), None
+    if pairs is None:
+        said, documents = _documents(text, texts, column, check=by_name)
+    else:
+        said, packing = _check_pairs(*pairs, column, check=by_name), False
+    tell(ProbeProgress("loading the model"))
+    loaded = load_given(model, tokenizer_or_batches, needs_tokenizer=tokenizer_or_batches is None, **loading)
+    if generate is not None:
+        check_generates(loaded.whole, loaded.name)
+    if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
+        if text is not None or texts is not None or pairs is not None:
+            raise InputError("give either batches or text, not both")
+        return loaded, Input(_batches(tokenizer_or_batches), "batches", True, max_length, loaded.tokenizer)
+    tokenizer = _tokenizer(loaded, tokenizer_or_batches, max_length)
+    tokenizer = tokenizer if sharing is None else sharing.tokenizer(tokenizer, loaded.name)
+    if pairs is None:
+        assert documents is not None
+        batches = TextBatches(tokenizer, documents, **sizes, packing=packing)
+    else:
+        check_pair_model(loaded.module, tokenizer, loaded.name)
+        batches = PairBatches(tokenizer, pairs[1], loaded.module, loaded.name, **sizes)
+    if sharing is not None:
+        sharing.check(batches)
+    return loaded, Input(batches, said, packing, max_length, tokenizer)
+
+
+def of_images(
+    model: str | Path | nn.Module | None,
+    processor: Any,
+    images: Any,
+    texts: Any,
+    others: dict[str, Any],
+    sizes: dict[str, Any],
+    loading: dict[str, Any],
+    tell: Callable[[ProbeProgress], None],
+) -> tuple[LoadedModel, Input]:
+    """The model, and its batches of images.
+
+    Raises:
+        InputError: something was given that goes with text alone, or what `given_images` and `reads_images` find.
+    """
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise InputError(
+            f"images are read in place of text: leave out {', '.join(given)} (texts, one for each image, may stand)"
+        )
+    if processor is not None and not callable(processor):
+        raise InputError("give either batches or images, not both")
+    said, pictures = given_images(images)
+    captions = [texts] if isinstance(texts, str) else None if texts is None else list(texts)
+    if captions is not None and not all(isinstance(each, str) for each in captions):
+        raise InputError("texts beside images must be strings, one for each image")
+    tell(ProbeProgress("loading the model"))
+    loaded = load_given(model, processor, needs_tokenizer=False, **loading)
+    if processor is None:
+        if isinstance(model, nn.Module):
+            raise InputError("a model in memory needs a processor of images: massieu.probe(model, processor, images=…)")
+        processor = processor_of(
+            default_model() if model is None else model, loading["revision"], loading["trust_remote_code"]
+        )
+    loaded = reads_images(loaded, processor, captions)
+    batches = ImageBatches(processor, pictures, captions, sizes["batch_size"])
+    return loaded, Input(batches, said, False, sizes["max_length"], getattr(processor, "tokenizer", None))
+
+
+def _documents(
+    text: Sequence[str | Path] | str | Path | None, texts: Iterable[Any] | None, column: str | None, check: bool
+) -> tuple[str, Callable[[], Iterable[Document]]]:
+    """What the text is, in words, and a function that reads it."""
+    if text is not None and texts is not None:
+        raise InputError("give either text (files and folders) or texts (strings), not both")
+    if texts is not None:
+        return given_documents(texts, column)
+    if text is None:
+        return "pydoc_data.topics (the reference text that ships with Python)", reference_documents
+    sources = [text] if isinstance(text, str | Path) else list(text)
+    if check:
+        check_sources(sources, column=column)
+    return ", ".join(map(str, sources)), lambda: read_documents(sources, column=column)
+
+
+def _check_pairs(said: str, pairs: Pairs, column: str | None, check: bool) -> str:
+    """Look at pairs that are read in place of documents; what they are, in words."""
+    if column is not None:
+        raise InputError(f"give either column ({column!r}) or pairs of source and target, not both")
+    if check:
+        check_pairs(pairs)
+    return said
+
+
+def _batches(given: Any) -> Iterable[Any]:
+    """Several batches; one batch in their place is a common mistake, which iterating would hide."""
+    if isinstance(given, Tensor | Mapping) or not isinstance(given, Iterable):
+        raise InputError(f"batches must be an iterable of batches, got {type(given).__name__}; put one batch in a list")
+    return given
+
+
+def load_given(
+    model: str | Path | nn.Module | None, tokenizer: Any, needs_tokenizer: bool, **loading: Any
+) -> LoadedModel:
+    if isinstance(model, nn.Module):
+        if any(loading[name] is not None for name in ("device", "dtype", "device_map")):
+            raise InputError(
+                "device, dtype and device_map belong to models loaded by name; place one in memory yourself"
+            )
+        return as_loaded(model, tokenizer if callable(tokenizer) else None)
+    loaded = load_model(model, tokenizer=needs_tokenizer, **loading)
+    check_readable(loaded.module)
+    return loaded
+
+
+def _tokenizer(loaded: LoadedModel, tokenizer: Any, max_length: int) -> Any:
+    """The tokenizer that was given or else the model's own, once it is sure that the model reads what comes of it."""
+    tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
+    if tokenizer is None:
+        reason = f" ({loaded.tokenizer_problem})" if loaded.tokenizer_problem else ""
+        raise InputError(
+            f"{loaded.name} has no tokenizer{reason}, so it cannot read text; give batches of its inputs from Python: "
+            "massieu.probe(model, batches)"
+        )
+    check_tokenizer(tokenizer, loaded.module, loaded.name)
+    most = longest(loaded.module)
+    if most is not None and max_length > most:
+        raise InputError(f"max_length {max_length} is more than the {most} positions that {loaded.name} has")
+    return tokenizer

@@ -1,0 +1,101 @@
+"""A head as an associative memory whose patterns are its keys: what retrieving once more would do (claims B5, B6, B11).
+
+One more step maps a state z to Σ p_n(z) k_n with scores β z·k_n. Its derivative is β Cov_p(K), whose largest eigenvalue says
+whether states near by come together (below 1) or apart. All numbers are those of centred keys: one vector added to all keys
+of a head moves none of them.
+"""
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.probing.statistics.registry import BAL, MEMORY, statistic
+from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries
+
+QUERIES = 16
+"""Of each sampled window."""
+_STEPS = 24
+_MOST = 0.9
+_of_memory = partial(
+    statistic,
+    MEMORY,
+    paper=BAL,
+    control="mismatched_keys",
+    caveat="Keys are frozen, and the model takes one step, not many: no equilibrium is claimed.",
+)
+
+
+def _keys(window: HeadWindow) -> Float[Tensor, "H N D"]:
+    """The keys that are no padding, centred."""
+    keys = window.of_heads(window.call.key[:, :, window.real])
+    return keys - keys.mean(1, keepdim=True)
+
+
+def _weights(window: HeadWindow) -> Float[Tensor, "H S N"]:
+    few = HeadWindow(window.call, window.real, window.queries[:QUERIES], window.seed)
+    return few.weights()[..., window.real]
+
+
+@_of_memory(
+    "Keys that hold 90 % of the weight", formula="fewest n with p_(1) + … + p_(n) ≥ 0.9", claim="B5, E15", unit="keys"
+)
+def keys_in_use(window: HeadWindow) -> Sums:
+    """Does the head retrieve one pattern, some, or the average of all?"""
+    weights = _weights(window)
+    held = weights.sort(-1, descending=True).values.cumsum(-1)
+    number = (held < _MOST * held[..., -1:]).sum(-1) + 1.0
+    return mean_over_queries(torch.where(held[..., -1] > 0, number, torch.nan))
+
+
+@_of_memory(
+    "Slope of one more retrieval",
+    formula="largest eigenvalue of β Cov_p(K)",
+    claim="B5, B12, E15",
+)
+def retrieval_slope(window: HeadWindow) -> Sums:
+    """If the head retrieved once more from where it is, would nearby states come together (below 1)?"""
+    keys, weights = _keys(window), _weights(window)
+    mean = weights @ keys
+    start = torch.randn(keys.shape[-1], generator=window.generator()).to(keys)
+    vector = start.expand(*weights.shape[:2], -1)
+    size = torch.zeros(weights.shape[:2]).to(keys)
+    for _ in range(_STEPS):
+        vector = vector / vector.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        along = vector @ keys.mT
+        moved = (weights * along) @ keys - mean * (mean * vector).sum(-1, keepdim=True)
+        size, vector = (moved * vector).sum(-1), moved
+    return mean_over_queries(torch.where(weights.sum(-1) > 0, window.call.scale * size, torch.nan))
+
+
+@_of_memory(
+    "Bound of that slope",
+    formula="β D² / 4, D the largest distance of two keys",
+    claim="B5, B12, E15",
+    control="reinitialised",
+    headline=False,
+)
+def retrieval_slope_bound(window: HeadWindow) -> Sums:
+    """Could the head's keys, at any query, make one more retrieval spread states apart (above 1)?"""
+    keys = _keys(window)
+    widest = (
+        torch.stack([torch.cdist(head[None], head[None]).amax() for head in keys])
+        if keys.shape[1]
+        else keys.sum((1, 2))
+    )
+    return (window.call.scale * widest.square() / 4).double(), torch.ones(len(keys), dtype=torch.float64)
+
+
+@_of_memory(
+    "Evenness of the patterns' weights",
+    formula="e^H(w) / N, w_μ ∝ e^{½β‖k_μ − k̄‖²}",
+    claim="B6, E10",
+    control="reinitialised",
+)
+def pattern_weight_evenness(window: HeadWindow) -> Sums:
+    """As a mixture of Gaussians about its keys, does the head weigh all of them alike (1)?"""
+    keys = _keys(window)
+    shares = torch.softmax(0.5 * window.call.scale * keys.square().sum(-1), -1)
+    evenness = torch.special.entr(shares).sum(-1).exp() / shares.shape[-1]
+    return evenness.double(), torch.ones(len(keys), dtype=torch.float64)

@@ -1,0 +1,79 @@
+"""What a head does with a text that repeats itself: made-up tokens, drawn at random and said twice.
+
+Nothing but the order tells such tokens apart, so a head that finds the token behind the earlier occurrence has looked it up.
+Each function of a reading gives the weight of every query on the key so many places before it. The names are those of
+Elhage et al. and of Olsson et al.; the definitions are stated in full here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from massieu.probing.accumulate import Ratio
+from massieu.probing.statistics.query_reading import QueryReading
+from massieu.probing.statistics.registry import REPEATED, statistic
+
+CIRCUITS = "Elhage et al., A Mathematical Framework for Transformer Circuits (2021)"
+INDUCTION = "Olsson et al., In-context Learning and Induction Heads (arXiv 2209.11895)"
+
+_on_repeated = partial(
+    statistic,
+    REPEATED,
+    claim="",
+    caveat="On made-up tokens. A head may look a token up and not write it: see the copying score.",
+)
+
+
+@_on_repeated("Induction weight", formula="mean p of the key behind the token's earlier occurrence", paper=INDUCTION)
+def induction_weight(reading: QueryReading, length: int) -> Float[Tensor, "B H L"]:
+    """Where a token comes again, how much does the head attend to what stood behind it the first time?"""
+    return reading.weight_before(length - 1)
+
+
+@_on_repeated("Weight on the same token", formula="mean p of the token's earlier occurrence", paper=CIRCUITS)
+def duplicate_token_weight(reading: QueryReading, length: int) -> Float[Tensor, "B H L"]:
+    """Where a token comes again, how much does the head attend to where it stood the first time?"""
+    return reading.weight_before(length)
+
+
+@_on_repeated("Weight on the token before", formula="mean p of the key one place before", paper=CIRCUITS)
+def previous_token_weight(reading: QueryReading, length: int) -> Float[Tensor, "B H L"]:
+    """How much does the head attend one place back, where the words say nothing?"""
+    return reading.weight_before(1)
+
+
+WEIGHTS = (induction_weight, duplicate_token_weight, previous_token_weight)
+NAMES = tuple(weight.__name__ for weight in WEIGHTS)
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedWeights:
+    """`WEIGHTS` at one site: a row for each, an error unit for each sequence.
+
+    It is no running result: whoever reads the text has all of it.
+    """
+
+    ratio: Ratio
+
+
+@statistic(
+    REPEATED,
+    "Copying score",
+    formula="Σλ / Σ|λ|, λ the eigenvalues of W_U W_O W_V W_E, norm gains folded in",
+    claim="",
+    paper=CIRCUITS,
+    caveat="Of the path from a token's embedding through this head alone to the logits; other layers are left out.",
+    control=None,
+    signed=True,
+)
+def copying_score(
+    value: Float[Tensor, "H Dv D"], output: Float[Tensor, "H D Dv"], tokens: Float[Tensor, "D D"]
+) -> Float64[Tensor, " H"]:
+    """Does the head raise the logits of the tokens that it attends to (1), or lower them (−1)?"""
+    # Dv × Dv matrices have the same eigenvalues but for zeros; `tokens` is W_Eᵀ W_U, summed over the vocabulary.
+    value, output = (part.to(tokens) for part in (value, output))
+    values = torch.linalg.eigvals((value @ tokens @ output).double())
+    return values.real.sum(-1) / values.abs().sum(-1)

@@ -1,0 +1,134 @@
+"""Groups that are measured head by head on the sampled windows, each statistic beside a control of its own.
+
+A statistic is a function of a `HeadWindow`, one window of one attention site. It gives for each head a sum and what it is to
+be divided by, so that the windows' sums make a mean with a standard error. Its control is the same function of another
+window, which lacks the property in question.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from massieu.probing.accumulate import Ratio
+from massieu.probing.attention_call import AttentionCall, explicit_attention
+from massieu.probing.running import State
+from massieu.probing.statistics.registry import STATISTICS, measures
+from massieu.probing.units import Units
+
+Sums = tuple[Float[Tensor, " H"], Float[Tensor, " H"]]
+"""For each head a total, and what it is to be divided by; 0 where there is nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWindow:
+    """One window at one attention site.
+
+    Attributes:
+        call: of this window alone.
+        real: keys that are no padding.
+        queries: sampled positions of queries that are no padding.
+        seed: of what a statistic or a control draws, which belongs to the window.
+    """
+
+    call: AttentionCall
+    real: Bool[Tensor, " N"]
+    queries: Int[Tensor, " S"]
+    seed: int
+
+    def generator(self) -> torch.Generator:
+        """Anew the same random numbers."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def of_heads(self, part: Float[Tensor, "1 Hk N E"]) -> Float[Tensor, "H N E"]:
+        """Keys or values in float32, grouped ones repeated."""
+        heads = self.call.query.shape[1]
+        return part[0].float().repeat_interleave(heads // part.shape[1], 0)
+
+    def weights(self) -> Float[Tensor, "H S N"]:
+        """Attention of the sampled queries in float32, a learned sink's share left out; 0 where a query sees no key."""
+        scores, weight = explicit_attention(self.call.at(self.queries))
+        logits = torch.where(weight > -torch.inf, scores + weight, -torch.inf)[0]
+        return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, torch.softmax(logits, -1))
+
+
+Control = Callable[[HeadWindow], HeadWindow | None]
+"""A window without the property; None where there is none."""
+
+
+def other_heads_keys(window: HeadWindow) -> HeadWindow | None:
+    """The queries of each head with the keys of the next; None where all heads have the same."""
+    key = window.call.key
+    return None if key.shape[1] < 2 else replace(window, call=replace(window.call, key=key.roll(1, dims=1)))
+
+
+def shuffled_values(window: HeadWindow) -> HeadWindow:
+    """Each key with the value of another, drawn at random among those that are no padding."""
+    places = window.real.nonzero()[:, 0]
+    order = torch.arange(len(window.real), device=places.device)
+    order[places] = places[torch.randperm(len(places), generator=window.generator()).to(places.device)]
+    return replace(window, call=replace(window.call, value=window.call.value[:, :, order]))
+
+
+CONTROLS: dict[str, Control] = {"mismatched_keys": other_heads_keys, "shuffled_values": shuffled_values}
+"""By the name that `Statistic.control` has."""
+
+
+def own_control(name: str) -> str | None:
+    """The control of a statistic that is another window; None where it has none, or the re-initialised model is its control."""
+    control = STATISTICS[name].control
+    return control if control in CONTROLS else None
+
+
+class WindowStatistics:
+    """Running means of one group at one site, each with its control."""
+
+    def __init__(self, group: str, heads: int, units: Units) -> None:
+        self.measures = measures(group)
+        self.ratio = Ratio((2, len(self.measures), heads), units)
+
+    def update(self, window: HeadWindow, number: int | None) -> None:
+        """Add a window, which stands at this place among the sampled ones."""
+        total = torch.zeros(1, *self.ratio.shape, dtype=torch.float64)
+        count = torch.zeros_like(total)
+        others: dict[str, HeadWindow | None] = {}
+        for place, (name, measure) in enumerate(self.measures.items()):
+            control = own_control(name)
+            if control is not None and control not in others:
+                others[control] = CONTROLS[control](window)
+            for row, given in enumerate((window, None if control is None else others[control])):
+                if given is not None:
+                    total[0, row, place], count[0, row, place] = _finite(*measure(given))
+        self.ratio.update(total, count, None if number is None else [number])
+
+    def rows(self) -> Iterator[tuple[str, Any, Any]]:
+        """Name of each statistic and where its values and its control's are; None where it has no control."""
+        for place, name in enumerate(self.measures):
+            yield name, (0, place), None if own_control(name) is None else (1, place)
+
+    def state(self) -> State:
+        """All that was summed; see `massieu.probing.running`."""
+        return self.ratio.state()
+
+    def restore(self, state: State) -> None:
+        """Go on from such sums in place of one's own."""
+        self.ratio.restore(state)
+
+    def merge(self, other: "WindowStatistics") -> None:
+        """Add what another has seen of other windows."""
+        self.ratio.merge(other.ratio)
+
+
+def _finite(total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Without the heads whose numbers are not finite."""
+    kept = total.isfinite() & count.isfinite()
+    return (torch.where(kept, part, 0.0).double().cpu() for part in (total, count))  # pyright: ignore[reportReturnType]
+
+
+def mean_over_queries(values: Float[Tensor, "H S"]) -> Sums:
+    """Sums of the finite values of each head, and how many there are."""
+    kept = values.isfinite()
+    return torch.where(kept, values, 0.0).sum(-1, dtype=torch.float64), kept.sum(-1).double()

@@ -1,0 +1,289 @@
+"""Text that stands in tables: the rows of ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` and ``.parquet`` files."""
+
+import csv
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from massieu.errors import InputError, require_extra
+
+TEXT = "text"  # the column that is read where none is named
+_ROWS = 1 << 13  # rows of a Parquet file read at a time
+_LONGEST_FIELD = 2**31 - 1  # what a C long holds on every platform
+_field_limit = threading.Lock()
+
+Rows = Iterator[tuple[int, str]]
+"""Texts, each with its line (files of lines) or its row, counted from 1."""
+Fields = Iterator[tuple[int, tuple[Any, ...]]]
+"""What stands in some columns, each with its line or its row."""
+
+
+def check_characters(text: str, what: str) -> None:
+    """A text must be made of whole characters.
+
+    Raises:
+        InputError: half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} holds half of a surrogate pair, not a character") from error
+
+
+def not_utf8(name: str, offset: int) -> InputError:
+    """The error for a byte that is no UTF-8."""
+    return InputError(f"{name} is not UTF-8 text: the byte at offset {offset} cannot be decoded")
+
+
+def no_column(where: str, column: str, columns: Iterable[str]) -> InputError:
+    """The error for a column that is not there."""
+    return InputError(f"{where} has no column {column!r}; its columns are {', '.join(map(repr, columns)) or 'none'}")
+
+
+def _lines(stream: BinaryIO, name: str) -> Iterator[str]:
+    """Lines of a UTF-8 file, with their ends; no byte of a longer character is a line end, so each decodes alone."""
+    offset = 0
+    for number, line in enumerate(stream):
+        try:
+            decoded = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_utf8(name, offset + error.start) from error
+        offset += len(line)
+        yield decoded if number else decoded.removeprefix("\ufeff")
+
+
+def _parsed(source: str, where: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not valid JSON: {error}") from error
+
+
+def _values(fields: Any, where: str, columns: Sequence[str]) -> tuple[Any, ...]:
+    """What an object holds in these fields."""
+    for column in columns:
+        if not isinstance(fields, dict):
+            raise InputError(f"{where} is not a JSON object with a field {column!r}")
+        if column not in fields:
+            raise no_column(where, column, fields)
+    return tuple(fields[column] for column in columns)
+
+
+def _field(fields: Any, where: str, column: str) -> str:
+    [value] = _values(fields, where, [column])
+    return text_in(value, f"{where}: the field {column!r}")
+
+
+def text_in(value: Any, what: str) -> str:
+    """A value that is text.
+
+    Raises:
+        InputError: it is none, or holds half of a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise InputError(f"{what} does not hold text but {json.dumps(value, default=repr)[:40]}")
+    check_characters(value, what)
+    return value
+
+
+def _objects(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, Any]]:
+    for number, line in enumerate(_lines(stream, name), 1):
+        if line.strip("\ufeff \t\r\n"):
+            where = f"{name}:{number}"
+            yield number, where, _parsed(line.lstrip("\ufeff"), where)
+
+
+def read_jsonl(stream: BinaryIO, name: str, column: str | None) -> Rows:
+    """An object in each line."""
+    for number, where, held in _objects(stream, name):
+        yield number, _field(held, where, column or TEXT)
+
+
+def jsonl_fields(stream: BinaryIO, name: str, columns: Sequence[str]) -> Fields:
+    """Some fields of the object in each line."""
+    for number, where, held in _objects(stream, name):
+        yield number, _values(held, where, columns)
+
+
+def _held(stream: BinaryIO, name: str) -> Any:
+    """A JSON file as a whole."""
+    content = stream.read()
+    try:
+        return _parsed(content.decode("utf-8-sig"), name)
+    except UnicodeDecodeError as error:
+        mark = 3 if content.startswith(b"\xef\xbb\xbf") else 0  # the decoder counts from behind the mark
+        raise not_utf8(name, mark + error.start) from error
+
+
+def json_fields(stream: BinaryIO, name: str, columns: Sequence[str]) -> Fields:
+    """Some fields of a list of objects, or of an object of columns; it is held in memory as a whole."""
+    held = _held(stream, name)
+    if isinstance(held, dict):
+        lists = _values(held, name, columns)
+        if not all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+            raise InputError(f"{name}: its columns {' and '.join(map(repr, columns))} are not lists of one length")
+        yield from enumerate(zip(*lists, strict=True), 1)
+    elif isinstance(held, list):
+        for number, entry in enumerate(held, 1):
+            yield number, _values(entry, f"{name}:{number}", columns)
+    else:
+        raise InputError(f"{name} holds JSON of another form; a list of objects or an object of columns is needed")
+
+
+def read_json(stream: BinaryIO, name: str, column: str | None) -> Rows:
+    """A list of strings, a list of objects, or an object of columns; it is held in memory as a whole."""
+    held = _held(stream, name)
+    of_column = isinstance(held, dict)
+    if of_column:
+        if (column or TEXT) not in held:
+            raise no_column(name, column or TEXT, held)
+        held = held[column or TEXT]
+    if not isinstance(held, list):
+        found = f"whose column {column or TEXT!r} is no list" if of_column else "of another form"
+        raise InputError(
+            f"{name} holds JSON {found}; a list of strings, a list of objects or an object of columns is needed"
+        )
+    for number, entry in enumerate(held, 1):
+        where = f"{name}:{number}"
+        if of_column or (isinstance(entry, str) and column is None):
+            yield number, text_in(entry, where)
+        elif isinstance(entry, str):
+            raise InputError(f"{where} is a string, so it has no column {column!r}; leave the column out")
+        else:
+            yield number, _field(entry, where, column or TEXT)
+
+
+def read_separated(stream: BinaryIO, name: str, column: str | None, *, by: str) -> Rows:
+    """Fields with commas or tabs between them, quoted where needed; the first line names the columns."""
+    return ((line, text) for line, (text,) in separated_fields(stream, name, [column or TEXT], by=by))
+
+
+def separated_fields(stream: BinaryIO, name: str, columns: Sequence[str], *, by: str) -> Fields:
+    """Some columns of fields with commas or tabs between them."""
+    records = _records(stream, name, by)
+    _, header = next(records, (1, []))
+    for column in columns:
+        if column not in header:
+            raise no_column(name, column, header)
+        if header.count(column) > 1:
+            raise InputError(f"{name} has {header.count(column)} columns {column!r}; one is needed")
+    places = [header.index(column) for column in columns]
+    for line, fields in records:
+        if len(fields) != len(header):
+            raise InputError(
+                f"{name}:{line} has {len(fields)} fields where the first line names {len(header)}; "
+                "a field with a separator or a line end inside must be in double quotes"
+            )
+        yield line, tuple(fields[place] for place in places)
+
+
+def _records(stream: BinaryIO, name: str, by: str) -> Iterator[tuple[int, list[str]]]:
+    """Records that are not empty, each with the line that it begins in."""
+    reader = csv.reader(_lines(stream, name), delimiter=by, strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            fields = _next_record(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise InputError(f"{name}:{line} cannot be read as fields in double quotes: {error}") from error
+        if fields:
+            yield line, fields
+
+
+def _next_record(reader: Any) -> list[str]:
+    """The next record, however long its fields: the limit of `csv` is one number for the whole process."""
+    with _field_limit:
+        limit = csv.field_size_limit()
+        try:
+            csv.field_size_limit(_LONGEST_FIELD)
+            return next(reader)
+        finally:
+            csv.field_size_limit(limit)
+
+
+def read_parquet(path: Path, name: str, column: str | None) -> Rows:
+    """A row for each text; rows without one are passed over."""
+    return ((row, text) for row, (text,) in parquet_fields(path, name, [column or TEXT]) if text is not None)
+
+
+def parquet_fields(path: Path, name: str, columns: Sequence[str]) -> Fields:
+    """Some columns of text, None where there is none."""
+    polars = require_extra("polars", "probe")
+    table = polars.scan_parquet(path, glob=False)
+    try:
+        schema = table.collect_schema()
+        for column in columns:
+            if column not in schema:
+                raise no_column(name, column, schema)
+            if schema[column] != polars.String:
+                raise InputError(f"{name}: the column {column!r} does not hold text but {schema[column]}")
+        start = 0
+        while len(part := table.select(*columns).slice(start, _ROWS).collect()):
+            yield from enumerate(part.iter_rows(), start + 1)
+            start += len(part)
+    except polars.exceptions.PolarsError as error:
+        raise InputError(f"{name} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+
+
+def is_dataset(given: Any) -> bool:
+    """Whether an object is a data set of the package `datasets`, by what it offers."""
+    return all(hasattr(given, name) for name in ("column_names", "features", "__iter__")) or is_split(given)
+
+
+def is_split(given: Any) -> bool:
+    """Whether it is a dictionary of several such data sets."""
+    return isinstance(given, dict) and isinstance(getattr(given, "column_names", None), dict)
+
+
+def dataset_rows(dataset: Any, column: str | None) -> Callable[[], Rows]:
+    """A function that reads one column of a data set, row by row; rows without a text are passed over.
+
+    Raises:
+        InputError: a dictionary of data sets; no such column; when it is read: a value that is no text, no text at all.
+    """
+    column = column or TEXT
+    return partial(_dataset_rows, dataset_fields(dataset, [column]), column)
+
+
+def dataset_fields(dataset: Any, columns: Sequence[str]) -> Callable[[], Fields]:
+    """A function that reads some columns of a data set, row by row.
+
+    Raises:
+        InputError: as for `dataset_rows`.
+    """
+    if is_split(dataset):
+        raise InputError(f"texts is a dictionary of data sets; give one of them: {', '.join(map(repr, dataset))}")
+    known = dataset.column_names
+    for column in columns:
+        if known is not None and column not in known:
+            raise no_column("the data set", column, known)
+    # Without the other columns, whose images or sounds would be decoded.
+    return partial(_dataset_fields, dataset if known is None else dataset.select_columns(list(columns)), columns)
+
+
+def _dataset_fields(dataset: Any, columns: Sequence[str]) -> Fields:
+    for number, row in enumerate(dataset, 1):
+        for column in columns:
+            if column not in row:
+                raise no_column(f"row {number} of the data set", column, row)
+        yield number, tuple(row[column] for column in columns)
+
+
+def _dataset_rows(fields: Callable[[], Fields], column: str) -> Rows:
+    empty = True
+    for number, (text,) in fields():
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise InputError(f"row {number} of the data set: the column {column!r} does not hold text but {kind}")
+        check_characters(text, f"row {number} of the data set")
+        empty = empty and not text.strip()
+        yield number, text
+    if empty:
+        raise InputError(f"the data set is empty: there is no text in its column {column!r}")

@@ -1,0 +1,68 @@
+"""What changes if attention is replaced, in words: for the page and the terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from massieu.foundation.numbers import counted, number
+from massieu.report.record import ReplacementRecord
+
+MEASURES = {
+    "loss": (
+        "nats a token",
+        "The loss of predicting the next token, in nats a token; above 0 the model is worse for it.",
+    ),
+    "output": (
+        "of the output's spread",
+        "How far the last hidden states move: ‖Δ‖² beside their mean squared distance from their mean over the window.",
+    ),
+}
+SHOWN = 40
+
+
+@dataclass(frozen=True)
+class ReplacementRow:
+    """One replacement: the rule, where it was put in place, the change and its interval."""
+
+    rule: str
+    where: str
+    value: str
+    low: str
+    high: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}, {self.where}: {self.value} (95 % between {self.low} and {self.high})"
+
+
+@dataclass(frozen=True)
+class ReplacementTable:
+    """Several, those that change most first where there are many; and what to say about them."""
+
+    rows: list[ReplacementRow]
+    unit: str
+    measure: str
+    windows: str
+    left_out: str | None
+
+
+def replacement_table(records: Sequence[ReplacementRecord], shown: int = SHOWN) -> ReplacementTable | None:
+    """The rows to show; None where nothing was replaced."""
+    if not records:
+        return None
+    chosen = list(records)
+    if len(chosen) > shown:
+        chosen = sorted(chosen, key=lambda each: -abs(each.value or 0.0))[:shown]
+    unit, measure = MEASURES.get(records[0].measure, (records[0].measure, ""))
+    left_out = None
+    if len(records) > shown:
+        left_out = f"The {shown} that change most, of {len(records)}; all are in run.json."
+    return ReplacementTable(
+        [_row(each) for each in chosen], unit, measure, counted(records[0].windows, "window"), left_out
+    )
+
+
+def _row(each: ReplacementRecord) -> ReplacementRow:
+    where = "everywhere"
+    if each.site is not None:
+        where = f"layer {each.layer}" + (", all heads" if each.head is None else f", head {each.head}")
+    error = each.standard_error
+    return ReplacementRow(each.rule, where, *(number(value, error) for value in (each.value, each.low, each.high)))

@@ -1,0 +1,505 @@
+"""Two models beside each other, and many: against explicit attentions, and what cannot be compared."""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars
+import pytest
+import torch
+from polars.testing import assert_frame_equal
+from scipy import stats
+from tests.probing.zoo import MAKERS
+
+import massieu
+from massieu.errors import InputError
+from massieu.probing.compare.changes import changes_of
+from massieu.probing.compare.comparison import Comparison
+from massieu.probing.compare.kept import key_of
+from massieu.probing.result import ProbeResult
+from massieu.probing.sharing import Sharing
+from massieu.probing.text import Batch
+from massieu.probing.text_digest import TextDigest
+
+WINDOWS, LENGTH = 12, 16
+ATTENTION = ["entropy", "largest_weight"]
+
+
+def made(kind: str = "bert", seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return MAKERS[kind]().eval()
+
+
+def sharper(model: Any, layer: int, head: int, factor: float) -> Any:
+    """The model with one head's scores multiplied."""
+    changed = copy.deepcopy(model)
+    attention = changed.encoder.layer[layer].attention.self
+    part = slice(head * attention.attention_head_size, (head + 1) * attention.attention_head_size)
+    with torch.no_grad():
+        attention.query.weight[part] *= factor
+        attention.query.bias[part] *= factor
+    return changed
+
+
+def ids(seed: int = 0, windows: int = WINDOWS) -> torch.Tensor:
+    return torch.randint(3, 99, (windows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def batches(seed: int = 0, windows: int = WINDOWS, size: int = 5) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": part} for part in ids(seed, windows).split(size)]
+
+
+def compared(*models: Any, **options: Any) -> Comparison:
+    return massieu.compare(*models, tokenizer_or_batches=batches(), **{"statistics": ATTENTION} | options)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[ProbeResult, ProbeResult]:
+    """Results of a model, and of one in which head 1 of the last layer is sharper. Not to be changed."""
+    model = made()
+    models, statistics = (model, sharper(model, 2, 1, 20.0)), [*ATTENTION, "largest_score", "maps"]
+    one, other = (massieu.probe(each, batches(), statistics=statistics) for each in models)
+    return one, other
+
+
+def of(pair: tuple[ProbeResult, ...]) -> Comparison:
+    return Comparison.of(pair, ["a", "b"])
+
+
+def heads(comparison: Comparison, statistic: str = "entropy") -> polars.DataFrame:
+    table = comparison.differences
+    return table.filter((table["scope"] == "head") & (table["statistic"] == statistic))
+
+
+def window_entropies(model: Any) -> np.ndarray:
+    """Mean entropy of each window, layer and head, from the model's own attentions in float64."""
+    model = copy.deepcopy(model).double()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(ids(), output_attentions=True).attentions
+    return np.stack([torch.special.entr(each).sum(-1).mean(-1).numpy() for each in attentions], 1)
+
+
+def test_paired_errors_are_those_of_an_explicit_computation(pair):
+    model = made()
+    other = sharper(model, 2, 1, 20.0)
+    table = heads(of(pair)).sort("layer", "head")
+    first, second = window_entropies(model), window_entropies(other)
+    change = (second - first).reshape(WINDOWS, -1)
+    scale = 2e-6 * np.log(LENGTH)  # float32 sums over keys
+    assert np.allclose(table["difference"], change.mean(0), atol=scale)
+    assert np.allclose(table["standard_error"], change.std(0, ddof=1) / np.sqrt(WINDOWS), atol=scale)
+    assert np.allclose(table["first"], first.mean(0).ravel(), atol=scale)
+    head = 2 * 4 + 1
+    expected = stats.ttest_rel(second.reshape(WINDOWS, -1)[:, head], first.reshape(WINDOWS, -1)[:, head])
+    assert np.isclose(table["p_value"][head], expected.pvalue, rtol=1e-3)
+    assert table["degrees"].to_list() == [WINDOWS - 1] * 12
+
+
+def test_the_head_that_was_changed_is_named_and_no_other(pair):
+    found = of(pair)
+    named = found.named().filter(polars.col("scope") == "head")
+    assert set(named.select("layer", "head").rows()) == {(2, 1)}
+    assert set(named["statistic"]) == set(ATTENTION)
+    assert [(each.layer, each.head) for each in found.changed()] == [(2, 1)]
+    assert heads(found).filter(polars.col("layer") < 2)["difference"].abs().max() == 0.0
+    assert found.above({"entropy": 0.0}).select("layer", "head").rows() == [(2, 1)]
+    assert found.above({"entropy": 3.0}).is_empty()
+
+
+@pytest.mark.medium
+def test_a_model_does_not_differ_from_itself():
+    model = made()
+    found = compared(model, copy.deepcopy(model), statistics=None)
+    assert found.paired
+    assert found.differences["difference"].abs().max() == 0.0
+    assert found.differences["p_value"].min() == 1.0
+    assert found.named().is_empty()
+    assert found.changed() == []
+    gauge = found.differences.filter(polars.col("statistic") == "largest_score")
+    maps = found.differences.filter(polars.col("statistic") == "symmetric_share")
+    assert len(gauge) and len(maps) and gauge["p_value"].null_count() == len(gauge)
+    assert maps["p_value"].null_count() == len(maps)
+
+
+@pytest.mark.medium
+def test_a_copy_in_bfloat16_is_beside_the_model_itself():
+    model = made()
+    found = compared(model, copy.deepcopy(model).bfloat16(), names=["float32", "bfloat16"])
+    assert found.paired
+    table = heads(found)
+    largest = table["difference"].abs().max()
+    # Scores of size below 1 keep 8 bits; the entropy is flat around uniform attention.
+    assert 0 < largest < 0.02 * np.log(LENGTH)
+    assert [run.model.dtype for run in found.runs] == ["float32", "bfloat16"]
+
+
+def test_what_has_no_test_is_not_named(pair):
+    found = of(pair)
+    for name in ("largest_score", "symmetric_share"):  # depends on the key origin; of the weights alone
+        table = heads(found, name)
+        assert table["p_value"].null_count() == table["q_value"].null_count() == len(table) == 12
+
+    found.differences = found.differences.with_columns(polars.lit(0.5).alias("difference"))
+    assert len(found.above({"symmetric_share": 0.4})) == 12  # every larger one counts
+    assert found.above({"symmetric_share": 0.6}).is_empty()
+
+
+def test_a_change_counts_in_deviations_over_the_first_models_heads():
+    numbers = {"standard_error": 0.1, "q_value": [0.01, 0.5, 0.01, 0.01], "second": [9.0, 1.0, 5.0, 3.5]}
+    numbers |= {"first": [1.0, 3.0, 5.0, 3.0], "statistic": ["a", "a", "a", "b"]}
+    table = polars.DataFrame({"scope": "head", "site": "s", "layer": 0, "head": [0, 1, 2, 0], **numbers})
+    table = table.with_columns((polars.col("second") - polars.col("first")).alias("difference"))
+    other = polars.col("statistic") == "b"
+    extra = table.filter(other).with_columns(first=polars.lit(2.0), q_value=polars.lit(1.0))  # b: 3 and 2, spread √½
+    table = polars.concat([table, extra])
+    found = changes_of(table, {"a", "b"}, 0.05)
+    assert [(each.head, each.statistic) for each in found] == [(0, "a"), (2, "a")]
+    assert found[0].size == pytest.approx(8 / 2.0)
+    assert changes_of(table, {"b"}, 0.05)[0].size == pytest.approx(0.5 / np.sqrt(0.5))
+
+
+@pytest.mark.medium
+def test_batch_size_changes_no_verdict():
+    model = made()
+    results = [massieu.probe(model, batches(size=size), statistics=ATTENTION) for size in (1, 12)]
+    found = Comparison.of(results, ["one", "many"])
+    assert found.paired
+    assert found.named().is_empty()
+    assert heads(found)["p_value"].min() > 0.05
+
+
+@pytest.mark.medium
+def test_halves_of_a_text_are_compared_as_independent():
+    model = made()
+    one, other = (massieu.probe(model, batches(seed), statistics=ATTENTION) for seed in (0, 1))
+    found = Comparison.of([one, other], ["one", "other"])
+    assert not found.paired
+    assert "one model on two texts" in found.pairings[0].sentence
+    table, errors = (
+        heads(found),
+        [result.heads.filter(result.heads["statistic"] == "entropy") for result in (one, other)],
+    )
+    expected = np.hypot(*(each["standard_error"].to_numpy() for each in errors))
+    assert np.allclose(table["standard_error"], expected, rtol=1e-12)
+    assert (table["degrees"] > WINDOWS - 1).all()
+
+
+@pytest.mark.medium
+def test_halves_of_a_text_name_at_most_five_in_a_hundred():
+    """Calibration: a random decoder, disjoint halves; windows are independent draws."""
+    model = made("gpt2")
+    shares = []
+    for seed in range(6):
+        results = [
+            massieu.probe(model, batches(100 + 2 * seed + half, windows=16), statistics=["attention"])
+            for half in (0, 1)
+        ]
+        table = Comparison.of(results, ["a", "b"]).differences.drop_nulls("p_value")
+        shares.append(((table["p_value"] < 0.05).mean(), (table["q_value"] < 0.05).mean()))
+    p, q = np.mean(shares, axis=0)
+    assert q <= 0.05
+    assert 0.01 < p < 0.10  # neither blind nor eager: heads of one text go together, so that six splits vary
+
+
+@pytest.mark.medium
+def test_documents_are_paired_by_blocks(tmp_path: Path):
+    generator = torch.Generator().manual_seed(0)
+    padded = torch.randint(3, 99, (70, LENGTH), generator=generator)
+    mask = (torch.arange(LENGTH) < torch.randint(5, LENGTH, (70, 1), generator=generator)).long()
+    model = made()
+    results = []
+    for each, size in ((model, 7), (sharper(model, 0, 0, 20.0), 10)):
+        given = [
+            {"input_ids": part, "attention_mask": real}
+            for part, real in zip(padded.split(size), mask.split(size), strict=True)
+        ]
+        results.append(massieu.probe(each, given, statistics=ATTENTION, packing=False))
+    found = Comparison.of(results, ["a", "b"])
+    assert found.paired
+    assert heads(found)["degrees"].unique().to_list() == [34]  # 70 documents in blocks of two
+    assert (0, 0) in found.named().select("layer", "head").rows()
+    assert np.allclose(heads(found)["difference"], heads(found)["second"] - heads(found)["first"], atol=1e-12)
+
+
+@pytest.mark.medium
+def test_many_models_stand_in_one_table():
+    model = made()
+    course = [sharper(model, 2, 1, factor) for factor in (1.0, 5.0, 20.0)]
+    found = compared(*course, names=["step10", "step20", "step40"])
+    assert found.steps == [10.0, 20.0, 40.0]
+    assert found.values["model"].unique(maintain_order=True).to_list() == ["step10", "step20", "step40"]
+    assert found.values.columns[:3] == ["model", "step", "scope"]
+    sizes = [found.changed(model=name)[0].difference for name in ("step20", "step40")]
+    assert sizes[1] < sizes[0] < 0
+    pair = compared(course[0], course[2], names=["step10", "step40"]).differences
+    assert_frame_equal(found.differences.filter(polars.col("model") == "step40"), pair)
+
+
+@pytest.mark.medium
+def test_the_shared_control_is_the_one_that_each_would_have_had():
+    model = made()
+    other = sharper(model, 0, 2, 5.0)
+    found = compared(model, other, names=["a", "b"])
+    alone = massieu.probe(other, batches(), statistics=ATTENTION).heads
+    shared = found.values.filter((polars.col("model") == "b") & (polars.col("scope") == "head"))
+    assert_frame_equal(shared.select(alone.columns), alone, check_exact=True)
+    assert (alone["statistic"] == "entropy/reinitialised").any()
+    assert ["re-initialised control" in run.timing for run in found.runs] == [True, False]
+
+
+@pytest.mark.medium
+def test_stored_results_and_models_stand_beside_each_other(tmp_path: Path):
+    model = made()
+    other = sharper(model, 2, 1, 20.0)
+    stored = massieu.probe(model, batches(), statistics=ATTENTION).save(tmp_path / "stored")
+    found = compared(stored, other, names=["a", "b"])
+    assert_frame_equal(found.differences, compared(model, other, names=["a", "b"]).differences)
+
+
+def without_sums(result: ProbeResult) -> ProbeResult:
+    return ProbeResult(copy.deepcopy(result.run), result.details, result.heads, result.layers)
+
+
+def test_a_result_without_sums_is_compared_on_the_careful_side(pair):
+    found = of(tuple(map(without_sums, pair)))
+    assert "no sums by unit of the text were stored for a and b" in found.pairings[0].sentence
+    assert (heads(found)["standard_error"] > heads(of(pair))["standard_error"]).all()
+    assert (2, 1) in found.named().select("layer", "head").rows()
+
+
+@pytest.mark.medium
+def test_sums_are_stored_with_the_result_and_may_be_missing(pair, tmp_path: Path):
+    result = pair[0]
+    folder = result.save(tmp_path / "result")
+    hashes = json.loads((folder / "run.json").read_text())["files"]
+    assert "units.safetensors" in hashes
+    read = ProbeResult.load(folder)
+    assert read.units is not None and result.units is not None
+    assert read.units.text == result.units.text
+    content = (folder / "units.safetensors").read_bytes()
+    (folder / "units.safetensors").write_bytes(content[:-1] + b"\1")
+    with pytest.raises(InputError, match=r"units\.safetensors is not the file"):
+        ProbeResult.load(folder)
+    (folder / "units.safetensors").unlink()
+    again = ProbeResult.load(folder)
+    assert again.units is None
+    again.save(folder)
+    assert "units.safetensors" not in json.loads((folder / "run.json").read_text())["files"]
+
+
+@pytest.mark.medium
+def test_what_is_stored_is_what_is_read(tmp_path: Path):
+    model = made()
+    found = compared(model, sharper(model, 2, 1, 20.0), statistics=None)
+    assert found.save(tmp_path / "new") == tmp_path / "new"
+    read = Comparison.load(tmp_path / "new")
+    assert_frame_equal(read.differences, found.differences)
+    assert_frame_equal(read.values, found.values)
+    for name in ("models", "steps", "runs", "pairings", "notes", "examples", "date"):
+        assert getattr(read, name) == getattr(found, name), name
+    assert read.to_dict() == found.to_dict()
+    assert read.changed() == found.changed()
+    json.dumps(found.to_dict(), allow_nan=False)
+    assert "layer 2 head 1" in repr(read)
+
+
+@pytest.mark.medium
+def test_folders_that_are_no_comparison_are_refused(pair, tmp_path: Path):
+    found = of(pair)
+    with pytest.raises(InputError, match="is missing; a comparison is a folder"):
+        Comparison.load(tmp_path / "none")
+    with pytest.raises(InputError, match=r"has no comparison\.json"):
+        Comparison.load(tmp_path)
+    folder = found.save(tmp_path / "one")
+    record = (folder / "comparison.json").read_text()
+    for old, new, said in (
+        ('"schema_version": 1', '"schema_version": 7', "schema_version 7"),
+        ('"steps"', '"stops"', "steps"),
+        ('"paired"', '"impaired"', "not the record of a comparison"),
+    ):
+        (folder / "comparison.json").write_text(record.replace(old, new, 1))
+        with pytest.raises(InputError, match=said):
+            Comparison.load(folder)
+    (folder / "comparison.json").write_text(record)
+    (folder / "values.parquet").write_bytes((folder / "differences.parquet").read_bytes())
+    with pytest.raises(InputError, match=r"values\.parquet is not the file"):
+        Comparison.load(folder)
+    pair[0].save(tmp_path / "result")
+    with pytest.raises(InputError, match="a folder of its own"):
+        found.save(tmp_path / "result")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        found.save(tmp_path / "file")
+
+
+@pytest.mark.medium
+def test_what_is_there_is_not_probed_again(tmp_path: Path):
+    model = made()
+    models = [model, sharper(model, 2, 1, 20.0)]
+    said: list[str] = []
+    first = compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
+    assert {stage.partition(":")[0] for stage in said} == {"a", "b"}
+    said.clear()
+    again = compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
+    assert said == []
+    assert_frame_equal(again.differences, first.differences)
+    third = sharper(model, 1, 1, 3.0)
+    compared(*models, third, out=tmp_path, names=["a", "b", "c"], progress=lambda state: said.append(state.stage))
+    assert {stage.partition(":")[0] for stage in said} == {"c"}
+    folders = sorted((tmp_path / "models").iterdir())
+    assert len(folders) == 3
+    for path in folders[0].iterdir():  # as a process leaves it that was killed before it had stored anything
+        path.unlink()
+    said.clear()
+    compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
+    assert {stage.partition(":")[0] for stage in said} == {"a"}
+
+
+def test_another_text_or_option_is_another_result():
+    model = made()
+    key = key_of(model, None, batches(), {"statistics": ATTENTION})
+    assert key == key_of(copy.deepcopy(model), None, batches(), {"statistics": ATTENTION, "batch_size": 3, "seed": 0})
+    others: list[tuple[Any, Sequence[Any], dict[str, Any]]] = [
+        (sharper(model, 0, 0, 1.01), batches(), {"statistics": ATTENTION}),
+        (model, batches(1), {"statistics": ATTENTION}),
+        (model, batches(), {"statistics": ATTENTION, "seed": 1}),
+        (model, batches(), {"statistics": ["entropy"]}),
+        (model, batches(), {}),
+    ]
+    assert len({key, *(key_of(each, None, data, options) for each, data, options in others)}) == 1 + len(others)
+    with pytest.raises(InputError, match="out needs batches"):
+        key_of(model, None, [{"input_ids": object()}], {})
+
+
+@pytest.mark.medium
+def test_an_interrupted_comparison_goes_on_from_what_is_stored(tmp_path: Path):
+    model = made()
+    models = [model, sharper(model, 2, 1, 20.0)]
+
+    def end(state: Any) -> None:
+        if state.stage.startswith("b: reading"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compared(*models, out=tmp_path, names=["a", "b"], progress=end)
+    said: list[str] = []
+    found = compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
+    assert {stage.partition(":")[0] for stage in said} == {"b"}
+    assert_frame_equal(found.differences, compared(*models, names=["a", "b"]).differences)
+
+
+def test_models_that_cannot_be_compared(pair):
+    one = pair[0]
+    small = massieu.probe(made("albert"), batches(), statistics=["entropy"])
+    with pytest.raises(InputError, match="different shapes, so their heads cannot be matched"):
+        of((one, small))
+    elsewhere = massieu.probe(made(seed=1), batches(1), statistics=["entropy"])
+    with pytest.raises(InputError, match="two models that read different texts"):
+        of((one, elsewhere))
+    written = without_sums(one)
+    written.run.settings["generate"] = 4
+    with pytest.raises(InputError, match="each read what it wrote itself"):
+        of((one, written))
+    elsewhere.units = None
+    elsewhere.run.text.source = "another"
+    with pytest.raises(InputError, match="nothing shows that they read the same text"):
+        of((one, elsewhere))
+
+
+def test_bad_calls_are_one_sentence(pair):
+    model, result = made(), pair[0]
+    pair = of(pair)
+    generated = (batch for batch in batches())
+    calls: list[tuple[str, Any]] = [
+        ("at least two models or results, got 1", lambda: massieu.compare(result)),
+        ("at least two models, got 0", lambda: Comparison.of([], [])),
+        ("no argument 'colour'", lambda: massieu.compare(result, result, colour=1)),
+        ("no argument 'resume'", lambda: massieu.compare(result, result, resume=True)),
+        ("no argument 'distributed'", lambda: massieu.compare(result, result, distributed=True)),
+        ("no argument 'revision'", lambda: massieu.compare(result, result, revision="a")),
+        ("must be a name, a module or a ProbeResult, got int", lambda: massieu.compare(result, 3)),
+        ("names must be 2 different names", lambda: massieu.compare(result, result, names=["a"])),
+        ("names must be 2 different names", lambda: massieu.compare(result, result, names=["a", "a"])),
+        ("named once; 2 models were given", lambda: massieu.compare("a", "b", revisions=["x", "y"])),
+        ("named once; 1 models were given", lambda: massieu.compare(model, revisions=["x", "y"])),
+        ("revisions must be a list", lambda: massieu.compare("a", revisions="main")),
+        ("got 1", lambda: massieu.compare("a", revisions=["main"])),
+        ("read once for each model", lambda: massieu.compare(model, model, tokenizer_or_batches=generated)),
+        ("standard input can be read once", lambda: massieu.compare(model, model, text="-")),
+        ("level must be between 0 and 1, got 1", lambda: pair.named(1)),
+        ("number must be at least 1, got 0", lambda: pair.changed(0)),
+        ("no model named 'a' was compared", lambda: pair.changed(model="a")),
+        ("no statistic named 'x' was compared", lambda: pair.above({"x": 1.0})),
+        ("must be 0 or more, got nan", lambda: pair.above({"entropy": float("nan")})),
+    ]
+    for said, call in calls:
+        with pytest.raises(InputError) as refused:
+            call()
+        assert said in str(refused.value), (said, str(refused.value))
+
+
+class _Words:
+    """As much of a tokenizer as tells whether two are one."""
+
+    def __init__(self, **words: int) -> None:
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.words
+
+
+def test_tokenizers_must_mean_the_same_tokens():
+    sharing, first = Sharing(), _Words(a=0, b=1)
+    assert sharing.tokenizer(first, "one") is first
+    assert sharing.tokenizer(_Words(a=0, b=1, added=2), "tuned") is first
+    with pytest.raises(InputError, match="one and other have different tokenizers"):
+        sharing.tokenizer(_Words(a=0, b=2), "other")
+
+
+def test_a_known_text_is_checked_before_it_is_read():
+    class Batches:
+        def __iter__(self):
+            return iter([Batch({"input_ids": ids()}, torch.zeros(WINDOWS, LENGTH, dtype=torch.bool), ("",) * WINDOWS)])
+
+    given: Any = Batches()
+    digest, sharing = TextDigest(), Sharing()
+    digest.add({"input_ids": ids()}, WINDOWS)
+    sharing.check(given)
+    sharing.know(digest.text(), "base")
+    sharing.check(given)
+    sharing.know("sha256:another", "base")
+    with pytest.raises(InputError, match="the text is not what base was read on"):
+        sharing.check(given)
+
+
+def test_the_digest_is_of_rows_in_their_order_without_padding():
+    def digest(*given: dict[str, Any], rows: Sequence[int | None]) -> str | None:
+        made = TextDigest()
+        for each, number in zip(given, rows, strict=True):
+            made.add(each, number)
+        return made.text()
+
+    whole = ids()
+    mask = torch.ones_like(whole)
+    one = digest({"input_ids": whole, "attention_mask": mask}, rows=[WINDOWS])
+    parts = [{"input_ids": whole[i : i + 1], "attention_mask": mask[i : i + 1]} for i in range(WINDOWS)]
+    assert digest(*parts, rows=[1] * WINDOWS) == one
+    padded = {
+        "input_ids": torch.nn.functional.pad(whole, (0, 3)),
+        "attention_mask": torch.nn.functional.pad(mask, (0, 3)),
+    }
+    assert digest(padded, rows=[WINDOWS]) == one
+    assert digest({"input_ids": whole.flip(0), "attention_mask": mask}, rows=[WINDOWS]) != one
+    changed = whole.clone()
+    changed[-1, -1] += 1
+    assert digest({"input_ids": changed, "attention_mask": mask}, rows=[WINDOWS]) != one
+    images = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    assert digest({"pixels": images}, rows=[2]) == digest({"pixels": images.bfloat16()}, rows=[2])
+    assert digest({"nested": {"a": [1, None, images]}}, rows=[None]) != digest(
+        {"nested": {"a": [2, None, images]}}, rows=[None]
+    )
+    assert digest({"input_ids": whole, "odd": object()}, rows=[None]) is None

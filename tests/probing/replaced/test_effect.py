@@ -1,0 +1,271 @@
+"""What a model loses without a head, against the same computed by hand: hooks on the projection, losses written out."""
+
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import massieu
+from massieu.errors import InputError
+from massieu.probing.model import load_model
+from massieu.probing.replaced.effect import Effects, Replace
+
+HEADS, SIZE, WINDOWS = 4, 8, 6
+SIZES: dict[str, Any] = {
+    "hidden_size": HEADS * SIZE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+    "vocab_size": 40,
+}
+IDS = torch.randint(1, 40, (WINDOWS, 12), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[2, 7:] = 0
+BATCHES = [{"input_ids": IDS[i : i + 3], "attention_mask": MASK[i : i + 3]} for i in (0, 3)]
+SAMPLED = [0, 1, 2, 3]  # the first four windows
+
+
+def shuffled(model: Any) -> Any:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
+def writer() -> Any:
+    return shuffled(LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)))
+
+
+def losses(model: Any, row: int) -> Tensor:
+    real = MASK[row].bool()
+    with torch.no_grad():
+        log_p = model(IDS[row : row + 1][:, real]).logits[0, :-1].double().log_softmax(-1)
+    return -log_p.gather(1, IDS[row][real][1:, None])[:, 0]
+
+
+def means(model: Any, projection: nn.Module) -> Tensor:
+    """Of what the projection is given, over the real tokens of all windows."""
+    seen: list[Tensor] = []
+    handle = projection.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
+    with torch.no_grad():
+        for row in range(WINDOWS):
+            model(IDS[row : row + 1][:, MASK[row].bool()])
+    handle.remove()
+    return torch.cat([each[0] for each in seen]).double().mean(0)
+
+
+def set_to(projection: nn.Module, head: int, value: Tensor) -> Any:
+    def change(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        changed = given[0].clone()
+        part = slice(head * SIZE, (head + 1) * SIZE)
+        changed[..., part] = value[part].to(changed)
+        return (changed,)
+
+    return projection.register_forward_pre_hook(change)
+
+
+def ratio(rows: list[Tensor]) -> tuple[float, float]:
+    """Mean over all tokens, and its standard error over windows (Cochran 6.4)."""
+    sums, counts = np.array([float(r.sum()) for r in rows]), np.array([len(r) for r in rows])
+    value = sums.sum() / counts.sum()
+    units = len(rows)
+    return value, np.sqrt(units / (units - 1) * ((sums - value * counts) ** 2).sum()) / counts.sum()
+
+
+@pytest.mark.parametrize("rule", ["off", "off(mean)"])
+def test_loss_without_each_head(rule):
+    model = writer()
+    found = massieu.probe(model, BATCHES, replace=rule, replace_per="head", statistics=["entropy"]).run.replacements
+    assert [(each.layer, each.head) for each in found] == [(layer, head) for layer in (0, 1) for head in range(HEADS)]
+    each: Any
+    for each in found:
+        projection = model.model.layers[each.layer].self_attn.o_proj
+        value = means(model, projection) if rule == "off(mean)" else torch.zeros(HEADS * SIZE)
+        stock = [losses(model, row) for row in SAMPLED]
+        handle = set_to(projection, each.head, value)
+        changes = [losses(model, row) - own for row, own in zip(SAMPLED, stock, strict=True)]
+        handle.remove()
+        expected, error = ratio(changes)
+        assert each.measure == "loss" and each.windows == len(SAMPLED)
+        assert each.tokens == int(MASK[SAMPLED].sum()) - len(SAMPLED)
+        assert each.value == pytest.approx(expected, rel=1e-3, abs=2e-5)
+        assert each.standard_error == pytest.approx(error, rel=1e-3, abs=2e-5)
+        assert each.high - each.value == pytest.approx(3.182446 * each.standard_error, rel=1e-5)  # t, 3 degrees
+        assert each.value - each.low == pytest.approx(each.high - each.value)
+
+
+def test_a_model_without_a_loss_is_judged_by_its_output():
+    model = shuffled(BertModel(BertConfig(**SIZES)))
+    found = massieu.probe(model, BATCHES, replace=["off", "identity"], replace_per="site").run.replacements
+    assert [(each.rule, each.layer, each.measure) for each in found] == [
+        (rule, layer, "output") for rule in ("off", "identity") for layer in (0, 1)
+    ]
+    projection = model.encoder.layer[1].attention.output.dense
+    changes = []
+    for row in SAMPLED:
+        ids = IDS[row : row + 1][:, MASK[row].bool()]
+        with torch.no_grad():
+            stock = model(ids).last_hidden_state[0].double()
+            handle = projection.register_forward_pre_hook(lambda _, given: (torch.zeros_like(given[0]),))
+            other = model(ids).last_hidden_state[0].double()
+            handle.remove()
+        spread = (stock - stock.mean(0)).square().sum(1).mean()
+        changes.append((other - stock).square().sum(1) / spread)
+    value, error = ratio(changes)
+    assert found[1].value == pytest.approx(value, rel=1e-4) and found[1].standard_error == pytest.approx(
+        error, rel=1e-3
+    )
+    assert found[2].value == found[2].standard_error == 0
+
+
+def test_the_statistic_of_every_head():
+    """It is the replacement of one head at a time, in the heads' table; computed when it is named, and only then."""
+    model = writer()
+    result = massieu.probe(model, BATCHES, statistics=["replacement"])
+    rows = result.heads.filter(result.heads["statistic"] == "loss_without_head").sort("layer", "head")
+    assert rows["value"].to_list() == [each.value for each in result.run.replacements]
+    assert rows["standard_error"].to_list() == [each.standard_error for each in result.run.replacements]
+    assert "loss_without_head" not in set(massieu.probe(model, BATCHES).heads["statistic"])
+    beside = massieu.probe(
+        model, BATCHES, statistics=["replacement"], replace="joint", replace_windows=2
+    ).run.replacements
+    assert [(each.rule, each.head is None) for each in beside] == [("joint", True), *[("off(mean)", False)] * 2 * HEADS]
+
+
+def test_rules_of_ones_own_and_how_many_windows():
+    def doubled(call: Any) -> Tensor:
+        return 2 * call.output
+
+    found = massieu.probe(writer(), BATCHES, replace=[doubled], replace_windows=2).run.replacements
+    assert [(each.rule, each.windows, each.site) for each in found] == [("doubled", 2, None)]
+
+
+def test_changes_that_are_not_finite_are_counted():
+    def broken(call: Any) -> Tensor:
+        output = call.output.clone()
+        output[:, 6:] = torch.nan if call.site.name.startswith("layers.1") else output[:, 6:]
+        return output
+
+    result = massieu.probe(writer(), BATCHES, replace=[" off(mean) ", broken], statistics=["entropy"])
+    mean, found = result.run.replacements
+    expected = int(MASK[SAMPLED][:, :6].sum())  # predictions from the first six tokens
+    assert mean.rule == "off(mean)" and found.tokens == expected and found.value == pytest.approx(0, abs=1e-6)
+    lost = int(MASK[SAMPLED].sum()) - len(SAMPLED) - expected
+    said = f"with attention replaced by broken, {lost} of the tokens' changes are not finite, and are left out"
+    assert result.run.warnings.count(said) == 1
+
+
+def test_padding_that_is_not_a_number_is_in_no_mean():
+    output, real = torch.randn(2, 5, HEADS, SIZE), torch.ones(2, 5, dtype=torch.bool)
+    real[1, 3:] = False
+    effects = Effects(None, Replace(), [])  # pyright: ignore[reportArgumentType]
+    effects.add("site", output.masked_fill(~real[..., None, None], torch.nan), real)
+    total, count = effects.sums["site"]
+    torch.testing.assert_close(total / count, output[real].double().mean(0))
+
+
+def test_a_rule_that_ends_on_the_way_loses_nothing_else(monkeypatch):
+    from massieu.probing.replaced import effect
+
+    calls: list[Any] = []
+    monkeypatch.setattr(effect, "_NUMBERS", 1)  # one window at a time: two calls each
+
+    def ends(call: Any) -> Tensor:
+        calls.append(call)
+        if len(calls) > 6:
+            raise RuntimeError("no more")
+        return call.output
+
+    result = massieu.probe(writer(), BATCHES, replace=[ends, "off"], statistics=["entropy"])
+    said = "attention replaced by ends could not be measured and is left out (no more)"
+    assert [each.rule for each in result.run.replacements] == ["off"] and result.run.warnings.count(said) == 1
+    assert result.run.replacements[0].windows == len(SAMPLED) and len(result.table) > 0
+
+
+def test_windows_are_counted_and_not_the_blocks_of_them():
+    ids = torch.randint(1, 40, (700, 3), generator=torch.Generator().manual_seed(1))
+    found = massieu.probe(writer(), [{"input_ids": ids}], replace="off", replace_windows=70, statistics=["entropy"])
+    assert found.run.replacements[0].windows == 70  # more than a standard error has units
+
+
+def test_what_is_drawn_does_not_depend_on_the_rules_before():
+    one, other = (
+        massieu.probe(writer(), BATCHES, replace=["resample(2)"], statistics=["entropy"], seed=5).run.replacements[0]
+        for _ in range(2)
+    )
+    assert one.value == other.value
+
+
+def test_batches_do_not_change_it():
+    model = writer()
+    whole = [{"input_ids": IDS, "attention_mask": MASK}]
+    one, other = (massieu.probe(model, given, replace=["off(mean)", "top_k(2)"]) for given in (BATCHES, whole))
+    for a, b in zip(one.run.replacements, other.run.replacements, strict=True):
+        assert a.value == pytest.approx(b.value, rel=1e-4, abs=1e-6)
+
+
+def test_an_interruption_keeps_whole_windows(monkeypatch):
+    from massieu.probing.replaced import effect
+
+    model, calls = writer(), []
+    monkeypatch.setattr(effect, "_NUMBERS", 1)  # one window at a time
+
+    def progress(state: Any) -> None:
+        if state.stage.startswith("replacing"):
+            calls.append(state.stage)
+            if len(calls) == 6:
+                signal.raise_signal(signal.SIGINT)
+
+    result = massieu.probe(model, BATCHES, replace=["off", "joint", "top_k(2)", "window(2)"], progress=progress)
+    assert not result.complete
+    assert {each.windows for each in result.run.replacements} == {1}
+
+
+def test_bad_calls():
+    def wrong(call: Any) -> Tensor:
+        return call.query[:, :1]
+
+    cases: Any = (
+        ({"replace": "softmax"}, "unknown rule 'softmax'"),
+        ({"replace": [3]}, "a rule must be a text or a function of an attention call, got int"),
+        ({"replace": "off", "replace_per": "layer"}, "replace_per must be one of all, site, head, got 'layer'"),
+        ({"replace": "off", "replace_windows": 0}, "replace_windows must be at least 1, got 0"),
+        ({"replace": "off", "generate": 3}, "give either replace or generate"),
+        ({"replace": wrong}, "a rule must return outputs of shape"),
+        ({"replace": 3}, "replace must be a rule or a list of rules, got int"),
+    )
+    for keywords, match in cases:
+        with pytest.raises(InputError, match=match):
+            massieu.probe(writer(), BATCHES, **keywords)
+
+
+class Picture(nn.Module):
+    """Its tokens stand in rows and columns."""
+
+    main_input_name = "x"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0].unflatten(1, (2, -1))
+
+
+def test_an_output_that_is_not_one_of_tokens_is_refused_before_the_text_is_read():
+    match = r"on an output of tokens \(batch, tokens, width\), and that of Picture has the shape \(1, 2, 3, 16\)"
+    with pytest.raises(InputError, match=match):
+        massieu.probe(Picture().eval(), [{"x": torch.randn(3, 6, 16)}], replace="off")
+
+
+def test_a_checkpoint_with_a_language_head_is_judged_by_its_loss(tmp_path):
+    writer().save_pretrained(tmp_path)
+    assert type(load_model(tmp_path, tokenizer=False, head="if any").whole) is LlamaForCausalLM
+    shuffled(BertModel(BertConfig(**SIZES))).save_pretrained(tmp_path / "bert")
+    assert type(load_model(tmp_path / "bert", tokenizer=False, head="if any").whole) is BertModel

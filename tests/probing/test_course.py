@@ -1,0 +1,448 @@
+"""A text that several processes share, and a reading that is broken off and gone on with: the table of one reading."""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars
+import pytest
+import torch
+import torch.distributed as dist
+from tests.probing import zoo
+from tests.rows import every_row
+from tests.test_cli import ENVIRONMENT, _is_bad, _run, checkpoint
+
+import massieu
+from massieu.errors import InputError, ProcessLostError
+from massieu.probing import course as course_module
+from massieu.probing.course import Course, forget
+from massieu.probing.model import as_loaded
+from massieu.probing.reading import Options, Reading
+from massieu.probing.result import ProbeResult
+from massieu.probing.session import Input, Session
+from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
+from massieu.probing.units import Units
+
+__all__ = ["checkpoint"]  # a fixture
+
+GROUPS = frozenset({ATTENTION, VALUES, CLIMB, EXPANSION, MAPS})
+FILE = "share-1-of-1.safetensors"
+
+
+def batches(name: str, number: int = 7, rows: int = 3) -> list[dict[str, Any]]:
+    return [zoo.inputs(name, rows=rows, seed=seed) for seed in range(number)]
+
+
+def tables(result: ProbeResult) -> "polars.DataFrame":
+    return polars.concat([result.heads, result.layers])
+
+
+def assert_same_table(found: "polars.DataFrame", expected: "polars.DataFrame") -> None:
+    """Values of sums in float64, each to some roundings: 1e-12 relative. A spread's error is of its own size."""
+    names = ["site", "layer", "head", "statistic", "count"]
+    assert found.select(names).equals(expected.select(names))
+    for column in ("value", "standard_error"):
+        one, other = (frame[column].to_numpy().astype(float) for frame in (found, expected))
+        scale = np.nan_to_num(np.abs(expected["value"].to_numpy().astype(float)))
+        np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
+        assert (np.nan_to_num(np.abs(one - other)) <= 1e-12 * np.maximum(np.abs(np.nan_to_num(other)), scale)).all()
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def session(
+    name: str, rank: int, processes: int, given: list[dict[str, Any]], groups: frozenset[str] = GROUPS
+) -> Session:
+    options = Options(groups, Units(), 20, climb_queries=6)
+    source = Input(given, "batches", True, 20, None)
+    course = Course(rank, processes)
+    return Session(as_loaded(zoo.model(name), None), source, options, lambda _: None, None, course=course)
+
+
+class _Sent(Exception):  # noqa: N818 - nothing is wrong
+    """A process has sent its sums."""
+
+
+def shared(
+    name: str,
+    given: list[list[dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    groups: frozenset[str] = GROUPS,
+) -> ProbeResult:
+    """What the first of several processes finds, each with its batches; they read one after the other, the first last."""
+    sent: list[bytes] = []
+
+    def exchange(course: Course, own: bytes) -> list[bytes]:
+        sent.insert(0, own)
+        if course.rank:
+            raise _Sent
+        return sent
+
+    monkeypatch.setattr(Course, "_exchange", exchange)
+    for rank in range(len(given) - 1, 0, -1):
+        with pytest.raises(_Sent):
+            session(name, rank, len(given), given[rank], groups).read_all(threading.Event())
+    first = session(name, 0, len(given), given[0], groups)
+    complete = first.read_all(threading.Event())
+    return first.result(frozenset(STATISTICS), {}, complete)
+
+
+def test_two_processes_share_two_batches(monkeypatch):
+    given, groups = batches("gpt2", 2, rows=2), frozenset({ATTENTION})
+    alone, together = (shared("gpt2", [given] * processes, monkeypatch, groups) for processes in (1, 2))
+    assert_same_table(tables(together), tables(alone))
+    assert together.run.text == alone.run.text
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_processes_share_the_batches_and_get_the_table_of_one(name, monkeypatch):
+    given = batches(name, 4)
+    alone = shared(name, [given], monkeypatch)
+    assert alone.complete
+    for processes in (2, 6):  # more than there are batches
+        together = shared(name, [given] * processes, monkeypatch)
+        assert_same_table(tables(together), tables(alone))
+        for part in ("text", "error_unit", "sample", "complete"):
+            assert getattr(together.run, part) == getattr(alone.run, part)
+        assert together.details == alone.details
+
+
+@pytest.mark.medium
+def test_processes_that_are_given_different_batches_are_refused(monkeypatch):
+    given = batches("gpt2", 3)
+    with pytest.raises(InputError, match="every process must be given all batches, in the same order"):
+        shared("gpt2", [given, given[::-1]], monkeypatch)
+    with pytest.raises(InputError, match="every process must be given all batches"):
+        shared("gpt2", [given, given[:2]], monkeypatch)
+
+
+@pytest.mark.medium
+def test_trouble_in_the_share_of_another_process_is_told(monkeypatch):
+    given = batches("bert", 3)
+    given[1] = {"inputs_embeds": torch.full((3, 20, 48), torch.nan)}
+    assert shared("bert", [given] * 2, monkeypatch).trouble == shared("bert", [given], monkeypatch).trouble is not None
+
+
+def test_a_process_that_has_died_leaves_what_the_others_have_read(tmp_path, monkeypatch):
+    def lost(course: Course, own: bytes) -> list[bytes]:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(Course, "_exchange", lost)
+    one = session("gpt2", 0, 2, batches("gpt2", 3))
+    one.course.folder = tmp_path / "running"
+    with pytest.raises(ProcessLostError, match=r"one of the 2 processes has ended before the others; .*running"):
+        one.read_all(threading.Event())
+    assert [path.name for path in (tmp_path / "running").iterdir()] == ["share-1-of-2.safetensors"]
+
+
+def test_a_group_of_one_process_is_one_process(tmp_path):
+    given = batches("gpt2", 2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        together = massieu.probe(zoo.model("gpt2"), given, distributed=True, statistics=["entropy"])
+    finally:
+        dist.destroy_process_group()
+    assert tables(together).equals(tables(massieu.probe(zoo.model("gpt2"), given, statistics=["entropy"])))
+
+
+# --- broken off and gone on with -------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """What a process that is killed does not live to see."""
+
+
+def broken_off(after: int, kind: type[BaseException] = Killed) -> Callable[[Any], None]:
+    """Ends a reading after so many batches."""
+    seen = itertools.count(1)
+
+    def tell(state: Any) -> None:
+        if state.stage == "reading" and next(seen) == after:
+            raise kind
+
+    return tell
+
+
+@pytest.mark.medium
+@every_row(("name", "after"), [("gpt2", 1), ("gpt2", 3), ("bert", 4)])
+def test_a_resumed_reading_gives_the_table_of_one_without_a_break(name, after, tmp_path):
+    given = batches(name, 4)
+    model = zoo.model(name)
+    how: dict[str, Any] = {"max_length": 20, "running": tmp_path / f"{name}{after}", "store_every": 1e-9}
+    whole = massieu.probe(model, given, max_length=20)
+    with pytest.raises(Killed):
+        massieu.probe(model, given, progress=broken_off(after), **how)
+    resumed = massieu.probe(model, given, resume=True, **how)
+    assert tables(resumed).equals(tables(whole))
+    assert resumed.details == whole.details
+    for part in ("text", "error_unit", "sample", "warnings", "nonfinite"):
+        assert getattr(resumed.run, part) == getattr(whole.run, part)
+
+
+@pytest.mark.medium
+def test_a_reading_may_be_broken_off_again_and_again(tmp_path):
+    given, names = batches("gpt2", 5), ["entropy", "pairwise_distance"]
+    how: dict[str, Any] = {"statistics": names, "running": tmp_path / "r", "store_every": 1e-9, "resume": True}
+    for after in (2, 3, 3, 4):
+        with pytest.raises(Killed):
+            massieu.probe(zoo.model("gpt2"), given, progress=broken_off(after), **how)
+    resumed = massieu.probe(zoo.model("gpt2"), given, **how)
+    assert tables(resumed).equals(tables(massieu.probe(zoo.model("gpt2"), given, statistics=names)))
+    forget(tmp_path / "r")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_batch_but_the_first_is_read_twice(tmp_path, monkeypatch):
+    given, read = batches("gpt2", 4), []
+    forward = Reading.forward
+    monkeypatch.setattr(Reading, "forward", lambda own, *a: read.append(list(a[3])) or forward(own, *a))
+    how: dict[str, Any] = {"statistics": ["symmetric_share"], "running": tmp_path / "r", "store_every": 1e-9}
+    with pytest.raises(Killed):
+        massieu.probe(zoo.model("gpt2"), given, progress=broken_off(2), **how)
+    massieu.probe(zoo.model("gpt2"), given, resume=True, **how)
+    assert read == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [6, 7, 8], [9, 10, 11]]
+
+
+def test_between_the_times_of_storing_nothing_is_stored(tmp_path):
+    massieu.probe(zoo.model("gpt2"), batches("gpt2", 3), statistics=["entropy"], running=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_interrupted_reading_is_stored_at_once_and_resumed(tmp_path):
+    given, names = batches("gpt2", 4), ["entropy"]
+    few = frozenset({ATTENTION})
+    one = session("gpt2", 0, 1, given, few)
+    one.course = Course(folder=tmp_path / "r")
+    asked = threading.Event()
+    one.tell = lambda state: asked.set() if state.windows == 6 else None
+    assert not one.read_all(asked)
+    again = session("gpt2", 0, 1, given, few)
+    again.course = Course(folder=tmp_path / "r", resume=True)
+    assert again.read_all(threading.Event())
+    assert again.course.start == 2
+    whole = session("gpt2", 0, 1, given, few)
+    whole.read_all(threading.Event())
+    results = [each.result(frozenset(names), {}, True) for each in (again, whole)]
+    assert tables(results[0]).equals(tables(results[1]))
+
+
+def test_sums_that_cannot_be_stored_are_a_warning_and_not_the_end(tmp_path, monkeypatch):
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(course_module, "replacing", full)
+    how: dict[str, Any] = {"statistics": ["entropy"], "running": tmp_path / "r", "store_every": 1e-9}
+    result = massieu.probe(zoo.model("gpt2"), batches("gpt2", 3), **how)
+    assert [warning for warning in result.run.warnings if "stored" in warning] == [
+        f"running sums could not be stored in {tmp_path / 'r'}: No space left on device"
+    ]
+
+
+@pytest.mark.medium
+def test_what_belongs_to_another_run_is_refused(tmp_path):
+    given = batches("gpt2", 4)
+    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["entropy"]}
+    with pytest.raises(Killed):
+        massieu.probe(zoo.model("gpt2"), given, progress=broken_off(3), **how)
+    other = zoo.fresh("gpt2")
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.5)
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (other, given, {}, "another model"),
+        (zoo.model("gpt2"), given, {"max_length": 64}, "another max_length: 256, not 64"),
+        (zoo.model("gpt2"), given, {"statistics": ["entropy", "largest_weight"]}, "another statistics"),
+        (zoo.model("gpt2"), given, {"seed": 1}, "another seed: 0, not 1"),
+        (zoo.model("gpt2"), [given[0], given[2], given[1]], {}, "the text differs .* among its first 3 batches"),
+        (zoo.model("gpt2"), given[:2], {}, "the text has 2 batches, but .* was read from 3"),
+    ]
+    for model, text, changed, message in cases:
+        with pytest.raises(InputError, match=message) as error:
+            massieu.probe(model, text, resume=True, **how | changed)
+        assert "\n" not in str(error.value)
+    (tmp_path / "r" / FILE).write_bytes(b"nothing")
+    with pytest.raises(InputError, match=f"{FILE} cannot be read: it holds no running sums"):
+        massieu.probe(zoo.model("gpt2"), given, resume=True, **how)
+    (tmp_path / "r" / FILE).rename(tmp_path / "r" / "share-2-of-3.safetensors")
+    with pytest.raises(InputError, match="the running sums of 3 processes; resume with as many, not with 1 process"):
+        massieu.probe(zoo.model("gpt2"), given, resume=True, **how)
+
+
+def test_a_refused_resumption_leaves_what_is_stored(tmp_path):
+    given = batches("gpt2", 3)
+    how: dict[str, Any] = {"running": tmp_path, "store_every": 1e-9, "statistics": ["symmetric_share"]}
+    with pytest.raises(Killed):
+        massieu.probe(zoo.model("gpt2"), given, progress=broken_off(2), **how)
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(InputError, match="the text differs"):
+        massieu.probe(zoo.model("gpt2"), given[::-1], resume=True, **how)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_wrong_arguments_of_the_course_are_one_sentence(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"resume": True}, "resume=True needs running="),
+        ({"store_every": 0}, "store_every must be a positive number of minutes, got 0"),
+        ({"store_every": float("nan")}, "store_every must be a positive number of minutes, got nan"),
+        ({"running": file}, "is a file; running sums need a folder"),
+        ({"running": "a\0b"}, "cannot be the name of a file"),
+        ({"distributed": True}, "distributed=True needs an initialised process group"),
+    ]
+    for wrong, message in cases:
+        with pytest.raises(InputError, match=message):
+            massieu.probe(zoo.model("gpt2"), batches("gpt2", 1), **wrong)
+
+
+def test_what_ends_a_reading_says_what_is_stored(tmp_path):
+    given: list[Any] = [*batches("gpt2", 2), {"input_ids": torch.tensor([[-1]])}]
+    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["symmetric_share"]}
+    with pytest.raises(InputError) as error:
+        massieu.probe(zoo.model("gpt2"), given, **how)
+    assert error.value.__notes__ == [f"(running sums are stored in {tmp_path / 'r'}, to be resumed)"]
+
+
+def test_a_run_from_the_beginning_replaces_what_other_numbers_of_processes_have_stored(tmp_path):
+    (tmp_path / "share-3-of-4.safetensors").touch()
+    (tmp_path / "share-3-of-4 copy.safetensors").touch()
+    how: dict[str, Any] = {"running": tmp_path, "store_every": 1e-9, "statistics": ["symmetric_share"]}
+    massieu.probe(zoo.model("gpt2"), batches("gpt2", 1), **how)
+    assert {path.name for path in tmp_path.iterdir()} == {FILE, "share-3-of-4 copy.safetensors"}
+
+
+def test_only_stored_sums_are_removed(tmp_path):
+    for name in ("share-1-of-2.safetensors", "share-2-of-2.safetensors", "mine.txt"):
+        (tmp_path / name).touch()
+    forget(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    forget(tmp_path / "not there")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+posix = pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+
+
+def torchrun(processes: int, *arguments: object, **options: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "massieu"]
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.Popen([*command, *map(str, arguments)], env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, **given)
+
+
+def said(output: str) -> list[str]:
+    """What the command says, without torchrun's own words."""
+    return re.findall("^massieu: (.*)$", output, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_torchrun_gives_the_table_of_one_process(checkpoint, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 2]
+    assert _run(*shared, "--out", tmp_path / "1").exit_code == 0
+    alone = ProbeResult.load(tmp_path / "1")
+    for processes in (2, 4):
+        ran = torchrun(processes, *shared, "--out", tmp_path / str(processes))
+        out, error = ran.communicate(timeout=240)
+        assert ran.returncode == 0, error
+        together = ProbeResult.load(tmp_path / str(processes))
+        assert_same_table(tables(together), tables(alone))
+        assert together.details == alone.details
+        assert together.run.text == alone.run.text
+        assert out.count("page:") == 1
+        assert [line.partition(" (")[0] for line in said(error)] == ["loading the model", "reading", "writing"]
+        assert not (tmp_path / str(processes) / "running").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_says_bad_input_once(checkpoint, tmp_path):
+    for wrong, message in (
+        ([checkpoint, "--max-length", 2], "max_length must be at least 4, got 2"),
+        ([checkpoint, "--text", "-"], "standard input reaches one process alone"),
+    ):
+        ran = torchrun(2, "probe", *wrong, "--out", tmp_path / "out", stdin=subprocess.DEVNULL)
+        _, error = ran.communicate(timeout=240)
+        assert ran.returncode != 0
+        assert len([line for line in said(error) if message in line]) == len(said(error)) == 1
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@posix
+def test_a_process_that_is_killed_ends_all_and_they_can_be_resumed(checkpoint, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)
+    shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 1]
+    shared += ["--statistics", "entropy,pairwise_distance"]
+    ran = torchrun(2, *shared, "--out", tmp_path / "2", "--store-every", 1e-3)
+    last = tmp_path / "2" / "running" / "share-2-of-2.safetensors"
+    until = time.monotonic() + 120
+    while not last.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    children = Path(f"/proc/{ran.pid}/task/{ran.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    _, error = ran.communicate(timeout=120)
+    assert ran.returncode != 0
+    assert (
+        said(error)[-1]
+        == f"one of the 2 processes has ended before the others; what was read is stored in {last.parent}"
+    )
+    refused = _run(*shared, "--out", tmp_path / "2", "--resume")
+    _is_bad(refused, "holds the running sums of 2 processes; resume with as many, not with 1 process")
+    again = torchrun(2, *shared, "--out", tmp_path / "2", "--resume")
+    _, error = again.communicate(timeout=240)
+    assert again.returncode == 0, error
+    assert not last.parent.exists()
+    assert _run(*shared, "--out", tmp_path / "1").exit_code == 0
+    assert_same_table(*(tables(ProbeResult.load(tmp_path / name)) for name in "21"))
+
+
+@pytest.mark.slow
+@posix
+def test_a_terminated_command_is_resumed_to_the_last_bit(checkpoint, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 300)
+    shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 1]
+    shared += ["--statistics", "entropy,pairwise_distance"]
+    here = ["--out", tmp_path / "here", "--store-every", 1e-4]
+    command = [sys.executable, "-m", "massieu", *map(str, shared + here)]
+    stored = tmp_path / "here" / "running" / FILE
+    for number, end in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)):
+        before = stored.stat().st_mtime_ns if stored.exists() else 0
+        with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as ran:
+            until = time.monotonic() + 120
+            while (not stored.exists() or stored.stat().st_mtime_ns == before) and time.monotonic() < until:
+                time.sleep(0.01)
+            ran.send_signal(number)
+            _, error = ran.communicate(timeout=120)
+        assert ran.returncode == end, error
+        command.append("--resume") if "--resume" not in command else None
+    assert b"the same command with --resume goes on from there" in error
+    assert not ProbeResult.load(tmp_path / "here").complete
+    assert _run(*shared, *here, "--resume").exit_code == 0
+    assert not stored.parent.exists()
+    assert _run(*shared, "--out", tmp_path / "whole").exit_code == 0
+    here_is, whole = (ProbeResult.load(tmp_path / name) for name in ("here", "whole"))
+    assert here_is.complete
+    assert tables(here_is).equals(tables(whole))
+
+
+@pytest.mark.slow
+def test_memory_and_time_for_a_token_do_not_grow_with_the_text():
+    """Nothing of a token is kept: 40 bytes, of allocators and running sums, are allowed for each."""
+    script = Path(__file__).parents[2] / "benchmarks" / "long_text.py"
+    command = [sys.executable, str(script), "--tokens", "250000", "--step", "50000"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=600, check=True)
+    rows = [tuple(map(float, row)) for row in re.findall(r"([\d.]+) µs a token +([\d.]+) MB", ran.stdout)]
+    assert len(rows) == 5
+    (first, before), (last, after) = rows[0], rows[-1]
+    assert after - before < 40 * 200_000 / 1e6
+    assert last < 2 * first  # CPU time beside other work varies by a third

@@ -1,0 +1,246 @@
+"""Images against batches that the checkpoint's own processor makes by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits, load_sample_images
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPProcessor,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTImageProcessorPil,
+    ViTModel,
+)
+
+import massieu
+from massieu.errors import InputError
+from massieu.probing.images import given_images
+from massieu.probing.token_names import token_names
+
+SIDE, PATCH = 24, 8
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+WORDS = ["[PAD]", "[UNK]", "<s>", "</s>", "a", "temple", "flower", "digit", "of", "gold"]
+
+
+def shuffled(model: Any) -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3) if parameter.dim() > 1 else None
+    return model.eval()
+
+
+def photographs() -> list[Image.Image]:
+    found = [Image.fromarray(each) for each in load_sample_images().images]
+    return found + [Image.fromarray(np.uint8(15 * each)) for each in load_digits().images[:3]]  # grey ones
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("pictures")
+    (place / "later").mkdir()
+    (place / ".hidden").mkdir()
+    for number, picture in enumerate(photographs()):
+        small = picture.resize((60, 40))
+        small.save(place / ("later" if number > 2 else "") / f"picture {number}.{'png' if number % 2 else 'jpg'}")
+    photographs()[0].resize((9, 9)).save(place / ".hidden" / "not this.png")
+    (place / "notes.txt").write_text("no image")
+    return place
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("vit")
+    shuffled(ViTModel(ViTConfig(**SIZES, image_size=SIDE, patch_size=PATCH))).save_pretrained(place)
+    ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("clip")
+    text = {
+        **SIZES,
+        "vocab_size": len(WORDS),
+        "max_position_embeddings": 12,
+        "eos_token_id": 3,
+        "bos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    vision = {**SIZES, "image_size": SIDE, "patch_size": PATCH}
+    shuffled(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))).save_pretrained(place)
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=12,
+    )
+    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    CLIPProcessor(images, tokenizer).save_pretrained(place)
+    return place
+
+
+def in_order(folder: Path) -> list[Path]:
+    return [folder / name for name in ("picture 0.jpg", "picture 1.png", "picture 2.jpg")] + [
+        folder / "later" / name for name in ("picture 3.png", "picture 4.jpg")
+    ]
+
+
+def same(one: Any, other: Any) -> None:
+    left, right = (result.heads.sort("site", "head", "statistic") for result in (one, other))
+    assert left["statistic"].to_list() == right["statistic"].to_list()
+    np.testing.assert_allclose(left["value"].to_numpy(), right["value"].to_numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_folder_is_what_its_processor_makes_of_it(folder, vit, size):
+    result = massieu.probe(vit, images=folder, batch_size=size, statistics=["attention"])
+    processor = ViTImageProcessorPil.from_pretrained(vit)
+    pixels = processor([Image.open(path).convert("RGB") for path in in_order(folder)], return_tensors="pt")[
+        "pixel_values"
+    ]
+    by_hand = [{"pixel_values": part} for part in pixels.split(size)]
+    expected = massieu.probe(ViTModel.from_pretrained(vit).eval(), by_hand, statistics=["attention"])
+    same(result, expected)
+    assert result.run.text.source == f"5 images of {folder}" and result.run.text.documents == 5
+    assert result.run.text.tokens == 5 * (1 + (SIDE // PATCH) ** 2) and result.run.error_unit.count == 5
+
+
+def test_images_in_memory_are_those_of_files(folder, vit):
+    model, processor = ViTModel.from_pretrained(vit).eval(), ViTImageProcessorPil.from_pretrained(vit)
+    named = massieu.probe(model, processor, images=[str(path) for path in in_order(folder)], statistics=["entropy"])
+    opened = [Image.open(path) for path in in_order(folder)]
+    same(massieu.probe(model, processor, images=opened, statistics=["entropy"]), named)
+    arrays = [np.asarray(image.convert("RGB")) for image in opened]
+    same(massieu.probe(model, processor, images=arrays, statistics=["entropy"]), named)
+    tensors = [torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays]
+    same(massieu.probe(model, processor, images=tensors, statistics=["entropy"]), named)
+    other = massieu.probe(model, processor, images=opened[:4], statistics=["entropy"])
+    assert named.units is not None and other.units is not None and named.units.text != other.units.text
+
+
+def test_patches_are_named_by_row_and_column(folder, vit):
+    result = massieu.probe(vit, images=folder)
+    example = result.details["examples"][0]
+    names = example["tokens"]["image"]
+    assert names[:5] == ["[CLS]", "row 1, column 1", "row 1, column 2", "row 1, column 3", "row 2, column 1"]
+    assert len(names) == 10 and names[-1] == "row 3, column 3"
+    assert example["title"] == "window 0 · picture 0.jpg"
+    assert {site.query_tokens for site in result.run.sites} == {"image"}
+    assert [len(row) for row in example["sites"]["0"]["entropy"]] == [10, 10]
+
+
+def test_an_image_that_is_not_square_has_its_own_rows():
+    model = ViTModel(ViTConfig(**SIZES, image_size=(16, 24), patch_size=8))
+    names = token_names(model, {"pixel_values": torch.zeros(1, 3, 16, 24)}, 0)["image"]
+    assert names[1:] == [f"row {row}, column {column}" for row in (1, 2) for column in (1, 2, 3)]
+    assert (
+        token_names(BertModel(BertConfig(**SIZES, vocab_size=9)), {"pixel_values": torch.zeros(1, 3, 16, 24)}, 0) == {}
+    )
+
+
+def test_without_text_the_vision_tower_alone_is_read(folder, clip):
+    result = massieu.probe(clip, images=folder, statistics=["attention"])
+    tower = CLIPModel.from_pretrained(clip).eval().vision_model
+    processor = CLIPProcessor.from_pretrained(clip)
+    opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
+    pixels = processor(images=opened, return_tensors="pt")["pixel_values"]
+    same(result, massieu.probe(tower, [{"pixel_values": pixels}], statistics=["attention"]))
+    assert result.run.model.name.endswith("(vision_model)")
+
+
+def test_with_texts_both_towers_are_read_and_each_has_its_names(folder, clip):
+    texts = ["a temple", "a flower of gold", "a digit", "a digit", "a digit of gold"]
+    result = massieu.probe(clip, images=folder, texts=texts)
+    processor = CLIPProcessor.from_pretrained(clip)
+    opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
+    made = dict(processor(text=texts, images=opened, padding=True, return_tensors="pt"))
+    expected = massieu.probe(CLIPModel.from_pretrained(clip).eval(), [made], statistics=["attention"])
+    same(massieu.probe(clip, images=folder, texts=texts, statistics=["attention"]), expected)
+    sides = {site.name.split(".")[0]: site.query_tokens for site in result.run.sites}
+    assert sides == {"text_model": "text", "vision_model": "image"}
+    tokens = result.details["examples"][0]["tokens"]
+    assert len(tokens["image"]) == 10 and tokens["text"][:2] == ["a", "temple"]
+
+
+def test_where_a_text_is_as_long_as_the_patches_are_many_nothing_is_named(folder, clip):
+    result = massieu.probe(clip, images=[folder / "picture 0.jpg"], texts=["a temple of gold a flower of gold a digit"])
+    assert result.details["examples"][0]["tokens"] == {}
+
+
+def test_turned_and_transparent_images_are_as_one_sees_them(tmp_path, vit):
+    upright = photographs()[0].resize((60, 40))
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by 90° when shown
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=turned)
+    upright.save(tmp_path / "upright.png")
+    (one,), (other,) = (given_images(tmp_path / name)[1] for name in ("turned.png", "upright.png"))
+    assert np.array_equal(np.asarray(one.read()), np.asarray(other.read()))
+    clear = upright.convert("RGBA")
+    assert given_images([clear])[1][0].read().mode == "RGB"
+
+
+def test_bad_input(tmp_path, folder, vit, clip):
+    empty, broken, cut = tmp_path / "empty", tmp_path / "broken.png", tmp_path / "cut.png"
+    empty.mkdir()
+    broken.write_bytes(b"no image at all")
+    whole = (folder / "picture 1.png").read_bytes()
+    cut.write_bytes(whole[: len(whole) // 2])
+    bert = tmp_path / "bert"
+    BertModel(BertConfig(**SIZES, vocab_size=9)).save_pretrained(bert)
+    bare = tmp_path / "bare"
+    ViTModel(ViTConfig(**SIZES, image_size=SIDE, patch_size=PATCH)).save_pretrained(bare)
+    model, processor = ViTModel.from_pretrained(vit).eval(), ViTImageProcessorPil.from_pretrained(vit)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ((vit,), {"images": empty}, "there is no image in .*empty; files of these kinds are read: .bmp"),
+        ((vit,), {"images": tmp_path / "nowhere"}, "nowhere is neither a file nor a folder"),
+        ((vit,), {"images": broken}, r"broken\.png is no image that can be read"),
+        ((vit,), {"images": cut}, r"cut\.png is no image that can be read"),
+        ((vit,), {"images": []}, "no image was given"),
+        ((vit,), {"images": [3]}, "an image must be a file, an image of Pillow, an array or a tensor, got int"),
+        ((vit,), {"images": torch.zeros(3, 8, 8)}, "images must be a folder, or a list of files or images, got Tensor"),
+        ((vit,), {"images": folder, "text": "notes.md"}, "images are read in place of text: leave out text"),
+        ((vit,), {"images": folder, "max_tokens": 9}, "leave out max_tokens"),
+        ((vit,), {"images": folder, "generate": 2}, "leave out generate"),
+        ((vit,), {"images": folder, "texts": ["a"] * 5}, r"\(ViTModel\) reads images alone: leave out the text"),
+        ((vit,), {"images": folder, "texts": [1]}, "texts beside images must be strings"),
+        ((clip,), {"images": folder, "texts": ["a"]}, "each image needs a text of its own, got 1 texts and 5 images"),
+        ((bert,), {"images": folder}, "bert has no processor of images"),
+        ((bare,), {"images": folder}, "bare has no processor of images"),
+        ((model,), {"images": folder}, "a model in memory needs a processor of images"),
+        ((model, [{"pixel_values": torch.zeros(1)}]), {"images": folder}, "give either batches or images, not both"),
+        ((BertModel.from_pretrained(bert).eval(), processor), {"images": folder}, r"\(BertModel\) reads no images"),
+    ]
+    for given, keywords, match in cases:
+        with pytest.raises(InputError, match=match):
+            massieu.probe(*given, **keywords)
+
+
+@pytest.mark.medium
+def test_a_folder_of_images_from_the_command_line(folder, vit, tmp_path):
+    from typer.testing import CliRunner
+
+    from massieu.cli.commands import app
+
+    runner = CliRunner()
+    ran = runner.invoke(app, ["probe", str(vit), "--images", str(folder), "--out", str(tmp_path / "out")])
+    assert ran.exit_code == 0, ran.output
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "5 images of" in page
+    assert "50 tokens in 5" in ran.output

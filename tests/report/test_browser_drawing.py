@@ -1,0 +1,112 @@
+"""The page in headless Chromium: what is drawn, with which digits, and what is left out or folded."""
+
+import re
+from collections.abc import Callable
+
+import polars
+import pytest
+from browsing import WIDTHS, Page, assert_quiet
+from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
+from selenium.webdriver.common.by import By
+from synthetic_results import Results
+from tests.rows import some_slow
+
+from massieu.report.page import render
+
+pytestmark = pytest.mark.needs("browser")
+
+
+OVERLAPS = """(() => {
+  const boxes = (drawing, selector) => [...drawing.querySelectorAll(selector)].map((one) => one.getBoundingClientRect());
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const found = [];
+  for (const drawing of document.querySelectorAll(".js-plotly-plot")) {
+    const titles = boxes(drawing, ".xtitle, .ytitle, .y2title");
+    const ticks = boxes(drawing, ".xtick text, .ytick text, .y2tick text");
+    for (const title of titles) for (const tick of ticks) if (meet(title, tick)) found.push([title, tick]);
+    const frame = drawing.getBoundingClientRect();
+    for (const box of [...titles, ...ticks]) if (box.left < frame.left - 1 || box.right > frame.right + 1) found.push(box);
+  }
+  return found;
+})()"""
+
+
+@pytest.mark.slow
+@some_slow("width", WIDTHS, 1)
+def test_titles_of_axes_keep_clear_of_the_numbers(width: int, open_page: Callable[..., Page]) -> None:
+    page = open_page("encoder", width)
+    page.unfold()
+    assert page.run("document.querySelectorAll('.js-plotly-plot .ytitle').length") > 5  # pyright: ignore
+    assert page.run(OVERLAPS) == []
+
+
+@pytest.mark.slow
+def test_a_chart_of_one_point_is_left_out(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
+    page = open_page("encoder")
+    titles = page.run("[...document.querySelectorAll('#plots h4')].map((one) => one.textContent)")
+    assert "Entropy by number of visible keys" in titles  # pyright: ignore
+    one = results["encoder"]
+    bins = polars.col("statistic").str.starts_with("entropy/visible_keys_") & ~polars.col("statistic").str.ends_with(
+        "_16"
+    )
+    page.open(render(one.run, one.details, one.heads.filter(~bins), one.layers))
+    titles = page.run("[...document.querySelectorAll('#plots h4')].map((one) => one.textContent)")
+    assert "Entropy by number of visible keys" not in titles  # pyright: ignore
+    assert "Selective log Z by position in the window" in titles  # pyright: ignore
+
+
+@pytest.mark.slow
+@some_slow("spread", (1e-3, 1e-6, 30.0, 4e-9), 2)
+def test_numbers_on_the_map_tell_the_lowest_from_the_highest(
+    spread: float, open_page: Callable[..., Page], results: dict[str, Results]
+) -> None:
+    one = results["encoder"]
+    rows = polars.col("statistic") == "entropy"
+    close = polars.when(rows).then(2 + spread * polars.col("value")).otherwise(polars.col("value"))
+    page = open_page("encoder")
+    page.open(render(one.run, one.details, one.heads.with_columns(value=close), one.layers), "#statistic=entropy")
+    low, high = re.findall(r"(?:Lowest|Highest): (\S+) in", page.text("#map-summary"))
+    kept = spread > 2**-15  # the page keeps 15 bits of a number; closer ones are the same to it
+    assert (float(low) < float(high)) == kept
+    written = page.run("document.getElementById('map').data.at(-1).text ?? []")
+    if kept:
+        assert len(set(written)) > 10  # two digits of the difference  # pyright: ignore
+
+
+@pytest.mark.slow
+def test_a_browser_that_cannot_unpack_says_so(driver: WebDriver, open_page: Callable[..., Page]) -> None:
+    page = open_page("encoder")
+    old = driver.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": "delete window.DecompressionStream"}
+    )
+    try:
+        driver.refresh()
+        assert page.text("#failure").startswith("This browser cannot unpack the drawings and numbers of this page")
+        assert "Attention on the first token" in page.text(".cards") or page.text(".cards h3")
+        assert page.driver.get_log("browser") == []
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", old)
+
+
+@pytest.mark.medium
+def test_a_narrow_page_is_short_and_its_parts_open(open_page: Callable[..., Page]) -> None:
+    page = open_page("encoder", 390)
+    height = "document.documentElement.scrollHeight"
+    assert page.run(height) < 6_000  # pyright: ignore
+    assert not page.driver.find_element(By.ID, "sublayers").is_displayed()
+    page.run("document.querySelector('nav a[href=\"#sublayers-section\"]').click()")
+    page.wait(lambda: page.run("document.querySelectorAll('.depth .main-svg').length > 2"))
+    page.unfold()
+    assert page.run("document.documentElement.scrollWidth") == 390
+    assert page.run("document.querySelector('#head-table .scroll').scrollWidth") > 600  # pyright: ignore
+    assert_quiet(page)
+
+
+@pytest.mark.slow
+def test_the_bars_at_both_ends_of_a_distribution_are_open(open_page: Callable[..., Page]) -> None:
+    page = open_page("encoder")
+    texts = page.run("document.querySelector('#plots .js-plotly-plot').data[0].text")
+    first, *between, last = [text.split(":")[0] for text in texts]  # pyright: ignore
+    assert first.endswith(" or less")
+    assert last.endswith(" or more")
+    assert all(" to " in text for text in between)
