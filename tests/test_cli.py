@@ -144,8 +144,8 @@ def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
         "packing": True, "query_sample": None, "device": None, "dtype": None, "seed": 0, "revision": None,
         "trust_remote_code": False, "generate": None, "device_map": None, "distributed": False,
         "running": Path("massieu-results/all-MiniLM-L6-v2/running"), "resume": False, "store_every": 5.0,
-        "images": None, "source": None, "target": None, "replace": (), "replace_per": "all", "replace_windows": 16, "quick": False,
-        "per_token": False,
+        "images": None, "source": None, "target": None, "replace": (), "replace_per": "all", "replace_windows": 16,
+        "quick": False, "per_token": False,
     }  # fmt: skip
 
 
