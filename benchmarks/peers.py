@@ -201,8 +201,12 @@ SIDES: dict[str, tuple[Callable[[], Side], str, bool]] = {
     "massieu, everything": (ours, "all of these", True),
 }
 
-PACKAGES = {"nnsight": "nnsight", "TransformerLens": "transformer_lens", "massieu": "massieu.probing.run"}
-"""What a side imports, by how its name begins: before its seconds and its memory are counted."""
+PACKAGES = {
+    "nnsight": ("nnsight",),
+    "TransformerLens": ("transformer_lens",),
+    "massieu": ("massieu.probing.run", "polars", "scipy.stats"),
+}
+"""What a side imports, at once or when it first needs it, by how its name begins: not in its seconds and its memory."""
 
 
 # --- running them ------------------------------------------------------------------------------------------------------
@@ -216,8 +220,8 @@ def alone(name: str, windows: int) -> None:
     """In a process of its own: one side, its seconds, gibibytes and numbers as a line of JSON."""
     torch.set_num_threads(1)
     try:
-        for start, package in PACKAGES.items():
-            if name.startswith(start):
+        for start, packages in PACKAGES.items():
+            for package in packages if name.startswith(start) else ():
                 importlib.import_module(package)
     except ModuleNotFoundError as error:
         print(f"{error.name} is not installed")

@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,11 +94,16 @@ class ProbeResult:
         token_table: TokenTable | None = None,
     ) -> None:
         self.run = stored.run_of(plain(run), "the record of the run")
-        self.details: dict[str, Any] = plain(details, DIGITS)
+        self._details = details
         self.heads = heads
         self.layers = layers
         self.units = units
         self._token_table = token_table
+
+    @cached_property
+    def details(self) -> dict[str, Any]:
+        """What ``details.json`` holds, as plain lists and dictionaries: examples, histograms and extremes."""
+        return plain(self._details, DIGITS)
 
     @property
     def table(self) -> "polars.DataFrame":

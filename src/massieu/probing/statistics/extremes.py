@@ -66,10 +66,12 @@ class Extremes:
             if not flat.shape[1]:
                 continue
             values, where = (each.cpu().numpy() for each in flat.max(1))
-            for head in np.nonzero(values > self.best[row])[0]:
-                item, query = divmod(int(where[head]), length)
-                self.best[row, head] = values[head]
-                self.places[row, head] = _place(call, places, item, query, int(head), name.startswith("largest_score"))
+            heads_now = np.nonzero(values > self.best[row])[0]
+            if len(heads_now):
+                self.best[row, heads_now] = values[heads_now]
+                self.places[row, heads_now] = _places(
+                    call, places, where[heads_now], heads_now, name.startswith("largest_score")
+                )
 
     def value(self, row: int) -> Float64[np.ndarray, " heads"]:
         """One extreme of every head; NaN where nothing was seen."""
@@ -94,13 +96,23 @@ class Extremes:
         self.places = fitting(state["places"], self.places.shape)
 
 
-def _place(call: AttentionCall, places: Places, item: int, query: int, head: int, by_score: bool) -> list[int]:
-    """Window, query, strongest key and the numbers of both tokens."""
-    one = call.rows(slice(item, item + 1)).at(torch.tensor([query], device=call.query.device))
-    scores, weight = explicit_attention(one)
-    logits = scores if by_score else torch.where(weight > -torch.inf, scores + weight, -torch.inf)
-    key = int(logits[0, head, 0].argmax())
-    position = int(places.positions[query])
-    window = places.windows[item // max(len(call.query) // places.rows, 1)]
-    tokens = (places.query_ids, position), (places.key_ids, key)
-    return [window, position, key, *(_UNKNOWN if ids is None else int(ids[item, at]) for ids, at in tokens)]
+def _places(
+    call: AttentionCall, places: Places, where: Int64[np.ndarray, " S"], heads: Int64[np.ndarray, " S"], by_score: bool
+) -> Int64[np.ndarray, "S places"]:
+    """Window, query, strongest key and the numbers of both tokens, of one query of each of these heads."""
+    found = np.full((len(heads), len(PLACES)), _UNKNOWN)
+    items, queries = np.divmod(where, call.query.shape[2])
+    for item in np.unique(items):
+        chosen = items == item
+        asked, inverse = np.unique(queries[chosen], return_inverse=True)
+        part = call.rows(slice(int(item), int(item) + 1)).at(torch.from_numpy(asked).to(call.query.device))
+        scores, weight = explicit_attention(part)
+        logits = scores if by_score else torch.where(weight > -torch.inf, scores + weight, -torch.inf)
+        keys = logits[0].argmax(-1).cpu().numpy()[heads[chosen], inverse]
+        positions = places.positions[torch.from_numpy(queries[chosen]).to(places.positions.device)].cpu().numpy()
+        found[chosen, 0] = places.windows[item // max(len(call.query) // places.rows, 1)]
+        found[chosen, 1], found[chosen, 2] = positions, keys
+        for column, ids, at in ((3, places.query_ids, positions), (4, places.key_ids, keys)):
+            if ids is not None:
+                found[chosen, column] = ids[item].cpu().numpy()[at]
+    return found
