@@ -115,7 +115,8 @@ def test_everything_is_passed_on(probed, tmp_path):
         "probe", "some/model", "--text", "a.txt", "b", "-", "--column", "body", "--out", tmp_path / "out", "--source", "en",
         "--target", "de", "--max-length",
         64, "--max-tokens", 1000, "--batch-size", 4, "--query-sample", 16, "--no-packing", "--device", "cpu", "--dtype",
-        "bfloat16", "--statistics", "entropy, climb", "--seed", 7, "--revision", "v1", "--trust-remote-code", "--format",
+        "bfloat16", "--statistics", "entropy", "--statistics", "climb, maps",
+        "--seed", 7, "--revision", "v1", "--trust-remote-code", "--format",
         "csv", "--generate", 9, "--device-map", "auto", "--resume", "--store-every", 0.5,
         "--replace", "off", "--replace", "top_k(8)", "--replace-per", "head", "--replace-windows", 3, "--quick",
         "--images", "photos", "--images", "more", "--per-token", "entropy, largest_score",
@@ -124,7 +125,7 @@ def test_everything_is_passed_on(probed, tmp_path):
     assert ran.exit_code == 0, ran.output
     assert probed.model == "some/model"
     assert probed.options == {
-        "text": ["a.txt", "b", "-"], "column": "body", "statistics": ["entropy", "climb"], "max_length": 64,
+        "text": ["a.txt", "b", "-"], "column": "body", "statistics": ["entropy", "climb", "maps"], "max_length": 64,
         "max_tokens": 1000, "batch_size": 4, "packing": False, "query_sample": 16, "device": "cpu", "dtype": "bfloat16",
         "seed": 7, "revision": "v1", "trust_remote_code": True, "generate": 9, "device_map": "auto",
         "images": ["photos", "more"], "source": "en", "target": "de", "replace": ["off", "top_k(8)"],

@@ -18,6 +18,11 @@ from transformers import (
     CLIPImageProcessorPil,
     CLIPModel,
     CLIPProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     PreTrainedTokenizerFast,
     ViTConfig,
     ViTImageProcessorPil,
@@ -177,6 +182,57 @@ def test_with_texts_both_towers_are_read_and_each_has_its_names(folder, clip):
     assert sides == {"text_model": "text", "vision_model": "image"}
     tokens = result.details["examples"][0]["tokens"]
     assert len(tokens["image"]) == 10 and tokens["text"][:2] == ["a", "temple"]
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory) -> Path:
+    """A decoder that reads images within its text, with a sign of nine tokens for each."""
+    place, words = tmp_path_factory.mktemp("llava"), [*WORDS, "<image>"]
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "<s>", "eos_token": "</s>"}
+    splits = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    splits.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=splits, **special, extra_special_tokens={"image_token": "<image>"}
+    )
+    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    settings: dict[str, Any] = {"patch_size": PATCH, "num_additional_image_tokens": 1}
+    settings |= {"vision_feature_select_strategy": "default", "image_token": "<image>"}
+    LlavaProcessor(images, tokenizer, **settings).save_pretrained(place)
+    vision = CLIPVisionConfig(**SIZES, image_size=SIDE, patch_size=PATCH)
+    text = LlamaConfig(**SIZES, vocab_size=len(words), num_key_value_heads=2, pad_token_id=0)
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=10, image_seq_length=9, vision_feature_layer=-1
+    )
+    shuffled(LlavaForConditionalGeneration(config)).save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("texts", [None, ["<image> a temple", "a flower <image> of gold"]])
+def test_a_decoder_that_reads_images_within_text_is_read_with_its_vision_tower(llava, texts):
+    pictures, given = photographs()[:2], texts or ["<image>", "<image>"]
+    found = massieu.probe(str(llava), images=pictures, texts=texts, batch_size=2, statistics=["attention"])
+    inputs = LlavaProcessor.from_pretrained(llava)(images=pictures, text=given, padding=True, return_tensors="pt")
+    model = LlavaForConditionalGeneration.from_pretrained(llava, attn_implementation="eager").eval()
+    seen: dict[str, torch.Tensor] = {}
+    for name, module in model.model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output[1]}))
+    with torch.no_grad():
+        model(**inputs)
+    assert {name.split(".")[0] for name in seen} == {"vision_tower", "language_model"}
+    real = inputs["attention_mask"].bool()
+    for name, weights in seen.items():
+        counted = real if name.startswith("language_model") else torch.ones(2, 10, dtype=torch.bool)
+        entropy = torch.special.entr(weights.double()).sum(-1).transpose(1, 2)[counted].mean(0)
+        rows = found.heads.filter((found.heads["site"] == name) & (found.heads["statistic"] == "entropy"))
+        assert rows["value"].to_list() == pytest.approx(entropy.tolist(), abs=1e-5)
+    tokens = found.details["examples"][0]["tokens"]
+    assert tokens["image"][:2] == ["[CLS]", "row 1, column 1"] and tokens["text"].count("<image>") == 9
+
+
+def test_a_text_without_a_sign_for_its_image_is_refused_by_the_processor(llava):
+    with pytest.raises(InputError, match="LlavaProcessor cannot read image 0"):
+        massieu.probe(str(llava), images=photographs()[:1], texts=["a temple"])
 
 
 def test_where_a_text_is_as_long_as_the_patches_are_many_nothing_is_named(folder, clip):

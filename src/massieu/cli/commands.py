@@ -133,7 +133,7 @@ def probe(
     device: Device = None,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
-    statistics: Annotated[str | None, option("NAME,...", "Only these, as massieu statistics lists them [all].")] = None,
+    statistics: take.Statistics = None,
     quick: take.Quick = False,
     per_token: take.PerToken = None,
     seed: Annotated[int, option("N", "Seed of samples and random controls.")] = 0,
@@ -149,7 +149,7 @@ def probe(
     if model is None and text is not None and len(text) > 1 and os.path.isfile(Path(text[-1], "config.json")):
         raise InputError(f"{text[-1]} is a model; MODEL goes before --text")
     folder = RESULTS / _short_name(model) if out is None else out
-    chosen = take.names_in(statistics)
+    chosen = take.names_in(*statistics or ())
     with result_folder(folder) if leads() else nullcontext():
         with context.obj.loading():
             from massieu.probing.course import RUNNING, forget
@@ -239,7 +239,7 @@ def compare(
     no_packing: take.NoPacking = False,
     device: Device = None,
     dtype: Dtype = None,
-    statistics: Annotated[str | None, option("NAME,...", "Only these, as massieu statistics lists them [all].")] = None,
+    statistics: take.Statistics = None,
     seed: Annotated[int | None, option("N", "Seed of samples and random controls [0].")] = None,
     trust_remote_code: TrustRemoteCode = False,
     fail_above: Annotated[
@@ -250,7 +250,7 @@ def compare(
     """Compare models head by head on the same text."""
     from massieu.cli.compare import Asked, limits_of, run
 
-    names, chosen = take.names_in(revisions), take.names_in(statistics)
+    names, chosen = take.names_in(*() if revisions is None else (revisions,)), take.names_in(*statistics or ())
     with context.obj.loading():
         limits = limits_of(fail_above, chosen)
     given: dict[str, Any] = {"text": text, "column": column, "source": source, "target": target}

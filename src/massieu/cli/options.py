@@ -73,14 +73,15 @@ Replace = Annotated[list[str] | None, option("RULE", _RULES)]
 ReplacePer = Annotated[Per, option(None, "Everywhere at once, or one site or head at a time.")]
 ReplaceWindows = Annotated[int, option("N", "Sampled windows on which attention is replaced.")]
 Quick = Annotated[bool, option(None, "Attention statistics alone, without controls and examples.", "--quick")]
+Statistics = Annotated[list[str] | None, option("NAME,...", "Only these, as massieu statistics lists them [all].")]
 PerToken = Annotated[str | None, option("NAME,...", _PER_TOKEN)]
 Resume = Annotated[bool, option(None, _RESUME, "--resume")]
 StoreEvery = Annotated[float, option("MINUTES", "How often running sums are stored in DIR.")]
 
 
-def names_in(listed: str | None) -> list[str] | None:
-    """The names of an option that takes several, separated by commas."""
-    return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
+def names_in(*listed: str) -> list[str] | None:
+    """The names of an option that takes several, separated by commas, however often it is given; None where it is not."""
+    return [name.strip() for each in listed for name in each.split(",") if name.strip()] if listed else None
 
 
 def per_token(given: str | None) -> bool | list[str]:

@@ -38,7 +38,6 @@ _BEFORE_PATCHES: dict[str, tuple[str, ...]] = {
     "dinov2": ("[CLS]",),
     "dinov2_with_registers": ("[CLS]",),
     "beit": ("[CLS]",),
-    "clip": ("[CLS]",),
     "clip_vision_model": ("[CLS]",),
     "siglip": (),
     "siglip_vision_model": (),
@@ -48,9 +47,9 @@ _BEFORE_PATCHES: dict[str, tuple[str, ...]] = {
 
 def _patches(module: nn.Module, inputs: Mapping[str, Any]) -> list[str] | None:
     config: Any = getattr(module, "config", None)
+    config = getattr(config, "vision_config", config)
     kind = getattr(config, "model_type", None)
     pixels = inputs.get("pixel_values")
-    config = getattr(config, "vision_config", config)
     size = getattr(config, "patch_size", None)
     if kind not in _BEFORE_PATCHES or not isinstance(pixels, Tensor) or pixels.dim() != 4 or not isinstance(size, int):
         return None
