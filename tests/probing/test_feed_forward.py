@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -191,6 +192,23 @@ def test_the_control_is_another_tokens_update():
     for layer in (0, 1):
         assert share[layer][0] > 0.3 > control[layer][0]
     assert not rows(result, "feed_forward_size/shuffled_tokens")
+
+
+def test_sublayers_are_tested_against_their_control_with_false_discovery_control():
+    result = massieu.probe(model("gpt2"), BATCHES, statistics=["feed_forward", "expansion"])
+    for name, control in (("feed_forward_cosine", "shuffled_tokens"), ("effective_rank_change", "reinitialised")):
+        of = {
+            suffix: result.layers.filter(result.layers["statistic"] == f"{name}{suffix}")
+            for suffix in ("", f"/{control}", "/q_value")
+        }
+        own, null, tested = of.values()
+        assert own["site"].to_list() == tested["site"].to_list() and len(own) >= 2
+        null = null.filter(null["site"].is_in(own["site"].to_list()))
+        spread = np.hypot(own["standard_error"].to_numpy(), null["standard_error"].to_numpy())
+        p = 2 * scipy.stats.norm.sf(np.abs(own["value"].to_numpy() - null["value"].to_numpy()) / spread)
+        expected = np.minimum.accumulate(np.sort(p)[::-1] * len(p) / np.arange(len(p), 0, -1))[::-1]
+        np.testing.assert_allclose(np.sort(tested["value"].to_numpy()), np.minimum(expected, 1), rtol=1e-9)
+    assert "feed_forward_size/q_value" not in {*result.layers["statistic"]}
 
 
 def test_batches_change_nothing():

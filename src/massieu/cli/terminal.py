@@ -30,9 +30,16 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
     if any(site.route == "tap" or site.grade != "full" for site in result.run.sites):
         typer.echo(f"note: attention read by {result.run.capture.route}")
     for finding in result.findings:
+        if finding.statistic is None:  # what it needs was not asked for
+            continue
         typer.echo(f"\n{typer.style(finding.title, bold=True)}\n  {finding.sentence}")
+    from massieu.report.questions import questions_of
     from massieu.report.replacements import replacement_table
 
+    for card in questions_of(result.run, result.heads, result.layers):
+        typer.echo(f"\n{typer.style(card.question, bold=True)}")
+        for answer in card.answers:
+            typer.echo(f"  {answer}")
     replaced = replacement_table(result.run.replacements, shown=12)
     if replaced is not None:
         typer.echo(

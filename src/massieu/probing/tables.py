@@ -159,9 +159,36 @@ def _add_maps(table: HeadTable, info: SiteInfo, results: SiteReading) -> None:
             table.test(info, name, two_sided_p(own, exact, mean, deviation, np.full(heads, number)))
 
 
+class LayerTable(TableBuilder):
+    """Collects the layers' rows and, at the end, the q-values over all sublayers of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cells: dict[str, dict[tuple[str, int | None], tuple[float, float]]] = {}
+
+    def add(self, site: str, layer: int | None, statistic: str, value: Any, standard_error: Any, count: Any) -> None:
+        """Add one row."""
+        super().add(site, layer, statistic, value, standard_error, count)
+        error = float("nan") if standard_error is None else float(standard_error)
+        self._cells.setdefault(statistic, {})[site, layer] = (float(value), error)
+
+    def add_q_values(self) -> None:
+        """Benjamini–Hochberg over all sublayers, one family for each statistic that has a control."""
+        for name, own in list(self._cells.items()):
+            null = self._cells.get(f"{name}/{STATISTICS[name].control}", {}) if name in STATISTICS else {}
+            places = [place for place in own if place in null]
+            if not places or STATISTICS[name].gauge_dependent:
+                continue
+            (values, errors), (others, other_errors) = (np.array([each[p] for p in places]).T for each in (own, null))
+            p_values = difference_p(values, errors, others, other_errors)
+            for place, q in zip(places, benjamini_hochberg(p_values), strict=True):
+                if np.isfinite(q):
+                    super().add(*place, f"{name}/q_value", float(q), None, 1)
+
+
 def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str]) -> TableBuilder:
     """Every row of the layers' table, sublayer by sublayer in the order of the stream; of a change also its halves."""
-    builder = TableBuilder()
+    builder = LayerTable()
     for source in (reading, control):
         if source is None:
             continue
@@ -178,6 +205,7 @@ def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str
                     asked = name in STATISTICS or part == "estimate"
                     if asked and name.partition("/")[0] in names and cell[-1] > 0:
                         builder.add(sublayer.name, sublayer.layer, name + suffix, *cell)
+    builder.add_q_values()
     return builder
 
 

@@ -12,9 +12,19 @@ from massieu.errors import require_extra
 from massieu.foundation.numbers import bound, counted, number, whole, with_error
 from massieu.report import colours
 from massieu.report.encode import Payload, encode, gzipped, plain, script_json
+from massieu.report.questions import questions
 from massieu.report.record import STANDARD_ERRORS
 from massieu.report.replacements import replacement_table
-from massieu.report.tables import Column, MapRow, catalogue_of, head_columns, layer_columns, sites_of, sublayers_of
+from massieu.report.tables import (
+    CONTROLS,
+    Column,
+    MapRow,
+    catalogue_of,
+    head_columns,
+    layer_columns,
+    sites_of,
+    sublayers_of,
+)
 from massieu.report.terms import explained
 
 if TYPE_CHECKING:
@@ -192,6 +202,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         "findings": [{key: entry[key] for key in ("id", "statistic", "cells")} for entry in findings],
         "scales": {"sequential": colours.SEQUENTIAL, "diverging": colours.DIVERGING},
         "kinds": colours.KINDS | {"other": colours.OTHER_KIND},
+        "controls": CONTROLS,
     }
     context = {
         "run": run,
@@ -199,6 +210,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         **{part: getattr(run, part) for part in ("model", "text", "error_unit", "self_check", "capture", "sample")},
         "sites": sites,
         "findings": findings,
+        "questions": questions(columns, moved, (head_statistics, layer_statistics)),
         "groups": _grouped(head_statistics + layer_statistics),
         "unavailable": _unavailable(sites),
         "replacements": replacement_table(run.replacements),

@@ -26,15 +26,16 @@ GROUP_TITLES = {
     "memory": "The head as a memory",
     "feed_forward": "Feed-forward layers",
 }
-CONTROLS = (
-    "random",
-    "mismatched",
-    "rotation",
-    "mismatched_keys",
-    "shuffled_values",
-    "shuffled_tokens",
-    "reinitialised",
-)
+CONTROLS = {
+    "mismatched": "mismatched heads",
+    "rotation": "random rotation",
+    "random": "random direction",
+    "mismatched_keys": "keys of another head",
+    "shuffled_values": "shuffled values",
+    "shuffled_tokens": "shuffled tokens",
+    "reinitialised": "re-initialised model",
+}
+"""Every control in words, in the order in which they are listed."""
 
 
 @dataclass(frozen=True)

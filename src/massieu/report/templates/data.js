@@ -4,18 +4,8 @@ const report = JSON.parse(document.getElementById("report-data").textContent);
 const packed = new Map(); // block name -> DataView
 const columnCache = new Map();
 const INSIDE_NULL = 0.05;
-const CONTROLS = [
-  "mismatched", "rotation", "random", "mismatched_keys", "shuffled_values", "shuffled_tokens", "reinitialised",
-];
-const CONTROL_WORDS = {
-  mismatched: "mismatched heads",
-  rotation: "random rotation",
-  random: "random direction",
-  mismatched_keys: "keys of another head",
-  shuffled_values: "shuffled values",
-  shuffled_tokens: "shuffled tokens",
-  reinitialised: "re-initialised model",
-};
+const CONTROL_WORDS = report.controls;
+const CONTROLS = Object.keys(CONTROL_WORDS);
 
 async function unpack() {
   for (const element of document.querySelectorAll("script[data-block]")) {
