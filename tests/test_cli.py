@@ -23,6 +23,7 @@ from massieu.errors import InputError, MissingExtraError, require_extra
 from massieu.probing import result as result_module
 from massieu.probing import run as run_module
 from massieu.probing.statistics.registry import GROUPS, STATISTICS
+from massieu.report.questions import Answer, Question
 from massieu.report.record import Finding, ModelRecord, RunRecord, TextRecord
 
 COMMAND = [sys.executable, "-m", "massieu.cli"]
@@ -73,9 +74,27 @@ class _Result:
         self.trouble: str | None = None
         self.saved: list[tuple[Path, str]] = []
         self.findings = [
-            Finding("a", "Attention on the first token", "3 of 72 heads look at [CLS]."),
-            Finding("b", "Sharpest heads", "Layer 0 head 1."),
+            Finding("a", "Attention on the first token", "3 of 72 heads look at [CLS].", statistic="weight_first"),
+            Finding("b", "Sharpest heads", "Layer 0 head 1.", statistic="entropy"),
+            Finding("c", "Not asked for", "No number in this run."),
         ]
+        known = (
+            "slope",
+            "Slope",
+            "Does it rise?",
+            "",
+            "",
+            "heads",
+            72,
+            2.01,
+            0.5,
+            5.38,
+            1.35,
+            "mismatched keys",
+            9,
+            72,
+        )
+        self.questions = [Question("memory", "Is a head a memory?", [Answer(*known, "above its control in places")])]
         self.run = RunRecord(
             complete=complete,
             model=ModelRecord("a model"),
@@ -200,6 +219,9 @@ def test_the_summary_names_the_findings_and_the_page(probed, tmp_path):
         "",
         "Sharpest heads",
         "  Layer 0 head 1.",
+        "",
+        "Is a head a memory?",
+        "  Slope: median 2.01 (0.500 to 5.38); mismatched keys 1.35; above its control in places",
         "",
         f"page: {tmp_path / 'report.html'}",
     ]

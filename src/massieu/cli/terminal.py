@@ -33,13 +33,12 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
         if finding.statistic is None:  # what it needs was not asked for
             continue
         typer.echo(f"\n{typer.style(finding.title, bold=True)}\n  {finding.sentence}")
-    from massieu.report.questions import questions_of
-    from massieu.report.replacements import replacement_table
-
-    for card in questions_of(result.run, result.heads, result.layers):
+    for card in result.questions:
         typer.echo(f"\n{typer.style(card.question, bold=True)}")
         for answer in card.answers:
             typer.echo(f"  {answer}")
+    from massieu.report.replacements import replacement_table
+
     replaced = replacement_table(result.run.replacements, shown=12)
     if replaced is not None:
         typer.echo(

@@ -31,6 +31,7 @@ from massieu.probing.result_files import (
 from massieu.probing.unit_sums import UnitSums
 from massieu.report import folder as folders
 from massieu.report.locking import locked
+from massieu.report.questions import Question, questions_of
 from massieu.report.record import Finding, RunRecord, plain
 from massieu.report.writing import check_name, write_whole
 
@@ -130,6 +131,11 @@ class ProbeResult:
         found = polars.DataFrame(self.details.get("extremes", []), schema=places)
         values = self.heads.select("site", "layer", "head", "statistic", "value")
         return values.join(found, on=["site", "head", "statistic"], how="inner", maintain_order="left")
+
+    @property
+    def questions(self) -> list[Question]:
+        """What the papers ask: for each such group that was measured, its numbers beside their control and a verdict."""
+        return questions_of(self.run, self.heads, self.layers)
 
     @property
     def findings(self) -> list[Finding]:
