@@ -12,14 +12,13 @@ import massieu
 from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.statistics import windowed
 from massieu.probing.statistics.memory import (
-    QUERIES,
     keys_in_use,
     pattern_weight_evenness,
     retrieval_slope,
     retrieval_slope_bound,
 )
 from massieu.probing.statistics.registry import MEMORY, measures
-from massieu.probing.statistics.windowed import HeadWindow, other_heads_keys, shuffled_values
+from massieu.probing.statistics.windowed import QUERIES, HeadWindow, other_heads_keys, shuffled_values
 
 H, N, D, SCALE = 4, 24, 6, 0.4
 NAMES = tuple(measures(MEMORY))

@@ -327,7 +327,9 @@ class Reading(RunningParts):
             places = queries.real[row].nonzero()[:, 0]
             order = torch.randperm(len(places), generator=drawn)[: self.options.climb_queries].sort().values
             part = call.rows(slice(row, row + 1))
-            window = HeadWindow(part, keys.real[row], places[order.to(places.device)], drawn.initial_seed())
+            asked = places[order.to(places.device)]
+            itself = results.info.kind != "cross"
+            window = HeadWindow(part, keys.real[row], asked, drawn.initial_seed(), itself)
             if len(window.queries) and bool(window.real.any()):
                 results.windowed[group].update(window, self._sampled_number(row))
 

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 QUESTIONS = {
     "feed_forward": ("Is a feed-forward layer near the identity, linear, or a gradient?", "feed_forward_linear_share"),
+    "key_density": ("Which law do a head's keys follow?", "key_mixture_gain"),
+    "joint": ("Are the heads of a layer one mixture?", "gating_information"),
     "memory": ("Is a head an associative memory, and of how many patterns?", "keys_in_use"),
+    "conditional_mean": ("Does a head compute a conditional mean?", "output_along_conditional_mean"),
+    "uncertainty": (
+        "How many tokens does a head's output rest on, and how does it move with the query?",
+        "output_effective_tokens",
+    ),
 }
 """By group, the question of the papers and the statistic that stands in front, in the order of the cards."""
 LEVEL = 0.05

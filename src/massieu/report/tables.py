@@ -25,6 +25,10 @@ GROUP_TITLES = {
     "repeated": "Tokens that are said twice",
     "memory": "The head as a memory",
     "feed_forward": "Feed-forward layers",
+    "conditional_mean": "The head as a conditional mean",
+    "key_density": "The law of the keys",
+    "joint": "The heads as one mixture",
+    "uncertainty": "What the output rests on",
 }
 CONTROLS = {
     "mismatched": "mismatched heads",
@@ -33,6 +37,8 @@ CONTROLS = {
     "mismatched_keys": "keys of another head",
     "shuffled_values": "shuffled values",
     "shuffled_tokens": "shuffled tokens",
+    "shuffled_coordinates": "shuffled coordinates of the keys",
+    "permuted_heads": "heads at other queries",
     "reinitialised": "re-initialised model",
 }
 """Every control in words, in the order in which they are listed."""

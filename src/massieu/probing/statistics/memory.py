@@ -14,8 +14,6 @@ from torch import Tensor
 from massieu.probing.statistics.registry import BAL, MEMORY, statistic
 from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries
 
-QUERIES = 16
-"""Of each sampled window."""
 _STEPS = 24
 _MOST = 0.9
 _of_memory = partial(
@@ -34,8 +32,7 @@ def _keys(window: HeadWindow) -> Float[Tensor, "H N D"]:
 
 
 def _weights(window: HeadWindow) -> Float[Tensor, "H S N"]:
-    few = HeadWindow(window.call, window.real, window.queries[:QUERIES], window.seed)
-    return few.weights()[..., window.real]
+    return window.few().weights()[..., window.real]
 
 
 @_of_memory(

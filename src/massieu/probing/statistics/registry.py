@@ -14,18 +14,13 @@ from typing import Any, TypeVar
 from massieu.errors import InputError
 from massieu.report.record import Statistic
 
-GROUPS = ATTENTION, VALUES, CLIMB, MAPS, EXPANSION, REPLACEMENT, REPEATED, MEMORY, FEED_FORWARD = (
-    "attention",
-    "values",
-    "climb",
-    "maps",
-    "expansion",
-    "replacement",
-    "repeated",
-    "memory",
-    "feed_forward",
+GROUPS = (
+    *(ATTENTION := "attention", VALUES := "values", CLIMB := "climb", MAPS := "maps", EXPANSION := "expansion"),
+    *(REPLACEMENT := "replacement", REPEATED := "repeated", MEMORY := "memory", FEED_FORWARD := "feed_forward"),
+    *(CONDITIONAL_MEAN := "conditional_mean", KEY_DENSITY := "key_density", JOINT := "joint"),
+    UNCERTAINTY := "uncertainty",
 )
-WINDOWED = (MEMORY,)
+WINDOWED = (MEMORY, CONDITIONAL_MEAN, KEY_DENSITY, JOINT, UNCERTAINTY)
 """Groups of `massieu.probing.statistics.windowed`."""
 OPT_IN = frozenset({REPLACEMENT, REPEATED, *WINDOWED, FEED_FORWARD})
 """Groups that are computed only where one of them is named."""
@@ -38,10 +33,15 @@ _COSTS = {
     REPLACEMENT: "only when named: a forward pass for each head on each of 16 windows",
     REPEATED: "only when named: 16 made-up sequences of 100 tokens, and small matrices once per attention site",
     MEMORY: "only when named; the sample: weights of 16 queries, distances of keys, 24 products with them",
+    CONDITIONAL_MEAN: "only when named; the sample: one spectrum, 8 kernels of at most 256 tokens",
+    KEY_DENSITY: "only when named; the sample: densities of at most 256 keys, 16 steps of expectation and maximisation",
+    JOINT: "only when named; the sample: scores of 64 queries",
+    UNCERTAINTY: "only when named; the sample: weights of 16 queries, 24 products with keys and values",
     FEED_FORWARD: "only when named; at most 2,048 tokens: each layer once, 2 derivatives, 4 regressions",
 }
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
 BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Based Models (2020)"
+ZHANG = "Zhang et al., An Analysis of Attention via the Lens of Exchangeability and Latent Variable Models (arXiv 2212.14852)"
 OWN = "derived in docs/theory/index.md"
 
 _DESCRIPTION = "Describes this text and this model; weight on a token is not information from it."

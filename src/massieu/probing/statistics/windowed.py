@@ -19,6 +19,8 @@ from massieu.probing.running import State
 from massieu.probing.statistics.registry import STATISTICS, measures
 from massieu.probing.units import Units
 
+QUERIES = 16
+"""Of each sampled window, for what costs much."""
 Sums = tuple[Float[Tensor, " H"], Float[Tensor, " H"]]
 """For each head a total, and what it is to be divided by; 0 where there is nothing."""
 
@@ -32,12 +34,28 @@ class HeadWindow:
         real: keys that are no padding.
         queries: sampled positions of queries that are no padding.
         seed: of what a statistic or a control draws, which belongs to the window.
+        itself: the sequence attends to itself, so that a query and the key at its position are of one token.
+        permuted: what belongs to a query is to be taken from another one, head by head.
     """
 
     call: AttentionCall
     real: Bool[Tensor, " N"]
     queries: Int[Tensor, " S"]
     seed: int
+    itself: bool = True
+    permuted: bool = False
+
+    def few(self) -> "HeadWindow":
+        """With the first `QUERIES` of the queries."""
+        return replace(self, queries=self.queries[:QUERIES])
+
+    def tokens(self, most: int) -> Int[Tensor, " T"]:
+        """Positions of keys that are no padding, in order: all, or so many of them drawn at random."""
+        places = self.real.nonzero()[:, 0]
+        if len(places) <= most:
+            return places
+        drawn = torch.randperm(len(places), generator=self.generator())[:most].sort().values
+        return places[drawn.to(places.device)]
 
     def generator(self) -> torch.Generator:
         """Anew the same random numbers."""
@@ -73,7 +91,33 @@ def shuffled_values(window: HeadWindow) -> HeadWindow:
     return replace(window, call=replace(window.call, value=window.call.value[:, :, order]))
 
 
-CONTROLS: dict[str, Control] = {"mismatched_keys": other_heads_keys, "shuffled_values": shuffled_values}
+def shuffled_coordinates(window: HeadWindow) -> HeadWindow:
+    """Keys whose coordinates along their principal axes are shuffled, each by itself, among the tokens.
+
+    Mean and covariance stay, and each coordinate's law; what coordinates have to do with each other beyond that is gone.
+    """
+    places = window.real.nonzero()[:, 0]
+    keys = window.call.key[0, :, places].double()
+    mean = keys.mean(1, keepdim=True)
+    left, sizes, right = torch.linalg.svd(keys - mean, full_matrices=False)
+    order = torch.rand(left.shape, generator=window.generator()).argsort(1).to(left.device)
+    moved = mean + (left.gather(1, order) * sizes[:, None]) @ right
+    key = window.call.key.clone()
+    key[0, :, places] = moved.to(key.dtype)
+    return replace(window, call=replace(window.call, key=key))
+
+
+def permuted_heads(window: HeadWindow) -> HeadWindow | None:
+    """Each head with what another query gives it; None where there is one head."""
+    return None if window.call.query.shape[1] < 2 else replace(window, permuted=True)
+
+
+CONTROLS: dict[str, Control] = {
+    "mismatched_keys": other_heads_keys,
+    "shuffled_values": shuffled_values,
+    "shuffled_coordinates": shuffled_coordinates,
+    "permuted_heads": permuted_heads,
+}
 """By the name that `Statistic.control` has."""
 
 

@@ -1,0 +1,92 @@
+"""What a head's output rests on, and how it moves with the query (claims S10, S15, N26; sources N15, N25).
+
+A query's output o = Σ p_j v_j is an average of values. A step δ of the query changes the weights: to first order the output
+moves by β Cov_p(v, k) δ, and the weights' divergence is half of Var_p(β k·δ). Steps are those between the head's own
+queries in the window, so that no number depends on how a head's scale is split between queries and keys.
+"""
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.probing.statistics.registry import OWN, UNCERTAINTY, statistic
+from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries
+
+_STEPS = 24
+_of_output = partial(
+    statistic,
+    UNCERTAINTY,
+    paper=OWN,
+    caveat="It describes the head at the queries of this text, not what the model does with its output.",
+)
+
+
+def _centred(part: Float[Tensor, "H N E"]) -> Float[Tensor, "H N E"]:
+    return part - part.mean(1, keepdim=True)
+
+
+def _parts(
+    window: HeadWindow,
+) -> tuple[Float[Tensor, "H S N"], Float[Tensor, "H N Dv"], Float[Tensor, "H N M"]]:
+    """Weights of some queries; centred values; the scores' changes along each query's deviation from their mean, over √M."""
+    real = window.real
+    weights = window.few().weights()[..., real].double()
+    values = _centred(window.of_heads(window.call.value[:, :, real]).double())
+    keys = _centred(window.of_heads(window.call.key[:, :, real]).double())
+    steps = _centred(window.call.query[0, :, window.queries].double())
+    along = window.call.scale * keys @ steps.mT / max(len(window.queries), 1) ** 0.5
+    return weights, values, along
+
+
+def _where_seen(weights: Float[Tensor, "H S N"], values: Float[Tensor, "H S"]) -> Sums:
+    return mean_over_queries(torch.where(weights.sum(-1) > 0, values, torch.nan))
+
+
+@_of_output(
+    "Tokens that the output rests on",
+    formula="(Σ a)² / Σ a², a_j = ‖o − o without token j‖",
+    claim="S15, N15, N25",
+    unit="tokens",
+)
+def output_effective_tokens(window: HeadWindow) -> Sums:
+    """Leaving out how many tokens, one at a time, would change the head's output?"""
+    weights, values, _ = _parts(window)
+    output = weights @ values
+    apart = values.square().sum(-1)[:, None] - 2 * output @ values.mT + output.square().sum(-1)[..., None]
+    left = 1 - weights
+    # Nothing but rounding is left of the others' weight beside 1, or of a value's distance from an output equal to it.
+    lone = (left < 1e-9).any(-1)
+    changes = weights * apart.clamp_min(0).sqrt() / left.clamp_min(1e-9)
+    moved = changes.square().sum(-1)
+    equal = moved <= 1e-18 * values.square().sum(-1).mean(-1)[:, None]
+    return _where_seen(weights, torch.where(lone | equal, torch.nan, changes.sum(-1).square() / moved))
+
+
+@_of_output("Fisher information along the queries", formula="E Var_p(β k·δ), δ = q' − q̄", claim="S10, N26", unit="nats")
+def query_fisher_information(window: HeadWindow) -> Sums:
+    """By how much do the head's weights change, as twice a divergence, where the query moves as its queries differ?"""
+    weights, _, along = _parts(window)
+    mean = weights @ along
+    return _where_seen(weights, (weights @ along.square() - mean.square()).clamp_min(0).sum(-1))
+
+
+@_of_output("Local Lipschitz constant", formula="‖β Cov_p(v, k) Cov(q)^½‖₂ / (E‖v − v̄‖²)^½", claim="S10, N26")
+def output_lipschitz(window: HeadWindow) -> Sums:
+    """How far does the output move, in units of the values' spread, for a standard step of the query in the worst direction?"""
+    weights, values, along = _parts(window)
+    start = torch.randn(along.shape[-1], generator=window.generator(), dtype=torch.float64).to(along)
+    vector = start.expand(*weights.shape[:2], -1)
+    size = torch.zeros(weights.shape[:2]).to(along)
+    for _ in range(_STEPS):
+        vector = vector / vector.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+        output = _covariance(weights, vector @ along.mT) @ values
+        moved = _covariance(weights, output @ values.mT) @ along
+        size, vector = output.norm(dim=-1), moved
+    return _where_seen(weights, size / values.square().sum(-1).mean(-1).sqrt()[:, None])
+
+
+def _covariance(weights: Float[Tensor, "H S N"], numbers: Float[Tensor, "H S N"]) -> Float[Tensor, "H S N"]:
+    """What a sum over keys of something else is to be weighted by for its covariance with these numbers."""
+    return weights * (numbers - (weights * numbers).sum(-1, keepdim=True))

@@ -1,0 +1,122 @@
+"""What a head's output rests on: against loops that leave tokens out and against finite differences."""
+
+import numpy as np
+import pytest
+import torch
+from tests.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
+
+from massieu.probing.statistics.registry import UNCERTAINTY, measures
+from massieu.probing.statistics.uncertainty import (
+    output_effective_tokens,
+    output_lipschitz,
+    query_fisher_information,
+)
+from massieu.probing.statistics.windowed import QUERIES, HeadWindow
+
+H, N, D = 3, 20, 4
+
+
+def made(kind: str) -> HeadWindow:
+    heads = 1 if kind == "grouped" else H
+    real = 15 if kind == "padded" else N
+    return window(2 * drawn(H, N, D), drawn(heads, N, D, 1), drawn(heads, N, 5, 2), causal=kind == "causal", real=real)
+
+
+def explicit(given: HeadWindow) -> dict[str, list[float]]:
+    call, real = given.call, int(given.real.sum())
+    found: dict[str, list[float]] = {name: [] for name in measures(UNCERTAINTY)}
+    for head in range(H):
+        own = head * call.key.shape[1] // H
+        keys, values = (part[0, own, :real].double().numpy() for part in (call.key, call.value))
+        asked = call.query[0, head, given.queries].double().numpy()
+        steps = call.scale * (asked - asked.mean(0)) / np.sqrt(len(asked))
+        spread = np.sqrt(((values - values.mean(0)) ** 2).sum(1).mean())
+        tokens, information, lipschitz = [], [], []
+        for place in given.queries[:QUERIES].tolist():
+            p = weights_of(given, head, place)
+            output = p @ values
+            changes = []
+            for j in range(real):
+                rest = np.delete(p, j)
+                changes.append(np.linalg.norm(rest @ np.delete(values, j, 0) / rest.sum() - output))
+            tokens.append(np.sum(changes) ** 2 / np.sum(np.square(changes)))
+            covariance = (keys.T * p) @ keys - np.outer(p @ keys, p @ keys)
+            information.append(np.trace(steps @ covariance @ steps.T))
+            cross = (values.T * p) @ keys - np.outer(output, p @ keys)
+            lipschitz.append(np.linalg.norm(cross @ steps.T, 2) / spread)
+        for name, numbers in zip(found, (tokens, information, lipschitz), strict=True):
+            found[name].append(float(np.mean(numbers)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "grouped", "padded"])
+def test_numbers_are_the_explicit_ones(kind):
+    given = made(kind)
+    for name, expected in explicit(given).items():
+        # Power iteration finds the norm from below, with an error that falls with the square of the ratio of the two largest.
+        found = mean(measures(UNCERTAINTY)[name](given))
+        np.testing.assert_allclose(found, expected, rtol=5e-3 if name == "output_lipschitz" else 1e-6)
+
+
+def test_the_lipschitz_constant_bounds_small_steps_and_the_information_is_twice_the_divergence():
+    given = window(drawn(1, N, D), drawn(1, N, D, 1), drawn(1, N, 5, 2))
+    values = given.call.value[0, 0].double().numpy()
+    asked = given.call.query[0, 0, given.queries].double()
+    spread = np.sqrt(((values - values.mean(0)) ** 2).sum(1).mean())
+    largest, twice = [], []
+    for number, place in enumerate(given.queries[:QUERIES].tolist()):
+        p = weights_of(given, 0, place)
+        moved = []
+        for step in asked - asked.mean(0):
+            other = given.call.query.clone().double()
+            other[0, 0, place] += 1e-4 * step
+            near = HeadWindow(
+                given.call.__class__(**{**vars(given.call), "query": other}), given.real, given.queries, given.seed
+            )
+            q = weights_of(near, 0, place)
+            moved.append(np.linalg.norm((q - p) @ values) / 1e-4 / spread)
+            twice.append(2 * float((p * np.log(p / q)).sum()) / 1e-8)
+        largest.append(np.linalg.norm(moved) / np.sqrt(len(asked)))
+        assert number < QUERIES
+    # The root of the mean square over the steps is at most √rank times the worst direction's, and at least it.
+    ratio = np.mean(largest) / float(mean(output_lipschitz(given))[0])
+    assert 0.99 < ratio < np.sqrt(D) + 0.01
+    assert np.mean(twice) == pytest.approx(float(mean(query_fisher_information(given))[0]), rel=1e-3)
+
+
+def test_one_token_and_all_of_them():
+    key, value = torch.zeros(2, N, D), torch.zeros(2, N, N)
+    value[:] = 5 * torch.eye(N)
+    key[0, 0, 0] = 1.0
+    query = torch.zeros(2, N, D)
+    query[0, :, 0] = 12.0  # the first token has nearly all of the weight
+    number = mean(output_effective_tokens(window(query, key, value, scale=1.0)))
+    assert number[0] == pytest.approx(1, abs=0.01) and number[1] == pytest.approx(N)
+
+
+def test_scales_and_origins_move_nothing():
+    query, key, value = drawn(H, N, D), drawn(H, N, D, 1), drawn(H, N, 5, 2)
+    for measure in measures(UNCERTAINTY).values():
+        before = mean(measure(window(query, key, value)))
+        shifted = mean(measure(window(query, key + drawn(H, 1, D, 5), 3 * value + drawn(H, 1, 5, 6))))
+        split = mean(measure(window(7 * query, key / 7, value)))
+        np.testing.assert_allclose(shifted, before, rtol=1e-4)
+        np.testing.assert_allclose(split, before, rtol=1e-4)
+
+
+def test_what_cannot_be_known_has_no_number():
+    query, key, value = drawn(H, N, D), drawn(H, N, D, 1), drawn(H, N, 5, 2)
+    value[0] = 1.0  # all alike: no token changes the output
+    query[1, 5] = torch.nan
+    given = window(query, key, value)
+    assert output_effective_tokens(given)[1].tolist() == [0, QUERIES - 1, QUERIES]
+    alone = window(query[:, :1], key[:, :1], value[:, :1])
+    for measure in measures(UNCERTAINTY).values():
+        total, count = measure(alone)
+        assert total.isfinite().all() and count.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_batches_change_nothing(kind):
+    names = list(measures(UNCERTAINTY))
+    check_batches_change_nothing(kind, names, dict.fromkeys(names, "reinitialised"))
