@@ -17,6 +17,7 @@ from massieu.probing.routes import capturing
 from massieu.probing.running import State
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.feed_forward import DERIVATIVE_TOKENS, MEASURES, PROBES, Sampled, shuffled
+from massieu.probing.statistics.layer_groups import Row, rows_beside_control
 from massieu.probing.statistics.registry import STATISTICS
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step, StreamTracer
@@ -120,22 +121,11 @@ class FeedForwardStatistics:
         self.results[index] = Ratio((len(MEASURES), 2), self.units)
         self.results[index].update(torch.where(finite, totals, 0.0), torch.where(finite, counts, 0.0), numbers)
 
-    def rows(self, index: int, part: str) -> Iterator[tuple[str, float, float, float]]:
-        """Name, value, standard error and number of tokens of each row of the layers' table, of all or half the text."""
-        if index not in self.results:
-            return
-        found = getattr(self.results[index], part)()
-        tokens = float(sum(map(len, self._tokens[index].values()))) / (1 if part == "estimate" else 2)
-        for place, measure in enumerate(MEASURES):
-            name = measure.__name__
-            for which, suffix in enumerate(("", f"/{STATISTICS[name].control}")):
-                if found.count[place, which] > 0 and (which == 0 or part == "estimate"):
-                    yield (
-                        name + suffix,
-                        float(found.value[place, which]),
-                        float(found.standard_error[place, which]),
-                        tokens,
-                    )
+    def rows(self, index: int, part: str) -> Iterator[Row]:
+        """As `LayerGroup.rows`."""
+        if index in self.results:
+            tokens = float(sum(map(len, self._tokens[index].values()))) / (1 if part == "estimate" else 2)
+            yield from rows_beside_control(self.results[index], [each.__name__ for each in MEASURES], tokens, part)
 
     def state(self) -> State:
         """All tokens that were kept."""

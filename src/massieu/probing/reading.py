@@ -14,8 +14,9 @@ from massieu.errors import InputError
 from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture
 from massieu.probing.examples import Examples, ExampleWindow
-from massieu.probing.feed_forward import FeedForwardStatistics, feed_forward_parts
 from massieu.probing.forward import decoder_given, output_tensor, run
+from massieu.probing.layer_reading import LayerReading
+from massieu.probing.layer_reading import Row as LayerRow
 from massieu.probing.layout import BatchLayout
 from massieu.probing.model import model_inputs
 from massieu.probing.nonfinite import FirstTrouble, at_real, in_batch, in_call, kind_of
@@ -36,8 +37,10 @@ from massieu.probing.statistics.registry import (
     CLIMB,
     EXPANSION,
     FEED_FORWARD,
+    LAYERED,
     MAPS,
     REPEATED,
+    RESIDUAL,
     STATISTICS,
     VALUES,
 )
@@ -96,7 +99,7 @@ class Reading(RunningParts):
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
         self.results = [SiteReading.begun(info, options.units, options.max_length, options.groups) for info in sites]
         self.expansion = ExpansionStatistics(options.units)
-        self.feed_forward: FeedForwardStatistics | None = None
+        self.layers = LayerReading(options.groups, options.units, options.seed)
         self.tracer = StreamTracer(model, sites, self._on_step)
         self.seconds: dict[str, float] = defaultdict(float)
         self.sampled = Counter[str]()
@@ -150,6 +153,7 @@ class Reading(RunningParts):
         self._rows = self.layout.rows(self.model, prepared)
         self._sampled_rows = list(sampled)
         self._chosen.clear()
+        self.layers.start()
         self.broken = False
         self._example = example
         before = sum(self.seconds.values())
@@ -179,20 +183,13 @@ class Reading(RunningParts):
     def find_feed_forward(self, inputs: dict[str, Any]) -> None:
         """Find the model's feed-forward layers, on one item of a batch."""
         with self._computing(FEED_FORWARD):
-            prepared = model_inputs(self.model, inputs, items=1)
-            parts = feed_forward_parts(self.model, self.sites, prepared)
-            if not parts:
-                self.failed[FEED_FORWARD] = "no feed-forward layer was seen on the way of the stream"
-            self.feed_forward = FeedForwardStatistics(parts, self.options.units, self.options.seed)
+            self.layers.find_feed_forward(self.model, self.sites, model_inputs(self.model, inputs, items=1))
 
-    def measure_feed_forward(self) -> None:
-        """Measure the feed-forward layers, once the text was read."""
-        if self.feed_forward is None:
-            return
-        with self._timed("feed-forward layers"), self._computing(FEED_FORWARD):
-            self.feed_forward.measure()
-            if self.feed_forward.failed and not self.feed_forward.results:
-                self.failed[FEED_FORWARD] = next(iter(self.feed_forward.failed.values()))
+    def measure_layers(self) -> None:
+        """Measure what the groups about layers have kept, once the text was read."""
+        with self._timed("layers"), self._computing(*self.options.groups & {*LAYERED}):
+            self.layers.measure()
+        self.failed.update(self.layers.failed)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -357,10 +354,9 @@ class Reading(RunningParts):
                 for row in self._sampled_rows:
                     positions = self._positions(row, step, cloud=True)
                     self.expansion.collect(step, row, positions, self._sampled_number(row))
-        if self.feed_forward is not None:
-            for row in self._sampled_rows:
-                positions = self._positions(row, step, cloud=False)
-                self.feed_forward.collect(step, row, positions, self._sampled_number(row))
+        if named := [group for group in LAYERED if self._wants(group)]:
+            with self._timed("layers"), self._computing(*named):
+                self.layers.read(step, [self._layer_row(row) for row in self._sampled_rows])
         if step.read is not None:
             assert self._capture is not None
             results = self.results[self.by_site[step.read.call.site].index]
@@ -374,6 +370,19 @@ class Reading(RunningParts):
                 if self._wants(CLIMB) or (self._wants(VALUES) and _WRITE_NORM not in self.failed):
                     with self._computing(*self.options.groups & {CLIMB}, _WRITE_NORM):
                         self._read_climb(self._capture, results, step)
+                if self._wants(RESIDUAL):
+                    with self._computing(RESIDUAL):
+                        rows = [self._layer_row(row) for row in self._sampled_rows]
+                        self.layers.read_gradient(self._capture, results, step, rows)
+
+    def _layer_row(self, row: int) -> LayerRow:
+        def positions(step: Step, cloud: bool) -> Tensor:
+            return self._positions(row, step, cloud=cloud)
+
+        def drawn(purpose: int) -> torch.Generator:
+            return self._random(row, purpose)
+
+        return LayerRow(row, self._sampled_number(row), positions, drawn)
 
     def _read_climb(self, capture: Capture, results: SiteReading, step: Step) -> None:
         for row in self._sampled_rows:

@@ -33,8 +33,11 @@ from massieu.probing.statistics.registry import (
     CLIMB,
     EXPANSION,
     FEED_FORWARD,
+    FLOW,
     MAPS,
     REPEATED,
+    RESIDUAL,
+    TAP,
     VALUES,
     WINDOWED,
 )
@@ -49,6 +52,7 @@ Marks = tuple[Tensor | None, Tensor | None]
 """Special tokens of the text, and of what a decoder reads beside it."""
 CONTROL_EVERY = 8  # every eighth sampled window, and the second, also runs through the re-initialised copy
 EXAMPLES = 2
+_CONTROLLED = {ATTENTION, VALUES, CLIMB, EXPANSION, REPEATED, FLOW, *WINDOWED}
 
 
 def _controlled_before(rank: int) -> int:
@@ -122,7 +126,7 @@ class Session(SessionRecord):
         if self.control is not None:
             self.control.model.to_empty(device="meta")  # its numbers are read: its weights need no memory any more
         complete = self.course.gather(self, complete)
-        self.reading.measure_feed_forward()
+        self.reading.measure_layers()
         return complete
 
     def _read(self, batch: Any) -> None:
@@ -270,7 +274,7 @@ class Session(SessionRecord):
             return
         self.reading = Reading(module, look.sites, *read)
         self._begin_effects(inputs)
-        if not self.options.quick and self.options.groups & {ATTENTION, VALUES, CLIMB, EXPANSION, REPEATED, *WINDOWED}:
+        if not self.options.quick and self.options.groups & _CONTROLLED:
             self._begin_control(inputs)
         if REPEATED in self.options.groups:
             self._read_repeated(inputs)
@@ -331,7 +335,7 @@ class Session(SessionRecord):
         if said is not None:
             self.warnings.append(f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}")
         if fresh is not None:
-            options = replace(self.options, groups=self.options.groups - {MAPS}, per_token=())
+            options = replace(self.options, groups=self.options.groups - {MAPS, RESIDUAL, TAP}, per_token=())
             self.control = Reading(fresh, sites, options, layout, self.reading.refused)
 
     def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow | None:

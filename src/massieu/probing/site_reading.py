@@ -230,16 +230,19 @@ class SiteReading(RunningParts):
         numbers: Sequence[int] | None = None,
     ) -> bool:
         """The climb of one row's step at these positions; False where the site's queries cannot be replayed."""
-        assert item.read is not None
-        if not len(positions) or CLIMB in self.unavailable:
-            return False
-        replay = Replay(capture, item.read, self.query_map, self.replay_whole, self.query_layer)
-        if not self.climb_checked:
-            replay = self._checked(replay, positions)
+        replay = self.replay(capture, item, positions)
         if replay is None:
             return False
         self.climb.take(climbed(replay, item, positions, generator), numbers)
         return True
+
+    def replay(self, capture: Capture, item: Step, positions: Tensor) -> Replay | None:
+        """The queries of one row's step as functions of the stream; None where they cannot be replayed."""
+        assert item.read is not None
+        if not len(positions) or CLIMB in self.unavailable:
+            return None
+        found = Replay(capture, item.read, self.query_map, self.replay_whole, self.query_layer)
+        return found if self.climb_checked else self._checked(found, positions)
 
     def _checked(self, replay: Replay, positions: Tensor) -> Replay | None:
         """A replay that reproduces the module's queries, on part of the sequence or, more slowly, on all of it."""

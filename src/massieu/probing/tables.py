@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 
 from massieu.probing.accumulate import Ratio, block_sums
-from massieu.probing.feed_forward import FeedForwardStatistics
 from massieu.probing.long_table import TableBuilder
 from massieu.probing.reading import Reading
 from massieu.probing.replaced.effect import head_rows
@@ -17,6 +16,7 @@ from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.climb import MOVERS, PARTS, ClimbStatistics, paired
 from massieu.probing.statistics.expansion import CHANGES
 from massieu.probing.statistics.extremes import EXTREMES
+from massieu.probing.statistics.layer_groups import LayerGroup
 from massieu.probing.statistics.registry import STATISTICS
 from massieu.probing.statistics.repeated import NAMES
 from massieu.probing.unit_sums import Key, SiteSums
@@ -194,8 +194,8 @@ def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str
             continue
         names = wanted - source.left_out()
         for sublayer in source.tracer.sublayers:
-            if source is reading and source.feed_forward is not None:
-                _add_feed_forward(builder, sublayer, source.feed_forward, names)
+            for group in source.layers.groups():
+                _add_group(builder, sublayer, group, names, own=source is reading)
             if sublayer.index not in source.expansion.sublayers:
                 continue
             for part in ("estimate", "first_half", "second_half") if source is reading else ("estimate",):
@@ -209,13 +209,15 @@ def layer_table(reading: Reading, control: Reading | None, wanted: frozenset[str
     return builder
 
 
-def _add_feed_forward(
-    builder: TableBuilder, sublayer: Sublayer, found: FeedForwardStatistics, wanted: frozenset[str]
+def _add_group(
+    builder: TableBuilder, sublayer: Sublayer, found: LayerGroup, wanted: frozenset[str], *, own: bool
 ) -> None:
-    for part in ("estimate", "first_half", "second_half"):
+    """The rows of a group about layers; of the re-initialised copy its values alone."""
+    for part in ("estimate", "first_half", "second_half") if own else ("estimate",):
         for name, *cell in found.rows(sublayer.index, part):
-            if name.partition("/")[0] in wanted:
-                builder.add(sublayer.name, sublayer.layer, name if part == "estimate" else f"{name}/{part}", *cell)
+            if name.partition("/")[0] in wanted and (own or "/" not in name):
+                suffix = "" if own and part == "estimate" else f"/{part}" if own else "/reinitialised"
+                builder.add(sublayer.name, sublayer.layer, name + suffix, *cell)
 
 
 def unit_sums(reading: Reading, wanted: frozenset[str]) -> dict[Key, SiteSums]:

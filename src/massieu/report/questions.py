@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from massieu.report.record import RunRecord
 
 QUESTIONS = {
+    "flow": (
+        "What becomes of the law of tokens through the depth: is a Gaussian its equilibrium?",
+        "stream_gaussian_distance",
+    ),
     "feed_forward": ("Is a feed-forward layer near the identity, linear, or a gradient?", "feed_forward_linear_share"),
+    "residual": ("Is the residual connection a starting point or a quadratic term?", "update_stream_coefficient"),
     "key_density": ("Which law do a head's keys follow?", "key_mixture_gain"),
     "joint": ("Are the heads of a layer one mixture?", "gating_information"),
     "memory": ("Is a head an associative memory, and of how many patterns?", "keys_in_use"),
@@ -29,6 +34,7 @@ QUESTIONS = {
         "How many tokens does a head's output rest on, and how does it move with the query?",
         "output_effective_tokens",
     ),
+    "tap": ("Is a feed-forward layer the reaction of the mean field?", "reaction_gain"),
 }
 """By group, the question of the papers and the statistic that stands in front, in the order of the cards."""
 LEVEL = 0.05

@@ -25,6 +25,9 @@ GROUP_TITLES = {
     "repeated": "Tokens that are said twice",
     "memory": "The head as a memory",
     "feed_forward": "Feed-forward layers",
+    "flow": "The law of tokens through the depth",
+    "residual": "The residual connection",
+    "tap": "The feed-forward layer as a reaction",
     "conditional_mean": "The head as a conditional mean",
     "key_density": "The law of the keys",
     "joint": "The heads as one mixture",
@@ -38,6 +41,8 @@ CONTROLS = {
     "shuffled_values": "shuffled values",
     "shuffled_tokens": "shuffled tokens",
     "shuffled_coordinates": "shuffled coordinates of the keys",
+    "permuted_couplings": "couplings of other tokens",
+    "gaussian": "as many Gaussian tokens",
     "permuted_heads": "heads at other queries",
     "reinitialised": "re-initialised model",
 }

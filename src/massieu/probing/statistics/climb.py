@@ -272,6 +272,20 @@ def climbed(replay: Replay, step: Step, positions: Int[Tensor, " S"], generator:
     return [Climb(replay, step, piece, generator).sums() for piece in positions.split(together)]
 
 
+def gradient(replay: Replay, positions: Int[Tensor, " S"]) -> Float[Tensor, "B S D"]:
+    """Of the sum of the heads' log Z with respect to the stream, at some positions."""
+    call = replay.read.call.at(positions)
+    parts = replay.pulled_back(_Landscape.of(call).slopes(call.query), positions)
+    return (parts[0] + parts[1]).sum(0)
+
+
+def whole_update(read: AttentionRead, step: Step) -> Float[Tensor, "B L D"]:
+    """What attention adds to the stream, where a feed-forward part is added in the same step without that."""
+    if step.sublayer.kind == "attention_and_feed_forward" and read.update is not None:
+        return read.update
+    return step.after - step.before
+
+
 class Climb:
     """Measures one attention site on some rows and positions of one batch, all heads together."""
 
@@ -285,15 +299,9 @@ class Climb:
         self.call = read.call.at(positions)
         self.landscape = _Landscape.of(self.call)
         self.generator = generator
-        self.whole = self._whole_update(read, step)[:, positions]
+        self.whole = whole_update(read, step)[:, positions]
         self.control = torch.arange(0, len(positions), CONTROL_SHARE, device=positions.device)
         self.valid = torch.ones(len(self.residual), len(positions), dtype=torch.bool, device=positions.device)
-
-    @staticmethod
-    def _whole_update(read: AttentionRead, step: Step) -> Tensor:
-        if step.sublayer.kind == "attention_and_feed_forward" and read.update is not None:
-            return read.update
-        return step.after - step.before
 
     def writes(self) -> Float[Tensor, "H B S D"] | None:
         """What each head adds to the stream; None where that is not a sum over heads."""

@@ -18,11 +18,13 @@ GROUPS = (
     *(ATTENTION := "attention", VALUES := "values", CLIMB := "climb", MAPS := "maps", EXPANSION := "expansion"),
     *(REPLACEMENT := "replacement", REPEATED := "repeated", MEMORY := "memory", FEED_FORWARD := "feed_forward"),
     *(CONDITIONAL_MEAN := "conditional_mean", KEY_DENSITY := "key_density", JOINT := "joint"),
-    UNCERTAINTY := "uncertainty",
+    *(UNCERTAINTY := "uncertainty", FLOW := "flow", RESIDUAL := "residual", TAP := "tap"),
 )
 WINDOWED = (MEMORY, CONDITIONAL_MEAN, KEY_DENSITY, JOINT, UNCERTAINTY)
 """Groups of `massieu.probing.statistics.windowed`."""
-OPT_IN = frozenset({REPLACEMENT, REPEATED, *WINDOWED, FEED_FORWARD})
+LAYERED = (FEED_FORWARD, FLOW, RESIDUAL, TAP)
+"""Groups of `massieu.probing.layer_reading`."""
+OPT_IN = frozenset({REPLACEMENT, REPEATED, *WINDOWED, *LAYERED})
 """Groups that are computed only where one of them is named."""
 _COSTS = {
     ATTENTION: "every query: one more pass over the scores",
@@ -37,6 +39,9 @@ _COSTS = {
     KEY_DENSITY: "only when named; the sample: densities of at most 256 keys, 16 steps of expectation and maximisation",
     JOINT: "only when named; the sample: scores of 64 queries",
     UNCERTAINTY: "only when named; the sample: weights of 16 queries, 24 products with keys and values",
+    FLOW: "only when named; the sample: at every step projections of 256 tokens and of as many Gaussian ones",
+    RESIDUAL: "only when named; the sample: one gradient per head",
+    TAP: "only when named; the sample: weights of 64 queries",
     FEED_FORWARD: "only when named; at most 2,048 tokens: each layer once, 2 derivatives, 4 regressions",
 }
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"

@@ -1,0 +1,150 @@
+"""What becomes of the law of tokens through the depth: is a Gaussian its equilibrium? (claims S11–S13, experiment E1)
+
+The tokens of a window after each step of the stream are a cloud of points. Its control is a cloud of as many independent
+Gaussian points with the same mean and covariance. Directions are drawn once, and are the same at every step.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.foundation.threads import one_thread
+from massieu.population import observables
+from massieu.population.cloud_shape import projected_cumulants, random_directions, squared_gaussian_distance
+from massieu.population.clusters import cluster_count
+from massieu.probing.accumulate import Ratio
+from massieu.probing.running import State
+from massieu.probing.statistics.layer_groups import Row, rows_beside_control
+from massieu.probing.statistics.registry import FLOW, SHIM, measures, statistic
+from massieu.probing.units import Units
+from massieu.probing.wiring import Step
+
+PROJECTIONS = 64
+FEWEST = 8
+RADIUS = 0.5
+"""Of a cluster of unit vectors: an angle of 29°."""
+_of_cloud = partial(
+    statistic,
+    FLOW,
+    paper=SHIM,
+    scope="layer",
+    control="gaussian",
+    caveat="Distinct tokens of a window; a few tokens of huge norm can decide it. No equilibrium is claimed.",
+)
+Cloud = Float[Tensor, "n d"]
+
+
+def _directions(cloud: Cloud) -> Float[Tensor, "m d"]:
+    return random_directions(cloud.shape[-1], PROJECTIONS, generator=torch.Generator().manual_seed(0))
+
+
+@_of_cloud(
+    "Effective rank of the tokens",
+    formula="e^H(λ/Σλ), λ the spectrum of the covariance",
+    claim="E1, N12",
+    control="reinitialised",
+)
+def stream_effective_rank(cloud: Cloud) -> Tensor:
+    """In how many directions do the tokens of a window differ after this step?"""
+    return observables.effective_rank(observables.covariance_spectrum(cloud))
+
+
+@_of_cloud("Third cumulant", formula="mean |k₃ / k₂^{3/2}| over 64 random directions", claim="S13, E1")
+def stream_third_cumulant(cloud: Cloud) -> Tensor:
+    """How lopsided are the tokens along random directions, where Gaussian ones would not be?"""
+    return projected_cumulants(cloud, _directions(cloud)).third.abs().mean()
+
+
+@_of_cloud("Fourth cumulant", formula="mean k₄ / k₂² over 64 random directions", claim="S13, E1", signed=True)
+def stream_fourth_cumulant(cloud: Cloud) -> Tensor:
+    """Have the tokens heavier (+) or lighter (−) tails than Gaussian ones along random directions?"""
+    return projected_cumulants(cloud, _directions(cloud)).fourth.mean()
+
+
+@_of_cloud(
+    "Distance from a Gaussian",
+    formula="sliced W₂ to the Gaussian of equal mean and variance, in standard deviations",
+    claim="S13, E1",
+)
+def stream_gaussian_distance(cloud: Cloud) -> Tensor:
+    """How far are the tokens from a Gaussian cloud of equal moments, along random directions?"""
+    return squared_gaussian_distance(cloud, _directions(cloud)).mean().sqrt()
+
+
+@_of_cloud("Cosine of two tokens", formula="mean cos(x_i, x_j), i ≠ j", claim="S12, N5, E1", signed=True)
+def stream_cosine(cloud: Cloud) -> Tensor:
+    """Do the tokens of a window point in one direction (1), or in as many as they are (0)?"""
+    unit = torch.nn.functional.normalize(cloud, dim=-1)
+    number = len(cloud)
+    return (unit.sum(0).square().sum() - unit.square().sum()) / (number * (number - 1))
+
+
+@_of_cloud("Clusters of tokens", formula="tokens that no other stands for within 29°, one a cluster", claim="N5, E1")
+def stream_clusters(cloud: Cloud) -> Tensor:
+    """In how many groups of directions do the tokens of a window fall?"""
+    return cluster_count(torch.nn.functional.normalize(cloud, dim=-1), radius=RADIUS, limit=len(cloud)).clusters
+
+
+def gaussian(cloud: Cloud, generator: torch.Generator) -> Cloud:
+    """As many independent Gaussian points with the cloud's mean and (biased) covariance."""
+    mean = cloud.mean(0)
+    drawn = torch.randn(len(cloud), len(cloud), generator=generator, dtype=cloud.dtype)
+    return mean + drawn @ (cloud - mean) / len(cloud) ** 0.5
+
+
+class FlowStatistics:
+    """Running means over the sampled windows, after each step of the stream."""
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+        self.sublayers: dict[int, Ratio] = {}
+
+    def collect(
+        self, step: Step, row: int, positions: Int[Tensor, " S"], drawn: torch.Generator, number: int | None
+    ) -> None:
+        """Measure one window of the batch after one step.
+
+        Args:
+            drawn: random numbers of the control, which belong to the window and the step.
+            number: the window's place among the sampled ones.
+        """
+        if len(positions) < FEWEST:
+            return
+        cloud = step.after[row, positions].detach().cpu().double()
+        functions = measures(FLOW)
+        values = torch.full((1, len(functions), 2), torch.nan, dtype=torch.float64)
+        if bool(cloud.isfinite().all()):
+            with one_thread():
+                for which, points in enumerate((cloud, gaussian(cloud, drawn))):
+                    values[0, :, which] = torch.stack([measure(points) for measure in functions.values()])
+        finite = values.isfinite()
+        ratio = self.sublayers.setdefault(step.sublayer.index, self._begun())
+        ratio.update(torch.where(finite, values, 0.0), finite.double(), None if number is None else [number])
+
+    def _begun(self) -> Ratio:
+        return Ratio((len(measures(FLOW)), 2), self.units)
+
+    def rows(self, index: int, part: str) -> Iterator[Row]:
+        """As `LayerGroup.rows`; the count is of windows."""
+        if index in self.sublayers:
+            ratio = self.sublayers[index]
+            windows = float(getattr(ratio, part)().count.max())
+            yield from rows_beside_control(ratio, list(measures(FLOW)), windows, part)
+
+    def state(self) -> State:
+        """The sums of every sublayer."""
+        return {str(sublayer): ratio.state() for sublayer, ratio in self.sublayers.items()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such sums in place of one's own."""
+        self.sublayers = {int(sublayer): self._begun() for sublayer in state}
+        for sublayer, ratio in self.sublayers.items():
+            ratio.restore(state[str(sublayer)])
+
+    def merge(self, other: "FlowStatistics") -> None:
+        """Add what ``other`` has measured on other windows."""
+        for sublayer, ratio in other.sublayers.items():
+            self.sublayers.setdefault(sublayer, self._begun()).merge(ratio)

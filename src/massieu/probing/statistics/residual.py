@@ -1,0 +1,45 @@
+"""The residual connection: a point to start from, or a quadratic term? (claims S12, S22, experiment E8)
+
+An attention layer adds Δ to the stream x. Shim reads it as a step along the gradient g of the heads' log-partitions, of which
+x is the starting point; a Hopfield network's descent has the term −x as well. Here Δ is regressed on x and g, with one
+coefficient each for all tokens of a layer; g is the gradient with respect to x, through the norm and all queries.
+"""
+
+from functools import partial
+
+from massieu.probing.statistics.registry import RESIDUAL, SHIM, statistic
+from massieu.probing.statistics.regressions import Products, Sums, coefficient, explained, gain
+
+UPDATE, STREAM, GRADIENT = range(3)
+"""The vectors of a token."""
+_of_update = partial(
+    statistic,
+    RESIDUAL,
+    claim="S22, S12, E8",
+    paper=SHIM,
+    scope="layer",
+    control="random",
+    caveat="One coefficient for all tokens of a layer: a layer whose step differs from token to token shows less.",
+)
+
+
+@_of_update(
+    "Part of the update along the stream",
+    formula="coefficient a of Δ ≈ a x + b g",
+    signed=True,
+)
+def update_stream_coefficient(given: Products) -> Sums:
+    """Does the layer take away part of the state itself (below 0), as a quadratic term would?"""
+    return coefficient(given, UPDATE, STREAM, [GRADIENT])
+
+
+@_of_update("Share of the update along the stream", formula="held-out R² of Δ ≈ a x", signed=True)
+def update_stream_share(given: Products) -> Sums:
+    """How much of what the layer adds is the state itself, with one coefficient for all tokens?"""
+    return explained(given, UPDATE, [STREAM])
+
+
+@_of_update("What the gradient adds to it", formula="held-out R² of Δ ≈ a x + b g, less that of a x alone", signed=True)
+def update_gradient_gain(given: Products) -> Sums:
+    """How much more of what the layer adds is a step along the gradient of its heads' log-partitions?"""
+    return gain(given, UPDATE, [STREAM], GRADIENT)
