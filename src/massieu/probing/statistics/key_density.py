@@ -131,6 +131,7 @@ def key_kernel_gain(window: HeadWindow) -> Sums:
     formula="held-out log-likelihood of von Mises–Fisher directions with log-normal lengths − that of one Gaussian",
     claim="S4, E8b",
     gauge_dependent=True,
+    caveat="Depends on the key origin, about which the sphere is. It does not say what the head does with its keys.",
 )
 def key_sphere_gain(window: HeadWindow) -> Sums:
     """Do the head's keys lie on a sphere about the origin, around one direction (above 0), rather than in a Gaussian cloud?"""
