@@ -26,7 +26,7 @@ _PURPOSE = 200_000  # of random numbers, above those of the groups of heads
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class SampledRow:
     """A sampled row of the batch, as the groups see it.
 
     Attributes:
@@ -70,7 +70,7 @@ class LayerReading(RunningParts):
         """A new batch begins."""
         self._squares.clear()
 
-    def read(self, step: Step, rows: Sequence[Row]) -> None:
+    def read(self, step: Step, rows: Sequence[SampledRow]) -> None:
         """Take what each group needs of a step, but for the residual's gradient."""
         for each in rows:
             if self.flow is not None:
@@ -81,7 +81,7 @@ class LayerReading(RunningParts):
             if self.tap is not None:
                 self._read_reaction(self.tap, step, each)
 
-    def read_gradient(self, capture: Capture, results: SiteReading, step: Step, rows: Sequence[Row]) -> None:
+    def read_gradient(self, capture: Capture, results: SiteReading, step: Step, rows: Sequence[SampledRow]) -> None:
         """Take the update of an attention step, and the gradient of its heads' log-partitions."""
         if self.residual is None:
             return
@@ -100,7 +100,7 @@ class LayerReading(RunningParts):
             control = (update, random_like(stream, drawn), random_like(along, drawn))
             self.residual.collect(step.sublayer.index, each.number, (update, stream, along), control)
 
-    def _read_reaction(self, tap: Regressions, step: Step, each: Row) -> None:
+    def _read_reaction(self, tap: Regressions, step: Step, each: SampledRow) -> None:
         positions = each.positions(step, False)
         if step.read is not None and step.sublayer.kind == "attention":
             self._squares[each.row] = (step.sublayer.layer, positions, _squares(step, each.row, positions))

@@ -15,8 +15,7 @@ from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture
 from massieu.probing.examples import Examples, ExampleWindow
 from massieu.probing.forward import decoder_given, output_tensor, run
-from massieu.probing.layer_reading import LayerReading
-from massieu.probing.layer_reading import Row as LayerRow
+from massieu.probing.layer_reading import LayerReading, SampledRow
 from massieu.probing.layout import BatchLayout
 from massieu.probing.model import model_inputs
 from massieu.probing.nonfinite import FirstTrouble, at_real, in_batch, in_call, kind_of
@@ -375,14 +374,14 @@ class Reading(RunningParts):
                         rows = [self._layer_row(row) for row in self._sampled_rows]
                         self.layers.read_gradient(self._capture, results, step, rows)
 
-    def _layer_row(self, row: int) -> LayerRow:
+    def _layer_row(self, row: int) -> SampledRow:
         def positions(step: Step, cloud: bool) -> Tensor:
             return self._positions(row, step, cloud=cloud)
 
         def drawn(purpose: int) -> torch.Generator:
             return self._random(row, purpose)
 
-        return LayerRow(row, self._sampled_number(row), positions, drawn)
+        return SampledRow(row, self._sampled_number(row), positions, drawn)
 
     def _read_climb(self, capture: Capture, results: SiteReading, step: Step) -> None:
         for row in self._sampled_rows:

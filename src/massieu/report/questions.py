@@ -24,6 +24,7 @@ QUESTIONS = {
         "What becomes of the law of tokens through the depth: is a Gaussian its equilibrium?",
         "stream_gaussian_distance",
     ),
+    "metric": ("Is what a head compares tokens by the precision of its keys?", "precision_cosine"),
     "feed_forward": ("Is a feed-forward layer near the identity, linear, or a gradient?", "feed_forward_linear_share"),
     "residual": ("Is the residual connection a starting point or a quadratic term?", "update_stream_coefficient"),
     "key_density": ("Which law do a head's keys follow?", "key_mixture_gain"),

@@ -25,6 +25,7 @@ GROUP_TITLES = {
     "repeated": "Tokens that are said twice",
     "memory": "The head as a memory",
     "feed_forward": "Feed-forward layers",
+    "metric": "What a head compares tokens by",
     "flow": "The law of tokens through the depth",
     "residual": "The residual connection",
     "tap": "The feed-forward layer as a reaction",

@@ -18,9 +18,9 @@ GROUPS = (
     *(ATTENTION := "attention", VALUES := "values", CLIMB := "climb", MAPS := "maps", EXPANSION := "expansion"),
     *(REPLACEMENT := "replacement", REPEATED := "repeated", MEMORY := "memory", FEED_FORWARD := "feed_forward"),
     *(CONDITIONAL_MEAN := "conditional_mean", KEY_DENSITY := "key_density", JOINT := "joint"),
-    *(UNCERTAINTY := "uncertainty", FLOW := "flow", RESIDUAL := "residual", TAP := "tap"),
+    *(UNCERTAINTY := "uncertainty", METRIC := "metric", FLOW := "flow", RESIDUAL := "residual", TAP := "tap"),
 )
-WINDOWED = (MEMORY, CONDITIONAL_MEAN, KEY_DENSITY, JOINT, UNCERTAINTY)
+WINDOWED = (MEMORY, CONDITIONAL_MEAN, KEY_DENSITY, JOINT, UNCERTAINTY, METRIC)
 """Groups of `massieu.probing.statistics.windowed`."""
 LAYERED = (FEED_FORWARD, FLOW, RESIDUAL, TAP)
 """Groups of `massieu.probing.layer_reading`."""
@@ -39,6 +39,7 @@ _COSTS = {
     KEY_DENSITY: "only when named; the sample: densities of at most 256 keys, 16 steps of expectation and maximisation",
     JOINT: "only when named; the sample: scores of 64 queries",
     UNCERTAINTY: "only when named; the sample: weights of 16 queries, 24 products with keys and values",
+    METRIC: "only when named; the sample: one covariance of at most 256 keys, weights of 64 queries",
     FLOW: "only when named; the sample: at every step projections of 256 tokens and of as many Gaussian ones",
     RESIDUAL: "only when named; the sample: one gradient per head",
     TAP: "only when named; the sample: weights of 64 queries",
