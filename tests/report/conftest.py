@@ -60,6 +60,12 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChromiumDriver]
 def open_page(driver: ChromiumDriver, pages: dict[str, str], tmp_path: Path) -> Callable[..., Page]:
     def opened(kind: str, width: int = 1400, theme: str = "light", address: str = "") -> Page:
         driver.get_log("browser")
+        before = driver.current_window_handle
+        driver.switch_to.new_window("tab")  # a tab keeps 50 entries of history, and drops those of pages that were left
+        after = driver.current_window_handle
+        driver.switch_to.window(before)
+        driver.close()
+        driver.switch_to.window(after)
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
