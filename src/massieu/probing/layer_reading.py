@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from massieu.probing import again
 from massieu.probing.capture import Capture
 from massieu.probing.feed_forward import FeedForwardStatistics, feed_forward_parts
 from massieu.probing.running import RunningParts
@@ -47,6 +48,7 @@ class LayerReading(RunningParts):
 
     Attributes:
         flow, residual, tap, feed_forward: None where they were not.
+        again: those for which windows are run again.
         failed: groups that have no numbers, with the reason.
     """
 
@@ -55,6 +57,7 @@ class LayerReading(RunningParts):
         self.flow = FlowStatistics(units) if FLOW in groups else None
         self.residual = Regressions(RESIDUAL, units) if RESIDUAL in groups else None
         self.tap = Regressions(TAP, units) if TAP in groups else None
+        self.again = again.begun(groups, units)
         self.feed_forward: FeedForwardStatistics | None = None
         self.failed: dict[str, str] = {}
         self._squares: dict[int, tuple[int | None, Tensor, Tensor]] = {}  # by row: layer, positions, Σ J²
@@ -70,15 +73,15 @@ class LayerReading(RunningParts):
         """A new batch begins."""
         self._squares.clear()
 
-    def read(self, step: Step, rows: Sequence[SampledRow]) -> None:
-        """Take what each group needs of a step, but for the residual's gradient."""
+    def read(self, group: str, step: Step, rows: Sequence[SampledRow]) -> None:
+        """Take what a group needs of a step, but for the residual's gradient and what is run again."""
         for each in rows:
-            if self.flow is not None:
+            if group == FLOW and self.flow is not None:
                 drawn = each.drawn(_PURPOSE + step.sublayer.index)
                 self.flow.collect(step, each.row, each.positions(step, True), drawn, each.number)
-            if self.feed_forward is not None:
+            if group == FEED_FORWARD and self.feed_forward is not None:
                 self.feed_forward.collect(step, each.row, each.positions(step, False), each.number)
-            if self.tap is not None:
+            if group == TAP and self.tap is not None:
                 self._read_reaction(self.tap, step, each)
 
     def read_gradient(self, capture: Capture, results: SiteReading, step: Step, rows: Sequence[SampledRow]) -> None:
@@ -122,6 +125,9 @@ class LayerReading(RunningParts):
                 found.measure()
                 if not found.results:
                     self.failed[group] = _NOTHING[group]
+        for group, found in self.again.items():
+            if not found.sublayers:
+                self.failed[group] = found.failed or "no window had tokens enough"
         if self.feed_forward is not None:
             self.feed_forward.measure()
             if self.feed_forward.failed and not self.feed_forward.results:
@@ -130,6 +136,7 @@ class LayerReading(RunningParts):
     def groups(self) -> Iterator[LayerGroup]:
         """Those that were read."""
         yield from (each for each in (self.feed_forward, self.flow, self.residual, self.tap) if each is not None)
+        yield from self.again.values()
 
 
 _NOTHING = {

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.query_means import Queries
 from massieu.probing.statistics.query_reading import Tokens
 from massieu.probing.statistics.registry import (
+    AGAIN,
     ATTENTION,
     CLIMB,
     EXPANSION,
@@ -53,6 +54,7 @@ from massieu.report.record import Trouble
 _EXAMPLES = "example windows"
 _ITEMS_FIRST = BatchLayout()
 _WINDOWED = 100_000  # above what the climb draws for, site by site
+_AGAIN = 300_000  # above what the layers' groups draw for
 _WRITE_NORM = "write_norm_ratio"  # of the values' group, measured where the climb is
 
 
@@ -174,6 +176,20 @@ class Reading(RunningParts):
         if example is not None:
             self.examples.append(example)
 
+    def run_again(self, window: Callable[[int], dict[str, Any]]) -> None:
+        """Run the sampled rows of the last batch again, for the groups that ask for it.
+
+        Args:
+            window: the inputs of one row alone.
+        """
+        for group in filter(self._wants, AGAIN):
+            with self._timed(group), self._computing(group):
+                for row in self._sampled_rows:
+                    if not self.layout.separable:
+                        raise ValueError("the items of these batches cannot be told apart")
+                    inputs, drawn = model_inputs(self.model, window(row)), self._random(row, _AGAIN)
+                    self.layers.again[group].read(self.model, self.sites, inputs, self._sampled_number(row), drawn)
+
     def read_repeated(self, made: RepeatedTokens, masked: bool) -> None:
         """Measure the model on repeated tokens, which are no part of the text."""
         with self._timed("repeated tokens"), self._computing(REPEATED):
@@ -188,7 +204,7 @@ class Reading(RunningParts):
         """Measure what the groups about layers have kept, once the text was read."""
         with self._timed("layers"), self._computing(*self.options.groups & {*LAYERED}):
             self.layers.measure()
-        self.failed.update(self.layers.failed)
+        self.failed = self.layers.failed | self.failed
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -353,9 +369,9 @@ class Reading(RunningParts):
                 for row in self._sampled_rows:
                     positions = self._positions(row, step, cloud=True)
                     self.expansion.collect(step, row, positions, self._sampled_number(row))
-        if named := [group for group in LAYERED if self._wants(group)]:
-            with self._timed("layers"), self._computing(*named):
-                self.layers.read(step, [self._layer_row(row) for row in self._sampled_rows])
+        for group in filter(self._wants, LAYERED):
+            with self._timed(group), self._computing(group):
+                self.layers.read(group, step, [self._layer_row(row) for row in self._sampled_rows])
         if step.read is not None:
             assert self._capture is not None
             results = self.results[self.by_site[step.read.call.site].index]

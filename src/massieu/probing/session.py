@@ -29,6 +29,7 @@ from massieu.probing.running import State
 from massieu.probing.session_record import Input, SessionRecord
 from massieu.probing.sharing import Sharing
 from massieu.probing.statistics.registry import (
+    AGAIN,
     ATTENTION,
     CLIMB,
     EXPANSION,
@@ -167,6 +168,7 @@ class Session(SessionRecord):
             self.reading.effects.keep(_rows_of(inputs, list(ranks), rows), [numbers[row] for row in ranks])
         marks, target = special
         self.reading.forward(inputs, marks, ranks, numbers, example, RowNumbers(numbers, ranks), target)
+        self.reading.run_again(lambda row: _rows_of(inputs, [row], rows))
         if self.control is not None and not self.control_shared:
             places = {
                 row: _controlled_before(rank) for row, rank in ranks.items() if rank % CONTROL_EVERY == 0 or rank == 1
@@ -335,7 +337,7 @@ class Session(SessionRecord):
         if said is not None:
             self.warnings.append(f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}")
         if fresh is not None:
-            options = replace(self.options, groups=self.options.groups - {MAPS, RESIDUAL, TAP}, per_token=())
+            options = replace(self.options, groups=self.options.groups - {MAPS, RESIDUAL, TAP, *AGAIN}, per_token=())
             self.control = Reading(fresh, sites, options, layout, self.reading.refused)
 
     def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow | None:

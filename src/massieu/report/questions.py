@@ -36,6 +36,8 @@ QUESTIONS = {
         "output_effective_tokens",
     ),
     "tap": ("Is a feed-forward layer the reaction of the mean field?", "reaction_gain"),
+    "response": ("Does a token answer to others one by one, or collectively?", "response_by_weights"),
+    "symmetry": ("How far is the model from treating its tokens as a set?", "permutation_gap"),
 }
 """By group, the question of the papers and the statistic that stands in front, in the order of the cards."""
 LEVEL = 0.05

@@ -33,6 +33,8 @@ GROUP_TITLES = {
     "key_density": "The law of the keys",
     "joint": "The heads as one mixture",
     "uncertainty": "What the output rests on",
+    "response": "How a token answers to others",
+    "symmetry": "Tokens in another order",
 }
 CONTROLS = {
     "mismatched": "mismatched heads",
@@ -44,6 +46,8 @@ CONTROLS = {
     "shuffled_coordinates": "shuffled coordinates of the keys",
     "permuted_couplings": "couplings of other tokens",
     "gaussian": "as many Gaussian tokens",
+    "moved_positions": "position numbers moved with their tokens",
+    "shuffled_positions": "weights of other positions",
     "permuted_heads": "heads at other queries",
     "reinitialised": "re-initialised model",
 }

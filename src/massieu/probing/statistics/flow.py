@@ -4,7 +4,6 @@ The tokens of a window after each step of the stream are a cloud of points. Its 
 Gaussian points with the same mean and covariance. Directions are drawn once, and are the same at every step.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -15,9 +14,7 @@ from massieu.foundation.threads import one_thread
 from massieu.population import observables
 from massieu.population.cloud_shape import projected_cumulants, random_directions, squared_gaussian_distance
 from massieu.population.clusters import cluster_count
-from massieu.probing.accumulate import Ratio
-from massieu.probing.running import State
-from massieu.probing.statistics.layer_groups import Row, rows_beside_control
+from massieu.probing.statistics.layer_groups import SublayerMeans
 from massieu.probing.statistics.registry import FLOW, SHIM, measures, statistic
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step
@@ -95,12 +92,11 @@ def gaussian(cloud: Cloud, generator: torch.Generator) -> Cloud:
     return mean + drawn @ (cloud - mean) / len(cloud) ** 0.5
 
 
-class FlowStatistics:
+class FlowStatistics(SublayerMeans):
     """Running means over the sampled windows, after each step of the stream."""
 
     def __init__(self, units: Units) -> None:
-        self.units = units
-        self.sublayers: dict[int, Ratio] = {}
+        super().__init__(FLOW, units)
 
     def collect(
         self, step: Step, row: int, positions: Int[Tensor, " S"], drawn: torch.Generator, number: int | None
@@ -115,36 +111,9 @@ class FlowStatistics:
             return
         cloud = step.after[row, positions].detach().cpu().double()
         functions = measures(FLOW)
-        values = torch.full((1, len(functions), 2), torch.nan, dtype=torch.float64)
+        values = torch.full((len(functions), 2), torch.nan, dtype=torch.float64)
         if bool(cloud.isfinite().all()):
             with one_thread():
                 for which, points in enumerate((cloud, gaussian(cloud, drawn))):
-                    values[0, :, which] = torch.stack([measure(points) for measure in functions.values()])
-        finite = values.isfinite()
-        ratio = self.sublayers.setdefault(step.sublayer.index, self._begun())
-        ratio.update(torch.where(finite, values, 0.0), finite.double(), None if number is None else [number])
-
-    def _begun(self) -> Ratio:
-        return Ratio((len(measures(FLOW)), 2), self.units)
-
-    def rows(self, index: int, part: str) -> Iterator[Row]:
-        """As `LayerGroup.rows`; the count is of windows."""
-        if index in self.sublayers:
-            ratio = self.sublayers[index]
-            windows = float(getattr(ratio, part)().count.max())
-            yield from rows_beside_control(ratio, list(measures(FLOW)), windows, part)
-
-    def state(self) -> State:
-        """The sums of every sublayer."""
-        return {str(sublayer): ratio.state() for sublayer, ratio in self.sublayers.items()}
-
-    def restore(self, state: State) -> None:
-        """Go on from such sums in place of one's own."""
-        self.sublayers = {int(sublayer): self._begun() for sublayer in state}
-        for sublayer, ratio in self.sublayers.items():
-            ratio.restore(state[str(sublayer)])
-
-    def merge(self, other: "FlowStatistics") -> None:
-        """Add what ``other`` has measured on other windows."""
-        for sublayer, ratio in other.sublayers.items():
-            self.sublayers.setdefault(sublayer, self._begun()).merge(ratio)
+                    values[:, which] = torch.stack([measure(points) for measure in functions.values()])
+        self.add(step.sublayer.index, values, torch.ones_like(values), number)

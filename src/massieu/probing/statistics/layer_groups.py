@@ -1,10 +1,16 @@
 """What the groups about layers have in common: their rows of the layers' table, each beside a control of its own."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from massieu.probing.accumulate import Ratio
-from massieu.probing.statistics.registry import STATISTICS
+from massieu.probing.running import State
+from massieu.probing.statistics.registry import STATISTICS, measures
+from massieu.probing.units import Units
 
 Row = tuple[str, float, float, float]
 """Name, value, standard error and count."""
@@ -16,6 +22,60 @@ class LayerGroup(Protocol):
     def rows(self, index: int, part: str) -> Iterator[Row]:
         """The rows of a sublayer, of all (``estimate``) or half the text (``first_half``, ``second_half``)."""
         ...
+
+
+class SublayerMeans:
+    """A group's running means over windows, each beside its control, at every sublayer."""
+
+    def __init__(self, group: str, units: Units) -> None:
+        self.group, self.units = group, units
+        self.sublayers: dict[int, Ratio] = {}
+
+    def _begun(self) -> Ratio:
+        return Ratio((len(measures(self.group)) + 1, 2), self.units)  # the last one counts windows
+
+    def add(
+        self,
+        index: int,
+        total: Float[Tensor, "statistics 2"],
+        count: Float[Tensor, "statistics 2"],
+        number: int | None,
+    ) -> None:
+        """Add a window at one sublayer: totals and what they are divided by, of the model and of the control.
+
+        Args:
+            number: the window's place among the sampled ones.
+        """
+        finite = total.isfinite() & count.isfinite()
+        if not bool((finite & (count > 0)).any()):
+            return
+        sums = torch.ones(2, 1, len(measures(self.group)) + 1, 2, dtype=torch.float64)
+        for row, given in enumerate((total, count)):
+            sums[row, 0, :-1] = torch.where(finite, given.double(), 0.0)
+        ratio = self.sublayers.setdefault(index, self._begun())
+        ratio.update(sums[0], sums[1], None if number is None else [number])
+
+    def rows(self, index: int, part: str) -> Iterator[Row]:
+        """As `LayerGroup.rows`; the count is of windows."""
+        if index in self.sublayers:
+            ratio = self.sublayers[index]
+            windows = float(getattr(ratio, part)().count[-1].max())
+            yield from rows_beside_control(ratio, list(measures(self.group)), windows, part)
+
+    def state(self) -> State:
+        """The sums of every sublayer."""
+        return {str(sublayer): ratio.state() for sublayer, ratio in self.sublayers.items()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such sums in place of one's own."""
+        self.sublayers = {int(sublayer): self._begun() for sublayer in state}
+        for sublayer, ratio in self.sublayers.items():
+            ratio.restore(state[str(sublayer)])
+
+    def merge(self, other: Self) -> None:
+        """Add what ``other`` has measured on other windows."""
+        for sublayer, ratio in other.sublayers.items():
+            self.sublayers.setdefault(sublayer, self._begun()).merge(ratio)
 
 
 def rows_beside_control(ratio: Ratio, names: Sequence[str], tokens: float, part: str) -> Iterator[Row]:

@@ -19,10 +19,13 @@ GROUPS = (
     *(REPLACEMENT := "replacement", REPEATED := "repeated", MEMORY := "memory", FEED_FORWARD := "feed_forward"),
     *(CONDITIONAL_MEAN := "conditional_mean", KEY_DENSITY := "key_density", JOINT := "joint"),
     *(UNCERTAINTY := "uncertainty", METRIC := "metric", FLOW := "flow", RESIDUAL := "residual", TAP := "tap"),
+    *(RESPONSE := "response", SYMMETRY := "symmetry"),
 )
 WINDOWED = (MEMORY, CONDITIONAL_MEAN, KEY_DENSITY, JOINT, UNCERTAINTY, METRIC)
 """Groups of `massieu.probing.statistics.windowed`."""
-LAYERED = (FEED_FORWARD, FLOW, RESIDUAL, TAP)
+AGAIN = (RESPONSE, SYMMETRY)
+"""Groups of `massieu.probing.again`: some windows are run again for them."""
+LAYERED = (FEED_FORWARD, FLOW, RESIDUAL, TAP, *AGAIN)
 """Groups of `massieu.probing.layer_reading`."""
 OPT_IN = frozenset({REPLACEMENT, REPEATED, *WINDOWED, *LAYERED})
 """Groups that are computed only where one of them is named."""
@@ -43,6 +46,8 @@ _COSTS = {
     FLOW: "only when named; the sample: at every step projections of 256 tokens and of as many Gaussian ones",
     RESIDUAL: "only when named; the sample: one gradient per head",
     TAP: "only when named; the sample: weights of 64 queries",
+    RESPONSE: "only when named; 8 windows again with gradients: of 2 tokens' states, to each layer and to all before them",
+    SYMMETRY: "only when named; 16 windows again, each in 2 orders, and twice more to find position numbers",
     FEED_FORWARD: "only when named; at most 2,048 tokens: each layer once, 2 derivatives, 4 regressions",
 }
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
