@@ -9,8 +9,8 @@ import sys
 from importlib.resources import files
 from pydoc_data.topics import topics
 
+import massieu
 from massieu.foundation.numbers import number
-from massieu.probing import ProbeResult, probe
 from massieu.report.questions import QUESTIONS, Answer
 
 
@@ -31,7 +31,7 @@ def cell(answer: Answer) -> str:
     return f"{number(answer.middle)} ({number(answer.lowest)} to {number(answer.highest)}) | {control} | {tested}"
 
 
-def table(results: dict[str, ProbeResult]) -> str:
+def table(results: dict[str, massieu.ProbeResult]) -> str:
     """A line for each statistic: both texts side by side."""
     first, *others = ({a.name: a for q in result.questions for a in q.answers} for result in results.values())
     lines = ["| group, statistic |" + " ".join(f" {name} | control | differ |" for name in results)]
@@ -53,7 +53,7 @@ def main() -> None:
     given = parser.parse_args()
     results = {}
     for name, text in texts().items():
-        results[name] = probe(
+        results[name] = massieu.probe(
             given.model, texts=[text], max_tokens=given.tokens, statistics=given.statistics.split(",")
         )
         print(f"{name}: {dict(results[name].run.timing)}", file=sys.stderr)

@@ -94,6 +94,18 @@ CASES = {
         ("scale",),
     ),
     "NormalizedHeads": Case(heads(modules.NormalizedHeads), "NormalizedHeads"),
+    "SigmoidHeads": Case(heads(lambda **options: modules.SigmoidHeads(**options)), "bias=[0, 0] trained", ("scale",)),
+    "ReLUHeads": Case(heads(lambda **options: modules.ReLUHeads(**options)), "bias=[0, 0] trained", ("scale",)),
+    "DualLinkHeads": Case(
+        heads(lambda **options: modules.DualLinkHeads("poisson", **options)),
+        "family=poisson divergence=True",
+        ("scale",),
+    ),
+    "RandomFeatureHeads": Case(
+        heads(lambda **options: modules.RandomFeatureHeads(features=4, **options)),
+        "kind=positive features=4",
+        ("scale",),
+    ),
     "ConditionalMeanHeads": Case(
         heads(lambda: modules.ConditionalMeanHeads(ridge=0.1)), "kernel_name=gaussian log_ridge"
     ),

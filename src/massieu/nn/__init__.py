@@ -1,8 +1,9 @@
 """Modules that own parameters and build measures and energies of them in each forward pass.
 
 - `Attention` takes the place of `torch.nn.MultiheadAttention`; what its heads do is a strategy:
-  `SoftmaxHeads`, with log Z and moments; `MeasureHeads`, of any measure; `EntmaxHeads` and `NormalizedHeads`, of other
-  potentials; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, attention until it rests, held by its
+  `SoftmaxHeads`, with log Z and moments; `MeasureHeads`, of any measure; `EntmaxHeads`, `NormalizedHeads`, `SigmoidHeads`, of
+  other potentials; `ReLUHeads`, of none; `DualLinkHeads`, of keys through a family's link; `RandomFeatureHeads`, of linear
+  cost; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, attention until it rests, held by its
   query; `TAPHeads`, tokens as spins that attention couples;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `EnergyTransformer` walks down one energy of all tokens, `EnergyTransformerStack` down several;
@@ -24,10 +25,13 @@ from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.clip_logits import clip_logits
 from massieu.nn.conditional_mean import ConditionalMeanHeads
+from massieu.nn.dual_link import DualLinkHeads
+from massieu.nn.elementwise import ReLUHeads, SigmoidHeads
 from massieu.nn.energy_transformer import EnergyTransformer, EnergyTransformerStack
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitHeads
 from massieu.nn.normalized import NormalizedHeads
+from massieu.nn.random_features import RandomFeatureHeads
 from massieu.nn.sigma import SigmaReparametrization
 from massieu.nn.softmax import MeasureHeads, SoftmaxHeads
 from massieu.nn.sparse import EntmaxHeads
@@ -39,6 +43,7 @@ __all__ = [
     "Activation",
     "Attention",
     "ConditionalMeanHeads",
+    "DualLinkHeads",
     "EnergyTransformer",
     "EnergyTransformerStack",
     "EntmaxHeads",
@@ -48,8 +53,11 @@ __all__ = [
     "ImplicitHeads",
     "MeasureHeads",
     "NormalizedHeads",
+    "RandomFeatureHeads",
+    "ReLUHeads",
     "RestrictedBoltzmannMachine",
     "SigmaReparametrization",
+    "SigmoidHeads",
     "SoftmaxHeads",
     "SpinAttention",
     "StackedBoltzmannMachine",

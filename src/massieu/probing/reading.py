@@ -283,8 +283,11 @@ class Reading(RunningParts):
     # Observers ---------------------------------------------------------------------------------------------------------
 
     def _on_attention(self, call: AttentionCall) -> None:
-        with self.tracer.unobserved(), self._timed("attention statistics"):
-            self._read_attention(call)
+        with self.tracer.unobserved():
+            with self._timed("attention statistics"):
+                read = self._read_attention(call)
+            if read is not None:
+                self._read_groups(call, *read)
 
     def site_of(self, call: AttentionCall) -> SiteInfo | None:
         """The site of a call; None where it is not read.
@@ -297,13 +300,14 @@ class Reading(RunningParts):
             raise InputError(f"{call.site.name} computed attention in this batch but not in the first one")
         return info
 
-    def _read_attention(self, call: AttentionCall) -> None:
+    def _read_attention(self, call: AttentionCall) -> tuple[SiteReading, Tokens, Tokens] | None:
+        """Read what needs no sample. Returns the site's results and the call's tokens; None where there is nothing to read."""
         info = self.site_of(call)
         if info is None:
-            return
+            return None
         if call.repeated:  # the same weights on other values: everything about the weights is known
             self.broken = self.broken or kind_of(call.value) is not None
-            return
+            return None
         self.tracer.attention(call)
         results = self.results[info.index]
         queries = self._tokens.of(call, decoder=info.in_decoder)
@@ -323,13 +327,16 @@ class Reading(RunningParts):
         if self._wants(VALUES) and VALUES not in results.unavailable:
             with self._computing(VALUES):
                 results.read_first_value(call, keys, self._rows, self._row_numbers())
-        for group in results.windowed:
-            if self._wants(group) and group not in results.unavailable and call.query.shape[0] == self._rows:
-                with self._computing(group):
-                    self._read_windows(call, results, group, queries, keys)
         if self._example is not None and _EXAMPLES not in self.failed:
             with self._computing(_EXAMPLES):
                 self._example.add(info, call)
+        return results, queries, keys
+
+    def _read_groups(self, call: AttentionCall, results: SiteReading, queries: Tokens, keys: Tokens) -> None:
+        for group in results.windowed:
+            if self._wants(group) and group not in results.unavailable and call.query.shape[0] == self._rows:
+                with self._timed(group), self._computing(group):
+                    self._read_windows(call, results, group, queries, keys)
 
     def _read_windows(
         self, call: AttentionCall, results: SiteReading, group: str, queries: Tokens, keys: Tokens

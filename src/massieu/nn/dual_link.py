@@ -1,0 +1,77 @@
+"""The heads of softmax attention whose keys go through the link of an exponential family before the dot product."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from massieu.foundation.arguments import choice, flag
+from massieu.foundation.transforms import without_autocast
+from massieu.measures import Bernoulli, Categorical, Gaussian, Measure, Poisson, Spin
+from massieu.nn.heads import merge_log_weights, per_head
+from massieu.nn.modules import Number
+from massieu.nn.softmax import SoftmaxHeads
+from massieu.nn.strategy import HeadsResult, Request
+
+Family = Literal["gaussian", "spin", "bernoulli", "poisson", "categorical"]
+_FAMILIES: dict[str, Callable[[int], Measure]] = {
+    "gaussian": lambda size: Gaussian.create(0.0, 1.0, dim=size),
+    "spin": lambda size: Spin.create(dim=size),
+    "bernoulli": lambda size: Bernoulli.create(0.5, dim=size),
+    "poisson": lambda size: Poisson.create(1.0, dim=size),
+    "categorical": lambda size: Categorical.create(torch.full((size,), 1 / size)),
+}
+
+
+class DualLinkHeads(SoftmaxHeads):
+    """Softmax attention of queries to ∇A(key): keys are parameters of an exponential family (Shim §6; X8, E6b).
+
+    With `divergence` the score has the entropy of the key's distribution beside it, and the weights are
+    p_n ∝ exp(−scale·KL(p_key_n ‖ p_query)): a kernel smoother by divergence, `massieu.measures.divergence_kernel`. Of the
+    Gaussian that is squared distance. Without it, weights are exp(scale·query·∇A(key_n)), the non-linear activation
+    before the dot product that Shim proposes. Links: the identity ("gaussian"), tanh ("spin"), σ ("bernoulli"), exp
+    ("poisson"), softmax ("categorical").
+
+    A call may ask for what `SoftmaxHeads` gives; log Z is then log Σ exp(scale·(query·∇A(key_n) + entropy_n)), with
+    `divergence` scale·A(query) above the logarithm of the sum of the kernel.
+
+    Example:
+        >>> import torch
+        >>> from massieu.nn import Attention, DualLinkHeads
+        >>> attention = Attention(1, 1, batch_first=True, heads=DualLinkHeads("gaussian"))
+        >>> _ = torch.nn.init.ones_(attention.in_proj_weight)  # queries, keys and values are the tokens
+        >>> _, weights = attention(torch.tensor([[[0.0], [1.0]]]))
+        >>> (weights[0, 0, 1] / weights[0, 0, 0]).log().item()  # −½·(0 − 1)²
+        -0.5
+    """
+
+    def __init__(
+        self,
+        family: Family | Callable[[int], Measure] = "spin",
+        *,
+        divergence: bool = True,
+        scale: Number = None,
+        window: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Takes the family, by name or as a function from the head's size to a measure over as many coordinates.
+
+        Args:
+            divergence: Add the keys' entropies, so that weights go by divergence.
+            scale, window: As for `SoftmaxHeads`.
+        """
+        super().__init__(scale=scale, window=window)
+        self.family = family if callable(family) else choice("family", family, *_FAMILIES)
+        self.divergence = flag("divergence", divergence)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        with without_autocast(query.device):
+            eta = key.to(torch.promote_types(key.dtype, torch.float32))
+            made = self.family(self.head_dim) if callable(self.family) else _FAMILIES[self.family](self.head_dim)
+            measure = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(eta), made)
+            linked, log_weight = measure.mean(eta).to(key.dtype), request.log_weight
+            if self.divergence:
+                scale = self.head_dim**-0.5 if self.scale is None else per_head(self.scale)
+                log_weight = merge_log_weights(log_weight, scale * measure.entropy(eta).unsqueeze(-2))
+        return super().forward(query, linked, value, request._replace(log_weight=log_weight))
