@@ -21,6 +21,7 @@ from transformers import (
 import massieu
 from massieu.probing import again
 from massieu.probing.check import first_look
+from massieu.probing.statistics.regressions import Regressions
 from massieu.probing.statistics.response import Response, by_weights, collective_gain, explained
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -238,3 +239,13 @@ def test_windows_too_short_for_a_relation_leave_no_number():
     result = massieu.probe(model("bert"), [{"input_ids": IDS[:, :6]}], statistics=["symmetry", "response"])
     assert not values(result.layers, "permutation_gap") and not values(result.layers, "response_by_weights")
     assert "no window had tokens enough" in str(result.run.unavailable)
+
+
+def test_a_group_that_fails_at_the_end_leaves_the_others(monkeypatch):
+    def broken(self: object) -> None:
+        raise ValueError("it broke")
+
+    monkeypatch.setattr(Regressions, "measure", broken)
+    result = massieu.probe(model("llama"), [{"input_ids": IDS}], statistics=["tap", "flow", "symmetry"])
+    assert values(result.layers, "stream_cosine") and values(result.layers, "permutation_gap")
+    assert {entry.statistic: entry.reason for entry in result.run.unavailable}["tap"] == "ValueError: it broke"

@@ -67,6 +67,16 @@ def test_a_coefficient_is_that_of_all_tokens_together():
         assert total.sum() / count.sum() == pytest.approx(slope[feature - 1], rel=1e-9)
 
 
+def test_windows_that_lean_against_the_rest_have_no_negative_weight():
+    given = vectors()
+    for window, lean in zip(given, torch.linspace(-3, 3, len(given)).tolist(), strict=True):
+        window[2] = lean * window[1] + 0.01 * window[2]
+    flat = np.concatenate(list(given.flatten(2).numpy()), 1)
+    slope = np.linalg.lstsq(flat[1:].T, flat[0], rcond=None)[0]
+    total, count = coefficient(products(given), 0, 1, [2])
+    assert (count >= 0).all() and total.sum() / count.sum() == pytest.approx(slope[0], rel=1e-6)
+
+
 def test_one_window_has_no_share_and_equal_features_are_no_trouble():
     given = products(vectors())
     assert np.isnan(explained(given[:1], 0, [1])[0]).all()

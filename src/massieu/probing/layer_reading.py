@@ -118,20 +118,19 @@ class LayerReading(RunningParts):
         own, other = (stream * squares[:, None] for squares in (known[2], known[2][order.to(known[2].device)]))
         tap.collect(step.sublayer.index, each.number, (update, stream, own), (update, stream, other))
 
-    def measure(self) -> None:
-        """What is measured once the text was read."""
-        for group, found in ((RESIDUAL, self.residual), (TAP, self.tap)):
-            if found is not None:
-                found.measure()
-                if not found.results:
-                    self.failed[group] = _NOTHING[group]
-        for group, found in self.again.items():
-            if not found.sublayers:
-                self.failed[group] = found.failed or "no window had tokens enough"
-        if self.feed_forward is not None:
+    def measure(self, group: str) -> None:
+        """What of a group is measured once the text was read."""
+        if group in self.again and not self.again[group].sublayers:
+            self.failed[group] = self.again[group].failed or "no window had tokens enough"
+        regressions = {RESIDUAL: self.residual, TAP: self.tap}.get(group)
+        if regressions is not None:
+            regressions.measure()
+            if not regressions.results:
+                self.failed[group] = _NOTHING[group]
+        if group == FEED_FORWARD and self.feed_forward is not None:
             self.feed_forward.measure()
             if self.feed_forward.failed and not self.feed_forward.results:
-                self.failed[FEED_FORWARD] = next(iter(self.feed_forward.failed.values()))
+                self.failed[group] = next(iter(self.feed_forward.failed.values()))
 
     def groups(self) -> Iterator[LayerGroup]:
         """Those that were read."""

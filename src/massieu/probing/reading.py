@@ -202,8 +202,9 @@ class Reading(RunningParts):
 
     def measure_layers(self) -> None:
         """Measure what the groups about layers have kept, once the text was read."""
-        with self._timed("layers"), self._computing(*self.options.groups & {*LAYERED}):
-            self.layers.measure()
+        for group in filter(self._wants, LAYERED):
+            with self._timed(group), self._computing(group):
+                self.layers.measure(group)
         self.failed = self.layers.failed | self.failed
 
     @contextmanager

@@ -113,7 +113,10 @@ def coefficient(given: Products, target: int, feature: int, others: Sequence[int
     whole, chosen = given.sum(0), list(others)
     slope = np.linalg.lstsq(whole[np.ix_(chosen, chosen)], whole[chosen, feature], rcond=1e-10)[0]
     total = given[:, feature, target] - given[:, chosen, target] @ slope
-    return total, given[:, feature, feature] - given[:, chosen, feature] @ slope
+    # Of each window the square of what is left: with one slope for all windows, only their sum is the product with the feature.
+    square = given[:, feature, feature] - 2 * given[:, chosen, feature] @ slope
+    square += np.einsum("i,wij,j->w", slope, given[:, chosen][:, :, chosen], slope)
+    return total, square.clip(min=0.0)
 
 
 def random_like(vectors: Float[Tensor, "S D"], generator: torch.Generator) -> Float[Tensor, "S D"]:
