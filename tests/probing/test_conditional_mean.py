@@ -27,7 +27,7 @@ def test_errors_of_ridge_regression_are_those_of_fits_without_the_token():
     for head in range(H):
         k, v = key[head].numpy(), value[head].numpy()
         scale = ((k - k.mean(0)) ** 2).sum() / D
-        for place in (0, 13, 24):
+        for place in (0, 7, 12):
             for left_out in (0, 7, N - 1):
                 # The ridge is on slopes about the mean of all keys, and the intercept is free.
                 x = np.hstack([np.ones((N, 1)), k - k.mean(0)])
@@ -44,11 +44,13 @@ def test_errors_of_kernel_regression_are_those_without_the_token():
     for head in range(H):
         k, v = key[head].numpy(), value[head].numpy()
         squares = ((k[:, None] - k[None]) ** 2).sum(-1)
-        middle = np.sort(squares[~np.eye(N, dtype=bool)])[(N * (N - 1) - 1) // 2]
+        some = np.sort(squares[::4][~np.eye(N, dtype=bool)[::4]])
+        middle = some[(len(some) - 1) // 2]
         for place, precision in enumerate(PRECISIONS.tolist()):
             weights = np.exp(-0.5 * precision * squares / middle) * (1 - np.eye(N))
             expected = ((v - weights @ v / weights.sum(1, keepdims=True)) ** 2).sum(1)
-            np.testing.assert_allclose(found[place, head].numpy(), expected, rtol=1e-7)
+            # Weights are in float32; a logit of size m is rounded by m eps, the precisions go to 256 times the middle's.
+            np.testing.assert_allclose(found[place, head].numpy(), expected, rtol=1e-4)
 
 
 def test_the_setting_of_each_half_is_chosen_on_the_other():
