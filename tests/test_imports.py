@@ -36,7 +36,7 @@ ALLOWED = {
     "testing": MODELS,
     "verification": {"theory", "report", "__init__"} | MODELS,
     "experiments": {"theory", "report", "__init__"} | MODELS,
-    "cli": {"probing", "verification", "report", "interruption", "ops", "__init__"} | GROUND,
+    "cli": {"probing", "verification", "experiments", "report", "interruption", "ops", "__init__"} | GROUND,
     "__main__": {"cli"},
     "__init__": {"theory", "testing", "probing", "verification"} | MODELS,
 }

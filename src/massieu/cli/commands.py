@@ -3,7 +3,6 @@
 import os
 import signal
 from contextlib import nullcontext
-from enum import StrEnum
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,18 @@ from typer.core import TyperGroup
 import massieu
 from massieu.cli import options as take
 from massieu.cli import terminal
-from massieu.cli.options import Device, DeviceMap, Dtype, Model, Revision, TextCommand, TrustRemoteCode, option
+from massieu.cli.experiment_command import experiment
+from massieu.cli.options import (
+    Device,
+    DeviceMap,
+    Dtype,
+    Model,
+    Revision,
+    TextCommand,
+    TrustRemoteCode,
+    option,
+    short_name,
+)
 from massieu.cli.output import check_page, kept, result_folder
 from massieu.cli.processes import joined, leads, many, say_first, say_once
 from massieu.cli.streams import OutputLost, say
@@ -29,14 +39,6 @@ FAILED = 1
 BAD_INPUT = 2
 NOT_FINITE = 3
 RESULTS = Path("massieu-results")
-DEFAULT_NAME = "all-MiniLM-L6-v2"
-
-
-class TableFormat(StrEnum):
-    """How the tables of a result are stored."""
-
-    PARQUET = "parquet"
-    CSV = "csv"
 
 
 class _Commands(TyperGroup):
@@ -139,7 +141,7 @@ def probe(
     seed: Annotated[int, option("N", "Seed of samples and random controls.")] = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    format: Annotated[TableFormat, option(None, "How the tables are stored.")] = TableFormat.PARQUET,
+    format: Annotated[take.TableFormat, option(None, "How the tables are stored.")] = take.TableFormat.PARQUET,
     resume: take.Resume = False,
     store_every: take.StoreEvery = 5.0,
 ) -> None:
@@ -148,7 +150,7 @@ def probe(
         raise InputError("standard input reaches one process alone; give a file for several of them to read")
     if model is None and text is not None and len(text) > 1 and os.path.isfile(Path(text[-1], "config.json")):
         raise InputError(f"{text[-1]} is a model; MODEL goes before --text")
-    folder = RESULTS / _short_name(model) if out is None else out
+    folder = RESULTS / short_name(model) if out is None else out
     chosen = take.names_in(*statistics or ())
     with result_folder(folder) if leads() else nullcontext():
         with context.obj.loading():
@@ -258,7 +260,7 @@ def compare(
     given |= {"batch_size": batch_size, "packing": False if no_packing else None, "device": device, "dtype": dtype}
     given |= {"statistics": chosen, "seed": seed, "trust_remote_code": trust_remote_code or None}
     given = {name: value for name, value in given.items() if value is not None}
-    ends = [_short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]
+    ends = [short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]
     asked = Asked(models, names, given, RESULTS / "-".join(ends) if out is None else out, limits, json)
     found, above = run(asked, context.obj)
     if context.obj.asked.is_set():
@@ -413,8 +415,6 @@ def devices(
         raise typer.Exit(FAILED)
 
 
-def _short_name(model: str | None) -> str:
-    if model is None:
-        return DEFAULT_NAME
-    path = Path(model).resolve() if os.path.exists(model) else Path(model)
-    return path.stem if path.suffix.lower() == ".gguf" else path.name
+app.command(
+    epilog="\b\nExamples:\n  massieu experiment list\n  massieu experiment precision\n  massieu experiment sink --quick"
+)(experiment)

@@ -1,11 +1,15 @@
 """What several commands take: the model and how it is loaded, text in several paths."""
 
+import os
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+DEFAULT_NAME = "all-MiniLM-L6-v2"
 
 
 class TextCommand(TyperCommand):
@@ -43,6 +47,13 @@ DeviceMap = Annotated[str | None, option("MAP", "In place of a device, for large
 TrustRemoteCode = Annotated[bool, option(None, "Run the code that comes with the model.", "--trust-remote-code")]
 
 # --- what a probe measures ---------------------------------------------------------------------------------------------
+
+
+class TableFormat(StrEnum):
+    """How the tables of a result are stored."""
+
+    PARQUET = "parquet"
+    CSV = "csv"
 
 
 class Per(StrEnum):
@@ -87,3 +98,11 @@ def names_in(*listed: str) -> list[str] | None:
 def per_token(given: str | None) -> bool | list[str]:
     """``--per-token`` as the probe takes it."""
     return given is not None if given is None or given.strip() == "all" else names_in(given) or []
+
+
+def short_name(model: str | None) -> str:
+    """What a model is called in the name of a folder."""
+    if model is None:
+        return DEFAULT_NAME
+    path = Path(model).resolve() if os.path.exists(model) else Path(model)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name

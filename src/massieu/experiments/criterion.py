@@ -1,0 +1,103 @@
+"""Thresholds that stand before a run, and what the numbers of several seeds say of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+
+from massieu.errors import require_extra
+from massieu.foundation.numbers import bound
+
+Role = Literal["finding", "optimisation", "control"]
+Outcome = Literal["met", "missed", "open"]
+LEVEL = 0.95
+FEWEST = 5
+"""Seeds of a verdict."""
+_DRAWS = 20_000
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A threshold for the mean of one number over seeds.
+
+    Attributes:
+        quantity: The number's name in what a seed gives.
+        title: What it is, in words.
+        least, most: What it must lie between; infinite where there is no such end.
+        role: "finding": what the question asks. "optimisation": whether training came near enough to the exact risk for the
+            rest to mean anything. "control": a run that lacks the property, whose number must **not** meet the threshold.
+    """
+
+    quantity: str
+    title: str
+    least: float = -math.inf
+    most: float = math.inf
+    role: Role = "finding"
+
+    @property
+    def threshold(self) -> str:
+        """In symbols."""
+        if math.isinf(self.least):
+            return f"≤ {bound(self.most)}"
+        return f"≥ {bound(self.least)}" if math.isinf(self.most) else f"{bound(self.least)} … {bound(self.most)}"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What several seeds say of a criterion.
+
+    Attributes:
+        values: The number of each seed.
+        low, high: Ends of the interval of their mean.
+        outcome: "met" where the whole interval lies within the threshold, so that nothing is confirmed by being vague; "missed"
+            where it lies outside; else, and below `FEWEST` seeds, "open".
+    """
+
+    criterion: Criterion
+    values: tuple[float, ...]
+    low: float
+    high: float
+    outcome: Outcome
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return float(np.mean(self.values)) if self.values else math.nan
+
+
+def judge(criterion: Criterion, values: Sequence[float]) -> Judgement:
+    """Hold the numbers of several seeds against a threshold; one that is not finite leaves it open."""
+    low, high = interval(values)
+    outcome: Outcome = "open"
+    if len(values) >= FEWEST and math.isfinite(low) and math.isfinite(high):
+        if criterion.least <= low and high <= criterion.most:
+            outcome = "met"
+        elif high < criterion.least or low > criterion.most:
+            outcome = "missed"
+    return Judgement(criterion, tuple(values), low, high, outcome)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """A bootstrap interval of the mean, of coverage 95 % for Gaussian numbers however few there are.
+
+    Percentiles of the mean of resampled values are too near to each other by √(n/(n − 1)), and by the ratio of Student's t to
+    the normal quantile; both are put into the percentiles that are taken (Hesterberg 2015, "expanded percentiles"). With
+    at most six values every resample is counted, with more 20,000 are drawn. NaN below two values.
+    """
+    number = len(values)
+    if number < 2 or not np.isfinite(values).all():
+        return math.nan, math.nan
+    special = require_extra("scipy.special", "probe")
+    quantile = float(special.stdtrit(number - 1, (1 + LEVEL) / 2)) * math.sqrt(number / (number - 1))
+    share = NormalDist().cdf(-quantile)
+    given = np.asarray(values, dtype=np.float64)
+    if number <= 6:
+        chosen = np.array(list(product(range(number), repeat=number)))
+    else:
+        chosen = np.random.default_rng(0).integers(0, number, (_DRAWS, number))
+    low, high = np.quantile(given[chosen].mean(1), [share, 1 - share])
+    return float(low), float(high)

@@ -1,0 +1,185 @@
+"""Thresholds, intervals and verdicts of experiments, on numbers that are made up, and how a study is run and kept."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from massieu.errors import InputError
+from massieu.experiments import study as room
+from massieu.experiments.criterion import Criterion, interval, judge
+from massieu.experiments.page import page_of, strip
+from massieu.experiments.study import Experiment, Study, experiments, find, load, run
+from massieu.experiments.training import minimise
+
+FINDING = Criterion("error", "the error", most=1.0)
+CRITERIA = (
+    FINDING,
+    Criterion("risk", "the risk", most=0.1, role="optimisation"),
+    Criterion("null", "the error without it", most=1.0, role="control"),
+)
+GOOD = {"error": 0.5, "risk": 0.05, "null": 3.0}
+
+
+def made(numbers: dict[str, float], seeds: int = 5, **options) -> Study:
+    """Seeds that differ by a thousandth."""
+    asked = Experiment("made-up", "Is it so?", "E0", "Nothing.", CRITERIA, 1, lambda seed, quick: numbers)
+    runs = {seed: {name: value * (1 + seed / 1000) for name, value in numbers.items()} for seed in range(seeds)}
+    return Study(asked, runs=runs, **options)
+
+
+@pytest.mark.parametrize("number", [5, 8])
+def test_the_interval_covers_the_mean_of_gaussian_numbers(number):
+    drawn, trials = np.random.default_rng(0), 400
+    covered = 0
+    for values in drawn.normal(size=(trials, number)):
+        low, high = interval(values.tolist())
+        covered += low <= 0 <= high
+        # About as wide as Student's, for which the coverage is exact.
+        half = stats.t.ppf(0.975, number - 1) * values.std(ddof=1) / math.sqrt(number)
+        assert 0.6 * half < (high - low) / 2 < 1.2 * half
+    assert covered / trials > 0.95 - 5 * math.sqrt(0.05 * 0.95 / trials)
+
+
+def test_an_interval_needs_two_finite_numbers():
+    assert all(math.isnan(end) for end in (*interval([]), *interval([1.0]), *interval([1.0, math.nan])))
+    assert interval([2.0] * 5) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "outcome"),
+    [
+        ([0.5, 0.6, 0.4, 0.5, 0.5], "met"),
+        ([1.5, 1.6, 1.4, 1.5, 1.5], "missed"),
+        ([0.1, 1.9, 0.2, 1.5, 0.9], "open"),  # vague: the mean is below, the interval is not
+        ([0.5] * 4, "open"),
+        ([0.5, 0.5, 0.5, 0.5, math.nan], "open"),
+    ],
+)
+def test_a_threshold_is_met_by_the_whole_interval(values, outcome):
+    assert judge(FINDING, values).outcome == outcome
+
+
+def test_both_ends_of_an_equivalence_count():
+    near = Criterion("slope", "the slope", least=-1.02, most=-0.98)
+    for centre, outcome in ((-1.0, "met"), (-0.97, "missed"), (-1.03, "missed"), (-0.98, "open")):
+        assert judge(near, [centre + step / 1000 for step in (-2, -1, 0, 1, 2)]).outcome == outcome
+    assert near.threshold == "−1.02 … −0.98"
+    assert (FINDING.threshold, Criterion("n", "n", least=3).threshold) == ("≤ 1", "≥ 3")
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({}, "confirmed"),
+        ({"error": 2.0}, "refuted"),
+        ({"error": 0.998}, "undecided"),
+        ({"risk": 0.2}, "undecided: optimisation"),
+        ({"risk": 0.2, "error": 2.0}, "undecided: optimisation"),
+        ({"risk": math.nan}, "undecided: optimisation"),
+        ({"null": 0.5}, "undecided: control"),
+        ({"null": 0.5, "error": 2.0}, "refuted"),
+    ],
+)
+def test_the_verdict_says_no_more_than_the_outcomes(changed, verdict):
+    assert made(GOOD | changed).verdict == verdict
+
+
+def test_few_seeds_and_quick_runs_decide_nothing():
+    assert made(GOOD, seeds=4).verdict == "undecided"
+    assert made(GOOD, quick=True).verdict == "undecided"
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An experiment that counts which seeds it was asked for, and is interrupted at seed 13."""
+    asked: list[int] = []
+
+    def measure(seed: int, quick: bool) -> dict[str, float]:
+        asked.append(seed)
+        if seed == 13:
+            raise KeyboardInterrupt
+        return GOOD | {"quick": float(quick), "odd": math.nan}
+
+    entry = Experiment("made-up", "Is it <so>?", "E0", "Nothing.", CRITERIA, 1, measure)
+    monkeypatch.setattr(room, "find", lambda name: entry)
+    return asked
+
+
+def test_what_is_done_is_kept_and_a_resumed_run_does_the_rest(registered: list[int], tmp_path: Path):
+    told = []
+    study, complete = run("made-up", seeds=[11, 12, 13, 14], out=tmp_path)
+    assert (sorted(study.runs), complete) == ([11, 12], False)
+    assert sorted(load(tmp_path / "made-up.json").runs) == [11, 12]
+    study, complete = run(
+        "made-up", seeds=[11, 12, 15], out=tmp_path, resume=True, progress=lambda *a: told.append(a[:3])
+    )
+    assert complete and registered == [11, 12, 13, 15] and told == [(11, 1, 3), (12, 2, 3), (15, 3, 3)]
+    stored = json.loads((tmp_path / "made-up.json").read_text())
+    assert list(stored["seeds"]) == ["11", "12", "15"] and stored["seeds"]["15"]["numbers"]["odd"] is None
+    assert load(tmp_path / "made-up.json").to_dict()["criteria"] == study.to_dict()["criteria"]
+
+
+def test_a_quick_run_is_one_seed_and_leaves_the_other_files(registered: list[int], tmp_path: Path):
+    run("made-up", seeds=[1, 2], out=tmp_path)
+    before = (tmp_path / "made-up.json").read_text()
+    study, _ = run("made-up", quick=True, out=tmp_path)
+    assert study.runs[5]["quick"] == 1.0 and registered == [1, 2, 5]
+    assert (tmp_path / "made-up.json").read_text() == before and (tmp_path / "made-up.quick.html").exists()
+
+
+def test_files_that_are_no_study_are_named(registered: list[int], tmp_path: Path):
+    for text in ("", "[]", '{"experiment": "made-up"}', '{"experiment": "made-up", "seeds": {"x": 1}}'):
+        (tmp_path / "made-up.json").write_text(text)
+        with pytest.raises(InputError, match=r"made-up\.json holds no experiment"):
+            run("made-up", out=tmp_path, resume=True)
+    assert not registered
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(InputError, match="the experiment's numbers"):
+        run("made-up", out=blocked)
+    assert not registered  # what is in the way was found first
+
+
+def test_the_page_escapes_and_draws_each_seed():
+    study = made(GOOD | {"odd": math.nan})
+    study.experiment.__dict__["question"] = "Is it <so>?"
+    page = page_of(study)
+    assert "Is it &lt;so&gt;?" in page and "<so>" not in page and page.count("<circle") == 15
+    assert "Verdict: confirmed." in page and "<script" not in page
+    drawn = strip(study.judgements[0])
+    assert drawn["allowed"][0] == 8.0 and drawn["allowed"][1] == drawn["width"] - 8 and len(drawn["seeds"]) == 5
+    assert 8.0 < drawn["interval"][0] <= drawn["interval"][1] < drawn["allowed"][1]
+    assert strip(judge(FINDING, []))["interval"] is None
+
+
+def test_every_experiment_declares_a_finding_a_training_rule_and_a_control():
+    for name, asked in experiments().items():
+        roles = {criterion.role for criterion in asked.criteria}
+        assert roles == {"finding", "optimisation", "control"}, name
+        assert asked.question.endswith("?") and asked.setting and asked.minutes <= 20
+        assert all(math.isfinite(criterion.least) or math.isfinite(criterion.most) for criterion in asked.criteria)
+    assert sum(asked.minutes for asked in experiments().values()) <= 150
+
+
+def test_unknown_names_get_a_hint():
+    with pytest.raises(InputError, match="did you mean sink"):
+        find("sinks")
+
+
+def test_the_loop_finds_the_minimum_of_a_noisy_square():
+    drawn = torch.Generator().manual_seed(0)
+    wanted, found = torch.tensor([1.0, -2.0]), torch.zeros(2, requires_grad=True)
+    losses = minimise(
+        lambda: (found - wanted - 0.3 * torch.randn(2, generator=drawn)).square().sum(),
+        [found],
+        steps=800,
+        step_size=0.05,
+        averaged=0.5,
+    )
+    # The mean of n noisy minimisers is off by σ/√n at best; here n is 400.
+    assert len(losses) == 800 and float((found - wanted).norm()) < 5 * 0.3 * math.sqrt(2 / 400)

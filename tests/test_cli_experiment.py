@@ -1,0 +1,50 @@
+"""`massieu experiment`: what it lists, prints and stores, and how it ends."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "massieu", "experiment"]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.medium
+def test_the_list_has_each_question_and_what_was_found_last():
+    ran = run("list")
+    assert ran.returncode == 0 and not ran.stderr
+    for name in ("precision", "temperature", "sink"):
+        assert f"\n{name} " in ran.stdout
+    assert "E22" in ran.stdout and "confirmed" in ran.stdout
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sinks"], "did you mean sink"),
+        (["sink", "--seeds", "1,x"], "--seeds takes different whole numbers"),
+        (["sink", "--seeds", "1,1"], "got '1,1'"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, said, tmp_path: Path):
+    ran = run(*arguments, "--out", tmp_path / "new")
+    assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_quick_run_prints_thresholds_and_writes_page_and_numbers(tmp_path: Path):
+    ran = run("temperature", "--quick", "--out", tmp_path)
+    assert ran.returncode == 0 and "verdict: undecided (a quick run decides nothing)" in ran.stdout
+    stored = json.loads((tmp_path / "temperature.quick.json").read_text())
+    assert stored["quick"] and list(stored["seeds"]) == ["5"] and len(stored["criteria"]) == 4
+    assert "seed 5 (1 of 1" in ran.stderr and (tmp_path / "temperature.quick.html").exists()
+    again = run("temperature", "--quick", "--out", tmp_path, "--resume")
+    assert json.loads((tmp_path / "temperature.quick.json").read_text())["seeds"] == stored["seeds"]
+    assert again.returncode == 0
