@@ -18,6 +18,7 @@ PAGES_WITH_CODE = (
     "how-to/large_models",
     "how-to/compare",
     "how-to/results",
+    "how-to/experiments",
     "how-to/many_machines",
     "how-to/monitor",
     "how-to/replacing_attention",

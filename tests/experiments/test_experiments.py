@@ -8,7 +8,8 @@ import scipy.optimize
 import torch
 
 from massieu.experiments import precision, sink, temperature
-from massieu.experiments.study import experiments, run
+from massieu.experiments.run import run
+from massieu.experiments.study import experiments
 from massieu.posteriors import GaussianMean
 
 

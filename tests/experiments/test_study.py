@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 from scipy import stats
 
 from massieu.errors import InputError
-from massieu.experiments import study as room
+from massieu.experiments import run as room
 from massieu.experiments.criterion import Criterion, interval, judge
 from massieu.experiments.page import page_of, strip
-from massieu.experiments.study import Experiment, Study, experiments, find, load, run
+from massieu.experiments.run import load, run
+from massieu.experiments.study import Experiment, Study, experiments, find
 from massieu.experiments.training import minimise
 
+ROOT = Path(__file__).parents[2]
 FINDING = Criterion("error", "the error", most=1.0)
 CRITERIA = (
     FINDING,
@@ -183,3 +186,17 @@ def test_the_loop_finds_the_minimum_of_a_noisy_square():
     )
     # The mean of n noisy minimisers is off by σ/√n at best; here n is 400.
     assert len(losses) == 800 and float((found - wanted).norm()) < 5 * 0.3 * math.sqrt(2 / 400)
+
+
+def test_the_page_has_what_was_found_last():
+    page = (ROOT / "docs" / "how-to" / "experiments.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(ROOT / "scripts" / "experiments_page.py"))
+    assert made["with_gallery"](page) == page, "run python scripts/experiments_page.py"
+
+
+def test_what_was_found_last_is_of_the_default_seeds_and_decided():
+    stored = {path.stem: load(path) for path in room.RESULTS.glob("*.json")}
+    assert stored and stored.keys() <= experiments().keys()
+    for study in stored.values():
+        assert not study.quick and tuple(sorted(study.runs)) == room.SEEDS
+        assert json.loads((room.RESULTS / f"{study.stem}.json").read_text())["verdict"] == study.verdict

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from massieu.experiments.study import RESULTS, Study, experiments, load
+from massieu.experiments.run import RESULTS, load
+from massieu.experiments.study import Study, experiments
 from massieu.foundation.numbers import number
 
 _WIDTH = 120

@@ -17,7 +17,7 @@ def experiment(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="One of massieu experiment list.")],
     quick: Annotated[bool, option(None, "Small sizes and one seed, to see it work; no verdict.", "--quick")] = False,
-    seeds: Annotated[str | None, option("N,...", "Other seeds [5,6,7,8,9]; settings were chosen on 0 to 4.")] = None,
+    seeds: Annotated[str | None, option("LIST", "Other seeds [5,6,7,8,9]; settings were chosen on 0 to 4.")] = None,
     out: Annotated[Path | None, option("DIR", "Where NAME.json and NAME.html go [massieu-experiments].")] = None,
     resume: Annotated[bool, option(None, "Keep the seeds that DIR has, and go on.", "--resume")] = False,
 ) -> None:
@@ -25,7 +25,7 @@ def experiment(
     chosen = None if seeds is None else seeds_in(seeds)
     with context.obj.loading():
         from massieu.cli import experiment as shown
-        from massieu.experiments.study import SEEDS, run
+        from massieu.experiments.run import SEEDS, run
 
     if name == LIST:
         shown.show_all()

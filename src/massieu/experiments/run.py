@@ -1,0 +1,126 @@
+"""Running an experiment seed by seed, and keeping what came out."""
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+import massieu
+from massieu.errors import InputError
+from massieu.experiments.page import page_of
+from massieu.experiments.study import Study, find
+from massieu.foundation.threads import one_thread
+from massieu.report.encode import plain
+from massieu.report.writing import write_whole
+
+SEEDS = (5, 6, 7, 8, 9)
+"""Of a verdict; settings were chosen on seeds 0 to 4."""
+RESULTS = Path(__file__).parent / "results"
+"""What was found last, at default size."""
+
+
+def save(study: Study, folder: Path) -> tuple[Path, Path]:
+    """Write NAME.json and NAME.html; each replaces an earlier one at once.
+
+    Raises:
+        InputError: they cannot be written there.
+        MissingExtraError: jinja2 is not installed.
+    """
+    text = json.dumps(plain(study.to_dict()), indent=1, ensure_ascii=False, allow_nan=False)
+    paths = folder / f"{study.stem}.json", folder / f"{study.stem}.html"
+    write_whole(paths[0], text + "\n", "the experiment's numbers")
+    write_whole(paths[1], page_of(study), "the experiment's page")
+    return paths
+
+
+def load(path: Path) -> Study:
+    """A study from its JSON.
+
+    Raises:
+        InputError: there is none, or it is none.
+    """
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        seeds = {int(seed): entry for seed, entry in stored["seeds"].items()}
+        numbers = {
+            seed: {name: math.nan if value is None else float(value) for name, value in entry["numbers"].items()}
+            for seed, entry in seeds.items()
+        }
+        seconds = {seed: float(entry["seconds"] or 0.0) for seed, entry in seeds.items()}
+        return Study(find(stored["experiment"]), bool(stored["quick"]), numbers, seconds, dict(stored["made"]))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} holds no experiment: {type(error).__name__}: {error}") from error
+
+
+def run(
+    name: str,
+    *,
+    seeds: Sequence[int] = SEEDS,
+    quick: bool = False,
+    out: Path | None = None,
+    resume: bool = False,
+    progress: Callable[[int, int, int, float], None] | None = None,
+) -> tuple[Study, bool]:
+    """Run an experiment seed by seed; after each one everything is stored.
+
+    Args:
+        seeds: What is drawn belongs to them; the verdict needs `FEWEST`.
+        quick: Small sizes and the first seed alone, to see it work.
+        out: A folder for NAME.json and NAME.html; None keeps nothing.
+        resume: Go on from the seeds that are stored there.
+        progress: Called after each seed with it, how many are done, how many there are, and its seconds.
+
+    Returns:
+        The study, and whether it came to its end: Ctrl-C keeps the seeds that were done.
+
+    Raises:
+        InputError: there is no such experiment; what is stored is not of it; the folder cannot be written to.
+
+    Example:
+        >>> from massieu.experiments.run import run
+        >>> study, complete = run("temperature", quick=True)
+        >>> study.verdict, complete  # quick runs decide nothing
+        ('undecided', True)
+    """
+    asked = find(name)
+    study = Study(asked, quick)
+    stored = None if out is None else out / f"{study.stem}.json"
+    if resume and stored is not None and stored.exists():
+        study = load(stored)
+        if (study.experiment, study.quick) != (asked, quick):
+            raise InputError(f"{stored} is of another experiment; begin without resume")
+    wanted = list(seeds)[:1] if quick else list(seeds)
+    study.made = _made()
+    if out is not None:
+        save(study, out)  # what is in the way of writing is found before anything is lost
+    for place, seed in enumerate(wanted):
+        if seed not in study.runs:
+            started = time.perf_counter()
+            try:
+                with one_thread():
+                    numbers = asked.measure(seed, quick)
+            except KeyboardInterrupt:
+                return study, False
+            study.runs[seed], study.seconds[seed] = numbers, time.perf_counter() - started
+            if out is not None:
+                save(study, out)
+        if progress is not None:
+            progress(seed, place + 1, len(wanted), study.seconds[seed])
+    return study, True
+
+
+def _made() -> dict[str, str]:
+    return {
+        "massieu": massieu.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
