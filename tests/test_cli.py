@@ -461,7 +461,7 @@ def test_describe_draws_tables(monkeypatch):
     assert plain.exit_code == 0 and json.loads(plain.stdout) == found
 
 
-@every_row("command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"]])
+@every_row("command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"], ["experiment"]])
 def test_help_is_plain_and_short(command):
     ran = _run(*command, "--help")
     assert ran.exit_code == 0

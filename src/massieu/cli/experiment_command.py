@@ -21,7 +21,7 @@ def experiment(
     out: Annotated[Path | None, option("DIR", "Where NAME.json and NAME.html go [massieu-experiments].")] = None,
     resume: Annotated[bool, option(None, "Keep the seeds that DIR has, and go on.", "--resume")] = False,
 ) -> None:
-    """Train small models whose truth is known, and judge what they learned."""
+    """Train small models whose truth is known, and judge them."""
     chosen = None if seeds is None else seeds_in(seeds)
     with context.obj.loading():
         from massieu.cli import experiment as shown
