@@ -5,7 +5,6 @@ from pathlib import Path
 
 from massieu.experiments.run import RESULTS, load
 from massieu.experiments.study import Study, experiments
-from massieu.foundation.numbers import number
 
 _MARKS = re.compile(
     r"(<!-- what was found, by scripts/experiments_page.py -->\n).*?(?=<!-- end of what was found -->)", re.DOTALL
@@ -23,8 +22,7 @@ def section(study: Study) -> str:
         cells = (
             criterion.title.replace("|", "\\|"),
             criterion.role,
-            number(found.mean),
-            f"{number(found.low)} to {number(found.high)}",
+            *found.told,
             criterion.threshold,
             _OUTCOMES[found.outcome],
         )

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from massieu.experiments.run import RESULTS, load
 from massieu.experiments.study import Study, experiments
-from massieu.foundation.numbers import number
 
 _WIDTH = 120
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open"}
@@ -40,9 +39,8 @@ def show(study: Study) -> None:
     for name in ("what", "role", "mean", "95 % interval", "threshold", "outcome"):
         table.add_column(name, overflow="fold")
     for found in study.judgements:
-        criterion, ends = found.criterion, f"{number(found.low)} to {number(found.high)}"
-        outcome = _OUTCOMES[found.outcome]
-        table.add_row(criterion.title, criterion.role, number(found.mean), ends, criterion.threshold, outcome)
+        criterion, outcome = found.criterion, _OUTCOMES[found.outcome]
+        table.add_row(criterion.title, criterion.role, *found.told, criterion.threshold, outcome)
     console.print(table)
     reason = " (a quick run decides nothing)" if study.quick else ""
     console.print(f"verdict: {study.verdict}{reason}, from {len(study.runs)} seeds", markup=False)

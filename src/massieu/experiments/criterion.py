@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from massieu.errors import require_extra
-from massieu.foundation.numbers import bound
+from massieu.foundation.numbers import bound, number
 
 Role = Literal["finding", "optimisation", "control"]
 Outcome = Literal["met", "missed", "open"]
@@ -68,6 +68,13 @@ class Judgement:
         """Over seeds."""
         return float(np.mean(self.values)) if self.values else math.nan
 
+    @property
+    def told(self) -> tuple[str, str]:
+        """Mean and interval in words, with the digits that the interval supports."""
+        error = (self.high - self.low) / 4 or None
+        mean, low, high = (number(value, error) for value in (self.mean, self.low, self.high))
+        return mean, f"{low} to {high}"
+
 
 def judge(criterion: Criterion, values: Sequence[float]) -> Judgement:
     """Hold the numbers of several seeds against a threshold; one that is not finite leaves it open."""
@@ -88,16 +95,16 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     the normal quantile; both are put into the percentiles that are taken (Hesterberg 2015, "expanded percentiles"). With
     at most six values every resample is counted, with more 20,000 are drawn. NaN below two values.
     """
-    number = len(values)
-    if number < 2 or not np.isfinite(values).all():
+    count = len(values)
+    if count < 2 or not np.isfinite(values).all():
         return math.nan, math.nan
     special = require_extra("scipy.special", "probe")
-    quantile = float(special.stdtrit(number - 1, (1 + LEVEL) / 2)) * math.sqrt(number / (number - 1))
+    quantile = float(special.stdtrit(count - 1, (1 + LEVEL) / 2)) * math.sqrt(count / (count - 1))
     share = NormalDist().cdf(-quantile)
     given = np.asarray(values, dtype=np.float64)
-    if number <= 6:
-        chosen = np.array(list(product(range(number), repeat=number)))
+    if count <= 6:
+        chosen = np.array(list(product(range(count), repeat=count)))
     else:
-        chosen = np.random.default_rng(0).integers(0, number, (_DRAWS, number))
+        chosen = np.random.default_rng(0).integers(0, count, (_DRAWS, count))
     low, high = np.quantile(given[chosen].mean(1), [share, 1 - share])
     return float(low), float(high)
