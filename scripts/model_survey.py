@@ -38,7 +38,7 @@ from massieu.probing.routes import capturing
 
 ROWS = 2  # of every batch
 OTHER_HEADS = {"levit": {16}, "bridgetower": {1}, "dots3_note_text": {64}}  # numbers of heads that follow from widths
-BUILDING, SECONDS = 30, 150
+BUILDING, SECONDS = 90, 210  # of a busy machine; the slowest take 20 s of an idle one to be built
 MEMORY = 12 << 30
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 

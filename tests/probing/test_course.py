@@ -392,10 +392,9 @@ def test_a_process_that_is_killed_ends_all_and_they_can_be_resumed(checkpoint, t
     os.kill(int(children[-1]), signal.SIGKILL)
     _, error = ran.communicate(timeout=120)
     assert ran.returncode != 0
-    assert (
-        said(error)[-1]
-        == f"one of the 2 processes has ended before the others; what was read is stored in {last.parent}"
-    )
+    # torchrun ends the others with SIGTERM, which may come before they find out by themselves.
+    lost = f"one of the 2 processes has ended before the others; what was read is stored in {last.parent}"
+    assert said(error)[-1] in (lost, "interrupted by SIGTERM")
     refused = _run(*shared, "--out", tmp_path / "2", "--resume")
     _is_bad(refused, "holds the running sums of 2 processes; resume with as many, not with 1 process")
     again = torchrun(2, *shared, "--out", tmp_path / "2", "--resume")

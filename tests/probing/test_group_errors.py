@@ -25,7 +25,8 @@ def differences(table: polars.DataFrame, name: str) -> np.ndarray:
     )
     apart = joined["value_1"].to_numpy() - joined["value_2"].to_numpy()
     error = joined["standard_error"].cast(polars.Float64).to_numpy()
-    return (apart / (2 * error))[np.isfinite(apart) & (error > 0)]
+    known = np.isfinite(apart) & (error > 0)
+    return apart[known] / (2 * error[known])
 
 
 @pytest.mark.slow
