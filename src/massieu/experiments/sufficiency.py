@@ -23,7 +23,7 @@ _Batch = tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"], Int[Tensor, "B T"]]
     "sufficiency",
     question="Is what a trained attention layer predicts the posterior's prediction, at trained and at untrained lengths?",
     claims="E16, Z2, Z3",
-    minutes=12,
+    minutes=15,
     criteria=[
         Criterion("trained_lengths", "KL(exact ‖ layer) in bits, at 1 to 64 tokens", most=1e-3),
         Criterion("longer", "KL(exact ‖ layer) in bits, at 128 tokens, twice the longest", most=1e-3),
@@ -46,11 +46,11 @@ def sufficiency(seed: int, quick: bool) -> Numbers:
     Leibler divergences are exact, on fixed contexts. Without the learned key, softmax has nothing that tells 2 tokens from 20.
     """
     task = _Task(torch.Generator().manual_seed(seed))
-    steps = 60 if quick else 2000
+    steps = 60 if quick else 6000
     layers = {
         "own": task.trained(steps),
-        "shuffled": task.trained(steps // 4, shuffled=True),
-        "forgetful": task.trained(steps // 4, with_key=False),
+        "shuffled": task.trained(steps // 12, shuffled=True),
+        "forgetful": task.trained(steps // 12, with_key=False),
     }
     fixed = [task.batch(_CONTEXTS) for _ in range(20)]
     longer = [task.batch(_CONTEXTS, length=2 * LONGEST) for _ in range(20)]

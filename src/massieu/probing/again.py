@@ -44,7 +44,7 @@ class AgainStatistics(SublayerMeans):
     """Running means of one such group over its windows.
 
     Attributes:
-        failed: why there are no numbers; None while there may be.
+        failed: why the last window that did not fit gave no numbers; None where all did.
     """
 
     def __init__(self, group: str, units: Units) -> None:
@@ -66,7 +66,7 @@ class AgainStatistics(SublayerMeans):
             number: its place among the sampled ones.
             drawn: random numbers that belong to the window.
         """
-        if self.failed is not None or (number is not None and number >= WINDOWS[self.group]):
+        if number is not None and number >= WINDOWS[self.group]:
             return
         try:
             found = _MEASURED[self.group](model, sites, inputs, drawn)
@@ -325,9 +325,8 @@ def _mean_weights(step: Step) -> Float[Tensor, "L L"]:
 def _response(gradient: Float[Tensor, "L D"], coupling: Float[Tensor, "L L"], token: int) -> Response:
     strength, visible = gradient.norm(dim=-1), coupling[token] > 0
     within = torch.eye(len(coupling), dtype=torch.float64, device=coupling.device) - coupling
-    collective, trouble = torch.linalg.solve_ex(
-        within.mT, torch.eye(len(within)).to(within)[token]
-    )  # a row of the inverse
+    unit = torch.eye(len(within)).to(within)[token]
+    collective, trouble = torch.linalg.solve_ex(within.mT, unit)  # a row of the inverse
     if int(trouble):
         collective = torch.full_like(collective, torch.nan)
     return Response(strength[visible], strength[token], coupling[token][visible], collective[visible])
