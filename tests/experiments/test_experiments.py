@@ -7,7 +7,7 @@ import pytest
 import scipy.optimize
 import torch
 
-from massieu.experiments import precision, sink, temperature
+from massieu.experiments import input_size, precision, sink, sufficiency, temperature
 from massieu.experiments.run import run
 from massieu.experiments.study import experiments
 from massieu.posteriors import GaussianMean
@@ -59,6 +59,37 @@ def test_a_constant_in_all_logits_moves_no_weight_that_is_read_off():
     zero = torch.zeros((), dtype=torch.float64)
     shifted = sink._Layer(direction, direction @ task.mean + math.log(task.weight), task.mean, zero)
     assert task.weight_of(shifted) == pytest.approx(task.weight)
+
+
+def test_the_function_on_the_sphere_has_the_mean_squares_that_predictions_take():
+    drawn = torch.Generator().manual_seed(0)
+    points = torch.nn.functional.normalize(torch.randn(200_000, 3, generator=drawn, dtype=torch.float64), dim=-1)
+    pole = torch.tensor([0.0, 0.6, 0.8], dtype=torch.float64)
+    squares = input_size.conditional_mean(points, pole).square()
+    error = float(squares.std() / len(squares) ** 0.5)
+    assert float(squares.mean()) == pytest.approx(float(input_size.POWER.sum()), abs=5 * error)
+    cosine = points @ pole
+    expected = cosine + (3 * cosine**2 - 1) / 2
+    torch.testing.assert_close(input_size.conditional_mean(points, pole), expected)
+
+
+def test_contexts_are_of_the_prior_and_the_exact_prediction_has_no_divergence():
+    task = sufficiency._Task(torch.Generator().manual_seed(1))
+    tokens, real, targets = task.batch(4000, length=8)
+    share = torch.nn.functional.one_hot(tokens, sufficiency.SYMBOLS).double().mean((0, 1))
+    wanted = task.concentration.double() / task.concentration.sum()
+    # Tokens of one context are alike: the variance of a context's share is at most p(1 − p).
+    assert ((share - wanted).abs() < 5 * (wanted * (1 - wanted) / 4000).sqrt()).all()
+    assert real.all() and targets.shape == (4000, 16)
+
+    def exact(tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        counts = (torch.nn.functional.one_hot(tokens, sufficiency.SYMBOLS) * real.unsqueeze(-1)).sum(1)
+        return (task.concentration.double() + counts).log()
+
+    made: Any = exact
+    assert abs(task.divergence(made, [task.batch(50)])) < 1e-9
+    uniform: Any = lambda tokens, real: torch.zeros(len(tokens), sufficiency.SYMBOLS)  # noqa: E731
+    assert task.divergence(uniform, [task.batch(50)]) > 0.1
 
 
 @pytest.mark.slow
