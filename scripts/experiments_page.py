@@ -13,6 +13,11 @@ _HEAD = "| what | role | mean | 95 % interval | threshold | outcome |\n|---|---|
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open"}
 
 
+def _plain(text: str) -> str:
+    """Signs that Markdown would read as emphasis or as the edge of a cell."""
+    return re.sub(r"([*_|])", r"\\\1", text)
+
+
 def section(study: Study) -> str:
     """One experiment: question, verdict, setting, thresholds."""
     asked, seeds = study.experiment, ", ".join(map(str, sorted(study.runs)))
@@ -20,7 +25,7 @@ def section(study: Study) -> str:
     for found in study.judgements:
         criterion = found.criterion
         cells = (
-            criterion.title.replace("|", "\\|"),
+            _plain(criterion.title),
             criterion.role,
             *found.told,
             criterion.threshold,
@@ -29,7 +34,7 @@ def section(study: Study) -> str:
         rows.append(f"| {' | '.join(cells)} |\n")
     made, table = study.made, _HEAD + "".join(rows)
     return (
-        f"### `{asked.name}`: {study.verdict}\n\n{asked.question} ({asked.claims})\n\n{asked.setting}\n\n{table}\n"
+        f"### `{asked.name}`: {study.verdict}\n\n{asked.question} ({asked.claims})\n\n{_plain(asked.setting)}\n\n{table}\n"
         f"Seeds {seeds}; {sum(study.seconds.values()) / 60:.0f} minutes of one core, {made['date']}, torch {made['torch']}.\n\n"
     )
 
