@@ -167,6 +167,33 @@ def test_log_partition_of_a_dual_link_is_that_of_the_kernel():
     torch.testing.assert_close(level, torch.logsumexp(-divergence, -1) + spin.log_partition(q))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_key_beyond_the_links_range_has_no_weight(dtype):
+    heads = DualLinkHeads("poisson")
+    heads.bind(1, 4, dtype=dtype)
+    query, key, value = (x.to(dtype).requires_grad_() for x in torch.randn(3, 1, 1, 5, 4))
+    far = key.detach().clone()
+    far[:, :, 2] = 12.0  # e^12 is beyond float16, not beyond what it is computed in
+    far[:, :, 3] = 1000.0
+    for need_weights in (True, False):
+        output = heads(query, far.requires_grad_(), value, Request(None, False, need_weights, None, 0.0)).output
+        near = [x[:, :, [0, 1, 4]] for x in (key, value)]
+        wanted = heads(query, *near, Request(None, False, need_weights, None, 0.0)).output
+        torch.testing.assert_close(output, wanted, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+        gradients = torch.autograd.grad(output.float().sum(), [query, far, value])
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def test_a_scale_given_as_a_number_keeps_its_digits():
+    query, key, value = torch.randn(3, 1, 1, 5, 4, dtype=torch.float64)
+    found = []
+    for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
+        heads = RandomFeatureHeads(features=6, scale=scale)
+        heads.bind(1, 4, dtype=torch.float64)
+        found.append(heads(query, key, value, Request(None, False, False, None, 0.0)).output)
+    torch.testing.assert_close(*found, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("kind", ["positive", "relu"])
 def test_features_estimate_their_kernel_within_the_standard_error(kind):
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.training import minimise
+from massieu.experiments.training import minimise, slope
 from massieu.theory import GaussianTokens
 
 SIZE = 4
@@ -45,12 +45,12 @@ def precision(seed: int, quick: bool) -> Numbers:
     scale = task.best_scale()
     along = torch.linalg.eigh(task.covariance)
     ours = ((along.eigenvectors.mT @ learned) * along.eigenvectors.mT).sum(1)
-    slope = _slope(along.eigenvalues.log(), ours.clamp_min(1e-12).log())
+    fitted = slope(along.eigenvalues.log(), ours.clamp_min(1e-12).log())
     risks = task.risk(torch.stack([learned, scale * exact]))
     return {
         "relative_error": _distance(learned, exact),
         "scaled_error": _distance(learned, scale * exact),
-        "slope": slope,
+        "slope": fitted,
         "scale": scale,
         "excess_risk": float(risks[0] / risks[1] - 1),
         "shuffled_error": _distance(shuffled, exact),
@@ -112,7 +112,3 @@ class _Task:
 
 def _distance(matrix: Tensor, wanted: Tensor) -> float:
     return float((matrix - wanted).norm() / wanted.norm())
-
-
-def _slope(x: Tensor, y: Tensor) -> float:
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())

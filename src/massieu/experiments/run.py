@@ -74,14 +74,16 @@ def run(
         seeds: What is drawn belongs to them; the verdict needs `FEWEST`.
         quick: Small sizes and the first seed alone, to see it work.
         out: A folder for NAME.json and NAME.html; None keeps nothing.
-        resume: Go on from the seeds that are stored there.
+        resume: Go on from the seeds that are stored there. Without it, a folder that has seeds of this experiment is
+            refused, unless they are of a quick run.
         progress: Called after each seed with it, how many are done, how many there are, and its seconds.
 
     Returns:
         The study, and whether it came to its end: Ctrl-C keeps the seeds that were done.
 
     Raises:
-        InputError: there is no such experiment; what is stored is not of it; the folder cannot be written to.
+        InputError: there is no such experiment; the folder has seeds of it and `resume` is off, or they are of another
+            experiment, of other versions or of another machine; it cannot be written to.
 
     Example:
         >>> from massieu.experiments.run import run
@@ -90,12 +92,7 @@ def run(
         ('undecided', True)
     """
     asked = find(name)
-    study = Study(asked, quick)
-    stored = None if out is None else out / f"{study.stem}.json"
-    if resume and stored is not None and stored.exists():
-        study = load(stored)
-        if (study.experiment, study.quick) != (asked, quick):
-            raise InputError(f"{stored} is of another experiment; begin without resume")
+    study = Study(asked, quick) if out is None else _begun(Study(asked, quick), out, resume)
     wanted = list(seeds)[:1] if quick else list(seeds)
     study.made = _made()
     if out is not None:
@@ -114,6 +111,26 @@ def run(
         if progress is not None:
             progress(seed, place + 1, len(wanted), study.seconds[seed])
     return study, True
+
+
+def _begun(study: Study, out: Path, resume: bool) -> Study:
+    """What the folder has of this study: seeds are neither overwritten nor joined with those of other versions."""
+    path = out / f"{study.stem}.json"
+    if not path.exists() or (study.quick and not resume):
+        return study
+    stored = load(path)
+    if (stored.experiment, stored.quick) != (study.experiment, study.quick):
+        raise InputError(f"{path} is of another experiment; choose another --out")
+    if not stored.runs:
+        return study
+    if not resume:
+        raise InputError(f"{path} has {len(stored.runs)} seeds; go on with --resume, or choose another --out")
+    now = _made()
+    differing = [name for name in now if name != "date" and stored.made.get(name) != now[name]]
+    if differing:
+        told = ", ".join(f"{name} {stored.made.get(name)} and now {now[name]}" for name in differing)
+        raise InputError(f"{path} was made with {told}; one verdict is of one version, so choose another --out")
+    return stored
 
 
 def _made() -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.training import minimise
+from massieu.experiments.training import minimise, slope
 
 SIZE = 8
 LENGTHS = (16, 64, 256, 1024)
@@ -49,8 +49,8 @@ def temperature(seed: int, quick: bool) -> Numbers:
     numbers |= {f"best_{length}": float(s) for length, s in zip(lengths, exact, strict=True)}
     return numbers | {
         "scale_error": float(((ours - exact).abs() / exact).max()),
-        "slope_difference": _slope(x, ours.log()) - _slope(x, exact.log()),
-        "slope": _slope(x, ours.log()),
+        "slope_difference": slope(x, ours.log()) - slope(x, exact.log()),
+        "slope": slope(x, ours.log()),
         "excess_risk": float(excess.max()),
         "wrong_length": float((ours[0] - exact[-1]).abs() / exact[-1]),
         "logit_variance_over_log_length": float(ours[-1] ** 2 * SIZE / x[-1]),
@@ -97,7 +97,3 @@ def _best(sample: list[tuple[Tensor, Tensor, Tensor]], rounds: int = 22) -> floa
             inner[1] = low + share * (high - low)
             risks[1] = _risk(sample, inner[1])
     return (low + high) / 2
-
-
-def _slope(x: Tensor, y: Tensor) -> float:
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())

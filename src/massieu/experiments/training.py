@@ -1,9 +1,10 @@
-"""The one training loop: Adam, a step size that falls to zero, and the mean of the last weights."""
+"""The one training loop: Adam, a step size that falls to zero, and the mean of the last weights; slopes of what came out."""
 
 import math
 from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 
@@ -41,3 +42,9 @@ def minimise(
             for total, parameter in zip(sums, chosen, strict=True):
                 parameter.copy_(total / count)
     return losses
+
+
+def slope(x: Float64[Tensor, " n"], y: Float64[Tensor, " n"]) -> float:
+    """Of the least-squares line."""
+    apart = x - x.mean()
+    return float((apart * (y - y.mean())).sum() / apart.square().sum())

@@ -34,6 +34,9 @@ class DualLinkHeads(SoftmaxHeads):
     before the dot product that Shim proposes. Links: the identity ("gaussian"), tanh ("spin"), σ ("bernoulli"), exp
     ("poisson"), softmax ("categorical").
 
+    All is computed in float32 at least. A key whose link is beyond that ("poisson": a coordinate above 88) is infinitely far
+    by divergence and has no weight; without `divergence` its score is infinite and the output NaN.
+
     A call may ask for what `SoftmaxHeads` gives; log Z is then log Σ exp(scale·(query·∇A(key_n) + entropy_n)), with
     `divergence` scale·A(query) above the logarithm of the sum of the kernel.
 
@@ -66,12 +69,19 @@ class DualLinkHeads(SoftmaxHeads):
         self.divergence = flag("divergence", divergence)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        dtype = query.dtype
         with without_autocast(query.device):
-            eta = key.to(torch.promote_types(key.dtype, torch.float32))
+            query, eta, value = (given.to(torch.promote_types(dtype, torch.float32)) for given in (query, key, value))
             made = self.family(self.head_dim) if callable(self.family) else _FAMILIES[self.family](self.head_dim)
             measure = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(eta), made)
-            linked, log_weight = measure.mean(eta).to(key.dtype), request.log_weight
+            linked, log_weight = measure.mean(eta), request.log_weight
             if self.divergence:
+                beyond = ~linked.isfinite().all(-1, keepdim=True)
+                eta = torch.where(beyond, 0.0, eta)
+                linked = measure.mean(eta)
+                entropy = measure.entropy(eta).masked_fill(beyond.squeeze(-1), -torch.inf)
                 scale = self.head_dim**-0.5 if self.scale is None else per_head(self.scale)
-                log_weight = merge_log_weights(log_weight, scale * measure.entropy(eta).unsqueeze(-2))
-        return super().forward(query, linked, value, request._replace(log_weight=log_weight))
+                log_weight = merge_log_weights(log_weight, scale * entropy.unsqueeze(-2))
+            found = super().forward(query, linked, value, request._replace(log_weight=log_weight))
+        weights = None if found.weights is None else found.weights.to(dtype)
+        return found._replace(output=found.output.to(dtype), weights=weights)

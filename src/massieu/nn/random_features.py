@@ -89,7 +89,7 @@ class RandomFeatureHeads(Heads):
                 "need_variance goes with masks of keys, the same for every query; got causality or attn_mask"
             )
         with without_autocast(query.device):
-            root = self.head_dim**-0.25 if self.scale is None else per_head(torch.as_tensor(self.scale).sqrt())
+            root = self.head_dim**-0.25 if self.scale is None else per_head(self.scale**0.5)
             parts = query.to(dtype) * root, key.to(dtype) * root, value.to(dtype)
             if request.need_weights or request.dropout or not per_key:
                 log_weight = with_positions(given, query, key, request.is_causal)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.threads import one_thread
 from massieu.population import observables
-from massieu.probing.accumulate import Ratio
-from massieu.probing.running import State
+from massieu.probing.statistics.layer_groups import SublayerRatios
 from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step
@@ -96,7 +95,7 @@ def distinct_positions(
     return places[:most].sort().values
 
 
-class ExpansionStatistics:
+class ExpansionStatistics(SublayerRatios):
     """Running results along the depth: for each sublayer the cloud's levels before and after, and their change.
 
     During a forward pass only the sampled tokens of each point are copied. They are measured some clouds at a time, so
@@ -104,8 +103,7 @@ class ExpansionStatistics:
     """
 
     def __init__(self, units: Units) -> None:
-        self.units = units
-        self.sublayers: dict[int, Ratio] = {}
+        super().__init__((len(LEVELS), 3), units)
         # Sublayer, which clouds a step led from and to, and the row's number.
         self._steps: list[tuple[int, int, int, int | None]] = []
         self._clouds: list[Float[Tensor, "S D"]] = []  # that are not measured yet
@@ -167,24 +165,6 @@ class ExpansionStatistics:
         self._steps.clear()
         self._levels.clear()
         self._latest.clear()
-
-    def _begun(self) -> Ratio:
-        return Ratio((len(LEVELS), 3), self.units)
-
-    def merge(self, other: "ExpansionStatistics") -> None:
-        """Add what ``other`` has measured on other windows."""
-        for sublayer, ratio in other.sublayers.items():
-            self.sublayers.setdefault(sublayer, self._begun()).merge(ratio)
-
-    def state(self) -> State:
-        """The sums of every sublayer."""
-        return {str(sublayer): ratio.state() for sublayer, ratio in self.sublayers.items()}
-
-    def restore(self, state: State) -> None:
-        """Go on from such sums in place of one's own."""
-        self.sublayers = {int(sublayer): self._begun() for sublayer in state}
-        for sublayer, ratio in self.sublayers.items():
-            ratio.restore(state[str(sublayer)])
 
     def results(
         self, sublayer: int, part: Literal["estimate", "first_half", "second_half"] = "estimate"

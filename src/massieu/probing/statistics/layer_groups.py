@@ -24,15 +24,38 @@ class LayerGroup(Protocol):
         ...
 
 
-class SublayerMeans:
-    """A group's running means over windows, each beside its control, at every sublayer."""
+class SublayerRatios:
+    """Running ratios over windows at every sublayer; how they are stored, gone on from, and merged."""
 
-    def __init__(self, group: str, units: Units) -> None:
-        self.group, self.units = group, units
+    def __init__(self, shape: tuple[int, ...], units: Units) -> None:
+        self.shape, self.units = shape, units
         self.sublayers: dict[int, Ratio] = {}
 
     def _begun(self) -> Ratio:
-        return Ratio((len(measures(self.group)) + 1, 2), self.units)  # the last one counts windows
+        return Ratio(self.shape, self.units)
+
+    def state(self) -> State:
+        """The sums of every sublayer."""
+        return {str(sublayer): ratio.state() for sublayer, ratio in self.sublayers.items()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such sums in place of one's own."""
+        self.sublayers = {int(sublayer): self._begun() for sublayer in state}
+        for sublayer, ratio in self.sublayers.items():
+            ratio.restore(state[str(sublayer)])
+
+    def merge(self, other: Self) -> None:
+        """Add what ``other`` has measured on other windows."""
+        for sublayer, ratio in other.sublayers.items():
+            self.sublayers.setdefault(sublayer, self._begun()).merge(ratio)
+
+
+class SublayerMeans(SublayerRatios):
+    """A group's running means over windows, each beside its control, at every sublayer."""
+
+    def __init__(self, group: str, units: Units) -> None:
+        super().__init__((len(measures(group)) + 1, 2), units)  # the last one counts windows
+        self.group = group
 
     def add(
         self,
@@ -61,21 +84,6 @@ class SublayerMeans:
             ratio = self.sublayers[index]
             windows = float(getattr(ratio, part)().count[-1].max())
             yield from rows_beside_control(ratio, list(measures(self.group)), windows, part)
-
-    def state(self) -> State:
-        """The sums of every sublayer."""
-        return {str(sublayer): ratio.state() for sublayer, ratio in self.sublayers.items()}
-
-    def restore(self, state: State) -> None:
-        """Go on from such sums in place of one's own."""
-        self.sublayers = {int(sublayer): self._begun() for sublayer in state}
-        for sublayer, ratio in self.sublayers.items():
-            ratio.restore(state[str(sublayer)])
-
-    def merge(self, other: Self) -> None:
-        """Add what ``other`` has measured on other windows."""
-        for sublayer, ratio in other.sublayers.items():
-            self.sublayers.setdefault(sublayer, self._begun()).merge(ratio)
 
 
 def rows_beside_control(ratio: Ratio, names: Sequence[str], tokens: float, part: str) -> Iterator[Row]:
