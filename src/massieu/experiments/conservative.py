@@ -1,0 +1,78 @@
+"""What does it cost to tie a head's maps, so that its write is the gradient of its own log Z? (E12, B19, S3)"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from massieu import ops
+from massieu.experiments.criterion import Criterion
+from massieu.experiments.study import Numbers, experiment
+from massieu.experiments.text import Text, losses_of_arms
+from massieu.experiments.transformer import Transformer
+
+MARGIN = 0.05
+_LENGTH, _WIDTH, _HEAD_SIZE = 64, 48, 16
+_HEADS = {"untied": 3, "values": 4, "outputs": 4, "all": 6}
+"""By tie, so that each arm has the same number of weights."""
+
+
+@experiment(
+    "conservative",
+    question="May a head's maps be tied, so that its write is the gradient of its log Z, at a cost below 0.05 nats?",
+    claims="E12, B19, S3",
+    minutes=10,
+    criteria=[
+        Criterion("all_cost", "loss with both ties (the gradient of log Z), less the untied, nats", most=MARGIN),
+        Criterion("values_cost", "loss with values that are the keys, less the untied", most=MARGIN),
+        Criterion("outputs_cost", "loss with outputs through the queries' map, less the untied", most=MARGIN),
+        Criterion("untied_over_pairs", "loss untied, less that of counted pairs", most=-0.2, role="optimisation"),
+        Criterion("absent_cost", "loss without attention, less the untied", most=MARGIN, role="control"),
+    ],
+)
+def conservative(seed: int, quick: bool) -> Numbers:
+    """A causal transformer of two layers and width 48 predicts the next character of the reference text that ships with Python,
+    from windows of 64, after 800 steps of 32 windows. Untied heads have four maps. With values = keys they have three, with
+    outputs through the transpose of the queries' map too; with both two, and then the write is ∇ log Z of its head (S3). Arms
+    have 3, 4, 4 and 6 heads of size 16, and so equally many weights. All arms of a seed see the same windows.
+    """
+    text = Text(_LENGTH)
+    arms = {
+        name: lambda tie=name: Transformer(
+            text.vocabulary, _LENGTH, width=_WIDTH, attention=lambda width, _: TiedAttention(width, tie)
+        )
+        for name in _HEADS
+    }
+    arms["absent"] = lambda: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, attention=None)
+    found = {
+        name: loss
+        for name, (loss, _) in losses_of_arms(arms, text, seed, steps=20 if quick else 800, contexts=32).items()
+    }
+    return {
+        **{f"{name}_loss": loss for name, loss in found.items()},
+        **{f"{name}_cost": found[name] - found["untied"] for name in found if name != "untied"},
+        "untied_over_pairs": found["untied"] - text.pair_loss(seed),
+    }
+
+
+class TiedAttention(nn.Module):
+    """Softmax attention whose values are its keys, or whose outputs go through its queries' map, or both, or neither."""
+
+    def __init__(self, width: int, tie: str) -> None:
+        super().__init__()
+        self.tie, inner = tie, _HEADS[tie] * _HEAD_SIZE
+        self.query, self.key = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.value = None if tie in ("values", "all") else nn.Linear(width, inner, bias=False)
+        self.out = None if tie in ("outputs", "all") else nn.Linear(inner, width, bias=False)
+        self.gain = nn.Parameter(torch.ones(_HEADS[tie], 1, 1))
+
+    def forward(
+        self, query: Float[Tensor, "B L D"], key: Tensor, value: Tensor, *, need_weights: bool, is_causal: bool
+    ) -> tuple[Tensor, None]:
+        asked, keys = self._heads(self.query(query)), self._heads(self.key(key))
+        values = keys if self.value is None else self._heads(self.value(value))
+        output = ops.attention(asked, keys, values, is_causal=is_causal).output * self.gain
+        joined = output.transpose(1, 2).flatten(2)
+        return (joined @ self.query.weight if self.out is None else self.out(joined)), None
+
+    def _heads(self, tokens: Float[Tensor, "B L I"]) -> Float[Tensor, "B H L d"]:
+        return tokens.unflatten(-1, (-1, _HEAD_SIZE)).transpose(1, 2)

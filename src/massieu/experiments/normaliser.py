@@ -1,0 +1,76 @@
+"""What makes softmax special among the ways from scores to weights? (E12, B18, B19, B22)"""
+
+from collections.abc import Callable
+
+from massieu.experiments.criterion import Criterion
+from massieu.experiments.study import Numbers, experiment
+from massieu.experiments.text import Text, losses_of_arms
+from massieu.experiments.transformer import MakeAttention, Transformer
+from massieu.nn import (
+    Attention,
+    EntmaxHeads,
+    NormalizedHeads,
+    RandomFeatureHeads,
+    ReLUHeads,
+    SigmoidHeads,
+    SoftmaxHeads,
+)
+from massieu.nn.strategy import Heads
+
+MARGIN = 0.05
+_LENGTH, _WIDTH = 64, 64
+_ARMS = {
+    "sigmoid": ("the logistic function of each score", SigmoidHeads),
+    "ratio": ("positive parts of scores over their sum", ReLUHeads),
+    "kernel": ("the kernel of ReLU features over its sum", lambda: RandomFeatureHeads(kind="relu", features=32)),
+    "entmax": ("1.5-entmax", EntmaxHeads),
+    "normalised": ("scores of mean 0 and deviation 1", NormalizedHeads),
+}
+"""Beside softmax: what each is in words, and its heads."""
+
+
+_MADE: dict[str, Callable[[], Heads]] = {
+    "softmax": SoftmaxHeads,
+    "uniform": lambda: SoftmaxHeads(scale=1e-6),
+    **{name: made for name, (_, made) in _ARMS.items()},
+}
+
+
+def _with(made: Callable[[], Heads]) -> MakeAttention:
+    return lambda width, number: Attention(width, number, batch_first=True, heads=made())
+
+
+@experiment(
+    "normaliser",
+    question="Are other ways from scores to weights as good as softmax at equal parameters, to within 0.05 nats?",
+    claims="E12, B18, B19, B22",
+    minutes=18,
+    criteria=[
+        *(
+            Criterion(f"{name}_cost", f"loss with {words}, less that with softmax, nats", most=MARGIN)
+            for name, (words, _) in _ARMS.items()
+        ),
+        Criterion(
+            "softmax_over_pairs", "loss with softmax, less that of counted pairs", most=-0.2, role="optimisation"
+        ),
+        Criterion("uniform_cost", "loss with equal weights, less that with softmax", most=MARGIN, role="control"),
+    ],
+)
+def normaliser(seed: int, quick: bool) -> Numbers:
+    """A causal transformer of two layers, 4 heads and width 64 (117,000 weights, none tied) predicts the next character of the
+    reference text that ships with Python, from windows of 64, after 600 steps of 32 windows. Arms differ in the map from
+    scores to weights alone, and see the same windows with one step size for all: what is compared is a short training, not
+    its end.
+    """
+    text = Text(_LENGTH)
+    arms = {
+        name: lambda made=made: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, attention=_with(made))
+        for name, made in _MADE.items()
+    }
+    found = losses_of_arms(arms, text, seed, steps=20 if quick else 600, contexts=32)
+    losses = {name: loss for name, (loss, _) in found.items()}
+    return {
+        **{f"{name}_loss": loss for name, loss in losses.items()},
+        **{f"{name}_cost": losses[name] - losses["softmax"] for name in losses if name != "softmax"},
+        "softmax_over_pairs": losses["softmax"] - text.pair_loss(seed),
+    }

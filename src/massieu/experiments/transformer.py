@@ -1,0 +1,70 @@
+"""The small transformer that the experiments on sequences train; what differs between their arms is passed in."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from massieu.nn import Attention
+
+MakeAttention = Callable[[int, int], nn.Module]
+"""From width and number of heads to a module that is called as `massieu.nn.Attention` is."""
+
+
+def softmax_attention(width: int, heads: int) -> Attention:
+    """The usual one."""
+    return Attention(width, heads, batch_first=True)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward network, each on normalised tokens and added to them."""
+
+    def __init__(
+        self, width: int, heads: int, attention: MakeAttention | None, norm: Callable[[int], nn.Module]
+    ) -> None:
+        super().__init__()
+        self.before_attention, self.before_feed_forward = norm(width), norm(width)
+        self.attention = None if attention is None else attention(width, heads)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens: Float[Tensor, "B L D"], is_causal: bool) -> Float[Tensor, "B L D"]:
+        if self.attention is not None:
+            inner = self.before_attention(tokens)
+            tokens = tokens + self.attention(inner, inner, inner, need_weights=False, is_causal=is_causal)[0]
+        return tokens + self.feed_forward(self.before_feed_forward(tokens))
+
+
+class Transformer(nn.Module):
+    """From tokens to logits of the next one, or with `is_causal` off of each one."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        *,
+        width: int = 64,
+        heads: int = 4,
+        depth: int = 2,
+        attention: MakeAttention | None = softmax_attention,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        is_causal: bool = True,
+    ) -> None:
+        """Blocks without attention where it is None: then a token sees itself alone."""
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(0.1 * torch.randn(length, width))
+        self.blocks = nn.ModuleList(Block(width, heads, attention, norm) for _ in range(depth))
+        self.after = norm(width)
+        self.readout = nn.Linear(width, vocabulary)
+        self.is_causal = is_causal
+
+    def forward(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
+        return self.readout(self.hidden(tokens))
+
+    def hidden(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
+        """What the readout sees."""
+        found = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            found = block(found, self.is_causal)
+        return self.after(found)
