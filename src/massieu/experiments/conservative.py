@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from massieu import ops
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Text, losses_of_arms
+from massieu.experiments.text import Arms, Text
 from massieu.experiments.transformer import Transformer
 
 MARGIN = 0.05
@@ -16,11 +16,28 @@ _HEADS = {"untied": 3, "values": 4, "outputs": 4, "all": 6}
 """By tie, so that each arm has the same number of weights."""
 
 
+def _arms() -> Arms:
+    text = Text(_LENGTH)
+    models = {
+        name: lambda tie=name: Transformer(
+            text.vocabulary, _LENGTH, width=_WIDTH, attention=lambda width, _: TiedAttention(width, tie)
+        )
+        for name in _HEADS
+    }
+    models["absent"] = lambda: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, attention=None)
+    return Arms(text, models, dict.fromkeys(models, 1.2e-2) | {"all": 2.4e-2}, steps=800)
+
+
+def _tune(seed: int, quick: bool) -> Numbers:
+    return _arms().tuned(seed, quick)
+
+
 @experiment(
     "conservative",
     question="May a head's maps be tied, so that its write is the gradient of its log Z, at a cost below 0.05 nats?",
     claims="E12, B19, S3",
     minutes=10,
+    tune=_tune,
     criteria=[
         Criterion("all_cost", "loss with both ties (the gradient of log Z), less the untied, nats", most=MARGIN),
         Criterion("values_cost", "loss with values that are the keys, less the untied", most=MARGIN),
@@ -33,24 +50,15 @@ def conservative(seed: int, quick: bool) -> Numbers:
     """A causal transformer of two layers and width 48 predicts the next character of the reference text that ships with Python,
     from windows of 64, after 800 steps of 32 windows. Untied heads have four maps. With values = keys they have three, with
     outputs through the transpose of the queries' map too; with both two, and then the write is ∇ log Z of its head (S3). Arms
-    have 3, 4, 4 and 6 heads of size 16, and so equally many weights. All arms of a seed see the same windows.
+    have 3, 4, 4 and 6 heads of size 16, and so equally many weights. All arms of a seed see the same windows,
+    each with the step size that was best for it on seed 0.
     """
-    text = Text(_LENGTH)
-    arms = {
-        name: lambda tie=name: Transformer(
-            text.vocabulary, _LENGTH, width=_WIDTH, attention=lambda width, _: TiedAttention(width, tie)
-        )
-        for name in _HEADS
-    }
-    arms["absent"] = lambda: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, attention=None)
-    found = {
-        name: loss
-        for name, (loss, _) in losses_of_arms(arms, text, seed, steps=20 if quick else 800, contexts=32).items()
-    }
+    arms = _arms()
+    found = {name: loss for name, (loss, _) in arms.losses(seed, quick).items()}
     return {
         **{f"{name}_loss": loss for name, loss in found.items()},
         **{f"{name}_cost": found[name] - found["untied"] for name in found if name != "untied"},
-        "untied_over_pairs": found["untied"] - text.pair_loss(seed),
+        "untied_over_pairs": found["untied"] - arms.text.pair_loss(seed),
     }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Text, losses_of_arms
+from massieu.experiments.text import Arms, Text
 from massieu.experiments.transformer import MakeAttention, Transformer
 from massieu.nn import (
     Attention,
@@ -40,11 +40,25 @@ def _with(made: Callable[[], Heads]) -> MakeAttention:
     return lambda width, number: Attention(width, number, batch_first=True, heads=made())
 
 
+def _arms() -> Arms:
+    text = Text(_LENGTH)
+    models = {
+        name: lambda made=made: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, attention=_with(made))
+        for name, made in _MADE.items()
+    }
+    return Arms(text, models, dict.fromkeys(models, 6e-3), steps=600)
+
+
+def _tune(seed: int, quick: bool) -> Numbers:
+    return _arms().tuned(seed, quick)
+
+
 @experiment(
     "normaliser",
     question="Are other ways from scores to weights as good as softmax at equal parameters, to within 0.05 nats?",
     claims="E12, B18, B19, B22",
     minutes=18,
+    tune=_tune,
     criteria=[
         *(
             Criterion(f"{name}_cost", f"loss with {words}, less that with softmax, nats", most=MARGIN)
@@ -59,18 +73,13 @@ def _with(made: Callable[[], Heads]) -> MakeAttention:
 def normaliser(seed: int, quick: bool) -> Numbers:
     """A causal transformer of two layers, 4 heads and width 64 (117,000 weights, none tied) predicts the next character of the
     reference text that ships with Python, from windows of 64, after 600 steps of 32 windows. Arms differ in the map from
-    scores to weights alone, and see the same windows with one step size for all: what is compared is a short training, not
-    its end.
+    scores to weights alone, and see the same windows, each with the step size that was best for it on seed 0. What is compared
+    is a short training, not its end.
     """
-    text = Text(_LENGTH)
-    arms = {
-        name: lambda made=made: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, attention=_with(made))
-        for name, made in _MADE.items()
-    }
-    found = losses_of_arms(arms, text, seed, steps=20 if quick else 600, contexts=32)
-    losses = {name: loss for name, (loss, _) in found.items()}
+    arms = _arms()
+    losses = {name: loss for name, (loss, _) in arms.losses(seed, quick).items()}
     return {
         **{f"{name}_loss": loss for name, loss in losses.items()},
         **{f"{name}_cost": losses[name] - losses["softmax"] for name in losses if name != "softmax"},
-        "softmax_over_pairs": losses["softmax"] - text.pair_loss(seed),
+        "softmax_over_pairs": losses["softmax"] - arms.text.pair_loss(seed),
     }

@@ -31,6 +31,7 @@ class Experiment:
         criteria: Thresholds; they stand here before a run.
         minutes: Of one core for the default seeds, about.
         measure: The study of one seed.
+        tune: The same for its settings, on seeds that no verdict uses: the losses that they were chosen by.
     """
 
     name: str
@@ -40,13 +41,14 @@ class Experiment:
     criteria: tuple[Criterion, ...]
     minutes: float
     measure: Measure
+    tune: Measure | None = None
 
 
 _REGISTERED: dict[str, Experiment] = {}
 
 
 def experiment(
-    name: str, *, question: str, claims: str, criteria: Sequence[Criterion], minutes: float
+    name: str, *, question: str, claims: str, criteria: Sequence[Criterion], minutes: float, tune: Measure | None = None
 ) -> Callable[[Measure], Measure]:
     """Register the study of one seed; its docstring is the setting.
 
@@ -58,7 +60,7 @@ def experiment(
         if name in _REGISTERED:
             raise ValueError(f"two experiments are called {name!r}")
         setting = " ".join((measure.__doc__ or "").split())
-        _REGISTERED[name] = Experiment(name, question, claims, setting, tuple(criteria), minutes, measure)
+        _REGISTERED[name] = Experiment(name, question, claims, setting, tuple(criteria), minutes, measure, tune)
         return measure
 
     return register

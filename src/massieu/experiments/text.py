@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pydoc_data.topics import topics
 
@@ -9,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from massieu.experiments.study import Numbers
 from massieu.experiments.tasks import Predictor, mean_loss
 from massieu.experiments.training import minimise
 
@@ -65,44 +67,55 @@ def masked_loss(model: Predictor, tokens: Int[Tensor, "B L"], drawn: torch.Gener
     return -log_law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)[hidden].mean()
 
 
-def losses_of_arms(
-    arms: Mapping[str, Callable[[], nn.Module]],
-    text: Text,
-    seed: int,
-    *,
-    steps: int | Mapping[str, int],
-    contexts: int,
-    masked: bool = False,
-    step_size: float = 3e-3,
-) -> dict[str, tuple[float, nn.Module]]:
-    """Each arm's loss on held-out text, in nats, and its model; all see the same windows in the same order.
+STEP_SIZES = (6e-3, 1.2e-2, 2.4e-2)
+"""Tried by tuning."""
 
-    Args:
+
+@dataclass(frozen=True)
+class Arms:
+    """Models that differ in one part, and how they are trained.
+
+    Attributes:
+        models: How each is made, by name.
+        step_sizes: Of each; the best of `STEP_SIZES` on seed 0, by ``--tune``.
         steps: Of all, or of each.
         masked: Fill in characters; by default, predict the next one.
     """
-    test, found = text.test(seed), {}
-    for name, make in arms.items():
+
+    text: Text
+    models: Mapping[str, Callable[[], nn.Module]]
+    step_sizes: Mapping[str, float]
+    steps: int | Mapping[str, int]
+    contexts: int = 32
+    masked: bool = False
+
+    def losses(self, seed: int, quick: bool = False) -> dict[str, tuple[float, nn.Module]]:
+        """Each arm's loss on held-out text, in nats, and its model; all see the same windows in the same order."""
+        return {name: self._trained(name, seed, self.step_sizes[name], quick) for name in self.models}
+
+    def tuned(self, seed: int, quick: bool = False) -> Numbers:
+        """The loss of each arm at each step size."""
+        return {
+            f"{name} at {size:g}": self._trained(name, seed, size, quick)[0]
+            for name in self.models
+            for size in STEP_SIZES
+        }
+
+    def _trained(self, name: str, seed: int, step_size: float, quick: bool) -> tuple[float, nn.Module]:
         drawn = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = make()
+            model = self.models[name]()
 
-        def loss_on(tokens: Tensor, model: nn.Module = model, drawn: torch.Generator = drawn) -> Tensor:
-            return (
-                masked_loss(model, tokens[:, :-1], drawn, text.vocabulary) if masked else mean_loss(model, text, tokens)
-            )
+        def loss(tokens: Int[Tensor, "B L+1"]) -> Tensor:
+            if self.masked:
+                return masked_loss(model, tokens[:, :-1], drawn, self.text.vocabulary)
+            return mean_loss(model, self.text, tokens)
 
-        count = steps if isinstance(steps, int) else steps[name]
-        minimise(
-            lambda loss_on=loss_on, drawn=drawn: loss_on(text.sample(contexts, drawn)),
-            list(model.parameters()),
-            steps=count,
-            step_size=step_size,
-            averaged=0.1,
-        )
-        drawn.manual_seed(seed)
+        steps = 12 if quick else self.steps if isinstance(self.steps, int) else self.steps[name]
+        step = lambda: loss(self.text.sample(self.contexts, drawn))  # noqa: E731
+        minimise(step, list(model.parameters()), steps=steps, step_size=step_size, averaged=0.1)
+        drawn.manual_seed(seed)  # the same characters are masked for every arm
         with torch.no_grad():
-            parts = [float(loss_on(part)) for part in test.split(128)]
-        found[name] = math.fsum(parts) / len(parts), model
-    return found
+            parts = [float(loss(part)) for part in self.text.test(seed).split(128)[: 1 if quick else None]]
+        return math.fsum(parts) / len(parts), model
