@@ -5,10 +5,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import ops
+from massieu.experiments.arms import Arms
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Arms, Text
-from massieu.experiments.transformer import Transformer
+from massieu.experiments.text import Text
+from massieu.experiments.transformer import Block, Transformer
 
 MARGIN = 0.05
 _LENGTH, _WIDTH, _HEAD_SIZE = 64, 48, 16
@@ -16,20 +17,24 @@ _HEADS = {"untied": 3, "values": 4, "outputs": 4, "all": 6}
 """By tie, so that each arm has the same number of weights."""
 
 
-def _arms() -> Arms:
-    text = Text(_LENGTH)
+def _arms(text: Text) -> Arms:
     models = {
         name: lambda tie=name: Transformer(
-            text.vocabulary, _LENGTH, width=_WIDTH, attention=lambda width, _: TiedAttention(width, tie)
+            text.vocabulary,
+            _LENGTH,
+            width=_WIDTH,
+            block=lambda width, heads: Block(width, heads, lambda width, _: TiedAttention(width, tie)),
         )
         for name in _HEADS
     }
-    models["absent"] = lambda: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, attention=None)
+    models["absent"] = lambda: Transformer(
+        text.vocabulary, _LENGTH, width=_WIDTH, block=lambda width, heads: Block(width, heads, None)
+    )
     return Arms(text, models, dict.fromkeys(models, 1.2e-2) | {"all": 2.4e-2}, steps=800)
 
 
 def _tune(seed: int, quick: bool) -> Numbers:
-    return _arms().tuned(seed, quick)
+    return _arms(Text(_LENGTH)).tuned(seed, quick)
 
 
 @experiment(
@@ -53,12 +58,13 @@ def conservative(seed: int, quick: bool) -> Numbers:
     have 3, 4, 4 and 6 heads of size 16, and so equally many weights. All arms of a seed see the same windows,
     each with the step size that was best for it on seed 0.
     """
-    arms = _arms()
+    text = Text(_LENGTH)
+    arms = _arms(text)
     found = {name: loss for name, (loss, _) in arms.losses(seed, quick).items()}
     return {
         **{f"{name}_loss": loss for name, loss in found.items()},
         **{f"{name}_cost": found[name] - found["untied"] for name in found if name != "untied"},
-        "untied_over_pairs": found["untied"] - arms.text.pair_loss(seed),
+        "untied_over_pairs": found["untied"] - text.pair_loss(seed),
     }
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+from massieu.experiments.arms import Arms
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Arms, Text
-from massieu.experiments.transformer import MakeAttention, Transformer
+from massieu.experiments.text import Text
+from massieu.experiments.transformer import Block, Transformer
 from massieu.nn import (
     Attention,
     EntmaxHeads,
@@ -36,21 +37,22 @@ _MADE: dict[str, Callable[[], Heads]] = {
 }
 
 
-def _with(made: Callable[[], Heads]) -> MakeAttention:
-    return lambda width, number: Attention(width, number, batch_first=True, heads=made())
+def _with(made: Callable[[], Heads]) -> Callable[[int, int], Block]:
+    return lambda width, number: Block(
+        width, number, lambda *_: Attention(width, number, batch_first=True, heads=made())
+    )
 
 
-def _arms() -> Arms:
-    text = Text(_LENGTH)
+def _arms(text: Text) -> Arms:
     models = {
-        name: lambda made=made: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, attention=_with(made))
+        name: lambda made=made: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, block=_with(made))
         for name, made in _MADE.items()
     }
-    return Arms(text, models, dict.fromkeys(models, 6e-3), steps=600)
+    return Arms(text, models, dict.fromkeys(models, 1.2e-2) | {"ratio": 2.4e-2}, steps=600)
 
 
 def _tune(seed: int, quick: bool) -> Numbers:
-    return _arms().tuned(seed, quick)
+    return _arms(Text(_LENGTH)).tuned(seed, quick)
 
 
 @experiment(
@@ -76,10 +78,11 @@ def normaliser(seed: int, quick: bool) -> Numbers:
     scores to weights alone, and see the same windows, each with the step size that was best for it on seed 0. What is compared
     is a short training, not its end.
     """
-    arms = _arms()
+    text = Text(_LENGTH)
+    arms = _arms(text)
     losses = {name: loss for name, (loss, _) in arms.losses(seed, quick).items()}
     return {
         **{f"{name}_loss": loss for name, loss in losses.items()},
         **{f"{name}_cost": losses[name] - losses["softmax"] for name in losses if name != "softmax"},
-        "softmax_over_pairs": losses["softmax"] - arms.text.pair_loss(seed),
+        "softmax_over_pairs": losses["softmax"] - text.pair_loss(seed),
     }

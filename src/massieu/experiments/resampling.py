@@ -11,7 +11,7 @@ from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.tasks import Chain, train
 from massieu.experiments.training import slope
-from massieu.experiments.transformer import Transformer
+from massieu.experiments.transformer import Block, Transformer
 from massieu.nn import Attention, SoftmaxHeads
 from massieu.nn.strategy import HeadsResult, Request
 
@@ -53,13 +53,13 @@ def resampling(seed: int, quick: bool) -> Numbers:
     task = Chain(4, 5, _LENGTH, drawn)
     heads: list[_DrawingHeads] = []
 
-    def attention(width: int, number: int) -> Attention:
+    def block(width: int, number: int) -> Block:
         heads.append(_DrawingHeads(drawn))
-        return Attention(width, number, batch_first=True, heads=heads[-1])
+        return Block(width, number, lambda *_: Attention(width, number, batch_first=True, heads=heads[-1]))
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Transformer(task.vocabulary, _LENGTH, width=_WIDTH, depth=_DEPTH, attention=attention)
+        model = Transformer(task.vocabulary, _LENGTH, width=_WIDTH, depth=_DEPTH, block=block)
     train(model, task, drawn, steps=30 if quick else 600, contexts=64, step_size=5e-3)
     model.double().requires_grad_(False)
     tokens = task.sample(16 if quick else 128, drawn)

@@ -37,10 +37,10 @@ class SequenceTask(Protocol):
         ...
 
 
-def mean_loss(model: Predictor, task: SequenceTask, tokens: Int[Tensor, "B L+1"]) -> Float[Tensor, ""]:
-    """Mean surprise at what came next, in nats, where the task judges."""
-    log_law = model(tokens[:, :-1])[:, task.judged].log_softmax(-1)
-    return -log_law.gather(-1, tokens[:, 1:][:, task.judged].unsqueeze(-1)).mean()
+def mean_loss(model: Predictor, judged: Bool[Tensor, " L"], tokens: Int[Tensor, "B L+1"]) -> Float[Tensor, ""]:
+    """Mean surprise at what came next, in nats, at the judged places."""
+    log_law = model(tokens[:, :-1])[:, judged].log_softmax(-1)
+    return -log_law.gather(-1, tokens[:, 1:][:, judged].unsqueeze(-1)).mean()
 
 
 def train(
@@ -54,7 +54,7 @@ def train(
     averaged: float = 0.1,
 ) -> list[float]:
     """Train on samples alone, a new batch each step; returns the losses."""
-    loss = lambda: mean_loss(model, task, task.sample(contexts, drawn))  # noqa: E731
+    loss = lambda: mean_loss(model, task.judged, task.sample(contexts, drawn))  # noqa: E731
     return minimise(loss, list(model.parameters()), steps=steps, step_size=step_size, averaged=averaged)
 
 

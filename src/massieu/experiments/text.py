@@ -1,18 +1,13 @@
-"""Characters of the reference text that ships with Python, and models that differ in one part trained on them."""
+"""Data without an exact law: characters of the reference text that ships with Python, patches of scikit-learn's digits."""
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pydoc_data.topics import topics
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Int
+from torch import Tensor
 
-from massieu.experiments.study import Numbers
-from massieu.experiments.tasks import Predictor, mean_loss
-from massieu.experiments.training import minimise
+from massieu.errors import require_extra
 
 _HELD_OUT = 0.1
 
@@ -56,66 +51,35 @@ class Text:
         return float(-log_law[tokens[:, :-1], tokens[:, 1:]].mean())
 
 
-MASKED = 0.25
-"""The share of characters that a model with `masked_loss` has to fill in."""
+@cache
+def _patches() -> Int[Tensor, "1797 16"]:
+    """Each digit as 4×4 patches of 2×2 pixels, dark or light."""
+    dark = torch.from_numpy(require_extra("sklearn.datasets", "examples").load_digits().images >= 8).long()
+    patches = dark.unfold(1, 2, 2).unfold(2, 2, 2).flatten(3)
+    return (patches @ torch.tensor([8, 4, 2, 1])).flatten(1)
 
 
-def masked_loss(model: Predictor, tokens: Int[Tensor, "B L"], drawn: torch.Generator, mask: int) -> Float[Tensor, ""]:
-    """Mean surprise at masked characters, in nats; `mask` is the token that stands for them."""
-    hidden = torch.rand(tokens.shape, generator=drawn) < MASKED
-    log_law = model(tokens.masked_fill(hidden, mask)).log_softmax(-1)
-    return -log_law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)[hidden].mean()
+class Digits:
+    """Scikit-learn's digits, the last fifth held out: 16 places, 16 kinds of patches."""
 
+    vocabulary = 16
 
-STEP_SIZES = (6e-3, 1.2e-2, 2.4e-2)
-"""Tried by tuning."""
+    def __init__(self) -> None:
+        patches = _patches()
+        self.judged: Bool[Tensor, " L"] = torch.ones(16, dtype=torch.bool)
+        kept = round(0.8 * len(patches))
+        self.learned, self.held_out = patches[:kept], patches[kept:]
 
+    def sample(self, contexts: int, drawn: torch.Generator) -> Int[Tensor, "B L"]:
+        """From what is learned."""
+        return self.learned[torch.randint(len(self.learned), (contexts,), generator=drawn)]
 
-@dataclass(frozen=True)
-class Arms:
-    """Models that differ in one part, and how they are trained.
+    def test(self, seed: int) -> Int[Tensor, "n L"]:
+        """What is held out, the same for every seed."""
+        return self.held_out
 
-    Attributes:
-        models: How each is made, by name.
-        step_sizes: Of each; the best of `STEP_SIZES` on seed 0, by ``--tune``.
-        steps: Of all, or of each.
-        masked: Fill in characters; by default, predict the next one.
-    """
-
-    text: Text
-    models: Mapping[str, Callable[[], nn.Module]]
-    step_sizes: Mapping[str, float]
-    steps: int | Mapping[str, int]
-    contexts: int = 32
-    masked: bool = False
-
-    def losses(self, seed: int, quick: bool = False) -> dict[str, tuple[float, nn.Module]]:
-        """Each arm's loss on held-out text, in nats, and its model; all see the same windows in the same order."""
-        return {name: self._trained(name, seed, self.step_sizes[name], quick) for name in self.models}
-
-    def tuned(self, seed: int, quick: bool = False) -> Numbers:
-        """The loss of each arm at each step size."""
-        return {
-            f"{name} at {size:g}": self._trained(name, seed, size, quick)[0]
-            for name in self.models
-            for size in STEP_SIZES
-        }
-
-    def _trained(self, name: str, seed: int, step_size: float, quick: bool) -> tuple[float, nn.Module]:
-        drawn = torch.Generator().manual_seed(seed)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = self.models[name]()
-
-        def loss(tokens: Int[Tensor, "B L+1"]) -> Tensor:
-            if self.masked:
-                return masked_loss(model, tokens[:, :-1], drawn, self.text.vocabulary)
-            return mean_loss(model, self.text, tokens)
-
-        steps = 12 if quick else self.steps if isinstance(self.steps, int) else self.steps[name]
-        step = lambda: loss(self.text.sample(self.contexts, drawn))  # noqa: E731
-        minimise(step, list(model.parameters()), steps=steps, step_size=step_size, averaged=0.1)
-        drawn.manual_seed(seed)  # the same characters are masked for every arm
-        with torch.no_grad():
-            parts = [float(loss(part)) for part in self.text.test(seed).split(128)[: 1 if quick else None]]
-        return math.fsum(parts) / len(parts), model
+    def place_loss(self) -> float:
+        """Mean surprise at the held-out patches, in nats, of those counted at the same place, with one more of each."""
+        counts = torch.nn.functional.one_hot(self.learned, self.vocabulary).sum(0).double() + 1
+        log_law = (counts / counts.sum(-1, keepdim=True)).log()
+        return float(-log_law[torch.arange(16), self.held_out].mean())

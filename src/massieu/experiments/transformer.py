@@ -10,6 +10,8 @@ from massieu.nn import Attention
 
 MakeAttention = Callable[[int, int], nn.Module]
 """From width and number of heads to a module that is called as `massieu.nn.Attention` is."""
+MakeNorm = Callable[[int], nn.Module]
+"""From width to a module that keeps the shape."""
 
 
 def softmax_attention(width: int, heads: int) -> Attention:
@@ -18,21 +20,36 @@ def softmax_attention(width: int, heads: int) -> Attention:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward network, each on normalised tokens and added to them."""
+    """Attention and feed-forward network, each on normalised tokens and added to them.
+
+    Attributes:
+        kept: What the tokens are multiplied by before a write is added; 1 in a transformer.
+    """
 
     def __init__(
-        self, width: int, heads: int, attention: MakeAttention | None, norm: Callable[[int], nn.Module]
+        self,
+        width: int,
+        heads: int,
+        attention: MakeAttention | None = softmax_attention,
+        norm: MakeNorm = nn.LayerNorm,
+        *,
+        hidden: int | None = None,
+        kept: float = 1.0,
     ) -> None:
+        """Without attention where that is None: then a token sees itself alone. `hidden` is 4·width by default."""
         super().__init__()
+        hidden = 4 * width if hidden is None else hidden
         self.before_attention, self.before_feed_forward = norm(width), norm(width)
         self.attention = None if attention is None else attention(width, heads)
-        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.kept = kept
 
     def forward(self, tokens: Float[Tensor, "B L D"], is_causal: bool) -> Float[Tensor, "B L D"]:
         if self.attention is not None:
             inner = self.before_attention(tokens)
-            tokens = tokens + self.attention(inner, inner, inner, need_weights=False, is_causal=is_causal)[0]
-        return tokens + self.feed_forward(self.before_feed_forward(tokens))
+            write = self.attention(inner, inner, inner, need_weights=False, is_causal=is_causal)[0]
+            tokens = self.kept * tokens + write
+        return self.kept * tokens + self.feed_forward(self.before_feed_forward(tokens))
 
 
 class Transformer(nn.Module):
@@ -46,15 +63,15 @@ class Transformer(nn.Module):
         width: int = 64,
         heads: int = 4,
         depth: int = 2,
-        attention: MakeAttention | None = softmax_attention,
-        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        block: Callable[[int, int], nn.Module] = Block,
+        norm: MakeNorm = nn.LayerNorm,
         is_causal: bool = True,
     ) -> None:
-        """Blocks without attention where it is None: then a token sees itself alone."""
+        """Takes the sizes, and how a block is made from width and heads; `norm` is the last one, before the readout."""
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(0.1 * torch.randn(length, width))
-        self.blocks = nn.ModuleList(Block(width, heads, attention, norm) for _ in range(depth))
+        self.blocks = nn.ModuleList(block(width, heads) for _ in range(depth))
         self.after = norm(width)
         self.readout = nn.Linear(width, vocabulary)
         self.is_causal = is_causal
