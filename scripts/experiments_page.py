@@ -10,7 +10,7 @@ _MARKS = re.compile(
     r"(<!-- what was found, by scripts/experiments_page.py -->\n).*?(?=<!-- end of what was found -->)", re.DOTALL
 )
 _HEAD = "| what | role | mean | 95 % interval | threshold | outcome |\n|---|---|---|---|---|---|\n"
-_OUTCOMES = {"met": "met", "missed": "not met", "open": "open"}
+_OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}
 
 
 def _plain(text: str) -> str:

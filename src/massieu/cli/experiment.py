@@ -11,7 +11,7 @@ from massieu.experiments.run import RESULTS, load
 from massieu.experiments.study import Study, experiments
 
 _WIDTH = 120
-_OUTCOMES = {"met": "met", "missed": "not met", "open": "open"}
+_OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}
 
 
 def _console() -> Console:

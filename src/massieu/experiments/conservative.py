@@ -9,7 +9,7 @@ from massieu.experiments.arms import Arms
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.text import Text
-from massieu.experiments.transformer import Block, Transformer
+from massieu.experiments.transformer import Transformer, TransformerBlock
 
 MARGIN = 0.05
 _LENGTH, _WIDTH, _HEAD_SIZE = 64, 48, 16
@@ -23,12 +23,12 @@ def _arms(text: Text) -> Arms:
             text.vocabulary,
             _LENGTH,
             width=_WIDTH,
-            block=lambda width, heads: Block(width, heads, lambda width, _: TiedAttention(width, tie)),
+            block=lambda width, heads: TransformerBlock(width, heads, lambda width, _: TiedAttention(width, tie)),
         )
         for name in _HEADS
     }
     models["absent"] = lambda: Transformer(
-        text.vocabulary, _LENGTH, width=_WIDTH, block=lambda width, heads: Block(width, heads, None)
+        text.vocabulary, _LENGTH, width=_WIDTH, block=lambda width, heads: TransformerBlock(width, heads, None)
     )
     return Arms(text, models, dict.fromkeys(models, 1.2e-2) | {"all": 2.4e-2}, steps=800)
 
@@ -82,11 +82,15 @@ class TiedAttention(nn.Module):
     def forward(
         self, query: Float[Tensor, "B L D"], key: Tensor, value: Tensor, *, need_weights: bool, is_causal: bool
     ) -> tuple[Tensor, None]:
-        asked, keys = self._heads(self.query(query)), self._heads(self.key(key))
+        asked, keys = self.asked_and_keys(query)
         values = keys if self.value is None else self._heads(self.value(value))
         output = ops.attention(asked, keys, values, is_causal=is_causal).output * self.gain
         joined = output.transpose(1, 2).flatten(2)
         return (joined @ self.query.weight if self.out is None else self.out(joined)), None
+
+    def asked_and_keys(self, tokens: Float[Tensor, "B L D"]) -> tuple[Tensor, Tensor]:
+        """Queries and keys of each head, (B, H, L, d)."""
+        return self._heads(self.query(tokens)), self._heads(self.key(tokens))
 
     def _heads(self, tokens: Float[Tensor, "B L I"]) -> Float[Tensor, "B H L d"]:
         return tokens.unflatten(-1, (-1, _HEAD_SIZE)).transpose(1, 2)

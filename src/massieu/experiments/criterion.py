@@ -12,8 +12,8 @@ import numpy as np
 from massieu.errors import require_extra
 from massieu.foundation.numbers import bound, number
 
-Role = Literal["finding", "optimisation", "control"]
-Outcome = Literal["met", "missed", "open"]
+Role = Literal["finding", "optimisation", "control", "description"]
+Outcome = Literal["met", "missed", "open", "described"]
 LEVEL = 0.95
 FEWEST = 5
 """Seeds of a verdict."""
@@ -30,6 +30,7 @@ class Criterion:
         least, most: What it must lie between; infinite where there is no such end.
         role: "finding": what the question asks. "optimisation": whether training came near enough to the exact risk for the
             rest to mean anything. "control": a run that lacks the property, whose number must **not** meet the threshold.
+            "description": a number without a threshold.
     """
 
     quantity: str
@@ -41,6 +42,8 @@ class Criterion:
     @property
     def threshold(self) -> str:
         """In symbols."""
+        if self.role == "description":
+            return "–"
         if math.isinf(self.least):
             return f"≤ {bound(self.most)}"
         return f"≥ {bound(self.least)}" if math.isinf(self.most) else f"{bound(self.least)} … {bound(self.most)}"
@@ -54,7 +57,7 @@ class Judgement:
         values: The number of each seed.
         low, high: Ends of the interval of their mean.
         outcome: "met" where the whole interval lies within the threshold, so that nothing is confirmed by being vague; "missed"
-            where it lies outside; else, and below `FEWEST` seeds, "open".
+            where it lies outside; else, and below `FEWEST` seeds, "open". "described" where there is no threshold.
     """
 
     criterion: Criterion
@@ -79,8 +82,8 @@ class Judgement:
 def judge(criterion: Criterion, values: Sequence[float]) -> Judgement:
     """Hold the numbers of several seeds against a threshold; one that is not finite leaves it open."""
     low, high = interval(values)
-    outcome: Outcome = "open"
-    if len(values) >= FEWEST and math.isfinite(low) and math.isfinite(high):
+    outcome: Outcome = "described" if criterion.role == "description" else "open"
+    if outcome == "open" and len(values) >= FEWEST and math.isfinite(low) and math.isfinite(high):
         if criterion.least <= low and high <= criterion.most:
             outcome = "met"
         elif high < criterion.least or low > criterion.most:

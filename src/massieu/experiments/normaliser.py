@@ -6,7 +6,7 @@ from massieu.experiments.arms import Arms
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.text import Text
-from massieu.experiments.transformer import Block, Transformer
+from massieu.experiments.transformer import Transformer, TransformerBlock
 from massieu.nn import (
     Attention,
     EntmaxHeads,
@@ -37,8 +37,8 @@ _MADE: dict[str, Callable[[], Heads]] = {
 }
 
 
-def _with(made: Callable[[], Heads]) -> Callable[[int, int], Block]:
-    return lambda width, number: Block(
+def _with(made: Callable[[], Heads]) -> Callable[[int, int], TransformerBlock]:
+    return lambda width, number: TransformerBlock(
         width, number, lambda *_: Attention(width, number, batch_first=True, heads=made())
     )
 

@@ -43,7 +43,7 @@ def strip(judgement: Judgement) -> dict[str, Any]:
     return {
         "width": _WIDTH,
         "height": _HEIGHT,
-        "allowed": (place(criterion.least), place(criterion.most)),
+        "allowed": None if criterion.role == "description" else (place(criterion.least), place(criterion.most)),
         "interval": (place(judgement.low), place(judgement.high)) if math.isfinite(judgement.low) else None,
         "seeds": [place(value) for value in judgement.values if math.isfinite(value)],
     }

@@ -11,7 +11,7 @@ from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.tasks import Chain, train
 from massieu.experiments.training import slope
-from massieu.experiments.transformer import Block, Transformer
+from massieu.experiments.transformer import Transformer, TransformerBlock
 from massieu.nn import Attention, SoftmaxHeads
 from massieu.nn.strategy import HeadsResult, Request
 
@@ -53,9 +53,9 @@ def resampling(seed: int, quick: bool) -> Numbers:
     task = Chain(4, 5, _LENGTH, drawn)
     heads: list[_DrawingHeads] = []
 
-    def block(width: int, number: int) -> Block:
+    def block(width: int, number: int) -> TransformerBlock:
         heads.append(_DrawingHeads(drawn))
-        return Block(width, number, lambda *_: Attention(width, number, batch_first=True, heads=heads[-1]))
+        return TransformerBlock(width, number, lambda *_: Attention(width, number, batch_first=True, heads=heads[-1]))
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)

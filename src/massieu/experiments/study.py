@@ -15,7 +15,7 @@ from massieu.experiments.criterion import FEWEST, Criterion, Judgement, judge
 Numbers = dict[str, float]
 Measure = Callable[[int, bool], Numbers]
 """From a seed, and whether sizes are small, to numbers."""
-Verdict = Literal["confirmed", "refuted", "undecided", "undecided: optimisation", "undecided: control"]
+Verdict = Literal["confirmed", "refuted", "undecided", "undecided: optimisation", "undecided: control", "described"]
 QUICK = "quick"
 
 
@@ -119,12 +119,15 @@ class Study:
 
         Undecided where training did not come near enough to the exact risk, or where a control that lacks the property meets
         its threshold too. Refuted where a finding misses its threshold, confirmed where all meet it. Quick runs decide nothing.
+        A study of descriptions alone is "described".
         """
-        outcomes: dict[str, list[str]] = {"finding": [], "optimisation": [], "control": []}
+        outcomes: dict[str, list[str]] = {"finding": [], "optimisation": [], "control": [], "description": []}
         for judgement in self.judgements:
             outcomes[judgement.criterion.role].append(judgement.outcome)
         if self.quick or len(self.runs) < FEWEST:
             return "undecided"
+        if not outcomes["finding"]:
+            return "described"
         if any(outcome != "met" for outcome in outcomes["optimisation"]):
             return "undecided: optimisation"
         if "missed" in outcomes["finding"]:

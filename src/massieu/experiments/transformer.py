@@ -19,7 +19,7 @@ def softmax_attention(width: int, heads: int) -> Attention:
     return Attention(width, heads, batch_first=True)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and feed-forward network, each on normalised tokens and added to them.
 
     Attributes:
@@ -63,7 +63,7 @@ class Transformer(nn.Module):
         width: int = 64,
         heads: int = 4,
         depth: int = 2,
-        block: Callable[[int, int], nn.Module] = Block,
+        block: Callable[[int, int], nn.Module] = TransformerBlock,
         norm: MakeNorm = nn.LayerNorm,
         is_causal: bool = True,
     ) -> None:

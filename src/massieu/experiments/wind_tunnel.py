@@ -1,11 +1,13 @@
 """Do small transformers compute exact posteriors where a network without attention cannot? (arXiv 2512.22471, Z2)"""
 
+from typing import Any
+
 import torch
 
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.tasks import BIT, Bijection, Chain, SequenceTask, divergence, train
-from massieu.experiments.transformer import Block, Transformer
+from massieu.experiments.transformer import Transformer, TransformerBlock
 
 WIDTH = 32
 
@@ -35,13 +37,14 @@ def wind_tunnel(seed: int, quick: bool) -> Numbers:
     drawn = torch.Generator().manual_seed(seed)
     found: Numbers = {}
     bijection, chain = Bijection(8), Chain(4, 5, 24, drawn)
-    for name, task, depth, steps, step_size in (
-        ("bijection", bijection, 1, 8000, 1e-2),
-        ("chain", chain, 2, 4000, 5e-3),
+    for name, task, depth, contexts, steps, step_size in (
+        ("bijection", bijection, 1, 256, 7000, 1.5e-2),
+        ("chain", chain, 2, 128, 2500, 5e-3),
     ):
         for without in (False, True):
             steps_here = 30 if quick else steps // 20 if without else steps
-            apart, entropy = _apart(task, drawn, depth, steps_here, step_size, without)
+            settings = {"contexts": contexts, "steps": steps_here, "step_size": step_size}
+            apart, entropy = _apart(task, drawn, depth, without, **settings)
             suffix = "_without" if without else ""
             found |= {f"{name}{suffix}": apart / BIT, f"{name}_entropy{suffix}": entropy / BIT}
         found[f"{name}_ratio"] = found[f"{name}_without"] / found[name]
@@ -49,13 +52,13 @@ def wind_tunnel(seed: int, quick: bool) -> Numbers:
 
 
 def _apart(
-    task: SequenceTask, drawn: torch.Generator, depth: int, steps: int, step_size: float, without: bool
+    task: SequenceTask, drawn: torch.Generator, depth: int, without: bool, **settings: Any
 ) -> tuple[float, float]:
     """Mean divergence, and mean difference of entropies, in nats."""
-    block = (lambda width, heads: Block(width, heads, None)) if without else Block
+    block = (lambda width, heads: TransformerBlock(width, heads, None)) if without else TransformerBlock
     with torch.random.fork_rng():
         torch.manual_seed(int(torch.randint(2**31, (), generator=drawn)))
         model = Transformer(task.vocabulary, len(task.judged), width=WIDTH, depth=depth, block=block)
-    train(model, task, drawn, steps=steps, contexts=128, step_size=step_size)
+    train(model, task, drawn, **settings)
     apart, entropy = divergence(model, task, task.sample(2000, drawn))
     return float(apart.mean()), float(entropy.abs().mean())
