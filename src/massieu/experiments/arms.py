@@ -40,7 +40,7 @@ def masked_loss(model: Predictor, tokens: Int[Tensor, "B L"], drawn: torch.Gener
     return -log_law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)[hidden].mean()
 
 
-STEP_SIZES = (6e-3, 1.2e-2, 2.4e-2)
+STEP_SIZES = (3e-3, 6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
 """Tried by tuning."""
 
 

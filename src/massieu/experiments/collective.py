@@ -72,7 +72,8 @@ def _arms() -> Arms:
         for name, block in made.items()
     }
     steps = dict.fromkeys(_BLOCKS, _STEPS) | {f"{n}_at_equal_time": round(_STEPS / cost) for n, cost in _COST.items()}
-    return Arms(data, models, dict.fromkeys(models, 6e-3), steps=steps, contexts=64, masked=True)
+    sizes = dict.fromkeys(models, 1.2e-2) | dict.fromkeys(("tap", "energy", "implicit"), 6e-3)
+    return Arms(data, models, sizes, steps=steps, contexts=64, masked=True)
 
 
 def _tune(seed: int, quick: bool) -> Numbers:

@@ -97,20 +97,16 @@ class Bijection:
 class Chain:
     """A hidden Markov chain, drawn once: what comes next needs the law of the hidden state, by the forward algorithm."""
 
-    def __init__(self, states: int, symbols: int, length: int, drawn: torch.Generator) -> None:
+    def __init__(self, states: int, symbols: int, length: int, drawn: torch.Generator, stay: float = 2.0) -> None:
+        """`stay` is the logit of staying in a state above that of leaving it for another, on average."""
         self.vocabulary, self.judged = symbols, torch.ones(length, dtype=torch.bool)
-        draw = lambda *shape: torch.randn(shape, generator=drawn, dtype=torch.float64)  # noqa: E731
-        stay = 2 * torch.eye(states, dtype=torch.float64)
-        self.chain = HiddenMarkov.create(
-            torch.zeros(states, dtype=torch.float64), stay + 0.5 * draw(states, states), 1.5 * draw(states, symbols)
-        )
-        self.emission = 1.5 * draw(states, symbols)
-        self.chain = HiddenMarkov.create(
-            torch.zeros(states, dtype=torch.float64), self.chain.log_transition, self.emission.log_softmax(-1)
-        )
+        options = {"generator": drawn, "dtype": torch.float64}
+        moves = stay * torch.eye(states, dtype=torch.float64) + 0.5 * torch.randn(states, states, **options)
+        self.log_emission = (1.5 * torch.randn(states, symbols, **options)).log_softmax(-1)
+        self.chain = HiddenMarkov.create(torch.zeros(states, dtype=torch.float64), moves, self.log_emission)
 
     def sample(self, contexts: int, drawn: torch.Generator) -> Int[Tensor, "B L+1"]:
-        moves, shown = self.chain.log_transition.exp(), self.emission.softmax(-1)
+        moves, shown = self.chain.log_transition.exp(), self.log_emission.exp()
         state = torch.randint(len(moves), (contexts,), generator=drawn)
         symbols = []
         for _ in range(len(self.judged) + 1):
@@ -120,4 +116,4 @@ class Chain:
 
     def exact(self, tokens: Int[Tensor, "B L+1"]) -> Float64[Tensor, "B L V"]:
         filtered = self.chain.path(tokens[:, :-1]).filtered
-        return (filtered.exp() @ self.chain.log_transition.exp() @ self.emission.softmax(-1)).log()
+        return (filtered.exp() @ self.chain.log_transition.exp() @ self.log_emission.exp()).log()
