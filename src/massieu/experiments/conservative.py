@@ -41,7 +41,7 @@ def _tune(seed: int, quick: bool) -> Numbers:
     "conservative",
     question="May a head's maps be tied, so that its write is the gradient of its log Z, at a cost below 0.05 nats?",
     claims="E12, B19, S3",
-    minutes=10,
+    minutes=7,
     tune=_tune,
     criteria=[
         Criterion("all_cost", "loss with both ties (the gradient of log Z), less the untied, nats", most=MARGIN),

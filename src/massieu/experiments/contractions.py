@@ -49,7 +49,7 @@ class Shrinkage(nn.Module):
         return self.affine(tokens / (1 + self.log_step.exp()))
 
 
-class Whitening(nn.Module):
+class BatchWhitening(nn.Module):
     """Tokens of mean 0 and covariance 1: of the batch in training, of what training saw on average afterwards."""
 
     def __init__(self, width: int) -> None:
@@ -82,7 +82,7 @@ _NORMS = {
     "layer": ("LayerNorm", nn.LayerNorm),
     "root_mean_square": ("RMSNorm", nn.RMSNorm),
     "shrinkage": ("x/(1 + γ)", Shrinkage),
-    "whitening": ("whitening", Whitening),
+    "whitening": ("whitening", BatchWhitening),
     "tanh": ("dynamic tanh", DynamicTanh),
     "spin": ("the spin map", SpinMap),
 }
