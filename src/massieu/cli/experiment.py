@@ -1,12 +1,14 @@
 """What `massieu experiment` prints."""
 
 import sys
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from massieu.experiments.prompts import PromptReading
 from massieu.experiments.run import RESULTS, load
 from massieu.experiments.study import Study, experiments
 
@@ -49,3 +51,35 @@ def show(study: Study) -> None:
 def say_seed(seed: int, done: int, total: int, seconds: float) -> None:
     """One line on standard error for a seed that is done."""
     print(f"massieu: seed {seed} ({done} of {total}, {seconds:.0f} s)", file=sys.stderr)
+
+
+def show_tuning(losses: Mapping[str, float]) -> None:
+    """A line for each setting."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("setting", "loss"):
+        table.add_column(name, overflow="fold")
+    for name, loss in losses.items():
+        table.add_row(name, f"{loss:.4f}")
+    _console().print(table)
+
+
+def say_prompt(done: int, total: int) -> None:
+    """One line on standard error for each tenth prompt, and the last."""
+    if done % 10 == 0 or done == total:
+        print(f"massieu: prompts {done} of {total}", file=sys.stderr)
+
+
+def show_readings(readings: Sequence[PromptReading], model: str) -> None:
+    """How far a language model is from the exact law, by task and number of examples."""
+    console = _console()
+    console.print(Text(f"{model}: its next word beside the exact law, over the words that may follow", "bold"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("task", "examples", "KL(exact ‖ model)", "KL(exact ‖ uniform)", "|Δ entropy|", "share of other words"):
+        table.add_column(name, overflow="fold")
+    for row in readings:
+        bits = (f"{value:.3f}" for value in (row.divergence, row.of_uniform, row.entropy_error))
+        table.add_row(row.task, str(row.seen), *bits, f"{1 - row.mass:.0%}")
+    console.print(table)
+    console.print(
+        "in bits, means over prompts; below the uniform law's figure the model uses what it was told", markup=False
+    )

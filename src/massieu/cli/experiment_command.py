@@ -6,11 +6,13 @@ from typing import Annotated
 import typer
 
 from massieu.cli.options import option
+from massieu.cli.processes import joined, leads
 from massieu.cli.streams import say
 from massieu.errors import InputError
 
 LIST = "list"
 FOLDER = Path("massieu-experiments")
+_WITH_PROMPTS = "wind-tunnel"
 
 
 def experiment(
@@ -20,24 +22,70 @@ def experiment(
     seeds: Annotated[str | None, option("LIST", "Other seeds [5,6,7,8,9]; settings were chosen on 0 to 4.")] = None,
     out: Annotated[Path | None, option("DIR", "Where NAME.json and NAME.html go [massieu-experiments].")] = None,
     resume: Annotated[bool, option(None, "Keep the seeds that DIR has, and go on.", "--resume")] = False,
+    tune: Annotated[bool, option(None, "The losses that settings were chosen by, on seed 0.", "--tune")] = False,
+    large: Annotated[bool, option(None, "The literature's sizes; torchrun shares the work.", "--large")] = False,
+    model: Annotated[str | None, option("MODEL", "wind-tunnel: read prompts with a language model.")] = None,
 ) -> None:
     """Train small models whose truth is known, and judge them."""
     chosen = None if seeds is None else seeds_in(seeds)
+    if sum((tune, large, model is not None)) > 1:
+        raise InputError("--tune, --large and --model are runs of their own; give one of them")
+    if name == LIST:
+        with context.obj.loading():
+            from massieu.cli import experiment as shown
+        shown.show_all()
+    elif model is not None:
+        _prompts(context, name, model, quick, FOLDER if out is None else out)
+    elif tune:
+        _tune(context, name, [0] if chosen is None else chosen, quick, FOLDER if out is None else out)
+    else:
+        _run(context, name, chosen, quick, large, FOLDER if out is None else out, resume)
+
+
+def _run(
+    context: typer.Context, name: str, seeds: list[int] | None, quick: bool, large: bool, folder: Path, resume: bool
+) -> None:
     with context.obj.loading():
         from massieu.cli import experiment as shown
         from massieu.experiments.run import SEEDS, run
 
-    if name == LIST:
-        shown.show_all()
-        return
-    folder = FOLDER if out is None else out
-    study, complete = run(name, seeds=chosen or SEEDS, quick=quick, out=folder, resume=resume, progress=shown.say_seed)
-    shown.show(study)
-    page, numbers = (folder / f"{study.stem}.{kind}" for kind in ("html", "json"))
-    typer.echo(f"page: {page}\nnumbers: {numbers}")
+    told = shown.say_seed if leads() else None
+    with joined():
+        study, complete = run(
+            name, seeds=seeds or SEEDS, quick=quick, large=large, out=folder, resume=resume, progress=told
+        )
+    if leads():
+        shown.show(study)
+        page, numbers = (folder / f"{study.stem}.{kind}" for kind in ("html", "json"))
+        typer.echo(f"page: {page}\nnumbers: {numbers}")
     if not complete:
         say("interrupted: the seeds that were done are stored; go on with --resume")
         raise typer.Exit(context.obj.status)
+
+
+def _tune(context: typer.Context, name: str, seeds: list[int], quick: bool, folder: Path) -> None:
+    with context.obj.loading():
+        from massieu.cli import experiment as shown
+        from massieu.experiments.run import tune
+
+    if len(seeds) != 1:
+        raise InputError(f"--tune takes one seed, got {len(seeds)}")
+    shown.show_tuning(tune(name, seed=seeds[0], quick=quick, out=folder))
+    typer.echo(f"numbers: {folder / f'{name}.tuning.json'}")
+
+
+def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder: Path) -> None:
+    if name != _WITH_PROMPTS:
+        raise InputError(f"--model goes with {_WITH_PROMPTS}, whose prompts have exact laws; got {name}")
+    with context.obj.loading():
+        from massieu.cli import experiment as shown
+        from massieu.cli.language_model import next_word
+        from massieu.experiments.prompts import PROMPTS, read_prompts, save_readings
+
+    predictor, tokenizer, shown_name = next_word(model)
+    found = read_prompts(predictor, tokenizer, seeds=range(5 if quick else PROMPTS), progress=shown.say_prompt)
+    shown.show_readings(found, shown_name)
+    typer.echo(f"numbers: {save_readings(found, shown_name, folder)}")
 
 
 def seeds_in(given: str) -> list[int]:

@@ -1,8 +1,10 @@
 """Prompts whose next word has an exact law, for language models of one's own: how far the model is from it, in bits."""
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +14,16 @@ from torch import Tensor
 from massieu.errors import InputError
 from massieu.experiments.tasks import BIT
 from massieu.posteriors import DirichletMultinomial
+from massieu.report.encode import plain
+from massieu.report.writing import write_whole
 
 NextWord = Callable[[Int[Tensor, "1 L"]], Float[Tensor, "1 L V"]]
 """From the tokens of one prompt to logits of the token after each."""
 _NAMES = ("Anna", "Ben", "Carol", "David", "Emma", "Frank")
 _COLOURS = ("red", "blue", "green", "black", "white", "yellow")
 _DRAWS = 24
+PROMPTS = 50
+"""Of each task."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,18 @@ def read_prompts(
         PromptReading(task, seen, *(math.fsum(column) / len(rows) for column in zip(*rows, strict=True)))
         for (task, seen), rows in sorted(found.items())
     ]
+
+
+def save_readings(readings: Sequence[PromptReading], model: str, folder: Path) -> Path:
+    """Write wind-tunnel.prompts.json, which replaces an earlier one at once.
+
+    Raises:
+        InputError: it cannot be written there.
+    """
+    path = folder / "wind-tunnel.prompts.json"
+    stored = {"model": model, "unit": "bits", "readings": [asdict(reading) for reading in readings]}
+    write_whole(path, json.dumps(plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n", "the readings")
+    return path
 
 
 def _read(model: NextWord, tokenizer: Any, prompt: Prompt) -> Iterator[tuple[int, tuple[float, ...]]]:

@@ -13,7 +13,8 @@ import torch
 import massieu
 from massieu.errors import InputError
 from massieu.experiments.page import page_of
-from massieu.experiments.study import Study, find
+from massieu.experiments.processes import leads
+from massieu.experiments.study import Numbers, Study, experiments, find
 from massieu.foundation.threads import one_thread
 from massieu.report.encode import plain
 from massieu.report.writing import write_whole
@@ -52,7 +53,8 @@ def load(path: Path) -> Study:
             for seed, entry in seeds.items()
         }
         seconds = {seed: float(entry["seconds"] or 0.0) for seed, entry in seeds.items()}
-        return Study(find(stored["experiment"]), bool(stored["quick"]), numbers, seconds, dict(stored["made"]))
+        quick, large = bool(stored["quick"]), bool(stored.get("large", False))
+        return Study(find(stored["experiment"]), quick, numbers, seconds, dict(stored["made"]), large)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -64,6 +66,7 @@ def run(
     *,
     seeds: Sequence[int] = SEEDS,
     quick: bool = False,
+    large: bool = False,
     out: Path | None = None,
     resume: bool = False,
     progress: Callable[[int, int, int, float], None] | None = None,
@@ -73,6 +76,8 @@ def run(
     Args:
         seeds: What is drawn belongs to them; the verdict needs `FEWEST`.
         quick: Small sizes and the first seed alone, to see it work.
+        large: The sizes of the literature. In several processes, with a process group, each draws its share of the contexts
+            and PyTorch's DistributedDataParallel joins them; the first writes.
         out: A folder for NAME.json and NAME.html; None keeps nothing.
         resume: Go on from the seeds that are stored there. Without it, a folder that has seeds of this experiment is
             refused, unless they are of a quick run.
@@ -82,8 +87,8 @@ def run(
         The study, and whether it came to its end: Ctrl-C keeps the seeds that were done.
 
     Raises:
-        InputError: there is no such experiment; the folder has seeds of it and `resume` is off, or they are of another
-            experiment, of other versions or of another machine; it cannot be written to.
+        InputError: there is no such experiment, or it has no large size; the folder has seeds of it and `resume` is off, or
+            they are of another experiment, of other versions or of another machine; it cannot be written to.
 
     Example:
         >>> from massieu.experiments.run import run
@@ -92,7 +97,13 @@ def run(
         ('undecided', True)
     """
     asked = find(name)
-    study = Study(asked, quick) if out is None else _begun(Study(asked, quick), out, resume)
+    measure = asked.large if large else asked.measure
+    if measure is None:
+        raise InputError(f"{name} has no large size; {_those_with('large')}")
+    study = Study(asked, quick, large=large)
+    study = study if out is None else _begun(study, out, resume)  # every process has the same seeds to go through
+    if not leads():
+        out = None
     wanted = list(seeds)[:1] if quick else list(seeds)
     study.made = _made()
     if out is not None:
@@ -102,7 +113,7 @@ def run(
             started = time.perf_counter()
             try:
                 with one_thread():
-                    numbers = asked.measure(seed, quick)
+                    numbers = measure(seed, quick)
             except KeyboardInterrupt:
                 return study, False
             study.runs[seed], study.seconds[seed] = numbers, time.perf_counter() - started
@@ -113,13 +124,41 @@ def run(
     return study, True
 
 
+def tune(name: str, *, seed: int = 0, quick: bool = False, out: Path | None = None) -> Numbers:
+    """The losses that an experiment's settings were chosen by, on a seed that no verdict uses; lower is better.
+
+    Args:
+        out: A folder for NAME.tuning.json; None keeps nothing.
+
+    Raises:
+        InputError: there is no such experiment, or its settings are not tuned by a command; the seed is one of a verdict;
+            the folder cannot be written to.
+    """
+    asked = find(name)
+    if asked.tune is None:
+        raise InputError(f"the settings of {name} stand in its code; {_those_with('tune')}")
+    if seed in SEEDS:
+        raise InputError(f"seed {seed} is one of a verdict; tune on another, such as 0")
+    with one_thread():
+        found = asked.tune(seed, quick)
+    if out is not None:
+        stored = {"experiment": name, "seed": seed, "quick": quick, "losses": found, "made": _made()}
+        text = json.dumps(plain(stored), indent=1, ensure_ascii=False, allow_nan=False)
+        write_whole(out / f"{name}.tuning.json", text + "\n", "the losses of tuning")
+    return found
+
+
+def _those_with(what: str) -> str:
+    return f"of experiments {', '.join(n for n, asked in experiments().items() if getattr(asked, what))} can be asked for it"
+
+
 def _begun(study: Study, out: Path, resume: bool) -> Study:
     """What the folder has of this study: seeds are neither overwritten nor joined with those of other versions."""
     path = out / f"{study.stem}.json"
     if not path.exists() or (study.quick and not resume):
         return study
     stored = load(path)
-    if (stored.experiment, stored.quick) != (study.experiment, study.quick):
+    if (stored.experiment, stored.stem) != (study.experiment, study.stem):
         raise InputError(f"{path} is of another experiment; choose another --out")
     if not stored.runs:
         return study

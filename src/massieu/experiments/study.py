@@ -16,7 +16,7 @@ Numbers = dict[str, float]
 Measure = Callable[[int, bool], Numbers]
 """From a seed, and whether sizes are small, to numbers."""
 Verdict = Literal["confirmed", "refuted", "undecided", "undecided: optimisation", "undecided: control", "described"]
-QUICK = "quick"
+QUICK, LARGE = "quick", "large"
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Experiment:
         minutes: Of one core for the default seeds, about.
         measure: The study of one seed.
         tune: The same for its settings, on seeds that no verdict uses: the losses that they were chosen by.
+        large: The study of one seed at the size of the literature: for GPUs, or many processes.
     """
 
     name: str
@@ -42,13 +43,21 @@ class Experiment:
     minutes: float
     measure: Measure
     tune: Measure | None = None
+    large: Measure | None = None
 
 
 _REGISTERED: dict[str, Experiment] = {}
 
 
 def experiment(
-    name: str, *, question: str, claims: str, criteria: Sequence[Criterion], minutes: float, tune: Measure | None = None
+    name: str,
+    *,
+    question: str,
+    claims: str,
+    criteria: Sequence[Criterion],
+    minutes: float,
+    tune: Measure | None = None,
+    large: Measure | None = None,
 ) -> Callable[[Measure], Measure]:
     """Register the study of one seed; its docstring is the setting.
 
@@ -60,7 +69,8 @@ def experiment(
         if name in _REGISTERED:
             raise ValueError(f"two experiments are called {name!r}")
         setting = " ".join((measure.__doc__ or "").split())
-        _REGISTERED[name] = Experiment(name, question, claims, setting, tuple(criteria), minutes, measure, tune)
+        given = tuple(criteria)
+        _REGISTERED[name] = Experiment(name, question, claims, setting, given, minutes, measure, tune, large)
         return measure
 
     return register
@@ -97,6 +107,7 @@ class Study:
         runs: By seed, its numbers.
         seconds: By seed, how long it took.
         quick: Sizes were small: no verdict.
+        large: Sizes were large.
     """
 
     experiment: Experiment
@@ -104,6 +115,7 @@ class Study:
     runs: dict[int, Numbers] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
+    large: bool = False
 
     @property
     def judgements(self) -> list[Judgement]:
@@ -138,8 +150,8 @@ class Study:
 
     @property
     def stem(self) -> str:
-        """Of its files' names; a quick run leaves those of another alone."""
-        return f"{self.experiment.name}.{QUICK}" if self.quick else self.experiment.name
+        """Of its files' names; runs of other sizes leave each other alone."""
+        return ".".join([self.experiment.name, *([LARGE] if self.large else []), *([QUICK] if self.quick else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as ``--out`` stores it."""
@@ -151,6 +163,7 @@ class Study:
             "setting": asked.setting,
             "verdict": self.verdict,
             "quick": self.quick,
+            "large": self.large,
             "criteria": [
                 {
                     "quantity": j.criterion.quantity,

@@ -39,13 +39,14 @@ class TransformerBlock(nn.Module):
         """Without attention where that is None: then a token sees itself alone. `hidden` is 4·width by default."""
         super().__init__()
         hidden = 4 * width if hidden is None else hidden
-        self.before_attention, self.before_feed_forward = norm(width), norm(width)
+        self.before_attention = None if attention is None else norm(width)
+        self.before_feed_forward = norm(width)
         self.attention = None if attention is None else attention(width, heads)
         self.feed_forward = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.kept = kept
 
     def forward(self, tokens: Float[Tensor, "B L D"], is_causal: bool) -> Float[Tensor, "B L D"]:
-        if self.attention is not None:
+        if self.attention is not None and self.before_attention is not None:
             inner = self.before_attention(tokens)
             write = self.attention(inner, inner, inner, need_weights=False, is_causal=is_causal)[0]
             tokens = self.kept * tokens + write
