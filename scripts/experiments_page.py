@@ -1,5 +1,6 @@
-"""The gallery in docs/how-to/experiments.md, made from what was found last: ``python scripts/experiments_page.py``."""
+"""The gallery of experiments and the theory's verdicts, from what was found last: ``python scripts/experiments_page.py``."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,13 @@ from massieu.experiments.study import Study, experiments
 
 _MARKS = re.compile(
     r"(<!-- what was found, by scripts/experiments_page.py -->\n).*?(?=<!-- end of what was found -->)", re.DOTALL
+)
+_VERDICTS = re.compile(
+    r"(<!-- verdicts, by scripts/experiments_page.py -->\n).*?(?=<!-- end of the verdicts -->)", re.DOTALL
+)
+_PROMPTS = re.compile(r"(<!-- prompts, by the same script -->\n).*?(?=<!-- end of the prompts -->)", re.DOTALL)
+_PROMPTS_HEAD = (
+    "| task | examples | KL(exact ‖ model), bits | KL(exact ‖ uniform) | other words |\n|---|---|---|---|---|\n"
 )
 _HEAD = "| what | role | mean | 95 % interval | threshold | outcome |\n|---|---|---|---|---|---|\n"
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}
@@ -46,11 +54,37 @@ def gallery() -> str:
     )
 
 
+def prompts() -> str:
+    """A language model beside the exact laws."""
+    stored = json.loads((RESULTS / "prompts" / "wind-tunnel.json").read_text(encoding="utf-8"))
+    rows = "".join(
+        f"| {row['task']} | {row['seen']} | {row['divergence']:.2f} | {row['of_uniform']:.2f} | {1 - row['mass']:.0%} |\n"
+        for row in stored["readings"]
+    )
+    return f"\n{_PROMPTS_HEAD}{rows}\n"
+
+
 def with_gallery(page: str) -> str:
     """The page, with what was found last between its marks."""
+    page = _PROMPTS.sub(lambda found: found[1] + prompts(), page)
     return _MARKS.sub(lambda found: found[1] + gallery(), page)
 
 
+def with_verdicts(page: str) -> str:
+    """The theory's page, with a row for each experiment between its marks."""
+    rows = []
+    for name, asked in experiments().items():
+        if (RESULTS / f"{name}.json").exists():
+            found = load(RESULTS / f"{name}.json")
+            rows.append(f"| {asked.claims} | {_plain(asked.question)} | `{name}` | {found.verdict} |\n")
+    table = "\n| claims | question | experiment | verdict |\n|---|---|---|---|\n" + "".join(rows) + "\n"
+    return _VERDICTS.sub(lambda found: found[1] + table, page)
+
+
 if __name__ == "__main__":
-    path = Path(__file__).parents[1] / "docs" / "how-to" / "experiments.md"
-    path.write_text(with_gallery(path.read_text(encoding="utf-8")), encoding="utf-8")
+    docs = Path(__file__).parents[1] / "docs"
+    for path, made in (
+        (docs / "how-to" / "experiments.md", with_gallery),
+        (docs / "theory" / "experiments.md", with_verdicts),
+    ):
+        path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -30,6 +30,12 @@ def test_the_list_has_each_question_and_what_was_found_last():
         (["sinks"], "did you mean sink"),
         (["sink", "--seeds", "1,x"], "--seeds takes different whole numbers"),
         (["sink", "--seeds", "1,1"], "got '1,1'"),
+        (["wind-tunnel", "--tune", "--large"], "are runs of their own"),
+        (["sink", "--model", "gpt2"], "--model goes with wind-tunnel"),
+        (["wind-tunnel", "--model", "no/such/folder"], "no/such/folder"),
+        (["normaliser", "--tune", "--seeds", "0,1"], "--tune takes one seed, got 2"),
+        (["normaliser", "--tune", "--seeds", "6"], "seed 6 is one of a verdict"),
+        (["sink", "--large"], "sink has no large size"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, said, tmp_path: Path):

@@ -22,7 +22,7 @@ APART = {"theory", "testing"}
 """Their names are public and in pages too, but not counted: who builds or looks meets neither."""
 
 MOST_NAMES = 200
-MOST_LINES = 49_500
+MOST_LINES = 52_000
 """Of code in `src`: without docstrings, comments and empty lines, so that examples do not compete with code for room."""
 
 

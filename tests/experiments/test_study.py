@@ -197,10 +197,26 @@ def test_the_page_escapes_and_draws_each_seed():
 def test_every_experiment_declares_a_finding_a_training_rule_and_a_control():
     for name, asked in experiments().items():
         roles = {criterion.role for criterion in asked.criteria}
-        assert roles == {"finding", "optimisation", "control"}, name
+        assert roles in ({"finding", "optimisation", "control"}, {"description"}), name
         assert asked.question.endswith("?") and asked.setting and asked.minutes <= 20
-        assert all(math.isfinite(criterion.least) or math.isfinite(criterion.most) for criterion in asked.criteria)
+        limited = [math.isfinite(criterion.least) or math.isfinite(criterion.most) for criterion in asked.criteria]
+        assert all(limited) if roles != {"description"} else not any(limited)
     assert sum(asked.minutes for asked in experiments().values()) <= 150
+
+
+def test_descriptions_have_numbers_and_no_verdict():
+    alone = Criterion("size", "the size", role="description")
+    asked = Experiment("made-up", "How large?", "E0", "Nothing.", (alone,), 1, lambda seed, quick: {"size": 2.0})
+    study = Study(asked, runs={seed: {"size": 2.0 + seed} for seed in range(5)})
+    (found,) = study.judgements
+    assert study.verdict == "described" and found.outcome == "described" and found.criterion.threshold == "–"
+    assert found.low < found.mean == 4.0 < found.high
+    assert strip(found)["allowed"] is None and "Verdict: described." in page_of(study)
+    assert Study(asked, quick=True, runs={0: {"size": 2.0}}).verdict == "undecided"
+    mixed = Experiment("made-up", "Is it so?", "E0", "Nothing.", (*CRITERIA, alone), 1, lambda seed, quick: {})
+    assert (
+        Study(mixed, runs={seed: GOOD | {"size": 1.0, "null": 3.0 + seed} for seed in range(5)}).verdict == "confirmed"
+    )
 
 
 def test_unknown_names_get_a_hint():
@@ -226,6 +242,8 @@ def test_the_page_has_what_was_found_last():
     page = (ROOT / "docs" / "how-to" / "experiments.md").read_text(encoding="utf-8")
     made = runpy.run_path(str(ROOT / "scripts" / "experiments_page.py"))
     assert made["with_gallery"](page) == page, "run python scripts/experiments_page.py"
+    page = (ROOT / "docs" / "theory" / "experiments.md").read_text(encoding="utf-8")
+    assert made["with_verdicts"](page) == page, "run python scripts/experiments_page.py"
 
 
 def test_what_was_found_last_is_of_the_default_seeds_and_decided():

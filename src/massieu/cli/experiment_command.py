@@ -81,11 +81,14 @@ def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder:
         from massieu.cli import experiment as shown
         from massieu.cli.language_model import next_word
         from massieu.experiments.prompts import PROMPTS, read_prompts, save_readings
+        from massieu.report.folder import tried
 
-    predictor, tokenizer, shown_name = next_word(model)
-    found = read_prompts(predictor, tokenizer, seeds=range(5 if quick else PROMPTS), progress=shown.say_prompt)
+    with tried(folder, 1 << 16):  # what is in the way of writing is found before the model is loaded
+        predictor, tokenizer, shown_name = next_word(model)
+        found = read_prompts(predictor, tokenizer, seeds=range(5 if quick else PROMPTS), progress=shown.say_prompt)
+        written = save_readings(found, shown_name, folder)
     shown.show_readings(found, shown_name)
-    typer.echo(f"numbers: {save_readings(found, shown_name, folder)}")
+    typer.echo(f"numbers: {written}")
 
 
 def seeds_in(given: str) -> list[int]:

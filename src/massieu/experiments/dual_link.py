@@ -75,7 +75,8 @@ def dual_link(seed: int, quick: bool) -> Numbers:
     query is η, a key is the natural parameter of its cloud's mean, a value is one of 3 labels; the target is the label of the
     one. The exact posterior is ∝ exp(η · the cloud's sum). A head with maps of queries and keys (4×4) weighs the clouds,
     by a dot product or by that with σ or exp of the mapped key; all have equally many weights. They learn from labels
-    alone, in 1,000 steps of 256 contexts; of step sizes 0.01 and 0.1 the one of the lower loss in training counts. Divergences of labels are on 20,000 other contexts.
+    alone, in 1,000 steps of 256 contexts; of step sizes 0.01 and 0.1 the one of the lower loss in training counts.
+    Divergences of labels are on 20,000 other contexts.
     """
     drawn = torch.Generator().manual_seed(seed)
     found: Numbers = {}

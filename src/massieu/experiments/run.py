@@ -5,6 +5,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from massieu.experiments.processes import leads
 from massieu.experiments.study import Numbers, Study, experiments, find
 from massieu.foundation.threads import one_thread
 from massieu.report.encode import plain
+from massieu.report.folder import tried
 from massieu.report.writing import write_whole
 
 SEEDS = (5, 6, 7, 8, 9)
 """Of a verdict; settings were chosen on seeds 0 to 4."""
+_ROOM = 1 << 16
+"""Bytes that must fit before tuning begins."""
 RESULTS = Path(__file__).parent / "results"
 """What was found last, at default size."""
 
@@ -139,7 +143,7 @@ def tune(name: str, *, seed: int = 0, quick: bool = False, out: Path | None = No
         raise InputError(f"the settings of {name} stand in its code; {_those_with('tune')}")
     if seed in SEEDS:
         raise InputError(f"seed {seed} is one of a verdict; tune on another, such as 0")
-    with one_thread():
+    with nullcontext() if out is None else tried(out, _ROOM), one_thread():
         found = asked.tune(seed, quick)
     if out is not None:
         stored = {"experiment": name, "seed": seed, "quick": quick, "losses": found, "made": _made()}
