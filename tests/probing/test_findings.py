@@ -157,7 +157,7 @@ def test_where_no_head_is_sharpened_the_one_that_is_flattened_is_announced():
     table.add("block.1", 1, f"{name}/q_value", np.array([0.9, 0.001]), np.nan, 10)
     card = findings(table.frame(), TableBuilder().frame())[2]
     assert (card.value, card.heads) == (-0.9, [(1, 1)])
-    assert "sharpens the attention of 0 heads and flattens that of 1, of 2" in card.sentence
+    assert "0 of 2 heads sharpen their own attention more than other heads' writes do, 1 less" in card.sentence
     assert "Least: layer 1 head 1, −0.90 ± 0.10 nats" in card.sentence
     assert "Most" not in card.sentence
 

@@ -1,5 +1,7 @@
 """What does it cost to tie a head's maps, so that its write is the gradient of its own log Z? (E12, B19, S3)"""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ _HEADS = {"untied": 3, "values": 4, "outputs": 4, "all": 6}
 
 
 def _arms(text: Text) -> Arms:
-    models = {
+    models: dict[str, Callable[[], nn.Module]] = {
         name: lambda tie=name: Transformer(
             text.vocabulary,
             _LENGTH,

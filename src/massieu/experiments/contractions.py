@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from massieu.experiments.arms import Arms
@@ -133,11 +133,16 @@ def contractions(seed: int, quick: bool) -> Numbers:
     trained = arms.losses(seed, quick)
     other = Arms(text, {"layer": models["layer"]}, arms.step_sizes, steps=_STEPS).losses(seed + 1000, quick)
     tokens = text.test(seed)[:128, :-1]
-    with torch.no_grad():
-        clouds = {name: model.hidden(tokens).flatten(0, 1) for name, (_, model) in trained.items()}
-        repeated = other["layer"][1].hidden(tokens).flatten(0, 1)
+    clouds = {name: _embeddings(model, tokens) for name, (_, model) in trained.items()}
+    repeated = _embeddings(other["layer"][1], tokens)
     return {
         **{f"{name}_loss": loss for name, (loss, _) in trained.items()},
         **{f"{name}_alignment": alignment(cloud, clouds["layer"]) for name, cloud in clouds.items() if name != "layer"},
         "seed_alignment": alignment(repeated, clouds["layer"]),
     }
+
+
+def _embeddings(model: nn.Module, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "n d"]:
+    assert isinstance(model, Transformer)
+    with torch.no_grad():
+        return model.hidden(tokens).flatten(0, 1)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float64
-from torch import Tensor, nn
+from torch import Tensor
 
 from massieu import ops
 from massieu.experiments.descriptions import described
@@ -85,16 +85,12 @@ def _cosines(seed: int, drawn: torch.Generator) -> Numbers:
             for layer in range(1, _DEPTHS[-1] + 1):
                 block = TransformerBlock(_WIDTH, 4)
                 if kind == "attention":
-                    block.feed_forward = _Nothing()
+                    for parameter in block.feed_forward.parameters():
+                        parameter.zero_()
                 tokens = block(tokens, False)
                 if layer in _DEPTHS:
                     found[f"cosine_{kind}_{layer}"] = mean_cosine(tokens[0])
     return found
-
-
-class _Nothing(nn.Module):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return torch.zeros_like(tokens)
 
 
 def mean_cosine(tokens: Tensor) -> float:

@@ -11,11 +11,12 @@ from massieu.experiments.descriptions import described
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.training import minimise
 from massieu.nn import Attention, DualLinkHeads
+from massieu.nn.dual_link import Family
 
 SIZE, CLOUDS, OBSERVED, LABELS = 4, 8, 4, 3
 _SPREAD, _STEP_SIZES = 0.7, (0.01, 0.1)
-_LINKS = {"gaussian": "no link", "bernoulli": "σ", "poisson": "exp"}
-_FAMILIES = ("bernoulli", "poisson")
+_LINKS: dict[Family, str] = {"gaussian": "no link", "bernoulli": "σ", "poisson": "exp"}
+_FAMILIES: tuple[Family, ...] = ("bernoulli", "poisson")
 
 
 class Clouds:
@@ -92,7 +93,7 @@ def dual_link(seed: int, quick: bool) -> Numbers:
     return found
 
 
-def _trained(clouds: Clouds, link: str, steps: int) -> Attention:
+def _trained(clouds: Clouds, link: Family, steps: int) -> Attention:
     """With the step size whose last losses are lower."""
     number = int(torch.randint(2**31, (), generator=clouds.drawn))
     candidates: list[tuple[float, Attention]] = []
@@ -112,4 +113,5 @@ def _trained(clouds: Clouds, link: str, steps: int) -> Attention:
 
 def _log_weights(head: Attention, query: Float[Tensor, "B 1 D"], key: Float[Tensor, "B N D"]) -> Float[Tensor, "B N"]:
     weights = head(query, key, key, need_weights=True)[1]
+    assert weights is not None  # they were asked for
     return weights.squeeze(1).clamp_min(1e-30).log()

@@ -66,7 +66,9 @@ _ARMS: dict[str, int | None] = {**{f"{steps}_steps": steps for steps in _UNROLLE
 
 
 def _model(vocabulary: int, steps: int | None) -> Transformer:
-    block = lambda width, heads: TransformerBlock(width, heads, lambda *size: PulledAttention(*size, steps))  # noqa: E731
+    def block(width: int, heads: int) -> TransformerBlock:
+        return TransformerBlock(width, heads, lambda size, number: PulledAttention(size, number, steps))
+
     return Transformer(vocabulary, _LENGTH, width=_WIDTH, heads=2, block=block, is_causal=False)
 
 

@@ -45,7 +45,7 @@ _LENGTH, _WIDTH, _DEPTH = 24, 32, 2
 def resampling(seed: int, quick: bool) -> Numbers:
     """A transformer of two layers, 4 heads and width 32 is trained on a hidden Markov chain of 4 states and 5 symbols, 24
     tokens long. Then every head returns the mean of S values that it draws by its weights, at all layers at once. The excess
-    loss is that of the exact law, so that no target is drawn, less the loss without draws; what is of the first order in
+    loss is that of the exact law, so that no target is drawn, less the loss without draws. What is of the first order in
     the draws' errors has mean 0 and is taken off. The prediction is ½ E[εᵀHε]: ε the errors of one draw at all layers, H the
     loss's Hessian in them.
     """

@@ -205,12 +205,14 @@ def _climb(heads: _Lookup) -> Finding:
     ends = (
         f"{verb}: {heads.name(place)}, {_text(cell)} nats of selective log Z per step." for verb, place, cell in told
     )
-    beside = "what the other heads of the layer write" if control == "mismatched" else "a random step of equal length"
-    what = "own write" if control == "mismatched" else "whole attention update"
-    sentence = (
-        f"Beside {beside}, the {what} sharpens the attention of {counted(len(sharpening), 'head')} and flattens that of "
-        f"{len(flattening)}, of {len(places)}{heads.without(name)} (false discovery rate 5 %). "
-    ) + " ".join(ends)
+    of = f"{len(sharpening)} of {counted(len(places), 'head')}{heads.without(name)}"
+    if control == "mismatched":
+        sentence = f"{of} sharpen their own attention more than other heads' writes do, {len(flattening)} less"
+    else:
+        sentence = (
+            f"In {of} the layer's update sharpens attention more than a random step does, in {len(flattening)} less"
+        )
+    sentence += " (false discovery rate 5 %). " + " ".join(ends)
     middle = _mean(list(expected.values()))
     random = _mean([heads.get(p, f"{name}/random")[0] for p in places])
     share = _mean([heads.get(p, f"{name.replace('_selective', '_sharpens')}/random")[0] for p in places])
