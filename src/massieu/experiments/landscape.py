@@ -36,7 +36,7 @@ def landscape(seed: int, quick: bool) -> Numbers:
     from windows of 64, in 800 steps of 32 windows of step size 0.012. The energy of a token in a head is −log of the mean of
     exp(score) over the keys that it sees: 0 where it asks for nothing. It is read on 64 held-out windows and on the same with
     their characters shuffled, as a mean over tokens, heads and layers. Tied heads are those of the experiment conservative
-    whose write is the gradient of their log Z.
+    whose write is the gradient of their log Z. A raw energy depends on the origin of the keys, which softmax cannot see.
     """
     text = Text(_LENGTH)
     tokens = text.test(seed)[:64, :-1]

@@ -41,9 +41,9 @@ _CONTEXTS = 256
 def transfer(seed: int, quick: bool) -> Numbers:
     """One of 5 latents, equally likely, draws 12 tokens of 6 symbols. The masked token is a vector whose mean given the latent
     has four directions, three of singular value 1 and the last of 1 to 1/16, or 0. For each there is one network, an attention
-    layer and a feed-forward one, that learns it by squared error. Downstream, the target's mean given the latent weighs all four directions.
-    A linear probe reads it off the network's prediction: Z13's own, for the bound, and one fitted to 4,096 labelled contexts.
-    Excess risks are against the exact posterior.
+    layer and a feed-forward one, that learns it by squared error. Downstream, the target's mean given the latent weighs all
+    four directions. A linear probe reads it off the network's prediction: Z13's own, for the bound, and one fitted to 4,096
+    labelled contexts. Excess risks are against the exact posterior.
     """
     drawn = torch.Generator().manual_seed(seed)
     task = _Task(drawn)
