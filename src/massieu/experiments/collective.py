@@ -103,8 +103,8 @@ def collective(seed: int, quick: bool) -> Numbers:
     """A transformer of two layers, 2 heads and width 32 fills in a quarter of the characters in windows of 16 of the reference
     text that ships with Python, after 300 steps of 64 windows. Arms have 32,744 weights, to a thousandth: TAP heads, vector
     spins, the Energy Transformer's block and implicit heads in the place of softmax heads. At equal time an arm takes as many
-    steps as fit into softmax's time, by costs of a step that were measured once: 33, 1.25, 14 and 25 times softmax's, on one
-    thread of an AMD EPYC in float32. Each arm has the step size that was best for it on seed 0.
+    steps as fit into softmax's time. The costs of a step were measured once, on one thread of an AMD EPYC in float32: 33, 1.25,
+    14 and 25 times softmax's. Each arm has the step size that was best for it on seed 0.
     """
     losses = {name: loss for name, (loss, _) in _arms().losses(seed, quick).items()}
     return {

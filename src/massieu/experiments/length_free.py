@@ -55,9 +55,9 @@ def length_free(seed: int, quick: bool) -> Numbers:
     sequence. Supervised: its target is another such head's output, with noise. Masked: its target is one more token, and tokens
     are of two precisions, told by their third coordinate. Parameters minimise the squared error over n sequences, 64 to 2,048
     of 16 tokens, then 512 of 8 to 128 tokens, 8 samples each. Their error is the distance of outputs from those with the other
-    head's parameters, or, masked, with those of sequences with 524,288 tokens together: along directions of parameters that
-    outputs hardly depend on there is nothing to learn. The gap is the error on other sequences less that on the
-    n, with both less the best parameters', which changes nothing in the mean.
+    head's parameters, or, masked, with those of sequences with 524,288 tokens together. Outputs are compared since there are
+    directions of parameters that they hardly depend on. The gap is the error on other sequences less that on the n, with both
+    less the best parameters', which changes nothing in the mean.
     """
     drawn = torch.Generator().manual_seed(seed)
     lengths, numbers_of = (LENGTHS[:2], SEQUENCES[:2]) if quick else (LENGTHS, SEQUENCES)

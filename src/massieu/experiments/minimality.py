@@ -35,8 +35,8 @@ def minimality(seed: int, quick: bool) -> Numbers:
     """A causal transformer of two layers and width 32 learns to predict a hidden Markov chain of 4 states and 5 symbols, in
     2,000 steps of 128 sequences of 24. Its representation is what the readout sees at the last token. A nuisance is told from
     the exact posterior of the hidden state (its probabilities and their products), and from that with the representation beside
-    it, by ridge regression; partial R² is the share of what the first left that the second explains, on other sequences.
-    A minimal representation has 0.
+    it, by ridge regression. Partial R² is the share of what the first left that the second explains, on other sequences. A
+    minimal representation has 0.
     """
     drawn = torch.Generator().manual_seed(seed)
     chain = Chain(STATES, SYMBOLS, LENGTH, drawn)

@@ -74,9 +74,9 @@ def _tune(seed: int, quick: bool) -> Numbers:
 )
 def normaliser(seed: int, quick: bool) -> Numbers:
     """A causal transformer of two layers, 4 heads and width 64 (117,000 weights, none tied) predicts the next character of the
-    reference text that ships with Python. Windows have 64 characters; training takes 600 steps of 32 windows. Arms differ in the
-    map from scores to weights alone, and see the same windows, each with the step size that was best for it on seed 0. What is
-    compared is a short training, not its end.
+    reference text that ships with Python. Windows have 64 characters; training takes 600 steps of 32 windows. Arms differ in
+    the map from scores to weights alone, and see the same windows, each with the step size that was best for it on seed 0. What
+    is compared is a short training, not its end.
     """
     text = Text(_LENGTH)
     arms = _arms(text)
