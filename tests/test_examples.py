@@ -116,12 +116,12 @@ def test_every_page_with_code_is_run():
 
 
 @pytest.mark.medium
-def test_the_readmes_python_runs(tmp_path, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    blocks = [block for block in blocks if "path/to/model" not in block]
-    assert len(blocks) == 4
-    for block in blocks:
-        run_here(block, tmp_path / "readme.py", monkeypatch)
+def test_the_readmes_python_prints_what_stands_below_it(tmp_path, monkeypatch, capsys):
+    readme = (ROOT / "README.md").read_text()
+    ((block, printed),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, flags=re.DOTALL)
+    assert readme.count("```python") == 1
+    run_here(block, tmp_path / "readme.py", monkeypatch)
+    assert capsys.readouterr().out == printed
 
 
 def test_every_example_is_tested():
