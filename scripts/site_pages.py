@@ -2,6 +2,7 @@
 
 - `reference/`: a page per room, from the docstrings (mkdocstrings);
 - `theory/papers.md`: from the papers to the code;
+- `tutorials/`: with what their blocks print and draw;
 - `repository/`: what the pages link to outside docs/: scripts, results, how to contribute. In the repository pages link to
   these files by relative paths; on the site the same links lead to `repository/`.
 """
@@ -15,6 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from scripts.papers import papers_page
 from scripts.reference import ROOT, Uri, reference_page, reference_uri, rooms
+from scripts.tutorials import executed
 
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=(?:#[^)\s]*)?\))")
 """The path of a link, where its target is not an anchor alone."""
@@ -51,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they are on the site, and tables as its Markdown reads them."""
+    """Links as they are on the site, tables as its Markdown reads them, tutorials with their output."""
     uri = page.file.src_uri
     source = uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}"
     here = os.path.dirname(uri)
@@ -60,7 +62,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = _resolved(source, link[1])
         return os.path.relpath(_uri(path), here) if _is_moved(source, path) else link[1]
 
-    return LINK.sub(on_site, bars(markdown))
+    markdown = LINK.sub(on_site, bars(markdown))
+    return executed(markdown) if uri.startswith("tutorials/") else markdown
 
 
 def bars(markdown: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts.tutorials import executed
 
 from massieu.probing.statistics.registry import STATISTICS
 
@@ -45,6 +46,7 @@ PAGES_WITH_CODE = (
     "how-to/conditional_mean",
     "how-to/entropy_collapse",
 )
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
     "own_measure.py",
@@ -112,7 +114,23 @@ def test_every_page_with_code_is_run():
         *PAGES,
         "docs/how-to/probe.md",
         "docs/how-to/extending.md",
+        *(f"docs/tutorials/{path.name}" for path in TUTORIALS),
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs_prints_and_draws(page):
+    shown = executed(page.read_text())
+    assert "```text\n" in shown and "](data:image/png;base64," in shown
+
+
+@pytest.mark.medium
+def test_a_block_of_a_tutorial_has_its_output_below_it_and_one_that_fails_ends_the_build():
+    shown = executed("# One\n\n```python\na = 2\nprint(a)\n```\n\nThen.\n\n```python\nb = a + 1\n```\n")
+    assert "print(a)\n```\n\n```text\n2\n```\n" in shown and shown.count("```text") == 1
+    with pytest.raises(RuntimeError, match="so"):
+        executed("```python\nraise ValueError('so')\n```\n")
 
 
 @pytest.mark.medium
