@@ -88,10 +88,15 @@ def run_here(source: str, script: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.medium
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, capsys):
+    """A block of text right below a block of Python is what that block prints."""
+    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
-    run_here("\n\n".join(blocks), tmp_path / "page.py", monkeypatch)
+    run_here("\nprint('END OF BLOCK')\n".join(block for block, _ in blocks), tmp_path / "page.py", monkeypatch)
+    printed = capsys.readouterr().out.split("END OF BLOCK\n")
+    assert len(printed) == len(blocks)
+    for shown, (_, expected) in zip(printed, blocks, strict=True):
+        assert not expected or shown == expected
 
 
 @pytest.mark.slow
