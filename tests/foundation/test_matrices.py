@@ -1,5 +1,6 @@
 """Systems and determinants against torch's own outside of vmap, where those are right."""
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -34,6 +35,21 @@ def test_signs_of_determinants():
     torch.testing.assert_close(
         matrices.log_determinant(swapped), torch.tensor([torch.nan, 6.0, torch.nan, 0.0]).double().log(), equal_nan=True
     )
+
+
+def test_least_squares_are_numpys_of_lower_rank_too_and_have_the_same_bits_in_each_call():
+    matrix, right = normal(2000, 5), normal(2000, 3, seed=1)
+    lower = torch.stack([matrix, torch.cat([matrix[:, :3], matrix[:, :2]], -1)])
+    found = matrices.least_squares(lower, right.expand(2, -1, -1))
+    for one, answer in zip(lower, found, strict=True):
+        wanted = np.linalg.lstsq(one.numpy(), right.numpy(), rcond=None)[0]
+        torch.testing.assert_close(answer, torch.from_numpy(wanted), rtol=1e-10, atol=1e-12)
+    bits, memory = set(), []
+    for size in range(1, 61):
+        memory.append(torch.full((size,), size, dtype=torch.int32))  # what is let go is what the next call finds
+        memory = memory[-size % 7 :]
+        bits.add(matrices.least_squares(lower.clone(), right.expand(2, -1, -1).clone()).numpy().tobytes())
+    assert len(bits) == 1
 
 
 FIELDS, COUPLING = normal(3, 4, seed=2), normal(4, 4, seed=3)

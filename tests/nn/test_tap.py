@@ -89,7 +89,9 @@ def glauber(field, coupling):
                 after[spin] = sign
                 transition[index, place[tuple(after.tolist())]] += (1 + sign * mean) / 2 / len(field)
     system = torch.cat([transition.T - torch.eye(len(states)).double(), torch.ones(1, len(states)).double()])
-    stationary = torch.linalg.lstsq(system, torch.eye(len(states) + 1)[-1:].T.double()).solution.flatten()
+    stationary = torch.linalg.lstsq(
+        system, torch.eye(len(states) + 1)[-1:].T.double(), driver="gelsd"
+    ).solution.flatten()
     return stationary @ states
 
 

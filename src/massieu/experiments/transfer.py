@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.training import minimise
+from massieu.foundation.matrices import least_squares
 from massieu.nn import Attention
 from massieu.posteriors import DiscreteLatent
 from massieu.theory import excess_risk_bound
@@ -62,7 +63,7 @@ def transfer(seed: int, quick: bool) -> Numbers:
         by_theory = float((found.predict(predicted) - downstream).square().sum(-1).mean())
         labels = task.downstream.mT[labelled[1]]
         labels = labels + NOISE * torch.randn(labels.shape, generator=drawn, dtype=torch.float64)
-        fitted = _with_one(predicted) @ _least_squares(_with_one(prediction_of_labelled), labels)
+        fitted = _with_one(predicted) @ least_squares(_with_one(prediction_of_labelled), labels)
         losses.append((found.condition_number, masked, by_theory, float((fitted - downstream).square().sum(-1).mean())))
     known = losses[:-1]
     variance_of_masked = float((exact @ task.targets(1.0).mT).var(0).sum())
@@ -142,11 +143,6 @@ class _Task:
 
 def _with_one(points: Float64[Tensor, "B p"]) -> Float64[Tensor, "B p+1"]:
     return torch.cat([points, torch.ones_like(points[:, :1])], 1)
-
-
-def _least_squares(points: Float64[Tensor, "B p"], labels: Float64[Tensor, "B t"]) -> Float64[Tensor, "p t"]:
-    """By the singular values: the default driver's last bits differ from call to call with the same input."""
-    return torch.linalg.lstsq(points, labels, driver="gelsd").solution
 
 
 def _rank_correlation(x: list[float], y: list[float]) -> float:

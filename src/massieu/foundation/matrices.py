@@ -52,6 +52,15 @@ def solve(matrix: Float[Tensor, "*lead n n"], right: Float[Tensor, "*lead n k"])
     return torch.linalg.inv_ex(matrix).inverse @ right
 
 
+def least_squares(matrix: Float[Tensor, "*lead m n"], right: Float[Tensor, "*lead m k"]) -> Float[Tensor, "*lead n k"]:
+    """The x of the least ‖matrix·x − right‖, and of the least norm among several; by singular values, on a CPU.
+
+    PyTorch's default driver of `torch.linalg.lstsq` reads memory that nobody wrote (torch 2.13): its last bits differ from call
+    to call, and at a matrix of lower rank its answer may be wrong.
+    """
+    return torch.linalg.lstsq(matrix, right, driver="gelsd").solution
+
+
 def log_determinant(matrix: Float[Tensor, "*lead n n"]) -> Float[Tensor, "*lead"]:
     """log det; NaN where the determinant is negative, −inf where it is 0."""
     factors, pivots, _ = torch.linalg.lu_factor_ex(matrix)

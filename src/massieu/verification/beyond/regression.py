@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.matrices import least_squares
 from massieu.regression import FeatureKernel, LinearKernel, conditional_mean_attention
 from massieu.verification.claim import Check, at_least, at_most, close
 from massieu.verification.inputs import check_at_least, normal_draws
@@ -33,7 +34,7 @@ def regression_at_test_time(keys: int = 30, dimensions: int = 4, ridge: float = 
     query, key, value = normal(1, 1, 5, dimensions), normal(1, 1, keys, dimensions), normal(1, 1, keys, 3)
     q, k, v = (tensor[0, 0] for tensor in (query, key, value))
     root = torch.softmax(scale * q @ k.T, -1).sqrt().unsqueeze(-1)
-    constant = torch.linalg.lstsq(root, root * v).solution.squeeze(-2)
+    constant = least_squares(root, root * v).squeeze(-2)
     yield close(
         "softmax attention and the best constant", ops.attention(query, key, value, scale=scale).output[0, 0], constant
     )
@@ -42,9 +43,9 @@ def regression_at_test_time(keys: int = 30, dimensions: int = 4, ridge: float = 
     slope = torch.autograd.grad(0.5 * (k @ start - v).square().sum(), start)[0]
     yield close("linear attention and one gradient step of length 1", (q @ k.T) @ v, q @ (start - slope).detach())
     identity = torch.eye(dimensions, dtype=torch.float64)
-    fit = torch.linalg.lstsq(
+    fit = least_squares(
         torch.cat([k, math.sqrt(ridge) * identity]), torch.cat([v, torch.zeros(dimensions, 3, dtype=torch.float64)])
-    ).solution
+    )
     found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=ridge)
     yield close("conditional mean attention and the ridge solution", found.output[0, 0], q @ fit)
     # λ·(G + λI)⁻¹ differs from I by at most the largest eigenvalue over λ.

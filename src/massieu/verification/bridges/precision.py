@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.matrices import least_squares
 from massieu.theory import GaussianTokens, denoising_score
 from massieu.verification.claim import Check, at_least, at_most, close, near_in_standard_errors
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
@@ -94,7 +95,7 @@ def _by_regression(normal: Normal, law: GaussianTokens, count: int = 100_000) ->
     """The conditional mean is what least squares finds: no formula of ours in it."""
     key, value = _draws(normal, law, count)
     centred = key - key.mean(0)
-    slope = torch.linalg.lstsq(centred, value - value.mean(0)).solution.mT
+    slope = least_squares(centred, value - value.mean(0)).mT
     residual = value - value.mean(0) - centred @ slope.mT
     # Var of a least-squares slope: residual variance times the inverse Gram matrix.
     inverse = torch.linalg.inv(centred.mT @ centred)

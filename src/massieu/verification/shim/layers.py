@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.energy import HopfieldEnergy, activations
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
+from massieu.foundation.matrices import least_squares
 from massieu.measures import Atoms
 from massieu.population import FeedForward
 from massieu.theory import damped_descent
@@ -77,7 +78,7 @@ def _distance_to_maps(normal: Normal, dimensions: int, draws: int) -> Iterator[C
     size = update.square().sum((-2, -1)) / x.square().sum((-2, -1))
     yield near_in_standard_errors("relu: E‖f(x)‖²/E‖x‖² and ½", size.mean(), 0.5, size.std() / math.sqrt(batches))
     design = torch.cat([x, torch.ones_like(x[..., :1])], -1)
-    fitted = design @ torch.linalg.lstsq(design, update).solution
+    fitted = design @ least_squares(design, update)
     share = (update - fitted).square().sum((-2, -1)) / (update - update.mean(-2, keepdim=True)).square().sum((-2, -1))
     # Fitting d + 1 numbers takes away that share of the residual.
     share = share / (1 - (dimensions + 1) / x.shape[-2])

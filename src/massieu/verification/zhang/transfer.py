@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from massieu.foundation.matrices import least_squares
 from massieu.theory import excess_risk_bound, masked_gaussian_mean, masked_mean, masked_token_probabilities, transfer
 from massieu.verification.claim import (
     CLOSED_FORM,
@@ -80,7 +81,7 @@ def _gaussian_tokens(normal: Normal, sequences: int, length: int = 5, weight: fl
     found = masked_gaussian_mean(observed, mean, weight)[:, 0]
     each = observed[..., 0]
     features = torch.cat([torch.ones(sequences, 1, dtype=torch.float64), each], -1)
-    slope = torch.linalg.lstsq(features, masked[:, None]).solution[:, 0]
+    slope = least_squares(features, masked[:, None])[:, 0]
     variance = 1 + 1 / (weight + length)
     error = (variance * torch.linalg.inv(features.T @ features).diagonal()).sqrt()
     expected = torch.tensor([weight * 0.7, *[1.0] * length], dtype=torch.float64) / (weight + length)
