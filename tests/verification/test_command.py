@@ -1,11 +1,13 @@
 """The command `massieu verify`: what it prints, the page it writes, how it ends."""
 
+import inspect
 import json
 import math
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,19 @@ def test_a_claim_that_fails_ends_with_one():
     assert re.search(r"one and two +1 against 2 +0\.333 +≤ 1e−10 +fails", _run("B2", "--all").stdout)
     assert not verify().ok
     assert repr(verify("B2")) == "Verification(0 of 1 claim holds, 1 fails (B2))"
+
+
+def test_a_claim_says_where_its_code_is(tmp_path, monkeypatch):
+    def body() -> Iterator[Check]:
+        yield close("true", 1.0, 1.0)
+
+    register("S1", body)
+    line = inspect.getsourcelines(body)[1]
+    here = Path(__file__)
+    monkeypatch.chdir(here.parent)
+    assert re.search(rf"code +{here.name}:{line} *$", _run("S1").stdout, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)  # elsewhere by its whole path, wrapped where it is long
+    assert f"{here}:{line}" in re.sub(r"\s+", "", _run("S1").stdout)
 
 
 def test_a_published_form_that_happens_to_hold_is_told():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 
 from massieu.errors import InputError
 from massieu.verification.claim import Check, Claim, Standing, Status
@@ -41,6 +42,11 @@ class ClaimFunction:
     def parameters(self) -> dict[str, Setting]:
         """The parameters with their defaults; an int is a whole number, at least 1 (a seed: at least 0)."""
         return {name: entry.default for name, entry in inspect.signature(self.body).parameters.items()}
+
+    @property
+    def code(self) -> tuple[Path, int]:
+        """The file of the function that checks it, and the line where the function begins."""
+        return Path(self.body.__code__.co_filename), self.body.__code__.co_firstlineno
 
     def __call__(self, **settings: Setting | str) -> Claim:
         """Check the claim.

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from massieu.foundation.numbers import bound, number
 from massieu.verification.claim import Check, Claim, Verdict
+from massieu.verification.registry import find
 from massieu.verification.run import Verification
 
 WIDTH = 120
@@ -67,6 +69,7 @@ def _in_full(claim: Claim, every_row: bool) -> RenderableType:
     facts.add_row("source", Text(f"{claim.source} ({claim.status})"))
     if claim.parameters:
         facts.add_row("parameters", Text(", ".join(f"{name}={value}" for name, value in claim.parameters.items())))
+    facts.add_row("code", Text(_place(claim), overflow="fold"))
     facts.add_row("seconds", number(claim.seconds))
 
     table = _table("check", "numbers", "measured", "bound", "verdict") if every_row else _worst_rows()
@@ -88,6 +91,13 @@ def _in_full(claim: Claim, every_row: bool) -> RenderableType:
             Text(f"   {len(claim.checks)} checks; every one of them: massieu verify {claim.id} --all\n", "dim")
         )
     return Group(*parts)
+
+
+def _place(claim: Claim) -> str:
+    """FILE:LINE of the claim's function, as editors open it: from here, where the file lies below this folder."""
+    path, line = find(claim.id).code
+    here = Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
 
 
 def _add_every(table: Table, checks: Iterable[Check]) -> None:
