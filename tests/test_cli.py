@@ -205,7 +205,7 @@ def test_several_paths_may_follow_one_text_option(probed, tmp_path, arguments, m
 def test_a_model_taken_for_text_is_noticed(probed, checkpoint, text):
     ran = _run("probe", "--text", text, checkpoint)
     assert ran.exit_code == 2
-    assert ran.stderr == f"massieu: {checkpoint} is a model; MODEL goes before --text\n"
+    assert ran.stderr == f"massieu: {checkpoint}, given after --text, is a model; put MODEL before --text\n"
 
 
 def test_the_summary_names_the_findings_and_the_page(probed, tmp_path):
@@ -389,7 +389,7 @@ def test_statistics_are_a_line_each_with_group_and_meaning():
     for statistic, line in zip(STATISTICS.values(), lines, strict=False):
         assert line.split() == [statistic.name, statistic.group, *statistic.question.split()]
     assert lines[len(STATISTICS) :] == [
-        "", f"{len(STATISTICS)} statistics; in full: massieu statistics NAME, or a group for all of its own"
+        "", f"{len(STATISTICS)} statistics; 'massieu statistics NAME' explains one, or all of a group"
     ]  # fmt: skip
 
 

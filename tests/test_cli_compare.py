@@ -63,7 +63,7 @@ def test_limits_decide_the_status(stored: tuple[Path, Path], tmp_path: Path):
     assert _run(*stored, *out, "--fail-above", "entropy=9").exit_code == 0
     above = _run(*stored, *out, "--fail-above", "weight_first=9, entropy=0")
     assert above.exit_code == 1
-    assert "massieu: above the limit: tuned, layer 1 head 0, entropy by" in above.output
+    assert "massieu: above the limit: tuned, layer 1 head 0, entropy differs by" in above.output
     assert change > 0
     # The same model twice: no difference is above 0.
     assert _run(stored[0], stored[0], *out, "--fail-above", "entropy=0,weight_first=0").exit_code == 0
@@ -90,8 +90,8 @@ def test_json_is_the_comparison_and_nothing_else(stored: tuple[Path, Path], tmp_
         (["a", "b", "--fail-above", "entropy=x"], "got 'entropy=x'"),
         (["a", "b", "--fail-above", "entropy=-1"], "0 or more, got 'entropy=-1'"),
         (["a", "b", "--fail-above", "entropy=nan"], "0 or more, got 'entropy=nan'"),
-        (["a", "b", "--fail-above", "warmth=1"], "'warmth' is unknown"),
-        (["a", "b", "--fail-above", "effective_rank_change=1"], "'effective_rank_change' is unknown"),
+        (["a", "b", "--fail-above", "warmth=1"], "'warmth' is not one"),
+        (["a", "b", "--fail-above", "effective_rank_change=1"], "'effective_rank_change' is not one"),
         (["a", "b", "--fail-above", ","], "needs NAME=X, as in entropy=0.1, got ','"),
         (["a", "b", "--statistics", "weight_first", "--fail-above", "entropy=1"], "--statistics leaves it out"),
         (["a", "b", "--revisions", "x,y"], "named once; 2 models were given"),

@@ -102,7 +102,7 @@ def test_a_backend_that_is_not_taken_may_be_wrong(monkeypatch):
     monkeypatch.setattr(room, "choose", lambda asked, registry, problem: registry[1])
     ran = _run("devices", "--quick", "--device", "cpu")
     assert ran.exit_code == 0
-    assert "and is not taken by auto" in " ".join(ran.stdout.split())
+    assert "; auto does not choose it" in " ".join(ran.stdout.split())
 
 
 def test_the_tables_fit_a_narrow_terminal():
@@ -111,8 +111,8 @@ def test_the_tables_fit_a_narrow_terminal():
     assert max(map(len, ran.stdout.splitlines())) <= 80
     assert "\x1b" not in ran.output
     assert "not measured" in ran.stdout
-    assert ran.stdout.rstrip().endswith("Every backend that auto takes is within its error bars.")
-    assert "massieu: what auto takes in float32" in ran.stderr
+    assert ran.stdout.rstrip().endswith("Every backend that auto chooses is within its error bounds.")
+    assert "massieu: choosing backends for float32" in ran.stderr
 
 
 def test_json_is_what_the_page_says():
@@ -132,7 +132,7 @@ def test_interrupted(monkeypatch):
     ran = _run("devices", "--quick", "--device", "cpu")
     assert ran.exit_code == 130
     assert "soft-capped" in ran.stdout
-    assert ran.stderr.splitlines()[-1] == "massieu: interrupted: what is missing was not measured"
+    assert ran.stderr.splitlines()[-1] == "massieu: interrupted: the remaining backends were not measured"
 
 
 @every_row("device, message", [

@@ -28,10 +28,10 @@ def test_the_list_has_each_question_and_what_was_found_last():
     ("arguments", "said"),
     [
         (["sinks"], "did you mean sink"),
-        (["sink", "--seeds", "1,x"], "--seeds takes different whole numbers"),
+        (["sink", "--seeds", "1,x"], "--seeds needs different whole numbers"),
         (["sink", "--seeds", "1,1"], "got '1,1'"),
-        (["wind-tunnel", "--tune", "--large"], "are runs of their own"),
-        (["sink", "--model", "gpt2"], "--model goes with wind-tunnel"),
+        (["wind-tunnel", "--tune", "--large"], "exclude each other"),
+        (["sink", "--model", "gpt2"], "--model works with the experiment wind-tunnel only"),
         (["wind-tunnel", "--model", "no/such/folder"], "no/such/folder"),
         (["normaliser", "--tune", "--seeds", "0,1"], "--tune takes one seed, got 2"),
         (["normaliser", "--tune", "--seeds", "6"], "seed 6 is one of a verdict"),
@@ -47,7 +47,7 @@ def test_bad_input_is_one_sentence(arguments, said, tmp_path: Path):
 @pytest.mark.slow
 def test_a_quick_run_prints_thresholds_and_writes_page_and_numbers(tmp_path: Path):
     ran = run("temperature", "--quick", "--out", tmp_path)
-    assert ran.returncode == 0 and "verdict: undecided (a quick run decides nothing)" in ran.stdout
+    assert ran.returncode == 0 and "verdict: undecided (a quick run gives no verdict)" in ran.stdout
     stored = json.loads((tmp_path / "temperature.quick.json").read_text())
     assert stored["quick"] and list(stored["seeds"]) == ["5"] and len(stored["criteria"]) == 4
     assert "seed 5 (1 of 1" in ran.stderr and (tmp_path / "temperature.quick.html").exists()

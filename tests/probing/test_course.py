@@ -368,7 +368,7 @@ def test_torchrun_gives_the_table_of_one_process(checkpoint, tmp_path):
 def test_torchrun_says_bad_input_once(checkpoint, tmp_path):
     for wrong, message in (
         ([checkpoint, "--max-length", 2], "max_length must be at least 4, got 2"),
-        ([checkpoint, "--text", "-"], "standard input reaches one process alone"),
+        ([checkpoint, "--text", "-"], "--text - works with one process only"),
     ):
         ran = torchrun(2, "probe", *wrong, "--out", tmp_path / "out", stdin=subprocess.DEVNULL)
         _, error = ran.communicate(timeout=240)
@@ -424,7 +424,7 @@ def test_a_terminated_command_is_resumed_to_the_last_bit(checkpoint, tmp_path):
             _, error = ran.communicate(timeout=120)
         assert ran.returncode == end, error
         command.append("--resume") if "--resume" not in command else None
-    assert b"the same command with --resume goes on from there" in error
+    assert b"run the same command with --resume to continue" in error
     assert not ProbeResult.load(tmp_path / "here").complete
     assert _run(*shared, *here, "--resume").exit_code == 0
     assert not stored.parent.exists()

@@ -77,8 +77,9 @@ def _interrupted(interruption: Interruption) -> str:
 
 app = typer.Typer(
     cls=_Commands,
-    help="See, build and check transformers as probability.",
-    epilog="massieu COMMAND --help shows a command's options and examples.",
+    help="Look into transformers, watch them train, and check the theory of attention as probability.",
+    epilog="'massieu COMMAND --help' shows the options and examples of a command. "
+    "In help texts, [brackets] hold the default.",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -122,7 +123,7 @@ def probe(
     images: take.Images = None,
     source: take.Source = None,
     target: take.Target = None,
-    out: Annotated[Path | None, option("DIR", f"Folder for the page and the tables [{RESULTS}/<model name>].")] = None,
+    out: Annotated[Path | None, option("DIR", f"Folder for the page and the tables [{RESULTS}/<model>].")] = None,
     max_length: take.MaxLength = 256,
     max_tokens: take.MaxTokens = None,
     batch_size: take.BatchSize = 8,
@@ -138,18 +139,18 @@ def probe(
     statistics: take.Statistics = None,
     quick: take.Quick = False,
     per_token: take.PerToken = None,
-    seed: Annotated[int, option("N", "Seed of samples and random controls.")] = 0,
+    seed: Annotated[int, option("N", "Random seed of samples and controls.")] = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    format: Annotated[take.TableFormat, option(None, "How the tables are stored.")] = take.TableFormat.PARQUET,
+    format: Annotated[take.TableFormat, option(None, "File format of the tables.")] = take.TableFormat.PARQUET,
     resume: take.Resume = False,
     store_every: take.StoreEvery = 5.0,
 ) -> None:
-    """Measure a model on text: an HTML page and tables."""
+    """Measure a model's attention on text; writes an HTML page."""
     if many() and text is not None and "-" in text:
-        raise InputError("standard input reaches one process alone; give a file for several of them to read")
+        raise InputError("--text - works with one process only, but torchrun started several; give files instead")
     if model is None and text is not None and len(text) > 1 and os.path.isfile(Path(text[-1], "config.json")):
-        raise InputError(f"{text[-1]} is a model; MODEL goes before --text")
+        raise InputError(f"{text[-1]}, given after --text, is a model; put MODEL before --text")
     folder = RESULTS / short_name(model) if out is None else out
     chosen = take.names_in(*statistics or ())
     with result_folder(folder) if leads() else nullcontext():
@@ -202,11 +203,11 @@ def _end_probe(result: "ProbeResult", interruption: Interruption) -> None:
     """The exit status of a probe whose result was saved."""
     if not result.complete:
         say_first(
-            f"{_interrupted(interruption)}: the result holds what was measured until then and is marked incomplete; "
-            "the same command with --resume goes on from there"
+            f"{_interrupted(interruption)}: the result holds what was measured so far and is marked incomplete; "
+            "run the same command with --resume to continue"
         )
     elif interruption.asked.is_set():
-        say_first(f"{_interrupted(interruption)} when all was measured: the result is complete")
+        say_first(f"{_interrupted(interruption)} after the last measurement: the result is complete")
     elif result.trouble and leads():
         raise typer.Exit(NOT_FINITE)
     else:
@@ -225,31 +226,34 @@ def _end_probe(result: "ProbeResult", interruption: Interruption) -> None:
 )
 def compare(
     context: typer.Context,
-    models: Annotated[list[str], typer.Argument(metavar="MODEL ...", help="Models, or folders of stored results.")],
-    revisions: Annotated[str | None, option("R,...", "Revisions of the one MODEL, in place of several.")] = None,
-    text: Annotated[list[str] | None, option("PATH ...", "Files or folders, as for massieu probe.")] = None,
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL ...", help="Two or more models, or folders of stored results.")
+    ],
+    revisions: Annotated[str | None, option("R,...", "Compare revisions of one MODEL from the hub.")] = None,
+    text: Annotated[list[str] | None, option("PATH ...", "Files or folders, as for 'massieu probe'.")] = None,
     column: take.Column = None,
     source: take.Source = None,
     target: take.Target = None,
     out: Annotated[
         Path | None,
-        option("DIR", f"Folder for the page, the tables and each model's result [{RESULTS}/<first>-<last>]."),
+        option("DIR", f"Folder for the page, the tables and the results [{RESULTS}/<first>-<last>]."),
     ] = None,
-    max_length: Annotated[int | None, option("N", "Tokens in a window [256].")] = None,
+    max_length: Annotated[int | None, option("N", "Tokens per window [256].")] = None,
     max_tokens: take.MaxTokens = None,
-    batch_size: Annotated[int | None, option("N", "Windows in a batch [8].")] = None,
+    batch_size: Annotated[int | None, option("N", "Windows per batch [8].")] = None,
     no_packing: take.NoPacking = False,
     device: Device = None,
     dtype: Dtype = None,
     statistics: take.Statistics = None,
-    seed: Annotated[int | None, option("N", "Seed of samples and random controls [0].")] = None,
+    seed: Annotated[int | None, option("N", "Random seed of samples and controls [0].")] = None,
     trust_remote_code: TrustRemoteCode = False,
     fail_above: Annotated[
-        str | None, option("NAME=X,...", "End with 1 where a head's statistic differs by more, and is named.")
+        str | None,
+        option("NAME=X,...", "Exit with status 1 if a head's statistic differs significantly and by more than X."),
     ] = None,
     json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
-    """Compare models head by head on the same text."""
+    """Compare models on the same text, head by head."""
     from massieu.cli.compare import Asked, limits_of, run
 
     names, chosen = take.names_in(*() if revisions is None else (revisions,)), take.names_in(*statistics or ())
@@ -264,7 +268,7 @@ def compare(
     asked = Asked(models, names, given, RESULTS / "-".join(ends) if out is None else out, limits, json)
     found, above = run(asked, context.obj)
     if context.obj.asked.is_set():
-        say(f"{_interrupted(context.obj)} when all was measured: the comparison is complete")
+        say(f"{_interrupted(context.obj)} after the last measurement: the comparison is complete")
         raise typer.Exit(context.obj.status)
     if any(each.trouble for each in found.runs):
         raise typer.Exit(NOT_FINITE)
@@ -283,7 +287,7 @@ def describe(
     trust_remote_code: TrustRemoteCode = False,
     json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
-    """Show a model's attention sites, heads and wiring."""
+    """List the attention layers of a model and its heads."""
     with context.obj.loading():
         from massieu.probing.run import describe as run_describe
 
@@ -297,9 +301,9 @@ def describe(
 
 @app.command(epilog=f"\b\nExample:\n  massieu report {RESULTS}/gpt2")
 def report(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A folder that massieu probe has written.")],
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A folder that 'massieu probe' has written.")],
 ) -> None:
-    """Draw the page again from stored results."""
+    """Draw the page of a stored result again."""
     from massieu.probing.result import ProbeResult
 
     typer.echo(f"page: {ProbeResult.redraw(results)}")
@@ -311,11 +315,16 @@ def report(
     "  massieu monitor run.jsonl other.jsonl --reference healthy.jsonl"
 )
 def monitor(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl", help="What a monitor recorded; more: beside it.")],
-    reference: Annotated[Path | None, option("PATH", "A healthy run: drawn beside, alarms against it.")] = None,
-    out: Annotated[Path | None, option("PATH", "The page [RUN.html].")] = None,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN.jsonl", help="File that massieu.Monitor wrote; further files share the plots."),
+    ],
+    reference: Annotated[
+        Path | None, option("PATH", "A run that went well: it shares the plots, and alarms compare with it.")
+    ] = None,
+    out: Annotated[Path | None, option("PATH", "File of the page [RUN.html].")] = None,
 ) -> None:
-    """Draw a training run's curves and alarms as a page."""
+    """Draw the curves and alarms of a training run."""
     from massieu.cli.monitor import draw
 
     typer.echo(f"page: {draw(runs, out, reference)}")
@@ -329,10 +338,10 @@ def monitor(
 )
 def statistics(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Statistics or groups, in full [all, a line each].")
+        list[str] | None, typer.Argument(metavar="NAME", help="Statistics or groups to explain [a list of all].")
     ] = None,
 ) -> None:
-    """List the statistics; with names: formula, claim, control, cost."""
+    """List the statistics, or explain the ones you name."""
     from massieu.probing.statistics.registry import STATISTICS, select
 
     if not names:
@@ -354,17 +363,17 @@ def statistics(
 def verify(
     context: typer.Context,
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="ID", help="Claims such as S7, in full [all, one line each].")
+        list[str] | None, typer.Argument(metavar="ID", help="Claims to show in detail, such as S7 [a list of all].")
     ] = None,
-    set: Annotated[list[str] | None, option("NAME=VALUE", "Another value for a parameter of the claims named.")] = None,
-    seed: Annotated[int | None, option("N", "Seed of every claim that draws something [0].")] = None,
+    set: Annotated[list[str] | None, option("NAME=VALUE", "Set a parameter of the named claims; repeatable.")] = None,
+    seed: Annotated[int | None, option("N", "Random seed of all claims [0].")] = None,
     every_row: Annotated[
-        bool, option(None, "Every row of the claims named, not the worst of each kind alone.", "--all")
+        bool, option(None, "Show every check of the named claims, not only the worst of each kind.", "--all")
     ] = False,
     json: Annotated[bool, option(None, "Print a JSON list instead.", "--json")] = False,
-    html: Annotated[Path | None, option("PATH", "Write a page with every number.")] = None,
+    html: Annotated[Path | None, option("PATH", "Also write a page with every number.")] = None,
 ) -> None:
-    """Check the papers' claims with numbers; ends with 1 if one fails."""
+    """Check the claims of the papers; exits with 1 if one fails."""
     if html is not None:
         check_page(html)
     with context.obj.loading():
@@ -382,7 +391,7 @@ def verify(
     if html is not None:
         typer.echo(f"page: {html}", err=json)
     if not result.complete:
-        say(f"{_interrupted(context.obj)}: what is missing was not checked")
+        say(f"{_interrupted(context.obj)}: the remaining claims were not checked")
         raise typer.Exit(context.obj.status)
     if not result.ok:
         raise typer.Exit(FAILED)
@@ -394,10 +403,12 @@ def verify(
 def devices(
     context: typer.Context,
     device: Device = None,
-    quick: Annotated[bool, option(None, "Small sizes: what is right, in seconds.", "--quick")] = False,
+    quick: Annotated[
+        bool, option(None, "Small sizes: checks the errors within seconds; timings mean little.", "--quick")
+    ] = False,
     json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
-    """Show which attention kernels run here, and how well."""
+    """Test which attention kernels run here, and how fast."""
     with context.obj.loading():
         from massieu.cli import devices as shown
         from massieu.ops.survey import survey
@@ -409,7 +420,7 @@ def devices(
     else:
         shown.show(found)
     if not found.complete:
-        say(f"{_interrupted(context.obj)}: what is missing was not measured")
+        say(f"{_interrupted(context.obj)}: the remaining backends were not measured")
         raise typer.Exit(context.obj.status)
     if not found.ok:
         raise typer.Exit(FAILED)

@@ -51,11 +51,11 @@ def limits_of(given: str | None, chosen: Sequence[str] | None) -> dict[str, floa
         statistic = STATISTICS.get(name)
         if statistic is None or statistic.scope == "layer" or name not in wanted:
             why = (
-                "is not measured: --statistics leaves it out"
+                "is not measured, because --statistics leaves it out"
                 if statistic and statistic.scope != "layer"
-                else "is unknown"
+                else "is not one; 'massieu statistics' lists them"
             )
-            raise InputError(f"--fail-above needs NAME=X of a statistic of heads, and {name!r} {why}")
+            raise InputError(f"--fail-above needs NAME=X where NAME is a statistic of heads, and {name!r} {why}")
         try:
             limits[name] = float(text)
         except ValueError as error:
@@ -100,7 +100,7 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
     for model, layer, head, statistic, difference in (
         above.select("model", "layer", "head", "statistic", "difference").head(SHOWN).rows()
     ):
-        say(f"above the limit: {model}, layer {layer} head {head}, {statistic} by {difference:.4g}")
+        say(f"above the limit: {model}, layer {layer} head {head}, {statistic} differs by {difference:.4g}")
     return found, not above.is_empty()
 
 
@@ -109,7 +109,7 @@ def _say_stored(asked: Asked) -> None:
 
     stored = asked.folder / FOLDER
     if number := sum(1 for each in stored.glob("*/run.json")):
-        say(f"{number} results of models are stored in {stored}; the same command goes on from there")
+        say(f"{number} results of models are stored in {stored}; run the same command again to continue")
 
 
 def _show(found: "Comparison", asked: Asked) -> None:
@@ -125,7 +125,7 @@ def _show(found: "Comparison", asked: Asked) -> None:
         for each in sorted(counts, key=lambda each: -each["named"])[:SHOWN]:
             typer.echo(f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ")
         changed = found.changed(SHOWN, model)
-        typer.echo("  the heads that changed most:" if changed else "  no head is named")
+        typer.echo("  the heads that changed most:" if changed else "  no head differs significantly")
         for change in changed:
             typer.echo(f"    {change.sentence(model).partition(', ')[2]}")
     typer.echo(f"\npage: {asked.folder / 'report.html'}")

@@ -33,17 +33,20 @@ def show(found: "Survey") -> None:
         console.print(reason, markup=False)
     own = [row for row in found.rows if row.own]
     console.print(
-        _table("\nRelative errors against float64, causal, and the share of log Z's gradient", _errors(found.rows))
+        _table("\nErrors of causal attention relative to float64, and share of log Z's gradient", _errors(found.rows))
     )
-    console.print(_table(f"\nTimes beside PyTorch's fastest, causal: {size}", _times(found.rows)))
+    console.print(
+        _table(f"\nTimes of causal attention, and their ratio to PyTorch's fastest: {size}", _times(found.rows))
+    )
     for name, reason in (found.unavailable or {}).items():
-        console.print(f"not here: {name}: {reason}", markup=False)
+        console.print(f"{name} does not run here: {reason}", markup=False)
     for row in own:
         if row.excess:
-            fault = "exceeds its error bar" if row.taken else "exceeds its error bar, and is not taken by auto"
-            console.print(f"{row.name}, {row.dtype}: {', '.join(row.excess)} {fault}", markup=False)
+            used = "" if row.taken else "; auto does not choose it"
+            parts = ", ".join(row.excess)
+            console.print(f"{row.name}, {row.dtype}: error above its bound in {parts}{used}", markup=False)
     if found.complete and found.ok:
-        console.print("Every backend that auto takes is within its error bars.", markup=False)
+        console.print("Every backend that auto chooses is within its error bounds.", markup=False)
 
 
 def _table(title: str, rows: Iterable[Sequence[str]]) -> Table:
@@ -68,7 +71,7 @@ def _choices(choices: "Sequence[Choice]") -> Table:
     kinds = list(dict.fromkeys(each.kind for each in choices))
     rows = [[kind, *(taken.get((kind, dtype), "–") for dtype in dtypes)] for kind in kinds]
     return _table(
-        "What auto takes: in training, and without gradients where that differs", [["problem", *dtypes], *rows]
+        "Backend that auto chooses in training (and without gradients, if another)", [["problem", *dtypes], *rows]
     )
 
 
@@ -79,7 +82,7 @@ def _refusals(choices: "Iterable[Choice]") -> list[str]:
         for name, reason in each.refused.items():
             if not reason.startswith("it runs on"):
                 lines.setdefault((name, reason), []).append(f"{each.kind} {each.dtype}")
-    return [f"{name} is not taken: {reason} ({_few(problems)})" for (name, reason), problems in lines.items()]
+    return [f"auto does not choose {name}: {reason} ({_few(problems)})" for (name, reason), problems in lines.items()]
 
 
 def _few(problems: Sequence[str]) -> str:

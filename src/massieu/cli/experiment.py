@@ -23,13 +23,15 @@ def _console() -> Console:
 def show_all() -> None:
     """Each experiment's question, cost, and what was found last."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("experiment", "what it asks", "claims", "minutes", "found last"):
-        table.add_column(name, overflow="fold")
+    table.add_column("experiment", no_wrap=True)
+    table.add_column("question (claims)", overflow="fold")
+    table.add_column("minutes", justify="right")
+    table.add_column("last verdict", max_width=12)
     for name, asked in experiments().items():
         stored = RESULTS / f"{name}.json"
         last = load(stored) if stored.exists() else None
         found = "–" if last is None else f"{last.verdict} ({last.made.get('date', 'no date')})"
-        table.add_row(Text(name, "bold"), asked.question, asked.claims, f"{asked.minutes:g}", found)
+        table.add_row(Text(name, "bold"), f"{asked.question} ({asked.claims})", f"{asked.minutes:g}", found)
     _console().print(table)
 
 
@@ -38,13 +40,13 @@ def show(study: Study) -> None:
     console = _console()
     console.print(Text(study.experiment.question, "bold"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("what", "role", "mean", "95 % interval", "threshold", "outcome"):
+    for name in ("measurement", "role", "mean", "95 % interval", "threshold", "outcome"):
         table.add_column(name, overflow="fold")
     for found in study.judgements:
         criterion, outcome = found.criterion, _OUTCOMES[found.outcome]
         table.add_row(criterion.title, criterion.role, *found.told, criterion.threshold, outcome)
     console.print(table)
-    reason = " (a quick run decides nothing)" if study.quick else ""
+    reason = " (a quick run gives no verdict)" if study.quick else ""
     console.print(f"verdict: {study.verdict}{reason}, from {len(study.runs)} seeds", markup=False)
 
 
@@ -72,7 +74,7 @@ def say_prompt(done: int, total: int) -> None:
 def show_readings(readings: Sequence[PromptReading], model: str) -> None:
     """How far a language model is from the exact law, by task and number of examples."""
     console = _console()
-    console.print(Text(f"{model}: its next word beside the exact law, over the words that may follow", "bold"))
+    console.print(Text(f"{model}: its next-word law against the exact law, over the words that may follow", "bold"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("task", "examples", "KL(exact ‖ model)", "KL(exact ‖ uniform)", "|Δ entropy|", "share of other words"):
         table.add_column(name, overflow="fold")
@@ -81,5 +83,5 @@ def show_readings(readings: Sequence[PromptReading], model: str) -> None:
         table.add_row(row.task, str(row.seen), *bits, f"{1 - row.mass:.0%}")
     console.print(table)
     console.print(
-        "in bits, means over prompts; below the uniform law's figure the model uses what it was told", markup=False
+        "bits, means over prompts; a KL below the uniform law's means that the model uses the examples", markup=False
     )

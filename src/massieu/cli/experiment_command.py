@@ -17,19 +17,23 @@ _WITH_PROMPTS = "wind-tunnel"
 
 def experiment(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="One of massieu experiment list.")],
-    quick: Annotated[bool, option(None, "Small sizes and one seed, to see it work; no verdict.", "--quick")] = False,
-    seeds: Annotated[str | None, option("LIST", "Other seeds [5,6,7,8,9]; settings were chosen on 0 to 4.")] = None,
-    out: Annotated[Path | None, option("DIR", "Where NAME.json and NAME.html go [massieu-experiments].")] = None,
-    resume: Annotated[bool, option(None, "Keep the seeds that DIR has, and go on.", "--resume")] = False,
-    tune: Annotated[bool, option(None, "The losses that settings were chosen by, on seed 0.", "--tune")] = False,
-    large: Annotated[bool, option(None, "The literature's sizes; torchrun shares the work.", "--large")] = False,
-    model: Annotated[str | None, option("MODEL", "wind-tunnel: read prompts with a language model.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of an experiment, or 'list' for all of them.")],
+    quick: Annotated[bool, option(None, "Small sizes and one seed, as a trial; gives no verdict.", "--quick")] = False,
+    seeds: Annotated[str | None, option("LIST", "Random seeds [5,6,7,8,9]; settings were chosen on 0 to 4.")] = None,
+    out: Annotated[Path | None, option("DIR", "Folder for NAME.json and NAME.html [massieu-experiments].")] = None,
+    resume: Annotated[bool, option(None, "Continue: keep the seeds that are stored in DIR.", "--resume")] = False,
+    tune: Annotated[
+        bool, option(None, "Show the losses by which settings were chosen, on seed 0, and stop.", "--tune")
+    ] = False,
+    large: Annotated[bool, option(None, "Sizes of the literature; torchrun shares the work.", "--large")] = False,
+    model: Annotated[
+        str | None, option("MODEL", "wind-tunnel only: compare a language model with exact laws on prompts.")
+    ] = None,
 ) -> None:
-    """Train small models whose truth is known, and judge them."""
+    """Train small models with a known exact answer; give a verdict."""
     chosen = None if seeds is None else seeds_in(seeds)
     if sum((tune, large, model is not None)) > 1:
-        raise InputError("--tune, --large and --model are runs of their own; give one of them")
+        raise InputError("--tune, --large and --model exclude each other; give at most one")
     if name == LIST:
         with context.obj.loading():
             from massieu.cli import experiment as shown
@@ -59,7 +63,7 @@ def _run(
         page, numbers = (folder / f"{study.stem}.{kind}" for kind in ("html", "json"))
         typer.echo(f"page: {page}\nnumbers: {numbers}")
     if not complete:
-        say("interrupted: the seeds that were done are stored; go on with --resume")
+        say("interrupted: finished seeds are stored; run the same command with --resume to continue")
         raise typer.Exit(context.obj.status)
 
 
@@ -76,7 +80,7 @@ def _tune(context: typer.Context, name: str, seeds: list[int], quick: bool, fold
 
 def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder: Path) -> None:
     if name != _WITH_PROMPTS:
-        raise InputError(f"--model goes with {_WITH_PROMPTS}, whose prompts have exact laws; got {name}")
+        raise InputError(f"--model works with the experiment {_WITH_PROMPTS} only, got {name}")
     with context.obj.loading():
         from massieu.cli import experiment as shown
         from massieu.cli.language_model import next_word
@@ -99,5 +103,5 @@ def seeds_in(given: str) -> list[int]:
     """
     entries = [entry.strip() for entry in given.split(",")]
     if not all(entry.isascii() and entry.isdigit() for entry in entries) or len({*entries}) < len(entries):
-        raise InputError(f"--seeds takes different whole numbers from 0 on, apart by commas, got {given!r}")
+        raise InputError(f"--seeds needs different whole numbers, 0 or more, separated by commas, got {given!r}")
     return [int(entry) for entry in entries]

@@ -38,13 +38,15 @@ def option(metavar: str | None, help: str, *names: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=help)
 
 
-_MODEL = "Model folder, .gguf file or hub name; the default is the MiniLM sentence encoder."
+_MODEL = "Folder of a model, a .gguf file, or a name on the Hugging Face hub [the MiniLM sentence encoder]."
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
-Device = Annotated[str | None, option("D", "Such as cpu or cuda:0 [a GPU where there is one].")]
-Dtype = Annotated[str | None, option("T", "float32, bfloat16, float16 or float64 [float32].")]
-Revision = Annotated[str | None, option("R", "Branch, tag or commit of a model on the hub.")]
-DeviceMap = Annotated[str | None, option("MAP", "In place of a device, for large models: auto spreads the layers.")]
-TrustRemoteCode = Annotated[bool, option(None, "Run the code that comes with the model.", "--trust-remote-code")]
+Device = Annotated[str | None, option("D", "cpu, cuda, cuda:1, … [a GPU if there is one].")]
+Dtype = Annotated[str | None, option("T", "Precision: float32, bfloat16, float16 or float64 [float32].")]
+Revision = Annotated[str | None, option("R", "Branch, tag or commit of the model on the hub.")]
+DeviceMap = Annotated[
+    str | None, option("MAP", "auto spreads a large model's layers over devices; use it without --device.")
+]
+TrustRemoteCode = Annotated[bool, option(None, "Run the Python code that comes with the model.", "--trust-remote-code")]
 
 # --- what a probe measures ---------------------------------------------------------------------------------------------
 
@@ -64,30 +66,36 @@ class Per(StrEnum):
     HEAD = "head"
 
 
-_SAMPLE = "Queries per window that are measured [all]; for long windows."
-_RULES = "What changes with another attention, as 'top_k(8)' or 'off(mean)'; repeatable."
-_PER_TOKEN = "Write these statistics at every token into DIR/tokens; all for every one of the attention."
-_RESUME = "Go on from the running sums that a run that was ended has left in DIR."
+_SAMPLE = "Measure only N queries of each window; saves time on long windows [all]."
+_RULES = "Replace the attention and measure how the output changes, for example 'top_k(8)' or 'off(mean)'; repeatable."
+_PER_TOKEN = "Also write these statistics for every token to DIR/tokens; 'all' for all attention statistics."
+_RESUME = "Continue an interrupted run from what it stored in DIR."
 QuerySample = Annotated[int | None, option("N", _SAMPLE)]
-NoPacking = Annotated[bool, option(None, "One document per row, in place of full windows.", "--no-packing")]
-Generate = Annotated[int | None, option("N", "Let the model write N tokens after each document, and measure those.")]
-_FILES = "Files (.txt .md .rst .py .jsonl .json .csv .tsv .parquet, also .gz), folders, - for standard input."
+NoPacking = Annotated[
+    bool, option(None, "One document per window instead of filling windows with several.", "--no-packing")
+]
+Generate = Annotated[int | None, option("N", "Let the model generate N tokens after each document, and measure those.")]
+_FILES = "Text to read: files (.txt .md .rst .py .jsonl .json .csv .tsv .parquet, also .gz), folders, or - for standard input."
 Text = Annotated[list[str] | None, option("PATH ...", _FILES)]
-MaxLength = Annotated[int, option("N", "Tokens in a window.")]
+MaxLength = Annotated[int, option("N", "Tokens per window.")]
 MaxTokens = Annotated[int | None, option("N", "Stop after this many tokens.")]
-BatchSize = Annotated[int, option("N", "Windows in a batch.")]
-Images = Annotated[list[str] | None, option("PATH", "In place of text: image files and folders of them; repeatable.")]
-Column = Annotated[str | None, option("NAME", "Column of a table, or field of JSON, that holds the text [text].")]
-Source = Annotated[str | None, option("NAME", "For encoder–decoders: column of the text that the encoder reads.")]
-Target = Annotated[str | None, option("NAME", "For encoder–decoders: column of the text that the decoder reads.")]
+BatchSize = Annotated[int, option("N", "Windows per batch.")]
+Images = Annotated[
+    list[str] | None, option("PATH", "For image models: an image file or a folder of images; repeatable.")
+]
+Column = Annotated[str | None, option("NAME", "Table column or JSON field that holds the text [text].")]
+Source = Annotated[str | None, option("NAME", "For encoder–decoder models: column that the encoder reads.")]
+Target = Annotated[str | None, option("NAME", "For encoder–decoder models: column that the decoder reads.")]
 Replace = Annotated[list[str] | None, option("RULE", _RULES)]
-ReplacePer = Annotated[Per, option(None, "Everywhere at once, or one site or head at a time.")]
-ReplaceWindows = Annotated[int, option("N", "Sampled windows on which attention is replaced.")]
-Quick = Annotated[bool, option(None, "Attention statistics alone, without controls and examples.", "--quick")]
-Statistics = Annotated[list[str] | None, option("NAME,...", "Only these, as massieu statistics lists them [all].")]
+ReplacePer = Annotated[Per, option(None, "Replace all attention at once, or one layer's (site) or one head at a time.")]
+ReplaceWindows = Annotated[int, option("N", "Number of sampled windows for --replace.")]
+Quick = Annotated[bool, option(None, "Attention statistics only, without controls and text examples.", "--quick")]
+Statistics = Annotated[
+    list[str] | None, option("NAME,...", "Only these; 'massieu statistics' lists names and groups [all].")
+]
 PerToken = Annotated[str | None, option("NAME,...", _PER_TOKEN)]
 Resume = Annotated[bool, option(None, _RESUME, "--resume")]
-StoreEvery = Annotated[float, option("MINUTES", "How often running sums are stored in DIR.")]
+StoreEvery = Annotated[float, option("MINUTES", "How often intermediate results are stored in DIR.")]
 
 
 def names_in(*listed: str) -> list[str] | None:

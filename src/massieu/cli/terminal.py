@@ -1,6 +1,8 @@
 """What the commands print: a result's summary, a model's description, the list of statistics, progress."""
 
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
         if note not in (None, "none"):
             typer.echo(f"note: {note}")
     if any(site.route == "tap" or site.grade != "full" for site in result.run.sites):
-        typer.echo(f"note: attention read by {result.run.capture.route}")
+        typer.echo(f"note: attention was read by {result.run.capture.route}")
     for finding in result.findings:
         if finding.statistic is None:  # what it needs was not asked for
             continue
@@ -55,17 +57,25 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
 
 
 def list_statistics(statistics: "Iterable[Statistic]") -> None:
-    """A line for each: its name, group and meaning."""
+    """A line for each: its name, group and meaning; in a narrow terminal the meaning goes below."""
     rows = [(each.name, each.group, each.question) for each in statistics]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    longest = sum(widths) + max(len(question) for *_, question in rows) + 4
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else longest
     for name, group, question in rows:
-        typer.echo(f"{typer.style(name.ljust(widths[0]), bold=True)}  {group.ljust(widths[1])}  {question}")
-    typer.echo(f"\n{len(rows)} statistics; in full: massieu statistics NAME, or a group for all of its own")
+        start = f"{typer.style(name.ljust(widths[0]), bold=True)}  {group.ljust(widths[1])}"
+        if longest <= room:
+            typer.echo(f"{start}  {question}")
+        else:
+            typer.echo(
+                "\n".join((start, *textwrap.wrap(question, room - 4, initial_indent="    ", subsequent_indent="    ")))
+            )
+    typer.echo(f"\n{len(rows)} statistics; 'massieu statistics NAME' explains one, or all of a group")
 
 
 def show_statistic(statistic: "Statistic") -> None:
     """All that is known of one."""
-    facts = [statistic.group, f"per {statistic.scope}", statistic.unit, "headline" if statistic.headline else ""]
+    facts = [statistic.group, f"per {statistic.scope}", statistic.unit]
     if statistic.gauge_dependent:
         facts.append("depends on the key origin")
     typer.echo(f"{typer.style(statistic.name, bold=True)}  {statistic.title} ({', '.join(filter(None, facts))})")

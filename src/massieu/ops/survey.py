@@ -123,10 +123,10 @@ def survey(
     complete = True
     try:
         for dtype in (*DTYPES, "float64"):
-            progress(f"what auto takes in {dtype}")
+            progress(f"choosing backends for {dtype}")
             choices += [_choice(kind, dtype, place) for kind in KINDS]
         for dtype in DTYPES:
-            progress(f"errors, times and memory in {dtype}")
+            progress(f"measuring errors, times and memory in {dtype}")
             taken = {name for each in choices if each.dtype == dtype for name in (each.training, each.inference)}
             found, missing = _measure(dtype, place, sizes, taken, 0.2 if quick else 2.0)
             rows, lost = rows + found, lost | missing
