@@ -119,6 +119,7 @@ def test_every_page_with_code_is_run():
         *PAGES,
         "docs/how-to/probe.md",
         "docs/how-to/extending.md",
+        "docs/start/first_hour.md",  # tests/test_first_hours.py
         *(f"docs/tutorials/{path.name}" for path in TUTORIALS),
     }
 
