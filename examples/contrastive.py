@@ -5,13 +5,21 @@ matrix of scores; what fills the memory then is the encoder. It is run twice: on
 their gradients are taken from the loss and kept; and then a piece of the batch at a time, each piece handing its
 gradients on to the weights. The gradients are those of the whole batch.
 
-Digits of scikit-learn; two shifted, scaled and noisy copies of an image are a pair. Run: python examples/contrastive.py
+Digits of scikit-learn; two shifted, scaled and noisy copies of an image are a pair.
+
+Run: python examples/contrastive.py [--picture FILE]
 """
 
+import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import track
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -89,7 +97,32 @@ def accuracy(encoder: Encoder, images: Tensor, labels: Tensor) -> float:
     return float((nearest == labels[rest]).double().mean())
 
 
+@torch.no_grad()
+def plane(encoder: Encoder, images: Tensor) -> Tensor:
+    """The two directions of most variance of the embeddings, (images, 2)."""
+    embedding = encoder(images)
+    embedding = embedding - embedding.mean(0)
+    return embedding @ torch.linalg.svd(embedding, full_matrices=False).Vh[:2].T
+
+
+def draw(losses: list[float], before: Tensor, after: Tensor, labels: Tensor, path: Path) -> None:
+    """The loss by step; embeddings before and after training, a colour a digit, which training never sees."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.7), layout="constrained")
+    left.plot(losses, color="#2a6f97")
+    left.set(title="InfoNCE, all images in one batch", xlabel="step", ylabel="loss (nats)")
+    for axes, points, title in ((middle, before, "before training"), (right, after, "after training")):
+        dots = axes.scatter(*points.T, c=labels, cmap="tab10", s=4, vmin=-0.5, vmax=9.5)
+        axes.set(title=f"embeddings {title}", xlabel="direction of most variance", ylabel="the next one")
+    figure.colorbar(dots, ax=right, label="digit", ticks=range(10))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    print(f"picture: {path}")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, default=Path("massieu-results/contrastive.png"), metavar="FILE")
+    path = parser.parse_args().picture
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
@@ -100,15 +133,17 @@ def main() -> None:
     print(f"cached gradients differ from uncached ones by: {difference:.1e}")
     encoder.float()
     print(f"accuracy before training: {accuracy(encoder, images, labels):.3f}")
+    before = plane(encoder, images)
     optimiser = torch.optim.Adam(encoder.parameters(), lr=2e-3)
-    loss = torch.tensor(0.0)
-    for _ in range(STEPS):
+    losses: list[float] = []
+    for _ in track(range(STEPS), "training", console=Console(file=sys.stderr), transient=True):
         optimiser.zero_grad()
-        loss = backward(encoder, [augmented(images, generator) for _ in range(2)])
+        losses.append(float(backward(encoder, [augmented(images, generator) for _ in range(2)])))
         optimiser.step()
     temperature = float(encoder.log_temperature.detach().exp())
-    print(f"loss of {len(images)} pairs: {float(loss):.3f}, temperature {temperature:.3f}")
+    print(f"loss of {len(images)} pairs: {losses[-1]:.3f}, temperature {temperature:.3f}")
     print(f"accuracy after training:  {accuracy(encoder, images, labels):.3f}")
+    draw(losses, before, plane(encoder, images), labels, path)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ Run: python examples/digits_machine.py [--picture FILE]. A minute.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.figure import SubFigure
 from rich.console import Console
 from rich.progress import track
 from sklearn.datasets import load_digits
@@ -26,7 +28,7 @@ from torch import Tensor
 from massieu.measures import Bernoulli, Gaussian, Measure, Poisson, Spin
 from massieu.nn import RestrictedBoltzmannMachine
 
-HIDDEN, TRAINED, SHOWN, PIXEL = 100, 1500, 12, 27
+HIDDEN, TRAINED, SHOWN, PIXEL = 100, 1500, 8, 27
 
 
 def bits(number: int) -> Bernoulli:
@@ -73,7 +75,7 @@ def trained(train: Tensor) -> dict[str, RestrictedBoltzmannMachine]:
 
 
 def report(models: dict[str, RestrictedBoltzmannMachine], train: Tensor, test: Tensor) -> None:
-    for name, model in models.items():
+    for name, model in track(models.items(), "log Z", console=Console(file=sys.stderr), transient=True):
         estimate = model.machine().estimate_log_partition(
             256, schedule=2000, generator=torch.Generator().manual_seed(1)
         )
@@ -100,30 +102,38 @@ def report_couplings(models: dict[str, RestrictedBoltzmannMachine]) -> None:
 
 
 def draw(models: dict[str, RestrictedBoltzmannMachine], test: Tensor, path: Path) -> None:
-    figure = plt.figure(figsize=(13, 5), layout="constrained")
-    parts = figure.subfigures(len(models) + 1, 1)
+    """Held-out images and the same with noise; below, a row a machine: samples, reconstructions, couplings."""
     noise = torch.rand(test[:SHOWN].shape, generator=torch.Generator().manual_seed(2)) < 0.1
     noisy = torch.where(noise, 1 - test[:SHOWN], test[:SHOWN])
-    show(parts[0], "images, a tenth of the bits flipped", [*test[:SHOWN], *noisy])
-    for part, (name, model) in zip(parts[1:], models.items(), strict=True):
-        drawn = model.sample(SHOWN, sweeps=2000, generator=torch.Generator().manual_seed(3))
-        title = f"hidden units: {name}. Samples, reconstructions of the noisy images, couplings of one pixel"
-        show(part, title, [*drawn, *model.reconstruct(noisy)], couplings(model)[PIXEL])
+    figure = plt.figure(figsize=(10.5, 3.9), layout="constrained")
+    samples, completed, coupled = figure.subfigures(1, 3, width_ratios=(SHOWN + 1.2, SHOWN, 1.5))
+    drawn = [model.sample(SHOWN, sweeps=2000, generator=torch.Generator().manual_seed(3)) for model in models.values()]
+    show(samples, "held-out images; samples", [test[:SHOWN], *drawn], ["images", *models])
+    restored = [model.reconstruct(noisy) for model in models.values()]
+    show(completed, "a tenth of the bits flipped; reconstructions", [noisy, *restored])
+    coupled.suptitle("couplings\nof one pixel", fontsize=10)
+    places = coupled.subplots(len(models) + 1, 1)
+    for axes, model in zip(places[1:], models.values(), strict=True):
+        coupling = couplings(model)[PIXEL]
+        size = coupling.abs().max().item()
+        axes.imshow(coupling.reshape(8, 8), cmap="RdBu", vmin=-size, vmax=size)
+    for axes in places:
+        axes.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     print(f"picture: {path}")
 
 
-def show(part, title: str, row: list[Tensor], coupling: Tensor | None = None) -> None:
+def show(part: SubFigure, title: str, rows: list[Tensor], names: Sequence[str] = ()) -> None:
+    """Images row by row, each row with its name."""
     part.suptitle(title, fontsize=10)
-    axes = part.subplots(1, 2 * SHOWN + 1)
-    for place, image in zip(axes, row, strict=False):
-        place.imshow(image.reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
-    if coupling is not None:
-        size = coupling.abs().max().item()
-        axes[-1].imshow(coupling.reshape(8, 8), cmap="RdBu", vmin=-size, vmax=size)
-    for place in axes:
-        place.set_axis_off()
+    grid = part.subplots(len(rows), SHOWN)
+    for axes, image in zip(grid.flat, torch.cat(rows), strict=True):
+        axes.imshow(image.reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_color("#cccccc")
+    for row, name in zip(grid, names, strict=False):
+        row[0].set_ylabel(name, rotation=0, ha="right", va="center")
 
 
 def main() -> None:

@@ -22,13 +22,14 @@ from massieu.solve import Status
 STORED, STEPS, SCALES = 60, 6, (0.5, 5.0, 50.0)
 
 
-def stored_and_queries() -> tuple[Tensor, Tensor]:
-    """Images about their mean, (60, 64), and the same without their lower halves."""
+def stored_and_queries() -> tuple[Tensor, Tensor, Tensor]:
+    """Images about their mean, (60, 64), the same without their lower halves, and the mean."""
     images = torch.tensor(load_digits().data[:STORED] / 16.0)
-    images = images - images.mean(0)
+    middle = images.mean(0)
+    images = images - middle
     queries = images.clone()
     queries[:, 32:] = 0.0
-    return images, queries
+    return images, queries, middle
 
 
 def report(memory: HopfieldEnergy, images: Tensor, queries: Tensor) -> Tensor:
@@ -56,18 +57,22 @@ def report(memory: HopfieldEnergy, images: Tensor, queries: Tensor) -> Tensor:
     return path.energies
 
 
-def draw(memories: list[HopfieldEnergy], images: Tensor, queries: Tensor, energies: list[Tensor], path: Path) -> None:
-    """Queries and what the memories return; below, the energies of all queries, step by step."""
+def draw(
+    memories: list[HopfieldEnergy], images: Tensor, queries: Tensor, middle: Tensor, energies: list[Tensor], path: Path
+) -> None:
+    """Queries and what the memories return, with the mean put back; below, the energies of all queries, step by step."""
     shown = range(10)
-    figure = plt.figure(figsize=(10, 8), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1.6, 1))
+    figure = plt.figure(figsize=(9, 7), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1.9, 1))
     names = ["query", *(f"β = {memory.scale.item():g}" for memory in memories), "stored"]
-    rows = [queries, *(memory.retrieve(queries).state for memory in memories), images]
+    erased = torch.arange(64) >= 32
+    rows = [queries.masked_fill(erased, torch.nan), *(memory.retrieve(queries).state for memory in memories), images]
+    colours = plt.get_cmap("gray_r").with_extremes(bad="#cfe2f3")  # what is erased
     grid = above.subplots(len(rows), len(shown))
     for row, (name, states) in enumerate(zip(names, rows, strict=True)):
         for column in shown:
             axes = grid[row, column]
-            axes.imshow(states[column].reshape(8, 8), cmap="gray_r", vmin=-1, vmax=1)
+            axes.imshow((states[column] + middle).reshape(8, 8), cmap=colours, vmin=0, vmax=1)
             axes.set_xticks([])
             axes.set_yticks([])
         grid[row, 0].set_ylabel(name, rotation=0, ha="right", va="center")
@@ -75,7 +80,7 @@ def draw(memories: list[HopfieldEnergy], images: Tensor, queries: Tensor, energi
         axes.plot(levels, color="#2a6f97", alpha=0.35, linewidth=1)
         axes.set_title(f"β = {memory.scale.item():g}")
         axes.set_xlabel("step")
-        axes.set_ylabel("energy")
+        axes.set_ylabel("energy (nats/β)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     print(f"picture: {path}")
@@ -85,10 +90,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, default=Path("massieu-results/digits_memory.png"), metavar="FILE")
     path = parser.parse_args().picture
-    images, queries = stored_and_queries()
+    images, queries, middle = stored_and_queries()
     memories = [HopfieldEnergy.create(images, scale=scale) for scale in SCALES]
     energies = [report(memory, images, queries) for memory in memories]
-    draw(memories, images, queries, energies, path)
+    draw(memories, images, queries, middle, energies, path)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,14 @@ Run: python examples/equilibrium.py [--picture FILE]. Seconds.
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from massieu import ops
@@ -184,7 +187,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("massieu-results/equilibrium.png"), metavar="FILE")
     path = parser.parse_args().picture
     figure, grid = plt.subplots(3, 2, figsize=(11, 13), layout="constrained")
-    for panel, axes in zip((spread, pointwise, collapse, growth, samples, clustering), grid.flat, strict=True):
+    panels = list(zip((spread, pointwise, collapse, growth, samples, clustering), grid.flat, strict=True))
+    for panel, axes in track(panels, "panels", console=Console(file=sys.stderr), transient=True):
         panel(axes)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=72)

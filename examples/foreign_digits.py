@@ -10,12 +10,15 @@ Run: python examples/foreign_digits.py [--picture FILE]
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import track
 from sklearn.covariance import LedoitWolf
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
@@ -116,7 +119,7 @@ def main() -> None:
     digits = load_digits()
     images, labels = torch.tensor(digits.data).float() / 16, torch.tensor(digits.target)
     found: list[Areas] = []
-    for foreign in FOREIGN:
+    for foreign in track(FOREIGN, "sets of digits", console=Console(file=sys.stderr), transient=True):
         is_known = ~torch.isin(labels, torch.tensor(foreign))
         split = train_test_split(images[is_known], labels[is_known], test_size=0.4, random_state=0)
         train, familiar, train_labels, _ = split

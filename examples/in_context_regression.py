@@ -12,11 +12,14 @@ Run: python examples/in_context_regression.py [--splits 20] [--picture FILE]
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import track
 from sklearn.datasets import load_diabetes
 from torch import Tensor
 
@@ -97,7 +100,7 @@ def measure(splits: int) -> tuple[dict[str, Tensor], Tensor]:
     data, target = (torch.tensor(part) for part in load_diabetes(return_X_y=True, scaled=False))
     errors = {name: torch.empty(len(SIZES), splits) for name in COLOURS}
     inside = torch.empty(len(SIZES), splits)
-    for split in range(splits):
+    for split in track(range(splits), "splits", console=Console(file=sys.stderr), transient=True):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(split))
         for row, size in enumerate(SIZES):
             given = context(data, target, order, size)

@@ -15,11 +15,14 @@ Run: python examples/model_flow.py [--picture FILE] [--texts N]. Twenty seconds 
 import argparse
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 import massieu
@@ -146,7 +149,9 @@ def main() -> None:
     found = observe(blocks, texts)
 
     shares, fits = [], []
-    for number, (attention, *states) in enumerate(zip(attention_layers(blocks), *texts, strict=False), 1):
+    layers = list(zip(attention_layers(blocks), *texts, strict=False))
+    shown = track(layers, "blocks", console=Console(file=sys.stderr), transient=True)
+    for number, (attention, *states) in enumerate(shown, 1):
         shares.append(torch.tensor([closure(attention, tokens) for tokens in states]))
         fits.append(alignment(attention, states))
         correlation, size, variance = shares[-1].mean(0).tolist()

@@ -16,6 +16,7 @@ import argparse
 import itertools
 import math
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -23,6 +24,8 @@ from pydoc_data.topics import topics
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from massieu import ops
@@ -254,7 +257,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(SEED)
     figure, grid = plt.subplots(2, 3, figsize=(11, 6.2), layout="constrained")
     panels = (families, without_prior, sink, regret, chain, words)
-    for axes, panel in zip(grid.flat, panels, strict=True):
+    pairs = list(zip(grid.flat, panels, strict=True))
+    for axes, panel in track(pairs, "panels", console=Console(file=sys.stderr), transient=True):
         panel(axes, generator)
         axes.title.set_fontsize(10)
         axes.spines[["top", "right"]].set_visible(False)

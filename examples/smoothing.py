@@ -11,11 +11,14 @@ Run: python examples/smoothing.py [--picture FILE]
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from massieu import ops
@@ -75,7 +78,7 @@ def errors(estimators: dict[str, Estimator]) -> dict[str, list[float]]:
     """Root-mean-square errors at each length, over fresh keys, values and queries."""
     generator = torch.Generator().manual_seed(0)
     squares: dict[str, list[float]] = {name: [] for name in estimators}
-    for length in LENGTHS:
+    for length in track(LENGTHS, "numbers of keys", console=Console(file=sys.stderr), transient=True):
         found: dict[str, list[Tensor]] = {name: [] for name in estimators}
         for _ in range(max(8, 8192 // length)):
             key, query = sphere(length, generator=generator), sphere(500, generator=generator)

@@ -180,16 +180,16 @@ def draw(
     path: Path,
 ) -> None:
     """The image, its couplings and magnetisations; susceptibilities; errors of means; accuracies."""
-    figure, grid = plt.subplots(2, 4, figsize=(16, 7), layout="constrained")
-    grid[0, 0].imshow(image, cmap="gray_r")
+    figure, grid = plt.subplots(2, 4, figsize=(12, 5.6), layout="constrained")
+    grid[0, 0].imshow(image, cmap="gray_r", vmin=0, vmax=1)
     grid[0, 0].set_title("eight rows, eight spins")
     shown = grid[0, 1].imshow(coupling, cmap="magma", vmin=0)
-    grid[0, 1].set_title("couplings J, first head")
+    grid[0, 1].set(title="couplings J, first head", xlabel="row j", ylabel="row i")
     figure.colorbar(shown, ax=grid[0, 1])
     largest = max(each.susceptibility.max().item() for each in responses.values())
     for axes, (order, each) in zip(grid[0, 2:], responses.items(), strict=True):
         shown = axes.imshow(each.susceptibility, cmap="viridis", vmin=0, vmax=largest)
-        axes.set_title(f"‖∂mᵢ/∂xⱼ‖, {order} order")
+        axes.set(title=f"‖∂mᵢ/∂xⱼ‖, {order} order", xlabel="row j")
     figure.colorbar(shown, ax=grid[0, 3])
     for order, each in responses.items():
         grid[1, 0].plot(range(1, ROWS + 1), each.lengths, marker="o", label=f"{order} order")
@@ -205,9 +205,11 @@ def draw(
     scores = torch.stack(list(accuracies.values()))
     error = scores.std(-1) / math.sqrt(scores.shape[-1]) if scores.shape[-1] > 1 else torch.zeros(len(scores))
     grid[1, 3].errorbar(scores.mean(-1), range(len(scores)), xerr=error, fmt="o")
-    grid[1, 3].set_yticks(range(len(scores)), list(accuracies))
-    grid[1, 3].yaxis.tick_right()
-    grid[1, 3].set_title("accuracy")
+    # One of the names a line: they stand inside the panel, above their points.
+    for row, name in enumerate(accuracies):
+        grid[1, 3].annotate(name, (scores.mean(), row + 0.15), ha="center", fontsize=8)
+    grid[1, 3].set(yticks=[], ylim=(-0.5, len(scores) - 0.3), xlim=(scores.min() - 0.01, scores.max() + 0.01))
+    grid[1, 3].set(title="accuracy", xlabel="± standard error over seeds")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     print(f"picture: {path}")

@@ -11,11 +11,15 @@ import argparse
 import dataclasses
 import itertools
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 import massieu
@@ -124,15 +128,21 @@ def blocks(axes: Axes) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--picture", type=Path, default=Path("tokens_as_particles.png"))
+    default = Path("massieu-results/tokens_as_particles.png")
+    parser.add_argument("--picture", type=Path, default=default, metavar="FILE")
     parser.add_argument("--particles", type=int, default=4000)
     given = parser.parse_args()
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), constrained_layout=True)
-    cloud(axes[0], given.particles)
-    collapse(axes[1])
-    blocks(axes[2])
+    panels: list[Callable[[], None]] = [
+        lambda: cloud(axes[0], given.particles),
+        lambda: collapse(axes[1]),
+        lambda: blocks(axes[2]),
+    ]
+    for panel in track(panels, "panels", console=Console(file=sys.stderr), transient=True):
+        panel()
+    given.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.picture, dpi=90)
-    print(given.picture)
+    print(f"picture: {given.picture}")
 
 
 if __name__ == "__main__":

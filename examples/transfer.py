@@ -12,11 +12,14 @@ and the error that it makes is held beside κ²·(error of the pixels). Run: pyt
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import track
 from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -119,9 +122,9 @@ def draw(found: list[Task], few: Tensor, lost: tuple[Tensor, Tensor], path: Path
     pictures = right.subplots(2, 2)
     for axes, name, task in ((pictures[0, 0], "least", ranked[0]), (pictures[0, 1], "largest", ranked[-1])):
         image = torch.zeros(64)
-        image[CONTEXT], image[task.pixels] = 0.35, 1.0
-        axes.imshow(image.view(8, 8), cmap="magma", vmin=0, vmax=1)
-        axes.set_title(f"{name} κ: {task.transfer.condition_number:.2g}", fontsize=9)
+        image[CONTEXT], image[task.pixels] = 0.25, 0.8
+        axes.imshow(image.view(8, 8), cmap="Blues", vmin=0, vmax=1)  # pale: the context; dark: what is predicted
+        axes.set_title(f"{name} κ: {task.transfer.condition_number:.0f}", fontsize=9)
     one, other = lost
     pictures[1, 0].imshow(one.view(8, 8), cmap="gray_r", vmin=0, vmax=1)
     pictures[1, 0].set_title("a mixture of kinds", fontsize=9)
@@ -151,7 +154,8 @@ def main() -> None:
     best = (mixture.posterior(test, CONTEXT) @ downstream.T).argmax(-1)
     print(f"accuracy of the mixture from the left half: {(best == labels).double().mean():.3f}")
 
-    every = [tried(pixels, mixture, downstream, train, test, labels) for pixels in tasks()]
+    masks = track(tasks(), "masks", console=Console(file=sys.stderr), transient=True)
+    every = [tried(pixels, mixture, downstream, train, test, labels) for pixels in masks]
     found = [task for task in every if task.transfer.identifiable]
     kappa = torch.tensor([task.transfer.condition_number for task in found])
     ratio = torch.tensor([task.downstream_excess / task.own_excess for task in found])

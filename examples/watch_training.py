@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,6 +44,13 @@ QUANTITIES = {
     "gradient_norm": "gradient norm",
     "weight_first_mean": "weight on the first token",
     "effective_rank_min": "rank of the stream",
+}
+AXES = {
+    "loss": "loss (nats)",
+    "largest_logit_max": "largest logit (nats)",
+    "selective_log_partition_mean": "selective log Z (nats)",
+    "entropy_min": "least entropy (nats)",
+    "gradient_norm": "gradient norm",
 }
 ONLY_BELOW = {"entropy_min", "effective_rank_min"}
 
@@ -204,20 +212,23 @@ def tell(found: dict[Setting, dict[str, dict[int, float]]]) -> None:
 
 
 def draw(found: dict[Setting, dict[str, dict[int, float]]], path: Path) -> None:
-    shown = ("loss", "largest_logit_max", "selective_log_partition_mean", "entropy_min", "gradient_norm")
     figure, grid = plt.subplots(
-        len(shown), len(USUAL), figsize=(12, 11), sharex=True, layout="constrained", squeeze=False
+        len(AXES), len(USUAL), figsize=(9.5, 9.5), sharex=True, layout="constrained", squeeze=False
     )
-    for (row, name), (column, architecture) in product(enumerate(shown), enumerate(USUAL)):
+    for (row, name), (column, architecture) in product(enumerate(AXES), enumerate(USUAL)):
         axes = grid[row, column]
         for setting, curves in found.items():
             if setting.architecture == architecture:
                 is_reference = not setting.hot and setting.seed == 0
                 colour = "tab:red" if setting.hot else "black" if is_reference else "tab:blue"
                 axes.plot(curves[name].keys(), curves[name].values(), color=colour, linewidth=2 if is_reference else 1)
-        axes.set_yscale("linear" if name == "loss" else "log")
+        if name != "loss":
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
         if column == 0:
-            axes.set_ylabel({"loss": "loss, nats"}.get(name, QUANTITIES.get(name, name)))
+            axes.set_ylabel(AXES[name])
         if row == 0:
             axes.set_title(
                 f"{architecture}\nusual rate {USUAL[architecture]:g} (blue), {TOO_HIGH[architecture]:g} (red)",
