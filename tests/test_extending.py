@@ -7,16 +7,20 @@ import pytest
 import torch
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "extending.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+SHOWN = re.findall(
+    r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)```)?", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+)
+BLOCKS = [block for block, _ in SHOWN]
 
 
 @pytest.mark.medium
-def test_every_block_runs():
-    assert len(BLOCKS) == 7
+def test_every_block_runs_and_prints_what_stands_below_it(capsys):
+    assert len(SHOWN) == 7
     page: dict[str, object] = {"__name__": "extending"}
     with torch.random.fork_rng():
-        for block in BLOCKS:
+        for block, printed in SHOWN:
             exec(compile(block, str(PAGE), "exec"), page)
+            assert capsys.readouterr().out == printed
 
 
 @pytest.mark.medium
