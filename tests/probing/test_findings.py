@@ -39,8 +39,8 @@ def test_without_its_statistic_a_finding_says_what_it_needs():
     empty = TableBuilder().frame()
     cards = findings(empty, empty)
     assert [card.id for card in cards] == ["sink", "sharpness", "climb", "collapse"]
-    assert {card.sentence for card in cards} == {"No number in this run."}
-    assert cards[0].caveat == "Needs the statistic weight_first."
+    assert {card.sentence for card in cards} == {"Not measured in this run."}
+    assert cards[0].caveat == "It needs the statistic weight_first."
 
 
 def test_a_sink_is_counted_and_named():
@@ -94,7 +94,7 @@ def test_a_number_stands_out_beyond_two_errors_of_the_difference(value, error, n
 def test_a_change_within_its_own_error_is_not_announced():
     card = findings(TableBuilder().frame(), _change(-30.0, -20.0, 20.0, statistic="effective_rank_change"))[3]
     assert (card.value, card.standard_error, card.heads) == (None, None, [])
-    assert "Nothing to announce." in card.sentence
+    assert "Nothing significant." in card.sentence
     assert "−20 ± 20: it is within two standard errors of 0." in card.sentence
     card = findings(TableBuilder().frame(), _change(-30.0, -20.0, 9.0, statistic="effective_rank_change"))[3]
     assert (card.value, card.standard_error) == (-20.0, 9.0)
@@ -145,7 +145,7 @@ def test_a_head_that_its_write_does_not_sharpen_beyond_the_error_is_not_announce
     # Where there is a test, paired by window, it decides in place of the two errors.
     assert card(0.051, 0.04).value == 0.2
     assert card(0.049, 0.06).value is None
-    assert "its own test does not tell it from its control" in card(0.049, 0.06).sentence
+    assert "its own test finds no difference from its control" in card(0.049, 0.06).sentence
     assert card(0.11, 0.04).value is None
 
 

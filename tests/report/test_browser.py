@@ -47,8 +47,8 @@ def test_selector_and_toggle_change_the_map(
     assert_map_shows(page, result, value)
     assert page.text("#about-title") == "Sharpened by the head's own write (share)"
     inside = sum(q >= 0.05 for q in values_of(result, "own_write_sharpens/q_value").values())
-    assert f"{72 - inside} of 72 heads are outside their null" in page.text("#map-summary")
-    assert f"{inside} are inside it" in page.text("#map-summary")
+    assert f"{72 - inside} of 72 heads differ from the control" in page.text("#map-summary")
+    assert f", {inside} do not" in page.text("#map-summary")
     page.show("#mode")
     page.driver.find_element(By.ID, "difference").click()
     assert_map_shows(page, result, {cell: value[cell] - control[cell] for cell in value}, size=1)
@@ -72,7 +72,9 @@ def test_a_click_and_the_select_boxes_open_a_head(width: int, open_page: Callabl
     pointer = ActionChains(page.driver).move_to_element_with_offset(area, *map(round, offset))
     pointer.perform()
     page.wait(lambda: page.run("document.querySelector('#map .hoverlayer').textContent.includes('layer 4, head 7')"))
-    assert page.run("/±.*control.*±.*n = .*null \\(q/.test(document.querySelector('#map .hoverlayer').textContent)")
+    assert page.run(
+        "/±.*control.*±.*n = .*its control \\(q/.test(document.querySelector('#map .hoverlayer').textContent)"
+    )
     pointer.click().perform()
     page.wait(lambda: page.text("#head-title") == "Layer 4, head 7")
     page.wait(lambda: page.run("document.getElementById('head-section').getBoundingClientRect().top < 200"))

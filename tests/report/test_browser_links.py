@@ -73,7 +73,9 @@ def test_an_address_that_names_what_is_not_there_is_told_so(
     address: str, said: str, open_page: Callable[..., Page]
 ) -> None:
     page = open_page("encoder", address=address)
-    assert page.text("#link-trouble") == (said and f"The address of this page names what is not in this result: {said}")
+    assert page.text("#link-trouble") == (
+        said and f"The address of this page names something that is not in this result: {said}"
+    )
     assert page.text("#head-title") == ("Layer 3, head 0" if address.startswith("#layer") else "Layer 1, head 3")
     assert page.run("window.hacked === undefined")
     assert_quiet(page)

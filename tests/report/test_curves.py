@@ -130,7 +130,7 @@ def test_a_long_run_keeps_its_extremes_and_stays_small():
     heads = next(entry for entry in data_of(page)["maps"] if entry["quantity"] == "entropy/head")
     assert max(value for value in heads["values"][0] if value is not None) == 1e6
     assert heads["interval"]
-    assert "the least and the largest number of each interval are drawn" in page
+    assert "the smallest and the largest number of each interval are drawn" in page
     assert len(page) - len(curves.render([training_run()])) < 4_000_000
 
 

@@ -28,7 +28,7 @@ def test_the_map_has_one_cell_per_head_and_hatches_those_inside_their_null(resul
     assert len(titles) == 72
     tested = result.heads.filter(polars.col("statistic") == "own_write_sharpens/q_value")
     inside = int((tested["value"] >= 0.05).sum())
-    assert sum("inside its null" in title for title in titles) == inside
+    assert sum("does not differ from its control" in title for title in titles) == inside
     assert len(list(svg.iter(f"{SVG}path"))) == 2 * inside
 
 

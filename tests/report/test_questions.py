@@ -41,13 +41,13 @@ def made(q_values: Any, own: Any, null: Any | None = 1.0, group: str = "memory")
 @pytest.mark.parametrize(
     ("q_values", "own", "verdict"),
     [
-        (0.9, 2.0, "not told apart from its control, in 8 heads"),
-        (0.01, 2.0, "above its control everywhere: in 8 of 8 heads"),
-        (0.01, 0.5, "below its control everywhere: in 8 of 8 heads"),
-        ([0.01] * 4 + [0.5] * 4, 0.5, "below its control mostly: in 4 of 8 heads"),
-        ([0.01] * 3 + [0.5] * 5, 0.5, "below its control in places: in 3 of 8 heads"),
-        (0.01, [2.0, 0.5] * 4, "to either side of its control everywhere: in 8 of 8 heads"),
-        ([np.nan] * 4 + [0.05] * 4, 2.0, "not told apart from its control, in 4 heads"),
+        (0.9, 2.0, "no significant difference from its control in any of 8 heads"),
+        (0.01, 2.0, "above its control in 8 of 8 heads"),
+        (0.01, 0.5, "below its control in 8 of 8 heads"),
+        ([0.01] * 4 + [0.5] * 4, 0.5, "below its control in 4 of 8 heads"),
+        ([0.01] * 3 + [0.5] * 5, 0.5, "below its control in 3 of 8 heads"),
+        (0.01, [2.0, 0.5] * 4, "above or below its control in 8 of 8 heads"),
+        ([np.nan] * 4 + [0.05] * 4, 2.0, "no significant difference from its control in any of 4 heads"),
         (np.nan, 2.0, "not tested against a control"),
     ],
 )
@@ -85,7 +85,7 @@ def test_the_page_has_the_card_and_escapes_its_words():
     result = made(0.01, 2.0)
     page = render(result.run, result.details, result.heads, result.layers)
     assert "What the papers ask" in page and QUESTIONS["memory"][0] in page
-    assert "above its control everywhere: in 8 of 8 heads" in page
+    assert "above its control in 8 of 8 heads" in page
     assert "&lt;b&gt;Nothing&lt;/b&gt; else." in page
 
 
@@ -100,7 +100,7 @@ def test_statistics_of_sublayers_are_answered_for_sublayers():
         rows.add(sublayer.name, sublayer.layer or 0, "moved/q_value", 0.01 if place else 0.9, np.nan, 1, heads=False)
     (card,) = questions_of(run, empty_table(), rows.table())
     number = len(run.sublayers)
-    assert card.answers[0].verdict == f"above its control mostly: in {number - 1} of {number} sublayers"
+    assert card.answers[0].verdict == f"above its control in {number - 1} of {number} sublayers"
 
 
 def test_every_question_is_of_a_group_and_its_first_statistic_is_one_of_it():

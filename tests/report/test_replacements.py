@@ -23,7 +23,7 @@ def test_a_row_says_rule_place_change_and_interval():
 def test_of_many_those_that_change_most():
     table = replacement_table([record(value, head) for head, value in enumerate([0.1, -0.9, 0.4])], shown=2)
     assert table is not None and [row.where for row in table.rows] == ["layer 1, head 1", "layer 1, head 2"]
-    assert table.left_out == "The 2 that change most, of 3; all are in run.json."
+    assert table.left_out == "These 2 of 3 change most; run.json has all."
 
 
 def test_nothing_to_say():

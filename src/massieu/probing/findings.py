@@ -1,8 +1,8 @@
-"""The four sentences of the first screen, each with its number, error, control, count and what it does not say.
+"""The four findings at the top of the page: a sentence each, with its number, error, control, count and limits.
 
 Heads and sublayers are picked on one half of the text and their numbers printed from the other half, so that the
 largest of many noisy numbers is not taken at its word. A number within two standard errors of its null is not announced:
-the finding then has no value, and its sentence says why.
+the finding then has no value, and its sentence gives the reason.
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ def stands_out(cell: Cell, *nulls: Cell) -> bool:
 
 
 def _unannounced(identity: str, title: str, statistic: str, what: str, cell: Cell, *nulls: Cell) -> Finding:
-    """A finding that was looked for, and whose number tells nothing."""
+    """A finding that was looked for, but whose number is not significant."""
     near = next((null for null in nulls if not stands_out(cell, null)), nulls[-1])
     if not np.isfinite(cell[0]):
         why = "it has no number in the second half of the text."
@@ -106,11 +106,13 @@ def _unannounced(identity: str, title: str, statistic: str, what: str, cell: Cel
     elif near == _ZERO:
         why = "it is within two standard errors of 0."
     elif stands_out(cell, *nulls):
-        why = f"its own test does not tell it from its control, {_text(near)}."
+        why = f"its own test finds no difference from its control, {_text(near)}."
     else:
         why = f"it is within two standard errors of its control, {_text(near)}."
     number_of = f", {_text(cell)}" if np.isfinite(cell[0]) else ""
-    return Finding(identity, title, f"Nothing to announce. Largest is {what}{number_of}: {why}", statistic=statistic)
+    return Finding(
+        identity, title, f"Nothing significant. The largest is {what}{number_of}: {why}", statistic=statistic
+    )
 
 
 def _sink(heads: _Lookup) -> Finding:
@@ -132,14 +134,14 @@ def _sink(heads: _Lookup) -> Finding:
         f"The strongest, {heads.name(strongest)}, puts {_text(cell)} there"
     )
     if norm[2]:
-        sentence += f", and reads a value of {_text(norm)} times the mean norm"
+        sentence += f"; the first token's value has {_text(norm)} times the mean norm"
     fresh = _mean([heads.get(p, "weight_first/reinitialised")[0] for p in places])
     return Finding(
         "sink", title, sentence + ".", cell[0], cell[1], "of the attention",
-        f"The re-initialised copy puts {fresh:.2g} there on average over heads." if np.isfinite(fresh) else "No control.",
+        f"The heads of the re-initialised copy put {fresh:.2g} there on average." if np.isfinite(fresh) else "No control.",
         cell[2],
-        "Weight on a token is not information from it. A head with a small value there is a candidate no-op on this "
-        "text, never a dead head.",
+        "Weight on a token is not information from it. A head that reads a small value there is a candidate no-op on "
+        "this text, never a dead head.",
         "weight_first", [heads.pair(p) for p in (mostly or [strongest])[:12]],
     )  # fmt: skip
 
@@ -164,17 +166,18 @@ def _sharpness(heads: _Lookup) -> Finding:
     if above is not None and stands_out(above[1], heads.get(above[0], "largest_score_above_mean/reinitialised")):
         place, cell = above
         raw = heads.get(place, "largest_score")
-        sentence += f" The largest score stands {_text(cell)} nats above the mean score ({heads.name(place)}"
+        sentence += f" The largest score is {_text(cell)} nats above the mean score ({heads.name(place)}"
         sentence += (
-            f"; raw max logit {number(raw[0])} on average, which depends on the key origin)." if raw[2] else ")."
+            f"; its raw max logit is {number(raw[0])} on average and depends on the key origin)." if raw[2] else ")."
         )
     # Next to no entropy, within its own error, is a finding; the number to print is the other head's.
     shown, unit = (low, "of log n") if stands_out(low, _ZERO) else (high, "of log n, the flattest head")
     fresh = _mean([heads.get(p, "entropy_fraction/reinitialised")[0] for p in (sharpest, flattest)])
     return Finding(
         "sharpness", title, sentence, shown[0], shown[1], unit,
-        f"The same two heads of the re-initialised copy: {fresh:.2g} on average." if np.isfinite(fresh) else "No control.",
-        shown[2], "A sharp head need not matter, a flat one may: this describes where attention goes, on this text.",
+        f"The same two heads of the re-initialised copy have {fresh:.2g} on average." if np.isfinite(fresh) else "No control.",
+        shown[2],
+        "It describes where attention goes on this text. A sharp head need not matter to the model, and a flat one may.",
         "entropy_fraction", [heads.pair(sharpest), heads.pair(flattest)],
     )  # fmt: skip
 
@@ -218,11 +221,11 @@ def _climb(heads: _Lookup) -> Finding:
     share = _mean([heads.get(p, f"{name.replace('_selective', '_sharpens')}/random")[0] for p in places])
     return Finding(
         "climb", title, sentence, shown[0], shown[1], "nats",
-        (f"Mismatched heads: {_signed(middle)} nats on average. " if control == "mismatched" else "")
-        + f"A random step of equal length: {_signed(random)} nats, sharpening {share:.0%} of queries by convexity alone.",
+        (f"Other heads' writes (mismatched): {_signed(middle)} nats on average. " if control == "mismatched" else "")
+        + f"A random step of equal length: {_signed(random)} nats; by convexity alone it sharpens {share:.0%} of queries.",
         shown[2],
-        "Keys and values are held fixed while the query moves. Changes common to all scores are left out: softmax cannot "
-        "see them. No equilibrium is claimed.",
+        "Keys and values are held fixed while the query moves. A change common to all scores is left out, since softmax "
+        "does not depend on it. No equilibrium is claimed.",
         name, [heads.pair(p) for p in (sharpening + flattening)[:12]],
     )  # fmt: skip
 
@@ -260,14 +263,14 @@ def _collapse(layers: _Lookup) -> Finding:
     return Finding(
         "collapse", title, " ".join(sentence for sentence, *_ in told), shown[0], shown[1], unit,
         f"The re-initialised copy changes by {_text(control)} there." if control[2] else "No control.", shown[2],
-        "Measured on at most 64 tokens of a window at a time; the distance between tokens says nothing about what later "
-        "layers can still read.",
+        "Measured on at most 64 tokens of each window. The distance between tokens does not say what later layers can "
+        "still read.",
         statistic, [],
     )  # fmt: skip
 
 
 def _absent(identity: str, title: str, statistic: str) -> Finding:
-    return Finding(identity, title, "No number in this run.", caveat=f"Needs the statistic {statistic}.")
+    return Finding(identity, title, "Not measured in this run.", caveat=f"It needs the statistic {statistic}.")
 
 
 def findings(heads: Any, layers: Any) -> list[Finding]:

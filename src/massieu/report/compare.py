@@ -186,12 +186,15 @@ def _opening_sentence(found: Compared, titles: dict[str, str]) -> str:
     named = own.filter(polars.col("q_value") < found.level).select("site", "head").n_unique()
     heads = own.select("site", "head").n_unique()
     if not named or not found.changed:
-        return f"No head of {found.models[-1]} is named in a statistic that may be compared between heads."
+        return f"No head of {found.models[-1]} differs significantly in a statistic that may be compared between heads."
     most = found.changed[0]
     where = f"layer {most['layer']}, head {most['head']}"
     title = titles.get(most["statistic"], most["statistic"])
     values = f"{number(most['first'], most['standard_error'])} to {number(most['second'], most['standard_error'])}"
-    return f"{named} of {heads} heads are named in at least one statistic; most of all {where}: {title}, from {values}."
+    return (
+        f"{named} of {heads} heads differ significantly in at least one statistic. The largest change is in {where}: "
+        f"{title}, from {values}."
+    )
 
 
 def _sublayers(found: Compared) -> list[dict[str, Any]]:

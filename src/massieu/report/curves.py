@@ -37,11 +37,11 @@ TITLES = {
     "gradient_norm": _Title("Gradient norm"),
     "learning_rate": _Title("Learning rate"),
     "selective_log_partition": _Title(
-        "Selective log Z", "nats", "KL(h‖p): how far attention is from all visible keys alike."
+        "Selective log Z", "nats", "KL(h‖p): how far the attention is from uniform over the visible keys."
     ),
-    "largest_logit": _Title("Largest logit", "nats", "Depends on the key origin, which softmax cannot see."),
-    "largest_logit_above_mean": _Title("Largest score above the mean", "nats", "Free of the key origin."),
-    "entropy": _Title("Entropy", "nats", "Low: a query looks at few keys."),
+    "largest_logit": _Title("Largest logit", "nats", "Depends on the key origin; attention does not."),
+    "largest_logit_above_mean": _Title("Largest score above the mean", "nats", "Does not depend on the key origin."),
+    "entropy": _Title("Entropy", "nats", "Low where a query attends to few keys."),
     "entropy_fraction": _Title("Entropy as a share of log n"),
     "weight_first": _Title("Weight on the first token"),
     "effective_rank": _Title("Effective rank of the hidden states"),

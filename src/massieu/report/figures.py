@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from massieu.report.record import RunRecord
 
 INSIDE_NULL = 0.05
+_ALIKE = "does not differ"
 CELL = 26  # pixels
 BAR_HEIGHT = 60  # pixels
 SHADES = ("selective_log_partition", "entropy")
@@ -37,8 +38,8 @@ def _verdict(columns: dict[str, Column], name: str, cell: int) -> str:
     q_value = math.nan if tested is None else float(tested.value[cell])
     if math.isnan(q_value):
         return "not tested"
-    side = "inside" if q_value >= INSIDE_NULL else "outside"
-    return f"{side} its null (q = {number(q_value)})"
+    said = _ALIKE if q_value >= INSIDE_NULL else "differs"
+    return f"{said} from its control (q = {number(q_value)})"
 
 
 def _scale(values: np.ndarray, signed: bool, centre: float) -> tuple[list[str], float, float]:
@@ -70,7 +71,7 @@ def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any
                 lines.append(f"control ({control}): {against.text(cell)}")
             lines += [f"n = {whole(int(column.count[cell]))}", verdict]
             fill = colours.mix(scale, (value - low) / (high - low)) if math.isfinite(value) else None
-            hatched = verdict.startswith("inside") and fill is not None
+            hatched = verdict.startswith(_ALIKE) and fill is not None
             place = {"x": head * CELL, "y": row * CELL}
             cells.append({**place, "fill": fill, "hatched": hatched, "title": "\n".join(lines)})
     meaning = f"Blue: below {number(centre)}. Orange: above it." if entry["signed"] else "Dark: low. Bright: high."

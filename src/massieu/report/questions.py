@@ -21,28 +21,30 @@ if TYPE_CHECKING:
 
 QUESTIONS = {
     "flow": (
-        "What becomes of the law of tokens through the depth: is a Gaussian its equilibrium?",
+        "How does the law of the tokens change with depth, and is a Gaussian its equilibrium?",
         "stream_gaussian_distance",
     ),
-    "metric": ("Is what a head compares tokens by the precision of its keys?", "precision_cosine"),
+    "metric": (
+        "Does a head compare tokens through the precision (inverse covariance) of its keys?",
+        "precision_cosine",
+    ),
     "feed_forward": ("Is a feed-forward layer near the identity, linear, or a gradient?", "feed_forward_linear_share"),
     "residual": ("Is the residual connection a starting point or a quadratic term?", "update_stream_coefficient"),
-    "key_density": ("Which law do a head's keys follow?", "key_mixture_gain"),
-    "joint": ("Are the heads of a layer one mixture?", "gating_information"),
-    "memory": ("Is a head an associative memory, and of how many patterns?", "keys_in_use"),
+    "key_density": ("Which distribution do a head's keys follow?", "key_mixture_gain"),
+    "joint": ("Do the heads of a layer act as one mixture?", "gating_information"),
+    "memory": ("Does a head act as an associative memory, and how many patterns does it retrieve?", "keys_in_use"),
     "conditional_mean": ("Does a head compute a conditional mean?", "output_along_conditional_mean"),
     "uncertainty": (
-        "How many tokens does a head's output rest on, and how does it move with the query?",
+        "On how many tokens does a head's output depend, and how does it change with the query?",
         "output_effective_tokens",
     ),
-    "tap": ("Is a feed-forward layer the reaction of the mean field?", "reaction_gain"),
-    "response": ("Does a token answer to others one by one, or collectively?", "response_by_weights"),
-    "symmetry": ("How far is the model from treating its tokens as a set?", "permutation_gap"),
+    "tap": ("Does a feed-forward layer add the Onsager reaction of a mean field?", "reaction_gain"),
+    "response": ("Does a token respond to other tokens one by one, or collectively?", "response_by_weights"),
+    "symmetry": ("How much does the order of the tokens matter to the model?", "permutation_gap"),
 }
 """By group, the question of the papers and the statistic that stands in front, in the order of the cards."""
 LEVEL = 0.05
 _ONE_SIDED = 0.9
-_MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class Answer:
         middle, lowest, highest: of the numbers.
         control: median of the control's numbers; None where there is none.
         control_name: in words.
-        named: how many are outside their null.
+        named: how many differ significantly from their control.
         tested: how many were tested.
-        verdict: what the test allows to say, in a few words.
+        verdict: what the test shows, in a few words.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A card: the papers' question and the statistics that were measured for it, the first one in front."""
+    """A card: a question of the papers and the statistics that answer it, the main one first."""
 
     group: str
     question: str
@@ -165,8 +167,7 @@ def _verdict(
     if not tested:
         return "not tested against a control"
     if not named:
-        return f"not told apart from its control, in {tested} {places}"
+        return f"no significant difference from its control in any of {tested} {places}"
     share = higher / named
-    side = "above" if share >= _ONE_SIDED else "below" if share <= 1 - _ONE_SIDED else "to either side of"
-    extent = "everywhere" if named == tested else "mostly" if named >= _MOSTLY * tested else "in places"
-    return f"{side} its control {extent}: in {named} of {tested} {places}"
+    side = "above" if share >= _ONE_SIDED else "below" if share <= 1 - _ONE_SIDED else "above or below"
+    return f"{side} its control in {named} of {tested} {places}"

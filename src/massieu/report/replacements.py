@@ -9,11 +9,11 @@ from massieu.report.record import ReplacementRecord
 MEASURES = {
     "loss": (
         "nats a token",
-        "The loss of predicting the next token, in nats a token; above 0 the model is worse for it.",
+        "The change of the next-token loss, in nats per token; above 0 the model predicts worse.",
     ),
     "output": (
         "of the output's spread",
-        "How far the last hidden states move: ‖Δ‖² beside their mean squared distance from their mean over the window.",
+        "How far the last hidden states move: ‖Δ‖² relative to their mean squared distance from their window's mean.",
     ),
 }
 SHOWN = 40
@@ -54,7 +54,7 @@ def replacement_table(records: Sequence[ReplacementRecord], shown: int = SHOWN) 
     unit, measure = MEASURES.get(records[0].measure, (records[0].measure, ""))
     left_out = None
     if len(records) > shown:
-        left_out = f"The {shown} that change most, of {len(records)}; all are in run.json."
+        left_out = f"These {shown} of {len(records)} change most; run.json has all."
     return ReplacementTable(
         [_row(each) for each in chosen], unit, measure, counted(records[0].windows, "window"), left_out
     )

@@ -1,24 +1,24 @@
-"""Words of the page that are not in everyday use, each explained beside the sentence that has it."""
+"""Terms of the page that need an explanation; each is explained beside the sentence that uses it."""
 
 from collections.abc import Iterable
 
 TERMS = {
-    "selective log Z": "how far a query's attention is from even over the keys it sees; 0 where it is even",
-    "log Z": "the logarithm of the sum over keys of e to the score",
-    "own write": "what this head alone adds to the vector of the token",
-    "whole attention update": "what all heads of the layer together add to the vector of the token",
-    "key origin": "a vector that may be added to all keys of a head; it moves raw scores and leaves attention as it is",
-    "mismatched": "the writes of other heads of the layer, in place of the head's own",
+    "selective log Z": "how far the attention is from uniform over the visible keys, in nats; 0 where it is uniform",
+    "log Z": "the logarithm of the softmax's denominator, the sum over keys of e to the score",
+    "own write": "the vector that this head alone adds to the token's residual stream",
+    "whole attention update": "the vector that all heads of the layer together add to the token's residual stream",
+    "key origin": "the zero point of a head's keys: shifting all keys by one vector changes raw scores but not attention",
+    "mismatched": "a control: the writes of other heads of the layer in place of the head's own",
     "re-initialised": "a copy of the model with random weights of the same sizes",
-    "effective keys": "that many keys of equal weight have the same entropy",
-    "effective number of keys": "that many keys of equal weight have the same entropy",
-    "effective rank": "how many directions the vectors of a window use",
-    "log-determinant": "the logarithm of the volume that the vectors of a window fill",
-    "log n": "the largest entropy that n keys allow",
-    "largest possible entropy": "log n, that of n keys of equal weight",
+    "effective keys": "the number of equally weighted keys that have the same entropy",
+    "effective number of keys": "the number of equally weighted keys that have the same entropy",
+    "effective rank": "in how many directions the token vectors of a window differ",
+    "log-determinant": "the logarithm of the volume that the token vectors of a window fill",
+    "log n": "the largest entropy possible with n keys",
+    "largest possible entropy": "log n, the entropy of n equally weighted keys",
     "residual stream": "the vector of each token, to which every layer adds",
-    "false discovery": "the share of the named heads that are expected to be named by chance",
-    "no-op": "a head that does nothing",
+    "false discovery": "the expected share, among the heads called different, of those that differ by chance only",
+    "no-op": "a head that changes nothing",
     "nats": "units of information; 1 nat is 1.44 bits",
 }
 

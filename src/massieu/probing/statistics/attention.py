@@ -14,7 +14,7 @@ from massieu.probing.statistics.registry import ATTENTION, BAL, SHIM, statistic
 
 _per_query = partial(statistic, ATTENTION)
 _of_scores = partial(_per_query, needs_scores=True)
-_to_itself = partial(_per_query, claim="S12", caveat="Defined for attention of a sequence to itself.")
+_to_itself = partial(_per_query, claim="S12", caveat="It is defined for self-attention only.")
 
 
 @_of_scores(
@@ -25,7 +25,7 @@ _to_itself = partial(_per_query, claim="S12", caveat="Defined for attention of a
     moments=("prior_log_partition", "prior_mean_score"),
 )
 def selective_log_partition(reading: QueryReading) -> Tensor:
-    """How far is this head's attention from attending to every visible key alike?"""
+    """How far is the attention from uniform over the visible keys?"""
     moments = reading.moments
     return reading.log_partition - moments.prior_log_partition - moments.prior_mean_score
 
@@ -39,7 +39,7 @@ def selective_log_partition(reading: QueryReading) -> Tensor:
     gauge_dependent=True,
 )
 def log_partition(reading: QueryReading) -> Tensor:
-    """What is the log-normaliser that the model computes?"""
+    """What is the log-normaliser of the softmax, as the model computes it?"""
     raw, sink = reading.raw_log_partition, reading.call.sink
     return raw if sink is None else torch.logaddexp(raw, sink[:, None])
 
@@ -53,7 +53,7 @@ def log_partition(reading: QueryReading) -> Tensor:
     unit="nats",
 )
 def entropy(reading: QueryReading) -> Tensor:
-    """Over how many keys, in nats, does the head spread its attention?"""
+    """Over how many keys does the head spread its attention (the logarithm of their number)?"""
     return reading.moments.entropy
 
 
@@ -65,7 +65,7 @@ def entropy_fraction(reading: QueryReading) -> tuple[Tensor, Tensor]:
 
 @_per_query("Effective number of keys", formula="e^H", claim="S19", paper=SHIM, unit="keys")
 def effective_keys(reading: QueryReading) -> Tensor:
-    """To how many equally weighted keys is this attention equivalent?"""
+    """How many equally weighted keys would have the same entropy?"""
     return reading.moments.entropy.exp()
 
 
@@ -74,18 +74,18 @@ def effective_keys(reading: QueryReading) -> Tensor:
     formula="1 / Σ p_j²",
     claim="S19",
     paper=SHIM,
-    caveat="Never above the effective number of keys.",
+    caveat="It is never larger than the effective number of keys.",
     unit="keys",
     moments=("collision",),
 )
 def effective_sample_size(reading: QueryReading) -> Tensor:
-    """Read as importance sampling, how many independent draws would estimate the output as well?"""
+    """If the weights were importance weights, to how many independent draws would they be equivalent?"""
     return 1 / reading.moments.collision
 
 
 @_per_query("Largest weight", formula="max_j p_j", claim="B5", paper=BAL, moments=("max_weight",))
 def largest_weight(reading: QueryReading) -> Tensor:
-    """How much of the attention goes to the single strongest key?"""
+    """How much of the attention goes to the key with the largest weight?"""
     return reading.moments.max_weight
 
 
@@ -97,7 +97,7 @@ def largest_weight(reading: QueryReading) -> Tensor:
     moments=("max_score", "prior_mean_score"),
 )
 def largest_score_above_mean(reading: QueryReading) -> Tensor:
-    """How far does the strongest key stand out, in nats, before the softmax?"""
+    """How far is the largest score above the average score, before the softmax?"""
     return reading.moments.max_score - reading.moments.prior_mean_score
 
 
@@ -110,7 +110,7 @@ def largest_score_above_mean(reading: QueryReading) -> Tensor:
     moments=("max_score",),
 )
 def largest_score(reading: QueryReading) -> Tensor:
-    """What is the max logit that training monitors watch?"""
+    """How large is the largest attention logit, which training monitors watch?"""
     return reading.moments.max_score + reading.shift
 
 
@@ -136,7 +136,7 @@ def score_variance(reading: QueryReading) -> Tensor:
     moments=("score_variance",),
 )
 def score_variance_attended(reading: QueryReading) -> Tensor:
-    """What is the second cumulant of the score under the attention (Fisher information in β)?"""
+    """How much do the scores of the attended keys differ (the Fisher information in the log of β)?"""
     return reading.moments.score_variance
 
 
@@ -147,7 +147,7 @@ def score_variance_attended(reading: QueryReading) -> Tensor:
     caveat="Weight on a token is not information from it: look at the norm of its value.",
 )
 def weight_first(reading: QueryReading) -> Tensor:
-    """How much attention does the first position take (the attention sink)?"""
+    """How much attention goes to the first token (the usual attention sink)?"""
     return reading.weight_at(reading.keys.first()[:, None])[..., 0]
 
 
@@ -158,7 +158,7 @@ def weight_first(reading: QueryReading) -> Tensor:
     caveat="Weight on a token is not information from it.",
 )
 def weight_special(reading: QueryReading) -> Tensor | None:
-    """How much attention do tokens without content take?"""
+    """How much attention goes to special tokens such as [CLS] and [SEP]?"""
     return None if reading.keys.special is None else reading.weight_special()
 
 
@@ -170,7 +170,7 @@ def weight_diagonal(reading: QueryReading) -> Tensor | None:
 
 @_to_itself("Weight on the previous token", formula="p at the position before the query")
 def weight_previous(reading: QueryReading) -> tuple[Tensor, Tensor] | None:
-    """Does the head look one token back?"""
+    """How much does a token attend to the token before it?"""
     if not reading.itself:
         return None
     places = reading.positions

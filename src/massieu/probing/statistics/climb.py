@@ -78,7 +78,7 @@ def _positive(change: Tensor) -> Tensor:
 
 @_selective("{who} sharpens attention (share of queries)", formula="share with dS(r + εΔ)/dε > 0 at ε = 0")
 def sharpens(along: _Slopes) -> Tensor:
-    """For how many queries does an infinitesimal step along {step} sharpen the head's attention?"""
+    """For what share of queries does an infinitesimal step along {step} sharpen the head's attention?"""
     return _positive(along.selective)
 
 
@@ -90,17 +90,17 @@ def slope_selective(along: _Slopes) -> Tensor:
 
 @_common("{who}: common slope", formula="d(Σ h_j s_j)/dε at ε = 0")
 def slope_common(along: _Slopes) -> Tensor:
-    """How fast do all scores rise alike, which leaves attention unchanged?"""
+    """How fast does the step raise all scores by the same amount, which leaves attention unchanged?"""
     return along.common
 
 
 @_selective(
     "{who} sharpens attention, whole step (share of queries)",
     formula="share with S(r + Δ) > S(r)",
-    caveat="By convexity even a random step of this size sharpens more often than not: read it beside its control.",
+    caveat="By convexity even a random step of this size sharpens more often than not: compare with the control.",
 )
 def step_sharpens(change: _Changes) -> Tensor:
-    """For how many queries does the actual step of {step} sharpen the head's attention?"""
+    """For what share of queries does the whole step of {step} sharpen the head's attention?"""
     return _positive(change.selective)
 
 
@@ -112,7 +112,7 @@ def step_selective(change: _Changes) -> Tensor:
 
 @_common("{who}: common change of the scores", formula="Σ h_j (s_j(r + Δ) − s_j(r))")
 def step_common(change: _Changes) -> Tensor:
-    """By how much do all scores rise alike, which leaves attention unchanged?"""
+    """By how much does the step raise all scores equally, which leaves attention unchanged?"""
     return change.common
 
 
@@ -125,7 +125,7 @@ def step_common(change: _Changes) -> Tensor:
     gauge_dependent=True,
 )
 def step_log_partition(change: _Changes) -> Tensor:
-    """Does the step raise the head's log-normaliser as the model computes it?"""
+    """By how much does the step raise the log-normaliser that the model computes?"""
     return change.raw
 
 

@@ -29,7 +29,7 @@ _of_head = partial(
     paper=ZHANG,
     control="shuffled_values",
     signed=True,
-    caveat="Within a window, of values given keys: not of words given words.",
+    caveat="It is about values given keys within a window, not about words given words.",
 )
 
 
@@ -103,14 +103,14 @@ def kernel_errors(key: Float[Tensor, "H T D"], value: Float[Tensor, "H T Dv"]) -
 
 @_of_head("Value from key by ridge regression", formula="R² of held-out values", claim="Z4, Z8, E19")
 def value_by_ridge(window: HeadWindow) -> Sums:
-    """How much of a token's value does its key tell, if the conditional mean is linear in the key?"""
+    """How well does a linear function of a token's key predict its value?"""
     key, value, _ = _pairs(window)
     return _share(_chosen(ridge_errors(key, value)), _left_out_mean(value), value)
 
 
 @_of_head("Value from key by kernel regression", formula="R² of held-out values", claim="Z7, Z8, E19")
 def value_by_kernel(window: HeadWindow) -> Sums:
-    """How much of a token's value do the tokens with keys near by tell?"""
+    """How well do the tokens with nearby keys predict a token's value?"""
     key, value, _ = _pairs(window)
     return _share(_chosen(kernel_errors(key, value)), _left_out_mean(value), value)
 
@@ -121,7 +121,7 @@ def value_by_kernel(window: HeadWindow) -> Sums:
     claim="Z7, E19",
 )
 def value_by_attention(window: HeadWindow) -> Sums:
-    """Does the head, asked at a token, retrieve the token's own value from the other tokens?"""
+    """How well do the head's own weights predict a token's value from the other tokens?"""
     if not window.itself or window.call.query.shape[2] != window.call.key.shape[2]:
         nothing = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
         return nothing, nothing
@@ -142,7 +142,7 @@ def value_by_attention(window: HeadWindow) -> Sums:
     claim="Z4, X1, E19",
 )
 def output_along_conditional_mean(window: HeadWindow) -> Sums:
-    """Does the head's output point where the values of keys like its query would be?"""
+    """Does the head's output point along the mean value of keys that are like its query?"""
     key, value, places = _pairs(window)
     query = window.call.query[0, :, window.queries].double()
     weights = window.weights()[..., places].double()

@@ -17,7 +17,7 @@ from massieu.probing.wiring import Step
 _BEFORE, _AFTER, _CHANGE = 0, 1, 2
 FEWEST = 8  # tokens; fewer say nothing about a covariance
 TOGETHER = 2**20  # numbers in the clouds that are measured at a time; in float64 they still fit a processor's cache
-_POINTS = "Tokens of one window, at most 64 positions with distinct tokens."
+_POINTS = "Measured within windows, on at most 64 positions with distinct tokens."
 _of_points = partial(statistic, EXPANSION, paper=SHIM, caveat=_POINTS, scope="layer")
 _change = partial(_of_points, signed=True)
 _level = partial(_of_points, headline=False)
@@ -41,13 +41,13 @@ def pairwise_distance_log_ratio(before: Tensor, after: Tensor) -> Tensor:
     unit="nats per direction",
 )
 def log_determinant_change(before: Tensor, after: Tensor) -> Tensor:
-    """Does the volume that a window's tokens span grow (+) or shrink (−)?"""
+    """Does the volume that the tokens of a window span grow (+) or shrink (−)?"""
     return after - before
 
 
 @_change("Change of the effective rank", formula="e^H(λ/Σλ) after − before", claim="E1, N12", unit="directions")
 def effective_rank_change(before: Tensor, after: Tensor) -> Tensor:
-    """In how many more (+) or fewer (−) directions do a window's tokens differ?"""
+    """In how many more (+) or fewer (−) directions do the tokens of a window differ after the step?"""
     return after - before
 
 

@@ -25,7 +25,7 @@ _of_layer = partial(
     claim="S21, E7",
     paper=SHIM,
     scope="layer",
-    caveat="On the tokens of this text. What a layer does to other tokens it does not say.",
+    caveat="Measured on the tokens of this text; other tokens may be treated differently.",
 )
 Sums = tuple[Float64[Tensor, " windows"], Float64[Tensor, " windows"]]
 
@@ -60,13 +60,13 @@ class Sampled:
 
 @_of_layer("Size of the feed-forward update", formula="E‖f‖² / E‖x‖²", control=None)
 def feed_forward_size(tokens: Sampled) -> Sums:
-    """How far is the layer from leaving tokens where they are (0)?"""
+    """How large is what the layer adds, relative to its input (0: it changes nothing)?"""
     return tokens.by_window(tokens.added.square().sum(-1), tokens.stream.square().sum(-1))
 
 
 @_of_layer("Direction of the feed-forward update", formula="mean cos(f, x)", control="shuffled_tokens", signed=True)
 def feed_forward_cosine(tokens: Sampled) -> Sums:
-    """Does the layer lengthen (+) or shorten (−) the token's own vector?"""
+    """Does what the layer adds point along (+) or against (−) the token's own vector?"""
     cosine = torch.cosine_similarity(tokens.added.double(), tokens.stream.double(), dim=-1)
     return tokens.by_window(cosine, torch.ones_like(cosine))
 
@@ -77,7 +77,7 @@ def feed_forward_cosine(tokens: Sampled) -> Sums:
     control="shuffled_tokens",
 )
 def feed_forward_linear_share(tokens: Sampled) -> Sums:
-    """How much of what the layer adds would an affine map add as well, on windows that it was not fitted to?"""
+    """How much of what the layer adds does an affine map explain, on windows that it was not fitted to?"""
     explained, whole = (
         torch.zeros(len(tokens.window), dtype=torch.float64),
         torch.zeros(len(tokens.window), dtype=torch.float64),
@@ -102,7 +102,7 @@ def feed_forward_linear_share(tokens: Sampled) -> Sums:
     control="shuffled_tokens",
 )
 def feed_forward_antisymmetric_share(tokens: Sampled) -> Sums:
-    """Is what the layer adds the gradient of something (0), or as directed as a random matrix (½)?"""
+    """Is what the layer adds the gradient of some function (0), or as antisymmetric as a random map (½)?"""
     odd, even = ((tokens.pushed + sign * tokens.pulled).double().square().sum(-1) / 4 for sign in (-1, 1))
     return tokens.by_window(odd, odd + even, window=tokens.pushed_window)
 

@@ -29,7 +29,7 @@ _of_cloud = partial(
     paper=SHIM,
     scope="layer",
     control="gaussian",
-    caveat="Distinct tokens of a window; a few tokens of huge norm can decide it. No equilibrium is claimed.",
+    caveat="Measured on the distinct tokens of a window; a few tokens of huge norm can decide it. No equilibrium is claimed.",
 )
 Cloud = Float[Tensor, "n d"]
 
@@ -51,13 +51,13 @@ def stream_effective_rank(cloud: Cloud) -> Tensor:
 
 @_of_cloud("Third cumulant", formula="mean |k₃ / k₂^{3/2}| over 64 random directions", claim="S13, E1")
 def stream_third_cumulant(cloud: Cloud) -> Tensor:
-    """How lopsided are the tokens along random directions, where Gaussian ones would not be?"""
+    """How skewed are the tokens along random directions (0 for Gaussian tokens)?"""
     return projected_cumulants(cloud, _directions(cloud)).third.abs().mean()
 
 
 @_of_cloud("Fourth cumulant", formula="mean k₄ / k₂² over 64 random directions", claim="S13, E1", signed=True)
 def stream_fourth_cumulant(cloud: Cloud) -> Tensor:
-    """Have the tokens heavier (+) or lighter (−) tails than Gaussian ones along random directions?"""
+    """Do the tokens have heavier (+) or lighter (−) tails than Gaussian ones along random directions?"""
     return projected_cumulants(cloud, _directions(cloud)).fourth.mean()
 
 
@@ -73,7 +73,7 @@ def stream_gaussian_distance(cloud: Cloud) -> Tensor:
 
 @_of_cloud("Cosine of two tokens", formula="mean cos(x_i, x_j), i ≠ j", claim="S12, N5, E1", signed=True)
 def stream_cosine(cloud: Cloud) -> Tensor:
-    """Do the tokens of a window point in one direction (1), or in as many as they are (0)?"""
+    """Do the tokens of a window all point in one direction (1), or in unrelated ones (0)?"""
     unit = torch.nn.functional.normalize(cloud, dim=-1)
     number = len(cloud)
     return (unit.sum(0).square().sum() - unit.square().sum()) / (number * (number - 1))
@@ -81,7 +81,7 @@ def stream_cosine(cloud: Cloud) -> Tensor:
 
 @_of_cloud("Clusters of tokens", formula="tokens that no other stands for within 29°, one a cluster", claim="N5, E1")
 def stream_clusters(cloud: Cloud) -> Tensor:
-    """In how many groups of directions do the tokens of a window fall?"""
+    """Into how many groups of similar direction do the tokens of a window fall?"""
     return cluster_count(torch.nn.functional.normalize(cloud, dim=-1), radius=RADIUS, limit=len(cloud)).clusters
 
 

@@ -21,8 +21,8 @@ _of_heads = partial(
     claim="S14, E9",
     paper=SHIM,
     control="permuted_heads",
-    caveat="Keys are taken about their mean; another origin would give heads other shares. What one softmax over all heads "
-    "does to the model's loss is said by the replacement 'joint'.",
+    caveat="The key origin is the keys' mean; another origin would give the heads other shares. "
+    "The replacement 'joint' measures what one softmax over all heads does to the model's loss.",
 )
 
 
@@ -41,20 +41,20 @@ def _responsibilities(window: HeadWindow) -> Float[Tensor, "H S"]:
 
 
 @_of_heads(
-    "A head's part in the gap of the heads' bound",
+    "A head's part in the gap between separate heads and one softmax",
     formula="E log(π_a / r_a); its mean over the heads of a layer is KL(π‖r)",
     unit="nats",
     signed=True,
 )
 def mixture_gap(window: HeadWindow) -> Sums:
-    """Is adding the heads with fixed shares as good as one softmax over all of them (0 on average over a layer)?"""
+    """How far is adding the heads with equal shares from one softmax over all heads (layer average 0: the same)?"""
     logarithms = _responsibilities(window)
     return mean_over_queries(-logarithms - torch.tensor(float(len(logarithms))).log())
 
 
 @_of_heads("Responsibility of a head", formula="H · E r_a, H the number of heads", control="reinitialised")
 def responsibility(window: HeadWindow) -> Sums:
-    """Would one softmax over all heads of the layer give this head more than its fair share (1)?"""
+    """Would one softmax over all heads of the layer give this head more (above 1) or less than an equal share?"""
     logarithms = _responsibilities(window)
     return mean_over_queries(len(logarithms) * logarithms.exp())
 
@@ -65,7 +65,7 @@ def responsibility(window: HeadWindow) -> Sums:
     unit="nats",
 )
 def gating_information(window: HeadWindow) -> Sums:
-    """Do tokens choose between the heads by their evidence, or is a head's share the same for all of them (0)?"""
+    """Does the head's share of that softmax depend on the token, or is it the same for all tokens (0)?"""
     logarithms = _responsibilities(window)
     shares = logarithms.exp()
     return mean_over_queries(shares * (logarithms - shares.nanmean(1, keepdim=True).log()))

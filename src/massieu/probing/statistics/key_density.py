@@ -33,7 +33,8 @@ _of_keys = partial(
     control="shuffled_coordinates",
     signed=True,
     unit="nats per dimension",
-    caveat="Within a window, of keys as scores see them, after any rotation. It does not say what the head does with them.",
+    caveat="Measured within a window, on keys as they enter the scores (after rotary embedding). "
+    "It does not say how the head uses them.",
 )
 
 
@@ -107,34 +108,34 @@ def _gain(window: HeadWindow, law: Callable[[Halves, HeadWindow], Float[Tensor, 
 
 
 @_of_keys(
-    "Mixture over Gaussian",
+    "Gain of a mixture over one Gaussian",
     formula="held-out log-likelihood of 4 round Gaussians in whitened space − that of one Gaussian",
     claim="S4, E8b",
 )
 def key_mixture_gain(window: HeadWindow) -> Sums:
-    """Are the head's keys in a few clusters (above 0), rather than one Gaussian cloud?"""
+    """Do the head's keys form a few clusters (above 0) rather than one Gaussian cloud?"""
     return _gain(window, mixture_density)
 
 
 @_of_keys(
-    "Memory over Gaussian",
+    "Gain of a kernel density over one Gaussian",
     formula="held-out log-likelihood of a Gaussian kernel about every key − that of one Gaussian",
     claim="B6, E8b",
 )
 def key_kernel_gain(window: HeadWindow) -> Sums:
-    """Are new keys near single old ones (above 0), as retrieval would need, rather than in one Gaussian cloud?"""
+    """Do held-out keys lie near single other keys (above 0), as retrieval needs, rather than in one Gaussian cloud?"""
     return _gain(window, kernel_density)
 
 
 @_of_keys(
-    "Sphere over Gaussian",
+    "Gain of a law on spheres over one Gaussian",
     formula="held-out log-likelihood of von Mises–Fisher directions with log-normal lengths − that of one Gaussian",
     claim="S4, E8b",
     gauge_dependent=True,
-    caveat="Depends on the key origin, about which the sphere is. It does not say what the head does with its keys.",
+    caveat="It depends on the key origin, the centre of the sphere. It does not say how the head uses its keys.",
 )
 def key_sphere_gain(window: HeadWindow) -> Sums:
-    """Do the head's keys lie on a sphere about the origin, around one direction (above 0), rather than in a Gaussian cloud?"""
+    """Do the head's keys lie near a sphere around the origin, about one direction (above 0), or in a Gaussian cloud?"""
     return _gain(window, sphere_density)
 
 

@@ -27,13 +27,13 @@ def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[T
     "Cosine of W_O W_V with W_QᵀW_K",
     formula="⟨W_O W_V, W_QᵀW_K⟩ / (‖W_O W_V‖ ‖W_QᵀW_K‖), norm gains folded in",
     claim="S3.2, S25, E2",
-    caveat="The rotation null is far too easy; the other heads of the layer are the null to beat. "
-    "Rotary models: at offset zero.",
+    caveat="Compare it with the other heads of the layer: random rotations are too easy a control. "
+    "For rotary models it is the cosine at offset zero.",
     control="mismatched",
     signed=True,
 )
 def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
-    """Are the head's weights those of a gradient step on its own log Z?"""
+    """Do the head's weights make its write a gradient step on its own log Z (1 if they do)?"""
     write_norm = _dot(maps.output.mT @ maps.output, maps.value @ maps.value.mT).sqrt()
     through = torch.einsum("hkd,gdv->ghkv", maps.query, maps.output)
     back = torch.einsum("hkd,gvd->ghkv", maps.key, maps.value)
@@ -48,7 +48,7 @@ def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
     control=None,
 )
 def symmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
-    """How much of the score is a mutual similarity of the two tokens?"""
+    """How much of the score is symmetric in query and key token, as a similarity is?"""
     cross = maps.key @ maps.query.mT
     return 0.5 * (1 + _dot(cross, cross.mT) / maps.score_norm.square())
 
@@ -61,7 +61,7 @@ def symmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
     control=None,
 )
 def antisymmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
-    """How much of the score is directed, from one token to another?"""
+    """How much of the score changes sign when query and key token are exchanged?"""
     return 1 - symmetric_share(maps)
 
 

@@ -21,7 +21,7 @@ _of_memory = partial(
     MEMORY,
     paper=BAL,
     control="mismatched_keys",
-    caveat="Keys are frozen, and the model takes one step, not many: no equilibrium is claimed.",
+    caveat="Keys are held fixed, and the model takes one step, not many: no equilibrium is claimed.",
 )
 
 
@@ -39,7 +39,7 @@ def _weights(window: HeadWindow) -> Float[Tensor, "H S N"]:
     "Keys that hold 90 % of the weight", formula="fewest n with p_(1) + … + p_(n) ≥ 0.9", claim="B5, E15", unit="keys"
 )
 def keys_in_use(window: HeadWindow) -> Sums:
-    """Does the head retrieve one pattern, some, or the average of all?"""
+    """How many keys hold most of the weight: does the head retrieve one pattern, a few, or an average of all?"""
     weights = _weights(window)
     held = weights.sort(-1, descending=True).values.cumsum(-1)
     number = (held < _MOST * held[..., -1:]).sum(-1) + 1.0
@@ -52,7 +52,7 @@ def keys_in_use(window: HeadWindow) -> Sums:
     claim="B5, B12, E15",
 )
 def retrieval_slope(window: HeadWindow) -> Sums:
-    """If the head retrieved once more from where it is, would nearby states come together (below 1)?"""
+    """If the head took one more retrieval step from its output, would nearby states converge (below 1)?"""
     keys, weights = _keys(window), _weights(window)
     mean = weights @ keys
     start = torch.randn(keys.shape[-1], generator=window.generator()).to(keys)
@@ -67,14 +67,14 @@ def retrieval_slope(window: HeadWindow) -> Sums:
 
 
 @_of_memory(
-    "Bound of that slope",
+    "Bound on the slope of retrieval",
     formula="β D² / 4, D the largest distance of two keys",
     claim="B5, B12, E15",
     control="reinitialised",
     headline=False,
 )
 def retrieval_slope_bound(window: HeadWindow) -> Sums:
-    """Could the head's keys, at any query, make one more retrieval spread states apart (above 1)?"""
+    """Could a retrieval step over these keys drive states apart at some query (only if above 1)?"""
     keys = _keys(window)
     widest = (
         torch.stack([torch.cdist(head[None], head[None]).amax() for head in keys])
@@ -91,7 +91,7 @@ def retrieval_slope_bound(window: HeadWindow) -> Sums:
     control="reinitialised",
 )
 def pattern_weight_evenness(window: HeadWindow) -> Sums:
-    """As a mixture of Gaussians about its keys, does the head weigh all of them alike (1)?"""
+    """Read as a mixture of Gaussians centred on its keys, does the head give all of them equal weight (1)?"""
     keys = _keys(window)
     shares = torch.softmax(0.5 * window.call.scale * keys.square().sum(-1), -1)
     evenness = torch.special.entr(shares).sum(-1).exp() / shares.shape[-1]

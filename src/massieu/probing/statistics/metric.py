@@ -25,7 +25,8 @@ _of_head = partial(
     METRIC,
     paper=SHIM,
     control="mismatched_keys",
-    caveat="Within a window, of queries and keys as scores see them, after any rotation; the covariance is that of the window.",
+    caveat="Measured within a window, with the window's covariance, on queries and keys as they enter the scores "
+    "(after rotary embedding).",
 )
 
 
@@ -63,7 +64,7 @@ def _nothing(window: HeadWindow) -> Sums:
     signed=True,
 )
 def precision_cosine(window: HeadWindow) -> Sums:
-    """Is a token's query its own key times the precision of the keys (1), as a conditional mean would have it?"""
+    """Does a token's query equal its own key times the precision of the keys (1), as for a conditional mean?"""
     parts = _whitened(window)
     if parts is None:
         return _nothing(window)
@@ -77,7 +78,7 @@ def precision_cosine(window: HeadWindow) -> Sums:
     claim="S11, E6",
 )
 def precision_antisymmetric_share(window: HeadWindow) -> Sums:
-    """Is the score of two tokens mutual (0), or as directed as a random matrix (½)?"""
+    """Is the score of two tokens symmetric (0), or as antisymmetric as a random matrix (½)?"""
     parts = _whitened(window)
     if parts is None:
         return _nothing(window)
@@ -92,7 +93,7 @@ def precision_antisymmetric_share(window: HeadWindow) -> Sums:
     claim="S10, S11, E6",
 )
 def fisher_evenness(window: HeadWindow) -> Sums:
-    """Is the head's Fisher information proportional to the covariance of its keys (1), as the hypothesis asks?"""
+    """Is the head's Fisher information proportional to the covariance of its keys (1), as the hypothesis says?"""
     parts = _whitened(window)
     if parts is None:
         return _nothing(window)
@@ -108,12 +109,12 @@ def fisher_evenness(window: HeadWindow) -> Sums:
 
 
 @_of_head(
-    "Distance of what is retrieved from the keys' law",
+    "Distance between the laws of retrieved keys and of keys",
     formula="Bures–Wasserstein distance of the Gaussians of Σ p_j k_j and of k_j, whitened, over D^½",
     claim="S11, S13, E6",
 )
 def retrieved_law_distance(window: HeadWindow) -> Sums:
-    """Does the head's gradient carry the law of its queries to that of its keys (0), or to one point (1)?"""
+    """Are the keys that the head retrieves distributed as its keys are (0), or all one point (1)?"""
     parts = _whitened(window)
     if parts is None:
         return _nothing(window)

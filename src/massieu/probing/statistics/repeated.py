@@ -23,25 +23,27 @@ _on_repeated = partial(
     statistic,
     REPEATED,
     claim="",
-    caveat="On made-up tokens. A head may look a token up and not write it: see the copying score.",
+    caveat="Measured on random tokens. A head may attend to a token without copying it: see the copying score.",
 )
 
 
 @_on_repeated("Induction weight", formula="mean p of the key behind the token's earlier occurrence", paper=INDUCTION)
 def induction_weight(reading: QueryReading, length: int) -> Float[Tensor, "B H L"]:
-    """Where a token comes again, how much does the head attend to what stood behind it the first time?"""
+    """When a token is repeated, how much does the head attend to the token that followed it the first time?"""
     return reading.weight_before(length - 1)
 
 
-@_on_repeated("Weight on the same token", formula="mean p of the token's earlier occurrence", paper=CIRCUITS)
+@_on_repeated(
+    "Weight on the same token's earlier place", formula="mean p of the token's earlier occurrence", paper=CIRCUITS
+)
 def duplicate_token_weight(reading: QueryReading, length: int) -> Float[Tensor, "B H L"]:
-    """Where a token comes again, how much does the head attend to where it stood the first time?"""
+    """When a token is repeated, how much does the head attend to its first occurrence?"""
     return reading.weight_before(length)
 
 
-@_on_repeated("Weight on the token before", formula="mean p of the key one place before", paper=CIRCUITS)
+@_on_repeated("Weight on the previous token, random text", formula="mean p of the key one place before", paper=CIRCUITS)
 def previous_token_weight(reading: QueryReading, length: int) -> Float[Tensor, "B H L"]:
-    """How much does the head attend one place back, where the words say nothing?"""
+    """How much does the head attend to the previous token in random text, where content does not help?"""
     return reading.weight_before(1)
 
 
@@ -65,14 +67,14 @@ class RepeatedWeights:
     formula="Σλ / Σ|λ|, λ the eigenvalues of W_U W_O W_V W_E, norm gains folded in",
     claim="",
     paper=CIRCUITS,
-    caveat="Of the path from a token's embedding through this head alone to the logits; other layers are left out.",
+    caveat="It describes the direct path from a token's embedding through this head to the logits, without other layers.",
     control=None,
     signed=True,
 )
 def copying_score(
     value: Float[Tensor, "H Dv D"], output: Float[Tensor, "H D Dv"], tokens: Float[Tensor, "D D"]
 ) -> Float64[Tensor, " H"]:
-    """Does the head raise the logits of the tokens that it attends to (1), or lower them (−1)?"""
+    """Does the head raise (1) or lower (−1) the logits of the tokens that it attends to?"""
     # Dv × Dv matrices have the same eigenvalues but for zeros; `tokens` is W_Eᵀ W_U, summed over the vocabulary.
     value, output = (part.to(tokens) for part in (value, output))
     values = torch.linalg.eigvals((value @ tokens @ output).double())

@@ -19,27 +19,29 @@ _of_update = partial(
     paper=SHIM,
     scope="layer",
     control="random",
-    caveat="One coefficient for all tokens of a layer: a layer whose step differs from token to token shows less.",
+    caveat="One coefficient is fitted for all tokens; if the step differs from token to token, the share is lower.",
 )
 
 
 @_of_update(
-    "Part of the update along the stream",
+    "Coefficient of the update along the residual stream",
     formula="coefficient a of Δ ≈ a x + b g",
     signed=True,
 )
 def update_stream_coefficient(given: Products) -> Sums:
-    """Does the layer take away part of the state itself (below 0), as a quadratic term would?"""
+    """Does the layer subtract part of the state itself (below 0), as a quadratic term in the energy would?"""
     return coefficient(given, UPDATE, STREAM, [GRADIENT])
 
 
-@_of_update("Share of the update along the stream", formula="held-out R² of Δ ≈ a x", signed=True)
+@_of_update("Share of the update along the residual stream", formula="held-out R² of Δ ≈ a x", signed=True)
 def update_stream_share(given: Products) -> Sums:
-    """How much of what the layer adds is the state itself, with one coefficient for all tokens?"""
+    """How much of what the layer adds is a multiple of the state itself, with one coefficient for all tokens?"""
     return explained(given, UPDATE, [STREAM])
 
 
-@_of_update("What the gradient adds to it", formula="held-out R² of Δ ≈ a x + b g, less that of a x alone", signed=True)
+@_of_update(
+    "Gain from the gradient of log Z", formula="held-out R² of Δ ≈ a x + b g, less that of a x alone", signed=True
+)
 def update_gradient_gain(given: Products) -> Sums:
-    """How much more of what the layer adds is a step along the gradient of its heads' log-partitions?"""
+    """How much more of the update does the gradient of the heads' log-partitions explain?"""
     return gain(given, UPDATE, [STREAM], GRADIENT)

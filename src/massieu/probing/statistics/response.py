@@ -17,7 +17,7 @@ from massieu.probing.statistics.registry import BAL, RESPONSE, statistic
 
 LOCAL, DEEP = "", "deep_"
 """What a statistic's name begins with: of one layer's output, or of the last state."""
-_LINES = "One linear relation over the tokens that a token sees; a token that all look at can decide it."
+_LINES = "One linear relation is fitted over the tokens that a token sees; a token that all attend to can decide it."
 _asked = partial(statistic, RESPONSE, paper=BAL, scope="layer", control="shuffled_positions", caveat=_LINES)
 
 
@@ -70,14 +70,14 @@ for _depth, _title, _what in (
         name=f"{_depth}response_by_weights",
         formula="R² of χ_ij on J_ij over the tokens j ≠ i that i sees",
         claim="E14, B21",
-        question=f"How much of the response of {_what} to other tokens do the mean weights explain?",
+        question=f"How well do the mean attention weights explain the response of {_what} to other tokens?",
     )(by_weights)
     _asked(
         f"Collective response{_title}",
         name=f"{_depth}response_collective_gain",
         formula="R² of χ_ij on J_ij and [(I − J)⁻¹]_ij, less that on J_ij alone",
         claim="E14, B14",
-        question=f"How much more of the response of {_what} does (I − J)⁻¹ explain, where tokens answer to each other?",
+        question="How much more of that response does (I − J)⁻¹ explain, in which tokens influence each other?",
     )(collective_gain)
 
 
@@ -86,9 +86,9 @@ for _depth, _title, _what in (
     formula="Σ_{j≠i} χ_ij² / Σ_j χ_ij², of the last state",
     claim="E14, B21",
     control=None,
-    caveat="Of a small change of the state at this depth; it says nothing of large ones.",
+    caveat="It describes a small change of the state at this depth, not a large one.",
 )
 def deep_response_to_others(own: Response, compared: Response) -> Tensor:
-    """How much of the response of a token's last state to the states at this depth is to other tokens?"""
+    """How much of a token's last state's response to the states at this depth comes from other tokens?"""
     del compared
     return own.others.square().sum() / (own.others.square().sum() + own.itself.square())

@@ -21,10 +21,10 @@ from massieu.probing.statistics.registry import SYMMETRY, ZHANG, statistic
     paper=ZHANG,
     scope="layer",
     control="moved_positions",
-    caveat="Of one random order of each window; a few tokens of huge norm can decide it.",
+    caveat="One random order of each window is tried; a few tokens of huge norm can decide it.",
 )
 def permutation_gap(
     states: Float[Tensor, "T D"], others: Float[Tensor, "T D"], apart: Int[Tensor, " T"]
 ) -> tuple[Tensor, Tensor]:
-    """How much does a token's state depend on the order of the tokens, beside how much tokens differ?"""
+    """How much do the states change when the tokens are reordered, relative to how much tokens differ?"""
     return (states - others).square().sum(), (states - states[apart]).square().sum()

@@ -21,23 +21,23 @@ _of_update = partial(
     scope="layer",
     control="permuted_couplings",
     signed=True,
-    caveat="The reaction of spins of one susceptibility. For Gaussian spins it cancels, and nothing is to be found (B14).",
+    caveat="The reaction term assumes spins of one susceptibility; for Gaussian spins it cancels, so none is expected (B14).",
 )
 
 
-@_of_update("What the reaction term adds", formula="held-out R² of f ≈ a m + b m Σ_j J_ij², less that of a m alone")
+@_of_update("Gain from the reaction term", formula="held-out R² of f ≈ a m + b m Σ_j J_ij², less that of a m alone")
 def reaction_gain(given: Products) -> Sums:
-    """Does a token's feed-forward update follow the squares of its attention weights, beside its own state?"""
+    """How much more of the feed-forward update does the Onsager reaction, from squared attention weights, explain?"""
     return gain(given, UPDATE, [STREAM], REACTION)
 
 
 @_of_update("Coefficient of the reaction term", formula="b of f ≈ a m + b m Σ_j J_ij²")
 def reaction_coefficient(given: Products) -> Sums:
-    """Is the reaction taken away (below 0), as in the mean field?"""
+    """Does the feed-forward update subtract the reaction (below 0), as the TAP mean field does?"""
     return coefficient(given, UPDATE, REACTION, [STREAM])
 
 
 @_of_update("Share of the feed-forward update along the state", formula="held-out R² of f ≈ a m", control=None)
 def feed_forward_stream_share(given: Products) -> Sums:
-    """How much of the feed-forward update is the state itself, with one coefficient for all tokens?"""
+    """How much of the feed-forward update is a multiple of the state itself, with one coefficient for all tokens?"""
     return explained(given, UPDATE, [STREAM])

@@ -19,7 +19,7 @@ _of_output = partial(
     statistic,
     UNCERTAINTY,
     paper=OWN,
-    caveat="It describes the head at the queries of this text, not what the model does with its output.",
+    caveat="It describes the head at the queries of this text, not how the model uses the output.",
 )
 
 
@@ -45,13 +45,13 @@ def _where_seen(weights: Float[Tensor, "H S N"], values: Float[Tensor, "H S"]) -
 
 
 @_of_output(
-    "Tokens that the output rests on",
+    "Effective number of tokens in the output",
     formula="(Σ a)² / Σ a², a_j = ‖o − o without token j‖",
     claim="S15, N15, N25",
     unit="tokens",
 )
 def output_effective_tokens(window: HeadWindow) -> Sums:
-    """Leaving out how many tokens, one at a time, would change the head's output?"""
+    """On how many tokens does the head's output depend, measured by leaving out one at a time?"""
     weights, values, _ = _parts(window)
     output = weights @ values
     apart = values.square().sum(-1)[:, None] - 2 * output @ values.mT + output.square().sum(-1)[..., None]
@@ -66,7 +66,7 @@ def output_effective_tokens(window: HeadWindow) -> Sums:
 
 @_of_output("Fisher information along the queries", formula="E Var_p(β k·δ), δ = q' − q̄", claim="S10, N26", unit="nats")
 def query_fisher_information(window: HeadWindow) -> Sums:
-    """By how much do the head's weights change, as twice a divergence, where the query moves as its queries differ?"""
+    """How much do the weights change when the query moves by as much as queries differ (twice a KL divergence)?"""
     weights, _, along = _parts(window)
     mean = weights @ along
     return _where_seen(weights, (weights @ along.square() - mean.square()).clamp_min(0).sum(-1))
@@ -74,7 +74,7 @@ def query_fisher_information(window: HeadWindow) -> Sums:
 
 @_of_output("Local Lipschitz constant", formula="‖β Cov_p(v, k) Cov(q)^½‖₂ / (E‖v − v̄‖²)^½", claim="S10, N26")
 def output_lipschitz(window: HeadWindow) -> Sums:
-    """How far does the output move, in units of the values' spread, for a standard step of the query in the worst direction?"""
+    """How far does the output move, relative to the values' spread, for one spread of the query in the worst direction?"""
     weights, values, along = _parts(window)
     start = torch.randn(along.shape[-1], generator=window.generator(), dtype=torch.float64).to(along)
     vector = start.expand(*weights.shape[:2], -1)

@@ -19,7 +19,7 @@ _of_values = partial(statistic, VALUES)
     caveat="A small norm makes the head a candidate no-op on that text, never a dead head.",
 )
 def first_value_norm_ratio(call: AttentionCall, keys: Tokens) -> tuple[Float[Tensor, "B H"], Bool[Tensor, "B H"]]:
-    """When the head attends to the first token, how much does it read there?"""
+    """How large is the first token's value vector, relative to the other tokens' values?"""
     norms = call.value.float().norm(dim=-1)
     weight = keys.real[:, None].to(norms)
     mean = (norms * weight).sum(-1) / weight.sum(-1).clamp_min(1)
@@ -32,8 +32,8 @@ def first_value_norm_ratio(call: AttentionCall, keys: Tokens) -> tuple[Float[Ten
     "Norm of the head's write",
     formula="‖W_O,h o_h‖ / ‖r‖",
     claim="E3",
-    caveat="A large write need not matter downstream, a small one may.",
+    caveat="A large write need not matter to later layers, and a small one may.",
 )
 def write_norm_ratio(writes: Float[Tensor, "H B S D"], residual: Float[Tensor, "B S D"]) -> Float[Tensor, "B H S"]:
-    """How large is what the head adds, beside the residual stream?"""
+    """How large is the vector that the head adds, relative to the residual stream?"""
     return (writes.norm(dim=-1) / residual.norm(dim=-1).clamp_min(1e-30)).transpose(0, 1)

@@ -90,7 +90,7 @@ function drawMaps() {
   const count = named.filter(Boolean).length;
   const untested = gauge ? " It depends on the key origin and has no test." : " It has no test.";
   const tested = pair.q_value.some((q) => q !== null);
-  byId("map-note").textContent = `${note}${tested ? ` ○ marks the ${count} heads that are named.` : untested}`;
+  byId("map-note").textContent = `${note}${tested ? ` ○ marks the ${count} heads that differ significantly.` : untested}`;
   const hovers = report.sites.map((site) =>
     Array.from({ length: mostHeads }, (_, head) =>
       head < site.heads ? hoverOf(pair, first, site.first + head, site, head) : "",

@@ -115,7 +115,7 @@ function drawMap() {
   const map = chosenMap();
   if (!map) return;
   const scale = map.logarithmic ? " Logarithmic colours." : "";
-  const interval = map.interval ? " A column is an interval of steps: of means the mean, else the extreme." : "";
+  const interval = map.interval ? " A column is an interval of steps: it shows the mean of means, and the extreme of extremes." : "";
   byId("map-note").textContent = `${map.title}${map.unit ? `, ${map.unit}` : ""}. ✕: NaN or infinite.${scale}${interval}`;
   const labels = map.rows.map((row) => plotText(row));
   const cells = {

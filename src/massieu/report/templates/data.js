@@ -104,15 +104,14 @@ function writeWithError(value, error) {
 
 const writeShare = (share) => `${share < 0.1 ? (100 * share).toFixed(1) : Math.round(100 * share)}\u00a0%`;
 const plural = (count, word) => `${writeCount(count)} ${word}${count === 1 ? "" : "s"}`;
-const beOf = (count) => (count === 1 ? "is" : "are");
 const writeCount = (count) => count.toLocaleString("en").replaceAll(",", "\u202f");
 const writeQ = (q) => (q < 0.001 ? "q\u00a0<\u00a00.001" : `q\u00a0=\u00a0${q.toFixed(q < 0.1 ? 3 : 2)}`);
 
-// "outside its null (q = 0.003)", or why there is no verdict.
+// "differs from its control (q = 0.003)", or why there is no verdict.
 function verdict(name, cell) {
   if (!controlOf(name)) return { text: "no control", inside: null };
   const q = column(`${name}/q_value`)?.value(cell);
   if (!Number.isFinite(q)) return { text: "not tested", inside: null };
   const inside = q >= INSIDE_NULL;
-  return { text: `${inside ? "inside" : "outside"} its null (${writeQ(q)})`, inside };
+  return { text: `${inside ? "does not differ" : "differs"} from its control (${writeQ(q)})`, inside, q: writeQ(q) };
 }

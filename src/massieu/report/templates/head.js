@@ -131,11 +131,11 @@ function controlTexts(name, cell) {
 }
 
 function verdictText(name, cell) {
-  const { text, inside } = verdict(name, cell);
+  const { text, inside, q } = verdict(name, cell);
   if (inside === null) return text;
   const { difference } = cellNumbers(name, "difference", cell);
   const side = difference.value > 0 ? "▲ above" : "▼ below";
-  return inside ? `○ ${text}` : `${side}, ${text}`;
+  return inside ? `○ not significant (${q})` : `${side} (${q})`;
 }
 
 function statisticRow(item, cell) {
@@ -176,7 +176,7 @@ const openGroups = new Set(); // groups that the reader opened stay open for the
 
 function groupTable(group, items, cell) {
   const { tested, outside } = outsideNull(items, cell);
-  const told = tested ? `${outside} of ${tested} tested ${beOf(outside)} outside their null` : "not tested";
+  const told = tested ? `${outside} of ${tested} tested differ from their control` : "not tested";
   const heading = make("thead", {}, make("tr", {}, ...HEADINGS.map((title) => make("th", { scope: "col" }, title))));
   const body = make("tbody", {}, ...items.map((item) => statisticRow(item, cell)));
   const summary = make("summary", {}, `${group} `, make("span", { className: "note" }, `${plural(items.length, "statistic")}; ${told}`));
@@ -192,8 +192,8 @@ function fillHeadTable() {
   byId("head-table").replaceChildren(...groups.map(([group, items]) => groupTable(group, items, cell)));
   const { tested, outside } = outsideNull(report.statistics, cell);
   byId("table-note").textContent = tested
-    ? `${outside} of ${plural(tested, "tested statistic")} of this head ${beOf(outside)} outside their null: they differ from their control. ` +
-      "The tests were adjusted over heads, not over statistics: look at one statistic at a time."
+    ? `Of ${plural(tested, "tested statistic")} of this head, ${outside} ${outside === 1 ? "differs" : "differ"} from the control (q < 0.05). ` +
+      "The tests are adjusted over heads, not over statistics: look at one statistic at a time."
     : "No statistic of this head was tested against a control.";
 }
 

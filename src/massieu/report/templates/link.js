@@ -49,7 +49,7 @@ function followAddress() {
     else missing.push(`the statistic ${name}`);
   }
   showState({ ...wished, ...headOf(named, missing) });
-  byId("link-trouble").textContent = `The address of this page names what is not in this result: ${missing.join("; ")}.`;
+  byId("link-trouble").textContent = `The address of this page names something that is not in this result: ${missing.join("; ")}.`;
   byId("link-trouble").hidden = !missing.length;
   return byId(named.has("layer") || named.has("site") ? "head-section" : "map-section");
 }

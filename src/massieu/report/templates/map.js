@@ -129,9 +129,10 @@ function describeMap(item, cells, hatched, drawn) {
   }
   const tested = known.filter(({ cell }) => verdict(item.name, cell).inside !== null).length;
   if (tested) {
-    const inside = hatched.length ? `; ${hatched.length} ${beOf(hatched.length)} inside it` : "";
+    const inside = hatched.length ? `, ${hatched.length} ${hatched.length === 1 ? "does" : "do"} not` : "";
     const control = CONTROL_WORDS[controlOf(item.name)];
-    parts.push(`${tested - hatched.length} of ${plural(tested, "head")} ${beOf(tested - hatched.length)} outside their null (control: ${control})${inside}.`);
+    const differ = tested - hatched.length;
+    parts.push(`${differ} of ${plural(tested, "head")} ${differ === 1 ? "differs" : "differ"} from the control (${control})${inside}.`);
   } else if (controlOf(item.name)) parts.push("It was not tested against its control.");
   else parts.push("It has no control: this is a description, not a finding.");
   byId("map-summary").textContent = parts.join(" ");
@@ -144,7 +145,7 @@ function describeColours(drawn, tested) {
   const lines = [];
   if (tested) {
     const swatch = make("span", { className: "swatch", "aria-hidden": "true" });
-    lines.push(make("span", {}, swatch, "Hatched: inside its null, not told from its control (q ≥ 0.05)."));
+    lines.push(make("span", {}, swatch, "Hatched: no significant difference from the control (q ≥ 0.05)."));
   }
   for (const { group, colours } of drawn) {
     if (drawn.length === 1) {

@@ -40,7 +40,7 @@ function drawSublayers() {
       sign.style.color = kindColour(kind);
       return make("span", {}, sign, kindWords(kind));
     }),
-    make("span", { className: "note" }, "× grey: the same in a re-initialised copy of the model. Bars: one standard error."),
+    make("span", { className: "note" }, "Grey ×: the same in a re-initialised copy of the model. Bars: one standard error."),
   );
   const container = byId("sublayers");
   if (!container.childElementCount) container.append(...present.map(depthFrame));

@@ -2,8 +2,8 @@
 
 const SHADES = { selective_log_partition: "selective log Z", entropy: "entropy" };
 const SHADE_WORDS = {
-  selective_log_partition: "Selective log Z: how far a token's attention is from even over the keys it sees; 0 where it is even.",
-  entropy: "Entropy: low where a token looks at few keys, at most the logarithm of how many it sees.",
+  selective_log_partition: "Selective log Z: how far a token's attention is from uniform over the keys it sees; 0 where it is uniform.",
+  entropy: "Entropy: low where a token attends to few keys; at most the logarithm of the number of visible keys.",
 };
 let pinned = null; // the token that a click or a key press chose; hovering shows another for a moment
 
@@ -54,7 +54,7 @@ function showExample() {
   if (chosen.twoTexts) fillText(byId("keys"), chosen.keys, chosen.rawKeys, false);
   const kept = chosen.data.queries;
   const some = kept < chosen.queries.length ? ` Numbers were kept for the first ${plural(kept, "token")} of ${writeCount(chosen.queries.length)}.` : "";
-  byId("text-hint").textContent = `Point at a token, tap it, or move with the arrow keys, to see which keys it weighs most.${some}`;
+  byId("text-hint").textContent = `Point at a token, tap it, or move with the arrow keys to see the keys with the largest weights.${some}`;
   shadeTokens(chosen);
   const start = Math.min(pinned ?? firstTelling(chosen), chosen.queries.length - 1);
   pinned = start;
