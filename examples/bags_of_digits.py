@@ -1,4 +1,4 @@
-"""Does a bag of digits contain a nine? Hopfield pooling beside mean and max pooling, at equal numbers of parameters.
+"""Does a bag of digits contain a nine? Hopfield pooling against mean and max pooling, at equal numbers of parameters.
 
 A bag holds 12 images of scikit-learn's digits; half of the bags contain exactly one nine, the others none. Images are
 encoded one by one, pooled to one vector, and classified linearly. Training and test bags are made of different images.

@@ -1,8 +1,8 @@
-"""A language model of characters with softmax, sparse and implicit attention: that each of them trains.
+"""Character language models with softmax, sparse and implicit attention, trained side by side.
 
-Python's own reference text, 64 characters of context, two layers. Losses are bits a character on text that training has
-not seen, beside what single characters and pairs of them would do. One seed says that a model trains, no more; a ranking
-takes `--seeds 5` and intervals that do not overlap, and the script says whether they do.
+Python's own reference text, 64 characters of context, two layers. Losses are bits per character on held-out text,
+compared with counts of single characters and of pairs. One seed shows that a model trains, no more. A ranking needs
+`--seeds 5` and intervals that do not overlap; the script says whether they do.
 
 Run: python examples/character_language_model.py [--seeds N] [--steps N] [--picture FILE]. Four minutes for one seed.
 """

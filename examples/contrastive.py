@@ -1,9 +1,9 @@
 """Contrastive learning in one large batch, with the memory of a small one: gradients are cached between two passes.
 
-Every image of a batch is told apart from every other one, so the loss needs all embeddings at once. `info_nce` keeps no
-matrix of scores; what fills the memory then is the encoder. It is run twice: once without gradient for the embeddings;
-their gradients are taken from the loss and kept; and then a piece of the batch at a time, each piece handing its
-gradients on to the weights. The gradients are those of the whole batch.
+The loss compares every image of a batch with every other one, so it needs all embeddings at once. `info_nce` keeps no
+matrix of scores; what fills the memory then is the encoder. So the encoder runs twice. The first pass makes the
+embeddings without gradients, and the loss gives their gradients, which are kept. The second pass takes a piece of the
+batch at a time and hands its gradients on to the weights. The gradients are those of the whole batch.
 
 Digits of scikit-learn; two shifted, scaled and noisy copies of an image are a pair.
 

@@ -1,11 +1,10 @@
 """Boltzmann machines with four kinds of hidden units learn digits, and say how likely an image is.
 
 scikit-learn's digits as 64 bits, 100 hidden units that are bits, spins, Gaussian or Poisson. The log-likelihood of
-held-out images comes from annealed importance sampling, with the standard error of log Z, and so is bounded neither above
-nor below by a surrogate; scikit-learn's BernoulliRBM, whose parameters make the same machine, stands beside them. The
-cumulants of the hidden units give the effective couplings of the pixels (B10), which are strong between neighbours
-though no unit knows what a neighbour is. The picture shows samples, reconstructions of noisy images, and the couplings
-of one pixel.
+held-out images comes from annealed importance sampling, with the standard error of log Z: no surrogate bound is used.
+scikit-learn's BernoulliRBM, whose parameters make the same machine, is compared. The cumulants of the hidden units give
+the effective couplings of the pixels (B10), which are strong between neighbours although no unit knows which pixels are
+neighbours. The picture shows samples, reconstructions of noisy images, and the couplings of one pixel.
 
 Run: python examples/digits_machine.py [--picture FILE]. A minute.
 """

@@ -1,9 +1,10 @@
 """A memory of digits recalls images from their upper halves, and its energy falls with every step.
 
-60 images of scikit-learn's digits are stored; a query is one of them with its lower half erased. For a low, a middle and
-a high inverse temperature: how many images come back, and for those for which theory promises something, the distance of
-one step from the stored image beside its bound 2M(N − 1) exp(−β·lead), where the lead is by how much the right pattern's
-score exceeds all others' (B5). At low temperatures each query returns to its own image; at high ones all run together.
+60 images of scikit-learn's digits are stored; a query is one of them with its lower half erased. For a low, a middle
+and a high inverse temperature, the script counts how many images come back. Where theory gives a bound, it prints the
+distance of one step from the stored image and the bound 2M(N − 1) exp(−β·lead). The lead is how far the right
+pattern's score exceeds all others' (B5). At low temperatures each query returns to its own image; at high ones all meet
+in one point.
 
 Run: python examples/digits_memory.py [--picture FILE]
 """

@@ -1,7 +1,7 @@
 """The equilibrium theorem of residual attention, and its limits, in six pictures (S13, X7, S15, N5).
 
-Hidden states η ~ N(Σ⁻¹μ, Σ⁻¹) with keys Ση stay what they are under a layer η + γ∇A(η) that is followed by a renormalisation
-of the whole population to its own mean and covariance. What that says and does not say:
+Hidden states η ~ N(Σ⁻¹μ, Σ⁻¹) with keys Ση keep their law under a layer η + γ∇A(η) followed by a renormalisation of the
+whole population to its own mean and covariance. What the theorem says, and what it does not:
 
 (a) without the renormalisation the population spreads, by the entropy that the closed form gives; finitely many particles fall
     behind as soon as each would need more keys than there are;

@@ -1,10 +1,11 @@
 """Digits completed by walking down one energy: an Energy Transformer fills in the patches that were taken out.
 
-Images of scikit-learn's digits, cut into 16 patches of 2×2 pixels, lose half of their patches at random. Patches are tokens; a
-missing one is a trained token in its place. The layer takes 6 steps down the energy of all tokens (N1), and what has
-become of the missing ones is read out linearly. Trained on 1200 images, tested on the other 597: the mean squared error of a
-missing pixel with its standard error over images, beside the mean image's and that of ridge regressions of what is missing on
-what is there, one for each test image's mask. The energy of every held-out image, step by step, is checked to fall.
+Images of scikit-learn's digits, cut into 16 patches of 2×2 pixels, lose half of their patches at random. Patches are
+tokens; a missing one is a trained token in its place. The layer takes 6 steps down the energy of all tokens (N1), and
+the missing ones are then read out linearly. Trained on 1200 images, tested on the other 597: the mean squared error of
+a missing pixel with its standard error over images, beside the mean image's and that of ridge regressions of what is
+missing on what is there, one for each test image's mask. The energy of every held-out image, step by step, is checked
+to fall.
 
 Run: python examples/masked_digits.py [--updates N] [--picture FILE]
 """

@@ -3,7 +3,7 @@
 Each of three texts (topics of the Python reference) is a population of its own: 512 tokens in 384 dimensions, which a `Flow`
 takes through the six blocks. Printed and drawn are
 
-- observables by block, with what as many independent Gaussian tokens would show: the cloud is never compared with 0;
+- observables by block, compared with the same number of independent Gaussian tokens, never with 0;
 - how near what attention adds to tokens is to its Gaussian closure, attention over the Gaussian law of the same mean and
   covariance (S20); and the variance of the scores over keys, whose exponential is how many keys such a law needs (S15);
 - whether the score matrix, summed over heads, is the precision of what attention reads (S11): a cosine, and the same for

@@ -1,13 +1,13 @@
 """A measure of your own: one hook, the laws it must obey, and attention over it trains.
 
 The memory holds 100 images of digits. A query is one of them with its lower half erased, and with black and white
-exchanged half of the time; what is wanted back is the whole image, in the query's colours. Softmax attention, whose
-measure is one atom at each image, has nothing to give for the exchanged ones. The measure that the task asks for has an
-atom at each image and one at its negative:
+exchanged half of the time; the answer should be the whole image, in the query's colours. Softmax attention, whose
+measure is one atom at each image, has no pattern for the exchanged ones. The measure that fits the task has an atom at
+each image and one at its negative:
 
     A(eta) = log Σ_n 2 cosh(x_n·eta).
 
-That line is all there is to write. Run: python examples/own_measure.py [--picture FILE]
+This line is all that you write. Run: python examples/own_measure.py [--picture FILE]
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """When is softmax attention the conditional mean? On the sphere, with noise, and for Gaussian keys at finite length.
 
-Left: keys uniform on the sphere of R³, values f(key) + noise with f of two degrees. Softmax at a fixed temperature stops at
-its floor; at the best temperature it comes down as L^(-1/3); divided by its spectrum up to the degree of f, as L^(-1/2); and a
-ridge regression with softmax's own kernel, which is told no degree, has no floor either (Z7, X9). Middle: the spectrum, what
-softmax leaves of each degree. Right: for Gaussian keys, the share s of the full precision Σ⁻¹ at which L keys estimate best,
-for a query at the distance √d (X2).
+Left: keys uniform on the sphere of R³, values f(key) + noise with f of two degrees. The error of softmax at a fixed
+temperature stops at a floor; at the best temperature it falls as L^(-1/3). Divided by its spectrum up to the degree of
+f, softmax's error falls as L^(-1/2). A ridge regression with softmax's own kernel, which does not know the degree, has
+no floor either (Z7, X9). Middle: the spectrum, what softmax leaves of each degree. Right: for Gaussian keys, the share
+s of the full precision Σ⁻¹ at which L keys estimate best, for a query at the distance √d (X2).
 
 Run: python examples/smoothing.py [--picture FILE]
 """

@@ -1,4 +1,4 @@
-"""Attention whose tokens are spins, beside softmax attention, on scikit-learn's digits read row by row.
+"""Attention whose tokens are spins, compared with softmax attention, on scikit-learn's digits read row by row.
 
 An image is a sequence of eight rows. One layer mixes them, of the same number of parameters each time: softmax attention, or
 spins in the fields of their drives, coupled by attention, after one step or at rest, to first order or to second, with the

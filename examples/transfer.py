@@ -1,4 +1,4 @@
-"""Which masked pixels teach a model about the digit? The condition number of the mask, and what becomes of it on real images.
+"""Which masked pixels teach a model about the digit? The condition number of the mask, tested on real images.
 
 A mixture of twelve kinds of images, each with independent pixels, is fitted to scikit-learn's digits in black and white:
 given the kind, pixels are exchangeable tokens with positions. The left half of an image is the context. The self-supervised
@@ -6,8 +6,8 @@ task is to predict some pixels of the right half, the downstream task is the dig
 kind, read off the training images; the condition number κ of the linear probe between them is known before any predictor is
 trained (Z13).
 
-Then ridge regressions predict the masked pixels of each task from few images, the probe turns their predictions into digits,
-and the error that it makes is held beside κ²·(error of the pixels). Run: python examples/transfer.py [--picture FILE]
+Then ridge regressions predict the masked pixels of each task from few images, the probe turns their predictions into
+digits, and its error is compared with κ²·(error of the pixels). Run: python examples/transfer.py [--picture FILE]
 """
 
 import argparse

@@ -8,9 +8,10 @@ learning rate; held-out seeds then run at that rate and at one that is too high.
 - the loss is in alarm where its mean over 10 steps is more than 0.5 nats above the reference's, in two measurements running;
 - a lead is by how many steps a quantity's first alarm is before the loss's first one.
 
-Alarms of runs at the usual rate are for nothing. Alone are alarms of a run at a high rate whose loss is never in alarm.
-Nothing here predicts a divergence: the numbers are those of few small runs, and the rows in which a quantity is late or
-silent stay in the table. Finished runs are kept in the folder: an interrupted study goes on where it was.
+Alarms of runs at the usual rate count as "for nothing". Alarms of a run at a high rate whose loss is never in alarm
+count as "alone". Nothing here predicts a divergence: the numbers are those of few small runs, and the table keeps the
+rows in which a quantity is late or silent. Finished runs are kept in the folder: an interrupted study continues where
+it stopped.
 Run: python examples/watch_training.py [--quick] [--folder DIR] [--picture FILE]
 """
 
