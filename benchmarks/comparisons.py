@@ -17,15 +17,15 @@ def section(content: Json) -> str:
         of = next(row for row in rows if row["name"] == f"moments and output, L = {found['length']}, blocks")
         share = ratio(found["total"] / of["reference_seconds"])
         parts.append(
-            f"The floor of the eager moments, L = {found['length']:,}: their {sum(found['times'].values())} operations on a "
-            f"tile, each timed by itself on one that stays in the cache, make {duration(found['total'])} for all tiles, "
-            f"{share} of fused attention. Together they take {duration(of['seconds'])}.\n"
+            f"The least time of the eager moments at L = {found['length']:,}: their {sum(found['times'].values())} operations "
+            f"on a tile, each timed alone on a tile in the cache, add up to {duration(found['total'])} for all tiles. That is "
+            f"{share} of fused attention. Run together they take {duration(of['seconds'])}.\n"
         )
     if "flex_attention" in content:
         answers = content["flex_attention"]
         parts.append(
-            "FlexAttention, compiled, gives the output on a CPU. Asked for the log-sum-exp it says: "
-            f"“{answers['log-sum-exp']}”. Asked for a gradient: “{answers['backward']}”.\n"
+            "On a CPU, compiled FlexAttention returns only the output. If asked for the log-sum-exp, it raises: "
+            f"“{answers['log-sum-exp']}”. If asked for a gradient: “{answers['backward']}”.\n"
         )
     if "matrix" in content:
         parts.append(_extrapolated(content["matrix"], rows))
@@ -35,9 +35,9 @@ def section(content: Json) -> str:
         beside = ratio(flow["seconds"] / flow["layers"] / flow["attention_seconds"])
         parts.append(
             f"**{flow['particles']:,} particles × {flow['width']} through {flow['layers']} layers**, with the default "
-            f"observables after each, once: {duration(flow['seconds'])}, a layer {beside} of `ops.attention` of the same "
-            f"sizes (bar 1.5), {memory(flow['mebibytes'])} at the most. One score matrix of them, on paper, is "
-            f"{memory(flow['matrix_mebibytes'])}; what is held is {share} of that.\n"
+            f"observables after each layer, run once: {duration(flow['seconds'])}. A layer takes {beside} times as long as "
+            f"`ops.attention` of the same sizes (bar 1.5). The peak memory is {memory(flow['mebibytes'])}; one score matrix "
+            f"would take {memory(flow['matrix_mebibytes'])}, so this is {share} of it.\n"
         )
     if any(row["counted_seconds"] is not None for row in rows):
         parts.append(_counts(rows, content["rates"]))
@@ -46,7 +46,7 @@ def section(content: Json) -> str:
 
 def compared(rows: list[Json]) -> str:
     """The table, and a sentence for each bar that is missed."""
-    head = ["work", "beside", "time", "ratio", "bar", "memory", "ratio", "bar", ""]
+    head = ["work", "compared with", "time: ours / theirs", "ratio", "bar", "memory: ours / theirs", "ratio", "bar", ""]
     cells = []
     for row in rows:
         peak = ["", "", ""]
@@ -98,8 +98,9 @@ def _counts(rows: list[Json], rates: Json) -> str:
         if row["counted_seconds"] is not None
     ]
     return (
-        f"Rates of one thread in this run: {rates['flops'] / 1e9:.0f} GFlop/s in products of 2,048 × 2,048 matrices, "
-        f"{rates['exponentials'] / 1e9:.1f}·10⁹ exponentials a second, {rates['memory_bytes'] / 1e9:.1f} GB/s from memory, "
+        f"One thread reached these rates in this run: {rates['flops'] / 1e9:.0f} GFlop/s in products of 2,048 × 2,048 "
+        "matrices, "
+        f"{rates['exponentials'] / 1e9:.1f}·10⁹ exponentials per second, {rates['memory_bytes'] / 1e9:.1f} GB/s from memory, "
         f"{rates['cache_bytes'] / 1e9:.0f} GB/s from the second-level cache.\n\n"
         + table(["work", "count", "ours", "ours / count"], cells)
     )
@@ -114,9 +115,9 @@ def _extrapolated(matrix: Json, rows: list[Json]) -> str:
     sizes = ", ".join(f"{size:,.0f}" for size in peak["sizes"])
     return (
         f"**{matrix['pairs']:,} pairs.** Ours is measured: {duration(ours['seconds'])}, {memory(ours['mebibytes'])}. The whole "
-        f"score matrix is too large to be run there. It is extrapolated from {sizes} pairs, with 95 % intervals for a "
-        f"measurement: {peak['extrapolated'] / 1024:.3g} GiB [{low:.3g}, {high:.3g}] (exponent {exponent(peak)}) and "
-        f"{time['extrapolated']:.3g} s [{early:.3g}, {late:.3g}] (exponent {exponent(time)}). Beside that, ours is "
+        f"score matrix is too large to run at this size. Its cost is extrapolated from {sizes} pairs, with 95 % intervals for "
+        f"a measurement: {peak['extrapolated'] / 1024:.3g} GiB [{low:.3g}, {high:.3g}] (exponent {exponent(peak)}) and "
+        f"{time['extrapolated']:.3g} s [{early:.3g}, {late:.3g}] (exponent {exponent(time)}). Ours takes "
         f"{ratio(ours['mebibytes'] / peak['extrapolated'])} of the memory and "
         f"{ratio(ours['seconds'] / time['extrapolated'])} of the time.\n"
     )

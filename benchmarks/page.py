@@ -45,37 +45,40 @@ SECTIONS = {
     "on_cuda": sections.on_cuda,
 }
 """All others are tables of comparisons."""
-MORE = {"scaling": "\nWhat follows from it for 10⁹ keys, on paper: [estimate](explanation/scaling.md).\n"}
+MORE = {"scaling": "\nFor 10⁹ keys there is an [estimate](explanation/scaling.md) that starts from these numbers.\n"}
 
 INTRODUCTION = """\
 # Benchmarks
 
-Written by `python benchmarks/page.py` from the files in [`benchmarks/results/`](../benchmarks/results); do not edit. Each
-section names the command that measures its numbers again; `make bench` runs all and writes this page.
+How fast massieu is and how much memory it takes, compared with PyTorch and other libraries on the same machine.
 
-* **Time** is CPU time of one thread, in float32 where nothing else is said. Two sides take turns in one run. Ratios are
-  ours divided by the reference's, of medians, with the 95 % interval of resampled rounds: three of works of many
-  seconds, up to 41 of works of milliseconds.
-* **Memory** is what the resident set of a fresh process grows by while the work is done once, beyond its inputs.
-* **A bar is met** when the upper ends of the intervals are at or under it, in time and in memory; the median alone
-  does not count.
-* **The count** is the time of what our way cannot do without, one after the other, at the rates that a thread reaches on
-  each alone. Counted are products, exponentials, and for eager tiles the bytes that their operations take through the cache.
+`python benchmarks/page.py` writes this page from the files in [`benchmarks/results/`](../benchmarks/results); do not edit
+it. Each section names the command that repeats its measurements. `make bench` runs all of them and writes this page.
+
+* **Time** is the CPU time of one thread, in float32 unless stated otherwise. In each row massieu and the reference run
+  alternately in one process. The ratio is the median time of massieu divided by the median time of the reference. Its
+  95 % interval comes from resampling the rounds: three if the work takes many seconds, up to 41 if it takes milliseconds.
+* **Memory** is how much the resident memory of a fresh process grows while it does the work once, without the inputs.
+* **A bar** is a limit on a ratio, set for each row. It is met if the upper end of the interval is at or below it, in time
+  and in memory. The median alone does not count.
+* **The count** estimates the least time that our method can take. It adds up the steps that the method cannot avoid, each
+  at the rate that a thread reaches for this step alone. Counted are products, exponentials, and for eager tiles the bytes
+  that pass through the cache.
 """
 NOT_MEASURED = """\
 ## CUDA: not measured
 
-No number of this page is from a GPU. `python benchmarks/on_cuda.py` measures there, and its rows then take the place of this
-section. `massieu devices` tells what is right and how fast on a machine of one's own.
+No number on this page was measured on a GPU. `python benchmarks/on_cuda.py` measures there, and its rows then replace this
+section. `massieu devices` checks results and times on your own machine.
 
-| work | beside | bar of time | of memory |
+| work | compared with | bar of time | of memory |
 |---|---|---|---|
 | attention and log Z, forward | the fastest of flash, efficient, cuDNN and FlexAttention | ≤ 1.05 | ≤ 1.2 |
 | the same, forward and backward | the same | ≤ 1.1 | ≤ 1.2 |
 | linear cross-entropy, both ways | the fastest of Liger, cut-cross-entropy, `F.linear_cross_entropy`, the logits | ≤ 1.1 | |
 
-In bfloat16 and float16, 1,024 to 65,536 queries and keys, heads of size 64 and 128, causal or not, grouped or not. Errors
-may be twice PyTorch's own, and one rounding.
+The planned rows are in bfloat16 and float16, for 1,024 to 65,536 queries and keys and heads of size 64 and 128, causal or
+not, grouped or not. Errors may be up to twice PyTorch's own plus one rounding.
 """
 
 
@@ -93,9 +96,9 @@ def _summary(results: dict[str, Json]) -> str:
     found = [(name, *verdict) for name, content in results.items() for verdict in sections.verdicts(name, content)]
     missed = [f"* {TITLES.get(name, name)}: {what}" for name, what, met in found if not met]
     line = f"**{len(found) - len(missed)} of {len(found)} bars are met.**"
-    return (
-        line + "\n" if not missed else f"{line} Missed, and by how much in the sections:\n\n" + "\n".join(missed) + "\n"
-    )
+    if not missed:
+        return line + "\n"
+    return f"{line} These bars are missed; the sections say by how much:\n\n" + "\n".join(missed) + "\n"
 
 
 def read(folder: Path) -> dict[str, Json]:

@@ -27,13 +27,13 @@ def lengths(content: Json) -> str:
         ratios.append([row["name"], row["reference"], *shown])
     return "\n".join(
         [
-            f"{content['heads']} heads of size {content['size']}, as many queries as keys. Exponents are those of time and of "
-            "peak memory in the length, by least squares in logarithms; their 95 % intervals hold what is no straight line. A "
-            "call costs something whatever its length, which weighs on short ones and lowers exponents of time. —: not "
-            "measured; the score matrix is left out where it would take most of a small machine's memory.\n",
+            f"{content['heads']} heads of size {content['size']}, with as many queries as keys. An exponent says how time or "
+            "peak memory grows with the length, by least squares in logarithms. Its 95 % interval includes the deviation "
+            "from a straight line. Every call has a fixed cost, which matters for short lengths and lowers the exponents of "
+            "time. —: not measured; the score matrix is left out where it would take most of a small machine's memory.\n",
             "Time:\n\n" + table(["work", *heads, "exponent"], times),
             "Peak memory:\n\n" + table(["work", *heads, "exponent"], peaks),
-            "Ratios of time:\n\n" + table(["work", "beside", *heads], ratios),
+            "Ratios of time:\n\n" + table(["work", "compared with", *heads], ratios),
         ]
     )
 
@@ -47,9 +47,10 @@ def half_precision(content: Json) -> str:
     return "\n".join(
         [
             comparisons.section(content),
-            "The share of log Z's gradient that arrives beside the output's, causal, "
-            f"L = {shares[0]['length']:,}: the output's cotangent is standard normal, log Z's c times that. Projections on the "
-            f"gradient in float64, mean of {shares[0]['draws']} draws and its standard error.\n",
+            "How much of log Z's gradient arrives when the output's gradient is added to it (causal, "
+            f"L = {shares[0]['length']:,}). The output's cotangent is standard normal, and log Z's is c times that. The "
+            "numbers are projections on the gradient in float64: "
+            f"the mean of {shares[0]['draws']} draws and its standard error.\n",
             table(["precision", "c", "for the query", "for the key"], cells),
         ]
     )
@@ -87,7 +88,8 @@ def monitor(content: Json) -> str:
         if row["time_bar"] is not None
     ]
     return (
-        f"{comparisons.section(content)}\nA hundredth of a call, as a share of a training step: {'; '.join(shares)}.\n"
+        f"{comparisons.section(content)}\nWith one call every hundred steps, the monitor adds this share of a training step: "
+        f"{'; '.join(shares)}.\n"
     )
 
 
@@ -107,7 +109,7 @@ def fixed_points(content: Json) -> str:
         ]
         for row in content["rows"]
     ]
-    return "Evaluations of the map until converged, the mean over starts; fewer is better.\n\n" + table(
+    return "Evaluations of the map until convergence, mean over starts; fewer is better.\n\n" + table(
         ["map", "ours (`auto`)", "best of the others", "ratio", "bar", ""], cells
     )
 
@@ -130,7 +132,7 @@ def implicit(content: Json) -> str:
         [row["name"], row["dtype"], f"{row['error']:.1e}", at_most(row["bar"]), verdict(row["error"] <= row["bar"])]
         for row in content["accuracy"]
     ]
-    head = ["moves", "memory", "unrolled", "time", "unrolled", "memory beside that of the fewest moves", "bar", ""]
+    head = ["moves", "memory", "unrolled", "time", "unrolled", "memory / memory with the fewest moves", "bar", ""]
     return table(head, peaks) + "\n" + table(["derivative", "dtype", "relative error", "bar", ""], errors)
 
 
@@ -141,7 +143,7 @@ def conditional_mean(content: Json) -> str:
         if not name.endswith(", bound")
     ]
     head = ["method, L = 4096", "largest ‖difference‖ from the Gram matrix's output", "largest error bound it reported"]
-    return comparisons.compared(content["rows"]) + "\nAll in float64.\n\n" + table(head, cells)
+    return comparisons.compared(content["rows"]) + "\nAll numbers are in float64.\n\n" + table(head, cells)
 
 
 def _precision(row: Json) -> str:
@@ -170,11 +172,11 @@ def on_cuda(content: Json) -> str:
         "",
     ]
     whole = "" if content["complete"] else " The run was interrupted: some rows are missing."
-    beside = "beside the fastest of PyTorch's own or of the libraries"
+    beside = "compared with the fastest of PyTorch's own kernels or of the libraries"
     parts = [f"On one {content['device']}, times by CUDA events, {beside}.{whole}\n"]
     parts += [comparisons.compared(content["rows"])]
     if rows:
-        parts += ["Errors relative to float64; the bars are twice PyTorch's own and one rounding.\n", table(head, rows)]
+        parts += ["Errors relative to float64. A bar is twice PyTorch's own error plus one rounding.\n", table(head, rows)]
     parts += [f"* Not measured: {name}: {reason}" for name, reason in content["lost"].items()]
     return "\n".join(parts) + "\n"
 

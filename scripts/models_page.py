@@ -24,40 +24,43 @@ _REASONS = {
 _HEAD = "| architecture | route | grade | sites | error | {older} | remarks |\n|---|---|---|---|---|---|---|\n"
 _TEXT = """# Models that can be read
 
-This page is written by a run over every architecture of transformers' registry that `AutoModel` knows. Each is
-built small from its configuration, with random weights, and read by `massieu.describe`. A check of the page's
-own compares what was read with the model's results, its heads with the configuration's, and its items with the
-batch's. Of {total} architectures of transformers {newest}, {built} were built, and {read} are read. {refused}
-are refused with a reason, of which {without} have no attention at all. None is wrong, and none crashes.
+This page lists which architectures of transformers `massieu.probe` can read, and how well. Look up your model's
+class here before you probe it.
 
-- **Route.** `interface`: attention passes through transformers' attention interface, where it is read. `tap`:
-  scores are followed to their softmax in the model's own code, as in any PyTorch module.
-- **Grade.** `full`: queries, keys, scale and log-weights are known, and give the model's scores exactly. `scores`:
-  the scores and weights are exact, but they are no known function of queries and keys alone. What needs that is
-  left out: selective log Z, the largest score, the climb and the maps.
-- **Sites.** How many attention calls one forward pass of the small model has. It has two layers where its
-  configuration allows.
-- **Error.** The largest difference between attention recomputed in float64 from what was read and the model's own
-  result, over all sites, relative to the largest entry. It is rounded up to a power of ten.
-- **{older}.** The same on the oldest supported release of transformers: `same`, what differs, or `–` where that
+A script wrote the page. It takes every architecture that `AutoModel` knows, builds a small model from its
+configuration with random weights, and reads it with `massieu.describe`. It then checks three things: the recomputed
+attention against the model's results, the heads against the configuration, and the items against the batch. Of
+{total} architectures of transformers {newest}, {built} were built, and {read} are read. {refused} are refused with a
+reason; {without} of them have no attention at all. None is read wrongly, and none crashes.
+
+- **Route** says how the attention is read. `interface`: through transformers' attention interface. `tap`: by
+  following the scores to their softmax in the model's own code, as in any PyTorch module.
+- **Grade** says how much is known. `full`: queries, keys, scale and log-weights, which give the model's scores
+  exactly. `scores`: the scores and weights are exact, but not as a known function of queries and keys alone.
+  Statistics that need this are left out: selective log Z, the largest score, the climb and the maps.
+- **Sites** is the number of attention calls in one forward pass of the small model. The model has two layers if its
+  configuration allows it.
+- **Error** is the largest difference between attention recomputed in float64 and the model's own result, over all
+  sites, relative to the largest entry. It is rounded up to a power of ten.
+- **{older}** is the same on the oldest supported release of transformers: `same`, what differs, or `–` if that
   release does not have the architecture.
 
-Weights are random and four times their usual size, so that attention is far from uniform. Where the model takes a
-mask, the second of two rows has padding. A model with several towers is given text alone where that suffices; the
-towers that did not run are no part of the row.
+Weights are random and four times their usual size, so that attention is far from uniform. If the model takes a mask,
+the second of two rows has padding. A model with several towers gets only text if that is enough; towers that did not
+run are not part of the row.
 
-Large checkpoints of a family use the code that was run here, yet options of a configuration can take another path
-in it. `massieu.probe` compares its reading with the model on the first batch of every run, and refuses where they
-differ.
+Large checkpoints of a family use the code that was run here, but options of a configuration can take another path in
+it. `massieu.probe` therefore compares its reading with the model on the first batch of every run, and raises an error
+if they differ.
 
-Made again by:
+These commands make the page again:
 
 ```bash
 python -m scripts.model_survey --out docs/models/transformers-{newest}.json
 python -m scripts.models_page
 ```
 
-The survey runs for about ten minutes on two cores, and reads nothing from the hub.
+The survey takes about ten minutes on two cores, and downloads nothing from the hub.
 
 """
 
@@ -83,7 +86,7 @@ def power_of_ten(error: float) -> str:
 
 
 def _short(row: dict[str, Any]) -> str:
-    """What became of an architecture, in a word or two."""
+    """The status of an architecture, in a word or two."""
     if row["outcome"] == "read":
         return f"{_cell(row['routes'])}, {_cell(row['grades'])}"
     return row["outcome"]
@@ -132,7 +135,7 @@ def page(newest: dict[str, Any], oldest: dict[str, Any]) -> str:
         if of_kind:
             text += f"## {title}\n\n{_HEAD.format(**names)}"
             text += "".join(_line(row, older.get(row["architecture"])) for row in of_kind) + "\n"
-    text += "## Not built\n\nThe rules that shrink a configuration, or make inputs, do not suit these.\n\n"
+    text += "## Not built\n\nThe script could not shrink the configurations of these, or make inputs for them.\n\n"
     text += " · ".join(f"`{row['architecture']}`" for row in rows if row["outcome"] == "not built") + ".\n"
     return text
 
