@@ -176,7 +176,10 @@ def on_cuda(content: Json) -> str:
     parts = [f"On one {content['device']}, times by CUDA events, {beside}.{whole}\n"]
     parts += [comparisons.compared(content["rows"])]
     if rows:
-        parts += ["Errors relative to float64. A bar is twice PyTorch's own error plus one rounding.\n", table(head, rows)]
+        parts += [
+            "Errors relative to float64. A bar is twice PyTorch's own error plus one rounding.\n",
+            table(head, rows),
+        ]
     parts += [f"* Not measured: {name}: {reason}" for name, reason in content["lost"].items()]
     return "\n".join(parts) + "\n"
 
