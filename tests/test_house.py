@@ -21,7 +21,7 @@ ROOMS = sorted(set(massieu.__all__) & {path.name for path in SOURCE.iterdir() if
 APART = {"theory", "testing"}
 """Their names are public and in pages too, but not counted: who builds or looks meets neither."""
 
-MOST_NAMES = 200
+MOST_NAMES = 202
 MOST_LINES = 52_000
 """Of code in `src`: without docstrings, comments and empty lines, so that examples do not compete with code for room."""
 

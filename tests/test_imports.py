@@ -34,11 +34,12 @@ ALLOWED = {
     "probing": {"report", "interruption", "__init__"} | MODELS - {"posteriors"},
     "report": GROUND,
     "testing": MODELS,
+    "sklearn": MODELS - {"population", "posteriors"},
     "verification": {"theory", "report", "__init__"} | MODELS,
     "experiments": {"theory", "report", "__init__"} | MODELS,
     "cli": {"probing", "verification", "experiments", "report", "interruption", "ops", "__init__"} | GROUND,
     "__main__": {"cli"},
-    "__init__": {"theory", "testing", "probing", "verification"} | MODELS,
+    "__init__": {"theory", "testing", "sklearn", "probing", "verification"} | MODELS,
 }
 # Result objects draw themselves, and a monitor's records and running sums are written as results are. Nothing else of
 # probing and population knows the report, but for the records it draws from.
@@ -113,7 +114,7 @@ def test_the_rule_can_fail(tmp_path):
 
 
 def test_importing_massieu_loads_no_torch():
-    code = "import sys, massieu; print([m for m in ('torch', 'transformers', 'polars') if m in sys.modules])"
+    code = "import sys, massieu; print([m for m in ('torch', 'transformers', 'polars', 'sklearn') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert found == "[]"
 

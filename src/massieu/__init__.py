@@ -15,7 +15,7 @@ Three doors:
   machines), ``massieu.measures`` (any h, with what follows from it), ``massieu.duality`` (from a mean back to its natural
   parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.posteriors`` (exact laws of a latent given
   tokens), ``massieu.regression`` (conditional means), ``massieu.solve`` and ``massieu.inference``; ``massieu.testing`` tests
-  your own measures;
+  your own measures; ``massieu.sklearn`` (estimators for scikit-learn users);
 - check: ``massieu.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers; ``massieu.theory``
   (what is proved of ideal cases, as functions).
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         population,
         posteriors,
         regression,
+        sklearn,
         solve,
         testing,
         theory,
@@ -69,6 +70,7 @@ _EXPORTS = {
     "regression": "massieu.regression",
     "replace_attention": "massieu.nn.replace:replace_attention",
     "replaced": "massieu.probing.replaced.context:replaced",
+    "sklearn": "massieu.sklearn",
     "solve": "massieu.solve",
     "testing": "massieu.testing",
     "theory": "massieu.theory",
@@ -105,6 +107,7 @@ __all__ = [
     "regression",
     "replace_attention",
     "replaced",
+    "sklearn",
     "solve",
     "testing",
     "theory",

@@ -1,0 +1,113 @@
+"""Softmax attention over the rows as a regressor: the Nadaraya–Watson estimate."""
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+
+from massieu import ops
+from massieu.foundation.arguments import choice, number
+from massieu.sklearn.rows import (
+    as_heads,
+    best,
+    blocks,
+    in_blocks,
+    others,
+    sample_of,
+    tensor,
+    total_variance,
+    validate_data,
+)
+
+_QUERIES = 2000
+"""Rows at most that are left out, one by one, to choose a scale."""
+_POWERS = range(-4, 17)
+"""Of 2: the scales that are tried, in units of 1/the total variance."""
+
+
+class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
+    """ŷ(x) = Σ pₙyₙ with p = softmax of scores: attention whose keys and values are the rows, and nothing is trained.
+
+    With scores −scale·‖x − xₙ‖²/2 it is the Nadaraya–Watson estimate, with a Gaussian kernel of bandwidth 1/√scale; with
+    scale·x·xₙ it is a transformer's attention. Predictions are means of the values, so they never leave their range. At a
+    fixed scale there is a bias that more rows do not remove (Z7); `ConditionalMeanRegressor` has none.
+
+    Distances are between rows as given: scale the columns first, as by `StandardScaler`.
+
+    Args:
+        scores: "distance" or "dot_product", of rows about their mean.
+        scale: The inverse temperature. "auto" takes the power of 2, in units of 1/the total variance, of the least
+            leave-one-out error over at most 2,000 rows.
+
+    Attributes:
+        scale_: The scale.
+        leave_one_out_error_: The mean squared error of rows predicted from all others, in units of the targets'
+            variances; NaN of a single row.
+        n_features_in_, feature_names_in_: As everywhere in scikit-learn.
+
+    Example:
+        >>> from massieu.sklearn import AttentionRegressor
+        >>> model = AttentionRegressor(scale=1e3).fit([[0.0], [1.0], [2.0]], [5.0, 7.0, 6.0])
+        >>> model.predict([[0.9]]).round(3).tolist()  # the nearest row has all of the attention
+        [7.0]
+    """
+
+    def __init__(self, *, scores: str = "distance", scale: float | str = "auto") -> None:
+        self.scores = scores
+        self.scale = scale
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Keep the rows, and choose the scale.
+
+        Raises:
+            ValueError: NaN or infinity, arguments out of their range.
+        """
+        table, target = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        choice("scores", self.scores, "distance", "dot_product")
+        rows, values = tensor(table), tensor(target)
+        self._flat = values.ndim == 1
+        self._values = values.reshape(len(values), -1)
+        self._centre = rows.mean(0)
+        self._keys = rows - self._centre
+        scales = self._scales()
+        index = sample_of(len(rows), _QUERIES)
+        # A single row has no others.
+        errors = [self._alone(scale, index) if len(rows) > 1 else np.nan for scale in scales]
+        self.scale_, self.leave_one_out_error_ = best(errors, scales)
+        return self
+
+    def _scales(self) -> list[float]:
+        if self.scale == "auto":
+            return [2.0**power / total_variance(self._keys) for power in _POWERS]
+        return [number("scale", self.scale, above=0)]
+
+    def _alone(self, scale: float, index: Tensor) -> float:
+        """The error of rows predicted from all others."""
+        weight = self._values.var(0, correction=0)
+        weight = torch.where(weight > 0, weight, 1.0)
+        total = 0.0
+        for block in blocks(len(index), len(self._keys)):
+            chosen = index[block]
+            hidden = torch.zeros(len(chosen), len(self._keys), dtype=torch.float64)
+            hidden.masked_fill_(~others(chosen, len(self._keys)), -torch.inf)
+            found = self._attend(self._keys[chosen], scale, hidden)
+            total += ((found - self._values[chosen]).square() / weight).mean(-1).sum().item()
+        return total / len(index)
+
+    def _attend(self, query: Tensor, scale: float, hidden: Tensor | None = None) -> Tensor:
+        weight = torch.zeros((), dtype=torch.float64) if hidden is None else hidden
+        if self.scores == "distance":
+            weight = weight - 0.5 * scale * self._keys.square().sum(-1)
+        rows, values = as_heads(self._keys), as_heads(self._values)
+        log_weight = None if weight.ndim == 0 else weight
+        return ops.attention(as_heads(query), rows, values, scale=scale, log_weight=log_weight).output[0, 0]
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The mean value under the attention of each row, (n_samples,) or (n_samples, n_targets)."""
+        check_is_fitted(self)
+        query = tensor(validate_data(self, X, dtype=np.float64, reset=False)) - self._centre
+        found = in_blocks(lambda block: self._attend(block, self.scale_), query, len(self._keys))
+        return (found[:, 0] if self._flat else found).numpy()

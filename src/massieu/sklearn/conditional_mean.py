@@ -1,0 +1,194 @@
+"""The conditional mean over the rows as a regressor: kernel ridge regression with what chooses and judges it."""
+
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+
+from massieu.foundation.arguments import choice, number
+from massieu.regression import (
+    Cholesky,
+    ExponentialKernel,
+    GaussianKernel,
+    Kernel,
+    LinearKernel,
+    LowRank,
+    choose_ridge,
+    conditional_mean_attention,
+)
+from massieu.sklearn.rows import as_heads, best, blocks, sample_of, tensor, total_variance, validate_data
+from massieu.solve import ConjugateGradients
+
+_ROWS = 1000
+"""Rows at most by which kernel and ridge are chosen."""
+_WIDTHS = {"gaussian": range(-3, 4), "exponential": range(-1, 4)}
+"""Powers of 2: the lengthscales that are tried, in units of the total standard deviation."""
+_RIDGES = range(-5, 5)
+"""Powers of 10: the ridges that are tried, in units of the kernel's size."""
+_FINER = (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)
+"""Powers of 10 around the best of them."""
+_LARGEST = 600.0
+"""Logarithm of a kernel's value that is still well inside the floating range."""
+
+
+class _Choice(NamedTuple):
+    """What leave-one-out found."""
+
+    error: float
+    lengthscale: float
+    ridge: float
+    kernel: Kernel
+
+
+class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
+    """ŷ(x) = Vᵀ(G + λI)⁻¹κ(X, x): the mean of y given x by kernel ridge regression over the rows, its tokens (Z4, Z5).
+
+    It is `KernelRidge` and the mean of `GaussianProcessRegressor`, for columns and targets about their means; lengthscale
+    and ridge are chosen by the leave-one-out error, which has a closed form. Distances are between rows as given: scale
+    the columns first, as by `StandardScaler`.
+
+    Nothing is trained: the rows are kept, and each call of `predict` solves the system of equations again.
+
+    Args:
+        kernel: "gaussian", exp(−‖a − b‖²/(2·lengthscale²)); "exponential", exp(a·b/lengthscale²), softmax attention's;
+            "linear", a·b, which makes it ridge regression. Or a `massieu.regression.Kernel`.
+        lengthscale: "auto" tries powers of 2 of the total standard deviation. The linear kernel, or your own, has none.
+        ridge: λ. "auto" tries powers of 10, then four steps in each.
+        method: How the system is solved: None, or one of `massieu.regression`'s `Cholesky` and `LowRank`, or
+            `massieu.solve.ConjugateGradients`; see `conditional_mean_attention`.
+
+    Attributes:
+        lengthscale_, ridge_: What was given or chosen; the lengthscale is NaN for a kernel that has none.
+        kernel_: The `massieu.regression.Kernel`.
+        leave_one_out_error_: The mean squared error of rows predicted from all others, in units of the targets'
+            variances, over at most 1,000 rows, by which kernel and ridge are chosen.
+        noise_variance_, prior_variance_: Of the targets about the mean, and of the mean: those of most likelihood at this
+            kernel and ridge, over the same rows; one for each target.
+        n_features_in_, feature_names_in_: As everywhere in scikit-learn.
+
+    Example:
+        >>> import numpy as np
+        >>> from massieu.sklearn import ConditionalMeanRegressor
+        >>> x = np.linspace(0, 6, 40)[:, None]
+        >>> mean, deviation = (
+        ...     ConditionalMeanRegressor().fit(x, np.sin(x[:, 0])).predict([[1.5], [9.0]], return_std=True)
+        ... )
+        >>> round(float(mean[0]), 2), bool(deviation[1] > 10 * deviation[0])  # far from all rows nothing is known
+        (1.0, True)
+    """
+
+    def __init__(
+        self,
+        *,
+        kernel: str | Kernel = "gaussian",
+        lengthscale: float | str = "auto",
+        ridge: float | str = "auto",
+        method: Cholesky | ConjugateGradients | LowRank | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.lengthscale = lengthscale
+        self.ridge = ridge
+        self.method = method
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Keep the rows, and choose lengthscale and ridge.
+
+        Raises:
+            ValueError: NaN or infinity, arguments out of their range, a ridge at which the system is singular.
+        """
+        table, target = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        rows, values = tensor(table), tensor(target)
+        self._flat = values.ndim == 1
+        values = values.reshape(len(values), -1)
+        self._centre, self._mean = rows.mean(0), values.mean(0)
+        spread = values.std(0, correction=0)
+        self._spread = torch.where(spread > 0, spread, 1.0)
+        self._keys, self._values = rows - self._centre, (values - self._mean) / self._spread
+        index = sample_of(len(rows), _ROWS)
+        found = self._choose(self._keys[index], self._values[index])
+        self.leave_one_out_error_, self.lengthscale_, self.ridge_, self.kernel_ = found
+        self._judge(self._keys[index], self._values[index])
+        return self
+
+    def _choose(self, keys: Tensor, values: Tensor) -> _Choice:
+        if isinstance(self.kernel, Kernel) or choice("kernel", self.kernel, *_KERNELS) == "linear":
+            widths = [np.nan]
+        elif self.lengthscale == "auto":
+            widths = [2.0**power * total_variance(keys) ** 0.5 for power in _WIDTHS[self.kernel]]
+        else:
+            widths = [float(number("lengthscale", self.lengthscale, above=0))]
+        found = [self._with_ridge(keys, values, width) for width in widths]
+        return best([each.error for each in found], found)[0]
+
+    def _with_ridge(self, keys: Tensor, values: Tensor, width: float) -> _Choice:
+        kernel = self.kernel if isinstance(self.kernel, Kernel) else _KERNELS[self.kernel](width)
+
+        def tried(ridges: list[float]) -> tuple[float, float]:
+            errors = choose_ridge(as_heads(keys), as_heads(values), ridges, kernel=kernel).mean_squared_error
+            ridge, error = best(errors.flatten().tolist(), ridges)
+            return error, ridge
+
+        if self.ridge != "auto":
+            error, ridge = tried([float(number("ridge", self.ridge, above=0))])
+        else:
+            unit = _unit(kernel, as_heads(keys))
+            coarse = tried([unit * 10.0**power for power in _RIDGES])
+            error, ridge = min(coarse, tried([coarse[1] * 10.0**power for power in _FINER]))
+        return _Choice(error, width, ridge, kernel)
+
+    def _judge(self, keys: Tensor, values: Tensor) -> None:
+        """The prior variance of most likelihood is vᵀ(G + λI)⁻¹v/N; the noise's is λ times that."""
+        query, value = as_heads(keys), as_heads(values)
+        fitted = conditional_mean_attention(query, query, value, kernel=self.kernel_, ridge=self.ridge_).output[0, 0]
+        noise = (values * (values - fitted)).mean(0) * self._spread.square()
+        self.noise_variance_ = noise.numpy()
+        self.prior_variance_ = self.noise_variance_ / self.ridge_
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The conditional mean of each row, (n_samples,) or (n_samples, n_targets).
+
+        Args:
+            X: Rows.
+            return_std: Return the standard deviation of a new target at each row too, its noise included.
+        """
+        check_is_fitted(self)
+        query = tensor(validate_data(self, X, dtype=np.float64, reset=False)) - self._centre
+        found = [self._answer(query[block], return_std) for block in blocks(len(query), len(self._keys))]
+        mean = torch.cat([each for each, _ in found]) * self._spread + self._mean
+        mean = (mean[:, 0] if self._flat else mean).numpy()
+        if not return_std:
+            return mean
+        share = torch.cat([each for _, each in found]).numpy()[:, None]
+        deviation = np.sqrt(self.noise_variance_ + self.prior_variance_ * share)
+        return mean, deviation[:, 0] if self._flat else deviation
+
+    def _answer(self, query: Tensor, need_variance: bool) -> tuple[Tensor, Tensor]:
+        """Means of the targets in their units, and the posterior's share of the prior variance."""
+        found = conditional_mean_attention(
+            as_heads(query),
+            as_heads(self._keys),
+            as_heads(self._values),
+            kernel=self.kernel_,
+            ridge=self.ridge_,
+            need_variance=need_variance,
+            method=self.method,
+        )
+        return found.output[0, 0], query.new_empty(0) if found.variance is None else found.variance[0, 0]
+
+
+def _unit(kernel: Kernel, keys: Tensor) -> float:
+    """The kernel's size."""
+    if isinstance(kernel, ExponentialKernel):
+        # Its values are most uneven: the smallest ridge must count beside the largest of them.
+        return 1e-5 * kernel.log_diagonal(keys).max().clamp(max=_LARGEST).exp().item()
+    return kernel.diagonal(keys).mean().item() or 1.0
+
+
+_KERNELS = {
+    "gaussian": GaussianKernel.create,
+    "exponential": lambda width: ExponentialKernel.create(width**-2),
+    "linear": lambda _: LinearKernel.create(),
+}

@@ -1,0 +1,161 @@
+"""A Hopfield memory of rows: a density, a denoiser, and a detector of what is foreign."""
+
+import math
+import warnings
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, OneToOneFeatureMixin, OutlierMixin, TransformerMixin
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+
+from massieu import ops
+from massieu.energy import HopfieldDensity, HopfieldEnergy
+from massieu.errors import ConvergenceWarning
+from massieu.foundation.arguments import number, whole_number
+from massieu.sklearn.rows import (
+    as_heads,
+    best,
+    blocks,
+    in_blocks,
+    others,
+    sample_of,
+    tensor,
+    total_variance,
+    validate_data,
+)
+from massieu.solve import Status
+
+_QUERIES = 2000
+"""Rows at most that are left out, one by one, to choose a scale and a threshold."""
+_POWERS = range(-4, 17)
+"""Of 2: the scales that are tried, in units of the dimension over the total variance."""
+_TOLERANCE = 1e-6
+_MOST_STEPS = 1000
+
+
+class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseEstimator):
+    """Rows stored in a Hopfield energy by distance, −log Σ exp(−scale·‖x − xₙ‖²/2)/scale: it is three things at once (B6).
+
+    - A density: exp(−scale·energy) is a kernel density estimate, Gaussian, of bandwidth 1/√scale: `score_samples`.
+    - A denoiser: a step of attention over the rows is the mean row given a noisy one; steps to the end find the stored
+      row, or the mode, that a damaged row belongs to: `transform`.
+    - A detector: rows of less density than nearly all stored ones had from the others are foreign: `predict` gives −1.
+
+    Distances are between rows as given: scale the columns first, as by `StandardScaler`.
+
+    Args:
+        scale: The inverse temperature, 1/bandwidth². "auto" takes the power of 2, in units of dimension/total variance, of
+            the largest leave-one-out likelihood over at most 2,000 rows.
+        n_steps: Steps of attention in `transform`; None goes on until a row rests. Many steps at the scale of a density
+            find few modes; to retrieve single rows takes a larger scale.
+        false_alarm_rate: The share of rows like the stored ones that `predict` calls foreign.
+
+    Attributes:
+        scale_: The scale.
+        leave_one_out_score_: The mean log-density of rows under the memory of all others, nats.
+        offset_: The threshold of `score_samples`: so large a share of the rows is below, each by the memory of the others.
+        energy_: The `massieu.energy.HopfieldEnergy`, of rows less `location_`, their mean.
+        n_features_in_, feature_names_in_: As everywhere in scikit-learn.
+
+    Example:
+        >>> from massieu.sklearn import HopfieldMemory
+        >>> memory = HopfieldMemory(scale=4.0, n_steps=None).fit([[0.0, 0.0], [3.0, 3.0]])
+        >>> memory.transform([[0.5, -0.4]]).round(2).tolist()
+        [[0.0, 0.0]]
+    """
+
+    def __init__(self, *, scale: float | str = "auto", n_steps: int | None = 1, false_alarm_rate: float = 0.05) -> None:
+        self.scale = scale
+        self.n_steps = n_steps
+        self.false_alarm_rate = false_alarm_rate
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Store the rows; choose scale and threshold by leaving out one row after the other.
+
+        Raises:
+            ValueError: NaN or infinity in X, fewer than two rows, arguments out of their range.
+        """
+        table = validate_data(self, X, dtype=[np.float64, np.float32], ensure_min_samples=2)
+        rate = number("false_alarm_rate", self.false_alarm_rate, above=0, below=1)
+        if self.n_steps is not None:
+            whole_number("n_steps", self.n_steps, least=1)
+        rows = tensor(table)
+        self.location_ = rows.mean(0).numpy()
+        rows = rows - rows.mean(0)
+        index = sample_of(len(rows), _QUERIES)
+        scales = [number("scale", self.scale, above=0)] if self.scale != "auto" else _scales(rows)
+        scores = [_alone(rows, scale, index) for scale in scales]
+        self.scale_, loss = best([-score.mean().item() for score in scores], scales)
+        self.leave_one_out_score_ = -loss
+        self.offset_ = scores[scales.index(self.scale_)].quantile(rate).item()
+        self.energy_ = HopfieldEnergy.euclidean(rows, scale=self.scale_)
+        return self
+
+    def transform(self, X: Any) -> np.ndarray:
+        """Each row after `n_steps` of attention over the stored rows, or where it rests."""
+        query, dtype = self._read(X)
+        return (in_blocks(self._retrieve, query, self._count).numpy() + self.location_).astype(dtype)
+
+    def _retrieve(self, query: Tensor) -> Tensor:
+        if self.n_steps is not None:
+            return self.energy_.retrieve(query, steps=self.n_steps).state
+        found = self.energy_.retrieve(query, tol=_TOLERANCE, max_steps=_MOST_STEPS, throw=False)
+        moving = int((found.status != Status.CONVERGED).sum())
+        if moving:
+            warnings.warn(
+                f"{moving} of {len(query)} rows still moved after {_MOST_STEPS} steps; their last states are returned",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+        return found.state
+
+    def score_samples(self, X: Any) -> np.ndarray:
+        """The log-density of each row, nats: that of a Gaussian kernel density estimate."""
+        query, _ = self._read(X)
+        return in_blocks(HopfieldDensity.create(self.energy_).log_prob, query, self._count).numpy()
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """The mean of `score_samples`: by it `GridSearchCV` chooses."""
+        return float(self.score_samples(X).mean())
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """`score_samples` less `offset_`: negative for foreign rows."""
+        return self.score_samples(X) - self.offset_
+
+    def predict(self, X: Any) -> np.ndarray:
+        """1 for a row like those stored, −1 for a foreign one."""
+        return np.where(self.decision_function(X) >= 0, 1, -1)
+
+    @property
+    def _count(self) -> int:
+        return len(self.energy_.memory.points)
+
+    def _read(self, X: Any) -> tuple[Tensor, np.dtype]:
+        check_is_fitted(self)
+        table = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        return tensor(table) - torch.from_numpy(self.location_), table.dtype
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+
+def _scales(rows: Tensor) -> list[float]:
+    unit = rows.shape[-1] / total_variance(rows)
+    return [2.0**power * unit for power in _POWERS]
+
+
+def _alone(rows: Tensor, scale: float, index: Tensor) -> Tensor:
+    """log-densities of rows under the memory of all others."""
+    count, size = rows.shape
+    square = 0.5 * scale * rows.square().sum(-1)
+    found = []
+    for block in blocks(len(index), count):
+        chosen = index[block]
+        weight = (-square).expand(len(chosen), -1).masked_fill(~others(chosen, count), -torch.inf)
+        level = ops.log_partition(as_heads(rows[chosen]), as_heads(rows), log_weight=weight, scale=scale)[0, 0]
+        found.append(level - square[chosen])
+    return torch.cat(found) - math.log(count - 1) + 0.5 * size * math.log(scale / (2 * math.pi))

@@ -1,0 +1,64 @@
+"""Rows as tokens: blocks of queries, attention of each row to the others, and what a table's spread is."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from sklearn.utils import validation
+from torch import Tensor
+
+Candidate = TypeVar("Candidate")
+
+validate_data: Callable[..., Any] = validation.validate_data
+"""scikit-learn's own, whose types no checker can tell."""
+
+PAIRS_AT_ONCE = 1 << 23
+"""Of a query and a row, in a block."""
+
+
+def tensor(table: np.ndarray) -> Float[Tensor, "rows columns"]:
+    """Its own copy, in float64."""
+    return torch.tensor(table, dtype=torch.float64)
+
+
+def as_heads(rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "1 1 rows columns"]:
+    """In attention's layout: one item, one head."""
+    return rows[None, None]
+
+
+def blocks(queries: int, rows: int) -> Iterator[slice]:
+    """So many queries at once that no block has more than `PAIRS_AT_ONCE` pairs with the rows."""
+    size = max(1, PAIRS_AT_ONCE // rows)
+    for first in range(0, queries, size):
+        yield slice(first, min(first + size, queries))
+
+
+def in_blocks(function: Callable[[Tensor], Tensor], query: Tensor, rows: int) -> Tensor:
+    """The function of the queries, block by block."""
+    return torch.cat([function(query[block]) for block in blocks(len(query), rows)])
+
+
+def sample_of(rows: int, most: int) -> Tensor:
+    """Indices of at most so many rows, in order: the same at each call."""
+    if rows <= most:
+        return torch.arange(rows)
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:most].sort().values
+
+
+def others(index: Tensor, rows: int) -> Bool[Tensor, "queries rows"]:
+    """Which rows each query of that index sees: all but itself."""
+    return index.unsqueeze(-1) != torch.arange(rows)
+
+
+def total_variance(rows: Float[Tensor, "rows columns"]) -> float:
+    """Of all columns together; 1 where no column varies."""
+    spread = rows.var(0, correction=0).sum().item()
+    return spread if spread > 0 else 1.0
+
+
+def best(errors: Sequence[float], candidates: Sequence[Candidate]) -> tuple[Candidate, float]:
+    """The candidate of the least error, and its error; the first of those that are alike."""
+    place = min(range(len(errors)), key=errors.__getitem__)
+    return candidates[place], errors[place]

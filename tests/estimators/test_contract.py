@@ -1,0 +1,142 @@
+"""What scikit-learn expects of an estimator, by its own checks, and that a missing scikit-learn is one sentence."""
+
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import sparse
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import Binarizer, StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from tests.rows import every_row
+
+from massieu import measures, regression
+from massieu.sklearn import AttentionRegressor, BoltzmannEstimator, ConditionalMeanRegressor, HopfieldMemory
+
+QUICK = BoltzmannEstimator(3, n_iter=3, random_state=0)
+DEFAULTS = [QUICK, ConditionalMeanRegressor(), AttentionRegressor(), HopfieldMemory()]
+OTHERS = [
+    BoltzmannEstimator(),
+    clone(QUICK).set_params(hidden="categorical"),
+    clone(QUICK).set_params(hidden="bernoulli", residual_variance=0.2),
+    make_pipeline(Binarizer(), clone(QUICK).set_params(visible="bernoulli")),
+    ConditionalMeanRegressor(kernel="linear"),
+    ConditionalMeanRegressor(kernel="exponential"),
+    ConditionalMeanRegressor(lengthscale=2.0, ridge=0.1, method=regression.LowRank(60)),
+    AttentionRegressor(scores="dot_product"),
+    HopfieldMemory(n_steps=None, scale=1.0),
+]
+OF_A_PIPELINE = {
+    "check_dont_overwrite_parameters": "a Pipeline changes its `steps`: scikit-learn's own expected failure of it",
+    "check_estimators_overwrite_params": "a Pipeline changes its `steps`: scikit-learn's own expected failure of it",
+}
+
+
+@pytest.mark.medium
+@parametrize_with_checks(DEFAULTS)
+def test_scikit_learn_s_checks(estimator: Any, check: Any):
+    """None is expected to fail, not even the two of `BernoulliRBM`: likelihoods here are no draws."""
+    check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks(
+    OTHERS, expected_failed_checks=lambda each: OF_A_PIPELINE if isinstance(each, Pipeline) else {}
+)
+def test_scikit_learn_s_checks_of_other_settings(estimator: Any, check: Any):
+    check(estimator)
+
+
+TABLE = np.random.default_rng(0).normal(size=(60, 3))
+TARGET = np.sin(TABLE[:, 0]) + 0.1 * TABLE[:, 1]
+
+
+@pytest.mark.medium
+@every_row("estimator", DEFAULTS)
+def test_pickled_cloned_and_in_float32(estimator: Any):
+    model = clone(estimator).fit(TABLE, TARGET)
+    method = "transform" if hasattr(model, "transform") else "predict"
+    found = getattr(model, method)(TABLE)
+    assert np.array_equal(getattr(pickle.loads(pickle.dumps(model)), method)(TABLE), found)
+    again = clone(model)
+    with pytest.raises(NotFittedError):
+        getattr(again, method)(TABLE)
+    half = again.fit(TABLE.astype(np.float32), TARGET.astype(np.float32))
+    other = getattr(half, method)(TABLE.astype(np.float32))
+    if method == "transform":
+        assert other.dtype == np.float32
+    # Draws of another dtype are other draws: a machine is not compared.
+    if not isinstance(model, BoltzmannEstimator):
+        assert np.allclose(other, found, atol=1e-4)
+
+
+@every_row("estimator", DEFAULTS)
+def test_nan_and_sparse_tables_are_refused(estimator: Any):
+    broken = TABLE.copy()
+    broken[3, 1] = np.nan
+    with pytest.raises(ValueError, match="Input X contains NaN"):
+        clone(estimator).fit(broken, TARGET)
+    with pytest.raises(TypeError, match="Sparse data was passed"):
+        clone(estimator).fit(sparse.csr_array(TABLE), TARGET)
+
+
+@pytest.mark.medium
+def test_names_of_features():
+    transformer = clone(QUICK).set_output(transform="polars").fit(TABLE)
+    assert transformer.transform(TABLE).columns == [f"boltzmannestimator{unit}" for unit in range(3)]
+    import polars
+
+    frame = polars.DataFrame({"age": TABLE[:, 0], "height": TABLE[:, 1], "weight": TABLE[:, 2]})
+    memory = HopfieldMemory().set_output(transform="polars").fit(frame)
+    assert list(memory.feature_names_in_) == memory.transform(frame).columns == ["age", "height", "weight"]
+
+
+@pytest.mark.medium
+@every_row(
+    "estimator, grid",
+    [
+        (QUICK, {"hidden": ["bernoulli", "spin"]}),
+        (ConditionalMeanRegressor(), {"kernel": ["gaussian", "linear", regression.GaussianKernel.create(2.0)]}),
+        (AttentionRegressor(), {"scores": ["distance", "dot_product"]}),
+        (HopfieldMemory(), {"scale": ["auto", 1e-3]}),
+    ],
+)
+def test_chosen_in_a_pipeline(estimator: Any, grid: dict[str, list[Any]]):
+    steps = Pipeline([("scale", StandardScaler()), ("last", clone(estimator))])
+    search = GridSearchCV(steps, {f"last__{name}": values for name, values in grid.items()}, cv=3, error_score="raise")
+    search.fit(TABLE, TARGET)
+    scores = search.cv_results_["mean_test_score"]
+    assert np.isfinite(scores).all()
+    assert len(set(scores)) > 1
+    assert search.best_score_ == scores.max()
+
+
+def test_a_measure_is_a_parameter():
+    model = BoltzmannEstimator(hidden=measures.Spin.create(dim=2), n_iter=2, random_state=0)
+    assert clone(model).fit_transform(TABLE).shape == (60, 2)
+
+
+@pytest.mark.medium
+def test_without_scikit_learn_one_sentence_says_what_to_install():
+    code = """
+import sys
+sys.modules["sklearn"] = None
+import massieu
+assert dir(massieu.sklearn)
+try:
+    from massieu.sklearn import HopfieldMemory
+except massieu.MissingExtraError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == 'sklearn is not installed; install it with: pip install "massieu[sklearn]"\n'
+    import massieu
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = massieu.sklearn.nothing
