@@ -55,8 +55,8 @@ How fast massieu is and how much memory it takes, compared with PyTorch and othe
 `python benchmarks/page.py` writes this page from the files in [`benchmarks/results/`](../benchmarks/results); do not edit
 it. Each section names the command that repeats its measurements. `make bench` runs all of them and writes this page.
 
-* **Time** is the CPU time of one thread, in float32 unless stated otherwise. In each row massieu and the reference run
-  alternately in one process. The ratio is the median time of massieu divided by the median time of the reference. Its
+* **Time** is the CPU time of one thread, in float32 unless stated otherwise. In each row massieu and the reference take
+  turns in one run. The ratio is the median time of massieu divided by the median time of the reference. Its
   95 % interval comes from resampling the rounds: three if the work takes many seconds, up to 41 if it takes milliseconds.
 * **Memory** is how much the resident memory of a fresh process grows while it does the work once, without the inputs.
 * **A bar** is a limit on a ratio, set for each row. It is met if the upper end of the interval is at or below it, in time
