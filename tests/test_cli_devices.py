@@ -70,7 +70,7 @@ def test_what_auto_takes():
     assert found["soft-capped", "bfloat16"].refused == {
         "fused": "it has no soft cap",
         **dict.fromkeys(("cudnn", "flash", "efficient", "flex"), "it runs on CUDA, got cpu"),
-        "blocks": "it has no derivative, and one may be wanted here",
+        "blocks": "it has no derivative, which may be needed here",
     }
 
 

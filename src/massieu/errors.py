@@ -1,4 +1,4 @@
-"""The errors a user can meet: one clear sentence each. Those of input the command line prints without a traceback."""
+"""Errors and warnings of the package. The command line prints input errors as one sentence, without a traceback."""
 
 import importlib
 from types import ModuleType
@@ -32,15 +32,15 @@ class MissingExtraError(InputError):
 
 
 class ConvergenceError(RuntimeError):
-    """An iteration did not come to an end: the message holds the residual, the steps and what to try."""
+    """An iteration did not converge: the message holds the residual, the number of steps and what to try."""
 
 
 class ConvergenceWarning(UserWarning):
-    """A module or a fixed number of steps went on with what has not come to an end: said once, and recorded item by item."""
+    """A module used the result of an iteration that has not converged: warned once, and recorded item by item."""
 
 
 class ProcessLostError(RuntimeError):
-    """One of several processes that share a text has ended: the message says where what the others read is stored."""
+    """One of several processes that share a text has ended: the message says where the others' results are stored."""
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

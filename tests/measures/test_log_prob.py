@@ -191,7 +191,7 @@ class Unlisted(Measure):
 def test_a_law_that_cannot_say_its_nearest_point_has_no_density_in_a_sum():
     own = Unlisted(torch.tensor([0.1]))
     assert own.log_prob(torch.zeros(1), torch.tensor([0.1])) == 0
-    with pytest.raises(MissingFormError, match="Unlisted does not say which of its points is nearest"):
+    with pytest.raises(MissingFormError, match="Unlisted has no `_nearest`"):
         convolve(Atoms.create([[0.3], [0.7]]), own).log_prob(torch.zeros(1), torch.tensor([0.4]))
 
 

@@ -379,7 +379,7 @@ BAD = {
     "sink": (lambda: Attention(8, 2, heads=SoftmaxHeads(sink=math.inf)), "sink must be finite, got inf"),
     "window": (
         lambda: Attention(8, 2, add_zero_attn=True, heads=SoftmaxHeads(window=3)),
-        "SoftmaxHeads do not go with add_zero_attn: a window goes by position",
+        "SoftmaxHeads do not go with add_zero_attn: a window needs positions",
     ),
     "measure": (
         lambda: Attention(8, 2, 0.1, heads=MeasureHeads(fitted_gaussian)),

@@ -319,7 +319,7 @@ def test_machines_that_never_have_a_normaliser_train_not_at_all():
     with pytest.raises(ValueError, match=r"unit 0 reaches from 0 to 1.2, and Laplace needs"):
         machine.fit(states(3), learning_rate=1e-6, epochs=1, progress=False)
     machine.weight.data.fill_(0.3)
-    with pytest.raises(ValueError, match=r"training left the machines .* smaller learning_rate than 1"):
+    with pytest.raises(ValueError, match=r"training diverged to a machine .* smaller learning_rate than 1"):
         machine.fit(states(3)[-1:], epochs=50, progress=False)
 
 

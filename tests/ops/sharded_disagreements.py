@@ -99,7 +99,7 @@ WRONG = {
     "a boolean query_offset": (TypeError, "query_offset must be", {"query_offset": True}),
     "softcap": (ValueError, "softcap must be", {"softcap": 0.0}),
     "sink": (ValueError, "sink must be one number, 2 (one a head)", {"sink": draw(3)}),
-    "sink_value": (ValueError, "sink_value goes with a sink", {"sink_value": draw(VALUE)}),
+    "sink_value": (ValueError, "sink_value needs a sink", {"sink_value": draw(VALUE)}),
     "vmap": (RuntimeError, "sharded functions cannot be inside torch.func.vmap", {"vmap": True}),
 }
 # What processes may give differently, as the result is the same to rounding.

@@ -125,9 +125,9 @@ def test_what_does_not_fit_raises():
         ops.attention(QUERY, KEY, VALUE, sink_value=SINK_VALUE[:2], sink=SINK)
     with pytest.raises(ValueError, match=r"sink_value must be of shape \(6,\), .* got shape \(2, 4, 5, 1\)"):
         ops.attention(QUERY, KEY, VALUE, sink_value=QUERY[..., :1], sink=SINK)
-    with pytest.raises(ValueError, match="sink_value goes with a sink"):
+    with pytest.raises(ValueError, match="sink_value needs a sink"):
         ops.attention(QUERY, KEY, VALUE, sink_value=SINK_VALUE)
-    with pytest.raises(ValueError, match="with the values of the keys"):
+    with pytest.raises(ValueError, match="and values of the keys"):
         ops.attention_moments(QUERY, KEY, sink_value=SINK_VALUE, sink=SINK)
     with pytest.raises(TypeError, match="sink_value must be a"):
         ops.attention(QUERY, KEY, VALUE, sink_value=0.0, sink=SINK)

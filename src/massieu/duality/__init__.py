@@ -1,4 +1,4 @@
-"""The two coordinate systems of an exponential family (S6, S8, S9).
+"""Convex duality: from natural to mean parameters of a measure and back, and the conjugate of log Z (S6, S8, S9).
 
 ∇A maps natural parameters onto the relative interior of the convex hull of the support, one-to-one up to directions that
 A cannot see. `natural` inverts it, at the eta of least norm; `conjugate` is A*(mu) = sup eta·mu − A(eta), whose gradient

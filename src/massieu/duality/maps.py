@@ -49,7 +49,7 @@ def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw:
 def natural(
     measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool = True
 ) -> Float[Tensor, "*batch_query_event"] | DualResult:
-    """The eta of least norm with ∇A(eta) = mu: the inverse of `Measure.mean` (S6, S9).
+    """Solve ∇A(eta) = mu for the natural parameter eta of least norm: the inverse of `Measure.mean` (S6, S9).
 
     In closed form where the measure knows it, else by at most 100 damped Newton steps in float64, each of which
     diagonalises the Fisher information (n × n for n coordinates; up to about a thousand). The mean of the result differs
@@ -124,7 +124,7 @@ def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, thro
 def conjugate(
     measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool = True
 ) -> Float[Tensor, "*batch_query"] | DualResult:
-    """A*(mu) = sup over eta of eta·mu − A(eta), in nats: −entropy(eta) at the eta of mean mu (S8).
+    """The convex conjugate A*(mu) = sup over eta of eta·mu − A(eta), in nats: minus the entropy at the mean mu (S8).
 
     For a probability h it is KL(p_eta ‖ h), the least of all laws of mean mu. Its gradient is `natural`, its Hessian the
     (pseudo-)inverse of the Fisher information at eta. On the boundary it is the limit from inside: −log w_n at an atom

@@ -1,4 +1,4 @@
-"""Energies: functions of a state, with a map that never raises them. Attention is the map of one.
+"""Energies: functions of a state with an update that never raises them. Attention is the update of one.
 
 - `HopfieldEnergy`: the energy of any memory under any reference; `activations`: the references that are normalisations;
 - `bounds`: what is known of a memory in advance; `HopfieldDensity`: the memory as a mixture of Gaussians, its samples, its

@@ -26,7 +26,7 @@ from massieu.measures import Measure
 
 
 class BoltzmannMachine(Value):
-    """The machine of `visible`, `hidden` and `weight`. Energies are in nats, relative to the two probabilities.
+    """A restricted Boltzmann machine of the measures `visible` and `hidden`, coupled by `weight`; energies in nats.
 
     Methods raise a ValueError at units of another shape than a layer's, and a TypeError at ones that are not floating-point.
 
@@ -234,5 +234,5 @@ def _finite(name: str, field: Tensor) -> Tensor:
     """The field that units of that layer make, if it is one."""
     if some(~field.isfinite()):
         wrong = int((~unwrapped(field).isfinite()).reshape(-1, field.shape[-1]).any(-1).sum())
-        raise ValueError(f"{name} units must be finite and make finite fields, which those of {wrong} items do not")
+        raise ValueError(f"{name} units must be finite and make finite fields; those of {wrong} items do not")
     return field

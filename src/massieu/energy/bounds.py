@@ -1,4 +1,4 @@
-"""What is known in advance of a Hopfield memory: parts (6) to (8) of B5, as numbers; `theory.descent` has (2) to (5).
+"""Bounds for a Hopfield memory before it is used: capacity, separation, basins (B5.6 to B5.8; `theory.descent`: B5.2 to B5.5).
 
 (6) `lipschitz`; (7) `separation`, `retrieval_bound`, `basin`; (8) `capacity`. Constants of Ramsauer et al.
 (arXiv 2008.02217), generalised to weights w_n: a pattern's score is x_n·ξ + log(w_n)/β, so that what a mask leaves out
@@ -77,7 +77,7 @@ def largest_norm(hopfield: HopfieldEnergy) -> Float[Tensor, "*batch"]:
 
 
 def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
-    """D = max ‖x_i − x_j‖ over the patterns that no mask leaves out.
+    """The largest distance D = max ‖x_i − x_j‖ between patterns that are not masked.
 
     Args:
         hopfield: A memory of stored patterns, under any reference.
@@ -103,7 +103,7 @@ def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "
 
 
 def lipschitz(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
-    """βD²/4, times the reference's Lipschitz constant: a Lipschitz constant of the descent map (B5.6).
+    """A Lipschitz constant of the retrieval step: βD²/4 times that of the reference (B5.6).
 
     Below 1 the fixed point is unique and reached at this rate; above 1 there may be several. For patterns ±a the change is
     exactly at β‖a‖² = 1. `method` is `diameter`'s; "radius" gives a bound between one and four times as large.
@@ -125,9 +125,9 @@ def lipschitz(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = 
 def separation(
     hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"] | None = None
 ) -> Float[Tensor, "*batch_query N"] | Float[Tensor, "*batch N"]:
-    """Δ_i(ξ) = min over j ≠ i of (x_i − x_j)·ξ + log(w_i/w_j)/β: by how much pattern i leads at ξ, or at itself.
+    """Separation of patterns at a state ξ: by how much the score of pattern i is above all others.
 
-    +inf for the only pattern, −inf for one left out (B5.7).
+    Δ_i(ξ) = min over j ≠ i of (x_i − x_j)·ξ + log(w_i/w_j)/β; +inf for the only pattern, −inf for one left out (B5.7).
 
     Args:
         hopfield: Stored patterns under the identity.
@@ -155,9 +155,10 @@ def separation(
 
 
 def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"]) -> RetrievalBoundResult:
-    """(N−1)e^(−βΔ_i(ξ)) and 2M times that: the weight that one step gives to others than i, and its distance from x_i.
+    """Bounds on the error of one retrieval step: on the weight of other patterns and on the distance from pattern i.
 
-    N counts the patterns that no mask leaves out (B5.7; Ramsauer et al., theorem 4).
+    They are (N−1)e^(−βΔ_i(ξ)) and 2M times that. N counts the patterns that no mask leaves out (B5.7; Ramsauer et al.,
+    theorem 4).
 
     Example:
         >>> import torch
@@ -172,7 +173,7 @@ def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query
 
 
 def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
-    """What is certain of the ball of `radius` about every pattern (B5.7).
+    """What is guaranteed in the ball of `radius` around each pattern: convergence, one fixed point, its distance (B5.7).
 
     In it Δ_i is at least Δ_i(x_i) − 2M·radius. A fixed point exists where the bound on the distance is at most the radius;
     the map contracts where 4βM²(N−1)e^(−βΔ) < 1 too.
@@ -199,7 +200,7 @@ def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
 def capacity(
     dimension: int, *, scale: float | None = None, radius: float = 1.0, failure: float = 0.001
 ) -> CapacityResult:
-    """How many random patterns on the sphere of radius·√(d−1) can be stored and retrieved, all but with `failure`.
+    """How many random patterns on the sphere of radius·√(d−1) can be stored and retrieved, except with probability `failure`.
 
     N ≥ √p·c^((d−1)/4) with c = b/W₀(exp(a + ln b)), a = (2/(d−1))(1 + ln(2βK²p(d−1))), b = 2K²β/5, W₀ Lambert's function,
     where c ≥ (2/√p)^(4/(d−1)) (B5.8; Ramsauer et al., theorem 3). What is larger than any float is +inf.

@@ -19,10 +19,11 @@ from massieu.measures.mixture import Mixture
 
 
 class HopfieldDensity(Value):
-    """p ∝ exp(−βE), E the energy of stored patterns under the identity. Use `create`, which checks.
+    """A Hopfield memory as a probability density p ∝ exp(−βE): a mixture of Gaussians at its patterns. Use `create`.
 
-    For patterns x_n of weights w_n, exp(−βE(v))/Z = Σ_n π_n N(v; x_n, 1/β) exactly, π_n ∝ w_n exp(½β‖x_n‖²). With another
-    exponent than β times the energy it is no mixture. States are checked as the energy checks them.
+    E is the energy of stored patterns under the identity. For patterns x_n of weights w_n, exp(−βE(v))/Z = Σ_n π_n N(v;
+    x_n, 1/β) exactly, π_n ∝ w_n exp(½β‖x_n‖²). With another exponent than β times the energy it is no mixture. States
+    are checked as the energy checks them.
 
     Attributes:
         hopfield: The energy.

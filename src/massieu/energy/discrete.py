@@ -48,7 +48,7 @@ class _TwoValued(Energy):
 
 
 class BinaryHopfieldEnergy(_TwoValued):
-    """E(v) = −bias·v − ½ vᵀ couplings v over v ∈ {±1}^d or {0, 1}^d: the classical network.
+    """The classical Hopfield network: E(v) = −bias·v − ½ vᵀ couplings v over v ∈ {±1}^d or {0, 1}^d.
 
     One step visits every unit once, in order, and gives it the value of lower energy, the others as they are; on a tie it
     stays. So E never rises, and after finitely many steps nothing changes: a local minimum under single flips. For spins the
@@ -130,7 +130,7 @@ class BinaryHopfieldEnergy(_TwoValued):
 
 
 class DenseHopfieldEnergy(_TwoValued):
-    """E(v) = −bias·v − Σ_n F(x_n·v) over v ∈ {±1}^d or {0, 1}^d: dense associative memory.
+    """Dense associative memory of binary states: E(v) = −bias·v − Σ_n F(x_n·v) over v ∈ {±1}^d or {0, 1}^d.
 
     F is z^degree, or exp. As in `BinaryHopfieldEnergy`, a step visits every unit once and never raises E. Degree n stores of
     the order of d^(n−1) random patterns, exp 2^(d/2) (Demircigil et al., arXiv 1702.01929). With F = exp it is what Poisson(1)

@@ -11,7 +11,7 @@ from massieu.foundation.values import promoted_dtype
 
 
 def least_entropy(score_norm: Float[Tensor, "..."] | float, keys: Int[Tensor, "..."] | int) -> Float[Tensor, "..."]:
-    """The least entropy, in nats, of softmax over T scores whose vector has a Euclidean norm of at most σ.
+    """Lower bound on the entropy of attention: the least, in nats, for T scores whose vector has norm at most σ.
 
     H ≥ log(1 + (T−1)b) + σ√(T(T−1))·b/(1 + (T−1)b), b = exp(−σ√(T/(T−1))). Attained, by one score of σ√((T−1)/T) among
     others of −σ/√(T(T−1)). Hidden keys do not count; log-weights count as parts of the scores.

@@ -18,11 +18,11 @@ from massieu.measures import Atoms
 
 
 class SparseAtoms(PatternPotential):
-    """A(eta) = Ω*(Xeta + log w), ∇A(eta) = Xᵀ α-entmax(Xeta + log w). α = 1 is the measure `Atoms`.
+    """Atoms under α-entmax in place of softmax, with weights that can be exactly 0; α = 1 is the measure `Atoms`.
 
-    No measure has this log-partition for α > 1, but it is convex, and a memory: the energy of
-    ``HopfieldEnergy.create(SparseAtoms.create(X))``, ½‖x‖² − Ω*(βXx)/β + constants, falls with each step by at least
-    ½‖x⁺ − x‖² (N2).
+    A(eta) = Ω*(Xeta + log w) and ∇A(eta) = Xᵀ α-entmax(Xeta + log w). No measure has this log-partition for α > 1, but
+    it is convex, and a memory: the energy of ``HopfieldEnergy.create(SparseAtoms.create(X))``, ½‖x‖² − Ω*(βXx)/β +
+    constants, falls with each step by at least ½‖x⁺ − x‖² (N2).
 
     Attributes:
         atoms: Points and log-weights.
@@ -130,10 +130,11 @@ class SparseAtoms(PatternPotential):
 def fenchel_young_loss(
     scores: Float[Tensor, "*lead N"], target: Float[Tensor, "*lead N"], alpha: Alpha = 1.5
 ) -> Float[Tensor, "*lead"]:
-    """Ω*(z) + Ω(y) − y·z ≥ 0, zero exactly where y = entmax(z); the gradient in z is entmax(z) − y (Blondel et al. 2020).
+    """Fenchel–Young loss Ω*(z) + Ω(y) − y·z ≥ 0 of α-entmax: zero exactly where y = entmax(z) (Blondel et al. 2020).
 
-    Cross-entropy at α = 1. For a one-hot target and α > 1 it is zero from the margin 1/(α − 1) on. It is taken from scores
-    that are centred on the target, so that a small loss keeps its digits. +inf where the target is at a score of −inf.
+    The gradient in z is entmax(z) − y. Cross-entropy at α = 1. For a one-hot target and α > 1 it is zero from the
+    margin 1/(α − 1) on. It is taken from scores that are centred on the target, so that a small loss keeps its digits.
+    +inf where the target is at a score of −inf.
 
     Args:
         scores: z; −inf leaves an entry out.

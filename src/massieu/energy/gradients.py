@@ -13,7 +13,7 @@ Map = Callable[[Float[Tensor, "*lead d"]], Float[Tensor, "*lead d"]]
 
 
 def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
-    """‖J − Jᵀ‖/‖J‖ in Frobenius norm, J the Jacobian of `function` at each state: between 0 and 2, and 0 where J is.
+    """How far a map is from a gradient: ‖J − Jᵀ‖/‖J‖ of its Jacobian J at each state, between 0 and 2 (Frobenius norm).
 
     Zero for every gradient, such as attention over keys = values by softmax or entmax; rounding makes it 1e-16 in float64.
     Other weights that are normalised by their sum are far from it. In one dimension every map is a gradient.

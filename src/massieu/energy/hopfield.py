@@ -16,11 +16,12 @@ from massieu.measures import Atoms, Measure
 
 
 class HopfieldEnergy(Energy):
-    """E(x) = L*(x) − (A(scale·x) − A(0))/scale + max_n L(x_n), with descent map T(x) = ∇L(∇A(scale·x)).
+    """The Hopfield energy of any memory under any reference; its descent step is attention followed by ∇L.
 
-    A is the log-partition of the memory, L the Lagrangian of the reference, L* its conjugate. Stored patterns and the
-    identity make it the modern Hopfield energy ½‖x‖² − lse(scale·Xx)/scale + log(N)/scale + ½ max‖x_n‖², and T softmax
-    attention with keys = values (B5, B11). With a normalisation as reference, T is attention followed by it.
+    E(x) = L*(x) − (A(scale·x) − A(0))/scale + max_n L(x_n), with descent map T(x) = ∇L(∇A(scale·x)). A is the
+    log-partition of the memory, L the Lagrangian of the reference, L* its conjugate. Stored patterns and the identity
+    make it the modern Hopfield energy ½‖x‖² − lse(scale·Xx)/scale + log(N)/scale + ½ max‖x_n‖², and T softmax attention
+    with keys = values (B5, B11). With a normalisation as reference, T is attention followed by it.
 
     T is the convex–concave procedure: −A lies below its tangents, and T minimises L* − x·∇A. So E falls by at least the
     Bregman divergence of L* from T(x) to x; ½‖x − T(x)‖² for the identity. For stored patterns E is never negative; for a

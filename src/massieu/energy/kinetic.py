@@ -151,7 +151,7 @@ def _same_time(state: Tensor, model: Kinetic, before: Tensor, field: Tensor) -> 
 
 
 class KineticIsing(Kinetic):
-    """Spins of ±1: m = tanh θ, and the echo −m_i Σ_j J_ij² (1 − m_j²) (B16). Use `create`.
+    """Kinetic Ising model of spins ±1: m = tanh θ, with the Onsager echo −m_i Σ_j J_ij² (1 − m_j²) (B16). Use `create`.
 
     Example:
         >>> import torch
@@ -194,7 +194,7 @@ class _Radial(NamedTuple):
 
 
 class KineticSpins(Kinetic):
-    """Vectors on the sphere of radius R, R² = D/2 − 1, in R^D (B16). Use `create`.
+    """Kinetic model of vector spins on the sphere of radius R, R² = D/2 − 1, in R^D (B16). Use `create`.
 
     Exact, m is the mean of von Mises and Fisher's law, R·A_D(βR‖θ‖)·θ/‖θ‖; of many components it is βθ/(1 + γ) with
     γ = √(1 + β²‖θ‖²/R²), which is off by O(1/D). The latter keeps the former's bounds: ‖m‖ < R, and slopes of at most β/2.

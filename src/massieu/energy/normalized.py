@@ -18,10 +18,11 @@ from massieu.measures import Atoms
 
 
 class ScoreDeviation(PatternPotential):
-    """A(eta) = gain·√(σ² + eps) + bias·z̄ with z̄ and σ² mean and variance of the scores x_n·eta under the shares of w.
+    """Potential of attention that standardises scores in place of a softmax: A(eta) = gain·√(σ² + eps) + bias·z̄.
 
-    The weights of the mean are share_n(gain·(z_n − z̄)/√(σ² + eps) + bias): negative ones too, of sum `bias`, so that means
-    leave the points' convex hull. In the layer of N points, g(z_n − z̄)/σ + b, gain is gN and bias bN.
+    z̄ and σ² are mean and variance of the scores z_n = x_n·eta under the shares of w. The weights of the mean are
+    share_n(gain·(z_n − z̄)/√(σ² + eps) + bias): negative ones too, of sum `bias`, so that means leave the points'
+    convex hull. In the layer of N points, g(z_n − z̄)/σ + b, gain is gN and bias bN.
 
     A is a norm of eta but for the bias, convex. With ``eps = 0`` its slope at σ = 0, where all scores are equal within
     rounding, is put to bias·Σ share_n x_n, and second derivatives do not exist there; a positive `eps` makes it smooth.

@@ -28,7 +28,7 @@ def ood_score(
     label: Int[Tensor, "*batch_query"] | None = None,
     scale: Float[Tensor, "*batch"] | float | None = None,
 ) -> Float[Tensor, "*batch_query"]:
-    """How foreign a state is: larger = more foreign. +inf beside a memory that is masked altogether.
+    """Out-of-distribution score of states against a memory: larger is more foreign; +inf where the whole memory is masked.
 
     - "energy", of a classifier's logits f: −T·lse(f/T), T = 1/scale (Liu et al., arXiv 2010.03759). No memory.
     - "she", of features x: −A(scale·x)/scale, the simplified Hopfield energy of stored features (Zhang et al., ICLR 2023).

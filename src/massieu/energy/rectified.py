@@ -14,7 +14,7 @@ from massieu.measures import Atoms
 
 
 class LogSumReLU(Energy):
-    """E(x) = −log(Σ w_n relu(1 − scale·‖x − x_n‖²/2))/scale, with descent map T(x) = the centroid of what is active at x.
+    """Log-sum-ReLU memory: E(x) = −log(Σ w_n relu(1 − scale·‖x − x_n‖²/2))/scale; a step goes to the active centroid.
 
     A pattern is active within √(2/scale). Σ relu(…) is at least its sum over the patterns active at x, a concave quadratic with
     its top at their centroid: so E never rises for a damping in (0, 2), and a descent *ends*, after finitely many steps, in a

@@ -48,7 +48,7 @@ def retrieval_curve(
     max_steps: int = 100,
     generator: torch.Generator | None = None,
 ) -> RetrievalCurveResult:
-    """The share of patterns that come back out of memories of so many of them, with intervals.
+    """What share of patterns a memory retrieves, for memories of several sizes, with intervals.
 
     A trial stores `count` patterns, drawn without replacement, and starts at one of them with Gaussian noise on each
     coordinate. It succeeds if the descent ends within half the distance from its pattern to the nearest other stored one.

@@ -27,7 +27,7 @@ from massieu.solve.status import FixedPointResult
 
 
 class SpinModel(Value):
-    """Sites and couplings. Use `create`, which checks.
+    """A mean-field model of coupled spins: its sites (single-spin measures) and couplings. Use `create`, which checks.
 
     Attributes:
         site: N independent probabilities on R^d: batch shape (N,), event shape (d,).

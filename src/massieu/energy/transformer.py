@@ -27,12 +27,14 @@ _LEAST = 1e-6
 
 
 class TransformerEnergy(Energy):
-    """E(g) = −β⁻¹ Σ_h Σ_C log Σ_{B≠C} exp(β K_hB·Q_hC) − ½ Σ_B Σ_μ relu(ξ_μ·g_B)², K = W_K g, Q = W_Q g.
+    """The energy of an Energy Transformer: tokens that attend to each other, and a memory with relu² (Hoover et al. 2023).
 
-    A state is what a LayerNorm makes of n tokens, g = ∇L(x): every g_B lies in the ball of radius gain·√d about the bias, where
-    that meets the hyperplane Σ(g_B − bias) = 0; elsewhere E is +inf. No token attends to itself. Tokens are keys and queries,
-    so the force has a term for either part (S3), beside that of a feed-forward layer with tied weights. Tokens that are not
-    kept contribute nothing, neither as keys nor as queries, whatever is in them, and stay. Memory is linear in tokens.
+    E(g) = −β⁻¹ Σ_h Σ_C log Σ_{B≠C} exp(β K_hB·Q_hC) − ½ Σ_B Σ_μ relu(ξ_μ·g_B)², K = W_K g, Q = W_Q g. A state is what a
+    LayerNorm makes of n tokens, g = ∇L(x): every g_B lies in the ball of radius gain·√d about the bias, where that
+    meets the hyperplane Σ(g_B − bias) = 0; elsewhere E is +inf. No token attends to itself. Tokens are keys and
+    queries, so the force has a term for either part (S3), beside that of a feed-forward layer with tied weights. Tokens
+    that are not kept contribute nothing, neither as keys nor as queries, whatever is in them, and stay. Memory is
+    linear in tokens.
 
     Two ways lead down:
 

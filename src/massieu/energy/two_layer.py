@@ -20,11 +20,12 @@ Method = Literal["split", "runge_kutta"]
 
 
 class TwoLayer(Energy):
-    """ℰ(v, h) = [v·g_v − L_v(v)] + [h·g_h − L_h(h)] − g_v·W g_h on states (v, h), joined along the last dimension.
+    """The energy of a two-layer memory network (Krotov and Hopfield) on visible and hidden states, joined along the last dim.
 
-    Along the dynamics dℰ/dt = −τ_v v̇ᵀ∇²L_v v̇ − τ_h ḣᵀ∇²L_h ḣ ≤ 0, since Lagrangians are convex. The descent map is both
-    limits in turn, h ← Wᵀg_v, then v ← W g_h: each is the exact minimum of ℰ in its layer. With L_v = ½‖v‖², L_h = log Σ exp
-    and h at its limit ℰ is the energy of `HopfieldEnergy` and the map is attention. `flow` follows the dynamics in time.
+    ℰ(v, h) = [v·g_v − L_v(v)] + [h·g_h − L_h(h)] − g_v·W g_h. Along the dynamics dℰ/dt = −τ_v v̇ᵀ∇²L_v v̇ − τ_h ḣᵀ∇²L_h
+    ḣ ≤ 0, since Lagrangians are convex. The descent map is both limits in turn, h ← Wᵀg_v, then v ← W g_h: each is the
+    exact minimum of ℰ in its layer. With L_v = ½‖v‖², L_h = log Σ exp and h at its limit ℰ is the energy of
+    `HopfieldEnergy` and the map is attention. `flow` follows the dynamics in time.
 
     `step` takes no other damping than 1: the segment to the map's value may climb; shorten `flow` instead. Use `create`.
 

@@ -1,4 +1,4 @@
-"""Samplers. They know functions only; a sampler is an `init` and a `step`, and noise or its generator is an argument.
+"""Samplers: each is an `init` and a `step` on plain functions, and takes its noise or generator as an argument.
 
 - `langevin_init`, `langevin_noise`, `langevin_step`: Langevin dynamics with Metropolis correction;
 - `gibbs_init`, `gibbs_step`, `contrastive_divergence`: two groups of units that are independent given each other;

@@ -79,7 +79,7 @@ def anneal(
     generator: torch.Generator | None = None,
     progress: Callable[[Sequence[float]], Iterable[Any]] = iter,
 ) -> AnnealResult:
-    """log Z(1)/Z(0) by annealed importance sampling or, with `groups`, by sequential Monte Carlo.
+    """Estimate log Z(1)/Z(0) by annealed importance sampling or, with `groups`, by sequential Monte Carlo.
 
     For each t of the schedule, particles are weighed by exp(path(·, t) − path(·, t before)), resampled where need be, and
     moved at t.

@@ -26,7 +26,7 @@ class GibbsState(NamedTuple):
 def gibbs_init(
     visible: Float[Tensor, "*chains V"], sample_hidden: Conditional, generator: torch.Generator | None = None
 ) -> GibbsState:
-    """Chains at `visible`, with hidden units drawn given it.
+    """Start Gibbs chains at `visible`, with hidden units drawn given it.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ def gibbs_step(
     *,
     steps: int = 1,
 ) -> GibbsState:
-    """`steps` sweeps: visible units given the hidden ones, then hidden units given those (B8).
+    """Block Gibbs sampling, `steps` sweeps: visible units given the hidden ones, then hidden given visible (B8).
 
     The joint law is invariant; the chain of the visible units alone is reversible.
 
@@ -70,7 +70,7 @@ def gibbs_step(
 def contrastive_divergence(
     energy: Callable[[Tensor], Tensor], data: Float[Tensor, "*items V"], sample: Float[Tensor, "*chains V"]
 ) -> Float[Tensor, ""]:
-    """mean E(data) − mean E(sample), whose gradient is that of the negative log-likelihood if `sample` is from the model.
+    """Contrastive-divergence loss mean E(data) − mean E(sample): the gradient of −log-likelihood if `sample` is the model's.
 
     With samples `k` sweeps away from the data it is CD-k, biased; with chains that are kept from one update to the next,
     persistent contrastive divergence. With the effective energy, hidden units summed out, it is Rao–Blackwellised (B8).

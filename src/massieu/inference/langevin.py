@@ -43,7 +43,7 @@ class LangevinResult(NamedTuple):
 
 
 def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDensity) -> LangevinState:
-    """The state of chains at `position`.
+    """Start Langevin chains at `position`.
 
     Raises:
         TypeError: `position` is not a floating-point tensor.
@@ -67,7 +67,7 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
 
 
 def langevin_noise(state: LangevinState, generator: torch.Generator | None = None) -> LangevinNoiseResult:
-    """Noise for one step from `state`.
+    """Draw the noise for one Langevin step from `state`.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ def langevin_noise(state: LangevinState, generator: torch.Generator | None = Non
 def langevin_step(
     state: LangevinState, noise: LangevinNoiseResult, log_density: LogDensity, *, step_size: float
 ) -> LangevinResult:
-    """One proposal along the gradient, accepted or not, so that exp(log_density) stays invariant.
+    """One Metropolis-adjusted Langevin step: a proposal along the gradient, accepted so that exp(log_density) is invariant.
 
     Proposed is x + ½ε²∇log p(x) + ε·normal with ε = `step_size`; a proposal of which density or gradient is not finite is
     refused.

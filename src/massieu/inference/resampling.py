@@ -12,7 +12,7 @@ Resampling = Literal["multinomial", "systematic"]
 
 
 def effective_sample_size(log_weight: Float[Tensor, "*groups size"]) -> Float[Tensor, "*groups"]:
-    """(Σ w)²/Σ w²: between 1 and the number of particles, and 0 where no weight is left.
+    """Effective sample size (Σ w)²/Σ w² of weighted particles: between 1 and their number, 0 where no weight is left.
 
     Example:
         >>> import torch
@@ -31,7 +31,7 @@ def resample(
     method: Resampling = "systematic",
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, "*groups size"]:
-    """Which particles of its group take the places of all: particle j is expected `size`·w_j/Σw times.
+    """Resample weighted particles: indices in which particle j appears `size`·w_j/Σw times on average.
 
     Args:
         log_weight: Of each particle; −inf for weight 0, which is never drawn.

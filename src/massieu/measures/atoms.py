@@ -18,11 +18,12 @@ ROUNDINGS = 8
 
 
 class Atoms(Measure):
-    """h = Σ_n w_n δ_{x_n}: A(eta) = log Σ w_n exp(x_n·eta), and ∇A is softmax attention over keys = values (S3).
+    """Weighted points h = Σ_n w_n δ_{x_n}, such as keys: ∇A is softmax attention over keys = values (S3).
 
-    With a query of inverse temperature β, eta is β·query. Masks, position biases and padding are log-weights.
-    A measure all of whose log-weights are −inf is the zero measure: A = −inf, mean, Fisher information and KL are 0,
-    entropy is −inf, no gradient flows, and it cannot be sampled. Use `create`, which checks what it is given.
+    A(eta) = log Σ_n w_n exp(x_n·eta). With a query of inverse temperature β, eta is β·query. Masks, position biases and
+    padding are log-weights. A measure all of whose log-weights are −inf is the zero measure: A = −inf, mean, Fisher
+    information and KL are 0, entropy is −inf, no gradient flows, and it cannot be sampled. Use `create`, which checks
+    what it is given.
 
     Attributes:
         points: Shape (*batch, N, d).

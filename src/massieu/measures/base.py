@@ -30,7 +30,7 @@ _HIGHEST_ORDER = 6
 
 
 class DomainError(ValueError):
-    """`eta` lies outside {eta : A(eta) < ∞}.
+    """The natural parameter `eta` lies outside the domain {eta : A(eta) < ∞}.
 
     Example:
         >>> from massieu.measures import DomainError, Exponential

@@ -24,7 +24,7 @@ _RECURRENCE = 32
 
 
 class ConjugatePrior(Coordinates):
-    """h(dη) = exp(−strength·A_0(η)) dη in each coordinate, over the natural parameter η of a likelihood (S16).
+    """The conjugate prior exp(−strength·A_0(η)) dη of a likelihood's natural parameter η, in each coordinate (S16).
 
     A_0 is the log-partition of one coordinate of the likelihood, a Bernoulli, Spin, Poisson, Exponential, Gamma or
     Gaussian with independent coordinates. This measure's own natural parameter, its `eta`, is the pseudo-sum χ of the

@@ -157,8 +157,8 @@ def _shifted(parts: list[Listed], rest: Measure, eta: Tensor, point: Tensor, siz
     nearest = rest._nearest(point)
     if nearest is None:
         raise MissingFormError(
-            f"convolve: {type(rest).__name__} does not say which of its points is nearest (`_nearest`), which the "
-            "density of a sum needs, since x + s − s is not x"
+            f"convolve: {type(rest).__name__} has no `_nearest`, its point nearest to another, which the density of a "
+            "sum needs, since x + s − s is not exactly x in floating point"
         )
     hit = is_close(point, nearest, size, nearest).all(-1, keepdim=True)
     return rest._log_prob(eta, torch.where(hit, nearest, point))

@@ -15,7 +15,7 @@ from massieu.measures.hooks import MissingFormError
 
 
 class Gaussian(Measure):
-    """h = N(location, Σ): A(eta) = location·eta + ½ etaᵀ Σ eta (S5). Degenerate covariances are allowed.
+    """A Gaussian N(location, Σ): A(eta) = location·eta + ½ etaᵀ Σ eta (S5). Degenerate covariances are allowed.
 
     Σ is `covariance` plus ``factor @ factor.mT``. The number of dimensions of `covariance` says what it is: one less
     than `location`'s, a variance for all coordinates; as many, one variance per coordinate; one more, the full matrix.

@@ -18,7 +18,7 @@ from massieu.measures.sums import all_known, one_reference
 
 
 def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure] | Measure) -> "Mixture":
-    """h = Σ_k exp(log_weight_k) h_k: A(eta) = log Σ_k exp(log_weight_k + A_k(eta)) (S2, S14).
+    """A mixture Σ_k exp(log_weight_k) h_k of measures: A(eta) = log Σ_k exp(log_weight_k + A_k(eta)) (S2, S14).
 
     Args:
         log_weight: One log-weight for each component, below +inf; they need not add up to one.

@@ -47,7 +47,7 @@ def boosting(
 
 
 def hybrid(atoms: Atoms, background: Gaussian, concentration: Float[Tensor, "*batch"] | float) -> Mixture:
-    """Σ_n w_n δ_{x_n} + c·N(m, Σ): attention with a continuous background of weight c (S18).
+    """Attention with a Gaussian background of weight c: the measure Σ_n w_n δ_{x_n} + c·N(m, Σ) (S18).
 
     Its mean is the posterior mean of a Dirichlet process with base N(m, Σ) and concentration c, tilted by eta. Far from
     the origin the Gaussian wins, since a quadratic outgrows every linear function: bound its covariance, or eta.
@@ -67,7 +67,7 @@ def hybrid(atoms: Atoms, background: Gaussian, concentration: Float[Tensor, "*ba
 
 
 def divergence_kernel(measure: Measure, eta: Float[Tensor, "*batch N event"]) -> Atoms:
-    """The measure over which attention of a query weighs parameter j by exp(−KL(p_{eta_j} ‖ p_query)) (X8).
+    """Atoms whose attention weighs parameter j by exp(−KL(p_{eta_j} ‖ p_query)), the KL divergence of a family (X8).
 
     Its atoms are the link-transformed keys ∇A(eta_j), with log-weight entropy(eta_j) = −A*(∇A(eta_j)): scores
     query·∇A(eta_j) + entropy(eta_j) differ from −KL by A(query), which the softmax does not see. For a Gaussian that is

@@ -25,7 +25,7 @@ _ROUNDINGS = 8
 
 
 class Sphere(Measure):
-    """h uniform on the sphere of the given radius in R^d, d ≥ 2, of mass 1 (S2, N13).
+    """The uniform probability on the sphere of the given radius in R^d, d ≥ 2 (S2, N13).
 
     With κ = radius·‖eta‖ and R = I_{d/2}/I_{d/2−1}: A(eta) = log Γ(d/2) + (d/2−1) log(2/κ) + log I_{d/2−1}(κ) and
     ∇A = radius·R(κ)·eta/‖eta‖. Tilted, it is the von Mises–Fisher law of concentration κ.

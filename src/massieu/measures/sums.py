@@ -17,7 +17,7 @@ from massieu.measures.hooks import Listed, MissingFormError, Reference
 
 
 def product(*measures: Measure) -> Measure:
-    """The law of independent vectors, one from each measure, joined end to end: A(eta) = Σ_i A_i(eta_i) (S2).
+    """The product of measures: the law of independent vectors joined end to end, A(eta) = Σ_i A_i(eta_i) (S2).
 
     Raises:
         ValueError: no measure, one whose points are not vectors, or batch shapes that do not fit.
@@ -32,7 +32,7 @@ def product(*measures: Measure) -> Measure:
 
 
 def power(measure: Measure, exponent: float) -> Measure:
-    """The measure of log-partition exponent·A: for a whole exponent, the law of a sum of that many draws.
+    """The measure with log-partition exponent·A: for a whole exponent, the law of a sum of that many draws.
 
     A fractional power exists where it has a closed form, for measures that are infinitely divisible: Gaussian, Poisson,
     Exponential, Gamma, Constant and compositions of these.

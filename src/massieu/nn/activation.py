@@ -50,7 +50,7 @@ class HeldValue(Resettable):
 
 
 class Activation(HeldValue):
-    """x ↦ ∇L(x), by one of `massieu.energy.activations`, whose numbers are trained: gains, radii, factors and biases.
+    """An activation of `massieu.energy.activations` as a module, with trained gains, radii, factors and biases.
 
     Positive numbers are kept as logarithms, ``log_gain`` for a `gain`, so that training cannot leave their domain. What is
     no parameter of the map but a statistic is a buffer: the location and the roots of a `Whitening`, all tensors of a measure.

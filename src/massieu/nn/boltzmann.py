@@ -26,7 +26,7 @@ _MEMORY = 0.01
 
 
 class RestrictedBoltzmannMachine(Resettable):
-    """p(v, h) ∝ exp(vᵀWh + a·v + b·h) on any two measures, with parameters W, a and b (B1).
+    """A restricted Boltzmann machine p(v, h) ∝ exp(vᵀWh + a·v + b·h) with units of any two measures (B1).
 
     The layers are given as measures: `Bernoulli.create(torch.full((64,), 0.5))` for 64 bits, and `Spin`, `Gaussian`,
     `Poisson`, `Categorical`, … for others; the biases a and b tilt them. `machine()` is the `BoltzmannMachine` at the
@@ -243,7 +243,7 @@ class RestrictedBoltzmannMachine(Resettable):
             warnings.warn(f"interrupted in epoch {done + 1} of {epochs}: the parameters are those so far", stacklevel=3)
         except DomainError as error:
             raise ValueError(
-                f"training left the machines that have a normaliser: {error}{_advice(learning_rate)}"
+                f"training diverged to a machine without a normaliser: {error}{_advice(learning_rate)}"
             ) from error
         self.chains = trainer.visible
         return finished
@@ -296,7 +296,7 @@ class RestrictedBoltzmannMachine(Resettable):
             raise _diverged(learning_rate)
         reason = why_not_normalisable(self.machine().visible, self.machine().hidden, self.weight.detach())
         if reason is not None:
-            raise ValueError(f"training left the machines that have a normaliser: {reason}{_advice(learning_rate)}")
+            raise ValueError(f"training diverged to a machine without a normaliser: {reason}{_advice(learning_rate)}")
 
 
 class _Training:

@@ -18,7 +18,7 @@ _ONE_SYSTEM = "hiding keys from some queries alone would take a system of equati
 
 
 class ConditionalMeanHeads(Iterating, Heads):
-    """In each head Vᵀ(G + λI)⁻¹κ(K, q), kernel ridge regression of values on keys within the sequence (Z4).
+    """Heads that do kernel ridge regression of values on keys within the sequence, Vᵀ(G + λI)⁻¹κ(K, q) (Z4).
 
     One ridge λ a head, and one width, are trained, kept as logarithms. Weights, the smoother's (G + λI)⁻¹κ(K, q), may be
     negative, do not sum to one, and cost memory L×N. Masks are those of keys, booleans or log-weights, and `is_causal`.

@@ -31,7 +31,7 @@ class _ElementwiseHeads(Heads):
 
 
 class SigmoidHeads(_ElementwiseHeads):
-    """Weights σ(score − log n) with n the keys that the query sees (Ramapuram et al., 2024; B22, E12).
+    """Heads with sigmoid weights σ(score − log n), n the number of visible keys (Ramapuram et al., 2024; B22, E12).
 
     They do not sum to one: at scores of 0 to n/(n + 1). With values = keys the output is the gradient of Σ softplus(score −
     log n) in (scale·query), for which a call may ask by `need_potential`. Log-weights are added to scores, as `attn_mask`
@@ -59,7 +59,7 @@ class SigmoidHeads(_ElementwiseHeads):
 
 
 class ReLUHeads(_ElementwiseHeads):
-    """Weights max(score, 0)/Σ max(score, 0) (B22, E12): exactly 0 for scores below 0, and without an exponential.
+    """Heads with ReLU weights max(score, 0)/Σ max(score, 0): exactly 0 for negative scores, no exponential (B22, E12).
 
     A query all of whose scores are below 0 gets 0, and so does one that sees no key. Unlike softmax's, entmax's and the
     logistic weights they are no gradient with values = keys. Log-weights are added to scores, as `attn_mask` says. The bias,

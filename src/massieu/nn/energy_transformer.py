@@ -18,11 +18,12 @@ _Tokens = Float[Tensor, "*lead n embed_dim"]
 
 
 class EnergyTransformer(Resettable):
-    """Steps of x ← x − step_size·∂E/∂g, g = LayerNorm(x), on the energy of tokens that attend to each other and of memories.
+    """An Energy Transformer block: gradient steps on an energy of attention between tokens and of a memory.
 
-    A block of the Energy Transformer (Hoover et al., arXiv 2302.07253; N1). Attention and feed-forward layer are gradients of
-    the two terms of one E, `massieu.energy.TransformerEnergy`, which falls along the steps; so queries and keys, but no values
-    and no output projection, and one weight matrix instead of two. Positions are the caller's to add to tokens or not.
+    x ← x − step_size·∂E/∂g with g = LayerNorm(x) (Hoover et al., arXiv 2302.07253; N1). Attention and feed-forward
+    layer are gradients of the two terms of one E, `massieu.energy.TransformerEnergy`, which falls along the steps; so
+    queries and keys, but no values and no output projection, and one weight matrix instead of two. Positions are the
+    caller's to add to tokens or not.
 
     Gradients are those of the steps. Each costs one force, a closed form over fused attention in memory linear in the tokens.
     No fixed point is solved for: where a descent ends does not depend on where in its basin it began, so the tokens would get
@@ -149,7 +150,7 @@ class EnergyTransformer(Resettable):
 
 
 class EnergyTransformerStack(Resettable):
-    """Blocks one after the other, each with an energy of its own; the tokens of one go into the next.
+    """Several Energy Transformer blocks in sequence, each with its own energy.
 
     Example:
         >>> import torch

@@ -19,13 +19,13 @@ from massieu.solve.status import FixedPointResult
 
 
 class ImplicitHeads(SolvedHeads):
-    """The fixed point of z = (1 − α)·query + α·Σ p_n key_n, p = softmax(scale·z·key_n), for each head (B12).
+    """Implicit attention: each head returns the fixed point of z = (1 − α)·query + α·Σ p_n key_n (B12).
 
-    It is a critical point of (1 − α)‖z − query‖²/2 + α·E(z), E the Hopfield energy of the keys: a query pulled to
-    stored patterns, which α = 1 would let go of, and with it all gradient. Unique where α·scale·D²/4 < 1, D the
-    largest distance of two keys. Gradients are those of the implicit function theorem: memory does not grow with the number
-    of steps. A query that sees no key keeps (1 − α)·query. The keys are the values: the module has no projection of values,
-    and a call takes the key, or none, as value. There are no weights to return.
+    p = softmax(scale·z·key_n). It is a critical point of (1 − α)‖z − query‖²/2 + α·E(z), E the Hopfield energy of the
+    keys: a query pulled to stored patterns, which α = 1 would let go of, and with it all gradient. Unique where
+    α·scale·D²/4 < 1, D the largest distance of two keys. Gradients are those of the implicit function theorem: memory
+    does not grow with the number of steps. A query that sees no key keeps (1 − α)·query. The keys are the values: the
+    module has no projection of values, and a call takes the key, or none, as value. There are no weights to return.
 
     Example:
         >>> import torch

@@ -13,12 +13,13 @@ from massieu.nn.strategy import Heads, HeadsResult, Request
 
 
 class NormalizedHeads(Heads):
-    """Weights (gain·(z_n − z̄)/σ_z + level)/N of scores z = query·key/√D (Richter and Wattenhofer, 2020; B18).
+    """Heads that standardise their scores in place of a softmax (Richter and Wattenhofer, 2020; B18).
 
-    z̄ and σ_z² are mean and variance over the keys that are seen. With values = keys the output is the gradient of
-    gain·σ_z + level·z̄, in (query/√D): in place of log Z stands the standard deviation of the scores. With log-weights
-    w_n, all means are weighted by w_n/Σw. Weights sum to `level` and may be negative, so outputs leave the hull of the
-    values. `gain` and `level`, one a head, are trained from 1.
+    Weights are (gain·(z_n − z̄)/σ_z + level)/N for scores z = query·key/√D, with mean z̄ and variance σ_z² over the
+    visible keys. With values = keys the output is the gradient of gain·σ_z + level·z̄, in (query/√D): in place of log Z
+    stands the standard deviation of the scores. With log-weights w_n, all means are weighted by w_n/Σw. Weights sum to
+    `level` and may be negative, so outputs leave the hull of the values. `gain` and `level`, one a head, are trained
+    from 1.
 
     Where the weights need not be formed (no `need_weights`, dropout, causality or mask per query) the keys enter through
     their covariance with the values: time and memory are linear in queries and keys. A call may ask for

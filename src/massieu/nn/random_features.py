@@ -24,12 +24,13 @@ class _ByFeature(NamedTuple):
 
 
 class RandomFeatureHeads(Heads):
-    """Performers' attention: Σ_ω φ_ω(q) Σ_n w_n φ_ω(k_n) v_n over the same without v_n (Choromanski et al., 2021; B17).
+    """Performer attention: softmax attention by random features, linear in length (Choromanski et al., 2021; B17).
 
-    q and k are scaled by √scale, and ω ~ N(0, I), one set of `features` a head. With "positive" features
-    φ_ω(x) = exp(ω·x − ½‖x‖²) numerator and denominator are estimates of softmax attention's without bias, their ratio one
-    with a bias of the order 1/m. "relu" features φ_ω(x) = max(ω·x, 0) do **not** estimate softmax: their kernel is
-    E φ(q)φ(k) = ‖q‖‖k‖(sin θ + (π − θ) cos θ)/2π, θ the angle, with a normaliser of its own.
+    The output is Σ_ω φ_ω(q) Σ_n w_n φ_ω(k_n) v_n over the same without v_n. q and k are scaled by √scale, and ω ~ N(0,
+    I), one set of `features` a head. With "positive" features φ_ω(x) = exp(ω·x − ½‖x‖²) numerator and denominator are
+    estimates of softmax attention's without bias, their ratio one with a bias of the order 1/m. "relu" features φ_ω(x)
+    = max(ω·x, 0) do **not** estimate softmax: their kernel is E φ(q)φ(k) = ‖q‖‖k‖(sin θ + (π − θ) cos θ)/2π, θ the
+    angle, with a normaliser of its own.
 
     Time and memory are linear in queries and keys; with `need_weights`, dropout, causality or a mask per query the matrix
     of weights is formed, in float64 and memory L×N; there positive features hold while ω·q and ω·k range over 700 at most.

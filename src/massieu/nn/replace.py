@@ -15,7 +15,7 @@ _OUTPUT = nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def replace_attention(model: nn.Module, *, heads: Callable[[nn.MultiheadAttention], Heads] | None = None) -> nn.Module:
-    """Put `massieu.nn.Attention` in the place of every `torch.nn.MultiheadAttention` of a model, in place.
+    """Replace every `torch.nn.MultiheadAttention` of a model by `massieu.nn.Attention`, in place.
 
     The new modules hold the very same Parameters, the same output projection and the same hooks, so that optimisers and
     handles made before stay right; names in the state dict are the same. Outputs and gradients equal those of before to

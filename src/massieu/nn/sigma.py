@@ -9,7 +9,7 @@ from massieu.nn.modules import Device, Resettable, hold, settings
 
 
 class SigmaReparametrization(Resettable):
-    """W ↦ (gain/‖W‖₂)·W, for `torch.nn.utils.parametrize.register_parametrization(layer, "weight", …)`.
+    """σReparam, W ↦ (gain/‖W‖₂)·W, for `torch.nn.utils.parametrize.register_parametrization(layer, "weight", …)`.
 
     The spectral norm of the weight in use is |gain|, one trained number, whatever training does to W; with those of queries and
     keys bounded, `massieu.energy.least_entropy` says how far attention can collapse. The norm is exact, from eigenvalues of the

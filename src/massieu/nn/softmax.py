@@ -22,11 +22,12 @@ _ONE_FOR_ALL = "a measure holds weights of keys, one for all queries; mask by ke
 
 
 class SoftmaxHeads(Heads):
-    """Softmax attention, `massieu.ops.attention`: Σ_n p_n value_n with p ∝ exp(scale·query·key_n + log-weight_n).
+    """Softmax attention by `massieu.ops.attention`, with log Z: p ∝ exp(scale·query·key_n + log-weight_n).
 
-    That is the mean of the atoms (key_n, value_n) at eta = (scale·query, 0), in its second half, and log Z is their
-    log-partition (S3). Without weights and dropout, memory is linear in queries and keys, forward and backward; with them
-    it is L×N. A call may ask for `need_log_partition` and for `need_moments`, the entropy of a query's attention and more.
+    The output is Σ_n p_n value_n, the mean of the atoms (key_n, value_n) at eta = (scale·query, 0), in its second half,
+    and log Z is their log-partition (S3). Without weights and dropout, memory is linear in queries and keys, forward
+    and backward; with them it is L×N. A call may ask for `need_log_partition` and for `need_moments`, the entropy of a
+    query's attention and more.
 
     Example:
         >>> import torch
@@ -73,7 +74,7 @@ class SoftmaxHeads(Heads):
         self.softcap = None if softcap is None else number("softcap", softcap, above=0)
         self.sink_value, self.window = sink_value, window
         if window is not None:
-            reason = "a window goes by position, which added keys have not; use sink"
+            reason = "a window needs positions, and added keys have none; use sink"
             self.refused = dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason)
 
     def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -121,10 +122,11 @@ class SoftmaxHeads(Heads):
 
 
 class MeasureHeads(Heads):
-    """The mean of a measure over pairs (key, value) at eta = (scale·query, 0), in its second half; log Z its own (S3).
+    """Heads that use any measure over pairs (key, value) in place of softmax: output its mean, with its log Z (S3).
 
-    Atoms make softmax attention; a Gaussian fitted to the pairs makes linear attention (X1). There are no weights, and masks
-    are those of keys. A call may ask for `need_log_partition`.
+    The mean is taken at eta = (scale·query, 0), and its second half is the output. Atoms make softmax attention; a
+    Gaussian fitted to the pairs makes linear attention (X1). There are no weights, and masks are those of keys. A call
+    may ask for `need_log_partition`.
 
     Example:
         >>> import torch

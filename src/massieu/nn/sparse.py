@@ -13,10 +13,10 @@ from massieu.nn.strategy import Heads, HeadsResult, Request
 
 
 class EntmaxHeads(Heads):
-    """Weights by α-entmax (Correia, Niculae and Martins, 2019), the gradient of Ω* where softmax is that of log Z (B19).
+    """Heads with α-entmax weights, which can be exactly 0 (Correia, Niculae and Martins, 2019; B19).
 
-    Weights sum to one and are exactly 0 more than 1/(α − 1) below the largest score; α = 1 is softmax, 2 sparsemax. A call
-    may ask for Ω* by `need_potential`. Memory is L×N.
+    They are the gradient of Ω*, as softmax is that of log Z. Weights sum to one and are exactly 0 more than 1/(α − 1)
+    below the largest score; α = 1 is softmax, 2 sparsemax. A call may ask for Ω* by `need_potential`. Memory is L×N.
 
     Example:
         >>> import torch

@@ -27,7 +27,7 @@ _AUTO = Auto()
 
 
 class SpinAttention(Iterating, Resettable):
-    """Kinetic mean-field spins: θ_i = x_i + Σ_j J_ij φ(θ_j) (+ echo_i), the output their means φ(θ) (B16).
+    """Tokens as kinetic mean-field spins coupled by attention: θ_i = x_i + Σ_j J_ij φ(θ_j), output φ(θ) (B16).
 
     Each head is a system of its own, of one spin in R^D for each token, D the head's size. The drive x and the couplings
     J = softmax(coupling_scale·query_i·key_j) are projections of the tokens, and stay what they are while the spins move.

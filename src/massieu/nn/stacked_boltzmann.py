@@ -34,7 +34,7 @@ class BoundResult(NamedTuple):
 
 
 class StackedBoltzmannMachine(Resettable):
-    """Machines of two layers, stacked: p(v) = Σ p(v|h₁) p(h₁|h₂) … p(h_{K−1}), the last the top machine's own law.
+    """Stacked restricted Boltzmann machines: p(v) = Σ p(v|h₁) p(h₁|h₂) … p(h_{K−1}), the last the top machine's law.
 
     Each `RestrictedBoltzmannMachine` is fitted to draws of the hidden units of the one below (Hinton, Osindero and Teh
     2006). The top two layers are one machine, and what is below is drawn from it downwards. With layers on top, the

@@ -19,7 +19,7 @@ _DAMPED = Auto(damping=0.5)
 
 
 class TAPHeads(SolvedHeads):
-    """Mean spins of tokens that couple by attention, to first or second order in the couplings (B13, B14).
+    """Heads of tokens as spins coupled by attention: mean spins to first or second order in the couplings (B13, B14).
 
     In each head token i puts the field x_i, its value, on D spins and couples them to those of token j by J_ij =
     strength·p_ij, p the softmax over j ≠ i of scale·query_i·key_j. For sites of ±1 the mean spins m, the output, solve
@@ -105,7 +105,7 @@ class TAPHeads(SolvedHeads):
         """
         if query.shape != key.shape:
             raise ValueError(
-                f"tokens couple to each other: keys must be the queries' {query.shape[2]}, got {key.shape[2]}"
+                f"tokens couple to each other, so there must be as many keys as queries, {query.shape[2]}, got {key.shape[2]}"
             )
         apart = ~torch.eye(field.shape[2], dtype=torch.bool, device=field.device)[None, None]
         with without_autocast(field.device):

@@ -140,7 +140,7 @@ def log_partition(
     sink: Sink = None,
     backend: AttentionBackend = "auto",
 ) -> Float[Tensor, "*query"]:
-    """log Z = log Σ_n w_n exp(scale·query·key_n) in nats, in linear memory, its gradient too.
+    """The log-partition of softmax attention, log Σ_n w_n exp(scale·query·key_n), in nats, in linear memory.
 
     Arguments, guarantees and errors are those of `attention`. Its gradient with respect to the query is
     scale·Σ p_n key_n: attention with values = keys (S3), unless there is a soft cap.

@@ -26,7 +26,7 @@ class ContrastResult(NamedTuple):
 
 @dataclass(frozen=True)
 class FalseNegatives:
-    """A log-weight of −inf for every key that has its query's id, except the query's positive.
+    """Masks false negatives: a log-weight of −inf for keys with the query's id, except the query's positive.
 
     Given as `log_weight` it hides, for instance, other captions of the same image, and no matrix of pairs is made.
 
@@ -88,7 +88,7 @@ def info_nce(
     documents: Documents | None = None,
     return_log_partition: bool = False,
 ) -> Tensor | ContrastResult:
-    """InfoNCE: the mean over queries of A(q) − q·k₊/temperature, A(q) = log Σ_j w_j exp(q·k_j/temperature), in nats.
+    """The InfoNCE loss in nats: mean over queries of A(q) − q·k₊/temperature, A(q) = log Σ_j w_j exp(q·k_j/temperature).
 
     That is the Fenchel–Young loss of A at the positive (S23): its gradient in q·1/temperature is the keys' mean under
     the softmax less the positive key. Without weights it is at least 0, and 0 in the limit where the softmax is all on
@@ -233,7 +233,7 @@ def nca(embedding: Tensor, labels: Tensor, *, return_log_partition: Literal[True
 def nca(
     embedding: Float[Tensor, "N D"], labels: Int[Tensor, "N"], *, return_log_partition: bool = False
 ) -> Tensor | ContrastResult:
-    """Neighbourhood components analysis: mean of −log Σ_{j of i's label} p_ij, p_ij ∝ exp(−‖x_i − x_j‖²) over j ≠ i.
+    """The loss of neighbourhood components analysis: mean of −log Σ_{j of i's label} p_ij, p_ij ∝ exp(−‖x_i − x_j‖²), j ≠ i.
 
     With x = A·features, whose A is learned (Goldberger et al. 2004, the objective of log-probabilities). The squared
     distances are attention with scores 2·x_i·x_j, intrinsic log-weights −‖x_j‖² and the own index left out (S23, S24), so

@@ -21,7 +21,7 @@ def binary_nce(
     *,
     log_partition: float | Float[Tensor, ""] = 0.0,
 ) -> Float[Tensor, ""]:
-    """Binary noise-contrastive estimation: the cross-entropy of telling data from noise, in nats a datum.
+    """The loss of binary noise-contrastive estimation: cross-entropy of telling data from noise, in nats per datum.
 
     With ν noise samples a datum the logit of "x is a datum" is G(x) = log f(x) − c − log n(x) − log ν. Here f is the
     model's density without its normaliser, n the noise's with it, and c the log-normaliser, which is learned as any other

@@ -226,7 +226,7 @@ def check_problem(
         check_fits("softcap", softcap, dtype)
     if sink_value is not None:
         if sink is None or value is None:
-            raise ValueError("sink_value goes with a sink, of which it is the value, and with the values of the keys")
+            raise ValueError("sink_value needs a sink, whose value it is, and values of the keys")
         sink_value = _layout_per_query("sink_value", sink_value, query, layout, value.shape[-1]).to(dtype)
     return AttentionProblem(
         query=layout.heads_apart(query),

@@ -16,7 +16,7 @@ from massieu.foundation.files import replacing
 
 
 class AtomBlock(NamedTuple):
-    """Some of the atoms: points with or without values and log-weights of their own, for each of Hk key heads.
+    """A block of atoms: points, with or without values and log-weights, for each of Hk key heads.
 
     Example:
         >>> import torch

@@ -38,7 +38,7 @@ class Blocks:
         if torch.compiler.is_compiling():
             return "it cannot be compiled into something else"
         if in_functorch() or may_be_differentiated(*(tensor for tensor in tensors if isinstance(tensor, Tensor))):
-            return "it has no derivative, and one may be wanted here"
+            return "it has no derivative, which may be needed here"
         if problem.pairs == 0:
             return "it needs at least one query and one key"
         return None

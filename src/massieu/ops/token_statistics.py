@@ -129,7 +129,7 @@ def check_options(hidden: Tensor, temperature: float | Tensor, softcap: float | 
     whole_number("ignore_index", ignore_index, least=-(1 << 63))
     checked_softcap(softcap, hidden)
     if softcap is not None and isinstance(temperature, Tensor):
-        raise ValueError("a temperature that is a tensor goes without a soft cap: give it as a number")
+        raise ValueError("temperature must be a number where there is a soft cap, got a tensor")
 
 
 def scores(

@@ -218,7 +218,7 @@ def check_probabilities(hidden: Tensor, target: Tensor, count: int, ignore_index
         raise ValueError(f"a floating-point target must have shape {wanted}, a share of each word, got {shape}")
     check_one_device(hidden=hidden, target=target)
     if ignore_index != -100:
-        raise ValueError(f"ignore_index goes with targets that are words, not with shares of words, got {ignore_index}")
+        raise ValueError(f"ignore_index is for targets that are words, not shares of words, got {ignore_index}")
     return target
 
 
@@ -235,7 +235,7 @@ def check_documents(documents: Documents | None, hidden: Tensor, reduction: str)
     if not isinstance(documents, Documents):
         raise TypeError(f"documents must be a Documents, got {described(documents)}")
     if reduction == "none":
-        raise ValueError("documents go with a sum or a mean over each: without a reduction leave them out")
+        raise ValueError("documents need a sum or a mean as reduction; leave them out with reduction='none'")
     last, lead = documents.query_boundaries[-1], tuple(hidden.shape[:-1])
     if lead[-1:] != (last,):
         raise ValueError(

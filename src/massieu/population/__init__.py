@@ -1,4 +1,4 @@
-"""Tokens as particles: layers as operators on populations and on laws, and what they do to a cloud."""
+"""Tokens as particles: layers as operators on token clouds and on laws, and observables of the clouds."""
 
 from massieu.population.alignment import precision_alignment
 from massieu.population.attention_layer import AttentionLayer

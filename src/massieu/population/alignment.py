@@ -32,12 +32,13 @@ def precision_alignment(
     draws: int = 200,
     generator: torch.Generator | None = None,
 ) -> AlignmentResult:
-    """The cosine of sym(M) with C^power on the span of sym(M), and its null.
+    """Cosine between the symmetric part of a score matrix and a power of the tokens' covariance, and its null.
 
-    The hypothesis that does not depend on what a hidden state is taken for is M ∝ C⁻¹, with C the covariance of the *layer's
-    input*, after the norm before it (trap 18). The two readings differ in which other covariance they compare with: where
-    hidden states are natural parameters, M ∝ F for F = Cov(keys' law), `power=1`; where they are means, M ∝ F⁻¹ for
-    F = Cov(hidden), `power=-1`. At the Gaussian equilibrium both say M = Cov(hidden)⁻¹.
+    The cosine of sym(M) with C^power is taken on the span of sym(M). The hypothesis that does not depend on what a
+    hidden state is taken for is M ∝ C⁻¹, with C the covariance of the *layer's input*, after the norm before it (trap
+    18). The two readings differ in which other covariance they compare with: where hidden states are natural
+    parameters, M ∝ F for F = Cov(keys' law), `power=1`; where they are means, M ∝ F⁻¹ for F = Cov(hidden), `power=-1`.
+    At the Gaussian equilibrium both say M = Cov(hidden)⁻¹.
 
     Args:
         score: M = W_QᵀW_K of one head, or summed over heads; the score of tokens i and j is x_iᵀMx_j.

@@ -43,10 +43,11 @@ class Moving(Value):
 
 
 class AttentionLayer(Operator):
-    """x_i ← activation(x_i + step_size·(Σ_h W_O softmax_j(scale·(W_Q z_i + b_Q)·W_K y_j) W_V y_j + bias)).
+    """A multi-head attention layer as an operator on tokens, with residual connection and activation.
 
-    Here z is normalisation(x). The population y is *moving*, the particles themselves (y_j = z_j), or *frozen*: atoms, or
-    any measure h, whose part of the sum is W_O W_V ∇A_h(scale·W_Kᵀ(W_Q z + b_Q)) exactly (S3, S20). A bias of the keys
+    x_i ← activation(x_i + step_size·(Σ_h W_O softmax_j(scale·(W_Q z_i + b_Q)·W_K y_j) W_V y_j + bias)). Here z is
+    normalisation(x). The population y is *moving*, the particles themselves (y_j = z_j), or *frozen*: atoms, or any
+    measure h, whose part of the sum is W_O W_V ∇A_h(scale·W_Kᵀ(W_Q z + b_Q)) exactly (S3, S20). A bias of the keys
     cancels in the softmax and that of the values adds up to a constant (S3.4, trap 14), so there are none. In memory
     linear in the particles, of which a call needs at least one.
 

@@ -152,7 +152,7 @@ def gaussian_distance_null(tokens: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class CloudShape:
-    """How far the tokens are from a Gaussian, along the same random directions in every layer.
+    """Observable: how far the tokens are from a Gaussian, along the same random directions in every layer.
 
     Records of the standardised cumulants their root mean square over the directions (`third_cumulant`, `fourth_cumulant`) and
     the largest size (`third_cumulant_largest`, `fourth_cumulant_largest`), and `gaussian_distance`, the sliced W₂ to the

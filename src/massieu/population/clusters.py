@@ -88,7 +88,7 @@ def cluster_count(
 
 @dataclass(frozen=True)
 class Clusters:
-    """`cluster_count` as an observable: `clusters` and `largest_cluster` (its share of the tokens).
+    """Observable: the number of clusters of tokens, and the largest cluster's share of them.
 
     Example:
         >>> import torch

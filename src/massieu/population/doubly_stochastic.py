@@ -126,7 +126,7 @@ def doubly_stochastic_attention(
     tolerance: float | None = None,
     max_steps: int = 1000,
 ) -> DoublyStochasticResult:
-    """Σ_j P_ij value_j with the doubly stochastic P of `sinkhorn`, whose arguments, derivatives and errors these are.
+    """Attention with doubly stochastic weights from `sinkhorn`; arguments, derivatives and errors are those of `sinkhorn`.
 
     For queries = keys = values the output is half the gradient, in all tokens at once, of −(Σf + Σg)/scale: unlike attention's,
     a joint gradient flow (S3, trap 13). Hidden tokens have the output that they would have as queries.

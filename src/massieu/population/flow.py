@@ -47,7 +47,7 @@ class ObservedLayer(Protocol):
 
 
 class Flow:
-    """Tokens as particles, moved by operators ``particles (n, d) -> particles``; what is observed is recorded after each.
+    """Moves tokens through operators ``particles (n, d) -> particles`` and records observables after each.
 
     Nothing is kept of a layer but what was observed, so that memory does not grow with depth; the observables of this package
     need memory linear in n·d.

@@ -26,7 +26,7 @@ from massieu.population.reading import Processes
 
 
 class Normalisation(Operator):
-    """x ↦ gain ⊙ ∇L(x) + bias: an activation, then a gain and a bias for each coordinate, as models' norms have them.
+    """A model's norm layer as an operator: an activation, then a gain and a bias for each coordinate.
 
     With gains that differ it is no gradient, and so no `Activation`. Affine where the activation is. Use `create`.
 
@@ -76,7 +76,7 @@ class Normalisation(Operator):
 
 
 class FeedForward(Operator):
-    """x_i ← activation(x_i + step_size·function(normalisation(x_i))): every token by itself (S20, S21). Use `create`.
+    """A feed-forward layer as an operator: x_i ← activation(x_i + step_size·f(normalisation(x_i))) (S20, S21). Use `create`.
 
     Nothing is known of the function, so no law stays Gaussian. The result is at least float32, unless the function gives
     less. Other shapes than the particles', or no tensor, are a ValueError or TypeError of the call.

@@ -134,7 +134,7 @@ def effective_rank(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*ba
 
 @dataclass(frozen=True)
 class CloudMoments:
-    """Where the tokens are and how they spread; linear in tokens.
+    """Observable: mean and spread of the tokens, at a cost linear in their number.
 
     Records `mean` (of each coordinate), `length` (root mean square of ‖x‖), `length_of_mean` (‖x̄‖), `covariance_spectrum`,
     `log_determinant` (nats per direction) and `effective_rank`.

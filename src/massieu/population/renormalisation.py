@@ -21,7 +21,7 @@ from massieu.population.operator import AffineMap, Operator, ParticleMoments
 
 
 class Renormalisation(Operator):
-    """RN: x ↦ m* + C*^½ (C + eps·1)^(−½) (x − m), with m and C the population's own mean and covariance (S13).
+    """Gives a population a wanted mean and covariance: x ↦ m* + C*^½ (C + eps·1)^(−½) (x − m) (S13).
 
     Roots are symmetric. With eps = 0 the population has mean m* and covariance C* afterwards. Differentiable three times,
     through the moments as well; processes that share a population use those of all particles. A singular covariance, as
@@ -93,7 +93,7 @@ class Renormalisation(Operator):
 
 
 class TraceRenormalisation(Operator):
-    """x ↦ √(trace/tr C)·(x − m): centred, and scaled by one number so that the trace of the covariance is constant.
+    """Centres a population and scales it to a wanted trace of the covariance: x ↦ √(trace/tr C)·(x − m).
 
     What a scalar can hold in place: ratios of eigenvalues stay, so that those which attention makes grow keep growing
     (S13). A population of equal particles, or a law of covariance 0, is a ValueError. Use `create`, which checks.

@@ -47,7 +47,7 @@ class ResampledTokens(NamedTuple):
 
 
 class ResampledLayer(Head):
-    """Each token i is replaced by a value v_J drawn with J ~ P_i, attention's weights: attention is its mean (S19).
+    """Resampling in place of averaging: token i becomes a value drawn by its attention weights; attention is the mean (S19).
 
     Of the mean of S draws the expectation is attention's output and the covariance Cov_P(v)/S, so that draws grow into
     attention; `attended` is that limit. Over a Gaussian law a draw is Gaussian too, of covariance VCVᵀ wherever the query

@@ -76,7 +76,7 @@ def self_attention_levels(
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """`self_attention_levels` as an observable; a pass of attention, n² in time. The scale is d^-½ by default.
+    """Observable: log Z and entropy of the tokens' self-attention; one attention pass. The default scale is d^-½.
 
     Example:
         >>> import torch

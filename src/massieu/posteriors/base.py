@@ -32,7 +32,7 @@ from massieu.ops.attention import AttentionResult
 
 
 class Posterior(Value):
-    """The law of a latent z given the tokens seen so far. See the module's docstring.
+    """Base class: the posterior of a latent z given the tokens seen so far. See the module's docstring.
 
     Every class has a `mean`: that of the latent, as the class parametrises it. `create` makes a prior from tensors, arrays,
     lists or numbers, and a number stands for all of a batch. It raises a TypeError for what is none of these, and a

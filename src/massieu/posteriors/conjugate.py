@@ -17,10 +17,11 @@ _LOG_2PI = math.log(2 * math.pi)
 
 
 class GaussianMean(Posterior):
-    """z ~ N(mean, (variance/strength)·I), and tokens x ~ N(z, (variance/τ)·I), with a relative precision τ each (Z3.1, Z3.2).
+    """Unknown mean z ~ N(mean, (variance/strength)·I) of Gaussian tokens x ~ N(z, (variance/τ)·I) (Z3.1, Z3.2).
 
-    The posterior mean is attention over the tokens and a sink of value m₀ and logit log κ₀; the tokens' logits are
-    log τ, 0 by default. log κ, the new strength, is that attention's log-partition.
+    Each token has a relative precision τ. The posterior mean is attention over the tokens and a sink of value m₀ and
+    logit log κ₀; the tokens' logits are log τ, 0 by default. log κ, the new strength, is that attention's
+    log-partition.
 
     Attributes:
         mean: m, shape (*batch, d).

@@ -85,7 +85,7 @@ class EmittingPosterior(Posterior):
 
 
 class DiscreteLatent(EmittingPosterior):
-    """One of K concepts made all tokens, independently given it: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4).
+    """One of K concepts generates all tokens, independently: P(z | X) = softmax(log π_z + Σ log p(x | z)) (Z3.4).
 
     Example:
         >>> import torch
@@ -155,7 +155,7 @@ class DiscreteLatent(EmittingPosterior):
 
 
 class DirichletMultinomial(Posterior):
-    """Probabilities of V categories from a Dirichlet law, and tokens from the categories: P(next = j) = α_j/Σα (Z3.3).
+    """Unknown probabilities of V categories with a Dirichlet prior, and categorical tokens: P(next = j) = α_j/Σα (Z3.3).
 
     The mean is attention over one-hot tokens and a sink of value α/Σα and logit log Σα.
 

@@ -109,7 +109,7 @@ class LinearRegression(Posterior):
 
 
 class BayesianLinearRegression(LinearRegression):
-    """Targets are features·z + noise of known variance; z's columns are N(mean, precision⁻¹).
+    """Bayesian linear regression with known noise variance: targets features·z + noise, z's columns N(mean, precision⁻¹).
 
     Its predictive mean is that of kernel ridge regression over the tokens, not of softmax attention (Z4). The evidence is
     the log-density of the targets given their features, and the predictive variance noise + features·precision⁻¹·features.

@@ -23,7 +23,7 @@ class PathResult(NamedTuple):
 
 
 class HiddenMarkov(EmittingPosterior):
-    """A chain of K states, each of which emits a token. Tokens are not exchangeable: their order counts.
+    """A hidden Markov chain of K states, each of which emits a token. Tokens are not exchangeable: their order counts.
 
     A masked token is one that was not observed: the chain moves on there. The concept of `log_weight`, of `mean` and of the
     log-likelihoods is the state behind the next token.

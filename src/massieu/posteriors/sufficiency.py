@@ -165,7 +165,7 @@ def averaging_regret(
     log_likelihoods: Float[Tensor, "*batch t K"],
     log_prior: Float[Tensor, "K"],
 ) -> RegretResult:
-    """A predictor's losses beside the bound that Bayesian model averaging keeps (Z11).
+    """Regret of a predictor against the best concept, and the bound that Bayesian model averaging keeps (Z11).
 
     Args:
         log_predictive: log p(token i | tokens before) of any predictor, such as a trained model.

@@ -50,7 +50,7 @@ def permutation_gap(
     draws: int = 8,
     generator: torch.Generator | None = None,
 ) -> PermutationGapResult:
-    """Permute tokens, alone and with what tells of their order, and see how far the output is from permuted too (Z14).
+    """How far a model's output is from permuted when its tokens are, alone or with their position information (Z14).
 
     ``function(tokens)`` is called, with keywords ``positions`` and ``mask`` where those are given. Rounding depends on the
     order of summation, so an exact symmetry shows as a gap of some ε, not 0.

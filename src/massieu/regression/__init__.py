@@ -1,4 +1,4 @@
-"""The conditional mean of a value given a key, over tokens: kernel ridge regression, which attention estimates (Z4 to Z6)."""
+"""Kernel ridge regression of values on keys within a sequence: the conditional mean that attention estimates (Z4 to Z6)."""
 
 from massieu.regression.conditional_mean import conditional_mean_attention, ridge_from
 from massieu.regression.exact import Cholesky

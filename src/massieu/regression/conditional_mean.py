@@ -58,7 +58,7 @@ class ConditionalMeanResult(NamedTuple):
 
 
 def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
-    """λ = σ²/λ₀: the matrix's ridge with which the output is the posterior mean (Z4).
+    """The ridge λ = σ²/λ₀, noise variance over prior variance, with which the output is the posterior mean (Z4).
 
     Args:
         noise_variance: σ² of a value around its mean, not negative.
@@ -97,7 +97,7 @@ def conditional_mean_attention(
     preconditioner_rank: int = 256,
     throw: bool = True,
 ) -> ConditionalMeanResult:
-    """Vᵀ(G + λI)⁻¹κ(K, q), G = κ(K, K): what the tokens (key, value) say of E[value | key = q] (Z4, Z5).
+    """Kernel ridge regression within a sequence, Vᵀ(G + λI)⁻¹κ(K, q): an estimate of E[value | key = q] (Z4, Z5).
 
     It is the posterior mean where value = zφ(key) + noise of variance σ², coefficients z have prior variance λ₀, κ(a, b) =
     φ(a)·φ(b) and λ = σ²/λ₀ (`ridge_from`): Gaussian process regression, kernel ridge regression. Weights may be negative

@@ -12,10 +12,11 @@ from massieu.regression.tokens import KeyValuePairs, Prediction, cholesky
 
 @dataclass(frozen=True)
 class Cholesky:
-    """Exact, by the features where the kernel has F < N of them (D for `LinearKernel`), else by the Gram matrix.
+    """Exact solver: by the kernel's features where there are fewer of them than keys, else by the Gram matrix.
 
-    Features take time N·F² and memory N·F, causal or not. The Gram matrix takes N³ and N·(N + L); the variance and
-    `is_causal` N²·L more. Right under `torch.func` transforms and `torch.compile`; compiled, a singular matrix gives NaN.
+    Features (F of them, D for `LinearKernel`) take time N·F² and memory N·F, causal or not. The Gram matrix takes N³
+    and N·(N + L); the variance and `is_causal` N²·L more. Right under `torch.func` transforms and `torch.compile`;
+    compiled, a singular matrix gives NaN.
 
     Example:
         >>> import torch

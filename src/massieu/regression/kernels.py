@@ -40,7 +40,7 @@ class Kernel(Value):
 
 
 class FeatureKernel(Kernel):
-    """κ(a, b) = φ(a)·φ(b) for a map of one's own, such as harmonics, random features or a network.
+    """The kernel κ(a, b) = φ(a)·φ(b) of your own feature map: harmonics, random features or a network.
 
     Attributes:
         map: From (B, H, N, D) to (B, H, N, F). Its own parameters are trained, if it has any.
@@ -74,7 +74,7 @@ class FeatureKernel(Kernel):
 
 
 class LinearKernel(Kernel):
-    """κ(a, b) = a·b, with features φ(a) = a: conditional mean attention is then ridge regression of values on keys.
+    """The linear kernel κ(a, b) = a·b: conditional mean attention is then ridge regression of values on keys.
 
     Example:
         >>> import torch
@@ -100,7 +100,7 @@ class LinearKernel(Kernel):
 
 
 class ExponentialKernel(Kernel):
-    """κ(a, b) = exp(scale·a·b), softmax attention's; on a sphere it is Gaussian up to a constant (Z7).
+    """The kernel of softmax attention, κ(a, b) = exp(scale·a·b); on a sphere it is Gaussian up to a constant (Z7).
 
     Conditional means are found with logarithms of it, so that exp(scale·‖x‖²) may be beyond the dtype's range, at keys and
     at queries. Only what is returned must be within it, and the keys' scale·‖key‖² within 177 of each other in float32.

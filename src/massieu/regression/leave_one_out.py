@@ -41,7 +41,7 @@ def leave_one_out(
     operator_ridge: Ridge | None = None,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
 ) -> LeaveOneOutResult:
-    """Residuals (v − Hv)ₙ/(1 − Hₙₙ), H = G(G + λI)⁻¹, without a second fit (Allen 1974, PRESS).
+    """Leave-one-out residuals (v − Hv)ₙ/(1 − Hₙₙ), H = G(G + λI)⁻¹, without a second fit (Allen 1974, PRESS).
 
     λ stays what it is with all tokens, that of an operator ridge too. Arguments, derivatives and errors are those of
     `conditional_mean_attention` by `Cholesky`. In features the ridge must be positive, and so large that no key's
@@ -101,7 +101,7 @@ def choose_ridge(
     kernel: Kernel,
     log_weight: Float[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
 ) -> RidgeChoiceResult:
-    """The matrix's ridge of the least leave-one-out mean squared error among `ridges`, for each head of each item.
+    """Choose the ridge with the least leave-one-out mean squared error among `ridges`, for each head of each item.
 
     The choice has no gradient. Errors are those of `leave_one_out`, and ValueError for no ridge at all.
 

@@ -18,7 +18,7 @@ from massieu.regression.tokens import KeyValuePairs, Prediction, cholesky, need_
 
 @dataclass(frozen=True)
 class LowRank:
-    """The kernel seen from `rank` of the keys, those that a pivoted Cholesky decomposition takes first.
+    """Low-rank solver: the kernel through `rank` keys, those that a pivoted Cholesky decomposition takes first.
 
     Attributes:
         rank: Centres, at most as many as keys. Fewer are taken where the rest is rounding: in float32 they then miss up to

@@ -1,4 +1,4 @@
-"""Fixed points z = f(z, θ) and linear systems, each item by itself, and their derivatives (B12).
+"""Solve fixed points z = f(z, θ) and linear systems for each item of a batch, with their derivatives (B12).
 
 `fixed_point` and `linear_solve` take a function, where to begin and parameters. How iterates move, where derivatives come from
 and how linear systems are solved are objects. Everything here knows functions only. Results are in the submodules.

@@ -23,7 +23,7 @@ from massieu.solve.system import LinearSystem, attach, chord, needs_plain_operat
 
 @dataclass(frozen=True)
 class Implicit:
-    """Derivatives of the implicit function theorem: of every order, in reverse and forward mode (B12).
+    """Derivatives by the implicit function theorem: of every order, in reverse and forward mode (B12).
 
     Nothing of the iteration is kept: a linear system with I − ∂f/∂z is solved for each. None flow to the start.
 
@@ -59,7 +59,7 @@ class Implicit:
 
 @dataclass(frozen=True)
 class OneStep:
-    """Derivatives of the function at a constant z: off by about the Lipschitz constant, but cheap. None to the start.
+    """Derivatives of one step at the fixed point: cheap, with an error of about the Lipschitz constant; none for the start.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Derivatives of the plain moves that were made, all of which are kept; the only ones that flow to the start.
+    """Derivatives through all plain iterations, which are kept in memory; the only ones that reach the start.
 
     Example:
         >>> import torch

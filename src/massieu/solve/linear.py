@@ -34,7 +34,7 @@ class LinearSolveResult(NamedTuple):
 
 
 class LinearSolver(ABC):
-    """How linear systems are solved: `linear_solve` asks it, and so do implicit derivatives.
+    """Base class of linear solvers, which `linear_solve` and implicit derivatives use.
 
     Example:
         >>> import torch
@@ -63,7 +63,7 @@ class LinearSolver(ABC):
 
 @dataclass(frozen=True)
 class ConjugateGradients(LinearSolver):
-    """For symmetric positive definite A, which choosing it declares (Hestenes & Stiefel 1952).
+    """Conjugate gradients, for A that you declare symmetric positive definite by this choice (Hestenes & Stiefel 1952).
 
     Attributes:
         rtol: Of right's norm, for the residual; None: 1e-10 in float64, 1e-6 in float32.
@@ -143,7 +143,7 @@ class ConjugateGradients(LinearSolver):
 
 @dataclass(frozen=True)
 class GMRES(LinearSolver):
-    """For any A (Saad & Schultz 1986), restarted.
+    """Restarted GMRES, for any A (Saad & Schultz 1986).
 
     Attributes:
         rtol: Of ‖right‖, for the residual; None: 1e-10 in float64, 1e-6 in float32.
@@ -204,7 +204,7 @@ class GMRES(LinearSolver):
 
 @dataclass(frozen=True)
 class Dense(LinearSolver):
-    """By the matrix itself: n products and n² numbers for each item, then LU. For small items.
+    """Builds the matrix and factorises it by LU: n products and n² numbers for each item. For small items.
 
     Example:
         >>> import torch

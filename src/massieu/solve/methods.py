@@ -143,7 +143,7 @@ def _remember(history: Tensor, new: Tensor, moved: Tensor, failed: Tensor, memor
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """A way to a fixed point of f. A method moves all running items by one step, each on its own.
+    """Base class of fixed-point methods: one step of all unfinished items, each by itself.
 
     Attributes:
         damping: γ in (0, 2): a plain move is z + γ(f(z) − z). No fixed point depends on it.
@@ -176,7 +176,7 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class Picard(Method):
-    """Plain iteration. It converges where f contracts, to the fixed point whose basin the start is in.
+    """Plain iteration z ← f(z). It converges where f contracts, to the fixed point whose basin the start is in.
 
     Example:
         >>> import torch

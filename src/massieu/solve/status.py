@@ -13,7 +13,7 @@ from massieu.foundation.transforms import unwrapped, values_are_readable
 
 
 class Status(IntEnum):
-    """Why an item stopped: the numbers in the `status` of results.
+    """Why the iteration of an item stopped: the numbers in the `status` of results.
 
     In compiled code compare with ``int(Status.CONVERGED)`` or use `FixedPointResult.converged`: `torch.compile` takes a
     tensor and a member of an enumeration for unequal.

@@ -1,4 +1,4 @@
-"""Conformance suites: the laws of every contract that one can extend, as named checks of one's own class.
+"""Conformance suites: named checks for your own measure, energy, activation, operator, posterior or kernel.
 
 `measure_checks`, `energy_checks`, `activation_checks`, `operator_checks`, `posterior_checks` and `kernel_checks` take a case,
 the object beside points and independent oracles, and return pairs of a name and a check. None of them needs pytest or SciPy.

@@ -45,7 +45,7 @@ class ActivationCase(SuiteCase):
 
 
 def activation_checks(case: ActivationCase) -> Checks:
-    """The laws of a map ∇L, L convex, and of its conjugate, as named checks.
+    """Named checks of an activation: it is a gradient ∇L of a convex L, with the right conjugate.
 
     * lagrangian: L against the oracle; gradient: the map is ∇L by finite differences and by automatic ones;
     * convex: the Jacobian is symmetric and positive semi-definite, L lies below its chords;

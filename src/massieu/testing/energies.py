@@ -49,7 +49,7 @@ class EnergyCase(SuiteCase):
 
 
 def energy_checks(case: EnergyCase) -> Checks:
-    """The laws of a function of a state that its own step never raises, as named checks.
+    """Named checks of an energy: derivatives, and a step that never raises it.
 
     * energy: E against the oracle; force: −∇E by finite differences along what a step can reach, and its derivative is
       −`hessian`, which is symmetric;

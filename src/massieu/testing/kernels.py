@@ -41,7 +41,7 @@ class KernelCase(SuiteCase):
 
 
 def kernel_checks(case: KernelCase) -> Checks:
-    """The laws of a positive definite function, as named checks.
+    """Named checks of a kernel: symmetry, positive definiteness, features, derivatives.
 
     * pairs: κ of all pairs against the oracle; symmetric; positive: no eigenvalue of a Gram matrix is negative;
     * diagonal; features: φ(a)·φ(b) is κ(a, b); logarithms: those of a kernel that has `log` and `log_diagonal`;

@@ -92,7 +92,7 @@ LAWS: tuple[Law[MeasureCase, Subject], ...] = (
 
 
 def measure_checks(case: MeasureCase) -> Checks:
-    """The laws of an exponential family's log-partition, as named checks of one measure.
+    """Named checks of a measure: the laws that the log-partition of an exponential family obeys.
 
     Each is one item for pytest, ``@pytest.mark.parametrize(("name", "check"), measure_checks(case))``, or one turn of a loop.
     They hold the measure against the case's oracles, against automatic and finite differences, against its own draws within

@@ -48,7 +48,7 @@ class OperatorCase(SuiteCase):
 
 
 def operator_checks(case: OperatorCase) -> Checks:
-    """The laws of a map of populations, as named checks.
+    """Named checks of an operator: the laws of a map of populations.
 
     * particles: where they go, against the oracle; kept: what the operator promises to keep;
     * permutation: particles in another order go to the same places; copies: so do they where each is there twice;

@@ -47,7 +47,7 @@ class PosteriorCase(SuiteCase):
 
 
 def posterior_checks(case: PosteriorCase) -> Checks:
-    """The laws of what is known of a latent after some tokens, as named checks.
+    """Named checks of a posterior: the laws of what some tokens say about a latent.
 
     * evidence, mean: log p(tokens) and the posterior mean against the oracles;
     * chain: the evidence is the sum of the log-predictives; pieces: a context read in pieces is the context;

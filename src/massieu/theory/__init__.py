@@ -1,4 +1,4 @@
-"""What is proved of attention in ideal cases: bounds, laws, exactly solved models; nothing that one builds or probes with.
+"""Theorems about attention in ideal cases as functions: bounds, laws and exactly solved models, for claims and experiments.
 
 - Bal: how a memory descends (B5); vector spins of many components, `SphericalSpins` (B15);
 - Shim: the equilibrium of a population and what grows about it (S13, S15, X7), the expansion (S12, X6), Gaussian laws in

@@ -41,7 +41,7 @@ class EquilibriumResult(NamedTuple):
 def equilibrium_report(
     particles: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "d d"], step: float = 1.0
 ) -> EquilibriumResult:
-    """What the theorem assumes and what it would entail, measured on hidden states and a score matrix.
+    """Measure the equilibrium theorem's assumptions and consequences on hidden states and a score matrix.
 
     Every number is one of the Gaussian theory; how far the cloud is from being Gaussian stands beside them. Off the axes on
     which C and M commute, `growth` takes M's diagonal on C's axes and is approximate.

@@ -16,7 +16,7 @@ _ROUNDINGS = 16
 
 
 class ClusteringEnergy(Energy):
-    """E(X) = −Σ_ij exp(scale·⟨x_i, x_j⟩)/(2·scale·n²) over n tokens in the unit ball; +inf where one lies outside.
+    """The energy by which n tokens cluster: −Σ_ij exp(scale·⟨x_i, x_j⟩)/(2·scale·n²); +inf outside the unit ball.
 
     Its descent map moves all tokens at once to x_i ← the direction of Σ_j exp(scale·⟨x_i, x_j⟩) x_j: self-attention with
     tied queries, keys and values, followed by the projection onto the sphere, in which the softmax's denominators drop out.

@@ -11,7 +11,7 @@ from massieu.foundation.arguments import floating, number, whole_number
 
 
 def energy_range(hopfield: HopfieldEnergy) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """0 and 2M²: between them lies E(ξ) for ‖ξ‖ ≤ M, where all its minima are; nowhere is E below 0 (B5.2).
+    """The range of the Hopfield energy: from 0 to 2M² for ‖ξ‖ ≤ M, where all minima are; E is never below 0 (B5.2).
 
     Raises:
         TypeError: as `stored`.
@@ -32,7 +32,7 @@ def energy_range(hopfield: HopfieldEnergy) -> tuple[Float[Tensor, "*batch"], Flo
 def least_descent(
     state: Float[Tensor, "*batch_query d"], after: Float[Tensor, "*batch_query d"]
 ) -> Float[Tensor, "*batch_query"]:
-    """½‖state − after‖²: a full step from `state` to `after` lowers E by at least this (B5.3).
+    """Lower bound on the descent of a full step from `state` to `after`: ½‖state − after‖² (B5.3).
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ def least_descent(
 
 
 def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*lead"]:
-    """√(2·drop/steps): of so many full steps, the shortest is at most this long, if E fell by `drop` in all (B5.3).
+    """Upper bound on the shortest of many full steps: √(2·drop/steps), if E fell by `drop` in total (B5.3).
 
     With drop = E(start), of which nothing more can be lost, it is a bound before the first step.
 
@@ -66,7 +66,7 @@ def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*l
 
 
 def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Float[Tensor, "*batch_query"]:
-    """γ(1 − γ/2)‖∇E‖²: a step of damping γ in (0, 2) lowers E by at least this (B5.4).
+    """Lower bound on the descent of a damped step: γ(1 − γ/2)‖∇E‖², for damping γ in (0, 2) (B5.4).
 
     Example:
         >>> import torch
@@ -81,9 +81,10 @@ def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Fl
 
 
 def path_length(first_move: Float[Tensor, "*lead"], lipschitz: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
-    """‖T(x) − x‖/(1 − L): the whole path from x is at most this long, the end at most this far, for a factor L < 1.
+    """Upper bound on the path of a contraction from x to its fixed point: ‖T(x) − x‖/(1 − L), for a factor L < 1.
 
-    For L ≥ 1 the path of a Hopfield memory is still of finite length, and has one end (B5.5), but no bound is known: +inf.
+    The fixed point is at most this far, too. For L ≥ 1 the path of a Hopfield memory is still of finite length, and has
+    one end (B5.5), but no bound is known: +inf.
 
     Example:
         >>> import torch

@@ -20,7 +20,7 @@ from massieu.population.renormalisation import Renormalisation
 
 
 def equilibrium(location: Float[Tensor, "*batch d"], covariance: Float[Tensor, "*batch d d"]) -> Gaussian:
-    """N(Σ⁻¹μ, Σ⁻¹): the hidden law of which the keys k = Ση are N(μ, Σ).
+    """The equilibrium law of hidden states, N(Σ⁻¹μ, Σ⁻¹), whose keys k = Ση have the law N(μ, Σ).
 
     Args:
         location: μ.
@@ -69,10 +69,10 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
 
 
 def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
-    """The law of T(η) = η + step·∇A(η), ∇A(η) = μ + Kη for keys N(μ, K): affine, so that it is Gaussian again.
+    """The Gaussian law of hidden states after a layer η + step·∇A(η) over Gaussian keys N(μ, K).
 
-    At the equilibrium its mean is Σ⁻¹μ + 2·step·μ and its covariance Σ⁻¹ + 2·step·1 + step²Σ (item 2 of S13): it has grown
-    in every direction.
+    The map is affine, ∇A(η) = μ + Kη, so the law stays Gaussian. At the equilibrium its mean is Σ⁻¹μ + 2·step·μ and its
+    covariance Σ⁻¹ + 2·step·1 + step²Σ (item 2 of S13): it has grown in every direction.
 
     Raises:
         ValueError: the laws differ in d, or a step that is not finite.
@@ -97,7 +97,7 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
 
 
 def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
-    """log det(1 + step·K), in nats: what a layer adds to the differential entropy of any population (item 3 of S13).
+    """How much a layer adds to a population's differential entropy: log det(1 + step·K), in nats (item 3 of S13).
 
     Raises:
         ValueError: a step that is not finite.
@@ -117,10 +117,11 @@ def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
 
 
 def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*batch d d"]:
-    """The linear part of RN∘T in coordinates in which the law is standard, RN back to the law's own moments: orthogonal.
+    """The linear part of a layer and renormalisation, in whitened coordinates: an orthogonal matrix.
 
-    It is the identity exactly where the covariances of law and keys commute, as at the equilibrium: there no particle moves
-    (item 4 of S13).
+    The law is standard in these coordinates, and the renormalisation goes back to its own moments. The map is the
+    identity exactly where the covariances of law and keys commute, as at the equilibrium: there no particle moves (item
+    4 of S13).
 
     Raises:
         ValueError: the laws differ in d, or the hidden law is degenerate.
@@ -141,7 +142,7 @@ def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*
 
 
 def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: int) -> Float[Tensor, "*batch_query"]:
-    """Root-mean-square error ‖·‖ of attention at η over `count` keys drawn from the law, to leading order in 1/count (S15).
+    """Root-mean-square error of attention at η over `count` random keys, to leading order in 1/count (S15).
 
     √(e^(ηᵀKη)·(tr K + ‖Kη‖²)/count): fewer keys than e^(ηᵀKη) say nothing about the population.
 

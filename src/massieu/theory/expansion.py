@@ -31,7 +31,7 @@ class ExpansionResult(NamedTuple):
 
 
 def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float) -> ExpansionResult:
-    """The ascent of A that one layer makes at each point, and what it spreads.
+    """How much one layer raises the log-partition A at each point, and how it spreads points.
 
     Args:
         measure: Of the keys; its event is one vector. Held: tokens that are keys as well move them.

@@ -63,7 +63,7 @@ def gaussian_flow(
     tolerance: float = 1e-10,
     max_steps: int = 10_000,
 ) -> Gaussian:
-    """The law at `time` of a Gaussian population whose tokens flow by ẋ = Σ_h V_h ∇A(B_hᵀx).
+    """The Gaussian law at `time` of tokens that flow under attention, ẋ = Σ_h V_h ∇A(B_hᵀx).
 
     That is the limit of layers of small step size. With M = Σ_h V_h C B_hᵀ: ṁ = (Σ_h V_h + M)m, Ċ = MC + CMᵀ. What is
     integrated is a factor of C, L̇ = ML, so C stays positive semi-definite of exactly its rank, and the result has that factor.

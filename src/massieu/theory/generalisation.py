@@ -24,10 +24,11 @@ class AttentionLipschitzResult(NamedTuple):
 
 
 def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) -> AttentionLipschitzResult:
-    """‖out_{M,W} − out_{M',W'}‖ ≤ R‖W − W'‖ + βR³‖W'‖‖M − M'‖ for tokens of norm ≤ R, any number of them (Z10 ii).
+    """Lipschitz constants of attention in its parameters, for any number of tokens of norm at most R (Z10 ii).
 
-    out = W Σ_j p_j x_j, p = softmax(β x_iᵀM x_j), spectral norms. Proof: ‖Σ p_j x_j‖ ≤ R; the logits move by at most
-    βR²‖M − M'‖, softmax's weights by no more than that in the 1-norm (the constant 1 is sharp), and their mean by R times it.
+    ‖out_{M,W} − out_{M',W'}‖ ≤ R‖W − W'‖ + βR³‖W'‖‖M − M'‖, with out = W Σ_j p_j x_j, p = softmax(β x_iᵀM x_j) and
+    spectral norms. Proof: ‖Σ p_j x_j‖ ≤ R; the logits move by at most βR²‖M − M'‖, softmax's weights by no more than
+    that in the 1-norm (the constant 1 is sharp), and their mean by R times it.
 
     Args:
         radius, scale: R > 0 and β > 0.
@@ -43,7 +44,7 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
 
 
 def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: float) -> float:
-    """P log(1 + 2B·Lip/ε), nats: so many functions come within ε of every one of the class (Z10 iii).
+    """Logarithm of a covering number, P log(1 + 2B·Lip/ε) nats: so many functions come within ε of all of a class (Z10 iii).
 
     A ball of radius B in P dimensions, of any norm, has a cover of that many balls of radius ε/Lip.
 
@@ -72,7 +73,7 @@ def generalisation_bound(
     loss_lipschitz: float = 1.0,
     failure: float = 0.05,
 ) -> float:
-    """With probability 1 − δ, no member's mean loss is further than this from its mean over n sequences (Z10 iii).
+    """Generalisation bound: with probability 1 − δ, all mean losses over n sequences are this near their expectation (Z10 iii).
 
     2ℓε + b·√((P log(1 + 2B·Lip/ε) + log(2/δ))/(2n)) with ε = b/(ℓn): Hoeffding's inequality for each member of the cover.
     √(P log n/n) up to constants. The number of tokens of a sequence does not occur: at a fixed budget of norms, and with

@@ -13,7 +13,7 @@ from massieu.measures import Atoms, Sphere
 def cumulant_growth(
     order: int, step: float | Float[Tensor, "*lead"], variance: float | Float[Tensor, "*lead"]
 ) -> Float[Tensor, "*lead"]:
-    """1 + n·step·b^(n−1)/(1 + step·b): what a layer and full whitening multiply a small whitened cumulant by (X7).
+    """The factor by which a layer and full whitening multiply a small cumulant: 1 + n·step·b^(n−1)/(1 + step·b) (X7).
 
     To first order in the cumulant, for keys that are the tokens themselves. Above 1 for every order n ≥ 3 and step > 0: the
     Gaussian equilibrium is unstable to every perturbation that is not Gaussian.
@@ -40,7 +40,7 @@ def cumulant_growth(
 
 
 def measured_cumulant_growth(order: int, step: float, variance: float, *, size: float = 1e-5) -> Float[Tensor, ""]:
-    """The same as measured: a perturbed normal law goes through the layer, and its whitened cumulants are taken by quadrature.
+    """`cumulant_growth` as measured: a perturbed normal law goes through the layer; quadrature gives its whitened cumulants.
 
     The densities are φ(z)·exp(±size·He_n(z)/n!), up to normalisation; half the difference of the two cumulants is linear in
     `size` up to size³. The layer is `Atoms` on a grid of the trapezoidal rule, exact to rounding for such densities.
@@ -72,7 +72,7 @@ def measured_cumulant_growth(order: int, step: float, variance: float, *, size: 
 
 
 def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Tensor, ""]:
-    """What RMSNorm∘T multiplies a small harmonic of degree n by, of a law on the unit sphere of R^dim near the uniform one.
+    """The factor by which a layer and RMSNorm multiply a small harmonic of degree n of a nearly uniform law on the sphere.
 
     1 + step·n(n + dim − 2)ρ_n/(scale·(1 + step·R)), ρ_n = I_{n+dim/2−1}/I_{dim/2−1} and R = ρ_1, all at `scale`, for keys
     that are the tokens themselves. The uniform law is a fixed point of it, point by point, and the factor exceeds 1 for every

@@ -43,7 +43,7 @@ class SaddlePointResult(NamedTuple):
 
 
 class SphericalSpins(Value):
-    """Fields, couplings and inverse temperature. Use `create`, which checks.
+    """Vector spins on spheres: their fields, couplings and inverse temperature. Use `create`, which checks.
 
     Attributes:
         field: h, (*batch, N, D).

@@ -191,10 +191,10 @@ class GaussianTokens(Value):
 
 
 def precision_matching_score(covariance: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """M = Σ⁻¹, the scale·W_QᵀW_K of an attention that estimates the conditional mean from centred Gaussian keys (X1).
+    """The score matrix M = Σ⁻¹ with which attention over centred Gaussian keys estimates the conditional mean (X1).
 
-    Differentiable; works under vmap. Half precision is promoted to float32. A ValueError is raised for a covariance that is
-    not square, symmetric and positive definite.
+    M is scale·W_QᵀW_K. Differentiable; works under vmap. Half precision is promoted to float32. A ValueError is raised
+    for a covariance that is not square, symmetric and positive definite.
 
     Example:
         >>> import torch
@@ -209,11 +209,11 @@ def precision_matching_score(covariance: Float[Tensor, "*batch d d"]) -> Float[T
 def denoising_score(
     covariance: Float[Tensor, "*batch d d"], noise_variance: float | Tensor, *, clean_context: bool = False
 ) -> Float[Tensor, "*batch d d"]:
-    """The M with which attention denoises: clean tokens N(0, Σ), a query with N(0, τ²I) added, keys = values (X1).
+    """The score matrix M with which attention denoises Gaussian tokens N(0, Σ) with noise N(0, τ²I) (X1).
 
-    The best output is Σ(Σ + τ²)⁻¹x̃. It is that of M = (Σ + τ²)⁻¹Σ(Σ + τ²)⁻¹ where keys and values are noisy too, and of
-    M = (Σ + τ²)⁻¹ where the context is clean. Errors are those of `precision_matching_score`, and ValueError for a negative
-    noise.
+    Clean tokens are N(0, Σ), the query has noise added, and keys are the values. The best output is Σ(Σ + τ²)⁻¹x̃. It
+    is that of M = (Σ + τ²)⁻¹Σ(Σ + τ²)⁻¹ where keys and values are noisy too, and of M = (Σ + τ²)⁻¹ where the context is
+    clean. Errors are those of `precision_matching_score`, and ValueError for a negative noise.
 
     Example:
         >>> import torch

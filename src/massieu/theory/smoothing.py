@@ -33,7 +33,7 @@ _REFINEMENTS, _POINTS = 4, 65
 def sphere_multipliers(
     degree: int, dimension: int, scale: Float[Tensor, "*lead"] | float
 ) -> Float[Tensor, "*lead degree+1"]:
-    """ρ_n(β) = I_{d/2−1+n}(β)/I_{d/2−1}(β) for n = 0 … degree: what softmax attention leaves of degree n (Z7, X9).
+    """The factors ρ_n(β) = I_{d/2−1+n}(β)/I_{d/2−1}(β) by which softmax attention shrinks degree n = 0 … degree (Z7, X9).
 
     1 − n(n+d−2)/(2β) for large β, (β/2)ⁿ Γ(d/2)/Γ(d/2+n) for small. Relative error below 1e-14·(n + 1) in float64, every
     β ≥ 0 and d from 2 to 4096, where ρ_n is no subnormal; differentiable any number of times in β, at 0 too; works under
@@ -60,7 +60,7 @@ def sphere_multipliers(
 def ridge_multipliers(
     degree: int, dimension: int, scale: Float[Tensor, "*lead"] | float, operator_ridge: float
 ) -> Float[Tensor, "*lead degree+1"]:
-    """Λρ_n/(Λρ_n + λ), Λ = E e^{βk·q}: what conditional mean attention leaves of degree n (Z4, Z7, X9).
+    """The factor Λρ_n/(Λρ_n + λ) by which conditional mean attention multiplies degree n, Λ = E e^{βk·q} (Z4, Z7, X9).
 
     Its kernel is softmax's own, e^{βk·k'}, and λ > 0 the ridge of the operator (of the Gram matrix: λ times the number of
     keys). As λ → 0 every degree with ρ_n > 0 comes back: it is the deconvolution that matches softmax.
@@ -78,7 +78,7 @@ def ridge_multipliers(
 
 
 def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[Tensor, "*lead n"]:
-    """1/ρ_n up to degree `cut_off` and 0 beyond: what undoes `sphere_multipliers` where noise allows it (X9).
+    """Factors that undo `sphere_multipliers`: 1/ρ_n up to degree `cut_off`, and 0 beyond, where noise forbids it (X9).
 
     Noise of degree n is enlarged by 1/ρ_n, for small β as (2/β)ⁿ Γ(d/2+n)/Γ(d/2): a cut-off is not optional.
 
@@ -102,7 +102,7 @@ def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[
 
 
 def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int) -> Float[Tensor, "*lead degree+1"]:
-    """P_n(t) for n = 0 … degree: the harmonic of degree n that depends on t = q·a alone, with P_n(1) = 1.
+    """Zonal harmonics P_n(t) for n = 0 … degree, which depend on t = q·a alone, with P_n(1) = 1.
 
     Chebyshev's polynomials for d = 2, Legendre's for d = 3. E P_n(q·a)² = 1/`harmonic_count`(n, d) over the sphere.
 
@@ -136,10 +136,11 @@ def harmonic_count(degree: int, dimension: int) -> int:
 def spherical_kernel(
     cosine: Float[Tensor, "*lead"], spectrum: Float[Tensor, "n"], dimension: int
 ) -> Float[Tensor, "*lead"]:
-    """K(q·k) = Σ N(n, d) spectrum_n P_n(q·k): E_k K(q·k) f(k) = Σ spectrum_n f_n(q) for uniform k (Funk–Hecke).
+    """The kernel on the sphere with a given spectrum, K(q·k) = Σ N(n, d) spectrum_n P_n(q·k) (Funk–Hecke).
 
-    With `sphere_multipliers` as spectrum it is e^{βq·k}/E e^{βq·k}, softmax's own weight; with those times
-    `deconvolution`, the weight of deconvolved attention, (1/L) Σ K(q·k_j) v_j.
+    E_k K(q·k) f(k) = Σ spectrum_n f_n(q) for uniform k. With `sphere_multipliers` as spectrum it is e^{βq·k}/E
+    e^{βq·k}, softmax's own weight; with those times `deconvolution`, the weight of deconvolved attention, (1/L) Σ
+    K(q·k_j) v_j.
 
     Raises:
         OverflowError: more harmonics of one degree than float64 can count.
@@ -175,7 +176,7 @@ class SmoothingFloorResult(NamedTuple):
 def smoothing_floor(
     power: Float[Tensor, "*lead n"], dimension: int, scale: Float[Tensor, "*lead"] | float
 ) -> SmoothingFloorResult:
-    """The floor of softmax attention at a fixed temperature, and what one constant can do about it (Z7).
+    """The error of softmax attention over infinitely many keys at a fixed temperature, as it is and rescaled (Z7).
 
     Args:
         power: E f_n² over the sphere, at least 0.
@@ -290,7 +291,7 @@ def optimal_scale(
 def asymptotic_scale(
     keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:
-    """What `optimal_scale` comes to for many keys: β^{(d+3)/2} = E(Δf)² L/((d−1) c σ²), c = 2√π·4^{−(d−1)/2}/Γ(d/2).
+    """The limit of `optimal_scale` for many keys: β^{(d+3)/2} = E(Δf)² L/((d−1) c σ²), c = 2√π·4^{−(d−1)/2}/Γ(d/2).
 
     Δf has the parts −n(n+d−2) f_n. From 1 − ρ_n ≈ n(n+d−2)/(2β) and E w² ≈ c β^{(d−1)/2}. Needs noise; arguments as
     `smoothing_error`.

@@ -37,7 +37,7 @@ from massieu.foundation.transforms import every
 def masked_mean(
     targets: Float[Tensor, "p k"], log_likelihood: Float[Tensor, "*lead k"], log_prior: Float[Tensor, "k"]
 ) -> Float[Tensor, "*lead p"]:
-    """Gs, s ∝ prior·likelihood: the minimiser of E‖x_m − f(X_obs)‖² for k latents (Z12).
+    """Best prediction of a masked token with k latents: Gs, s ∝ prior·likelihood, minimises E‖x_m − f(X_obs)‖² (Z12).
 
     With the probabilities p(x_m = j | z) as G's rows it minimises the cross-entropy too.
 
@@ -76,7 +76,7 @@ def masked_mean(
 def masked_gaussian_mean(
     observed: Float[Tensor, "*lead L d"], prior_mean: Float[Tensor, "d"], prior_weight: float | Tensor
 ) -> Float[Tensor, "*lead d"]:
-    """(κ₀m₀ + Σ x_ℓ)/(κ₀ + L), for tokens N(z, σ²) and z ~ N(m₀, σ²/κ₀): a masked token's best prediction (Z12, Z3).
+    """Best prediction of a masked Gaussian token, (κ₀m₀ + Σ x_ℓ)/(κ₀ + L), for tokens N(z, σ²), z ~ N(m₀, σ²/κ₀) (Z12, Z3).
 
     As functionals of E[z | X_obs] the targets are G = I.
 
@@ -106,7 +106,7 @@ def masked_gaussian_mean(
 def masked_token_probabilities(
     counts: Float[Tensor, "*lead k"], concentration: Float[Tensor, "k"]
 ) -> Float[Tensor, "*lead k"]:
-    """(α_j + n_j)/(α₀ + L): probabilities of a masked token, for categorical tokens with z ~ Dirichlet(α) (Z12).
+    """Probabilities (α_j + n_j)/(α₀ + L) of a masked categorical token under a Dirichlet(α) prior (Z12).
 
     As functionals of E[z | X_obs] the targets are G = I, on the simplex.
 
@@ -216,7 +216,7 @@ def transfer(
 
 
 def excess_risk_bound(condition_number: float, self_supervised_excess: float, density_ratio: float = 1.0) -> float:
-    """κ²·r·(self-supervised excess L2 risk): the downstream excess L2 risk of the probe is no larger (Z13).
+    """Upper bound on a probe's downstream excess risk: κ²·r times the self-supervised excess L2 risk (Z13).
 
     Args:
         condition_number: κ of `transfer`; ∞ gives ∞.

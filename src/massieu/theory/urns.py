@@ -10,7 +10,7 @@ _MOST_SEQUENCES = 1_000_000
 
 
 def finite_extension_bound(k: int, n: int) -> float:
-    """k(k − 1)/(2n): how far k of n exchangeable tokens can be from a mixture of independent ones, in total variation (Z1).
+    """Bound k(k − 1)/(2n) on the total variation between k of n exchangeable tokens and a mixture of independent ones (Z1).
 
     Total variation is sup |P − Q| over events. With n = ∞ the law is a mixture (de Finetti); with n = k nothing is said:
     two draws without replacement from {0, 1} have covariance −¼, which no mixture has.
@@ -28,7 +28,7 @@ def finite_extension_bound(k: int, n: int) -> float:
 
 
 def urn_total_variation(counts: Sequence[int], k: int) -> float:
-    """Exact total variation of k draws without and with replacement from an urn of so many balls of each colour.
+    """Exact total variation between k draws without and with replacement from an urn of coloured balls.
 
     Both laws are exchangeable, so that it is the distance of the laws of the counts: every composition of k is visited. An
     urn of n different balls, ``[1] * n``, has the largest, 1 − n!/((n − k)! nᵏ), and needs no visits.

@@ -96,7 +96,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """What came out of checking a claim.
+    """The result of checking a claim of the papers: statement, source, checks and verdict.
 
     Attributes:
         id: Such as S7; docs/theory has the entry of this number.

@@ -1,4 +1,4 @@
-"""Activations: maps that are gradients of convex functions, as LayerNorm is.
+"""Activations: maps that are gradients of convex functions, such as LayerNorm or tanh.
 
 A normalisation after attention is the gradient ∇L of a *Lagrangian* L (Krotov and Hopfield, arXiv 2008.06996), and the
 energy of attention followed by it is L* − A/scale (`massieu.energy.HopfieldEnergy`). An activation is called as a function,

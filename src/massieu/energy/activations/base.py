@@ -109,7 +109,7 @@ class Activation(Value):
 
 
 class MeasureActivation(Activation):
-    """x ↦ ∇A(x), the mean map of a measure, whose log-partition A is the Lagrangian.
+    """The mean map x ↦ ∇A(x) of a measure as an activation; its Lagrangian is the log-partition A.
 
     Any other potential serves too, such as `massieu.energy.SparseAtoms`, of which no conjugate is known. Where an activation
     is expected a measure may be given as it is.

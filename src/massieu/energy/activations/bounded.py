@@ -20,7 +20,7 @@ from massieu.foundation.values import align, static_field
 
 
 class Tanh(Activation):
-    """x ↦ tanh x, L = Σ log cosh x: coordinates are the means of signs (`massieu.measures.Spin`), of any number.
+    """tanh of each coordinate, the mean of a random sign (`massieu.measures.Spin`); L = Σ log cosh x.
 
     L* = Σ ½(1 + y) log(1 + y) + ½(1 − y) log(1 − y), without a gradient at ±1.
 
@@ -55,9 +55,9 @@ class Tanh(Activation):
 
 
 class SoftSphere(Activation):
-    """x ↦ radius·A_d(radius‖x‖)·x/‖x‖: the mean of von Mises–Fisher's law (`massieu.measures.Sphere`), in any d ≥ 2.
+    """Soft projection into the sphere: the mean of a von Mises–Fisher law (`massieu.measures.Sphere`), in any d ≥ 2.
 
-    Short vectors shrink, long ones come near the sphere. Use `create`.
+    x ↦ radius·A_d(radius‖x‖)·x/‖x‖: short vectors shrink, long ones come near the sphere. Use `create`.
 
     Attributes:
         radius: Shape (*batch), positive.
@@ -155,7 +155,7 @@ def _length(u: Tensor, softening: float) -> Tensor:
 
 
 class SphereProjection(_Normalisation):
-    """x ↦ radius·x/√(‖x‖² + eps), L = radius·√(‖x‖² + eps). Use `create`.
+    """Projection onto the sphere: x ↦ radius·x/√(‖x‖² + eps), L = radius·√(‖x‖² + eps). Use `create`.
 
     With eps = 0 that is the point of the sphere nearest to x, and at x = 0, where there is none, 0.
 
@@ -183,7 +183,7 @@ class SphereProjection(_Normalisation):
 
 
 class RMSNorm(_Normalisation):
-    """x ↦ gain·x/√(mean x² + eps), L = d·gain·√(mean x² + eps). Use `create`.
+    """RMS normalisation with one gain: x ↦ gain·x/√(mean x² + eps), L = d·gain·√(mean x² + eps). Use `create`.
 
     Attributes:
         gain: Shape (*batch), positive: one for all coordinates.
@@ -209,9 +209,10 @@ class RMSNorm(_Normalisation):
 
 
 class LayerNorm(_Normalisation):
-    """x ↦ gain·(x − mean x)/√(var x + eps) + bias, L = d·gain·√(var x + eps) + bias·x. Use `create`.
+    """Layer normalisation with one gain: x ↦ gain·(x − mean x)/√(var x + eps) + bias. Use `create`.
 
-    The variance is divided by d, as in `torch.nn.LayerNorm`. A constant x is mapped to the bias.
+    The Lagrangian is d·gain·√(var x + eps) + bias·x. The variance is divided by d, as in `torch.nn.LayerNorm`. A
+    constant x is mapped to the bias.
 
     Attributes:
         gain: Shape (*batch), positive: one for all coordinates.

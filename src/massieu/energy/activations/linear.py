@@ -20,7 +20,7 @@ class _Linear(Activation):
 
 
 class Identity(_Linear):
-    """x ↦ x, L = ½‖x‖²: the reference of plain attention, a standard Gaussian.
+    """The identity x ↦ x, L = ½‖x‖²: the reference of plain attention, a standard Gaussian.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ class Identity(_Linear):
 
 
 class Scalar(_Linear):
-    """x ↦ factor·x, L = ½ factor ‖x‖². Use `create`.
+    """Multiplication by a number: x ↦ factor·x, L = ½ factor ‖x‖². Use `create`.
 
     Attributes:
         factor: Shape (*batch), positive.
@@ -84,7 +84,7 @@ class Scalar(_Linear):
 
 
 class Whitening(_Linear):
-    """x ↦ Σ^(−½)(x − location), L = ½(x − location)ᵀ Σ^(−½)(x − location). Use `create` or `of`.
+    """Whitening: x ↦ Σ^(−½)(x − location), L = ½(x − location)ᵀ Σ^(−½)(x − location). Use `create` or `of`.
 
     Σ^(−½) is symmetric; the whitening by a Cholesky factor is no gradient. After it the cloud that `of` was given has mean 0
     and covariance 1 (S13).

@@ -115,7 +115,7 @@ def log_partition(
     loss: Placement | None = None,
     group: Processes = None,
 ) -> Float[Tensor, "*query"]:
-    """log Z over the keys of all processes, with two numbers a query summed over processes.
+    """log Z over the keys of all processes; two numbers per query are summed over processes.
 
     Arguments, guarantees and errors are those of `attention`.
 
