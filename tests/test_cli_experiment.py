@@ -34,7 +34,7 @@ def test_the_list_has_each_question_and_what_was_found_last():
         (["sink", "--model", "gpt2"], "--model works with the experiment wind-tunnel only"),
         (["wind-tunnel", "--model", "no/such/folder"], "no/such/folder"),
         (["normaliser", "--tune", "--seeds", "0,1"], "--tune takes one seed, got 2"),
-        (["normaliser", "--tune", "--seeds", "6"], "seed 6 is one of a verdict"),
+        (["normaliser", "--tune", "--seeds", "6"], "seed 6 is used for verdicts"),
         (["sink", "--large"], "sink has no large size"),
     ],
 )

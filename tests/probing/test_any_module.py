@@ -474,7 +474,7 @@ def test_bad_batches_are_one_sentence():
     for given in (ids(), {"ids": ids()}, 3):
         with pytest.raises(InputError, match="batches must be an iterable of batches"):
             massieu.probe(model, given)
-    with pytest.raises(InputError, match="Gpt does not say what it reads; give inputs"):
+    with pytest.raises(InputError, match="Gpt does not say what its inputs are; give inputs"):
         massieu.describe(model)
 
 

@@ -331,7 +331,7 @@ def test_a_comparison_knows_its_pairs_again():
         ({"source": 3, "target": "en"}, "source must be the name of a column, got 3"),
         ({"text": None, "texts": None}, "no text was given; name a table"),
         ({"text": None, "texts": "words"}, "texts is a string, which has none"),
-        ({"text": None, "texts": ["words"]}, "at place 1 of texts stands a string, which has none"),
+        ({"text": None, "texts": ["words"]}, "item 1 of texts is a string, which has none"),
         ({"text": None, "texts": [{"en": "a"}]}, "at place 1 of texts has no column 'de'; its columns are 'en'"),
         ({"text": None, "texts": [{"en": "a", "de": 3}]}, "the column 'de' does not hold text but 3"),
         ({"text": [], "texts": None}, "no text was given"),
@@ -342,8 +342,8 @@ def test_a_comparison_knows_its_pairs_again():
         ({"text": "null.jsonl"}, "no pairs: no row has both a source and a target"),
         ({"text": "uneven.json"}, "'en' and 'de' are not lists of one length"),
         ({"text": "number.json"}, "holds JSON of another form"),
-        ({"texts": [("a", "b"), "c"], "source": None, "target": None}, "at place 2 stands no pair of strings but str"),
-        ({"texts": [("a", "b", "c")], "source": None, "target": None}, "no pair of strings but 3 of them"),
+        ({"texts": [("a", "b"), "c"], "source": None, "target": None}, "begins with a pair of strings, but item 2 is str"),
+        ({"texts": [("a", "b", "c")], "source": None, "target": None}, "item 1 is a tuple of 3"),
     ],
 )  # fmt: skip
 def test_bad_pairs_are_refused(named, message, tmp_path, monkeypatch):
@@ -367,10 +367,10 @@ def test_a_bad_call_of_probe_with_pairs_is_refused():
         massieu.probe(made, by_hand(made, tokens), texts=FIELDS, source="en", target="de")
     with pytest.raises(InputError, match="has no tokenizer"):
         massieu.probe(made, texts=FIELDS, source="en", target="de", max_length=16)
-    with pytest.raises(InputError, match="encoder–decoder, whose generation is not read"):
+    with pytest.raises(InputError, match="generate does not work with an encoder–decoder"):
         massieu.probe(made, tokens, texts=FIELDS, source="en", target="de", generate=3, max_length=16)
     alone = hf.BartModel(hf.BartConfig(**_BART)).encoder
-    with pytest.raises(InputError, match="is no encoder–decoder that reads text on both sides"):
+    with pytest.raises(InputError, match="need an encoder–decoder that reads text on both sides"):
         check_pair_model(alone, tokens, "it")
     tokens.tgt_lang = None
     with pytest.raises(InputError, match="with its language, and the target's is not set"):

@@ -481,7 +481,7 @@ def test_bad_calls_of_a_probe_with_rows():
         massieu.probe(model, given, statistics=["maps"], per_token=True)
     with pytest.raises(InputError, match="of the statistics entropy; 'log_partition' is not among them"):
         massieu.probe(model, given, statistics=["entropy"], per_token=["log_partition"])
-    with pytest.raises(InputError, match="give either per_token or generate"):
+    with pytest.raises(InputError, match="per_token and generate do not work together"):
         massieu.probe(model, given, generate=3, per_token=True)
     with pytest.raises(InputError, match="per_token with distributed=True needs running="):
         massieu.probe(model, given, distributed=True, per_token=True)

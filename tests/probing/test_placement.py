@@ -115,7 +115,7 @@ def test_bad_device_maps(folder, tmp_path):
         load_model(folder, device="cpu", device_map="auto")
     with pytest.raises(InputError, match=r"cannot load the model .*nowhere"):
         load_model(folder, device_map="nowhere")
-    with pytest.raises(InputError, match="device_map belong to models loaded by name"):
+    with pytest.raises(InputError, match="device_map are for models loaded by name"):
         massieu.probe(llama(), BATCHES, device_map="auto")
 
 

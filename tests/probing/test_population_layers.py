@@ -107,7 +107,7 @@ def test_padding_and_layers_that_are_not_there():
         massieu.population_layers(model, inputs=zoo.inputs("bert", padded=True))
     with pytest.raises(InputError, match=r"layer must be in 0 … 2, got 3"):
         massieu.population_layers(model, layer=3)
-    with pytest.raises(InputError, match="Linear does not say what it reads; give inputs"):
+    with pytest.raises(InputError, match="Linear does not say what its inputs are; give inputs"):
         massieu.population_layers(torch.nn.Linear(2, 2).eval())
 
 

@@ -45,7 +45,7 @@ def test_all_claims_in_a_table():
     ran = _run()
     assert ran.exit_code == 0
     rows = [line.split() for line in ran.stdout.splitlines() if line.strip()]
-    assert rows[0] == ["claim", "what", "it", "is", "about", "verdict", "published", "form"]
+    assert rows[0] == ["claim", "topic", "verdict", "published", "form"]
     assert rows[2] == ["S1", "Title", "of", "S1", "holds"]
     assert rows[3] == ["S7", "Title", "of", "S7", "holds", "wrong", "as", "printed"]
     assert ran.stdout.splitlines()[-1] == (
@@ -127,7 +127,7 @@ def test_rows_of_one_kind_are_one_row_with_the_worst():
     assert re.search(r"N = 20: error at 20 steps +3 +0\.700", short)
     assert re.search(r"keys: error +1 +0\.900", short)
     assert re.search(r"N = 2: bound +2 +2 ", short)
-    assert "6 checks; every one of them: massieu verify S7 --all" in short
+    assert "6 checks; 'massieu verify S7 --all' shows all of them" in short
     assert all(f"N = {size}: error" in full for size in (1, 20, 3.5))
     assert "--all" not in full
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from massieu.experiments.prompts import PromptReading
 from massieu.experiments.run import RESULTS, load
 from massieu.experiments.study import Study, experiments
+from massieu.foundation.numbers import counted
 
 _WIDTH = 120
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}
@@ -47,7 +48,7 @@ def show(study: Study) -> None:
         table.add_row(criterion.title, criterion.role, *found.told, criterion.threshold, outcome)
     console.print(table)
     reason = " (a quick run gives no verdict)" if study.quick else ""
-    console.print(f"verdict: {study.verdict}{reason}, from {len(study.runs)} seeds", markup=False)
+    console.print(f"verdict: {study.verdict}{reason}, from {counted(len(study.runs), 'seed')}", markup=False)
 
 
 def say_seed(seed: int, done: int, total: int, seconds: float) -> None:

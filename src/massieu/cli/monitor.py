@@ -22,7 +22,7 @@ def draw(runs: Sequence[Path], out: Path | None, reference: Path | None) -> Path
 
     page = runs[0].with_suffix(".html") if out is None else out
     if page in (*runs, reference):
-        raise InputError(f"the page cannot be written to {page}: it is one of the runs")
+        raise InputError(f"the page cannot be written to {page}, which is one of the recorded runs")
     require_extra("plotly.offline", "probe")
     check_page(page)
     read = [read_run(run) for run in runs]

@@ -44,7 +44,9 @@ def check_generates(whole: Any, name: str) -> None:
             "AutoModelForCausalLM loads"
         )
     if whole.config.is_encoder_decoder:
-        raise InputError(f"{name} is an encoder–decoder, whose generation is not read; probe it with decoder_input_ids")
+        raise InputError(
+            f"generate does not work with an encoder–decoder such as {name}; probe it with decoder_input_ids"
+        )
 
 
 def check_causal(sites: Sequence[SiteInfo], inputs: dict[str, Any], name: str) -> None:
@@ -52,11 +54,13 @@ def check_causal(sites: Sequence[SiteInfo], inputs: dict[str, Any], name: str) -
     InputError: queries see later keys, so that a cache would not hold what the model attends to.
     """
     if not isinstance(inputs.get("input_ids"), Tensor):
-        raise InputError(f"{name} writes after prompts of input_ids, and the batches have {', '.join(inputs)}")
+        raise InputError(
+            f"generate needs batches of input_ids as prompts for {name}, and these have {', '.join(inputs)}"
+        )
     other = [info.site.name for info in sites if info.kind != "causal"]
     if other and inputs["input_ids"].shape[1] > 1:
         raise InputError(
-            f"{name} attends to later tokens too ({some(other)}), so it does not write text token by token"
+            f"{name} attends to later tokens too ({some(other)}), so it cannot generate text token by token"
         )
 
 

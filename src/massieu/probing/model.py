@@ -141,7 +141,9 @@ def load_model(
         given = find_checkpoint(default_model() if name is None else name, revision)
         adapter = find_adapter(given)
         if adapter is not None and device_map is not None:
-            raise InputError(f"{name} is an adapter, and a device map goes with whole models; merge the adapter first")
+            raise InputError(
+                f"{name} is an adapter, and a device map needs a whole model; merge the adapter into its base first"
+            )
         checkpoint = given if adapter is None else adapter.base
         # Of a folder with a GGUF file the file says which model it is.
         shown = shown if checkpoint.gguf is None else checkpoint.files[0].name
@@ -249,7 +251,7 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     if unread:
         raise InputError(
             f"{kind} has packed weights that cannot be read ({some(unread)}), as quantize_dynamic of "
-            "torch makes them; give the model as it was before"
+            "torch makes them; give the model before quantisation"
         )
     check_loaded(trunk, kind)
     config = getattr(trunk, "config", None)
@@ -351,7 +353,7 @@ def dummy_inputs(module: nn.Module) -> dict[str, Tensor]:
     main = getattr(module, "main_input_name", None)
     if config is None or main is None:
         raise InputError(
-            f"{type(module).__name__} does not say what it reads; give inputs, a batch as its forward takes it"
+            f"{type(module).__name__} does not say what its inputs are; give inputs, a batch that its forward accepts"
         )
     generator = torch.Generator().manual_seed(0)
     if main == "pixel_values":

@@ -51,8 +51,8 @@ def check_pair_model(model: nn.Module, tokenizer: Any, name: str) -> None:
     decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if not decodes or not {"input_ids", "decoder_input_ids"} <= set(taken):
         raise InputError(
-            f"{name} is no encoder–decoder that reads text on both sides, and source and target are for those; "
-            "name one column of text for it"
+            f"source and target need an encoder–decoder that reads text on both sides, and {name} is none; "
+            "name one column of text instead"
         )
     decoder_tokens(model, [0, 1], name)
     if getattr(tokenizer, "tgt_lang", "") is None:

@@ -128,8 +128,8 @@ def _kind(given: Any) -> str:
 def _of_sequence(texts: Sequence[Any]) -> Iterator[Pair]:
     for number, each in enumerate(texts, 1):
         if not isinstance(each, tuple | list) or len(each) != 2:
-            given = f"{len(each)} of them" if isinstance(each, tuple | list) else type(each).__name__
-            raise InputError(f"texts begins with a pair, and at place {number} stands no pair of strings but {given}")
+            given = f"a {type(each).__name__} of {len(each)}" if isinstance(each, tuple | list) else type(each).__name__
+            raise InputError(f"texts begins with a pair of strings, but item {number} is {given}")
         yield _pair(f"pair {number}", each, f"the pair at place {number} of texts", SIDES)
 
 
@@ -137,7 +137,7 @@ def _of_objects(texts: Sequence[Any], columns: tuple[str, str]) -> Iterator[Pair
     for number, each in enumerate(texts, 1):
         if not isinstance(each, Mapping):
             raise InputError(
-                f"source and target name columns, and at place {number} of texts stands {_kind(each)}, which has none"
+                f"source and target name columns, but item {number} of texts is {_kind(each)}, which has none"
             )
         if missing := [column for column in columns if column not in each]:
             there = ", ".join(map(repr, each)) or "none"

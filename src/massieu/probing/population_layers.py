@@ -33,7 +33,7 @@ _NO_STEP = {
 
 
 def population_layers(model: nn.Module, *, layer: int | None = None, inputs: Any = None) -> Composition:
-    """The blocks of a model, each a composition of attention and feed-forward part, as operators on its tokens.
+    """The blocks of a model as operators on its tokens, each a composition of attention and feed-forward part.
 
     Attention's maps and all norms are copies, in at least float32; the feed-forward part calls the model's own modules.
     Tokens are particles: operators know no positions and no mask. A model's positions that are added to its tokens before the

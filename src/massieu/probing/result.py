@@ -53,7 +53,7 @@ class Fragment:
 
 
 class ProbeResult:
-    """The numbers of one probe run, with what is needed to judge them.
+    """The result of one probe run: its numbers, and the settings, controls and warnings needed to judge them.
 
     Attributes:
         run: Model, text, settings, self-check, statistics, findings, warnings: what ``run.json`` holds, as attributes such as

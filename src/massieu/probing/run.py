@@ -71,7 +71,7 @@ def probe(
     progress: Callable[[ProbeProgress], None] | None = None,
     sharing: Sharing | None = None,
 ) -> ProbeResult:
-    """Read every attention head and every residual step of a transformer as statistical mechanics.
+    """Measure every attention head and residual step of a transformer on text: weights, entropy, log Z, controls.
 
     The model's outputs stay its own (checked on the first batch); statistics are computed beside the forward pass and
     kept as running results, so memory does not grow with the text.
@@ -169,17 +169,15 @@ def probe(
         wanted, groups, packing = _while_generating(wanted, statistics), frozenset({ATTENTION}), False
         loading["head"] = True
         if rows:
-            raise InputError(
-                "per-token values are not written while a model generates: give either per_token or generate"
-            )
+            raise InputError("per_token and generate do not work together: give one of them")
         if replacing.wanted:
-            raise InputError("attention is not replaced while a model generates: give either replace or generate")
+            raise InputError("replace and generate do not work together: give one of them")
     if replacing.wanted:
         settings |= {"replace": [f"{name} for {per}" for name, _, per in replacing.rules]}
         loading.setdefault("head", "if any")
         if distributed or resume:
             raise InputError(
-                "attention is replaced by one process that reads from the beginning: leave out torchrun and resume"
+                "replace needs a single process that reads from the beginning: leave out torchrun and resume"
             )
     if REPEATED in groups:
         loading.setdefault("head", "if any")
@@ -269,7 +267,7 @@ def describe(
     trust_remote_code: bool = False,
     device_map: str | dict[str, Any] | None = None,
 ) -> Description:
-    """Find the attention sites, heads and wiring of a model from one tiny made-up input; no text is needed.
+    """Find the attention layers, heads and residual steps of a model from one tiny made-up input; needs no text.
 
     Args:
         model: as for `probe`.

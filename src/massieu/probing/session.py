@@ -305,9 +305,7 @@ class Session(SessionRecord):
         if not self.options.replace.wanted:
             return
         if not self.reading.layout.separable:
-            raise InputError(
-                "attention is replaced on single windows, and the items of these batches cannot be told apart"
-            )
+            raise InputError("replace works on single windows, and these batches cannot be split into items")
         self.reading.effects = Effects(self.loaded, self.options.replace, self.reading.sites, seed=self.options.seed)
         self.reading.effects.check(inputs)
 

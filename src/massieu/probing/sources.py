@@ -76,7 +76,7 @@ def of_images(
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise InputError(
-            f"images are read in place of text: leave out {', '.join(given)} (texts, one for each image, may stand)"
+            f"images are read in place of text: leave out {', '.join(given)} (texts may be given, one for each image)"
         )
     if processor is not None and not callable(processor):
         raise InputError("give either batches or images, not both")
@@ -135,7 +135,7 @@ def load_given(
     if isinstance(model, nn.Module):
         if any(loading[name] is not None for name in ("device", "dtype", "device_map")):
             raise InputError(
-                "device, dtype and device_map belong to models loaded by name; place one in memory yourself"
+                "device, dtype and device_map are for models loaded by name; move a model in memory yourself"
             )
         return as_loaded(model, tokenizer if callable(tokenizer) else None)
     loaded = load_model(model, tokenizer=needs_tokenizer, **loading)

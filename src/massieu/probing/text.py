@@ -308,7 +308,7 @@ def _around(tokenizer: Any, text: str, ids: list[int]) -> tuple[list[int], list[
     place = next((i for i in places if full[i : i + len(ids)] == ids), None)
     if place is None:
         raise InputError(
-            f"{type(tokenizer).__name__} cannot be used: with its special tokens, it cuts text differently"
+            f"{type(tokenizer).__name__} cannot be used: it splits text differently when it adds special tokens"
         )
     before, after = full[:place], full[place + len(ids) :]
     if not before and tokenizer.bos_token_id is not None and tokenizer.cls_token_id is None:

@@ -1,4 +1,4 @@
-"""The claims in a terminal: one line each, or one claim in full."""
+"""What `massieu verify` prints: one line for each claim, or a claim in full."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ WIDTH = 120
 _OUTCOMES = {
     "none": "",
     "fails": "wrong as printed",
-    "holds": "as printed too",
+    "holds": "holds here too",
     "ambiguous": "ambiguous",
     "assumption": "an assumption",
 }
@@ -47,7 +47,7 @@ def say_progress(claim: Claim, done: int, total: int) -> None:
 
 def _overview(claims: Iterable[Claim]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("claim", "what it is about", "verdict", "published form"):
+    for name in ("claim", "topic", "verdict", "published form"):
         table.add_column(name, no_wrap=True, overflow="ellipsis")
     for claim in claims:
         outcome = _OUTCOMES[claim.published_verdict]
@@ -88,7 +88,7 @@ def _in_full(claim: Claim, every_row: bool) -> RenderableType:
     parts = [heading, Padding(facts, (1, 2, 0, 2)), Padding(table, (0, 1))]
     if not every_row and len(table.rows) < len(claim.checks):
         parts.append(
-            Text(f"   {len(claim.checks)} checks; every one of them: massieu verify {claim.id} --all\n", "dim")
+            Text(f"   {len(claim.checks)} checks; 'massieu verify {claim.id} --all' shows all of them\n", "dim")
         )
     return Group(*parts)
 
@@ -121,7 +121,7 @@ def _add_worst(table: Table, checks: Iterable[Check]) -> None:
 
 
 def _worst_rows() -> Table:
-    return _table("check, of several the worst", "of", "measured", "bound", "verdict")
+    return _table("check (the worst of its kind)", "of", "measured", "bound", "verdict")
 
 
 def _table(*columns: str) -> Table:

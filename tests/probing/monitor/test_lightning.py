@@ -185,7 +185,9 @@ def test_the_training_steps_precision_is_the_monitors(pl: ModuleType, fit: Calla
 
 
 def test_another_model_is_refused_when_training_begins(pl: ModuleType, fit: Callable):
-    with pytest.raises(InputError, match="the monitor is of another Body than the model that Lightning trains"):
+    with pytest.raises(
+        InputError, match="the monitor watches another Body object than the model that Lightning trains"
+    ):
         fit(module_of(pl), Seen(Body(), BATCH, every=2).lightning_callback())
 
 

@@ -381,7 +381,7 @@ def test_a_model_that_changes_is_looked_at_anew():
     model = gpt()
     monitor = Monitor(model, IDS, every=1)
     model.blocks = nn.ModuleList([model.blocks[1]])
-    with pytest.warns(UserWarning, match="attends elsewhere"):
+    with pytest.warns(UserWarning, match="computes attention in other places"):
         record = monitor(0)
     assert "massieu/layer0/entropy_mean" in record and "massieu/layer1/entropy_mean" not in record
 

@@ -159,7 +159,7 @@ def test_with_its_trainer_records_are_reported_as_its_own(trainer: Callable, tmp
 def test_another_model_is_refused_when_training_begins(trainer: Callable):
     monitor = Seen(model(), BATCH, every=2)
     with pytest.raises(
-        InputError, match="the monitor is of another GPT2LMHeadModel than the model that Trainer trains"
+        InputError, match="the monitor watches another GPT2LMHeadModel object than the model that Trainer trains"
     ):
         trainer(model(), monitor.trainer_callback()).train()
 

@@ -183,7 +183,7 @@ def test_what_cannot_be_replaced_is_named():
     with pytest.raises(InputError, match=match), massieu.replaced(stacked, "off", sites=["1"]):
         stacked[1](x)  # a part alone, so that no pass of the whole model ends
     nothing = nn.Linear(16, 3)
-    match = r"cannot be: Linear \(it was not seen attending\)"
+    match = r"attention cannot be replaced: Linear \(it was not seen attending\)"
     with pytest.raises(InputError, match=match), massieu.replaced(nothing, "off"):
         nothing(x)
 
@@ -197,8 +197,8 @@ def test_bad_calls():
         ("top_k", None, "top_k needs a number of keys"),
         ("off", "encoder", "sites must be a list of names, or a mapping of names to heads, got the text 'encoder'"),
         ("off", 3, "sites must be a list of names, or a mapping of names to heads, got int"),
-        ("off", [], r"sites must name what is to be replaced, got \[\]; None is all sites"),
-        ("off", {"encoder": []}, "sites must name what is to be replaced"),
+        ("off", [], r"sites must name at least one attention site, got \[\]; None means all sites"),
+        ("off", {"encoder": []}, "sites must name at least one attention site"),
         ("off", {"encoder": 3}, "heads of encoder must be a list of whole numbers from 0, got 3"),
         ("off", {"encoder": [True]}, r"heads of encoder must be whole numbers from 0, got \['True'\]"),
         ("off", ["nowhere"], "BertModel has no module 'nowhere' to replace the attention of"),
@@ -209,8 +209,8 @@ def test_bad_calls():
             pass
     site = "encoder.layer.0.attention.self"
     during: Any = (
-        ("off", {site: [4]}, f"{site} has 4 heads, from 0, and head 4 is to be replaced"),
-        ("off", ["embeddings"], r"cannot be: embeddings \(it was not seen attending\)"),
+        ("off", {site: [4]}, f"{site} has heads 0 to 3, and head 4 was to be replaced"),
+        ("off", ["embeddings"], r"attention cannot be replaced: embeddings \(it was not seen attending\)"),
         (lambda call: call.query, None, r"a rule must return outputs of shape \(3, 8, 4, 8\)"),
         (lambda call: None, None, "got NoneType"),
     )

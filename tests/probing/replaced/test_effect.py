@@ -236,7 +236,7 @@ def test_bad_calls():
         ({"replace": [3]}, "a rule must be a text or a function of an attention call, got int"),
         ({"replace": "off", "replace_per": "layer"}, "replace_per must be one of all, site, head, got 'layer'"),
         ({"replace": "off", "replace_windows": 0}, "replace_windows must be at least 1, got 0"),
-        ({"replace": "off", "generate": 3}, "give either replace or generate"),
+        ({"replace": "off", "generate": 3}, "replace and generate do not work together"),
         ({"replace": wrong}, "a rule must return outputs of shape"),
         ({"replace": 3}, "replace must be a rule or a list of rules, got int"),
     )
@@ -259,7 +259,7 @@ class Picture(nn.Module):
 
 
 def test_an_output_that_is_not_one_of_tokens_is_refused_before_the_text_is_read():
-    match = r"on an output of tokens \(batch, tokens, width\), and that of Picture has the shape \(1, 2, 3, 16\)"
+    match = r"whose output has shape \(batch, tokens, width\), and that of Picture has shape \(1, 2, 3, 16\)"
     with pytest.raises(InputError, match=match):
         massieu.probe(Picture().eval(), [{"x": torch.randn(3, 6, 16)}], replace="off")
 

@@ -104,7 +104,7 @@ def test_fewer_keys(kind):
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, logits.argsort(-1, descending=True)[..., :2], True)
     close(parse("top_k(2)")(given), softmax(logits.masked_fill(~kept, -torch.inf), given.sink) @ value)
     if kind == "crossed":
-        with pytest.raises(InputError, match="of the 9 keys of site it is not known which are those of its 7 queries"):
+        with pytest.raises(InputError, match="it is not known which of the 9 keys of site belong to its 7 queries"):
             parse("window(3)")(given)
         return
     distance = (torch.arange(keys - L, keys)[:, None] - torch.arange(keys)).abs()
@@ -282,21 +282,23 @@ def test_means_stand_in_for_outputs():
 
 def test_what_a_rule_does_not_know_is_refused():
     for text, kind, match in (
-        ("conditional_mean", "capped", "neither caps of scores nor sinks"),
-        ("conditional_mean", "sink", "neither caps of scores nor sinks"),
-        ("resample(2)", "capped", "resample knows neither caps of scores nor sinks, and site has one"),
+        ("conditional_mean", "capped", "does not support soft-capped scores or sinks"),
+        ("conditional_mean", "sink", "does not support soft-capped scores or sinks"),
+        ("resample(2)", "capped", "resample does not support soft-capped scores or sinks, and site has one"),
     ):
         with pytest.raises(InputError, match=match):
             parse(text)(call(kind))
     scores = call("plain")
     vars(scores)["grade"] = "scores"
     for text in ("scale(2)", "steps(2)", "implicit", "conditional_mean"):
-        with pytest.raises(InputError, match="of site the scores alone are known"):
+        with pytest.raises(InputError, match="of site, of which only the scores are known"):
             parse(text)(scores)
     empty = call("plain")
     vars(empty)["value"] = empty.value[..., :0]
     for text in ("scale(2)", "top_k(2)", "resample(2)", "joint"):
-        with pytest.raises(InputError, match="the values of site lie in a layout that is not known"):
+        with pytest.raises(
+            InputError, match="the attention of site cannot be replaced: the layout of its values is not known"
+        ):
             parse(text)(empty)
 
 

@@ -33,7 +33,7 @@ _STEP = re.compile(r"(\d+)\D*$")
 
 @dataclass(eq=False)
 class Comparison:
-    """The same heads in two models, or in many, on one text.
+    """The result of comparing the same heads in two or more models on one text.
 
     Attributes:
         models: A name for each model; the first is what the others are compared with.

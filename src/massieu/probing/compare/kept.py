@@ -93,7 +93,7 @@ def _data(data: Any, options: Mapping[str, Any]) -> str:
         for batch in data:
             digest.add(batch if isinstance(batch, Mapping) else {"batch": batch}, None)
         if (found := digest.text()) is None:
-            raise InputError("out needs batches of tensors and plain values, by which stored results are known again")
+            raise InputError("out needs batches of tensors and plain values, so that stored results can be recognised")
         return found
     text, texts = options.get("text"), options.get("texts")
     pairs = given_pairs(text, texts, options.get("source"), options.get("target"))

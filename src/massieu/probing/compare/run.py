@@ -45,7 +45,7 @@ def compare(
     progress: Callable[[ProbeProgress], None] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Read the same heads of two models, or of many, on the same windows, and say which of them differ.
+    """Measure the same heads of two or more models on the same windows, and test which heads differ.
 
     Every model is compared with the first. Differences have paired standard errors, from what each unit of the text (a
     block of consecutive windows) adds to both models; p-values by Student's t; and q-values that control the false
@@ -190,7 +190,7 @@ def _named(given: list[_Given], names: Sequence[str] | None) -> list[_Given]:
 def _check_repeatable(batches: Any) -> None:
     if hasattr(batches, "__next__"):
         raise InputError(
-            "batches are read once for each model; give a list of them, or what can be iterated over again"
+            "batches are read once for each model; give a list, or an iterable that can be read several times"
         )
 
 

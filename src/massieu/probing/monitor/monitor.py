@@ -42,7 +42,7 @@ WATCHED_QUERIES = 256  # of a sequence of the training batch, for each site
 
 
 class Monitor:
-    """Measures how every head attends, every so many steps, while a model trains: two lines in a loop.
+    """Measures every head's attention at intervals while a model trains: two lines in the training loop.
 
     What is measured is a batch that stays the same, since largest numbers grow with batch and context. The model runs on
     it in evaluation, uncompiled and without gradients, under the autocast that is active; modes, gradients, random
@@ -252,11 +252,11 @@ class Monitor:
         found = self._pass(inputs)
         if found is None:
             name = type(self.model).__name__
-            self._warn(f"{name} attends elsewhere than when it was looked at; its sites are found anew")
+            self._warn(f"{name} computes attention in other places than before; its sites are found again")
             self._find_sites(inputs)
             found = self._pass(inputs)
             if found is None:
-                raise InputError(f"{name} attends elsewhere in every pass, so that it cannot be measured")
+                raise InputError(f"{name} computes attention in other places in every pass, so it cannot be measured")
         return over_processes(found.measured(step))
 
     def _pass(self, inputs: dict[str, Any]) -> MeasuredPass | None:

@@ -45,6 +45,6 @@ def check_trained(monitor: Watching, model: nn.Module, by: str) -> None:
     """
     if not any(module is monitor.model for module in model.modules()):
         raise InputError(
-            f"the monitor is of another {type(monitor.model).__name__} than the model that {by} trains; "
-            "make the monitor of the model object that is given to it"
+            f"the monitor watches another {type(monitor.model).__name__} object than the model that {by} trains; "
+            "make the monitor with the model object that is trained"
         )

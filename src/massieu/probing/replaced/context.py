@@ -26,7 +26,7 @@ Sites = Iterable[str] | Mapping[str, Iterable[int]]
 def replaced(
     model: nn.Module, rule: str | Callable[[AttentionCall], Tensor], *, sites: Sites | None = None
 ) -> Iterator[None]:
-    """Inside, ``model`` runs with another attention in some or all of its heads, and keeps all else.
+    """Context manager in which ``model`` runs with another attention in some or all heads; all else stays.
 
     Heads that are not named keep the model's own output bit for bit; so do all with ``"identity"``. Afterwards the model is
     as it was, whatever happens. Gradients pass through what the rule does. A model is in one such context at a time.
@@ -112,7 +112,7 @@ def _chosen(model: nn.Module, sites: Sites | None) -> dict[str, frozenset[int] |
                 f"heads of {name} must be whole numbers from 0, got {sorted(map(str, chosen[name] or ()))}"
             )
     if not chosen or any(heads is not None and not heads for heads in chosen.values()):
-        raise InputError(f"sites must name what is to be replaced, got {sites!r}; None is all sites")
+        raise InputError(f"sites must name at least one attention site, got {sites!r}; None means all sites")
     return chosen
 
 
@@ -147,7 +147,7 @@ class _Replacing:
             return found
         count = call.output.shape[2]
         if max(heads, default=0) >= count:
-            raise InputError(f"{name} has {count} heads, from 0, and head {max(heads)} is to be replaced")
+            raise InputError(f"{name} has heads 0 to {count - 1}, and head {max(heads)} was to be replaced")
         which = sorted(heads)
         return call.output.index_copy(2, _index(which, call.output), found[:, :, which])
 
@@ -186,7 +186,7 @@ class _Replacing:
             missed = {name: refused.get(name.partition(" (call ")[0], unseen) for name in left}
         if missed:
             reasons = some([f"{name} ({reason})" for name, reason in missed.items()])
-            raise InputError(f"attention that is to be replaced cannot be: {reasons}")
+            raise InputError(f"attention cannot be replaced: {reasons}")
 
 
 def _index(places: list[int], like: Tensor) -> Tensor:

@@ -108,8 +108,8 @@ class Effects:
         stock, real = self._values(part)
         if self.measure == CHANGE and stock.dim() != 3:
             raise InputError(
-                f"what replaced attention changes is measured on an output of tokens (batch, tokens, width), and that of "
-                f"{type(self.loaded.module).__name__} has the shape {tuple(stock.shape)}"
+                f"replace needs a model whose output has shape (batch, tokens, width), and that of "
+                f"{type(self.loaded.module).__name__} has shape {tuple(stock.shape)}"
             )
         for text, given, _ in self.ask.rules:
             with replaced(self.loaded.module, "off" if text == MEAN else given):

@@ -79,7 +79,7 @@ class Resampled:
     def __call__(self, call: AttentionCall) -> Outputs:
         needs_values(self, call)
         if call.softcap is not None or call.sink is not None:
-            raise InputError(f"{self.name} knows neither caps of scores nor sinks, and {call.site.name} has one")
+            raise InputError(f"{self.name} does not support soft-capped scores or sinks, and {call.site.name} has one")
         how = {"scale": call.scale, "log_weight": call.log_weight, "is_causal": call.is_causal}
         drawn = ops.resample_attention(
             call.query, call.key, call.value, generator=self.generator, draws=self.draws, **how
@@ -190,8 +190,8 @@ class Window:
         places = own_places(call)
         if places is None:
             raise InputError(
-                f"{self.name} needs queries among the keys, and of the {call.key.shape[2]} keys of {call.site.name} it is not "
-                f"known which are those of its {call.query.shape[2]} queries"
+                f"{self.name} needs self-attention, and it is not known which of the {call.key.shape[2]} keys of "
+                f"{call.site.name} belong to its {call.query.shape[2]} queries"
             )
         near = (places[:, None] - torch.arange(call.key.shape[2], device=places.device)).abs() < self.tokens
         return attention_of(call, keep=near).output.transpose(1, 2)
@@ -226,7 +226,7 @@ class ConditionalMean:
         needs_scores(self, call)
         needs_values(self, call)
         if call.softcap is not None or call.sink is not None:
-            raise InputError(f"{self.name} knows neither caps of scores nor sinks, and {call.site.name} has one")
+            raise InputError(f"{self.name} does not support soft-capped scores or sinks, and {call.site.name} has one")
         weight = call.log_weight
         shared = weight is None or bool((weight == weight[:, :, :1]).all())
         if shared and not call.is_causal:

@@ -128,10 +128,10 @@ def repeated(tensor: Tensor, call: AttentionCall) -> Tensor:
 def needs_scores(rule: Any, call: AttentionCall) -> None:
     if call.grade == "scores" or call.moving:
         raise InputError(
-            f"{rule.name} needs queries and keys apart from log-weights, and of {call.site.name} the scores alone are known"
+            f"{rule.name} needs the queries and keys of {call.site.name}, of which only the scores are known"
         )
 
 
 def needs_values(rule: Any, call: AttentionCall) -> None:
     if not call.value.shape[-1]:
-        raise InputError(f"the values of {call.site.name} lie in a layout that is not known, so it cannot be replaced")
+        raise InputError(f"the attention of {call.site.name} cannot be replaced: the layout of its values is not known")
