@@ -156,9 +156,9 @@ def test_a_model_of_equal_logits_is_as_far_as_the_uniform_law_and_other_words_ar
 
 
 def test_tuning_is_on_seeds_of_no_verdict_and_large_runs_are_where_there_are_some(tmp_path: Path):
-    with pytest.raises(InputError, match="one of a verdict"):
+    with pytest.raises(InputError, match="is used for verdicts"):
         tune("normaliser", seed=5)
-    with pytest.raises(InputError, match="stand in its code; of experiments collective"):
+    with pytest.raises(InputError, match="has no settings to tune; of experiments collective"):
         tune("sink")
     with pytest.raises(InputError, match="no large size; of experiments wind-tunnel"):
         run("sink", large=True)

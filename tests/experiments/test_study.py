@@ -143,11 +143,11 @@ def test_seeds_that_are_stored_are_neither_lost_nor_joined_with_others(registere
     run("made-up", seeds=[1, 2], out=tmp_path)
     path = tmp_path / "made-up.json"
     before = path.read_text()
-    with pytest.raises(InputError, match=r"has 2 seeds; go on with --resume, or choose another --out"):
+    with pytest.raises(InputError, match=r"holds 2 seeds already; continue with --resume, or choose another --out"):
         run("made-up", seeds=[3], out=tmp_path)
     assert path.read_text() == before and registered == [1, 2]
     path.write_text(before.replace(torch.__version__, "1.0"))
-    with pytest.raises(InputError, match=r"was made with torch 1\.0 and now .*; one verdict is of one version"):
+    with pytest.raises(InputError, match=r"was made with torch 1\.0 and now .*; a verdict needs one version"):
         run("made-up", seeds=[3], out=tmp_path, resume=True)
     assert registered == [1, 2]
 

@@ -88,15 +88,19 @@ def _tune(seed: int, quick: bool) -> Numbers:
     tune=_tune,
     criteria=[
         *(
-            Criterion(f"{name}_cost", f"loss of {words}, less softmax's, nats, equal weights and steps", most=MARGIN)
+            Criterion(
+                f"{name}_cost", f"loss with {words} − loss with softmax, nats, equal weights and steps", most=MARGIN
+            )
             for name, words in _WORDS.items()
         ),
         *(
-            Criterion(f"{name}_at_equal_time_cost", f"loss of {words}, less softmax's, at equal time", most=MARGIN)
+            Criterion(
+                f"{name}_at_equal_time_cost", f"loss with {words} − loss with softmax, at equal time", most=MARGIN
+            )
             for name, words in _WORDS.items()
         ),
-        Criterion("softmax_over_absent", "loss with softmax, less that without", most=-0.2, role="optimisation"),
-        Criterion("absent_cost", "loss without attention, less softmax's", most=MARGIN, role="control"),
+        Criterion("softmax_over_absent", "loss with softmax − loss without attention", most=-0.2, role="optimisation"),
+        Criterion("absent_cost", "loss without attention − loss with softmax", most=MARGIN, role="control"),
     ],
 )
 def collective(seed: int, quick: bool) -> Numbers:

@@ -96,27 +96,27 @@ def alignment(x: Float[Tensor, "n d"], y: Float[Tensor, "n e"]) -> float:
 
 @experiment(
     "contractions",
-    question="Do other maps than LayerNorm learn as well, and are their embeddings others?",
+    question="Do maps other than LayerNorm learn as well, and do they lead to other embeddings?",
     claims="E4, S13, B16",
     minutes=5,
     criteria=[
         *described({f"{name}_loss": f"loss with {title}, nats" for name, (title, _) in _NORMS.items()}),
         *described(
             {
-                f"{name}_alignment": f"alignment of embeddings with those of LayerNorm: {title}"
+                f"{name}_alignment": f"alignment of embeddings with LayerNorm's: {title}"
                 for name, (title, _) in _NORMS.items()
                 if name != "layer"
             }
         ),
-        *described({"seed_alignment": "alignment of two seeds' embeddings, LayerNorm both"}),
+        *described({"seed_alignment": "alignment of embeddings between two seeds of LayerNorm"}),
     ],
 )
 def contractions(seed: int, quick: bool) -> Numbers:
-    """A causal transformer of two layers and width 48 predicts the next character of the reference text that ships with Python,
-    from windows of 48, after 300 steps of 32 windows of step size 0.006. Arms differ in the map before each sublayer and the
-    readout. Embeddings are what the readout sees on held-out windows. Their likeness is linear centred kernel alignment, beside
-    that of two seeds with LayerNorm. Whitening takes the batch's moments in training, and so looks ahead in it; afterwards it
-    takes their running mean.
+    """A causal transformer of two layers and width 48 predicts the next character of the reference text that ships with
+    Python, from windows of 48, after 300 steps of 32 windows of step size 0.006. Arms differ in the map before each
+    sublayer and the readout. Embeddings are what the readout sees on held-out windows. Their similarity is measured by
+    linear centred kernel alignment, and compared with that of two seeds with LayerNorm. Whitening uses the batch's
+    moments in training, and so sees later tokens there; afterwards it uses their running mean.
     """
     text = Text(_LENGTH)
     models = {

@@ -1,4 +1,4 @@
-"""Thresholds that stand before a run, and what the numbers of several seeds say of them."""
+"""Thresholds that are fixed before a run, and how the numbers of several seeds compare with them."""
 
 import math
 from collections.abc import Sequence
@@ -73,10 +73,10 @@ class Judgement:
 
     @property
     def told(self) -> tuple[str, str]:
-        """Mean and interval in words, with the digits that the interval supports."""
+        """Mean and interval in words, with the digits that the interval supports; a dash where there is no interval."""
         error = (self.high - self.low) / 4 or None
         mean, low, high = (number(value, error) for value in (self.mean, self.low, self.high))
-        return mean, f"{low} to {high}"
+        return mean, f"{low} to {high}" if math.isfinite(self.low) and math.isfinite(self.high) else "–"
 
 
 def judge(criterion: Criterion, values: Sequence[float]) -> Judgement:

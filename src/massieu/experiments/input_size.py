@@ -24,34 +24,37 @@ _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @experiment(
     "input-size",
-    question="How does a head's error against the conditional mean fall as tokens are added, and what else falls faster?",
+    question="How does a head's error against the conditional mean fall with the number of tokens, and what falls faster?",
     claims="E18, Z6, Z7",
     minutes=8,
     criteria=[
         Criterion("fixed_error", "|error of a fixed scale at 4,096 tokens / prediction − 1|", most=0.05),
         Criterion("tuned_error", "|error of the best scale at 4,096 tokens / prediction − 1|", most=0.05),
         Criterion(
-            "trained_error", "|error of a trained scale at 4,096 tokens / the best one's prediction − 1|", most=0.05
+            "trained_error", "|error of a trained scale at 4,096 tokens / prediction for the best scale − 1|", most=0.05
         ),
         Criterion("fixed_over_floor", "error of a fixed scale at 4,096 tokens / its floor", least=0.95, most=1.05),
-        Criterion("ridge_over_tuned", "error of ridge regression / the best scale's, at 512 tokens", most=0.9),
+        Criterion("ridge_over_tuned", "error of ridge regression / error of the best scale, at 512 tokens", most=0.9),
         Criterion(
             "excess_risk",
-            "trained scale: squared error above the best one's, over it",
+            "relative excess of the trained scale's squared error over the best scale's",
             most=0.01,
             role="optimisation",
         ),
         Criterion(
-            "fixed_as_tuned", "|error of the fixed scale / the best one's prediction − 1|", most=0.05, role="control"
+            "fixed_as_tuned",
+            "|error of the fixed scale / prediction for the best scale − 1|",
+            most=0.05,
+            role="control",
         ),
     ],
 )
 def input_size(seed: int, quick: bool) -> Numbers:
-    """Keys are uniform on the sphere in 3 dimensions. Values are a function of the key with parts of degree 1 and 2, and noise
-    of standard deviation ½. A head attends with the score β k·q, β fixed at 4, or the best at this length (Z7), or trained at
-    this length. Ridge regression with softmax's own kernel stands beside it. Errors are root mean squares against the
-    function at the query, held against the exact smoothing error and not against asymptotic slopes, on 10,240 queries and
-    more.
+    """Keys are uniform on the sphere in 3 dimensions. Values are a function of the key with parts of degree 1 and 2,
+    and noise of standard deviation ½. A head attends with the score β k·q, β fixed at 4, or the best at this length
+    (Z7), or trained at this length. It is compared with ridge regression with softmax's own kernel. Errors are root
+    mean squares against the function at the query, on 10,240 queries and more. They are compared with the exact
+    smoothing error, not with asymptotic slopes.
     """
     drawn = torch.Generator().manual_seed(seed)
     lengths = LENGTHS[:2] if quick else LENGTHS

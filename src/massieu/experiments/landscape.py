@@ -19,24 +19,28 @@ _ARMS = {"untied": "untied", "all": "tied"}
 
 @experiment(
     "landscape",
-    question="How do the energies that heads give to a text move in training, and do they tell it from shuffled characters?",
+    question="How do the energies of a text change in training, and do they differ from those of shuffled characters?",
     claims="B1, S3",
     minutes=4,
     criteria=described(
         {
             f"{arm}_{part}_{step}": f"{title} after {step} steps, {word}"
             for arm, word in _ARMS.items()
-            for part, title in (("energy", "energy a token, nats"), ("apart", "energy of shuffled characters above it"))
+            for part, title in (
+                ("energy", "energy per token, nats,"),
+                ("apart", "energy of shuffled characters − energy of the text"),
+            )
             for step in _AT
         }
     ),
 )
 def landscape(seed: int, quick: bool) -> Numbers:
-    """A causal transformer of two layers and width 48 predicts the next character of the reference text that ships with Python,
-    from windows of 64, in 800 steps of 32 windows of step size 0.012. The energy of a token in a head is −log of the mean of
-    exp(score) over the keys that it sees: 0 where it asks for nothing. It is read on 64 held-out windows and on the same with
-    their characters shuffled, as a mean over tokens, heads and layers. Tied heads are those of the experiment conservative
-    whose write is the gradient of their log Z. A raw energy depends on the origin of the keys, which softmax cannot see.
+    """A causal transformer of two layers and width 48 predicts the next character of the reference text that ships with
+    Python, from windows of 64, in 800 steps of 32 windows of step size 0.012. The energy of a token in a head is −log
+    of the mean of exp(score) over the visible keys; it is 0 for a query of 0. It is read on 64 held-out windows and on
+    the same with their characters shuffled, as a mean over tokens, heads and layers. Tied heads are those of the
+    experiment conservative whose write is the gradient of their log Z. A raw energy depends on the origin of the keys;
+    attention does not.
     """
     text = Text(_LENGTH)
     tokens = text.test(seed)[:64, :-1]

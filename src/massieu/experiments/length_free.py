@@ -25,20 +25,20 @@ _Batch = tuple[Tensor, Tensor, Tensor]
 
 @experiment(
     "length-free",
-    question="Do a head's parameter error and its gap fall with the number of sequences, and not grow with their length?",
+    question="Do a head's parameter error and generalisation gap fall with more sequences, and not grow with longer ones?",
     claims="E20, Z10",
     minutes=8,
     criteria=[
         Criterion("supervised_slope", "slope of log parameter error on log n, supervised", least=-0.6, most=-0.4),
-        Criterion("masked_slope", "the same, masked", least=-0.6, most=-0.4),
+        Criterion("masked_slope", "slope of log parameter error on log n, masked", least=-0.6, most=-0.4),
         Criterion("supervised_growth", "slope of log parameter error on log L, supervised", most=0.1),
-        Criterion("masked_growth", "the same, masked", most=0.1),
+        Criterion("masked_growth", "slope of log parameter error on log L, masked", most=0.1),
         Criterion("supervised_gap_growth", "slope of log gap on log L, supervised", most=0.1),
-        Criterion("masked_gap_growth", "the same, masked", most=0.1),
+        Criterion("masked_gap_growth", "slope of log gap on log L, masked", most=0.1),
         Criterion("gap_over_bound", "largest gap over Z10's bound", most=1.0),
         Criterion(
             "above_best",
-            "largest empirical risk above that of the best parameters, over it",
+            "largest relative excess of empirical risk over the best parameters'",
             most=1e-3,
             role="optimisation",
         ),

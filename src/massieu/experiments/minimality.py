@@ -16,27 +16,27 @@ _NUISANCES = {
     "second": "the second to last token",
     "fifth": "the fifth to last token",
     "first": "the first token",
-    "counts": "how often each token came",
+    "counts": "the number of times that each token came",
 }
 
 
 @experiment(
     "minimality",
-    question="What does a trained representation hold of its tokens beside the posterior of what comes next?",
+    question="What does a trained representation keep of its tokens besides the posterior of the next token?",
     claims="E17, Z2",
     minutes=3,
     criteria=[
         *described({f"{name}_trained": f"partial R² of {title}" for name, title in _NUISANCES.items()}),
-        *described({f"{name}_random": f"the same with random weights: {title}" for name, title in _NUISANCES.items()}),
+        *described({f"{name}_random": f"partial R² of {title}, random weights" for name, title in _NUISANCES.items()}),
         *described({"divergence": "KL(exact ‖ model) of the next token, bits"}),
     ],
 )
 def minimality(seed: int, quick: bool) -> Numbers:
-    """A causal transformer of two layers and width 32 learns to predict a hidden Markov chain of 4 states and 5 symbols, in
-    2,000 steps of 128 sequences of 24. Its representation is what the readout sees at the last token. A nuisance is told from
-    the exact posterior of the hidden state (its probabilities and their products), and from that with the representation beside
-    it, by ridge regression. Partial R² is the share of what the first left that the second explains, on other sequences. A
-    minimal representation has 0.
+    """A causal transformer of two layers and width 32 learns to predict a hidden Markov chain of 4 states and 5
+    symbols, in 2,000 steps of 128 sequences of 24. Its representation is what the readout sees at the last token. A
+    nuisance is predicted by ridge regression: from the exact posterior of the hidden state (its probabilities and their
+    products), and from this and the representation together. Partial R² is the share of the first regression's residual
+    that the second explains, on other sequences. A minimal representation has 0.
     """
     drawn = torch.Generator().manual_seed(seed)
     chain = Chain(STATES, SYMBOLS, LENGTH, drawn)

@@ -12,16 +12,16 @@ _KEPT = {"all": 1.0, "nine_tenths": 0.9, "half": 0.5, "none": 0.0, "reversed": -
 
 @experiment(
     "no-residual",
-    question="What does a block lose that keeps only a part of its input, x ↦ (1 − γ)x + write?",
+    question="What does it cost a block to keep only a part of its input, x ↦ (1 − γ)x + write?",
     claims="E8, S22",
     minutes=4,
     criteria=described({f"{name}_loss": f"loss with {kept:g}·x kept, nats" for name, kept in _KEPT.items()}),
 )
 def no_residual(seed: int, quick: bool) -> Numbers:
-    """A causal transformer of four layers and width 48 predicts the next character of the reference text that ships with
-    Python, from windows of 48, after 300 steps of 32 windows of step size 0.006. Arms differ in what is left of the input
-    before a write is added, at both sums of each block. 1 is a transformer, 1 − γ has the explicit term of S22, −1 turns it
-    about.
+    """A causal transformer of four layers and width 48 predicts the next character of the reference text that ships
+    with Python, from windows of 48, after 300 steps of 32 windows of step size 0.006. Arms differ in what is left of
+    the input before a write is added, at both sums of each block. 1 is a transformer, 1 − γ has the explicit term of
+    S22, −1 reverses its sign.
     """
     text = Text(_LENGTH)
     models = {

@@ -22,10 +22,10 @@ MARGIN = 0.05
 _LENGTH, _WIDTH = 64, 64
 _ARMS = {
     "sigmoid": ("the logistic function of each score", SigmoidHeads),
-    "ratio": ("positive parts of scores over their sum", ReLUHeads),
-    "kernel": ("the kernel of ReLU features over its sum", lambda: RandomFeatureHeads(kind="relu", features=32)),
+    "ratio": ("ReLU scores divided by their sum", ReLUHeads),
+    "kernel": ("the ReLU-feature kernel divided by its sum", lambda: RandomFeatureHeads(kind="relu", features=32)),
     "entmax": ("1.5-entmax", EntmaxHeads),
-    "normalised": ("scores of mean 0 and deviation 1", NormalizedHeads),
+    "normalised": ("standardised scores (mean 0, deviation 1)", NormalizedHeads),
 }
 """Beside softmax: what each is in words, and its heads."""
 
@@ -63,20 +63,20 @@ def _tune(seed: int, quick: bool) -> Numbers:
     tune=_tune,
     criteria=[
         *(
-            Criterion(f"{name}_cost", f"loss with {words}, less that with softmax, nats", most=MARGIN)
+            Criterion(f"{name}_cost", f"loss with {words} − loss with softmax, nats", most=MARGIN)
             for name, (words, _) in _ARMS.items()
         ),
         Criterion(
-            "softmax_over_pairs", "loss with softmax, less that of counted pairs", most=-0.2, role="optimisation"
+            "softmax_over_pairs", "loss with softmax − loss of a bigram count model", most=-0.2, role="optimisation"
         ),
-        Criterion("uniform_cost", "loss with equal weights, less that with softmax", most=MARGIN, role="control"),
+        Criterion("uniform_cost", "loss with equal weights − loss with softmax", most=MARGIN, role="control"),
     ],
 )
 def normaliser(seed: int, quick: bool) -> Numbers:
-    """A causal transformer of two layers, 4 heads and width 64 (117,000 weights, none tied) predicts the next character of the
-    reference text that ships with Python. Windows have 64 characters; training takes 600 steps of 32 windows. Arms differ in
-    the map from scores to weights alone, and see the same windows, each with the step size that was best for it on seed 0. What
-    is compared is a short training, not its end.
+    """A causal transformer of two layers, 4 heads and width 64 (117,000 weights, none tied) predicts the next character
+    of the reference text that ships with Python. Windows have 64 characters; training takes 600 steps of 32 windows.
+    Arms differ in the map from scores to weights alone, and see the same windows, each with the step size that was best
+    for it on seed 0. The comparison is after a short training, not at convergence.
     """
     text = Text(_LENGTH)
     arms = _arms(text)

@@ -24,7 +24,7 @@ _LENGTH, _CONTEXTS, _QUERIES, _NOISE = 1024, 8, 64, 0.5
         Criterion("scaled_error", "‖M − s*Σ⁻¹‖/‖s*Σ⁻¹‖, s* the best scale at this length", most=0.02),
         Criterion("slope", "slope of log v_kᵀMv_k on log λ_k, in the eigenbasis of Σ", least=-1.02, most=-0.98),
         Criterion(
-            "excess_risk", "risk above that of the best scale, over that scale's", most=0.01, role="optimisation"
+            "excess_risk", "relative excess of the risk over that of the best scale", most=0.01, role="optimisation"
         ),
         Criterion("shuffled_error", "‖M − Σ⁻¹‖/‖Σ⁻¹‖ of a head trained on shuffled values", most=0.10, role="control"),
     ],

@@ -26,16 +26,16 @@ _LENGTH, _WIDTH, _DEPTH = 24, 32, 2
     minutes=5,
     criteria=[
         Criterion("slope", "slope of log excess loss on log S, S from 8 to 128", least=-1.05, most=-0.95),
-        Criterion("coefficient", "excess loss times S at 128 draws, over ½ E[εᵀHε]", least=0.85, most=1.15),
+        Criterion("coefficient", "S × excess loss at 128 draws / ½ E[εᵀHε]", least=0.85, most=1.15),
         Criterion(
             "excess_risk",
-            "KL(exact ‖ model), nats: the loss is near enough to the best",
+            "KL(exact ‖ model), nats: how near the loss is to the best",
             most=0.02,
             role="optimisation",
         ),
         Criterion(
             "half_coefficient",
-            "the same over ½ E[εᵀHε] of the second half of the layers alone",
+            "S × excess loss at 128 draws / ½ E[εᵀHε] of the second half of the layers",
             least=0.85,
             most=1.15,
             role="control",
@@ -43,11 +43,11 @@ _LENGTH, _WIDTH, _DEPTH = 24, 32, 2
     ],
 )
 def resampling(seed: int, quick: bool) -> Numbers:
-    """A transformer of two layers, 4 heads and width 32 is trained on a hidden Markov chain of 4 states and 5 symbols, 24
-    tokens long. Then every head returns the mean of S values that it draws by its weights, at all layers at once. The excess
-    loss is that of the exact law, so that no target is drawn, less the loss without draws. What is of the first order in
-    the draws' errors has mean 0 and is taken off. The prediction is ½ E[εᵀHε]: ε the errors of one draw at all layers, H the
-    loss's Hessian in them.
+    """A transformer of two layers, 4 heads and width 32 is trained on a hidden Markov chain of 4 states and 5 symbols,
+    24 tokens long. Then every head returns the mean of S values drawn by its weights, at all layers at once. The excess
+    loss is that of the exact law, so that no target is drawn, less the loss without draws. Terms of first order in the
+    draws' errors have mean 0 and are subtracted. The prediction is ½ E[εᵀHε]: ε the errors of one draw at all layers, H
+    the loss's Hessian in them.
     """
     drawn = torch.Generator().manual_seed(seed)
     task = Chain(4, 5, _LENGTH, drawn)

@@ -140,9 +140,9 @@ def tune(name: str, *, seed: int = 0, quick: bool = False, out: Path | None = No
     """
     asked = find(name)
     if asked.tune is None:
-        raise InputError(f"the settings of {name} stand in its code; {_those_with('tune')}")
+        raise InputError(f"{name} has no settings to tune; {_those_with('tune')}")
     if seed in SEEDS:
-        raise InputError(f"seed {seed} is one of a verdict; tune on another, such as 0")
+        raise InputError(f"seed {seed} is used for verdicts; tune on another seed, such as 0")
     with nullcontext() if out is None else tried(out, _ROOM), one_thread():
         found = asked.tune(seed, quick)
     if out is not None:
@@ -167,12 +167,16 @@ def _begun(study: Study, out: Path, resume: bool) -> Study:
     if not stored.runs:
         return study
     if not resume:
-        raise InputError(f"{path} has {len(stored.runs)} seeds; go on with --resume, or choose another --out")
+        raise InputError(
+            f"{path} holds {len(stored.runs)} seeds already; continue with --resume, or choose another --out"
+        )
     now = _made()
     differing = [name for name in now if name != "date" and stored.made.get(name) != now[name]]
     if differing:
         told = ", ".join(f"{name} {stored.made.get(name)} and now {now[name]}" for name in differing)
-        raise InputError(f"{path} was made with {told}; one verdict is of one version, so choose another --out")
+        raise InputError(
+            f"{path} was made with {told}; a verdict needs one version for all seeds, so choose another --out"
+        )
     return stored
 
 

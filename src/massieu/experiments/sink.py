@@ -26,18 +26,23 @@ _CONTEXTS = 256
     criteria=[
         Criterion("weight_error", "|e^(sink − token's logit at the prior mean) − κ₀|/κ₀", most=0.05),
         Criterion("value_error", "‖sink's value − prior mean‖/‖prior mean‖", most=0.05),
-        Criterion("log_z_weight_error", "|κ − κ₀|/κ₀ of a gate σ(a·log Z − log κ) in the sink's place", most=0.05),
-        Criterion("log_z_slope", "a of that gate", least=0.95, most=1.05),
+        Criterion("log_z_weight_error", "|κ − κ₀|/κ₀ of a gate σ(a·log Z − log κ) in place of the sink", most=0.05),
+        Criterion("log_z_slope", "a of the gate σ(a·log Z − log κ)", least=0.95, most=1.05),
         Criterion(
             "excess_risk",
             "squared distance of the sink's output from the posterior mean",
             most=1e-3,
             role="optimisation",
         ),
-        Criterion("log_z_excess_risk", "the same of the gate", most=1e-3, role="optimisation"),
+        Criterion(
+            "log_z_excess_risk",
+            "squared distance of the gate's output from the posterior mean",
+            most=1e-3,
+            role="optimisation",
+        ),
         Criterion(
             "shuffled_weight_error",
-            "the sink's error when trained on means of other contexts",
+            "weight error of a sink trained on means of other contexts",
             most=0.05,
             role="control",
         ),
@@ -50,10 +55,11 @@ _CONTEXTS = 256
     ],
 )
 def sink(seed: int, quick: bool) -> Numbers:
-    """A latent mean in 8 dimensions has the prior N(m₀, I/κ₀), κ₀ between 2 and 20. A context is 1 to 128 tokens N(mean, I),
-    its length log-uniform. The posterior mean is attention with a sink of value m₀ and weight κ₀ (Z3). One softmax layer, its
-    token logit linear in the token, a trained sink logit and value, learns to predict the mean. κ₀ is read off the effective
-    logit, since a constant in all logits is a gauge. A second one has no sink but a gate by its log Z, a third one neither.
+    """A latent mean in 8 dimensions has the prior N(m₀, I/κ₀), κ₀ between 2 and 20. A context is 1 to 128 tokens
+    N(mean, I), its length log-uniform. The posterior mean is attention with a sink of value m₀ and weight κ₀ (Z3). One
+    softmax layer, its token logit linear in the token, a trained sink logit and value, learns to predict the mean. κ₀
+    is read off the effective logit, since a constant added to all logits changes nothing. A second layer has a gate by
+    its log Z in place of the sink, and a third one has neither.
     """
     drawn = torch.Generator().manual_seed(seed)
     task = _Task(drawn)

@@ -21,7 +21,7 @@ _Batch = tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"], Int[Tensor, "B T"]]
 
 @experiment(
     "sufficiency",
-    question="Is what a trained attention layer predicts the posterior's prediction, at trained and at untrained lengths?",
+    question="Does a trained attention layer predict as the exact posterior does, at trained and at longer lengths?",
     claims="E16, Z2, Z3",
     minutes=15,
     criteria=[
@@ -33,17 +33,18 @@ _Batch = tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"], Int[Tensor, "B T"]]
         ),
         Criterion(
             "counts_forgotten",
-            "KL in bits at 1 to 64 tokens, without the key that stands for the prior",
+            "KL in bits at 1 to 64 tokens, without the learned key for the prior",
             most=1e-3,
             role="control",
         ),
     ],
 )
 def sufficiency(seed: int, quick: bool) -> Numbers:
-    """A context is 1 to 64 symbols of 4, its length log-uniform, drawn with probabilities from a Dirichlet prior of a skewed
-    concentration. One attention layer of 4 heads and width 32, asked by one learned token that is also a key, and a small
-    network after it predict the next symbol, from samples alone. The exact prediction is (α + counts)/(α₀ + length). Kullback–
-    Leibler divergences are exact, on fixed contexts. Without the learned key, softmax has nothing that tells 2 tokens from 20.
+    """A context is 1 to 64 symbols of 4, its length log-uniform, drawn with probabilities from a Dirichlet prior of a
+    skewed concentration. One attention layer of 4 heads and width 32, queried by one learned token that is also a key,
+    and a small network after it predict the next symbol, from samples alone. The exact prediction is (α + counts)/(α₀ +
+    length). Kullback–Leibler divergences are exact, on fixed contexts. Without the learned key, softmax cannot tell 2
+    tokens from 20.
     """
     task = _Task(torch.Generator().manual_seed(seed))
     steps = 60 if quick else 6000

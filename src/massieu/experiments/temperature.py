@@ -18,21 +18,21 @@ _QUERIES, _NOISE = 32, 0.5
 
 @experiment(
     "temperature",
-    question="Does training find the scale of the scores that the number of tokens calls for?",
+    question="Does training find the best scale of the scores for each number of tokens?",
     claims="E24, X2",
     minutes=6,
     criteria=[
         Criterion("scale_error", "largest |s − s*|/s* over lengths, s* the best scale in simulation", most=0.03),
-        Criterion("slope_difference", "slope of log s on log L, less that of log s*", least=-0.05, most=0.05),
-        Criterion("excess_risk", "largest risk above that of s*, over that of s*", most=0.01, role="optimisation"),
+        Criterion("slope_difference", "slope of log s on log L − slope of log s*", least=-0.05, most=0.05),
+        Criterion("excess_risk", "largest relative excess of the risk over that of s*", most=0.01, role="optimisation"),
         Criterion("wrong_length", "|s at 16 tokens − s* at 1,024|/s*", most=0.03, role="control"),
     ],
 )
 def temperature(seed: int, quick: bool) -> Numbers:
-    """Tokens (k, v) are Gaussian in 8 dimensions, v = k and noise of standard deviation ½. A query is one more key. The head
-    returns Σ p_n v_n with p the softmax of s·q·k_n, the best score with infinitely many tokens at s = 1 (X1). The scale s is
-    trained, from 0.2, at 16, 64, 256 and 1,024 tokens. s* minimises the risk over one large sample, the same for all scales.
-    With Gaussian queries X2's expansion is outside its range, so that it is not what s is held against.
+    """Tokens (k, v) are Gaussian in 8 dimensions, v = k and noise of standard deviation ½. A query is one more key. The
+    head returns Σ p_n v_n with p the softmax of s·q·k_n, the best score with infinitely many tokens at s = 1 (X1). The
+    scale s is trained, from 0.2, at 16, 64, 256 and 1,024 tokens. s* minimises the risk over one large sample, the same
+    for all scales. X2's expansion does not hold for Gaussian queries, so s is not compared with it.
     """
     drawn = torch.Generator().manual_seed(seed)
     lengths = LENGTHS[:2] if quick else LENGTHS

@@ -25,17 +25,17 @@ _CONTEXTS = 256
     claims="E21, Z12, Z13",
     minutes=6,
     criteria=[
-        Criterion("largest_over_bound", "downstream excess risk over κ² times the masked one, largest", most=1.0),
+        Criterion("largest_over_bound", "largest downstream excess risk / (κ² × masked excess risk)", most=1.0),
         Criterion("rank_correlation", "rank correlation of downstream excess risk with κ²", least=0.8),
-        Criterion("readable", "excess risk of the fitted probe at the least κ, over the target's variance", most=0.05),
+        Criterion("readable", "excess risk of the fitted probe at the least κ / variance of the target", most=0.05),
         Criterion(
             "masked_excess",
-            "largest masked excess risk over its target's variance at κ = 1",
+            "largest masked excess risk / variance of its target at κ = 1",
             most=0.02,
             role="optimisation",
         ),
         Criterion(
-            "lost", "excess risk of the fitted probe where κ = ∞, over the target's variance", most=0.05, role="control"
+            "lost", "excess risk of the fitted probe where κ = ∞ / variance of the target", most=0.05, role="control"
         ),
     ],
 )

@@ -24,7 +24,7 @@ Patterns = Float[Tensor, "B L d"]
 
 
 class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
-    """Heads that retrieve stored patterns and return what belongs to them (Ramsauer et al., arXiv 2008.02217).
+    """Hopfield retrieval with heads: queries retrieve stored patterns and return their values (Ramsauer et al., 2008.02217).
 
     Of stored patterns Y, states R and projections V (all three may be one tensor), each head makes keys, a query and
     values. The query x descends the energy ½‖x‖² − log Z(scale·x)/scale by x ← Σ p_n key_n, which is attention with values
@@ -107,9 +107,7 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         self.euclidean = flag("euclidean", euclidean)
         for name, given in (("sink", sink), ("activation", activation)):
             if euclidean and given is not None:
-                raise ValueError(
-                    f"{name} is about the origin, of which distances know nothing: it needs euclidean=False"
-                )
+                raise ValueError(f"{name} depends on the origin, and distances do not: it needs euclidean=False")
         if steps is not None:
             whole_number("steps", steps, least=1)
         number("dropout", dropout, least=0, below=1)
@@ -268,7 +266,7 @@ class _Trained(hflayers.FromHflayers, Resettable):
 
 
 class HopfieldPooling(_Trained):
-    """A set of patterns to a vector: trained states retrieve from it.
+    """Pools a set of patterns to one vector: trained queries retrieve from the set.
 
     Example:
         >>> import torch
@@ -308,7 +306,7 @@ class HopfieldPooling(_Trained):
 
 
 class HopfieldLayer(_Trained):
-    """A trained memory: the input retrieves from stored patterns that are parameters.
+    """A trained memory: inputs retrieve from stored patterns that are parameters of the module.
 
     Patterns are projected once for a whole batch.
 
