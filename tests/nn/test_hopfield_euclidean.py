@@ -120,8 +120,8 @@ def test_trained_memories_take_distances():
 @every_row(
     "options, words, kind",
     [
-        ({"sink": 0.0}, "sink is about the origin", ValueError),
-        ({"activation": RMSNorm.create()}, "activation is about the origin", ValueError),
+        ({"sink": 0.0}, "sink depends on the origin", ValueError),
+        ({"activation": RMSNorm.create()}, "activation depends on the origin", ValueError),
         ({"euclidean": 1}, "euclidean", TypeError),
     ],
 )
