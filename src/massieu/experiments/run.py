@@ -85,7 +85,7 @@ def run(
         out: A folder for NAME.json and NAME.html; None keeps nothing.
         resume: Go on from the seeds that are stored there. Without it, a folder that has seeds of this experiment is
             refused, unless they are of a quick run.
-        progress: Called after each seed with it, how many are done, how many there are, and its seconds.
+        progress: Called after each seed with it, how many are done, how many there are, and its seconds of one core.
 
     Returns:
         The study, and whether it came to its end: Ctrl-C keeps the seeds that were done.
@@ -114,13 +114,13 @@ def run(
         save(study, out)  # what is in the way of writing is found before anything is lost
     for place, seed in enumerate(wanted):
         if seed not in study.runs:
-            started = time.perf_counter()
+            started = time.process_time()
             try:
                 with one_thread():
                     numbers = measure(seed, quick)
             except KeyboardInterrupt:
                 return study, False
-            study.runs[seed], study.seconds[seed] = numbers, time.perf_counter() - started
+            study.runs[seed], study.seconds[seed] = numbers, time.process_time() - started
             if out is not None:
                 save(study, out)
         if progress is not None:

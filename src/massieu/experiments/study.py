@@ -105,7 +105,7 @@ class Study:
 
     Attributes:
         runs: By seed, its numbers.
-        seconds: By seed, how long it took.
+        seconds: By seed, how long it had a core; waiting for one does not count.
         quick: Sizes were small: no verdict.
         large: Sizes were large.
     """

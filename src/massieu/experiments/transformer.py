@@ -86,3 +86,39 @@ class Transformer(nn.Module):
         for block in self.blocks:
             found = block(found, self.is_causal)
         return self.after(found)
+
+
+class VectorTransformer(nn.Module):
+    """From vectors to vectors, one at each place; without positions where no length is given."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        length: int | None = None,
+        width: int = 32,
+        heads: int = 4,
+        depth: int = 2,
+        block: Callable[[int, int], nn.Module] = TransformerBlock,
+        is_causal: bool = True,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(inputs, width)
+        self.position = None if length is None else nn.Parameter(torch.randn(length, width))
+        self.blocks = nn.ModuleList(block(width, heads) for _ in range(depth))
+        self.after = nn.LayerNorm(width)
+        self.readout = nn.Linear(width, outputs)
+        self.is_causal = is_causal
+
+    def forward(self, tokens: Float[Tensor, "B L inputs"]) -> Float[Tensor, "B L outputs"]:
+        return self.readout(self.hidden(tokens))
+
+    def hidden(self, tokens: Float[Tensor, "B L inputs"]) -> Float[Tensor, "B L D"]:
+        """What the readout sees."""
+        found = self.embedding(tokens)
+        if self.position is not None:
+            found = found + self.position
+        for block in self.blocks:
+            found = block(found, self.is_causal)
+        return self.after(found)
