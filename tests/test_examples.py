@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts.tutorials import executed
+from tests.printed import differing
 
 from massieu.probing.statistics.registry import STATISTICS
 
@@ -46,7 +47,7 @@ PAGES_WITH_CODE = (
     "how-to/conditional_mean",
     "how-to/entropy_collapse",
 )
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+TUTORIALS = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {ROOT / "docs" / "tutorials" / "index.md"})
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
     "own_measure.py",
@@ -96,7 +97,7 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, ca
     printed = capsys.readouterr().out.split("END OF BLOCK\n")
     assert len(printed) == len(blocks)
     for shown, (_, expected) in zip(printed, blocks, strict=True):
-        assert not expected or shown == expected
+        assert not expected or differing(shown, expected) == []
 
 
 @pytest.mark.slow
@@ -137,6 +138,10 @@ def test_a_block_of_a_tutorial_has_its_output_below_it_and_one_that_fails_ends_t
     assert "print(a)\n```\n\n```text\n2\n```\n" in shown and shown.count("```text") == 1
     with pytest.raises(RuntimeError, match="so"):
         executed("```python\nraise ValueError('so')\n```\n")
+    typed = executed("```python\nopen('a.txt', 'w').write('two')\n```\n\n```console\n$ ls\n$ massieu --version\n```\n")
+    assert typed.startswith("```python\n") and "--version\n```\n\n```text\na.txt\nmassieu " in typed  # an empty folder
+    with pytest.raises(RuntimeError, match="no-such-folder"):
+        executed("```console\n$ ls no-such-folder\n$ ls\n```\n")
 
 
 @pytest.mark.medium
@@ -145,7 +150,7 @@ def test_the_readmes_python_prints_what_stands_below_it(tmp_path, monkeypatch, c
     ((block, printed),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, flags=re.DOTALL)
     assert readme.count("```python") == 1
     run_here(block, tmp_path / "readme.py", monkeypatch)
-    assert capsys.readouterr().out == printed
+    assert differing(capsys.readouterr().out, printed) == []
 
 
 def test_every_example_is_tested():
@@ -363,18 +368,6 @@ def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
     assert float(ratio) > 0.8
     assert float(accuracy) < -0.7
     assert "κ = inf" in found
-    # What the page says of it.
-    ((masks, least, largest, lost),) = numbers(r"κ of (\d+) masks: (\S+) to (\S+); not identifiable: (\d+)", found)
-    ((near, alike),) = numbers(r"among the (\d+) masks of 15 to 17 pixels: (\S+)", found)
-    page = (ROOT / "docs/explanation/transfer.md").read_text().replace("−", "-")
-    for words in (
-        f"Over {masks} masks κ goes from {float(least):.0f} to {float(largest):.0f}.",
-        f"at most {float(share):.2f} of its bound. The rank correlation",
-        f"measured ratio of errors is {ratio}, between κ and accuracy {accuracy}, and {alike} among the {near} masks",
-        f"{lost} more masks, and four pixels by themselves, are not enough",
-    ):
-        assert words in page, words
-    assert f": rank correlation {ratio}." in (ROOT / "docs/start/examples.md").read_text()
     assert picture.stat().st_size > 10_000
 
 
