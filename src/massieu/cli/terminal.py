@@ -87,6 +87,7 @@ def show_statistic(statistic: "Statistic") -> None:
 
 
 def show_description(found: dict[str, Any]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -94,13 +95,18 @@ def show_description(found: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
     def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        drawn = Table(*columns, title=title, title_justify="left", show_header=any(columns))
+        drawn = Table(
+            title=title, title_justify="left", title_style="bold", show_header=any(columns),
+            box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for name in columns:
+            drawn.add_column(name, overflow="fold")
         for row in rows:
             drawn.add_row(*("–" if cell is None else escape(str(cell)) for cell in row))
         console.print(drawn)
 
     table("Model", ("", ""), [(name.replace("_", " "), value) for name, value in found["model"].items()])
-    console.print(f"capture route: {found['route']}\n", markup=False)
+    console.print(f"attention read by: {found['route']}\n", markup=False)
     columns = ("layer", "name", "kind", "heads", "key_heads", "head_size", "route", "grade")
     rows = [[site[name] for name in columns] for site in found["sites"]]
     table("Attention sites", [name.replace("_", " ") for name in columns], rows)
