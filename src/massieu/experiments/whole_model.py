@@ -26,7 +26,7 @@ _CONTEXTS, _STEPS = 32, 3000
     "whole-model",
     question="Does a whole model that learns functions of the sphere in context beat the floor of one softmax head?",
     claims="E18, Z6, Z7",
-    minutes=6,
+    minutes=8,
     criteria=[
         Criterion("over_fixed", "error of the model at 64 tokens / floor of one head at a fixed scale", most=0.9),
         Criterion("over_tuned", "error of the model at 64 tokens / error of one head at the best scale", most=0.9),
