@@ -247,10 +247,7 @@ def compare(
     statistics: take.Statistics = None,
     seed: Annotated[int | None, option("N", "Random seed of samples and controls [0].")] = None,
     trust_remote_code: TrustRemoteCode = False,
-    fail_above: Annotated[
-        str | None,
-        option("NAME=X,...", "Exit with status 1 if a head's statistic differs significantly and by more than X."),
-    ] = None,
+    fail_above: take.FailAbove = None,
     json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
     """Compare models on the same text, head by head."""
@@ -315,13 +312,8 @@ def report(
     "  massieu monitor run.jsonl other.jsonl --reference healthy.jsonl"
 )
 def monitor(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN.jsonl", help="File that massieu.Monitor wrote; further files share the plots."),
-    ],
-    reference: Annotated[
-        Path | None, option("PATH", "A run that went well: it shares the plots, and alarms compare with it.")
-    ] = None,
+    runs: take.Runs,
+    reference: take.Reference = None,
     out: Annotated[Path | None, option("PATH", "File of the page [RUN.html].")] = None,
 ) -> None:
     """Draw the curves and alarms of a training run."""
@@ -337,9 +329,7 @@ def monitor(
     "  massieu probe gpt2 --statistics entropy,maps"
 )
 def statistics(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Statistics or groups to explain [a list of all].")
-    ] = None,
+    names: take.Names = None,
 ) -> None:
     """List the statistics, or explain the ones you name."""
     from massieu.probing.statistics.registry import STATISTICS, select
@@ -362,14 +352,10 @@ def statistics(
 )
 def verify(
     context: typer.Context,
-    ids: Annotated[
-        list[str] | None, typer.Argument(metavar="ID", help="Claims to show in detail, such as S7 [a list of all].")
-    ] = None,
+    ids: take.Claims = None,
     set: Annotated[list[str] | None, option("NAME=VALUE", "Set a parameter of the named claims; repeatable.")] = None,
     seed: Annotated[int | None, option("N", "Random seed of all claims [0].")] = None,
-    every_row: Annotated[
-        bool, option(None, "Show every check of the named claims, not only the worst of each kind.", "--all")
-    ] = False,
+    every_row: take.EveryRow = False,
     json: Annotated[bool, option(None, "Print a JSON list instead.", "--json")] = False,
     html: Annotated[Path | None, option("PATH", "Also write a page with every number.")] = None,
 ) -> None:

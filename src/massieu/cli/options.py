@@ -1,4 +1,4 @@
-"""What several commands take: the model and how it is loaded, text in several paths."""
+"""What commands take: the model and how it is loaded, text in several paths, names of claims and statistics."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -96,6 +96,21 @@ Statistics = Annotated[
 PerToken = Annotated[str | None, option("NAME,...", _PER_TOKEN)]
 Resume = Annotated[bool, option(None, _RESUME, "--resume")]
 StoreEvery = Annotated[float, option("MINUTES", "How often intermediate results are stored in DIR.")]
+
+# --- what single commands take --------------------------------------------------------------------------------------
+
+_FAIL_ABOVE = "Exit with status 1 if a head's statistic differs significantly and by more than X."
+_RUNS = "File that massieu.Monitor wrote; further files share the plots."
+_REFERENCE = "A run that went well: it shares the plots, and alarms compare with it."
+_EVERY_ROW = "Show every check of the named claims, not only the worst of each kind."
+_CLAIMS = "Claims to show in detail, such as S7 [a list of all]."
+_NAMES = "Statistics or groups to explain [a list of all]."
+FailAbove = Annotated[str | None, option("NAME=X,...", _FAIL_ABOVE)]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN.jsonl", help=_RUNS)]
+Reference = Annotated[Path | None, option("PATH", _REFERENCE)]
+Claims = Annotated[list[str] | None, typer.Argument(metavar="ID", help=_CLAIMS)]
+Names = Annotated[list[str] | None, typer.Argument(metavar="NAME", help=_NAMES)]
+EveryRow = Annotated[bool, option(None, _EVERY_ROW, "--all")]
 
 
 def names_in(*listed: str) -> list[str] | None:
