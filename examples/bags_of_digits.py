@@ -87,15 +87,26 @@ def models() -> dict[str, Callable[[], Pooled]]:
 
 
 def draw(found: dict[str, Tensor], path: Path) -> None:
-    """A dot a seed, and the mean."""
-    figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    """A bag with a nine, which has a red frame; below, a dot for each seed, and the mean."""
+    figure = plt.figure(figsize=(7, 3.4), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 3.4))
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data).float() / 16, torch.tensor(digits.target)
+    bags, has_nine = make_bags(images, labels, 8, torch.Generator().manual_seed(0))
+    bag = bags[has_nine.argmax()]
+    is_nine = (torch.cdist(bag, images[labels == 9]) == 0).any(-1)
+    for place, image, framed in zip(above.subplots(1, BAG), bag, is_nine, strict=True):
+        place.imshow(image.reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
+        place.set(xticks=[], yticks=[])
+        place.spines[:].set(color="#c1121f" if framed else "#cccccc", linewidth=2.5 if framed else 1)
+    axes = below.subplots()
     for row, scores in enumerate(found.values()):
         axes.plot(scores, [row] * len(scores), "o", alpha=0.5, color="#2a6f97")
         axes.plot(scores.mean(), row, "|", markersize=22, color="#c1121f")
     axes.set_yticks(range(len(found)), list(found))
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.axvline(0.5, color="grey", linestyle=":", linewidth=1)
-    axes.set_xlabel("accuracy on held-out bags; a dot a seed, their mean a bar")
+    axes.set_xlabel("accuracy on held-out bags: a dot for each seed, a bar at their mean")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     print(f"picture: {path}")
