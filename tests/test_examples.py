@@ -121,15 +121,8 @@ def test_every_page_with_code_is_run():
         "docs/how-to/probe.md",
         "docs/how-to/extending.md",
         "docs/start/first_hour.md",  # tests/test_first_hours.py
-        *(f"docs/tutorials/{path.name}" for path in TUTORIALS),
+        *(f"docs/tutorials/{path.name}" for path in TUTORIALS),  # run as the site is built: tests/test_site.py
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
-def test_a_tutorial_runs_prints_and_draws(page):
-    shown = executed(page.read_text())
-    assert "```text\n" in shown and "](data:image/png;base64," in shown
 
 
 @pytest.mark.medium

@@ -144,6 +144,9 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
         r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(?:https?:)?//|<link\b(?![^>]*rel=\"?canonical)[^>]*https?://"
     )
     assert not [page for page, text in pages.items() if fetched.search(text)]
+    tutorials = {path.stem for path in (DOCS / "tutorials").glob("*.md")} - {"index"}
+    shown = {name: pages[Path(f"tutorials/{name}.html")] for name in tutorials}
+    assert {name for name, text in shown.items() if 'src="data:image/png' in text} == tutorials  # they were run
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import\s+)[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
     for path, (_, entry) in places().items():
