@@ -31,7 +31,7 @@ _TITLES = {
     "digits",
     question="How much does filling in patches of unlabelled digits help a linear probe with few labels?",
     claims="E21",
-    minutes=6,
+    minutes=5,
     criteria=[
         *described(
             {
