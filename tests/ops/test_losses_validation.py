@@ -122,7 +122,7 @@ STATISTICS = {
         (H, W, Y),
         {"temperature": torch.ones((), device="meta")},
         ValueError,
-        "on cpu and .* on meta",
+        "hidden on cpu and temperature on meta",
     ),
     "both tensors": (
         (H, W, Y),

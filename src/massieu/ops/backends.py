@@ -12,8 +12,8 @@ from massieu.ops.shapes import AttentionProblem
 class Backend(Protocol):
     """One way to compute a function of an attention problem.
 
-    A fused kernel, on the CPU or on CUDA, is a `massieu.ops.fused.FusedKernel`, of which `massieu.ops.fused.Fused` makes a
-    backend. Every registry ends in a reference, which refuses nothing.
+    A fused kernel, on the CPU or on CUDA, is a `massieu.ops.fused_kernel.FusedKernel`, of which `massieu.ops.fused.Fused`
+    makes a backend. Every registry ends in a reference, which refuses nothing.
     """
 
     @property

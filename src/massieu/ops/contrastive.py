@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import check_one_device, check_range, described, flag, floating, number
+from massieu.foundation.arguments import check_one_device, described, flag, floating, number
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.documents import Documents, check_documents
-from massieu.ops.linear_scores import check_places, index_tensor, log_partitions, values_are_known
+from massieu.ops.linear_scores import check_places, index_tensor, log_partitions, one_number, values_are_known
 from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import check_alike, working_dtype
 
@@ -142,7 +142,7 @@ def info_nce(
     dtype = working_dtype(query)
     with without_autocast(query.device):
         keys = key if negatives is None else torch.cat([key, negatives])
-        row = query.to(dtype) / checked_temperature(temperature, query, dtype)
+        row = query.to(dtype) / one_number("temperature", temperature, dtype, above=0, query=query)
         found = log_partitions(ScorePlan(row, keys, target=target, both=symmetric, **fields))
         loss = torch.stack([direction.seen_excess().mean() for direction in found]).mean()
     return contrast(loss, [direction.log_partition for direction in found]) if return_log_partition else loss
@@ -303,19 +303,6 @@ def targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: bool
     if symmetric:
         raise ValueError("a symmetric loss has its positives on the diagonal: give key[positive] for key, not positive")
     return index_tensor("positive", positive, (len(query),), query=query)
-
-
-def checked_temperature(temperature: float | Tensor, query: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """The temperature as a number, or a tensor without dimensions of that dtype."""
-    if not isinstance(temperature, Tensor):
-        return float(number("temperature", temperature, above=0))
-    floating("temperature", temperature)
-    if temperature.numel() != 1:
-        raise ValueError(f"temperature must be one number, got shape {tuple(temperature.shape)}")
-    check_one_device(query=query, temperature=temperature)
-    if values_are_known(temperature):
-        check_range("temperature", temperature, above=0)
-    return temperature.reshape(()).to(dtype)
 
 
 def weights(log_weight: LogWeight, query: Tensor, count: int, rows: int | None = None) -> dict[str, Any]:

@@ -7,14 +7,16 @@ reference's.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.ops import reference
+from massieu.ops import packed, reference
 from massieu.ops.differentiable import differentiable
+from massieu.ops.documents import Documents
 from massieu.ops.shapes import AttentionProblem
 
 Pass = Callable[..., tuple[Tensor, ...]]
@@ -78,6 +80,7 @@ def plain(
     low: int | None,
     high: int | None,
     value_is_key: bool,
+    documents: Documents | None = None,
 ) -> tuple[Tensor, ...]:
     """The kernel's two results by the reference."""
     grouped = query.unflatten(1, (key.shape[1], -1))
@@ -88,8 +91,11 @@ def plain(
     is_causal = low is None and high is not None
     window = None if low is None or high is None else (low, high)
     lead, offset = tuple(query.shape[:-1]), high if is_causal and high else 0
-    problem = AttentionProblem(grouped, key, value, mask, scale, is_causal, lead, window, offset=offset)
-    return tuple(problem.restore(result) for result in reference.attention(problem))
+    problem = AttentionProblem(
+        grouped, key, value, mask, scale, is_causal, lead, window, offset=offset, documents=documents
+    )
+    run = reference.attention if documents is None else partial(packed.apply, reference.attention)
+    return tuple(problem.restore(result) for result in run(problem))
 
 
 def rows_contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:

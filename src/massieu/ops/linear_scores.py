@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from massieu.foundation.arguments import check_one_device, check_shape, integers
+from massieu.foundation.arguments import check_one_device, check_range, check_shape, floating, integers, number
 from massieu.foundation.transforms import (
     in_functorch,
     in_nested_forward_mode,
@@ -53,6 +53,20 @@ def check_places(name: str, places: Tensor, count: int, alternative: str = "") -
     wrong = places[(places < 0) | (places >= count)]
     if len(wrong):
         raise ValueError(f"{name} must be in 0 … {count - 1}{alternative}, got {wrong[0].item()}")
+
+
+def one_number(
+    name: str, given: float | Tensor, dtype: torch.dtype, *, above: float | None = None, **beside: Tensor
+) -> float | Tensor:
+    """A number, or a tensor of one as one without dimensions of that dtype, on the device of the other; or an error."""
+    if not isinstance(given, Tensor):
+        return float(number(name, given, above=above))
+    if floating(name, given).numel() != 1:
+        raise ValueError(f"{name} must be one number, got shape {tuple(given.shape)}")
+    check_one_device(**beside, **{name: given})
+    if values_are_known(given):
+        check_range(name, given, above=above)
+    return given.reshape(()).to(dtype)
 
 
 def values_are_known(tensor: Tensor) -> bool:

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_one_device, check_range, floating, number
 from massieu.foundation.transforms import without_autocast
-from massieu.ops.linear_scores import values_are_known
+from massieu.ops.linear_scores import one_number, values_are_known
 from massieu.ops.shapes import check_alike, working_dtype
 
 
@@ -60,7 +59,7 @@ def binary_nce(
     if values_are_known(noise_log_noise) and bool((noise_log_noise == -torch.inf).any()):
         raise ValueError("noise_log_noise must be above −inf: the noise has no draw where its density is 0")
     dtype = working_dtype(data_log_density)
-    level = _level(log_partition, data_log_density, dtype)
+    level = one_number("log_partition", log_partition, dtype, data_log_density=data_log_density)
     with without_autocast(data_log_density.device):
         count, share = data_log_density.numel(), math.log(noise_log_density.numel() / data_log_density.numel())
         told, untold = (density.to(dtype) - level - known.to(dtype) - share for density, known in (data, noise))
@@ -80,15 +79,3 @@ def _checked(name: str, density: Tensor, known: Tensor) -> tuple[Tensor, Tensor]
         shapes = tuple(density.shape), tuple(known.shape)
         raise ValueError(f"{' and '.join(given)} must have one shape, got {shapes[0]} and {shapes[1]}")
     return density, known
-
-
-def _level(log_partition: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
-    if not isinstance(log_partition, Tensor):
-        return float(number("log_partition", log_partition))
-    floating("log_partition", log_partition)
-    if log_partition.numel() != 1:
-        raise ValueError(f"log_partition must be one number, got shape {tuple(log_partition.shape)}")
-    check_one_device(data_log_density=like, log_partition=log_partition)
-    if values_are_known(log_partition):
-        check_range("log_partition", log_partition)
-    return log_partition.reshape(()).to(dtype)

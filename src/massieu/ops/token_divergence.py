@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_one_device, check_shape, number
+from massieu.foundation.arguments import check_one_device, number
 from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import (
-    autocasts,
     in_functorch,
     in_nested_forward_mode,
     may_be_differentiated,
@@ -25,8 +24,8 @@ from massieu.foundation.transforms import (
 from massieu.ops import reference, score_tiles
 from massieu.ops.differentiable import BlockSum, recomputed
 from massieu.ops.score_tiles import ScorePlan, multiplied, product
-from massieu.ops.shapes import at_once, check_alike, slices, working_dtype
-from massieu.ops.vocabulary import checked_softcap
+from massieu.ops.shapes import at_once, slices, working_dtype
+from massieu.ops.vocabulary import check_heads, checked_softcap
 
 NEAR = 0.1
 """|x| up to which φ(x) is a series; beyond, eˣ − 1 − x keeps all but a few units of its last digit."""
@@ -88,8 +87,8 @@ def token_divergence(
         >>> round(found.divergence.exp().item(), 3)  # log 4
         4.0
     """
-    _check(hidden, weight, bias, "")
-    _check(other_hidden, other_weight, other_bias, "other_")
+    check_heads(hidden, weight, bias)
+    check_heads(other_hidden, other_weight, other_bias, "other_")
     check_one_device(hidden=hidden, other_hidden=other_hidden)
     lead = tuple(hidden.shape[:-1])
     if tuple(other_hidden.shape[:-1]) != lead:
@@ -133,19 +132,6 @@ class _Options(NamedTuple):
             softcap=None if softcap is None else softcap * scale,
             scale=scale,
         )
-
-
-def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str) -> None:
-    mixed = isinstance(hidden, Tensor) and autocasts(hidden.device.type)
-    named = {f"{prefix}hidden": hidden, f"{prefix}weight": weight, **({} if bias is None else {f"{prefix}bias": bias})}
-    check_alike(mixed, **named)
-    h, w = tuple(hidden.shape), tuple(weight.shape)
-    if len(w) != 2 or 0 in w:
-        raise ValueError(f"{prefix}weight must have shape (V, D) with at least one word and one dimension, got {w}")
-    if len(h) < 1 or h[-1] != w[1]:
-        raise ValueError(f"{prefix}hidden must have shape (*lead, {w[1]}) for {prefix}weight {w}, got {h}")
-    if bias is not None:
-        check_shape(f"{prefix}bias", bias, w[:1])
 
 
 def _differentiable(*tensors: Tensor | None, options: _Options) -> Results:
@@ -271,13 +257,17 @@ def _difference(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
 
 def _terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """The terms of both divergences."""
-    c, p, q = _log_ratio(log_p, log_q), log_p.exp(), log_q.exp()
+    hidden = log_p == -torch.inf, log_q == -torch.inf
+    return _terms_of(_log_ratio(log_p, log_q), log_p.exp(), log_q.exp(), *hidden)
+
+
+def _terms_of(c: Tensor, p: Tensor, q: Tensor, no_p: Tensor, no_q: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from c = log p − log q, 0 where either hides the word, and from which words each hides."""
     near, close = c.abs() < 1, c.clamp(-1, 1)
     forward = torch.where(near, p * _curvature(-close), p * c - p + q)
     backward = torch.where(near, q * _curvature(close), p - q - q * c)
-    no_p, no_q = log_p == -torch.inf, log_q == -torch.inf
-    forward = torch.where(no_p, q, forward).masked_fill_(no_q & ~no_p, torch.inf)
-    return forward, torch.where(no_q, p, backward).masked_fill_(no_p & ~no_q, torch.inf)
+    forward = torch.where(no_p, q, forward).masked_fill(no_q & ~no_p, torch.inf)
+    return forward, torch.where(no_q, p, backward).masked_fill(no_p & ~no_q, torch.inf)
 
 
 def _curvature(x: Tensor) -> Tensor:
@@ -320,9 +310,5 @@ def _plain_block(options: _Options, *tensors: Tensor | None) -> Results:
     (log_p, log_q), (no_p, no_q) = logs, hidden
     c = torch.where(no_p | no_q, 0.0, log_p - log_q)
     p, q = (torch.where(none, 0.0, log.exp()) for log, none in zip(logs, hidden, strict=True))
-    near, close = c.abs() < 1, c.clamp(-1, 1)
-    forward = torch.where(near, p * _curvature(-close), p * c - p + q)
-    backward = torch.where(near, q * _curvature(close), p - q - q * c)
-    forward = torch.where(no_p, q, forward).masked_fill(no_q & ~no_p, torch.inf)
-    backward = torch.where(no_q, p, backward).masked_fill(no_p & ~no_q, torch.inf)
+    forward, backward = _terms_of(c, p, q, no_p, no_q)
     return forward.sum(1), backward.sum(1)

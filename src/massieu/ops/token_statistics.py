@@ -9,8 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import whole_number
 from massieu.foundation.transforms import without_autocast
-from massieu.ops.contrastive import checked_temperature
-from massieu.ops.linear_scores import Statistics, check_places, compute, values_are_known
+from massieu.ops.linear_scores import Statistics, check_places, compute, one_number, values_are_known
 from massieu.ops.score_tiles import ScorePlan, multiplied
 from massieu.ops.shapes import working_dtype
 from massieu.ops.vocabulary import check_shapes, checked_softcap
@@ -125,7 +124,7 @@ def statistics(found: Statistics) -> TokenStatisticsResult:
 
 
 def check_options(hidden: Tensor, temperature: float | Tensor, softcap: float | None, ignore_index: int) -> None:
-    checked_temperature(temperature, hidden, hidden.dtype)
+    one_number("temperature", temperature, hidden.dtype, above=0, hidden=hidden)
     whole_number("ignore_index", ignore_index, least=-(1 << 63))
     checked_softcap(softcap, hidden)
     if softcap is not None and isinstance(temperature, Tensor):
@@ -138,7 +137,7 @@ def scores(
     """Linear scores that are the logits divided by the temperature T: c·tanh(s/c)/T is k·tanh((s/T)/k) with k = c/T."""
     dtype, scale = working_dtype(row), 1.0
     if isinstance(temperature, Tensor):
-        warmth = checked_temperature(temperature, row, dtype)
+        warmth = temperature.reshape(()).to(dtype)
         row, bias = row.to(dtype) / warmth, None if bias is None else bias.to(dtype) / warmth
     elif temperature != 1:
         scale = 1 / float(temperature)

@@ -193,16 +193,18 @@ def token_losses(
     return loss.masked_fill(~counted, 0.0)
 
 
-def check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    """Raise a TypeError or ValueError unless they fit each other; `prefix` begins their names in the error."""
     mixed = isinstance(hidden, Tensor) and autocasts(hidden.device.type)
-    check_alike(mixed, hidden=hidden, weight=weight, **({} if bias is None else {"bias": bias}))
+    named = {f"{prefix}hidden": hidden, f"{prefix}weight": weight, **({} if bias is None else {f"{prefix}bias": bias})}
+    check_alike(mixed, **named)
     h, w = tuple(hidden.shape), tuple(weight.shape)
     if len(w) != 2 or 0 in w:
-        raise ValueError(f"weight must have shape (V, D) with at least one word and one dimension, got {w}")
+        raise ValueError(f"{prefix}weight must have shape (V, D) with at least one word and one dimension, got {w}")
     if len(h) < 1 or h[-1] != w[1]:
-        raise ValueError(f"hidden must have shape (*lead, {w[1]}) for weight {w}, got {h}")
+        raise ValueError(f"{prefix}hidden must have shape (*lead, {w[1]}) for {prefix}weight {w}, got {h}")
     if bias is not None:
-        check_shape("bias", bias, w[:1])
+        check_shape(f"{prefix}bias", bias, w[:1])
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.transforms import in_functorch
-from massieu.ops import packed, reference
 from massieu.ops.cuda import kernel
 from massieu.ops.cuda.flash import FlashKernel
 from massieu.ops.documents import Documents
 from massieu.ops.fused import Fused
+from massieu.ops.fused_kernel import plain
 from massieu.ops.shapes import AttentionProblem
 
 
@@ -76,21 +76,8 @@ class PackedFlashKernel(FlashKernel):
     ) -> tuple[Tensor, ...]:
         """Both results by the reference."""
         assert mask is not None
-        grouped = query.unflatten(1, (key.shape[1], -1))
-        causal = low is None and high is not None
-        problem = AttentionProblem(
-            grouped,
-            key,
-            value,
-            None,
-            scale,
-            causal,
-            tuple(query.shape[:-1]),
-            None if low is None or high is None else (low, high),
-            offset=high or 0 if causal else 0,
-            documents=Documents.of_boundaries(*mask.tolist()),
-        )
-        return tuple(problem.restore(result) for result in packed.apply(reference.attention, problem))
+        documents = Documents.of_boundaries(*mask.tolist())
+        return plain(query, key, value, None, scale, low, high, value_is_key, documents)
 
 
 class PackedFlash(Fused):

@@ -6,7 +6,8 @@ process's own. Each operation below is linear, and its backward pass is another 
 - `replicate`: replicated → own copies, for uses that differ between processes. Backward: `total`.
 - `total`: own → replicated, the sum. Backward: `replicate`, which communicates nothing. So the gradient of a replicated
   result is that of the one objective, not multiplied by the number of processes.
-- `gather`: own → own, every process's tensor stacked. Backward: `scatter_sum`, and the other way round.
+- `gather`: own → own, every process's tensor stacked. Backward: each process gets
+  the sum over all of what they have for it. Of that sum, the backward is `gather`.
 - `exchange`: own → own, slice j goes to process j. Backward: `exchange`.
 """
 

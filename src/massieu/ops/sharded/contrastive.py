@@ -10,7 +10,7 @@ from massieu.foundation.arguments import choice
 from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import contrastive
 from massieu.ops.contrastive import ContrastResult, LogWeight
-from massieu.ops.linear_scores import Direction, check_places, log_partitions
+from massieu.ops.linear_scores import Direction, check_places, log_partitions, one_number
 from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import working_dtype
 from massieu.ops.sharded import rows
@@ -75,7 +75,7 @@ def info_nce(
         weight = log_weight if isinstance(log_weight, Tensor) else None
         pairs = None if weight is None or weight.ndim != 2 else len(weight)
         fields = contrastive.weights(log_weight, query, count, pairs)
-        number = contrastive.checked_temperature(temperature, query, query.dtype)
+        number = one_number("temperature", temperature, query.dtype, above=0, query=query)
         tensors = {"query": query, "key": key, "negatives": negatives, "temperature": number, "log_weight": weight}
         check_sendable(shard, **tensors)
         alike = {
@@ -106,7 +106,7 @@ def info_nce(
             fields["row_ids"] = ids[0]
         if "log_weight" in fields:
             fields["log_weight"] = _of_everyone(fields["log_weight"], lengths, shard)
-        row = query.to(dtype) / contrastive.checked_temperature(temperature, query, dtype)
+        row = query.to(dtype) / one_number("temperature", temperature, dtype, above=0, query=query)
         row = rows.everyone(row, lengths, shard)
         mine, place = rows.places(target, counts, shard)
         first, *second = log_partitions(ScorePlan(row, keys, target=place, both=symmetric, **fields))

@@ -116,8 +116,10 @@ def linear_cross_entropy(
             scores = row @ weight.sum(0, dtype=dtype)
             numbers.append(scores if bias is None else scores + bias.sum(dtype=dtype))
         own_counted = words != ignore_index
-        merged = _of_own_tokens if own else _of_all_tokens
-        direction, score = merged(numbers, words.where(own_counted, 0), mine, lengths, counts, shard)
+        if own:
+            direction, score = _of_own_tokens(numbers, words.where(own_counted, 0), lengths, counts, shard)
+        else:
+            direction, score = _of_all_tokens(numbers, mine, shard)
         level = direction.log_partition
         smooth = label_smoothing * (level - score / sum(counts)) if label_smoothing else None
         nats = vocabulary.token_losses(direction, smooth, own_counted, None, label_smoothing, z_loss)
@@ -132,9 +134,7 @@ def linear_cross_entropy(
     return CrossEntropyResult(nats, level.reshape(target.shape)) if return_log_partition else nats
 
 
-def _of_all_tokens(
-    numbers: list[Tensor], words: Tensor, mine: Tensor, lengths: list[int], counts: list[int], group: Group
-) -> tuple[Direction, Tensor]:
+def _of_all_tokens(numbers: list[Tensor], mine: Tensor, group: Group) -> tuple[Direction, Tensor]:
     """Log Z over all words, its excess, and the sum of the scores if it is wanted, of replicated tokens."""
     own, excess, *scores = numbers
     level = merge(only(own), group).log_partition
@@ -145,7 +145,7 @@ def _of_all_tokens(
 
 
 def _of_own_tokens(
-    numbers: list[Tensor], words: Tensor, mine: Tensor, lengths: list[int], counts: list[int], group: Group
+    numbers: list[Tensor], words: Tensor, lengths: list[int], counts: list[int], group: Group
 ) -> tuple[Direction, Tensor]:
     """The same of this process's tokens."""
     found = rows.answers(torch.stack(numbers, -1), lengths, group)
