@@ -84,6 +84,8 @@ def test_small_steps_are_all_accepted_and_follow_the_gradient():
         (lambda: langevin_init(torch.zeros(0, 1), double_well), ValueError, "\\(0, 1\\)"),
         (lambda: langevin_init(torch.zeros(2, 1), lambda x: x), ValueError, "\\(2,\\), got \\(2, 1\\)"),
         (lambda: langevin_init(torch.full((1, 1), math.inf), double_well), ValueError, "finite"),
+        # The density is finite at 0, its slope is not: no proposal from there could be accepted.
+        (lambda: langevin_init(torch.zeros(1, 1), lambda x: -x.abs().sqrt().sum(-1)), ValueError, "its gradient"),
     ],
 )
 def test_bad_starts(call, error, message):

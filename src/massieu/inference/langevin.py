@@ -47,7 +47,8 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
 
     Raises:
         TypeError: `position` is not a floating-point tensor.
-        ValueError: it has no chain, `log_density` does not return a number a chain, or that is not finite.
+        ValueError: it has no chain, `log_density` does not return a number a chain, or that or its gradient is not
+            finite.
 
     Example:
         >>> import torch
@@ -61,8 +62,9 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
         )
     check_values(position=position)
     state = _evaluate(position, log_density)
-    if not state.log_density.isfinite().all():
-        raise ValueError("every chain must start where the log-density is finite")
+    # From a gradient that is none every proposal is refused: such a chain never moves.
+    if not (state.log_density.isfinite().all() and state.gradient.isfinite().all()):
+        raise ValueError("every chain must start where the log-density and its gradient are finite")
     return state
 
 
