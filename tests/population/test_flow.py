@@ -183,6 +183,13 @@ def test_a_checkpoint_of_another_flow_is_refused(tmp_path):
         Flow(resampled(), depth=2).run(points, checkpoint=tmp_path / "file")
 
 
+def scaled_by(number):
+    def layer(x, *, factor=number):
+        return factor * x
+
+    return layer
+
+
 @every_row(
     ("one", "other"),
     [
@@ -190,6 +197,7 @@ def test_a_checkpoint_of_another_flow_is_refused(tmp_path):
         (ClusteringEnergy.create(1.0).step, ClusteringEnergy.create(2.0).step),
         (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)),
         (noisy(torch.Generator()), resampled()),
+        (scaled_by(2), scaled_by(3)),
     ],
 )
 def test_layers_are_told_apart_by_what_they_hold(one, other):

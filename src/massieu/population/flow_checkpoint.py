@@ -208,8 +208,9 @@ def _parts(thing: object) -> Sequence[object]:
     if isinstance(thing, types.MethodType):
         return [thing.__func__, thing.__self__]
     if isinstance(thing, types.FunctionType):
+        named = (thing.__kwdefaults__ or {}).items()
         cells = [cell.cell_contents for cell in thing.__closure__ or ()]
-        return [thing.__module__, thing.__qualname__, thing.__code__, thing.__defaults__, cells]
+        return [thing.__module__, thing.__qualname__, thing.__code__, thing.__defaults__, cells, *named]
     if isinstance(thing, types.CodeType):
         return [thing.co_code, thing.co_names, thing.co_consts]
     if is_dataclass(thing) and not isinstance(thing, type):
