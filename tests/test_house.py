@@ -220,8 +220,17 @@ def test_a_circle_would_be_seen():
 
 def test_least_squares_are_solved_in_one_place():
     """The default driver of `torch.linalg.lstsq` reads memory that nobody wrote."""
-    callers = {_module(path) for path in _files() if "torch.linalg.lstsq(" in path.read_text(encoding="utf-8")}
-    assert callers == {"massieu.foundation.matrices"}
+    assert _callers("torch.linalg.lstsq(") == {"massieu.foundation.matrices"}
+
+
+def test_eigenvalues_are_asked_for_in_one_place():
+    """`torch.linalg.eigvals` and `eig` end the process at a NaN; the second caller replaces what is not finite."""
+    assert _callers("torch.linalg.eigvals(") == {"massieu.foundation.matrices"}
+    assert _callers("torch.linalg.eig(") == {"massieu.solve.attraction"}
+
+
+def _callers(call: str) -> set[str]:
+    return {_module(path) for path in _files() if call in path.read_text(encoding="utf-8")}
 
 
 # --- size ------------------------------------------------------------------------------------------------------------

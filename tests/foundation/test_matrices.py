@@ -52,6 +52,14 @@ def test_least_squares_are_numpys_of_lower_rank_too_and_have_the_same_bits_in_ea
     assert len(bits) == 1
 
 
+def test_eigenvalues_of_what_is_not_finite_are_nan_and_the_process_goes_on():
+    given = torch.stack([torch.tensor([[0.0, -2.0], [2.0, 0.0]]).double()] * 3)
+    given[1, 0, 0], given[2, 1, 0] = torch.nan, torch.inf
+    found = matrices.eigenvalues(given)
+    assert sorted(found[0].imag.tolist()) == pytest.approx([-2.0, 2.0]) and found[1:].isnan().all()
+    assert matrices.eigenvalues(torch.full((64, 64), torch.nan)).isnan().all()
+
+
 FIELDS, COUPLING = normal(3, 4, seed=2), normal(4, 4, seed=3)
 COUPLING = 0.1 * (COUPLING + COUPLING.mT) * (1 - torch.eye(4, dtype=torch.float64))
 FUNCTIONS = {

@@ -7,7 +7,7 @@ order (torch 2.13), and say nothing; those of `solve`, `log_determinant` and `sq
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
 from massieu.foundation.transforms import every, unwrapped
@@ -59,6 +59,16 @@ def least_squares(matrix: Float[Tensor, "*lead m n"], right: Float[Tensor, "*lea
     to call, and at a matrix of lower rank its answer may be wrong.
     """
     return torch.linalg.lstsq(matrix, right, driver="gelsd").solution
+
+
+def eigenvalues(matrix: Float[Tensor, "*lead n n"]) -> Complex[Tensor, "*lead n"]:
+    """Of a matrix that need not be symmetric; NaN where the matrix has a NaN or an infinity.
+
+    `torch.linalg.eigvals` ends the process there (MKL, torch 2.13 and 2.14).
+    """
+    finite = matrix.isfinite().all(-1).all(-1)
+    found = torch.linalg.eigvals(torch.where(finite[..., None, None], matrix, 0.0))
+    return torch.where(finite.unsqueeze(-1), found, torch.nan)
 
 
 def log_determinant(matrix: Float[Tensor, "*lead n n"]) -> Float[Tensor, "*lead"]:

@@ -8,10 +8,10 @@ Elhage et al. and of Olsson et al.; the definitions are stated in full here.
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from massieu.foundation.matrices import eigenvalues
 from massieu.probing.accumulate import Ratio
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import REPEATED, statistic
@@ -77,5 +77,5 @@ def copying_score(
     """Does the head raise (1) or lower (−1) the logits of the tokens that it attends to?"""
     # Dv × Dv matrices have the same eigenvalues but for zeros; `tokens` is W_Eᵀ W_U, summed over the vocabulary.
     value, output = (part.to(tokens) for part in (value, output))
-    values = torch.linalg.eigvals((value @ tokens @ output).double())
+    values = eigenvalues((value @ tokens @ output).double())
     return values.real.sum(-1) / values.abs().sum(-1)

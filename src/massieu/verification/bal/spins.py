@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from massieu.energy import SpinModel
+from massieu.foundation.matrices import eigenvalues
 from massieu.measures import Categorical, Gaussian, Spin
 from massieu.verification.claim import CLOSED_FORM, Check, all_raise, as_published, at_least, at_most, close
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
@@ -209,7 +210,7 @@ def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Che
     slope = torch.func.jacrev(means)(location).reshape(block.shape) @ block
     yield close("adaptive TAP: ∂m/∂X and (Σ⁻¹ − J)⁻¹", slope, response)
     yield from _cancellation(covariance, matrix, pull, mean, curvature)
-    site, largest = Gaussian.create(location, covariance), torch.linalg.eigvals(block @ matrix).real.amax()
+    site, largest = Gaussian.create(location, covariance), eigenvalues(block @ matrix).real.amax()
     SpinModel.create(site, 0.99 / largest * coupling)
     yield all_raise("couplings beyond Σ⁻¹", ValueError, lambda: SpinModel.create(site, 1.01 / largest * coupling))
 

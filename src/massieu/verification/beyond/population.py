@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from massieu.foundation.matrices import eigenvalues
 from massieu.measures import Gaussian
 from massieu.population import AttentionLayer, Composition
 from massieu.theory import BlowUpError, gaussian_flow
@@ -58,7 +59,7 @@ def _blow_up(normal: Normal, dimensions: int) -> Iterator[Check]:
     same = torch.eye(dimensions).double()
     score, law = same + 0.5 * normal(dimensions, dimensions), _law(normal, dimensions, dimensions)
     inverse = torch.linalg.inv(_covariance(law))
-    last = 1 / torch.linalg.eigvals(_covariance(law) @ (score + score.T)).real.max().item()
+    last = 1 / eigenvalues(_covariance(law) @ (score + score.T)).real.max().item()
     before = gaussian_flow(law, value=same, score=score, time=0.8 * last)
     expected = torch.linalg.inv(inverse - 0.8 * last * (score + score.T))
     yield close(
