@@ -93,8 +93,12 @@ def test_names_of_features():
     import polars
 
     frame = polars.DataFrame({"age": TABLE[:, 0], "height": TABLE[:, 1], "weight": TABLE[:, 2]})
+    if not hasattr(StandardScaler().fit(frame), "feature_names_in_"):
+        return  # scikit-learn 1.6 knows no names of polars' columns
     memory = HopfieldMemory().set_output(transform="polars").fit(frame)
     assert list(memory.feature_names_in_) == memory.transform(frame).columns == ["age", "height", "weight"]
+    with pytest.raises(ValueError, match="column 'height' must hold 0 and 1"):
+        BoltzmannEstimator(visible=["gaussian", "bernoulli", "gaussian"]).fit(frame)
 
 
 @pytest.mark.medium

@@ -14,7 +14,7 @@ from massieu.foundation.arguments import number, whole_number
 from massieu.measures import Measure
 from massieu.nn import RestrictedBoltzmannMachine
 from massieu.sklearn.rows import validate_data
-from massieu.sklearn.units import Columns, Kinds, hidden_layer
+from massieu.sklearn.units import Columns, Kinds, hidden_layer, learning_rate
 
 DTYPES = [np.float64, np.float32]
 _CHAINS, _SCHEDULE = 256, 1000
@@ -28,21 +28,22 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
     those of the table in its own units, in nats, normaliser included: they can be compared with those of other densities,
     and `GridSearchCV` compares them by itself.
 
-    Columns that are "gaussian" are counted from their mean in units of their standard deviation, "exponential" ones in
-    units of their mean. So rescaling a column changes nothing but the units of the density.
+    Columns that are "gaussian" are counted from their mean in units of their standard deviation: rescaling one changes
+    nothing but the units of the density. Of positive, skewed columns and large counts take logarithms before.
 
     Args:
         n_components: How many hidden units.
-        visible: "gaussian" (numbers), "bernoulli" (0 and 1), "spin" (±1), "poisson" (counts), "exponential" (from 0
-            upwards); one for all columns, or a list with one for each. Or a `massieu.measures.Measure` on rows.
+        visible: "gaussian" (numbers), "bernoulli" (0 and 1), "spin" (±1) or "poisson" (counts); one for all columns, or
+            a list with one for each. Or a `massieu.measures.Measure` on rows.
         hidden: One of these; bits and spins make the same machines, of which spins learn faster. Or "categorical": one
-            unit of so many states, with which the machine is a mixture model. Or a measure, whose size takes the place of
-            `n_components`. Unbounded visible units need bounded hidden ones, else there is no normaliser, or hardly one
-            (B2). Two Gaussian layers are probabilistic PCA, which `PCA` solves exactly.
+            unit of so many states, with which the machine is a mixture model; `GaussianMixture`, by EM, fits such a one
+            better. Or a measure, whose size takes the place of `n_components`. Unbounded visible units need bounded
+            hidden ones, else there is no normaliser, or hardly one (B2). Two Gaussian layers are probabilistic PCA, which
+            `PCA` solves exactly.
         residual_variance: Of "gaussian" columns, the share of their variance that the hidden units leave over.
-        learning_rate: "auto" takes the least that suits one of the kinds: 1 for "bernoulli" and "categorical", 0.3 for "spin",
-            0.1 for "gaussian", 0.03 for "exponential" and for hidden "poisson" units and measures, 0.1/(largest mean) for
-            counts. It falls to 0 in `fit`.
+        learning_rate: "auto" takes 1, for spins 0.3, for hidden "gaussian" units 0.1, for hidden "poisson" units and for
+            measures 0.03; and less where a step would overshoot: where counts or residual variances are large, hidden units
+            many, or columns alike. It falls to 0 in `fit`.
         batch_size, n_iter: Rows an update, and passes over the table.
         n_chains, n_sweeps: Chains of the model, kept from update to update, and their Gibbs sweeps an update.
         verbose: Show progress on the standard error.
@@ -127,15 +128,17 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
         count = whole_number("n_components", self.n_components, least=1)
         wide = table.astype(np.float64)
         columns = Columns.of(self.visible, wide, getattr(self, "feature_names_in_", None), variance)
-        hidden, rate = hidden_layer(self.hidden, count)
+        hidden = hidden_layer(self.hidden, count)
         self.random_state_ = check_random_state(self.random_state)
         self._annealing_seed = self._seed()
         dtype = torch.float32 if table.dtype == np.float32 else torch.float64
-        self.machine_ = RestrictedBoltzmannMachine(columns.measure, hidden, generator=self._generator(), dtype=dtype)
+        self.machine_ = RestrictedBoltzmannMachine(
+            columns.layer.measure, hidden.measure, generator=self._generator(), dtype=dtype
+        )
         with torch.no_grad():
             self.machine_.visible_bias.copy_(torch.from_numpy(columns.bias))
         self.location_, self.scale_ = columns.location, columns.scale
-        self._rate = min(columns.rate, rate)
+        self._rate = learning_rate(columns.layer, hidden)
         self._n_features_out = len(self.machine_.hidden_bias)
 
     def _train(self, table: np.ndarray, *, epochs: int, batch_size: int) -> None:
@@ -172,7 +175,11 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
     # Density.
 
     def score_samples(self, X: Any) -> np.ndarray:
-        """log p of each row, nats, of the table in its own units. −inf for a row that no unit of these kinds can be."""
+        """log p of each row, nats, of the table in its own units. −inf for a row that no unit of these kinds can be.
+
+        Of bits and counts it is the logarithm of a probability, of numbers that of a density: compare it between models
+        of columns of the same kinds.
+        """
         rows = self._read(X)
         return self.machine_.score_samples(rows, self.log_partition_).numpy() - np.log(self.scale_).sum()
 

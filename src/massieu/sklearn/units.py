@@ -1,4 +1,4 @@
-"""What the columns of a table are: kinds of units, as measures, and the units that each column is counted in."""
+"""What the columns of a table are: kinds of units, as measures, the units that each column is counted in, learning rates."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.arguments import choice, instance
-from massieu.measures import Bernoulli, Categorical, Exponential, Gaussian, Measure, Poisson, Spin, product
+from massieu.measures import Bernoulli, Categorical, Gaussian, Measure, Poisson, Spin, product
 
 Kinds = str | Sequence[str] | Measure
 
@@ -24,8 +24,10 @@ class _Visible(NamedTuple):
     """Which numbers such a column may have."""
     words: str
     """The same in words."""
-    rate: float
-    """A learning rate at which such columns train without diverging."""
+    rate: float = 1.0
+    """The largest learning rate that suits them."""
+    response: Callable[[np.ndarray, float], float] = lambda columns, variance: 0.0
+    """How far the mean of an unbounded unit goes with its field; 0 of a bounded one, which needs no such care."""
     units: Callable[[np.ndarray], tuple[Any, Any]] = lambda column: (0.0, 1.0)
     """Location and scale of the columns of a table."""
     bias: Callable[[np.ndarray, int], Any] = lambda mean, rows: 0.0
@@ -33,12 +35,9 @@ class _Visible(NamedTuple):
 
 
 def _spread(columns: np.ndarray) -> tuple[Any, Any]:
-    return columns.mean(0), _or_one(columns.std(0))
-
-
-def _or_one(scale: np.ndarray) -> np.ndarray:
-    """A column that does not vary is counted in units of 1."""
-    return np.where(scale > 0, scale, 1.0)
+    deviation = columns.std(0)
+    # A column that does not vary is counted in units of 1.
+    return columns.mean(0), np.where(deviation > 0, deviation, 1.0)
 
 
 def _log_odds(share: np.ndarray, rows: int) -> np.ndarray:
@@ -52,7 +51,6 @@ _VISIBLE = {
         lambda zero, _: Bernoulli.create(zero + 0.5),
         lambda x: (x == 0) | (x == 1),
         "0 and 1",
-        rate=1.0,
         bias=_log_odds,
     ),
     "spin": _Visible(
@@ -66,46 +64,69 @@ _VISIBLE = {
         lambda zero, _: Poisson.create(zero + 1),
         lambda x: (x >= 0) & (x == np.floor(x)),
         "counts 0, 1, 2, …",
-        rate=0.1,
+        # The mean, each count weighted by itself: large counts are where it runs away.
+        response=lambda columns, _: float((np.square(columns).mean(0) / np.maximum(columns.mean(0), 1e-9)).max()),
         bias=lambda mean, rows: np.log(mean.clip(0.5 / (rows + 1))),
     ),
     "gaussian": _Visible(
         lambda zero, variance: Gaussian.create(zero, zero + variance),
         np.isfinite,
         "finite numbers",
-        rate=0.1,
+        response=lambda _, variance: variance,
         units=_spread,
     ),
-    "exponential": _Visible(
-        lambda zero, _: Exponential.create(zero + 1),
-        lambda x: x >= 0,
-        "numbers from 0 upwards",
-        rate=0.03,
-        units=lambda columns: (0.0, _or_one(columns.mean(0))),
-    ),
 }
-_HIDDEN: dict[str, tuple[Callable[[Tensor], Measure], float]] = {
-    "bernoulli": (lambda zero: Bernoulli.create(zero + 0.5), 1.0),
-    "spin": (Spin.create, 0.3),
-    "gaussian": (lambda zero: Gaussian.create(zero, zero + 1), 0.1),
-    "poisson": (lambda zero: Poisson.create(zero + 1), 0.03),
-    "exponential": (lambda zero: Exponential.create(zero + 1), 0.03),
-    "categorical": (lambda zero: Categorical.create(zero + 1 / len(zero)), 1.0),
+
+
+class _Hidden(NamedTuple):
+    """A kind of hidden units."""
+
+    measure: Callable[[Tensor], Measure]
+    """Of zeros, as many as there are."""
+    rate: float
+    spread: float
+    """The largest variance of one; of "categorical" of all."""
+
+
+_HIDDEN = {
+    "bernoulli": _Hidden(lambda zero: Bernoulli.create(zero + 0.5), 1.0, 0.25),
+    "spin": _Hidden(Spin.create, 0.3, 1.0),
+    "gaussian": _Hidden(lambda zero: Gaussian.create(zero, zero + 1), 0.1, 1.0),
+    "poisson": _Hidden(lambda zero: Poisson.create(zero + 1), 0.03, 1.0),
+    "categorical": _Hidden(lambda zero: Categorical.create(zero + 1 / len(zero)), 1.0, 0.25),
 }
-"""Kinds of hidden units, of zeros as many as there are, and their learning rates."""
 _OTHER_RATE = 0.03
 """Of measures of one's own."""
+
+
+class Layer(NamedTuple):
+    """Units, and what decides how fast they can learn."""
+
+    measure: Measure
+    rate: float
+    response: float = 0.0
+    """How far the mean of one goes with its field, at most."""
+    spread: float = 0.0
+    """The largest variance along any direction."""
+
+
+def learning_rate(visible: Layer, hidden: Layer) -> float:
+    """At most one at which the means that a step of the weights moves do not overshoot what the step is to correct.
+
+    A step moves the fields of a layer by rate·(their error)·(spread of the other layer), and its means by `response` times
+    that.
+    """
+    overshoot = max(visible.response * hidden.spread, hidden.response * visible.spread)
+    return min(visible.rate, hidden.rate, 1 / overshoot if overshoot > 0 else math.inf)
 
 
 class Columns(NamedTuple):
     """A table's columns as visible units. A row is worth (row − location)/scale to the machine."""
 
-    measure: Measure
+    layer: Layer
     location: np.ndarray
     scale: np.ndarray
     bias: np.ndarray
-    rate: float
-    """The learning rate that suits these columns."""
 
     @classmethod
     def of(cls, visible: Kinds, table: np.ndarray, names: Sequence[str] | None, residual_variance: float) -> "Columns":
@@ -120,25 +141,25 @@ class Columns(NamedTuple):
         if isinstance(visible, Measure):
             if tuple(visible.event_shape) != (width,):
                 raise ValueError(f"visible is a measure on {tuple(visible.event_shape)}, and X has {width} columns")
-            return cls(visible, location, scale, bias, _OTHER_RATE)
+            return cls(Layer(visible, _OTHER_RATE), location, scale, bias)
         kinds = [visible] * width if isinstance(visible, str) else list(instance("visible", visible, Sequence, _WORDS))
         if len(kinds) != width:
             raise ValueError(f"visible must have one kind for each of {width} columns, got {len(kinds)}")
-        parts, rate, first = [], math.inf, 0
+        parts, units, first = [], [], 0
         for kind, run in groupby(kinds):
             unit = _VISIBLE[choice("visible", kind, *_VISIBLE)]
             columns = slice(first, first + len(list(run)))
             own = table[:, columns]
             _check(kind, unit, own, first, names)
             location[columns], scale[columns] = unit.units(own)
-            mean = own.mean(0)
-            bias[columns] = unit.bias(mean, rows)
-            zero = torch.zeros(own.shape[1], dtype=torch.float64)
-            parts.append(unit.measure(zero, residual_variance))
-            # Counts vary as much as their mean is large.
-            rate = min(rate, unit.rate / (max(1.0, mean.max()) if kind == "poisson" else 1.0))
+            bias[columns] = unit.bias(own.mean(0), rows)
+            parts.append(unit.measure(torch.zeros(own.shape[1], dtype=torch.float64), residual_variance))
+            units.append((unit.rate, unit.response(own, residual_variance)))
             first = columns.stop
-        return cls(parts[0] if len(parts) == 1 else product(*parts), location, scale, bias, rate)
+        measure = parts[0] if len(parts) == 1 else product(*parts)
+        rate, response = min(rate for rate, _ in units), max(response for _, response in units)
+        spread = float(np.linalg.eigvalsh(np.atleast_2d(np.cov(table / scale, rowvar=False, bias=True)))[-1])
+        return cls(Layer(measure, rate, response, spread), location, scale, bias)
 
 
 _WORDS = f"one of {', '.join(map(repr, _VISIBLE))}, a sequence with one of them for each column, or a measure"
@@ -154,9 +175,11 @@ def _check(kind: str, unit: _Visible, columns: np.ndarray, first: int, names: Se
         )
 
 
-def hidden_layer(hidden: str | Measure, count: int) -> tuple[Measure, float]:
-    """The hidden units, and the learning rate that suits them."""
+def hidden_layer(hidden: str | Measure, count: int) -> Layer:
+    """The hidden units."""
     if isinstance(hidden, Measure):
-        return hidden, _OTHER_RATE
-    make, rate = _HIDDEN[choice("hidden", hidden, *_HIDDEN)]
-    return make(torch.zeros(count, dtype=torch.float64)), rate
+        return Layer(hidden, _OTHER_RATE)
+    unit = _HIDDEN[choice("hidden", hidden, *_HIDDEN)]
+    # All of them may go together, but for the states of one unit.
+    together = unit.spread * (1 if hidden == "categorical" else count)
+    return Layer(unit.measure(torch.zeros(count, dtype=torch.float64)), unit.rate, unit.spread, together)
