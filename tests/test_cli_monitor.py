@@ -84,6 +84,7 @@ def test_a_reference_of_another_model_is_said_on_the_page(tmp_path: Path):
         (["{tmp}/good.jsonl", "--reference", "{tmp}/empty.jsonl"], "massieu: {tmp}/empty.jsonl holds no record"),
         (["{tmp}/good.jsonl", "--out", "{tmp}"], "massieu: {tmp} is a folder; the page needs the name of a file"),
         (["{tmp}/good.jsonl", "--out", "{tmp}/good.jsonl"], "massieu: the page cannot be written to {tmp}/good.jsonl"),
+        (["{tmp}/good.jsonl", "--out", "{tmp}/x/../good.jsonl"], "massieu: the page cannot be written to {tmp}/x/../"),
         (
             ["{tmp}/good.jsonl", "--out", "{tmp}/good.jsonl/page.html"],
             "massieu: the output folder {tmp}/good.jsonl cannot be made",
@@ -94,6 +95,7 @@ def test_a_reference_of_another_model_is_said_on_the_page(tmp_path: Path):
 def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
     _written(tmp_path / "good.jsonl")
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "x").mkdir(exist_ok=True)
     (tmp_path / "prose.jsonl").write_text("It was a dark night.\n")
     ran = _run(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
     assert ran.exit_code == 2

@@ -1,5 +1,6 @@
 """The command that draws what a monitor recorded."""
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ def draw(runs: Sequence[Path], out: Path | None, reference: Path | None) -> Path
     from massieu.report.curves import render
 
     page = runs[0].with_suffix(".html") if out is None else out
-    if page in (*runs, reference):
+    if os.path.exists(page) and any(_same(page, each) for each in (*runs, reference) if each is not None):
         raise InputError(f"the page cannot be written to {page}, which is one of the recorded runs")
     require_extra("plotly.offline", "probe")
     check_page(page)
@@ -36,6 +37,11 @@ def draw(runs: Sequence[Path], out: Path | None, reference: Path | None) -> Path
         say(f"in alarm from step {step}: {', '.join(keys)}")
     write_whole(page, render([first, *read[1:]], healthy), "the page")
     return page
+
+
+def _same(page: Path, run: Path) -> bool:
+    """Whether two paths, however they are written, lead to one file."""
+    return os.path.exists(run) and os.path.samefile(page, run)
 
 
 def _compared(run: TrainingRun, reference: TrainingRun) -> TrainingRun:
