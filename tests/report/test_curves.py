@@ -74,6 +74,12 @@ def test_a_panel_holds_every_runs_numbers(page: str):
     assert [run["reference"] for run in data_of(page)["runs"]] == [False, False, True]
 
 
+def test_runs_of_one_name_are_told_apart():
+    names = ["a (1)", "a (1)", "a", "a", "a (2)"]
+    shown = [run["name"] for run in data_of(curves.render([training_run(name) for name in names]))["runs"]]
+    assert shown == ["a (1)", "a (1) (2)", "a", "a (2)", "a (2) (2)"]
+
+
 def test_maps_are_of_layers_and_of_heads_apart(page: str):
     maps = {(entry["run"], entry["quantity"]): entry for entry in data_of(page)["maps"]}
     assert maps[0, "entropy_min"]["rows"] == ["layer0", "layer1"]

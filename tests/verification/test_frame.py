@@ -164,7 +164,8 @@ def test_an_error_inside_a_claim_keeps_its_traceback_and_names_the_claim():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("7", 7), ("2e5", 200_000), ("200_000", 200_000), ("3.0", 3), (" 12 ", 12), (5, 5)]
+    ("text", "value"),
+    [("7", 7), ("2e5", 200_000), ("200_000", 200_000), ("3.0", 3), (" 12 ", 12), (5, 5), (2**53 + 1, 2**53 + 1)],
 )
 def test_a_whole_number_is_read(text, value):
     found = register("S15", noise).read({"N": text})
@@ -185,6 +186,8 @@ def test_a_number_is_read():
         ({"N": "2.5"}, "N of claim S15 must be a whole number, at least 1, got '2.5'"),
         ({"N": "0"}, "N of claim S15 must be a whole number, at least 1, got '0'"),
         ({"N": "inf"}, "N of claim S15 must be a whole number"),
+        ({"N": "9" * 400}, "N of claim S15 must be a whole number"),
+        ({"N": 10**400}, "N of claim S15 must be a whole number"),
         ({"seed": "-1"}, "seed of claim S15 must be a whole number, at least 0, got '-1'"),
         ({"width": "nan"}, "width of claim S15 must be a finite number, got 'nan'"),
         ({"width": "wide"}, "width of claim S15 must be a finite number, got 'wide'"),

@@ -93,10 +93,14 @@ def render(runs: Sequence[TrainingRun], reference: TrainingRun | None = None) ->
 
 
 def _distinct(names: Iterable[str]) -> list[str]:
+    """Each name, with a number where it is taken already."""
     known: list[str] = []
     for name in names:
-        same = sum(name == other.partition(" (")[0] for other in known)
-        known.append(f"{name} ({same + 1})" if same else name)
+        shown, number = name, 1
+        while shown in known:
+            number += 1
+            shown = f"{name} ({number})"
+        known.append(shown)
     return known
 
 

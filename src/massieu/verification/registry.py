@@ -210,11 +210,9 @@ def _order(id: str) -> tuple[int, int, str]:
 def _number(value: Setting | str, whole: bool) -> Setting | None:
     """The value as a finite number, whole if need be ("2e5" is); None if it is none."""
     try:
-        number = (
-            int(value) if whole and isinstance(value, str) and re.fullmatch(r"[+-]?[\d_]+", value) else float(value)
-        )
-    except ValueError:
-        return None
-    if not math.isfinite(number) or (whole and number != int(number)):
+        number = int(value) if whole and re.fullmatch(r"[+-]?[\d_]+", str(value)) else float(value)
+        if not math.isfinite(number) or (whole and number != int(number)):
+            return None
+    except (ValueError, OverflowError):  # no number, or larger than any float
         return None
     return int(number) if whole else number
