@@ -10,9 +10,11 @@ from scipy.stats import binom, gamma, multivariate_normal, poisson
 from tests.rows import every_row
 from torch import Tensor
 
+from massieu.duality import natural
 from massieu.measures import (
     Atoms,
     Bernoulli,
+    ConjugatePrior,
     Exponential,
     Gamma,
     Gaussian,
@@ -198,3 +200,12 @@ def test_domains_of_the_parts_are_kept():
     with pytest.raises(ValueError, match=r"coordinates 1 to 1: .*3"):
         joined.mean(torch.tensor([9.0, 4.0]))
     assert joined.mean(torch.tensor([9.0, 2.0]))[1] == 1
+
+
+def test_a_sums_interior_point_lies_in_the_domains_of_all_terms():
+    # Domains (0, 10) and (0, 1), in either order: the middle of the wider one is outside the other.
+    bits = Bernoulli.create(torch.full((2, 1), 0.5, dtype=torch.float64))
+    wide, narrow = (torch.tensor(strengths, dtype=torch.float64).unsqueeze(-1) for strengths in ((10, 1), (1, 10)))
+    both = convolve(ConjugatePrior.create(bits, wide), ConjugatePrior.create(bits, narrow))
+    eta = torch.tensor([[0.3], [0.7]], dtype=torch.float64)
+    torch.testing.assert_close(natural(both, both.mean(eta)), eta)

@@ -221,8 +221,7 @@ class Atoms(Measure):
 
 def _scores(eta: Tensor, points: Tensor) -> Tensor:
     """x_n·eta, shape (*batch, *query, N)."""
-    flat = eta.reshape(*points.shape[:-2], eta.shape[points.ndim - 2 : -1].numel(), eta.shape[-1])
-    return (flat @ points.mT).reshape(*eta.shape[:-1], points.shape[-2])
+    return _weighted_sum(eta, points.mT)
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.numerics import logsumexp
-from massieu.foundation.values import align
+from massieu.foundation.values import align, spread
 from massieu.measures import listed
 from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure
@@ -15,7 +15,7 @@ from massieu.measures.gaussian import Gaussian
 from massieu.measures.hooks import Listed, MissingFormError, Reference
 from massieu.measures.listed import MOST_LISTED, is_close
 from massieu.measures.mixture import Mixture
-from massieu.measures.sums import Independent, all_known, check_parts, total
+from massieu.measures.sums import Independent, all_known, check_parts, first_inside, total
 
 
 def convolve(*measures: Measure) -> Measure:
@@ -55,8 +55,11 @@ class Convolution(Independent):
         return " and ".join(dict.fromkeys(measure._domain() for measure in self.measures))
 
     def _interior(self) -> Tensor | None:
-        found = [measure._interior() for measure in self.measures]
-        return next((inside for inside in found if inside is not None), None)
+        """A term's interior point that lies in the domains of all."""
+        known = [inside for measure in self.measures if (inside := measure._interior()) is not None]
+        if not known:
+            return None
+        return first_inside(self, torch.stack([spread("convolve", point, self.batch_shape, 1) for point in known], -2))
 
     def _fisher(self, eta: Tensor) -> Tensor:
         return total([measure._fisher(eta) for measure in self.measures])

@@ -14,7 +14,7 @@ from massieu.measures import listed
 from massieu.measures.base import Measure
 from massieu.measures.hooks import Listed, Reference
 from massieu.measures.moments import centred_log_mean_exp, cumulants_of_moments, moments_of_cumulants
-from massieu.measures.sums import all_known, one_reference
+from massieu.measures.sums import all_known, first_inside, one_reference
 
 
 def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure] | Measure) -> "Mixture":
@@ -284,12 +284,7 @@ class Mixture(Measure):
             points = spread("mixture", known[0], batch, event + 1)
         else:
             points = torch.stack([spread("mixture", point, batch, event) for point in known], len(batch))
-        inside = self._in_domain(points)
-        if inside is None:
-            return points.select(len(batch), 0)
-        return points.take_along_dim(self._eventwise(inside.byte().argmax(-1, keepdim=True)), len(batch)).squeeze(
-            len(batch)
-        )
+        return first_inside(self, points)
 
     def _domain(self) -> str:
         return " and ".join(dict.fromkeys(part._domain() for part in self._parts()))

@@ -11,6 +11,7 @@ from massieu.foundation.arguments import check_range, real_tensor, whole_number
 from massieu.foundation.numerics import GAUSS_LEGENDRE
 from massieu.foundation.values import static_field
 from massieu.measures.base import Measure
+from massieu.measures.continuous import standard_gammas
 from massieu.measures.hooks import Reference
 from massieu.ops import bessel
 
@@ -209,8 +210,7 @@ class Sphere(Measure):
             kappa = flat[left]
             b = freedom / (2 * kappa + torch.hypot(2 * kappa, kappa.new_tensor(freedom)))
             shape = torch.full_like(kappa, freedom / 2)
-            # torch.distributions.Gamma takes no generator.
-            one, two = torch._standard_gamma(torch.stack([shape, shape]), generator=generator)  # pyright: ignore[reportPrivateImportUsage]
+            one, two = standard_gammas(torch.stack([shape, shape]), generator)
             ratio = one / (two + b * one)  # Z/H
             excess = 2 * kappa * b * (1 / (1 + b) - ratio)
             excess = excess + freedom * torch.log((1 + b) * (one + two) / (2 * (two + b * one)))

@@ -243,3 +243,12 @@ def one_reference(measures: Sequence[Measure]) -> Reference:
     """What the measures' densities are taken with respect to, if that is one and the same."""
     references: set[Reference] = {measure._reference for measure in measures}
     return references.pop() if len(references) == 1 else "mixed"
+
+
+def first_inside(measure: Measure, points: Tensor) -> Tensor:
+    """Of points (*batch, K, *event), for each batch item the first in the measure's domain, or else the first."""
+    batch, inside = len(measure.batch_shape), measure._in_domain(points)
+    if inside is None:
+        return points.select(batch, 0)
+    index = inside.byte().argmax(-1, keepdim=True)
+    return points.take_along_dim(index.reshape(*index.shape, *[1] * len(measure.event_shape)), batch).squeeze(batch)
