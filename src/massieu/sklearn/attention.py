@@ -22,7 +22,7 @@ from massieu.sklearn.rows import (
     validate_data,
 )
 
-_QUERIES = 2000
+_QUERIES = 1000
 """Rows at most that are left out, one by one, to choose a scale."""
 _POWERS = range(-4, 17)
 """Of 2: the scales that are tried, in units of 1/the total variance."""
@@ -40,7 +40,7 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     Args:
         scores: "distance" or "dot_product", of rows about their mean.
         scale: The inverse temperature. "auto" takes the power of 2, in units of 1/the total variance, of the least
-            leave-one-out error over at most 2,000 rows.
+            leave-one-out error over at most 1,000 rows.
 
     Attributes:
         scale_: The scale.

@@ -27,7 +27,7 @@ from massieu.sklearn.rows import (
 )
 from massieu.solve import Status
 
-_QUERIES = 2000
+_QUERIES = 1000
 """Rows at most that are left out, one by one, to choose a scale and a threshold."""
 _POWERS = range(-4, 17)
 """Of 2: the scales that are tried, in units of the dimension over the total variance."""
@@ -47,7 +47,7 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
 
     Args:
         scale: The inverse temperature, 1/bandwidth². "auto" takes the power of 2, in units of dimension/total variance, of
-            the largest leave-one-out likelihood over at most 2,000 rows.
+            the largest leave-one-out likelihood over at most 1,000 rows.
         n_steps: Steps of attention in `transform`; None goes on until a row rests. Many steps at the scale of a density
             find few modes; to retrieve single rows takes a larger scale.
         false_alarm_rate: The share of rows like the stored ones that `predict` calls foreign.
