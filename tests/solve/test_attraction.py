@@ -27,6 +27,12 @@ def test_small_items_have_the_radius_itself(size, dtype, tolerance):
         assert abs(found[place] - torch.linalg.eigvals(jacobian).abs().max()) < tolerance * (1 + found[place])
 
 
+@every_row(("products", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError)])
+def test_bad_numbers_of_products(products, error):
+    with pytest.raises(error, match="products must be"):
+        spectral_radius(torch.cos, torch.zeros(2), products=products)
+
+
 def test_larger_symmetric_items_have_it_from_below():
     basis = torch.linalg.qr(normal(60, 60)).Q
     for leading in (0.95, 1.3):

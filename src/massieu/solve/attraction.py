@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import whole_number
 from massieu.foundation.transforms import repeat
 from massieu.solve.linear import krylov, orthogonalise
 from massieu.solve.methods import slope
@@ -50,8 +51,9 @@ def spectral_radius(
         products: One evaluation each.
 
     Raises:
-        TypeError: `value` is no floating-point tensor, or `parameters` no tuple.
-        ValueError: `item_dims` is not among the value's dimensions, or `function` changes shape or dtype.
+        TypeError: `value` is no floating-point tensor, `parameters` no tuple, or `products` no whole number.
+        ValueError: `item_dims` is not among the value's dimensions, `products` is below 1, or `function` changes shape
+            or dtype.
 
     Example:
         >>> import torch
@@ -59,6 +61,7 @@ def spectral_radius(
         >>> round(spectral_radius(lambda z: 3 * torch.tanh(z), torch.zeros(1)).item(), 2)  # 0 repels
         3.0
     """
+    whole_number("products", products, least=1)
     problem, flat, leaves = pose(function, value, parameters, item_dims)
     with torch.no_grad():
         point = flat.detach()

@@ -12,7 +12,7 @@ from massieu.foundation.arguments import described, instance, number, whole_numb
 from massieu.foundation.transforms import may_be_differentiated, repeat, some, unwrapped
 from massieu.solve.adjoint import BY_THEOREM, Adjoint, Implicit, OneStep, Unrolled, implicit, one_step
 from massieu.solve.attraction import PRODUCTS, spectrum
-from massieu.solve.methods import AS_IT_PAYS, IterationState, Method, Newton, Picard, Tolerance
+from massieu.solve.methods import AS_IT_PAYS, IterationState, Method, Newton, Picard, Tolerance, default_tolerance
 from massieu.solve.problem import BoundFunction, FixedPointProblem, pose, refuse_captured
 from massieu.solve.status import CONVERGED, DIVERGED, MAX_STEPS, NOT_ATTRACTING, NOT_FINITE, FixedPointResult, Status
 
@@ -170,10 +170,8 @@ def _advice(kind: Status, near: bool, slope: float) -> str:
 
 
 def _tolerance(rtol: float | None, atol: float | None, dtype: torch.dtype) -> Tolerance:
-    exact = dtype == torch.float64
-    return Tolerance(
-        (1e-10 if exact else 2e-6) if rtol is None else rtol, (1e-12 if exact else 1e-8) if atol is None else atol
-    )
+    usual = default_tolerance(dtype)
+    return Tolerance(usual.relative if rtol is None else rtol, usual.absolute if atol is None else atol)
 
 
 def _check(method: Method, adjoint: Adjoint, max_steps: int, throw: bool, **tolerances: float | None) -> None:

@@ -88,6 +88,11 @@ class Tolerance(NamedTuple):
         return self.judge(state)
 
 
+def default_tolerance(dtype: torch.dtype) -> Tolerance:
+    """1e-10 and 1e-12 in float64, else 2e-6 and 1e-8."""
+    return Tolerance(1e-10, 1e-12) if dtype == torch.float64 else Tolerance(2e-6, 1e-8)
+
+
 def move(
     evaluate: BoundFunction, state: IterationState, trial: Tensor, guarded: Tensor, memory: int = 0
 ) -> IterationState:
