@@ -12,7 +12,7 @@ from massieu.experiments import depth, dual_link, minimality, resampling
 from massieu.experiments.arms import Arms, masked_loss
 from massieu.experiments.contractions import BatchWhitening, SpinMap, alignment
 from massieu.experiments.tasks import Bijection, Chain, divergence, mean_loss
-from massieu.experiments.text import Digits, Text
+from massieu.experiments.text import Text
 from massieu.experiments.transformer import Transformer, TransformerBlock
 
 
@@ -92,8 +92,6 @@ def test_arms_see_the_same_data_and_the_held_out_part_is_not_learned_from():
     found = arms.losses(3, quick=True)
     assert found["a"][0] == found["b"][0]
     assert text.pair_loss(0) < math.log(text.vocabulary)
-    digits = Digits()
-    assert len(digits.learned) + len(digits.held_out) == 1797 and digits.place_loss() < math.log(16)
 
 
 def test_a_block_without_attention_sees_its_token_alone_and_keeps_what_it_is_told():

@@ -3,31 +3,15 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from massieu.experiments.study import Numbers
 from massieu.experiments.tasks import Predictor, mean_loss
+from massieu.experiments.text import Text
 from massieu.experiments.training import minimise
-
-
-class Corpus(Protocol):
-    """Data without an exact law."""
-
-    vocabulary: int
-    judged: Bool[Tensor, " L"]
-
-    def sample(self, contexts: int, drawn: torch.Generator) -> Int[Tensor, "B L"]:
-        """What is learned from."""
-        ...
-
-    def test(self, seed: int) -> Int[Tensor, "n L"]:
-        """What is held out."""
-        ...
-
 
 MASKED = 0.25
 """The share of tokens that a model with `masked_loss` has to fill in."""
@@ -55,7 +39,7 @@ class Arms:
         masked: Fill in tokens; by default, predict the next one.
     """
 
-    data: Corpus
+    data: Text
     models: Mapping[str, Callable[[], nn.Module]]
     step_sizes: Mapping[str, float]
     steps: int | Mapping[str, int]

@@ -75,7 +75,7 @@ class TiedAttention(nn.Module):
 
     def __init__(self, width: int, tie: str) -> None:
         super().__init__()
-        self.tie, inner = tie, _HEADS[tie] * _HEAD_SIZE
+        inner = _HEADS[tie] * _HEAD_SIZE
         self.query, self.key = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.value = None if tie in ("values", "all") else nn.Linear(width, inner, bias=False)
         self.out = None if tie in ("outputs", "all") else nn.Linear(inner, width, bias=False)

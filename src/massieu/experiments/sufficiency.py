@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
+from massieu.experiments.tasks import BIT
 from massieu.experiments.training import minimise
 from massieu.nn import Attention
 from massieu.posteriors import DirichletMultinomial
 
 SYMBOLS, WIDTH, LONGEST = 4, 32, 64
 _CONTEXTS, _TARGETS = 256, 16
-_BIT = math.log(2)
 _Batch = tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"], Int[Tensor, "B T"]]
 
 
@@ -57,12 +57,12 @@ def sufficiency(seed: int, quick: bool) -> Numbers:
     longer = [task.batch(_CONTEXTS, length=2 * LONGEST) for _ in range(20)]
     divergence = {name: task.divergence(layer, fixed) for name, layer in layers.items()}
     return {
-        "trained_lengths": divergence["own"] / _BIT,
-        "longer": task.divergence(layers["own"], longer) / _BIT,
+        "trained_lengths": divergence["own"] / BIT,
+        "longer": task.divergence(layers["own"], longer) / BIT,
         "excess_risk": divergence["own"],
-        "shuffled": divergence["shuffled"] / _BIT,
-        "counts_forgotten": divergence["forgetful"] / _BIT,
-        "ten_tokens": task.divergence(layers["own"], [task.batch(_CONTEXTS, length=10) for _ in range(20)]) / _BIT,
+        "shuffled": divergence["shuffled"] / BIT,
+        "counts_forgotten": divergence["forgetful"] / BIT,
+        "ten_tokens": task.divergence(layers["own"], [task.batch(_CONTEXTS, length=10) for _ in range(20)]) / BIT,
     }
 
 

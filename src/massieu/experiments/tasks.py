@@ -51,11 +51,10 @@ def train(
     steps: int,
     contexts: int,
     step_size: float,
-    averaged: float = 0.1,
 ) -> list[float]:
     """Train on samples alone, a new batch each step; returns the losses."""
     loss = lambda: mean_loss(model, task.judged, task.sample(contexts, drawn))  # noqa: E731
-    return minimise(loss, list(model.parameters()), steps=steps, step_size=step_size, averaged=averaged)
+    return minimise(loss, list(model.parameters()), steps=steps, step_size=step_size, averaged=0.1)
 
 
 def divergence(

@@ -82,12 +82,12 @@ def _risk(sample: list[tuple[Tensor, Tensor, Tensor]], scale: float) -> Float64[
     return torch.stack([_missed(scale, batch) for batch in sample]).mean()
 
 
-def _best(sample: list[tuple[Tensor, Tensor, Tensor]], rounds: int = 22) -> float:
+def _best(sample: list[tuple[Tensor, Tensor, Tensor]]) -> float:
     """By golden section within [0, 1]: on one sample the risk is a function of s alone."""
     low, high, share = 0.0, 1.0, (math.sqrt(5) - 1) / 2
     inner = [high - share * (high - low), low + share * (high - low)]
     risks = [_risk(sample, s) for s in inner]
-    for _ in range(rounds):
+    for _ in range(22):
         if risks[0] < risks[1]:
             high, inner[1], risks[1] = inner[1], inner[0], risks[0]
             inner[0] = high - share * (high - low)

@@ -1,4 +1,4 @@
-"""Data without an exact law: characters of the reference text that ships with Python, patches of scikit-learn's digits."""
+"""Data without an exact law: characters of the reference text that ships with Python."""
 
 from functools import cache
 from pydoc_data.topics import topics
@@ -6,8 +6,6 @@ from pydoc_data.topics import topics
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-
-from massieu.errors import require_extra
 
 _HELD_OUT = 0.1
 
@@ -49,37 +47,3 @@ class Text:
         counts = pairs.reshape(self.vocabulary, -1).double() + 1
         log_law = (counts / counts.sum(1, keepdim=True)).log()
         return float(-log_law[tokens[:, :-1], tokens[:, 1:]].mean())
-
-
-@cache
-def _patches() -> Int[Tensor, "1797 16"]:
-    """Each digit as 4×4 patches of 2×2 pixels, dark or light."""
-    dark = torch.from_numpy(require_extra("sklearn.datasets", "examples").load_digits().images >= 8).long()
-    patches = dark.unfold(1, 2, 2).unfold(2, 2, 2).flatten(3)
-    return (patches @ torch.tensor([8, 4, 2, 1])).flatten(1)
-
-
-class Digits:
-    """Scikit-learn's digits, the last fifth held out: 16 places, 16 kinds of patches."""
-
-    vocabulary = 16
-
-    def __init__(self) -> None:
-        patches = _patches()
-        self.judged: Bool[Tensor, " L"] = torch.ones(16, dtype=torch.bool)
-        kept = round(0.8 * len(patches))
-        self.learned, self.held_out = patches[:kept], patches[kept:]
-
-    def sample(self, contexts: int, drawn: torch.Generator) -> Int[Tensor, "B L"]:
-        """From what is learned."""
-        return self.learned[torch.randint(len(self.learned), (contexts,), generator=drawn)]
-
-    def test(self, seed: int) -> Int[Tensor, "n L"]:
-        """What is held out, the same for every seed."""
-        return self.held_out
-
-    def place_loss(self) -> float:
-        """Mean surprise at the held-out patches, in nats, of those counted at the same place, with one more of each."""
-        counts = torch.nn.functional.one_hot(self.learned, self.vocabulary).sum(0).double() + 1
-        log_law = (counts / counts.sum(-1, keepdim=True)).log()
-        return float(-log_law[torch.arange(16), self.held_out].mean())

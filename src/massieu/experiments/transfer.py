@@ -105,11 +105,10 @@ class _Task:
         options = {"generator": drawn, "dtype": torch.float64}
         self.drawn = drawn
         self.emission = (1.5 * torch.randn(LATENTS, SYMBOLS, **options)).log_softmax(-1)
-        self.law = DiscreteLatent.create(torch.zeros(LATENTS).double(), self.emission)
         centring = torch.eye(LATENTS, dtype=torch.float64) - 1 / LATENTS
-        self.tangent = torch.linalg.svd(centring).Vh[: LATENTS - 1]
+        tangent = torch.linalg.svd(centring).Vh[: LATENTS - 1]
         turn = torch.linalg.qr(torch.randn(LATENTS - 1, LATENTS - 1, **options)).Q
-        self.basis = turn @ self.tangent
+        self.basis = turn @ tangent
         self.downstream = torch.linalg.qr(torch.randn(LATENTS - 1, LATENTS - 1, **options)).Q[:3] @ self.basis
 
     def targets(self, smallest: float) -> Float64[Tensor, "p k"]:
