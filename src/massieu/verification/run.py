@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from massieu.errors import InputError
+from massieu.foundation.numbers import counted
 from massieu.foundation.threads import one_thread
 from massieu.report.encode import plain
 from massieu.verification.claim import Claim
@@ -155,12 +156,8 @@ def _check(entry: ClaimFunction, parameters: Mapping[str, Setting]) -> Claim:
         raise
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
 def _hold(number: int, thing: str) -> str:
-    return f"{_count(number, thing)} {'holds' if number == 1 else 'hold'}"
+    return f"{counted(number, thing)} {'holds' if number == 1 else 'hold'}"
 
 
 def _fail(number: int) -> str:
@@ -168,4 +165,4 @@ def _fail(number: int) -> str:
 
 
 def _are(number: int, thing: str) -> str:
-    return f"{_count(number, thing)} {'is' if number == 1 else 'are'}"
+    return f"{counted(number, thing)} {'is' if number == 1 else 'are'}"

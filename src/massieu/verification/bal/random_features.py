@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.ops.random_features import RandomFeaturesResult, random_feature_log_partition
@@ -38,17 +39,13 @@ def random_features(atoms: int = 6, features: int = 64, estimates: int = 1000, s
     check_at_least(2, atoms=atoms, features=features, estimates=estimates)
     normal = normal_draws(seed)
     # Norms of 0.3 and 0.4: ‖q + k‖ ≤ 0.7, where draws see the variance.
-    query, key = 0.3 * _unit(normal(2)), 0.4 * _unit(normal(atoms, 2))
+    query, key = 0.3 * F.normalize(normal(2), dim=-1), 0.4 * F.normalize(normal(atoms, 2), dim=-1)
     yield from _one_feature(query, key)
     yield from _all_features(query, key, features, seed)
     yield from _draws(query, key, features, estimates, seed)
     yield from _estimators(query, key, features, estimates, seed)
     yield from _heavy_tails(normal, seed)
     yield from _rectified(normal, key)
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(dim=-1, keepdim=True)
 
 
 def _estimate(query: Tensor, key: Tensor, features: int, seed: int, error: bool = True) -> RandomFeaturesResult:
@@ -139,7 +136,7 @@ def _estimators(query: Tensor, key: Tensor, features: int, estimates: int, seed:
 
 def _heavy_tails(normal: Normal, seed: int) -> Iterator[Check]:
     """Trap 32: at ‖q + k‖² = 4.86 draws do not know the variance, which features beyond most of them make; the formula does."""
-    half = _unit(normal(2)) * math.sqrt(4.86) / 2
+    half = F.normalize(normal(2), dim=-1) * math.sqrt(4.86) / 2
     error = _estimate(half, half[None], 1, seed).standard_error
     assert error is not None
     reported = error[0, 0, 0].square()
@@ -155,8 +152,8 @@ def _heavy_tails(normal: Normal, seed: int) -> Iterator[Check]:
 
 def _rectified(normal: Normal, key: Tensor) -> Iterator[Check]:
     """Features max(0, ω·x) sum to another function of the query: the log-ratio to Z is not constant."""
-    queries = _unit(normal(20, 2))
-    cosine = (queries @ _unit(key).T).clamp(-1, 1)
+    queries = F.normalize(normal(20, 2), dim=-1)
+    cosine = (queries @ F.normalize(key, dim=-1).T).clamp(-1, 1)
     angle = torch.acos(cosine)
     kernel = (torch.sin(angle) + (math.pi - angle) * cosine) * key.norm(dim=-1) / (2 * math.pi)
     ratio = kernel.sum(-1).log() - torch.logsumexp(queries @ key.T, -1)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.measures import Atoms, Sphere
@@ -35,14 +36,10 @@ def contrastive_losses(atoms: int = 12, dimensions: int = 4, samples: int = 200_
     check_at_least(2, atoms=atoms, dimensions=dimensions, samples=samples)
     normal = normal_draws(seed)
     yield from _derivatives(normal(dimensions), normal(atoms, dimensions), normal(atoms))
-    yield from _fenchel_young(normal(dimensions), _unit(normal(atoms, dimensions)), normal(atoms))
+    yield from _fenchel_young(normal(dimensions), F.normalize(normal(atoms, dimensions), dim=-1), normal(atoms))
     yield from _kinds(normal(atoms, dimensions), normal(atoms, dimensions))
     yield from _on_a_sphere(normal, atoms, dimensions, samples)
     yield from _neighbours(normal(atoms, dimensions))
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(dim=-1, keepdim=True)
 
 
 def _loss(query: Tensor, key: Tensor, log_weight: Tensor | None = None) -> Tensor:
@@ -118,7 +115,7 @@ def _kinds(query: Tensor, key: Tensor) -> Iterator[Check]:
 def _on_a_sphere(normal: Normal, atoms: int, dimensions: int, samples: int) -> Iterator[Check]:
     """Cosine scores over a temperature: keys on a sphere, seen at κ = 1/temperature."""
     temperature = 0.5
-    query, key = _unit(normal(atoms, dimensions)), _unit(normal(atoms, dimensions))
+    query, key = F.normalize(normal(atoms, dimensions), dim=-1), F.normalize(normal(atoms, dimensions), dim=-1)
     found = info_nce(query, key, temperature=temperature)
     eta = query / temperature
     wanted = (Atoms.create(key).log_partition(eta) - (eta * key).sum(-1)).mean()
@@ -126,7 +123,7 @@ def _on_a_sphere(normal: Normal, atoms: int, dimensions: int, samples: int) -> I
     yield close("InfoNCE of cosines and A − κ q·k₊, κ = 1/temperature", found, wanted)
 
     # Z/N over keys drawn from the sphere is unbiased for the sphere's own Z, with a variance that it knows.
-    many = _unit(normal(samples, dimensions))
+    many = F.normalize(normal(samples, dimensions), dim=-1)
     sphere = Sphere.create(torch.ones((), dtype=many.dtype), dim=dimensions)
     ratio = Atoms.create(many).log_partition(eta[0]).exp() / samples
     z, second = sphere.log_partition(eta[0]).exp(), sphere.log_partition(2 * eta[0]).exp()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -59,8 +60,8 @@ class Task(NamedTuple):
             for start in range(0, repetitions, block):
                 count = min(block, repetitions - start)
                 key, query = (
-                    _sphere(normal(count, 1, size, self.dimension)),
-                    _sphere(normal(count, 1, queries, self.dimension)),
+                    F.normalize(normal(count, 1, size, self.dimension), dim=-1),
+                    F.normalize(normal(count, 1, queries, self.dimension), dim=-1),
                 )
                 value = key[..., :1] + self.noise * normal(count, 1, size, 1)
                 output = ops.attention(query, key, value, scale=scale).output
@@ -103,7 +104,7 @@ def _funk_hecke(normal: Normal, keys: int) -> Iterator[Check]:
         expected = tilted @ zonal_harmonics(angle.cos(), 4, dimension)
         found = sphere_multipliers(4, dimension, scale)
         yield close(f"d = {dimension}, β = {scale:g}: ρ₀ … ρ₄ and their integrals", found, expected, QUADRATURE)
-    point = _sphere(normal(keys, _DIMENSION))
+    point = F.normalize(normal(keys, _DIMENSION), dim=-1)
     weight = torch.softmax(_SCALE * point[:, 0], 0)
     harmonics = zonal_harmonics(point[:, 0], 2, _DIMENSION)[:, 1:]
     mean = weight @ harmonics
@@ -140,12 +141,12 @@ def _floor(normal: Normal, repetitions: int) -> Iterator[Check]:
     left = 1 - tilted @ zonal_harmonics(angle.cos(), 2, _DIMENSION)
     yield close("f₁ + 2f₂: the floor, and by integrals of ρ_n", floor, (left.square() @ _POWER).sqrt(), QUADRATURE)
     count = max(20, repetitions // 20)
-    query = _sphere(normal(count, 1, 64, _DIMENSION))
+    query = F.normalize(normal(count, 1, 64, _DIMENSION), dim=-1)
     truth = query[..., :1] * (1 + 2 * query[..., 1:2])
     rho = sphere_multipliers(2, _DIMENSION, _SCALE)
     limit = query[..., :1] * (rho[1] + 2 * rho[2] * query[..., 1:2])
     for size in (64, 512, 4096):
-        key = _sphere(normal(count, 1, size, _DIMENSION))
+        key = F.normalize(normal(count, 1, size, _DIMENSION), dim=-1)
         value = key[..., :1] * (1 + 2 * key[..., 1:2])
         error = (ops.attention(query, key, value, scale=_SCALE).output - truth).square()
         # Beside the limit's error at these very queries, of which the mean over the sphere is the floor's square.
@@ -171,7 +172,3 @@ def _tuned(normal: Normal, task: Task, repetitions: int) -> Iterator[Check]:
     best, limit = (find(many, power, task.noise**2, dimension) for find in (optimal_scale, asymptotic_scale))
     # The next order is 1/β, and an order of it is above 1/100 here.
     yield close(f"d = {dimension}: best β and (E(Δf)² L/((d−1)cσ²))^(2/(d+3))", best / limit, torch.ones(2), 0.02)
-
-
-def _sphere(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(dim=-1, keepdim=True)
