@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from massieu.cli.streams import say
 from massieu.experiments.prompts import PromptReading
 from massieu.experiments.run import RESULTS, load
 from massieu.experiments.study import Study, experiments
@@ -53,7 +54,7 @@ def show(study: Study) -> None:
 
 def say_seed(seed: int, done: int, total: int, seconds: float) -> None:
     """One line on standard error for a seed that is done."""
-    print(f"massieu: seed {seed} ({done} of {total}, {seconds:.0f} s)", file=sys.stderr)
+    say(f"seed {seed} ({done} of {total}, {seconds:.0f} s)")
 
 
 def show_tuning(losses: Mapping[str, float]) -> None:
@@ -69,7 +70,7 @@ def show_tuning(losses: Mapping[str, float]) -> None:
 def say_prompt(done: int, total: int) -> None:
     """One line on standard error for each tenth prompt, and the last."""
     if done % 10 == 0 or done == total:
-        print(f"massieu: prompts {done} of {total}", file=sys.stderr)
+        say(f"prompts {done} of {total}")
 
 
 def show_readings(readings: Sequence[PromptReading], model: str) -> None:

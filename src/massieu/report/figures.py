@@ -11,7 +11,7 @@ import numpy as np
 from massieu.errors import InputError
 from massieu.foundation.numbers import number, whole
 from massieu.report import colours
-from massieu.report.encode import plain
+from massieu.report.encode import EXAMPLE_SHADES, plain
 from massieu.report.page import template
 from massieu.report.tables import CONTROLS, Column, MapRow, catalogue_of, head_columns, sites_of
 from massieu.report.tokens import readable
@@ -25,7 +25,6 @@ INSIDE_NULL = 0.05
 _ALIKE = "does not differ"
 CELL = 26  # pixels
 BAR_HEIGHT = 60  # pixels
-SHADES = ("selective_log_partition", "entropy")
 
 
 def _control(columns: dict[str, Column], entry: dict[str, Any]) -> str | None:
@@ -178,7 +177,7 @@ def _example(details: dict[str, Any], site: MapRow, head: int) -> dict[str, Any]
     """The first example of this site: its tokens, each with a shade in [0, 1] and the text of its strongest keys."""
     for example in details.get("examples") or []:
         entry = example["sites"].get(str(site.index))
-        shade = next((name for name in SHADES if entry and entry.get(name)), None)
+        shade = next((name for name in EXAMPLE_SHADES if entry and entry.get(name)), None)
         if not entry or shade is None:
             continue
         queries = readable([str(token) for token in example["tokens"].get(site.query_tokens, [])])
