@@ -70,9 +70,9 @@ class Timing:
     interval: tuple[float, float]
 
 
-def compare_times(reference: Work, ours: Work, rounds: int = 15, warm_up: int = 2, resamples: int = 2000) -> Timing:
+def compare_times(reference: Work, ours: Work, rounds: int = 15, warm_up: int = 2) -> Timing:
     """Time `ours` against `reference`, taking turns, after `warm_up` unmeasured rounds."""
-    return paired(take_turns((reference, ours), rounds, warm_up), resamples)
+    return paired(take_turns((reference, ours), rounds, warm_up))
 
 
 def take_turns(sides: Iterable[Work], rounds: int, warm_up: int = 2) -> np.ndarray:
@@ -88,10 +88,10 @@ def take_turns(sides: Iterable[Work], rounds: int, warm_up: int = 2) -> np.ndarr
     return times
 
 
-def paired(numbers: np.ndarray, resamples: int = 2000) -> Timing:
+def paired(numbers: np.ndarray) -> Timing:
     """Medians of two columns (reference, ours), their ratio, and its interval by resampling whole rounds."""
     rounds = len(numbers)
-    drawn = numbers[np.random.default_rng(0).integers(rounds, size=(resamples, rounds))]
+    drawn = numbers[np.random.default_rng(0).integers(rounds, size=(2000, rounds))]
     medians = np.median(drawn, axis=1)
     low, high = np.quantile(medians[:, 1] / medians[:, 0], [0.025, 0.975])
     first, second = (float(np.median(numbers[:, side])) for side in (0, 1))
@@ -101,14 +101,14 @@ def paired(numbers: np.ndarray, resamples: int = 2000) -> Timing:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def print_peak(prepare: Callable[[float], Work], tiny: float = 0.02) -> None:
+def print_peak(prepare: Callable[[float], Work]) -> None:
     """What a fresh process runs: do the work once; print its seconds and the mebibytes that the resident set grows by.
 
     Args:
         prepare: makes the inputs, their length scaled by its argument, and returns the work. It is first called with
-            `tiny` and that work done, so that one-off allocations of the libraries do not count.
+            0.02 and that work done, so that one-off allocations of the libraries do not count.
     """
-    prepare(tiny)()
+    prepare(0.02)()
     work = prepare(1.0)
     before, ballast = _peak(), []
     while _peak() == before:

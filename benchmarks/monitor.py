@@ -79,11 +79,11 @@ LOOPED = "character model"
 """Whole loops of the other take hours on one thread."""
 
 
-def loaded(name: str, share: float = 1.0) -> tuple[nn.Module, Tensor]:
-    """A model, and a batch with a share of its sequences, at least one."""
+def loaded(name: str) -> tuple[nn.Module, Tensor]:
+    """A model, and a batch."""
     torch.manual_seed(0)
     make, words, rows, length = MODELS[name]
-    return make(), torch.randint(words, (max(1, round(share * rows)), length + 1))
+    return make(), torch.randint(words, (rows, length + 1))
 
 
 def training(name: str, compiled: bool) -> tuple[harness.Work, massieu.Monitor]:
@@ -150,7 +150,7 @@ def print_peak(name: str, side: int) -> None:
     The resident set is no measure here: what the allocator keeps of freed tensors differs by half from run to run. Models are
     made and looked at before, since that happens once in a training run.
     """
-    module, ids = loaded(name, 1.0)
+    module, ids = loaded(name)
     module.eval()
     monitor = massieu.Monitor(module, ids[:1, :2])
     monitor._batch = {"ids": ids[:, :-1]}

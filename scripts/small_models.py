@@ -241,7 +241,7 @@ def architecture(model_type: str) -> type[nn.Module]:
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
-def built(model_type: str, variant: dict[str, Any] | None = None) -> nn.Module:
+def built(model_type: str, variant: dict[str, Any]) -> nn.Module:
     """A small model with random weights and attention far from uniform, in evaluation mode.
 
     Raises:
@@ -249,7 +249,7 @@ def built(model_type: str, variant: dict[str, Any] | None = None) -> nn.Module:
     """
     kind = architecture(model_type)
     try:
-        config = shrunk(CONFIG_MAPPING[model_type](), model_type, variant or {})
+        config = shrunk(CONFIG_MAPPING[model_type](), model_type, variant)
         if any(_more_key_heads(each) for each in configurations(config)):
             raise Unbuilt("more key heads than query heads after shrinking")
         with torch.device("meta"), contextlib.suppress(RuntimeError, NotImplementedError, ValueError, TypeError):
