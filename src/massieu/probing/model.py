@@ -321,16 +321,14 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
 
 
 def longest(module: nn.Module) -> int | None:
-    """Positions an absolute position table has; None where there is no such table."""
+    """Positions an absolute position table has for tokens; None where there is no such table."""
     config: Any = getattr(module, "config", None)
+    table = getattr(getattr(module, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)  # of the RoBERTa family, whose tokens' positions come behind it
     for name in ("max_position_embeddings", "n_positions"):
         positions = getattr(config, name, None)
         if isinstance(positions, int) and positions > 0:
-            return (
-                positions - 2
-                if getattr(config, "model_type", None) in ("roberta", "xlm-roberta", "camembert")
-                else positions
-            )
+            return positions if padding is None else positions - padding - 1
     return None
 
 
