@@ -124,6 +124,19 @@ def test_heads_that_are_not_named_keep_their_own_bits():
     assert torch.equal(seen[0][..., kept], seen[1][..., kept]) and not seen[1][..., 8:12].any()
 
 
+def test_a_head_is_found_by_its_number_in_bfloat16_which_has_no_number_257():
+    model = nn.MultiheadAttention(300, 300, batch_first=True).bfloat16().eval()
+    x = torch.randn(1, 4, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        model.out_proj.weight.copy_(torch.eye(300))
+        for rule in ("identity", "off"):
+            with massieu.replaced(model, rule, sites={"": [257]}):
+                seen.append(model(x, x, x)[0])
+    changed = (seen[0] != seen[1]).any(1)[0].nonzero()[:, 0]
+    assert changed.tolist() == [257]
+
+
 def test_a_shared_module_has_several_calls():
     model = shuffled(AlbertModel(AlbertConfig(hidden_size=32, embedding_size=16, **SIZES)))
     site = massieu.describe(model).sites[1].name

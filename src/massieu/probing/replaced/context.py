@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
@@ -149,7 +150,7 @@ class _Replacing:
         if max(heads, default=0) >= count:
             raise InputError(f"{name} has heads 0 to {count - 1}, and head {max(heads)} was to be replaced")
         which = sorted(heads)
-        return call.output.index_copy(2, _index(which, call.output), found[:, :, which])
+        return call.output.index_copy(2, torch.tensor(which, device=call.output.device), found[:, :, which])
 
     def _applied(self, call: AttentionCall) -> Tensor:
         found = self.rule(call)
@@ -187,7 +188,3 @@ class _Replacing:
         if missed:
             reasons = some([f"{name} ({reason})" for name, reason in missed.items()])
             raise InputError(f"attention cannot be replaced: {reasons}")
-
-
-def _index(places: list[int], like: Tensor) -> Tensor:
-    return like.new_tensor(places).long()
