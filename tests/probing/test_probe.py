@@ -207,6 +207,17 @@ def test_describe_needs_no_text():
     assert [s["kind"] for s in found["sublayers"]][:4] == ["attention", "norm", "feed_forward", "norm"]
 
 
+def test_describe_makes_no_copy_of_the_model(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "massieu.probing.session.reinitialised", lambda *given: made.append(given) or (None, "not made")
+    )
+    massieu.describe(zoo.model("bert"))
+    assert not made
+    massieu.probe(zoo.model("bert"), [zoo.inputs("bert")])
+    assert made
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

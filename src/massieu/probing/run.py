@@ -301,7 +301,6 @@ def describe(
     given = Input([ready], "made-up input", True, 256, None)
     session = Session(loaded, given, options, lambda _: None, None)
     session.begin(ready)
-    session.control = None
     session.read_all(threading.Event())
     sites = [session.site_record(info) for info in session.reading.sites]
     reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site.unavailable.items()})

@@ -137,6 +137,7 @@ class Session(SessionRecord):
         check_ids(module, inputs)
         if not self.begun:
             self.begin(inputs)
+            self._begin_beside(inputs)
             self._begin_rows()
         first = self.batches == 0
         empty = self.state() if first else {}
@@ -272,9 +273,14 @@ class Session(SessionRecord):
         if self.options.new_tokens is not None:
             check_causal(look.sites, inputs, self.loaded.name)
             self.reading = GeneratingReading(self.loaded.whole, self.options.new_tokens, module, look.sites, *read)
-            self.begun = True
+        else:
+            self.reading = Reading(module, look.sites, *read)
+        self.begun = True
+
+    def _begin_beside(self, inputs: dict[str, Any]) -> None:
+        """Before the text: the control, and what is measured beside the reading of the text."""
+        if self.options.new_tokens is not None:
             return
-        self.reading = Reading(module, look.sites, *read)
         self._begin_effects(inputs)
         if not self.options.quick and self.options.groups & _CONTROLLED:
             self._begin_control(inputs)
@@ -282,7 +288,6 @@ class Session(SessionRecord):
             self._read_repeated(inputs)
         if FEED_FORWARD in self.options.groups:
             self.reading.find_feed_forward(inputs)
-        self.begun = True
 
     def _read_repeated(self, inputs: dict[str, Any]) -> None:
         """Measure the model and its re-initialised copy on repeated tokens, before the text."""
