@@ -81,7 +81,7 @@ def placed_like(copy: nn.Module, model: nn.Module) -> nn.Module | str:
     if "disk" in places.values():
         return "the model is offloaded to disk, so that a copy of it would not fit into memory"
     if len(set(places.values())) > 1:
-        return require_extra("accelerate", "probe").dispatch_model(copy, device_map=places)
+        return require_extra("accelerate", "offload").dispatch_model(copy, device_map=places)
     device = execution_device(model)
     assert device is not None
-    return require_extra("accelerate", "probe").cpu_offload(copy, execution_device=device)
+    return require_extra("accelerate", "offload").cpu_offload(copy, execution_device=device)
