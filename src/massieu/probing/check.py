@@ -206,7 +206,7 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
     call = call.at(picked)
     scores, weight = explicit_attention(call, torch.float64)
     visible = weight > -torch.inf
-    scores = torch.where(visible, scores + weight, -torch.inf)
+    scores = scores + weight
     if call.sink is not None:
         sink = call.sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)

@@ -125,7 +125,7 @@ def _strongest(
     parts = []
     for positions in torch.arange(call.query.shape[2], device=call.query.device).split(at_once):
         scores, weight = explicit_attention(call.at(positions))
-        logits = torch.where(weight > -torch.inf, scores + weight, -torch.inf)
+        logits = scores + weight
         parts.append(logits.topk(min(STRONGEST, logits.shape[-1]), dim=-1))
     keys, largest = (torch.cat(found, dim=2) for found in zip(*((p.indices, p.values) for p in parts), strict=True))
     return keys, torch.exp(largest - log_partition[..., None])

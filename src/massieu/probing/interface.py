@@ -55,7 +55,7 @@ _UNDERSTOOD = (
     {"scaling", "is_causal", "position_bias", "softcap", "s_aux", "sliding_window"}
     | {"dropout", "deterministic", "training", "layer_idx", "num_items_in_batch", "token_type_ids", "return_dict"}
     | {"output_attentions", "output_hidden_states", "output_router_logits"}
-    | {"use_cache", "cache_position", "position_ids", "past_key_values", "past_key_value"}
+    | {"use_cache", "cache_position", "position_ids", "past_key_values"}
 )
 
 

@@ -48,6 +48,11 @@ class Fragment:
     def __init__(self, html: str) -> None:
         self.html = html
 
+    @classmethod
+    def framed(cls, page: str) -> "Fragment":
+        """A whole page, in a frame of its own."""
+        return cls(f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 800px; border: 0"></iframe>')
+
     def _repr_html_(self) -> str:
         return self.html
 
@@ -286,8 +291,7 @@ class ProbeResult:
         """
         page = self._page()
         if path is None:
-            frame = f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 800px; border: 0"></iframe>'
-            return Fragment(frame)
+            return Fragment.framed(page)
         write_whole(path := Path(path), page, "the page")
         return path
 

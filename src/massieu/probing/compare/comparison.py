@@ -272,11 +272,9 @@ class Comparison:
             InputError: the path is a folder or cannot be written to.
             MissingExtraError: what draws the page is not installed.
         """
-        from html import escape
-
         page = self._page()
         if path is None:
-            return Fragment(f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 800px; border: 0"></iframe>')
+            return Fragment.framed(page)
         write_whole(path := Path(path), page, "the page")
         return path
 

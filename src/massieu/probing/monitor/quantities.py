@@ -14,6 +14,7 @@ from massieu.probing.nonfinite import kind_of
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics import attention as of_query
 from massieu.probing.statistics.query_reading import QueryReading, Tokens
+from massieu.probing.statistics.registry import moments_of
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Measure = Callable[[QueryReading], Any]
@@ -30,7 +31,7 @@ QUANTITIES: dict[str, tuple[Measure, str]] = {
 SPLIT = ("selective_log_partition", "largest_logit", "largest_logit_above_mean")
 """They have no meaning where scores are known, but not apart from log-weights."""
 STREAM = ("effective_rank", "spread")
-_MOMENTS = ("log_partition", "entropy", "prior_log_partition", "prior_mean_score", "max_score")
+_MOMENTS = moments_of([measure.__name__ for measure, _ in QUANTITIES.values()])
 
 
 @dataclass(eq=False)

@@ -139,9 +139,6 @@ class Outlets:
         self._writers = [(_name(target), writer_for(target, settings)) for target in targets] if _is_first() else []
         self._failed: set[int] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self._writers)
-
     def __call__(self, record: Mapping[str, float], step: int) -> None:
         """Write a record to every target."""
         for place, (name, writer) in enumerate(self._writers if _is_first() else ()):

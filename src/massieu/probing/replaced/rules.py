@@ -77,7 +77,7 @@ class Resampled:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), repr=False)
 
     def __call__(self, call: AttentionCall) -> Outputs:
-        needs_values(self, call)
+        needs_values(call)
         if call.softcap is not None or call.sink is not None:
             raise InputError(f"{self.name} does not support soft-capped scores or sinks, and {call.site.name} has one")
         how = {"scale": call.scale, "log_weight": call.log_weight, "is_causal": call.is_causal}
@@ -224,7 +224,7 @@ class ConditionalMean:
 
     def __call__(self, call: AttentionCall) -> Outputs:
         needs_scores(self, call)
-        needs_values(self, call)
+        needs_values(call)
         if call.softcap is not None or call.sink is not None:
             raise InputError(f"{self.name} does not support soft-capped scores or sinks, and {call.site.name} has one")
         weight = call.log_weight

@@ -36,7 +36,7 @@ def attention_of(
     keep: Bool[Tensor, "..."] | None = None,
 ) -> AttentionResult:
     """The call's attention with something else in its place; ``keep`` leaves out more keys."""
-    needs_values(None, call)
+    needs_values(call)
     settings = settings_of(call)
     if scale is not None:
         settings["scale"] = scale
@@ -98,7 +98,7 @@ def by_weights(
     call: AttentionCall, rule: Any, weights: Callable[[Tensor], Tensor] | None, factor: float = 1.0
 ) -> Outputs:
     """Outputs of explicit weights, made of scores with their log-weights, for blocks of queries; a sink is the last column."""
-    needs_values(rule, call)
+    needs_values(call)
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     value = repeated(call.value, call).to(dtype)
     batch, heads, length = call.query.shape[:3]
@@ -132,6 +132,6 @@ def needs_scores(rule: Any, call: AttentionCall) -> None:
         )
 
 
-def needs_values(rule: Any, call: AttentionCall) -> None:
+def needs_values(call: AttentionCall) -> None:
     if not call.value.shape[-1]:
         raise InputError(f"the attention of {call.site.name} cannot be replaced: the layout of its values is not known")

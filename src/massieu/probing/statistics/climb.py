@@ -301,7 +301,6 @@ class Climb:
         self.generator = generator
         self.whole = whole_update(read, step)[:, positions]
         self.control = torch.arange(0, len(positions), CONTROL_SHARE, device=positions.device)
-        self.valid = torch.ones(len(self.residual), len(positions), dtype=torch.bool, device=positions.device)
 
     def writes(self) -> Float[Tensor, "H B S D"] | None:
         """What each head adds to the stream; None where that is not a sum over heads."""
@@ -325,15 +324,15 @@ class Climb:
         parts = self.landscape.parts(torch.cat(moved, dim=2), slice(None), len(moved))
         steps = iter(_step_parts(parts, base, len(moved)))
         rows = [None if found is None else torch.cat([found, next(steps)], dim=1) for found in slopes]
-        found = {"steps": _summed(rows, self.valid, len(MOVERS))}
+        found = {"steps": _summed(rows, len(MOVERS))}
         if writes is not None:
-            found["write_norm"] = _summed([write_norm_ratio(writes, self.residual)], self.valid)
+            found["write_norm"] = _summed([write_norm_ratio(writes, self.residual)])
         return found | self._controls(writes, gradients, base)
 
     def _controls(self, writes: Tensor | None, gradients: Sequence[Tensor], base: tuple[Tensor, ...]) -> Sums:
         """Random directions, and what the other heads of the layer write, on the control queries."""
         chosen = self.control
-        few, origin = self.valid[:, chosen], tuple(b[:, :, chosen] for b in base)
+        origin = tuple(b[:, :, chosen] for b in base)
         lengths = self.whole.norm(dim=-1)[None]
         if writes is not None:
             lengths = torch.cat([lengths, writes.norm(dim=-1)])
@@ -348,7 +347,7 @@ class Climb:
         parts = self.landscape.parts(torch.cat(moved, dim=2), chosen, len(moved))
         steps = _step_parts(parts, origin, len(moved))
         rows = [torch.cat(pair, dim=1) for pair in zip(slopes, steps, strict=False)]
-        found = {"random": _summed([None, *rows] if writes is None else rows[::-1], few)}
+        found = {"random": _summed([None, *rows] if writes is None else rows[::-1])}
         if writes is not None:
             slope = torch.einsum("hbsd,gbsd->bghs", gradients[0], writes)
             found["pairs"] = self._pairs(slope, torch.stack(steps[2:], 1))
@@ -357,8 +356,7 @@ class Climb:
     def _pairs(self, slope: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Entry (g, h) of each item: head g's write, head h's selective log Z; slopes everywhere, steps on few queries."""
         change = steps[:, :, list(_STEPS).index("step_selective")]
-        many = self.valid[:, None, None] & slope.isfinite()
-        few = self.valid[:, self.control][:, None, None] & change.isfinite()
+        many, few = slope.isfinite(), change.isfinite()
         slope, change = torch.where(many, slope, 0.0), torch.where(few, change, 0.0)
         totals = torch.stack([(slope > 0).sum(-1), slope.sum(-1), (change > 0).sum(-1), change.sum(-1)], dim=1)
         counts = [many.sum(-1), many.sum(-1), few.sum(-1), few.sum(-1)]
@@ -398,11 +396,11 @@ def _step_parts(
     return torch.stack([part(changes) for part in _STEPS.values()], dim=1).unbind(3)
 
 
-def _summed(rows: Sequence[Float[Tensor, "B *parts S"] | None], valid: Tensor, most: int = 0) -> tuple[Tensor, Tensor]:
+def _summed(rows: Sequence[Float[Tensor, "B *parts S"] | None], most: int = 0) -> tuple[Tensor, Tensor]:
     """Totals and counts over the queries, (B, rows, *parts); None, and rows that are missing to ``most``, stay uncounted."""
     known = next(row for row in rows if row is not None)
     filled = [torch.full_like(known, torch.nan) if row is None else row for row in rows]
     filled += [torch.full_like(known, torch.nan)] * (most - len(filled))
     values = torch.stack(filled, dim=1).double()
-    usable = valid.view(len(valid), *([1] * (values.dim() - 2)), -1) & values.isfinite()
+    usable = values.isfinite()
     return torch.where(usable, values, 0.0).sum(-1), usable.sum(-1)

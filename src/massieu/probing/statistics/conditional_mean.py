@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.probing.statistics.registry import CONDITIONAL_MEAN, ZHANG, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries
+from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries, nothing
 
 MOST = 256
 """Tokens of a window that are held out."""
@@ -123,8 +123,7 @@ def value_by_kernel(window: HeadWindow) -> Sums:
 def value_by_attention(window: HeadWindow) -> Sums:
     """How well do the head's own weights predict a token's value from the other tokens?"""
     if not window.itself or window.call.query.shape[2] != window.call.key.shape[2]:
-        nothing = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
-        return nothing, nothing
+        return nothing(window)
     weights, value = window.weights().double(), window.of_heads(window.call.value).double()
     others = window.real & (torch.arange(weights.shape[-1], device=weights.device) != window.queries[:, None])
     weights = torch.where(others, weights, 0.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from massieu.ops.bessel import log_sphere_partition
 from massieu.probing.statistics.registry import KEY_DENSITY, SHIM, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums
+from massieu.probing.statistics.windowed import HeadWindow, Sums, nothing
 
 MOST = 256
 """Keys of a window."""
@@ -100,8 +100,7 @@ def halves(window: HeadWindow) -> Halves | None:
 def _gain(window: HeadWindow, law: Callable[[Halves, HeadWindow], Float[Tensor, "H U"]]) -> Sums:
     given = halves(window)
     if given is None:
-        nothing = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
-        return nothing, nothing
+        return nothing(window)
     gain = (law(given, window) - given.gaussian()) / given.raw.shape[-1]
     usable = gain.isfinite().all(-1)
     return torch.where(usable, gain.sum(-1), 0.0), torch.where(usable, float(gain.shape[1]), 0.0)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.statistics.registry import METRIC, SHIM, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums
+from massieu.probing.statistics.windowed import HeadWindow, Sums, nothing
 
 MOST = 1_024
 """Tokens of a window."""
@@ -53,10 +53,6 @@ def _once(values: Float[Tensor, " H"]) -> Sums:
     return torch.where(known, values, 0.0), known.double()
 
 
-def _nothing(window: HeadWindow) -> Sums:
-    return _once(torch.full((window.call.query.shape[1],), torch.nan, dtype=torch.float64))
-
-
 @_of_head(
     "Cosine of queries with keys times precision",
     formula="Σ q·k / (Σ qᵀΣq · Σ kᵀΣ⁻¹k)^½ over tokens, q and k about their means, Σ the keys' covariance",
@@ -67,7 +63,7 @@ def precision_cosine(window: HeadWindow) -> Sums:
     """Does a token's query equal its own key times the precision of the keys (1), as for a conditional mean?"""
     parts = _whitened(window)
     if parts is None:
-        return _nothing(window)
+        return nothing(window)
     query, key, *_ = parts
     return _once((query * key).sum((1, 2)) / (query.square().sum((1, 2)) * key.square().sum((1, 2))).sqrt())
 
@@ -81,7 +77,7 @@ def precision_antisymmetric_share(window: HeadWindow) -> Sums:
     """Is the score of two tokens symmetric (0), or as antisymmetric as a random matrix (½)?"""
     parts = _whitened(window)
     if parts is None:
-        return _nothing(window)
+        return nothing(window)
     query, key, *_ = parts
     slope = query.mT @ key
     return _once((slope - slope.mT).square().sum((1, 2)) / 4 / slope.square().sum((1, 2)))
@@ -96,7 +92,7 @@ def fisher_evenness(window: HeadWindow) -> Sums:
     """Is the head's Fisher information proportional to the covariance of its keys (1), as the hypothesis says?"""
     parts = _whitened(window)
     if parts is None:
-        return _nothing(window)
+        return nothing(window)
     weights = window.few().weights()[..., window.real].double()
     keys = _white(window.of_heads(window.call.key[:, :, window.real]).double(), *parts[2:])
     seen = (weights.sum(-1, keepdim=True) > 0).double()
@@ -117,7 +113,7 @@ def retrieved_law_distance(window: HeadWindow) -> Sums:
     """Are the keys that the head retrieves distributed as its keys are (0), or all one point (1)?"""
     parts = _whitened(window)
     if parts is None:
-        return _nothing(window)
+        return nothing(window)
     weights = window.weights()[..., window.real].double()
     keys = _white(window.of_heads(window.call.key[:, :, window.real]).double(), *parts[2:])
     found = weights @ keys

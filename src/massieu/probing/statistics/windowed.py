@@ -69,7 +69,7 @@ class HeadWindow:
     def weights(self) -> Float[Tensor, "H S N"]:
         """Attention of the sampled queries in float32, a learned sink's share left out; 0 where a query sees no key."""
         scores, weight = explicit_attention(self.call.at(self.queries))
-        logits = torch.where(weight > -torch.inf, scores + weight, -torch.inf)[0]
+        logits = (scores + weight)[0]
         return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, torch.softmax(logits, -1))
 
 
@@ -170,6 +170,12 @@ def _finite(total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """Without the heads whose numbers are not finite."""
     kept = total.isfinite() & count.isfinite()
     return (torch.where(kept, part, 0.0).double().cpu() for part in (total, count))  # pyright: ignore[reportReturnType]
+
+
+def nothing(window: HeadWindow) -> Sums:
+    """No number for any head."""
+    zeros = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
+    return zeros, zeros
 
 
 def mean_over_queries(values: Float[Tensor, "H S"]) -> Sums:

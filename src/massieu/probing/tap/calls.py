@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.capture import Capture
-from massieu.probing.tap.dims import Dim, Dims, merged, of, whole
+from massieu.probing.tap.dims import Dim, Dims, entries, merged, of, whole
 from massieu.probing.tap.scores import HIDES, AffineScores, Path, Scores, Weights, affine
 
 
@@ -18,7 +18,7 @@ class FusedCall:
     """What one function that computes attention was given, in its own layout: (…, L, D), (…, N, D), (…, N, Dv).
 
     Attributes:
-        query_dims, key_dims, value_dims, output_dims: what the dimensions mean.
+        query_dims, key_dims, value_dims: what the dimensions mean.
         log_weight: broadcasts to (…, L, N) of the query.
     """
 
@@ -31,7 +31,6 @@ class FusedCall:
     log_weight: tuple[Tensor, Dims] | None
     is_causal: bool
     scale: float
-    softcap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +80,7 @@ def layout_of(output: Output, last: Dim | None = None) -> HeadLayout | str:
     others = [label for label in of(dims) if label not in heads and label not in values]
     tokens = tuple(label for label in others if label in queries)
     places = [others.index(label) for label in tokens]
-    if places != list(range(places[0], places[0] + len(places))) if places else False:
+    if places and places != list(range(places[0], places[0] + len(places))):
         return "its queries lie in several dimensions"
     batch = tuple(label for label in others if label not in queries)
     return HeadLayout(batch, heads, tokens, values)
@@ -131,7 +130,7 @@ def read_fused(call: FusedCall, owner: nn.Module, capture: Capture) -> Any:
             weight = merged(*call.log_weight, groups, expand=False)
         site, repeated = capture.place(owner, call.query, call.key)
         return AttentionCall(
-            site, owner, query, key, value, weight, call.is_causal, call.scale, call.softcap, None, output,
+            site, owner, query, key, value, weight, call.is_causal, call.scale, None, None, output,
             repeated=repeated,
         )  # fmt: skip
 
@@ -173,10 +172,7 @@ def _sink(scores: Scores, layout: HeadLayout) -> Tensor | str | None:
     tensor = merged(*scores.sink, (layout.batch, layout.heads, layout.tokens), expand=False)
     if not bool((tensor == tensor[:1, :, :1]).all()):
         return "its sink depends on the query"
-    heads = 1
-    for label in layout.heads:
-        heads *= label.size
-    return tensor[0, :, 0].expand(heads).detach().float()
+    return tensor[0, :, 0].expand(entries(layout.heads)).detach().float()
 
 
 def _scores_only(

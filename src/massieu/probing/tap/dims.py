@@ -4,6 +4,7 @@ A dimension is a tuple of labels, the most significant first: (batch, head) afte
 label is split where a view splits a dimension, and all tensors that carry it see the parts.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -25,11 +26,6 @@ class Label:
 
 Dim = tuple[Label, ...]
 Dims = list[Dim]
-
-
-def fresh(sizes: Iterable[int]) -> Dims:
-    """A label of its own for each dimension that has more than one entry."""
-    return [() if size == 1 else (Label(size),) for size in sizes]
 
 
 def whole(labels: Iterable[Label]) -> Dim:
@@ -99,7 +95,7 @@ def merged(tensor: Tensor, dims: Dims, groups: Sequence[Dim], *, expand: bool = 
     full = [g if expand or any(label in own for label in g) else () for g in groups]
     wanted = {label for group in full for label in group}
     sizes = [label.size if label in wanted else 1 for label in order]
-    return tensor.expand(sizes).reshape([_product(label.size for label in group) for group in full])
+    return tensor.expand(sizes).reshape([entries(group) for group in full])
 
 
 def unmerged(tensor: Tensor, groups: Sequence[Dim], dims: Dims) -> Tensor:
@@ -107,11 +103,9 @@ def unmerged(tensor: Tensor, groups: Sequence[Dim], dims: Dims) -> Tensor:
     order = [label for group in groups for label in group]
     tensor = tensor.reshape([label.size for label in order])
     tensor = tensor.permute([order.index(label) for label in of(dims)])
-    return tensor.reshape([_product(label.size for label in whole(dim)) for dim in dims])
+    return tensor.reshape([entries(whole(dim)) for dim in dims])
 
 
-def _product(sizes: Iterable[int]) -> int:
-    found = 1
-    for size in sizes:
-        found *= size
-    return found
+def entries(dim: Dim) -> int:
+    """The size of a dimension."""
+    return math.prod(label.size for label in dim)

@@ -16,9 +16,7 @@ from massieu.probing.tap.flex import scores_of
 from massieu.probing.tap.scores import HIDES, Path
 
 
-def _scaled_dot_product(
-    args: Any, kwargs: Any, result: Tensor, owner: nn.Module, path: Path, capture: Capture
-) -> Output | str:
+def _scaled_dot_product(args: Any, kwargs: Any, owner: nn.Module, path: Path, capture: Capture) -> Output | str:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = (given[name] for name in names[:3])
@@ -29,11 +27,10 @@ def _scaled_dot_product(
     weight = None if mask is None else _masked(mask, dims)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     call = FusedCall(query, key, value, *dims[:3], weight, causal, scale)
-    queries = tuple(label for label in of(dims[0]) if label not in of(dims[1]) and label in (dims[0][-2] or ()))
-    return Output(read_fused(call, owner, capture), dims[3], dims[3][-1], queries, path)
+    return _output(call, dims[3], owner, path, capture)
 
 
-def _flex(args: Any, kwargs: Any, result: Any, owner: nn.Module, path: Path, capture: Capture) -> Output | str:
+def _flex(args: Any, kwargs: Any, owner: nn.Module, path: Path, capture: Capture) -> Output | str:
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options")
     names = (*names, "score_mod_other_buffers", "mask_mod_other_buffers")
     given = {names[7]: (), names[8]: (), **dict(zip(names, args, strict=False)), **kwargs}
@@ -45,8 +42,12 @@ def _flex(args: Any, kwargs: Any, result: Any, owner: nn.Module, path: Path, cap
         return weight
     dims = _dims_of(query, key, value, key.shape[1] != query.shape[1])
     call = FusedCall(query, key, value, *dims[:3], _masked(weight, dims), False, float(given["scale"]))
-    queries = tuple(label for label in dims[0][-2] if label not in of(dims[1]))
-    return Output(read_fused(call, owner, capture), dims[3], dims[3][-1], queries, path)
+    return _output(call, dims[3], owner, path, capture)
+
+
+def _output(call: FusedCall, dims: Dims, owner: nn.Module, path: Path, capture: Capture) -> Output:
+    queries = tuple(label for label in call.query_dims[-2] if label not in of(call.key_dims))
+    return Output(read_fused(call, owner, capture), dims, dims[-1], queries, path)
 
 
 def _dims_of(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Dims, Dims, Dims, Dims]:
@@ -101,18 +102,12 @@ def _own_code(function: Any) -> Callable[..., Any]:
         "has_torch_function": lambda *_: False,
         "has_torch_function_unary": lambda *_: False,
     }
-    return types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-
-
-def _with_keywords(function: Any) -> Callable[..., Any]:
-    opened = _own_code(function)
-    opened.__kwdefaults__ = function.__kwdefaults__  # type: ignore[attr-defined]
+    opened = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    opened.__kwdefaults__ = function.__kwdefaults__
     return opened
 
 
-RUN_OPEN: Mapping[Any, Callable[..., Any]] = {
-    F.multi_head_attention_forward: _with_keywords(F.multi_head_attention_forward)
-}
+RUN_OPEN: Mapping[Any, Callable[..., Any]] = {F.multi_head_attention_forward: _own_code(F.multi_head_attention_forward)}
 """Functions that contain attention: what to call in their place."""
 
 FUSED: Mapping[Any, Callable[..., Output | str]] = {

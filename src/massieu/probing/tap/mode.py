@@ -20,7 +20,7 @@ from massieu.errors import InputError
 from massieu.probing.capture import Capture, StopAfterQuery
 from massieu.probing.tap import functions as f
 from massieu.probing.tap.calls import HeadLayout, Output, layout_of, read_weights
-from massieu.probing.tap.dims import Dim, merged, of, unmerged, whole
+from massieu.probing.tap.dims import Dim, entries, merged, of, unmerged, whole
 from massieu.probing.tap.fused import FOREIGN, FUSED, RUN_OPEN
 from massieu.probing.tap.scores import (
     BADDBMM,
@@ -35,7 +35,7 @@ from massieu.probing.tap.scores import (
     contraction,
     labelled,
 )
-from massieu.probing.tap.steps import added, is_largest, named, reshaped, scores_after, size, weights_after
+from massieu.probing.tap.steps import added, is_largest, named, reshaped, scores_after, weights_after
 from massieu.probing.watching import hooked, mapped
 
 _CONSTANT, _WEIGHT, _MIXED = 1, 2, 4  # computed from parameters alone; a parameter itself; of activations, projected
@@ -176,7 +176,7 @@ class Tap(TorchFunctionMode):
                 self._break(tensor, func)
         elif self._are_activations(left, right):
             dims = labelled(left, right, letters, None, 0)
-            if dims is None or result.shape != torch.Size([size(d) for d in dims[2]]):
+            if dims is None or result.shape != torch.Size([entries(d) for d in dims[2]]):
                 return
             summed = contracted(*dims)
             scores = Scores(ScoreProduct(left, right, dims[0], dims[1], summed, self._path()), dims[2])
@@ -285,7 +285,7 @@ class Tap(TorchFunctionMode):
     def _fused(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         path = self._path()
         owner = _owner(path) or self.model
-        found = FUSED[func](args, kwargs, result, owner, path, self.capture)
+        found = FUSED[func](args, kwargs, owner, path, self.capture)
         if isinstance(found, Output):
             self._follow_from(result[0] if isinstance(result, tuple) else result, found)
         elif isinstance(found, str):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.probing.tap import functions as f
-from massieu.probing.tap.dims import Dim, Dims, Label, regrouped, whole
+from massieu.probing.tap.dims import Dims, Label, entries, regrouped, whole
 from massieu.probing.tap.scores import HIDES, Reduction, Scores, Weights
 
 Moves = Callable[[Any], bool]
@@ -101,7 +101,7 @@ def weights_after(func: Any, args: Any, kwargs: Any, tensor: Tensor, note: Weigh
     extended = note.scores.extended
     if func in f.INDEXING and extended is not None and isinstance(result, Tensor):
         keys = [i for i, dim in enumerate(note.dims) if dim == (extended[0],)]
-        if keys and result.shape[keys[0]] == size(extended[1]) and result.dim() == tensor.dim():
+        if keys and result.shape[keys[0]] == entries(extended[1]) and result.dim() == tensor.dim():
             return replace(note, dims=[extended[1] if i == keys[0] else d for i, d in enumerate(note.dims)])
     if func in f.FILLING and _filling(args, kwargs)[1] == 0:
         return note  # rows that see no key
@@ -171,13 +171,6 @@ def _keeps_order(index: Any) -> bool:
 
 def named(func: Any) -> str:
     return getattr(func, "__name__", str(func)).strip("_")
-
-
-def size(dim: Dim) -> int:
-    found = 1
-    for label in dim:
-        found *= label.size
-    return found
 
 
 def _is_far(args: Any, kwargs: Any, tensor: Tensor) -> bool:
