@@ -46,7 +46,7 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         scale_: The scale.
         leave_one_out_error_: The mean squared error of rows predicted from all others, in units of the targets'
             variances; NaN of a single row.
-        n_features_in_, feature_names_in_: As everywhere in scikit-learn.
+        n_features_in_: How many columns; their names are `feature_names_in_`.
 
     Example:
         >>> from massieu.sklearn import AttentionRegressor

@@ -52,12 +52,15 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
     Attributes:
         machine_: The `massieu.nn.RestrictedBoltzmannMachine`, of rows in the units of `location_` and `scale_`.
         components_: Wᵀ, (n_components, n_features).
-        intercept_visible_, intercept_hidden_: a and b.
-        location_, scale_: (row − location_)/scale_ are the machine's visible units; 0 and 1 for bits, spins and counts.
-        log_partition_, log_partition_error_: log Z of the machine and its standard error: 0 where one layer has at most
-            2^20 states; else it is annealed, once, when it is first asked for.
+        intercept_visible_: a, (n_features,).
+        intercept_hidden_: b, (n_components,).
+        location_: Where each column is counted from; 0 for bits, spins and counts.
+        scale_: The unit of each column: (row − location_)/scale_ are the machine's visible units.
+        log_partition_: log Z of the machine, exact where one layer has at most 2^20 states; else it is annealed, once, when
+            it is first asked for.
+        log_partition_error_: Its standard error; 0 where it is exact.
         n_iter_: Passes over the table.
-        n_features_in_, feature_names_in_: As everywhere in scikit-learn.
+        n_features_in_: How many columns; their names are `feature_names_in_`.
 
     Example:
         >>> import numpy as np

@@ -61,13 +61,15 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             `massieu.solve.ConjugateGradients`; see `conditional_mean_attention`.
 
     Attributes:
-        lengthscale_, ridge_: What was given or chosen; the lengthscale is NaN for a kernel that has none.
+        lengthscale_: What was given or chosen; NaN for a kernel that has none.
+        ridge_: What was given or chosen.
         kernel_: The `massieu.regression.Kernel`.
         leave_one_out_error_: The mean squared error of rows predicted from all others, in units of the targets'
             variances, over at most 1,000 rows, by which kernel and ridge are chosen.
-        noise_variance_, prior_variance_: Of the targets about the mean, and of the mean: those of most likelihood at this
-            kernel and ridge, over the same rows; one for each target.
-        n_features_in_, feature_names_in_: As everywhere in scikit-learn.
+        noise_variance_: Of the targets about the mean: that of most likelihood at this kernel and ridge, over the same
+            rows; one for each target.
+        prior_variance_: Of the mean, where nothing is known: noise_variance_/ridge_.
+        n_features_in_: How many columns; their names are `feature_names_in_`.
 
     Example:
         >>> import numpy as np

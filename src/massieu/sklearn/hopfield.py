@@ -57,7 +57,7 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
         leave_one_out_score_: The mean log-density of rows under the memory of all others, nats.
         offset_: The threshold of `score_samples`: so large a share of the rows is below, each by the memory of the others.
         energy_: The `massieu.energy.HopfieldEnergy`, of rows less `location_`, their mean.
-        n_features_in_, feature_names_in_: As everywhere in scikit-learn.
+        n_features_in_: How many columns; their names are `feature_names_in_`.
 
     Example:
         >>> from massieu.sklearn import HopfieldMemory
