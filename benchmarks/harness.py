@@ -110,17 +110,17 @@ def print_peak(prepare: Callable[[float], Work]) -> None:
     """
     prepare(0.02)()
     work = prepare(1.0)
-    before, ballast = _peak(), []
-    while _peak() == before:
+    before, ballast = peak(), []
+    while peak() == before:
         # The system tells the highest resident set only: fill up to it, so that all growth shows.
         ballast.append(np.ones(2**15))
-    before = _peak()
+    before = peak()
     start = time.process_time()
     work()
-    print(time.process_time() - start, (_peak() - before) / 2**20)
+    print(time.process_time() - start, (peak() - before) / 2**20)
 
 
-def _peak() -> int:
+def peak() -> int:
     """Highest resident set of this process so far, bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

@@ -10,8 +10,6 @@ steps, running sums stored every minute. The text is the reference text, again a
 
 import argparse
 import json
-import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,13 +17,13 @@ from pathlib import Path
 import torch
 import transformers
 
+import harness
 import massieu
 from massieu.probing.documents import reference_documents
 from massieu.probing.model import load_model
 from massieu.probing.session import ProbeProgress
 
 RESULTS = Path(__file__).parent / "long_text.json"
-_KILOBYTES = 1 if sys.platform == "darwin" else 1024  # in the unit of ru_maxrss
 
 
 def small_bert(vocabulary: int) -> torch.nn.Module:
@@ -53,7 +51,7 @@ def measure(tokens: int, step: int) -> list[dict[str, float]]:
         elif state.tokens >= begun[-1][0] + step:
             now, (before, then) = time.process_time(), begun[-1]
             begun.append((state.tokens, now))
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KILOBYTES / 1e6
+            peak = harness.peak() / 1e6
             each = 1e6 * (now - then) / (state.tokens - before)
             rows.append({"tokens": state.tokens, "microseconds_a_token": each, "peak_megabytes": peak})
             print(f"{state.tokens:10,} tokens {each:8.1f} µs a token {peak:8.1f} MB at most", flush=True)

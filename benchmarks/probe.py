@@ -9,7 +9,6 @@ and 16 times the same text. Results go to ``benchmarks/results/probe.json``.
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from dataclasses import asdict
@@ -18,8 +17,8 @@ from pathlib import Path
 import torch
 import transformers
 
+import harness
 import massieu
-from harness import compare_times
 from massieu.probing.documents import reference_documents
 from massieu.probing.model import load_model
 from massieu.probing.text import TextBatches
@@ -58,7 +57,7 @@ def measure_time(rounds: int) -> list[dict]:
     for name, length, tokens in cases:
         model = loaded.module if name == "MiniLM" else gpt2_small(loaded.tokenizer)
         batches = text_batches(loaded.tokenizer, length, tokens)
-        timing = compare_times(
+        timing = harness.compare_times(
             lambda m=model, b=batches: forward(m, b),
             lambda m=model, b=batches, n=length: massieu.probe(m, b, max_length=n),
             rounds=rounds,
@@ -93,8 +92,7 @@ def peak(times: int) -> None:
 
     batches = TextBatches(loaded.tokenizer, documents, max_length=256, max_tokens=16_000 * times, batch_size=8)
     result = massieu.probe(loaded.module, (b.inputs for b in batches))
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"times": times, "tokens": result.run.text.tokens, "peak_mib": kib / 1024}))
+    print(json.dumps({"times": times, "tokens": result.run.text.tokens, "peak_mib": harness.peak() / 2**20}))
 
 
 def main() -> None:
