@@ -3,11 +3,12 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.optimize
 import torch
 
-from massieu.experiments import input_size, precision, sink, sufficiency, temperature
+from massieu.experiments import denoiser, input_size, precision, sink, sufficiency, temperature
 from massieu.experiments.run import run
 from massieu.experiments.study import experiments
 from massieu.posteriors import GaussianMean
@@ -25,6 +26,24 @@ def test_the_precision_is_the_best_score_and_the_best_scale_beats_its_neighbours
     assert int(risks.argmin()) == 0
     batch = task.drawn_batch(2)
     assert (torch.linalg.solve(task.root, batch[2].mT).norm(dim=-2) - 1).abs().max() < 1e-9
+
+
+def test_the_best_denoiser_is_a_regression_and_no_multiple_of_the_best_matrix_has_less_risk():
+    task = denoiser._Task(torch.Generator().manual_seed(0), 4096)
+    _, queries, tokens = task.batch(4000, clean=True)
+    asked, wanted = queries.flatten(0, 2).numpy(), tokens.flatten(0, 2).numpy()
+    fitted, *_ = np.linalg.lstsq(asked, wanted, rcond=None)
+    assert np.abs(fitted.T - task.best.numpy()).max() < 5 / math.sqrt(len(asked))
+    for clean in (True, False):
+        context, *_ = task.batch(40, clean=clean)
+        noise = torch.zeros(4) if clean else torch.full((4,), denoiser.NOISE**2)
+        expected = (task.covariance + noise.double().diag()).numpy()
+        assert np.abs(np.cov(context.flatten(0, 2).mT) - expected).max() < 0.1
+        # Attention over many tokens returns their covariance times M x (X1): with this M it is the best output.
+        best = torch.linalg.inv(torch.from_numpy(expected)) @ task.best
+        assert task.excess(best, best, clean) == 0
+        assert task.excess(0.7 * best, best, clean) > 0.01 and task.excess(1.3 * best, best, clean) > 0.01
+        assert task.excess(best.new_zeros(4, 4), best, clean) > 0.2
 
 
 def test_golden_section_finds_what_scipy_finds():
