@@ -116,3 +116,10 @@ def test_sequences_too_rare_for_floating_point_are_left_out():
     assert tuple(found) == pytest.approx(tuple(sufficiency(prior, table, 2)), rel=1e-12)
     with pytest.raises(ValueError, match="500500 different counts of tokens, more than the 2048"):
         sufficiency(torch.zeros(2), torch.randn(2, 1000), 2)
+
+
+def test_lists_of_numbers_are_read_in_float64():
+    given = [0.3, 0.7], [[0.1, 0.9], [0.6, 0.4]]
+    tensors = (torch.tensor(each, dtype=torch.float64).log() for each in given)
+    lists = ([math.log(0.3), math.log(0.7)], [[math.log(x) for x in row] for row in given[1]])
+    assert sufficiency(*lists, 3).information == pytest.approx(sufficiency(*tensors, 3).information, rel=1e-14)

@@ -122,6 +122,11 @@ def test_ranks_are_decided_by_the_tolerance():
     assert (nothing.rank, nothing.condition_number, nothing.identifiable) == (0, 0.0, True)
 
 
+def test_lists_of_numbers_are_read_in_float64():
+    # The second row is three times the first, in float64 to rounding; in float32 it is not.
+    assert transfer([[0.1, 0.7], [0.3, 2.1]], [[1.0, 0.0]], simplex=False).rank == 1  # pyright: ignore
+
+
 def test_a_simplex_is_not_always_meant():
     g, d = normal(3, 3), normal(2, 3, seed=1)
     found = transfer(g, d, simplex=False)

@@ -101,6 +101,11 @@ def real_tensor(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
 
 
+def doubles(name: str, value: Any) -> Tensor:
+    """As `real_tensor`, in float64: numbers would be rounded in torch's default dtype before they are widened."""
+    return real_tensor(name, value, torch.empty((), dtype=torch.float64)).double()
+
+
 def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A number or a floating-point tensor as a tensor of that dtype, by default that of `like`, on its device.
 

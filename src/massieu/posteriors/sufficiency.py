@@ -12,6 +12,7 @@ from massieu.foundation.arguments import (
     check_one_device,
     check_shape,
     check_values,
+    doubles,
     real_tensor,
     whole_number,
 )
@@ -82,14 +83,14 @@ def sufficiency(
             f"{tokens} tokens and length {length}: sequences have {counts} different counts of tokens, more than the "
             f"{_MOST_COUNTS} that are compared with each other"
         )
-    label = torch.eye(concepts) if label is None else real_tensor("label", label)
+    label = torch.eye(concepts, dtype=torch.float64) if label is None else doubles("label", label)
     check_values(label=label)
     check_shape("label", label, (concepts, "Y"))
-    label = label.double().cpu()
+    label = label.cpu()
     if not bool((label >= 0).all()) or not bool(((label.sum(-1) - 1).abs() < 1e-6).all()):
         raise ValueError("label must have rows of probabilities: entries at least 0, of sum 1")
-    prior = torch.log_softmax(log_prior.double().cpu(), 0)
-    likelihood = torch.log_softmax(log_likelihood.double().cpu(), 1)
+    prior = torch.log_softmax(log_prior.cpu(), 0)
+    likelihood = torch.log_softmax(log_likelihood.cpu(), 1)
     sequences = torch.cartesian_prod(*[torch.arange(tokens)] * length).reshape(-1, length)
     joint = (prior + likelihood[:, sequences].sum(-1).T).exp()
     reached = joint.sum(-1) > 0
@@ -106,7 +107,7 @@ def sufficiency(
 
 def _weights(name: str, given: Any) -> Tensor:
     """Log-weights as a tensor with values, below +inf."""
-    tensor = real_tensor(name, given)
+    tensor = doubles(name, given)
     check_values(**{name: tensor})
     check_log_probabilities(**{name: tensor})
     return tensor

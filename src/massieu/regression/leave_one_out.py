@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_range, check_values, real_tensor
+from massieu.foundation.arguments import check_range, check_values, doubles
 from massieu.foundation.transforms import every, unwrapped
 from massieu.regression.exact import features_factor, solve_lower
 from massieu.regression.kernels import Kernel
@@ -112,7 +112,7 @@ def choose_ridge(
         >>> choose_ridge(key, 2 * key, [0.5, 1.0], kernel=LinearKernel.create()).ridge.tolist()  # no noise
         [[0.5]]
     """
-    grid = real_tensor("ridges", ridges, torch.empty((), dtype=torch.float64)).double()
+    grid = doubles("ridges", ridges)
     check_values(ridges=grid)
     check_range("every ridge", grid, least=0)
     if grid.ndim != 1 or len(grid) == 0:

@@ -74,5 +74,7 @@ class ClusteringEnergy(Energy):
     def _need(self, state: Tensor) -> Tensor:
         batch = tuple(self.scale.shape)
         if state.ndim < len(batch) + 2 or tuple(state.shape[: len(batch)]) != batch or 0 in state.shape[-2:]:
-            raise ValueError(f"Clustering needs a state of shape {batch} + (*queries, n, d), got {tuple(state.shape)}")
+            raise ValueError(
+                f"ClusteringEnergy needs a state of shape {batch} + (*queries, n, d), got {tuple(state.shape)}"
+            )
         return state

@@ -6,8 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_finite, number, real_tensor, whole_number
-from massieu.measures import Atoms, Sphere
+from massieu.foundation.arguments import check_finite, doubles, number, whole_number
+from massieu.measures import Atoms
+from massieu.measures.moments import cumulants_of_moments
+from massieu.ops.bessel import bessel_ratios
 
 
 def cumulant_growth(
@@ -34,7 +36,7 @@ def cumulant_growth(
         1.2727
     """
     whole_number("order", order, least=3)
-    step, variance = real_tensor("step", step).double(), real_tensor("variance", variance).double()
+    step, variance = doubles("step", step), doubles("variance", variance)
     check_finite(step=step, variance=variance)
     return 1 + order * step * variance ** (order - 1) / (1 + step * variance)
 
@@ -95,14 +97,8 @@ def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Te
     number("step", step)
     number("scale", scale, above=0)
     # I_{ν+1}/I_ν for ν = dim/2 − 1, dim/2, …: lengths of means on spheres of dim, dim + 2, … dimensions.
-    ratios = torch.stack([_mean_length(scale, dim + 2 * index) for index in range(order)])
+    ratios = bessel_ratios(torch.tensor(scale, dtype=torch.float64), dim, order)
     return 1 + step * order * (order + dim - 2) * ratios.prod() / (scale * (1 + step * ratios[0]))
-
-
-def _mean_length(scale: float, dim: int) -> Tensor:
-    eta = torch.zeros(dim, dtype=torch.float64)
-    eta[0] = scale
-    return Sphere.create(torch.ones((), dtype=torch.float64), dim=dim).mean(eta)[0]
 
 
 def _hermite(z: Tensor, order: int) -> Tensor:
@@ -114,11 +110,8 @@ def _hermite(z: Tensor, order: int) -> Tensor:
 
 
 def _whitened_cumulant(share: Tensor, value: Tensor, order: int) -> Tensor:
-    """κ_n/κ_2^(n/2), from moments: μ_n = Σ_k C(n − 1, k − 1) κ_k μ_{n−k}."""
+    """κ_n/κ_2^(n/2)."""
     centred = value - (share * value).sum()
-    moments = [(share * centred**power).sum() for power in range(order + 1)]
-    cumulants = [torch.zeros_like(moments[0])]
-    for n in range(1, order + 1):
-        known = [math.comb(n - 1, k - 1) * cumulants[k] * moments[n - k] for k in range(1, n)]
-        cumulants.append(moments[n] - torch.stack(known).sum() if known else moments[n])
-    return cumulants[order] / cumulants[2] ** (order / 2)
+    moments = torch.stack([(share * centred**power).sum() for power in range(1, order + 1)])
+    cumulants = cumulants_of_moments(moments)
+    return cumulants[order - 1] / cumulants[1] ** (order / 2)

@@ -8,7 +8,7 @@ other and numbers that are not finite raise a ValueError; what is neither a tens
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -20,8 +20,8 @@ from massieu.foundation.arguments import (
     check_range,
     check_shape,
     check_values,
+    doubles,
     number,
-    real_tensor,
     whole_number,
 )
 from massieu.ops.bessel import bessel_ratios, log_sphere_partition
@@ -91,7 +91,7 @@ def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[
         >>> deconvolution(torch.tensor([1.0, 0.5, 0.25]), cut_off=1).tolist()
         [1.0, 2.0, 0.0]
     """
-    multipliers = _doubles("multipliers", multipliers)
+    multipliers = doubles("multipliers", multipliers)
     if not multipliers.ndim:
         raise ValueError("multipliers must have shape (*lead, degrees), got a single number")
     whole_number("cut_off", cut_off, least=0, most=multipliers.shape[-1] - 1)
@@ -113,7 +113,7 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
         [1.0, 0.5, -0.125]
     """
     _check_sphere(degree, dimension)
-    cosine = _doubles("cosine", cosine)
+    cosine = doubles("cosine", cosine)
     values = [torch.ones_like(cosine), cosine]
     for n in range(1, degree):
         values.append(((2 * n + dimension - 2) * cosine * values[n] - n * values[n - 1]) / (n + dimension - 2))
@@ -151,7 +151,7 @@ def spherical_kernel(
         >>> spherical_kernel(torch.tensor(1.0), torch.tensor([1.0, 1.0]), dimension=3).item()  # 1 + 3
         4.0
     """
-    spectrum = _doubles("spectrum", spectrum)
+    spectrum = doubles("spectrum", spectrum)
     check_shape("spectrum", spectrum, ("degrees",))
     if not len(spectrum):
         raise ValueError("spectrum must have at least one degree, got none")
@@ -320,13 +320,8 @@ def _log_mean_square(scale: Tensor, dimension: int) -> Tensor:
     return twice - 2 * once
 
 
-def _doubles(name: str, given: Any) -> Tensor:
-    """A tensor, numbers or one number, in float64."""
-    return real_tensor(name, given, torch.empty((), dtype=torch.float64)).double()
-
-
 def _keys(keys: Tensor | float) -> Tensor:
-    keys = _doubles("keys", keys)
+    keys = doubles("keys", keys)
     check_range("keys", keys, least=1)
     return keys
 
@@ -338,13 +333,13 @@ def _check_sphere(degree: int, dimension: int) -> None:
 
 def _scale(scale: Tensor | float, dimension: int, degree: int) -> Tensor:
     _check_sphere(degree, dimension)
-    scale = _doubles("scale", scale)
+    scale = doubles("scale", scale)
     check_range("scale", scale, least=0)
     return scale
 
 
 def _power(power: Tensor) -> Tensor:
-    power = _doubles("power", power)
+    power = doubles("power", power)
     if not power.ndim or not power.shape[-1]:
         raise ValueError(f"power must have shape (*lead, degrees), got {tuple(power.shape)}")
     check_range("power", power, least=0)

@@ -28,6 +28,7 @@ from massieu.foundation.arguments import (
     check_shape,
     check_values,
     described,
+    doubles,
     number,
     real_tensor,
 )
@@ -240,9 +241,9 @@ def excess_risk_bound(condition_number: float, self_supervised_excess: float, de
 
 
 def _checked(name: str, matrix: Tensor) -> Tensor:
-    matrix = real_tensor(name, matrix)
+    matrix = doubles(name, matrix)
     check_values(**{name: matrix})
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(f"{name} must have shape (rows, latents) with at least one of each, got {tuple(matrix.shape)}")
     check_finite(**{name: matrix})
-    return matrix.detach().double()
+    return matrix.detach()
