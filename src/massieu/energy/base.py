@@ -23,6 +23,7 @@ from massieu.energy.gradients import jacobian
 from massieu.foundation.arguments import floating, number, whole_number
 from massieu.foundation.values import Value, promoted_dtype
 from massieu.solve import Picard, Status, fixed_point
+from massieu.solve.methods import default_tolerance
 from massieu.solve.status import warn_unconverged
 
 _DAMPINGS: dict[str, Callable[[float], bool]] = {
@@ -203,7 +204,7 @@ class Energy(Value):
             end = self.step(end, damping=damping)
         with torch.no_grad():
             residual = self._size(self._step(end) - end)
-            settled = residual <= (1e-10 if end.dtype == torch.float64 else 2e-6) * (1 + self._size(end))
+            settled = residual <= default_tolerance(end.dtype).relative * (1 + self._size(end))
             finite = residual.isfinite() & self._size(end).isfinite()
             status = torch.where(settled, int(Status.CONVERGED), int(Status.MAX_STEPS))
             status = torch.where(finite, status, int(Status.NOT_FINITE))

@@ -48,13 +48,8 @@ def _is_bounded(measure: Measure, weight: Tensor) -> bool:
     """Whether the support is bounded in every direction of the axes."""
     size = measure.event_shape[0]
     axes = torch.eye(size, dtype=weight.dtype, device=weight.device)
-    found = [_reach(measure, sign * axes) for sign in (1, -1)]
+    found = [measure._support(sign * axes) for sign in (1, -1)]
     return all(reach is not None and bool(reach.isfinite().all()) for reach in found)
-
-
-def _reach(measure: Measure, direction: Tensor) -> Tensor | None:
-    """sup x·direction over the support; None where the measure does not know it."""
-    return measure._support(direction)
 
 
 def _leaves_domain(limited: Measure, bounded: Measure, weight: Tensor, layer: str) -> str | None:
@@ -65,7 +60,7 @@ def _leaves_domain(limited: Measure, bounded: Measure, weight: Tensor, layer: st
         return None
     tilt = _tilt(limited, weight)
     low, high = (limit - tilt for limit in limits)
-    up, down = _reach(bounded, weight.mT), _reach(bounded, -weight.mT)
+    up, down = bounded._support(weight.mT), bounded._support(-weight.mT)
     assert up is not None and down is not None  # the layer is bounded
     beyond = (up >= high) | (-down <= low)
     if not bool(beyond.any()):
