@@ -10,6 +10,7 @@ from massieu import energy, ops
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, added, per_head
 from massieu.solve import GMRES, ConjugateGradients, Implicit, Picard, fixed_point
+from massieu.solve.methods import default_tolerance
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, FixedPointResult
 
 
@@ -57,7 +58,7 @@ def moved(before: Float[Tensor, "B H L D"], state: Float[Tensor, "B H L D"]) -> 
     wide = torch.promote_types(state.dtype, torch.float32)
     residual = torch.linalg.vector_norm(state - before, dim=-1, dtype=wide)
     size = torch.linalg.vector_norm(state, dim=-1, dtype=wide)
-    rtol, atol = (1e-10, 1e-12) if wide == torch.float64 else (2e-6, 1e-8)
+    rtol, atol = default_tolerance(wide)
     status = torch.where(residual <= atol + rtol * size, CONVERGED, MAX_STEPS)
     return torch.where(residual.isfinite(), status, NOT_FINITE), residual
 
