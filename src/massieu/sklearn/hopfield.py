@@ -61,9 +61,9 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
 
     Example:
         >>> from massieu.sklearn import HopfieldMemory
-        >>> memory = HopfieldMemory(scale=4.0, n_steps=None).fit([[0.0, 0.0], [3.0, 3.0]])
-        >>> memory.transform([[0.5, -0.4]]).round(2).tolist()
-        [[0.0, 0.0]]
+        >>> memory = HopfieldMemory(scale=4.0, n_steps=None).fit([[1.0, 2.0], [4.0, 5.0]])
+        >>> memory.transform([[1.5, 1.6]]).round(2).tolist()
+        [[1.0, 2.0]]
     """
 
     def __init__(self, *, scale: float | str = "auto", n_steps: int | None = 1, false_alarm_rate: float = 0.05) -> None:
