@@ -81,7 +81,7 @@ def _largest(distance: Tensor, a: float | Tensor) -> Tensor:
         return _step(state, distance, a if isinstance(a, float) else order[0])
 
     zero = torch.zeros_like(distance[..., :1])
-    high = torch.full_like(zero, math.log(distance.shape[-1]))
+    high = torch.full_like(zero, distance.shape[-1]).log()
     start = _State(zero, zero, high, high, torch.zeros_like(zero, dtype=torch.bool))
     limit = _CONVEX_STEPS if isinstance(a, float) and a <= 1 else _STEPS
     constants = (distance, a) if isinstance(a, Tensor) else (distance,)

@@ -209,13 +209,13 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         given = dict(zip(names, tensors, strict=True))
         heads = {name: self._part(name, tensor) for name, tensor in given.items()}
         keys, values = heads["stored"], heads["projections"]
-        if len({len(part) for part in heads.values()}) > 1 or keys.shape[2] != values.shape[2]:
+        if any(part.shape[0] != keys.shape[0] for part in heads.values()) or keys.shape[2] != values.shape[2]:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in given.values())
             raise ValueError(
                 f"{' and '.join((', '.join(names[:-1]), names[-1]))} must have one batch size, and stored and projections "
                 f"one length, got shapes {shapes}"
             )
-        return heads["states"] if query is None else query.expand(len(keys), -1, -1, -1), keys, values
+        return heads["states"] if query is None else query.expand(keys.shape[0], -1, -1, -1), keys, values
 
     def _associate(self, heads: tuple[Tensor, ...], padding: Mask | None, association: Mask | None) -> Tensor:
         """From the heads' queries, keys and values to the output."""
@@ -349,7 +349,9 @@ class HopfieldLayer(_Trained):
         layer, targets = self.hopfield, self.patterns if self.targets is None else self.targets
         query = layer.query(input)
         parts = {"stored": self.patterns, "projections": targets}
-        heads = (layer._part(name, own, batch_first=True).expand(len(query), -1, -1, -1) for name, own in parts.items())
+        heads = (
+            layer._part(name, own, batch_first=True).expand(query.shape[0], -1, -1, -1) for name, own in parts.items()
+        )
         return layer._associate((query, *heads), stored_pattern_padding_mask, association_mask)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,5 @@
 """Keys and values in the one layout that all methods work in, and what a ridge may be."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -90,7 +89,7 @@ def cholesky(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*l
         return factor
     # Rounding of a pivot grows like that of a sum of as many terms, and is relative to its own row: factors of a matrix
     # whose rows have different units are as exact as those of the matrix with a diagonal of ones.
-    least = 4 * math.sqrt(size) * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+    least = 4 * torch.sym_sqrt(size) * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
     singular = (status != 0) | ~(pivots > least).all(-1)
     if not values_are_readable(matrix):
         return torch.where(singular[..., None, None], torch.nan, factor)

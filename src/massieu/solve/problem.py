@@ -1,6 +1,5 @@
 """A function of a state and parameters, seen as one of flat vectors and of tensors."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,22 +39,21 @@ class FixedPointProblem:
     others: tuple[Any, ...]
     name: str
 
-    @property
-    def items(self) -> tuple[int, ...]:
-        """Their dimensions."""
-        return self.shape[: len(self.shape) - self.item_dims]
-
     def flat(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(*self.items, math.prod(self.shape[len(self.items) :]))
+        return tensor.flatten(-self.item_dims) if self.item_dims else tensor.unsqueeze(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        return flat.reshape(self.shape)
+        return flat.unflatten(-1, self.shape[-self.item_dims :]) if self.item_dims else flat.squeeze(-1)
+
+    def image(self, flat: Tensor, *leaves: Tensor) -> Any:
+        """f of a flat state, as it is returned."""
+        remaining = iter(leaves)
+        merged = [next(remaining) if other is _TENSOR else other for other in self.others]
+        return self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
 
     def __call__(self, flat: Tensor, *leaves: Tensor) -> Tensor:
         """f of a flat state."""
-        remaining = iter(leaves)
-        merged = [next(remaining) if other is _TENSOR else other for other in self.others]
-        image = self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
+        image = self.image(flat, *leaves)
         if not isinstance(image, Tensor):
             raise TypeError(f"{self.name} must return a tensor of its first argument's shape, got {described(image)}")
         check_dense(f"{self.name}'s value", image)
@@ -74,13 +72,16 @@ class FixedPointProblem:
 
 @dataclass(frozen=True)
 class BoundFunction:
-    """The problem's function at given parameters. Loops of a compiled graph take the tensors in it one by one."""
+    """The problem's function at given parameters. Loops of a compiled graph take the tensors in it one by one.
+
+    It checks no image: the first one was checked, and such a loop compares no sizes that are known only when it runs.
+    """
 
     problem: FixedPointProblem
     leaves: tuple[Tensor, ...]
 
     def __call__(self, flat: Tensor) -> Tensor:
-        return self.problem(flat, *self.leaves)
+        return self.problem.flat(self.problem.image(flat, *self.leaves))
 
 
 def pose(

@@ -1,0 +1,71 @@
+"""Exported modules: one graph for every batch and length, and one of PyTorch's own operators alone."""
+
+import pytest
+import torch
+from tests.nn.test_every_module import CASES, SIZE, made
+from tests.rows import some_slow
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from massieu import nn as modules
+from massieu import ops
+
+FIXED_LENGTH = {
+    "SoftmaxHeads": "a window makes as many chunks as fit the length",
+    "TAPHeads": "all tokens are one item, and as many directions of it are tried as it has numbers",
+    "SpinAttention, to its end": "the same",
+    "EnergyTransformer": "one block of queries as long as it fits, which is a bound on the length",
+    "EnergyTransformerStack": "the same",
+}
+"""Of these the length stays that of the example."""
+NO_TOKENS = ("RestrictedBoltzmannMachine", "StackedBoltzmannMachine", "SigmaReparametrization")
+QUICK = ("Attention", "HopfieldLayer")
+NAMES = [*QUICK, *(name for name in CASES if name not in (*QUICK, *NO_TOKENS))]
+
+
+class OfTokens(nn.Module):
+    """A module of one tensor, as its first result."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        given = (tokens, tokens, tokens) if isinstance(self.module, modules.Attention) else (tokens,)
+        return next(leaf for leaf in pytree.tree_leaves(self.module(*given)) if isinstance(leaf, Tensor))
+
+
+def exported(module: nn.Module, fixed_length: bool = False) -> torch.export.ExportedProgram:
+    sizes = {0: torch.export.Dim("batch")}
+    if not fixed_length:
+        sizes[1] = torch.export.Dim("length")
+    return torch.export.export(module, (torch.rand(2, 5, SIZE),), dynamic_shapes=(sizes,))
+
+
+@pytest.mark.medium
+@some_slow("name", NAMES, 2)
+def test_an_exported_module_takes_any_batch_and_length(name: str):
+    module = OfTokens(made(name).eval())
+    fixed = name in FIXED_LENGTH
+    program = exported(module, fixed)
+    for sizes in ((3, 5), (4, 5)) if fixed else ((3, 7), (4, 11)):
+        given = torch.rand(*sizes, SIZE, generator=torch.Generator().manual_seed(2))
+        torch.testing.assert_close(program.module()(given), module(given))
+
+
+@pytest.mark.medium
+def test_the_fused_operator_can_be_taken_apart():
+    """What is left is PyTorch's own, so that a saved program loads without massieu."""
+
+    def plain(query, key, value, mask, scale, is_causal):
+        how = {"log_weight": mask, "scale": scale, "is_causal": is_causal, "backend": "reference"}
+        return tuple(ops.attention(query, key, value, **how))
+
+    module = OfTokens(made("HopfieldPooling").eval())
+    operator = torch.ops.massieu.fused_attention.default
+    program = exported(module)
+    assert operator in {node.target for node in program.graph.nodes}
+    apart = program.run_decompositions({operator: plain})
+    assert not [node for node in apart.graph.nodes if "massieu" in str(node.target)]
+    given = torch.rand(3, 7, SIZE)
+    torch.testing.assert_close(apart.module()(given), module(given))
