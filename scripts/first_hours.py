@@ -92,7 +92,9 @@ def timed(page: str, folder: Path, wanted: Iterable[str], say: Callable[[str], N
 
 def table(minutes: dict[str, float]) -> str:
     """Markdown: minutes by reader, and on what machine."""
-    rows = [f"| {title} | {value:.1f} |" for title, value in minutes.items()]
+    rows = [
+        f"| {title} | {value:.1f} |" if value >= 1 else f"| {title} | {value:.2f} |" for title, value in minutes.items()
+    ]
     machine = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     return "\n".join(
         ["", "| section | minutes |", "|---|---|", *rows, "", f"{machine}, {datetime.now(UTC):%Y-%m-%d}.", ""]

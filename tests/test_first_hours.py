@@ -42,7 +42,7 @@ def test_a_block_of_python_must_be_a_named_file_and_a_command_that_fails_is_an_e
 def test_the_set_up_comes_first_and_the_minutes_go_into_a_table(tmp_path):
     page = "## Set-up\n\n```sh\ntrue\n```\n\n## A reader\n\n```sh\ntrue\n```\n\n## Another\n\n```sh\nfalse\n```\n"
     assert list(timed(page, tmp_path, ["READER"], lambda _: None)) == ["Set-up", "A reader"]
-    assert "| A reader | 0.5 |" in table({"A reader": 0.5})
+    assert "| A reader | 0.06 |\n| Another | 2.5 |" in table({"A reader": 0.06, "Another": 2.5})
     with pytest.raises(ValueError, match="begins with 'A reader'"):
         timed(page.partition("## A reader")[1] + page.partition("## A reader")[2], tmp_path, [""], lambda _: None)
 

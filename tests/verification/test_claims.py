@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tests.rows import every_row
 
+from massieu.errors import InputError
 from massieu.verification.registry import claims
 from massieu.verification.run import verify
 
@@ -68,3 +69,12 @@ def test_the_claim_is_told_in_sentences(id: str):
     for text in (entry.statement, entry.published, entry.corrected):
         assert text is None or text.endswith(".")
     assert not entry.source.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("id", "name"),
+    [("B15", "strength"), ("B16", "scale"), ("B18", "g"), ("B21", "scale"), ("N2", "beta"), ("N4", "beta")],
+)
+def test_a_setting_is_used_as_it_is_given_or_refused(id: str, name: str):
+    with pytest.raises(InputError, match=rf"^{name} must be at least 0\.\d+ here, got -3\.0$"):
+        verify(id, settings={name: -3.0})

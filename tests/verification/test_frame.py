@@ -160,6 +160,15 @@ def test_an_error_inside_a_claim_keeps_its_traceback_and_names_the_claim():
     assert caught.value.__notes__ == ["while claim S5 was checked with {'N': 3}"]
 
 
+def test_settings_that_a_claim_cannot_do_are_named_in_one_sentence():
+    def given(scale: float = 1.0, seed: int = 0) -> Iterator[Check]:
+        yield at_least("root", math.sqrt(scale), 0.0)
+
+    register("S5", given)
+    with pytest.raises(InputError, match=r"^claim S5 cannot be checked with scale=-1.0: ."):
+        verify("S5", settings={"scale": -1})
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,8 @@ def normal_draws(seed: int) -> Normal:
     return lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def check_at_least(least: int, **settings: int) -> None:
-    """Raise unless each setting is at least `least`: fewer leave nothing to check.
+def check_at_least(least: float, **settings: float) -> None:
+    """Raise unless each setting is at least `least`: fewer or less leaves nothing to check.
 
     Raises:
         InputError: one of them is smaller.

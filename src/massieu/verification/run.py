@@ -149,9 +149,20 @@ def _with_seed(
 
 
 def _check(entry: ClaimFunction, parameters: Mapping[str, Setting]) -> Claim:
+    """The claim with these parameters; what it cannot do with other numbers than its own is the fault of those.
+
+    Raises:
+        InputError: it cannot be checked with them.
+    """
+    changed = {name: value for name, value in parameters.items() if value != entry.parameters[name] and name != "seed"}
     try:
         return entry(**parameters)
+    except InputError:
+        raise
     except Exception as error:
+        if changed and isinstance(error, (ValueError, ArithmeticError, RuntimeError)):
+            told = ", ".join(f"{name}={value}" for name, value in changed.items())
+            raise InputError(f"claim {entry.id} cannot be checked with {told}: {error}") from error
         error.add_note(f"while claim {entry.id} was checked with {dict(parameters)}")
         raise
 

@@ -31,8 +31,8 @@ def kinetic_spins(
     spins: int = 6, components: int = 8, scale: float = 1.3, draws: int = 200, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(3, spins=spins, components=components)
+    check_at_least(1e-2, scale=scale)
     normal = normal_draws(seed)
-    scale = max(abs(scale), 1e-2)
     yield from _normalisers()
     model = KineticSpins.create(normal(spins, components), 0.3 * normal(spins, spins), scale=scale)
     yield from _means(model, 1.5 * normal(spins, components))

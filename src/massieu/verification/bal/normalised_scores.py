@@ -33,10 +33,10 @@ def normalised_scores(
     check_at_least(2, dimensions=dimensions)
     # Fewer keys have no covariance of full rank.
     check_at_least(dimensions + 1, atoms=atoms)
+    # The potential is convex for positive g only.
+    check_at_least(1e-3, g=g)
     normal = normal_draws(seed)
     keys, query = normal(atoms, dimensions), normal(draws, dimensions)
-    # The potential is convex for positive g only.
-    g = max(abs(g), 1e-3)
     potential = ScoreDeviation.create(keys, gain=g * atoms, bias=b * atoms)
     weights = potential.weights(query)
     scores = query @ keys.T

@@ -41,8 +41,8 @@ def large_dimension(
     spins: int = 6, components: int = 5, scale: float = 0.7, strength: float = 0.6, draws: int = 50, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(2, spins=spins, components=components)
+    check_at_least(1e-2, scale=scale, strength=strength)
     normal = normal_draws(seed)
-    scale, strength = max(abs(scale), 1e-2), max(abs(strength), 1e-2)
     for size in (8, 64, 512):
         yield from _one_spin(size, scale, strength)
         yield from _two_spins(size, scale, strength)
@@ -180,8 +180,8 @@ def _saddle(model: SphericalSpins, normal: Normal, draws: int) -> Iterator[Check
 )
 def driven_response(spins: int = 3, components: int = 4, scale: float = 0.8, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, spins=spins, components=components)
+    check_at_least(1e-2, scale=scale)
     normal = normal_draws(seed)
-    scale = max(abs(scale), 1e-2)
     off = 1 - torch.eye(spins, dtype=torch.float64)
 
     def coupling(field: Tensor) -> Tensor:

@@ -31,11 +31,12 @@ def fenchel_young_networks(
     patterns: int = 12, dimensions: int = 6, draws: int = 200, beta: float = 2.0, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(2, patterns=patterns, dimensions=dimensions)
+    check_at_least(1e-3, beta=beta)
     normal = normal_draws(seed)
     points, query = normal(patterns, dimensions), 2 * normal(draws, dimensions)
     for alpha in _ALPHAS:
         yield from _potential(alpha, normal(draws, patterns))
-        yield from _descent(alpha, points, query, abs(beta) + 1e-3)
+        yield from _descent(alpha, points, query, beta)
         yield from _retrieval(alpha, patterns)
     yield from _normalised(points, query)
 

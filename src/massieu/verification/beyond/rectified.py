@@ -28,8 +28,9 @@ def log_sum_relu(
     patterns: int = 30, dimensions: int = 3, draws: int = 500, beta: float = 0.8, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(2, patterns=patterns, dimensions=dimensions)
+    check_at_least(1e-3, beta=beta)
     normal = normal_draws(seed)
-    points, scale = normal(patterns, dimensions), abs(beta) + 1e-3
+    points, scale = normal(patterns, dimensions), beta
     energy = LogSumReLU.create(points, scale=scale)
     # Starts on the way from one pattern to another, so that something is active for most.
     mix = torch.sigmoid(normal(draws, 1))
