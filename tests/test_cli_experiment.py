@@ -36,6 +36,9 @@ def test_the_list_has_each_question_and_what_was_found_last():
         (["normaliser", "--tune", "--seeds", "0,1"], "--tune takes one seed, got 2"),
         (["normaliser", "--tune", "--seeds", "6"], "seed 6 is used for verdicts"),
         (["sink", "--large"], "sink has no large size"),
+        (["normaliser", "--tune", "--resume"], "--resume continues a run of seeds; it does not go with --tune"),
+        (["list", "--resume"], "does not go with list"),
+        (["wind-tunnel", "--model", "gpt2", "--seeds", "5"], "--seeds chooses the seeds of a run"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, said, tmp_path: Path):

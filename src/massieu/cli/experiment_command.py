@@ -34,6 +34,11 @@ def experiment(
     chosen = None if seeds is None else seeds_in(seeds)
     if sum((tune, large, model is not None)) > 1:
         raise InputError("--tune, --large and --model exclude each other; give at most one")
+    alone = LIST if name == LIST else "--model" if model is not None else "--tune" if tune else None
+    if alone is not None and resume:
+        raise InputError(f"--resume continues a run of seeds; it does not go with {alone}")
+    if alone in (LIST, "--model") and chosen is not None:
+        raise InputError(f"--seeds chooses the seeds of a run; it does not go with {alone}")
     if name == LIST:
         with context.obj.loading():
             from massieu.cli import experiment as shown
