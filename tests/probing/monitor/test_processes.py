@@ -45,3 +45,10 @@ def test_tensor_parallel():
 def test_processes_at_different_steps_are_told():
     for said in run(work.at_different_steps, 2, 60):
         assert said == "all processes must call the monitor at the same steps, got steps [0, 1]"
+
+
+def test_a_process_that_does_not_call_its_model_keeps_none_of_the_others_waiting():
+    expected = work.watched_by_one()
+    for seen, unseen in run(work.watched_by_some, 2, 60):
+        check_equal(seen, expected)
+        assert unseen is None

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ def test_without_logging_there_is_a_record_with_the_norm_after_clipping(trainer:
         assert "massieu/loss" not in record
         assert record["massieu/gradient_norm"] == pytest.approx(0.01, rel=1e-3)
     assert [entry["step"] for entry in ran.state.log_history if "massieu/gradient_norm" in entry] == [2, 4]
+
+
+@pytest.mark.parametrize(("fp16", "most", "known"), [(True, 0.0, False), (True, 1.0, True), (False, 0.0, True)])
+def test_gradients_that_still_have_the_loss_scale_give_no_norm(fp16: bool, most: float, known: bool):
+    callback = Seen(trained := model(), BATCH, every=2).trainer_callback()
+    for parameter in trained.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    given = SimpleNamespace(fp16=fp16, max_grad_norm=most), SimpleNamespace(global_step=1), None
+    callback.on_pre_optimizer_step(*given, model=trained, optimizer=torch.optim.SGD(trained.parameters(), 0.1))
+    assert ("gradient_norm" in callback._known) is known and callback._known["learning_rate"] == 0.1
 
 
 def test_a_callback_that_keeps_trainer_from_logging_loses_no_record(trainer: Callable):

@@ -113,3 +113,23 @@ def at_different_steps(rank: int, size: int) -> str:
     except ValueError as error:
         return str(error)
     return "nothing was said"
+
+
+def watched_by_some(rank: int, size: int) -> list[dict[str, float] | None]:
+    """Only the first process calls its model while it is watched; then none does."""
+    model = plain()
+    monitor = Monitor(model, IDS)
+    with monitor.watch(0) as seen:
+        if rank == 0:
+            model(IDS)
+    with monitor.watch(100) as unseen:
+        pass
+    return [None if watched.record is None else dict(watched.record) for watched in (seen, unseen)]
+
+
+def watched_by_one() -> dict[str, float]:
+    model = plain()
+    with Monitor(model, IDS).watch(0) as seen:
+        model(IDS)
+    assert seen.record is not None
+    return dict(seen.record)

@@ -170,7 +170,7 @@ class Monitor:
             step: as in a call.
 
         Yields:
-            What holds the ``record`` afterwards: None where the step was not due, or the model was not called.
+            What holds the ``record`` afterwards: None where the step was not due, or no process called its model.
 
         Raises:
             InputError: the model that the monitor was given is compiled, so that its attention cannot be seen.
@@ -185,8 +185,11 @@ class Monitor:
         reading = MeasuredPass(self.model, self._look, self._places, {}, WATCHED_QUERIES)
         with reading.first_call(), capturing(self.model, reading.attention):
             yield seen
-        if reading.sums:
-            seen.record = self._told(over_processes(reading.measured(step)), {})
+        measured = over_processes(
+            reading.measured(step)
+        )  # the others wait for a process that did not call its model too
+        if measured.sites:
+            seen.record = self._told(measured, {})
 
     def trainer_callback(self, trainer: Any = None) -> Any:
         """A callback for transformers' ``Trainer``, which calls the monitor once in so many optimiser steps.

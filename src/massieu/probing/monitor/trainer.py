@@ -15,7 +15,7 @@ class MonitorTrainerCallback(TrainerCallback):
 
     At a step that is due the callback asks Trainer to log, and measures while it does, so that loss, learning rate and the
     gradient norm before clipping are Trainer's own. With ``logging_strategy="no"`` there is no loss, and the gradient norm
-    is that after clipping. Records are in ``trainer.state.log_history`` too, and with ``trainer`` in all it reports to.
+    is that after clipping; in float16 without clipping there is none. Records are in ``trainer.state.log_history`` too, and with ``trainer`` in all it reports to.
 
     Args:
         monitor: Of the model that is trained.
@@ -40,9 +40,12 @@ class MonitorTrainerCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Gradients and learning rate of a step that will be due; Trainer has clipped the gradients."""
+        """Gradients and learning rate of a step that will be due; Trainer has clipped the gradients.
+
+        In float16 without clipping they still have the factor of the loss's scale, which is not known here: no norm is taken.
+        """
         if (state.global_step + 1) % self._monitor.every == 0:
-            norm = gradient_norm(model.parameters())
+            norm = None if args.fp16 and not args.max_grad_norm else gradient_norm(model.parameters())
             self._known = {"learning_rate": optimizer.param_groups[0]["lr"]} | (
                 {} if norm is None else {"gradient_norm": norm}
             )
