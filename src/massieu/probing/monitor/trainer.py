@@ -15,7 +15,8 @@ class MonitorTrainerCallback(TrainerCallback):
 
     At a step that is due the callback asks Trainer to log, and measures while it does, so that loss, learning rate and the
     gradient norm before clipping are Trainer's own. With ``logging_strategy="no"`` there is no loss, and the gradient norm
-    is that after clipping; in float16 without clipping there is none. Records are in ``trainer.state.log_history`` too, and with ``trainer`` in all it reports to.
+    is that after clipping; in float16 without clipping there is none. Records are in ``trainer.state.log_history`` too,
+    and with ``trainer`` in all it reports to.
 
     Args:
         monitor: Of the model that is trained.
