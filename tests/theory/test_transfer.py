@@ -122,6 +122,27 @@ def test_ranks_are_decided_by_the_tolerance():
     assert (nothing.rank, nothing.condition_number, nothing.identifiable) == (0, 0.0, True)
 
 
+@pytest.mark.parametrize("least", [1e-2, 1e-4, 1e-6, 1e-8])
+def test_rounding_of_an_ill_conditioned_matrix_loses_no_target_and_finds_none(least):
+    """Latents 0 and 1 have one G: D is a function of Gs where they have one D, whatever the condition, and else it is not."""
+    for seed in range(20):
+        drawn = torch.Generator().manual_seed(seed)
+        left, right = (
+            torch.linalg.qr(torch.randn(9, 9, generator=drawn, dtype=torch.float64)).Q[:, :5] for _ in range(2)
+        )
+        g = left * torch.tensor([1.0, 0.7, 0.3, 0.1, least], dtype=torch.float64) @ right.mT
+        d = torch.randn(3, 9, generator=drawn, dtype=torch.float64) @ right @ right.mT  # of latents and of G's rows
+        found = transfer(g, d, simplex=False)
+        assert found.identifiable and found.rank == 5
+        close(found.probe @ g, d, rtol=0, atol=1e-12 / least)
+        other = torch.randn(1, 9, generator=drawn, dtype=torch.float64)
+        other = other - other @ right @ right.mT  # what G does not see
+        moved = transfer(g, d + 1e-2 * other / other.norm(), simplex=False)
+        assert not moved.identifiable and moved.condition_number == math.inf
+        assert moved.lost.shape == (9, 1)
+        assert (moved.lost.mT @ other.mT).abs().item() == pytest.approx(other.norm().item(), rel=1e-4)
+
+
 def test_lists_of_numbers_are_read_in_float64():
     # The second row is three times the first, in float64 to rounding; in float32 it is not.
     assert transfer([[0.1, 0.7], [0.3, 2.1]], [[1.0, 0.0]], simplex=False).rank == 1  # pyright: ignore

@@ -179,8 +179,9 @@ def transfer(
         downstream: D, the target's means.
         simplex: Whether s has the sum 1.
         tolerance: Singular values at most this share of the matrix's largest (of G or D) count as 0; by default machine
-            precision times the larger of the matrix's sides, times 10. Estimated matrices need one of the size of
-            their error.
+            precision times the larger of the matrix's sides, times 10. For D the default is also multiplied by ‖G‖ over
+            the least singular value of G that is kept, since rounding turns G's null space by that much. Estimated
+            matrices need a tolerance of the size of their error.
 
     Example:
         >>> import torch
@@ -193,6 +194,7 @@ def transfer(
     if g.shape[1] != d.shape[1]:
         raise ValueError(f"both need the same number of latents, got shapes {tuple(g.shape)} and {tuple(d.shape)}")
     rounding = 10 * max(*g.shape, *d.shape) * torch.finfo(torch.float64).eps
+    exact = tolerance is None
     tolerance = rounding if tolerance is None else number("tolerance", tolerance, least=0, below=1)
     g_tangent, d_tangent = (m - m.mean(1, keepdim=True) if simplex else m for m in (g, d))
     # Rounding of the centring is measured by the matrix it was made from.
@@ -201,6 +203,9 @@ def transfer(
     left, values, right = torch.linalg.svd(g_tangent, full_matrices=False)
     rank = int((values > g_floor).sum())
     left, values, right = left[:, :rank], values[:rank], right[:rank]
+    if exact and rank:
+        # Rounding turns the null space of G by up to tolerance·‖G‖/σ, σ the least singular value that is kept (Wedin).
+        d_floor = d_floor * (torch.linalg.matrix_norm(g, 2) / values[-1]).clamp_min(1.0)
     probe = (d_tangent @ right.mT / values) @ left.mT
     _, lost_values, lost = torch.linalg.svd(d_tangent - d_tangent @ right.mT @ right, full_matrices=False)
     lost = lost[lost_values > d_floor].mT
