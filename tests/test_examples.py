@@ -46,6 +46,14 @@ PAGES_WITH_CODE = (
     "explanation/transfer",
     "how-to/conditional_mean",
     "how-to/entropy_collapse",
+    "how-to/attention_sinks",
+    "how-to/largest_logit",
+    "how-to/own_model",
+    "how-to/adapters",
+    "how-to/no_convergence",
+    "how-to/compile_export",
+    "how-to/from_hopfield_layers",
+    "how-to/reading_numbers",
 )
 TUTORIALS = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {ROOT / "docs" / "tutorials" / "index.md"})
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
