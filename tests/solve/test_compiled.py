@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.rows import some_slow
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, vmap
 
 from massieu.solve import (
@@ -145,3 +146,19 @@ def test_compiled_with_a_tensor_twice_among_the_parameters():
     gradients = [torch.autograd.grad(found.sin().sum(), inputs) for found in (given, expected)]
     for one, other in zip(*gradients, strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_compiled_once_for_all_sizes():
+    """`dynamic=True` makes symbols of numbers too, of which loops take whole ones alone."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda query, memory: solve(query, memory), fullgraph=True, backend=counter, dynamic=True)
+    made = []
+    for count in (3, 5, 8):
+        inputs = normal(count, 4, seed=count), normal(6, 4)
+        given, expected = compiled(*inputs), solve(*inputs)
+        assert bool((given.status == expected.status).all())
+        assert torch.allclose(given.value, expected.value, rtol=1e-9, atol=1e-12)
+        made.append(counter.frame_count)
+    assert made[0] == made[-1]

@@ -15,8 +15,8 @@ from massieu.solve.status import CONVERGED, DIVERGED, NOT_FINITE, RUNNING
 
 _WINDOW = 5
 """How many ratios the estimate of the Lipschitz constant looks back on."""
-_GROWTH = 1e6
-"""By how much the residual grows until an item is given up."""
+_GROWTH = 10**6
+"""By how much the residual grows until an item is given up; a fraction would be a symbol that compiled loops refuse."""
 _LONGEST_WAIT = 16
 """How many plain moves follow a guarded one that failed, at most."""
 _PROGRESS = 0.9
