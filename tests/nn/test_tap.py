@@ -239,7 +239,7 @@ def test_wrong_numbers_and_calls():
             layer(**options)
     module, tokens = layer(), inputs()
     for call, message in (
-        (lambda: module(tokens, tokens[:, 1:]), r"keys must be the queries' 5, got 4"),
+        (lambda: module(tokens, tokens[:, 1:]), r"as many keys as queries, 5, got 4"),
         (lambda: module(tokens[..., :4]), r"got \(2, 5, 4\)"),
         (
             lambda: module(tokens, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool)),

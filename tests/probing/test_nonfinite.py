@@ -88,7 +88,7 @@ def test_a_change_that_is_nan_is_not_one_that_does_not_sharpen():
     """A share over the changes that are numbers: 1 of 2 here, not 1 of 3."""
     slope = torch.tensor([0.5, -0.5, torch.nan]).reshape(1, 1, 3, 1)  # one head, one item, three queries, one dimension
     ratio = Ratio((1, 3, 1), Units())
-    ratio.update(*_summed([_slope_parts((slope, slope), torch.ones(1, 3, 1))], torch.ones(1, 3, dtype=torch.bool)))
+    ratio.update(*_summed([_slope_parts((slope, slope), torch.ones(1, 3, 1))]))
     assert ratio.value()[0, 0, 0] == 0.5
     assert ratio.estimate().count[0, 0, 0] == 2
 
