@@ -70,7 +70,7 @@ types-changed: $(VENV)/installed
 # The numbers as another processor would find them: plain vectors, MKL's reproducible path, sums split between two threads.
 ELSEWHERE := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000
 NUMERICAL := tests/ops tests/measures tests/test_duality.py tests/solve tests/inference tests/energy tests/posteriors tests/regression tests/theory \
-  tests/population tests/nn tests/verification/test_claims.py
+  tests/population tests/nn tests/estimators tests/verification/test_claims.py
 emulated: $(VENV)/installed packages ## the numerical rooms' tests as on another make of processor
 	env $(ELSEWHERE) $(PYTEST) -m "not slow" $(NUMERICAL)
 
