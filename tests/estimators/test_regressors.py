@@ -9,7 +9,7 @@ from sklearn.linear_model import Ridge
 from tests.rows import every_row
 
 from massieu import regression
-from massieu.sklearn import AttentionRegressor, ConditionalMeanRegressor
+from massieu.sklearn import AttentionRegressor, BoltzmannEstimator, ConditionalMeanRegressor, HopfieldMemory
 from massieu.sklearn import rows as rows_of
 
 RANDOM = np.random.default_rng(0)
@@ -174,3 +174,29 @@ def test_a_row_with_no_other_is_kept():
     one = AttentionRegressor().fit(TABLE[:1], TARGET[:1])
     assert np.isnan(one.leave_one_out_error_)
     assert np.allclose(one.predict(ASKED), TARGET[0])
+
+
+@pytest.mark.parametrize("size", [1e200, 1e308, 1e-200, 1e-308])
+def test_numbers_whose_squares_are_lost_are_refused_with_their_column(size):
+    table = np.random.default_rng(0).standard_normal((20, 3))
+    wrong = table.copy()
+    wrong[:, 1] *= size
+    word = "large" if size > 1 else "small"
+    said = rf"^{{}} must be in units in which float64 can hold squares: column {{}} has numbers as {word} as [\d.e+-]+; divide"
+    for estimator in (AttentionRegressor(), ConditionalMeanRegressor()):
+        with pytest.raises(ValueError, match=said.format("X", 1)):
+            estimator.fit(wrong, table[:, 0])
+        with pytest.raises(ValueError, match=said.format("y", 0)):
+            estimator.fit(table, wrong[:, 1])
+    for estimator in (HopfieldMemory(), BoltzmannEstimator(2)):
+        with pytest.raises(ValueError, match=said.format("X", 1)):
+            estimator.fit(wrong)
+
+
+@pytest.mark.parametrize("size", [1e100, 1e-100])
+def test_units_change_no_prediction(size):
+    table = np.random.default_rng(0).standard_normal((40, 3))
+    for estimator in (AttentionRegressor(), ConditionalMeanRegressor()):
+        expected = estimator.fit(table, table[:, 0]).predict(table)
+        found = estimator.fit(size * table, size * table[:, 0]).predict(size * table)
+        np.testing.assert_allclose(found / size, expected, rtol=1e-6, atol=1e-9)

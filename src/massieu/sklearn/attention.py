@@ -14,6 +14,7 @@ from massieu.sklearn.rows import (
     as_heads,
     best,
     blocks,
+    check_spread,
     in_blocks,
     others,
     sample_of,
@@ -67,6 +68,8 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         """
         table, target = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         choice("scores", self.scores, "distance", "dot_product")
+        check_spread("X", table)
+        check_spread("y", target)
         rows, values = tensor(table), tensor(target)
         self._flat = values.ndim == 1
         self._values = values.reshape(len(values), -1)

@@ -13,7 +13,7 @@ from massieu.energy import sites
 from massieu.foundation.arguments import number, whole_number
 from massieu.measures import Measure
 from massieu.nn import RestrictedBoltzmannMachine
-from massieu.sklearn.rows import validate_data
+from massieu.sklearn.rows import check_spread, validate_data
 from massieu.sklearn.units import Columns, Kinds, hidden_layer, learning_rate
 
 DTYPES = [np.float64, np.float32]
@@ -129,6 +129,7 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
         """A machine of independent columns that have the table's means."""
         variance = number("residual_variance", self.residual_variance, above=0)
         count = whole_number("n_components", self.n_components, least=1)
+        check_spread("X", table)
         wide = table.astype(np.float64)
         columns = Columns.of(self.visible, wide, getattr(self, "feature_names_in_", None), variance)
         hidden = hidden_layer(self.hidden, count)

@@ -19,7 +19,7 @@ from massieu.regression import (
     choose_ridge,
     conditional_mean_attention,
 )
-from massieu.sklearn.rows import as_heads, best, blocks, sample_of, tensor, total_variance, validate_data
+from massieu.sklearn.rows import as_heads, best, blocks, check_spread, sample_of, tensor, total_variance, validate_data
 from massieu.solve import ConjugateGradients
 
 _ROWS = 1000
@@ -102,6 +102,8 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             ValueError: NaN or infinity, arguments out of their range, a ridge at which the system is singular.
         """
         table, target = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        check_spread("X", table)
+        check_spread("y", target)
         rows, values = tensor(table), tensor(target)
         self._flat = values.ndim == 1
         values = values.reshape(len(values), -1)

@@ -18,6 +18,7 @@ from massieu.sklearn.rows import (
     as_heads,
     best,
     blocks,
+    check_spread,
     in_blocks,
     others,
     sample_of,
@@ -81,6 +82,7 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
         rate = number("false_alarm_rate", self.false_alarm_rate, above=0, below=1)
         if self.n_steps is not None:
             whole_number("n_steps", self.n_steps, least=1)
+        check_spread("X", table)
         rows = tensor(table)
         self.location_ = rows.mean(0).numpy()
         rows = rows - rows.mean(0)

@@ -14,6 +14,9 @@ Candidate = TypeVar("Candidate")
 validate_data: Callable[..., Any] = validation.validate_data
 """scikit-learn's own, whose types no checker can tell."""
 
+_LEAST_VARIANCE = float(np.finfo(np.float64).tiny)
+"""Of a column that varies; below it squares lose digits."""
+
 PAIRS_AT_ONCE = 1 << 23
 """Of a query and a row, in a block."""
 
@@ -50,6 +53,25 @@ def sample_of(rows: int, most: int) -> Tensor:
 def others(index: Tensor, rows: int) -> Bool[Tensor, "queries rows"]:
     """Which rows each query of that index sees: all but itself."""
     return index.unsqueeze(-1) != torch.arange(rows)
+
+
+def check_spread(name: str, table: np.ndarray) -> None:
+    """Raise where distances between rows are lost: squares that overflow, or that are 0 though the rows differ.
+
+    Raises:
+        ValueError: naming the first such column.
+    """
+    columns = table.astype(np.float64).reshape(len(table), -1)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        variance = columns.var(0)
+        lost = ~np.isfinite(variance.sum()) | ((variance < _LEAST_VARIANCE) & (columns != columns[0]).any(0))
+    if lost.any():
+        column = int(np.argmax(lost if np.isfinite(variance.sum()) else variance))
+        size = np.abs(columns[:, column]).max()
+        raise ValueError(
+            f"{name} must be in units in which float64 can hold squares: column {column} has numbers as "
+            f"{'large' if size > 1 else 'small'} as {size:.3g}; divide it by a number of that size"
+        )
 
 
 def total_variance(rows: Float[Tensor, "rows columns"]) -> float:
