@@ -11,6 +11,7 @@ from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.tasks import BIT
 from massieu.experiments.training import minimise
+from massieu.measures.continuous import standard_gammas
 from massieu.nn import Attention
 from massieu.posteriors import DirichletMultinomial
 
@@ -98,8 +99,7 @@ class _Task:
         sizes = (torch.rand(contexts, generator=self.drawn) * math.log(LONGEST + 1)).exp().long().clamp(1, LONGEST)
         lengths = sizes if length is None else torch.full((contexts,), length)
         shapes = self.concentration.expand(contexts, SYMBOLS)
-        gamma = torch._standard_gamma  # pyright: ignore[reportPrivateImportUsage]  # the public one takes no generator
-        weights = gamma(shapes.contiguous(), generator=self.drawn).clamp_min(1e-30)
+        weights = standard_gammas(shapes.contiguous(), self.drawn).clamp_min(1e-30)
         count = longest + _TARGETS
         symbols = torch.multinomial(weights, count, replacement=True, generator=self.drawn)
         return symbols[:, :longest], torch.arange(longest) < lengths.unsqueeze(1), symbols[:, longest:]
