@@ -378,6 +378,28 @@ def test_torchrun_says_bad_input_once(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_torchrun_says_bad_input_even_if_one_process_is_late(late, checkpoint, tmp_path):
+    """The process that is first with the message ends, and torchrun ends the other before it can speak."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os, time\ntime.sleep(60 * (os.environ['RANK'] == '{late}'))\nfrom massieu.cli import main\nmain()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", program]
+    ran = subprocess.run(
+        [*map(str, command), "probe", str(checkpoint), "--text", "-", "--out", str(tmp_path / "out")],
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode != 0
+    assert said(ran.stderr) == [
+        "--text - works with one process only, but torchrun started several; give files instead"
+    ]
+
+
+@pytest.mark.slow
 @posix
 def test_a_process_that_is_killed_ends_all_and_they_can_be_resumed(checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)

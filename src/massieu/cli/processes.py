@@ -3,13 +3,12 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from massieu.cli.streams import say
 
 _SAID = "massieu/said"
-_store: Any = None
-"""Where the processes leave word for each other; None outside `joined`."""
 
 
 def many() -> bool:
@@ -29,37 +28,42 @@ def say_first(message: str) -> None:
 
 
 def say_once(message: str) -> None:
-    """One line on standard error, from the first process that has one: what ends a run is said once, not by each."""
-    if _store is None:
-        first = leads()
-    else:
-        try:
-            first = _store.add(_SAID, 1) == 1
-        except RuntimeError:  # the process that keeps the store has ended
-            first = True
+    """One line on standard error, from the first process that has one: what ends a run is said once, not by each.
+
+    The first one speaks, whichever it is: when it ends, ``torchrun`` ends the others, which may not have come so far.
+    """
+    try:
+        first = not many() or _store().add(_SAID, 1) == 1
+    except RuntimeError:  # the process that keeps the store has ended
+        first = True
     if first:
         say(message)
+
+
+@cache
+def _store() -> Any:
+    """Where the processes leave word for each other; ``torchrun`` keeps it, and none of them waits for another here."""
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(rendezvous("env://"))[0]
 
 
 @contextmanager
 def joined() -> Iterator[None]:
     """The processes make a group, if there are several; on machines with GPUs each has one of its own."""
-    global _store
     if not many():
         yield
         return
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
     from massieu.probing.course import PATIENCE
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    store, rank, size = next(rendezvous("env://"))
-    group = PrefixStore("massieu/group", store)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    group = PrefixStore("massieu/group", _store())
     dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=PATIENCE)
-    _store = store
-    yield  # the store is needed to say what ended the run
+    yield
     dist.destroy_process_group()
