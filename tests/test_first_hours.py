@@ -2,11 +2,13 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from scripts.first_hours import MINUTES, PAGE, ROOT, SET_UP, Section, sections, table, timed, typed
+from tests.printed import differing
 
 from massieu.verification.registry import find
 
@@ -54,3 +56,18 @@ def test_what_a_reader_types_works(section, tmp_path):
     (tmp_path / "src").symlink_to(ROOT / "src")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     assert typed(section, tmp_path, environment) > 0
+
+
+@pytest.mark.slow
+def test_the_demo_prints_what_the_readme_shows(tmp_path):
+    block = re.search(
+        r"`make demo` sets up.*?```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    command = re.search(r"^demo:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    typed = command[1].replace("$(OUT)", "massieu-results/demo").split()
+    ran = subprocess.run([sys.executable, "-m", *typed], cwd=tmp_path, capture_output=True, text=True, check=True)
+    printed = [line.split() for line in ran.stdout.splitlines()]
+    assert len(block[1].splitlines()) == 3
+    for line in block[1].splitlines():
+        shown = line.removesuffix("…").split()
+        assert any(not differing(" ".join(words[: len(shown)]), " ".join(shown)) for words in printed), ran.stdout
