@@ -386,6 +386,23 @@ def test_a_model_that_changes_is_looked_at_anew():
     assert "massieu/layer0/entropy_mean" in record and "massieu/layer1/entropy_mean" not in record
 
 
+def test_what_is_watched_elsewhere_is_said_to_be_missing():
+    model = gpt()
+    monitor = Monitor(model, IDS, every=1)
+    model.blocks.append(gpt().blocks[0])
+    with (
+        pytest.warns(UserWarning, match="in other places than before, which watch leaves out"),
+        monitor.watch(0) as seen,
+    ):
+        model(IDS)
+    assert "massieu/layer1/entropy_mean" in seen.record and "massieu/layer2/entropy_mean" not in seen.record
+    with pytest.warns(UserWarning, match="its sites are found again"):
+        monitor(0)
+    with monitor.watch(0) as seen:
+        model(IDS)
+    assert "massieu/layer2/entropy_mean" in seen.record
+
+
 def test_a_shared_module_has_its_own_name_and_its_largest_logits_of_all_calls():
     model = zoo.model("albert")
     record = Monitor(model, zoo.inputs("albert"), per_head=True)(0)

@@ -185,9 +185,13 @@ class Monitor:
         reading = MeasuredPass(self.model, self._look, self._places, {}, WATCHED_QUERIES)
         with reading.first_call(), capturing(self.model, reading.attention):
             yield seen
-        measured = over_processes(
-            reading.measured(step)
-        )  # the others wait for a process that did not call its model too
+        if reading.elsewhere:
+            self._warn(
+                f"{type(self.model).__name__} computes attention in other places than before, which watch leaves out of the "
+                "record; call the monitor, which finds its sites again"
+            )
+        # The others wait for a process that did not call its model too.
+        measured = over_processes(reading.measured(step))
         if measured.sites:
             seen.record = self._told(measured, {})
 
