@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import massieu
 from massieu.errors import InputError, MissingExtraError
 from massieu.probing.model import load_model
+from massieu.probing.module_hash import module_hash
 from massieu.probing.unwrap import unwrapped
 
 LENGTH = 10
@@ -56,6 +57,7 @@ def test_what_trains_in_several_processes(group):
     fully_shard(sharded)
     assert unwrapped(sharded) is sharded
     assert entropies(sharded).equals(expected)
+    assert module_hash(sharded) == module_hash(plain.gpt())
 
 
 @pytest.mark.medium
@@ -66,6 +68,7 @@ def test_compiled_whole_in_place_and_in_part():
     place.compile(backend="eager")
     part.blocks[0] = torch.compile(part.blocks[0], backend="eager")
     assert unwrapped(around) is whole
+    assert module_hash(place) == module_hash(plain.gpt())
     for model in (around, place, part):
         with torch.no_grad():
             before = model(batch())

@@ -132,7 +132,7 @@ class Course:
     def _check(self, stored: State, path: Path) -> None:
         for name, mine in self.settings.items():
             if (other := stored.get("settings", {}).get(name)) != mine:
-                what = "model (by the digest of its weights)" if name == "model" else name
+                what = "model (by its digest)" if name == "model" else name
                 raise InputError(f"cannot resume: {path} is of a run with another {what}: {other!r}, not {mine!r}")
 
     def pass_by(self, session: Resumable, inputs: dict[str, Any]) -> None:

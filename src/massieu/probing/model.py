@@ -1,6 +1,5 @@
 """Load a checkpoint for probing, or take a module in memory, and say exactly which one it is."""
 
-import hashlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,8 @@ from massieu.probing.checkpoint import (
 )
 from massieu.probing.forward import decoder_given, device_of, dtype_of
 from massieu.probing.layout import separable
-from massieu.probing.offload import at_hand, offloaded
+from massieu.probing.module_hash import module_hash
+from massieu.probing.offload import offloaded
 from massieu.probing.unwrap import is_pretrained, tokenizer_of, unwrapped
 from massieu.report.record import ModelRecord
 
@@ -179,7 +179,7 @@ def load_model(
     return LoadedModel(
         module,
         shown,
-        file_hash(files) or weights_hash(module),
+        file_hash(files) or module_hash(module),
         revision or getattr(config, "_commit_hash", None),
         read,
         tokenizer_problem=problem,
@@ -219,23 +219,6 @@ def _tokenizer(checkpoint: Checkpoint, options: dict[str, Any]) -> tuple[Any, st
         return None, sentence(error)
 
 
-def weights_hash(module: nn.Module) -> str:
-    """SHA-256 over the names, types and values of all parameters and buffers of a module in memory."""
-    digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        if not isinstance(tensor, Tensor):  # what some modules keep beside their weights
-            continue
-        owner, _, last = name.rpartition(".")
-        holder = module.get_submodule(owner) if tensor.is_meta else nn.Identity()
-        with at_hand(holder):
-            tensor = getattr(holder, last, tensor)
-            whole: Tensor = getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()  # sharded by FSDP2
-            for number, part in enumerate(packed.parts(whole.detach())):
-                digest.update(f"{name}{number or ''} {part.dtype} {tuple(part.shape)}".encode())
-                digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return f"state sha256:{digest.hexdigest()}"
-
-
 def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     """A module that is already in memory, without what wraps it; of a transformers model with a head, its trunk.
 
@@ -257,7 +240,7 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     config = getattr(trunk, "config", None)
     name = getattr(config, "_name_or_path", "") or kind
     revision = getattr(config, "_commit_hash", None)
-    return LoadedModel(trunk, str(name), weights_hash(trunk), revision, tokenizer, whole=inner)
+    return LoadedModel(trunk, str(name), module_hash(trunk), revision, tokenizer, whole=inner)
 
 
 def check_loaded(module: nn.Module, kind: str) -> None:

@@ -30,7 +30,10 @@ class Entry:
 
 @dataclass
 class ModelRecord(Entry):
-    """The model: where it is from, what it is, and what its files lacked; ``hash`` is of its weights."""
+    """The model: where it is from, what it is, and what its files lacked; ``hash`` is of its files of weights.
+
+    Of a module in memory it is of weights, configuration and plain attributes.
+    """
 
     name: str | None = field(default=None, metadata=NEEDED)
     hash: str | None = None

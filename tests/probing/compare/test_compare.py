@@ -375,6 +375,16 @@ def test_another_text_or_option_is_another_result():
         key_of(model, None, [{"input_ids": object()}], {})
 
 
+def test_another_setting_in_a_checkpoint_s_folder_is_another_result(tmp_path: Path):
+    made().save_pretrained(tmp_path)
+    key = key_of(tmp_path, None, batches(), {})
+    (tmp_path / "notes.json").write_text("{}")
+    assert key_of(tmp_path, None, batches(), {}) == key
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"num_attention_heads": 1}))
+    assert key_of(tmp_path, None, batches(), {}) != key
+
+
 @pytest.mark.medium
 def test_an_interrupted_comparison_goes_on_from_what_is_stored(tmp_path: Path):
     model = made()

@@ -15,7 +15,7 @@ from massieu.errors import InputError, require_extra
 from massieu.probing.adapter import find_adapter
 from massieu.probing.checkpoint import default_model, file_hash, find_checkpoint, quiet
 from massieu.probing.documents import given_documents, read_documents, reference_documents
-from massieu.probing.model import weights_hash
+from massieu.probing.module_hash import module_hash
 from massieu.probing.pairs import given_pairs
 from massieu.probing.result import ProbeResult
 from massieu.probing.result_files import RECORD
@@ -28,6 +28,8 @@ _SHOWN = 12
 """Characters of a key in the name of a folder."""
 _NOT_OF_THE_NUMBERS = ("text", "texts", "batch_size")
 """Options that are in the key by their content, or change no number."""
+_SETTINGS = ("*config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "*.model", "*.py")
+"""Files of a checkpoint's folder that its numbers depend on, beside the weights."""
 
 
 class Kept:
@@ -71,14 +73,16 @@ def key_of(model: str | Path | nn.Module | None, revision: str | None, data: Any
 
 def _weights(model: str | Path | nn.Module | None, revision: str | None) -> list[str | None]:
     if isinstance(model, nn.Module):
-        return [weights_hash(model)]
+        return [module_hash(model, held=True)]
     with quiet():
         given = find_checkpoint(default_model() if model is None else model, revision)
         adapter = find_adapter(given)
         base = given if adapter is None else adapter.base
         # A branch of the hub moves on; the commit says which of its states is meant.
         commit = None if base.files else _commit(str(base.place), base.options)
-    return [str(model), revision, commit, file_hash(dict.fromkeys((*given.files, *base.files)))]
+    places = [place for place in (Path(given.place), Path(base.place)) if place.is_dir()]
+    settings = [file for place in places for pattern in _SETTINGS for file in sorted(place.glob(pattern))]
+    return [str(model), revision, commit, file_hash(dict.fromkeys((*given.files, *base.files, *settings)))]
 
 
 def _commit(name: str, options: Mapping[str, Any]) -> str:
