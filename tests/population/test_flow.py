@@ -190,9 +190,15 @@ def scaled_by(number):
     return layer
 
 
+def attending(heads):
+    torch.manual_seed(0)
+    return torch.nn.MultiheadAttention(4, heads)
+
+
 @every_row(
     ("one", "other"),
     [
+        (attending(1), attending(2)),
         (lambda x: x * 2, lambda x: x * 3),
         (ClusteringEnergy.create(1.0).step, ClusteringEnergy.create(2.0).step),
         (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.foundation.files import remove_left, replacing
+from massieu.foundation.settings import settings_of
 from massieu.ops.sharded.collectives import Group, largest
 from massieu.population.flow_result import Row
 
@@ -198,7 +199,9 @@ def _feed(digest: Any, thing: object, seen: set[int]) -> None:
 def _parts(thing: object) -> Sequence[object]:
     """What it consists of."""
     if isinstance(thing, nn.Module):
-        return [thing.training, thing.extra_repr(), thing.state_dict(), list(thing.children())]
+        buffers = dict(thing.named_buffers(recurse=False))  # those too that are not stored
+        settings = settings_of(thing, {})
+        return [thing.training, thing.extra_repr(), settings, thing.state_dict(), buffers, list(thing.children())]
     if isinstance(thing, Mapping):
         return [part for pair in thing.items() for part in pair]
     if isinstance(thing, (list, tuple)):
