@@ -5,6 +5,7 @@ import enum
 import functools
 import types
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -28,6 +29,8 @@ class Own(nn.Module):
         self.heads, self.scale, self.name, self.bias, self.causal = 2, 0.5, "own", None, True
         self.activation, self.dtype, self.kind = functional.silu, torch.float16, Kind.CAUSAL
         self.size, self.more = Size(), types.SimpleNamespace(windows=(1, [2]), names={"b", "a"})
+        self.groups, self.angles = np.int64(3), np.array([1.0, 0.0], dtype=np.float16)
+        self.gate = functools.partial(functional.gelu, approximate="tanh")
         self.last, self.logger = torch.ones(2), object()
         self.forward = functools.partial(print)
 
@@ -35,9 +38,12 @@ class Own(nn.Module):
 def test_the_words():
     assert settings_of(Own().eval(), {}) == {
         "activation": "torch.nn.functional.silu",
+        "angles": "float16 (2,) 003c0000",
         "bias": "None",
         "causal": "True",
         "dtype": "torch.float16",
+        "gate": "[torch._C._nn.gelu, [], {'approximate': 'tanh'}]",
+        "groups": "int64 () 0300000000000000",
         "heads": "2",
         "kind": "Kind.CAUSAL",
         "more": "{'names': ['a', 'b'], 'windows': [1, [2]]}",

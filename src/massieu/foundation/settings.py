@@ -4,9 +4,11 @@ import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,8 +30,8 @@ Known = dict[int, tuple[Any, str]]
 def settings_of(module: nn.Module, known: Known) -> dict[str, str]:
     """A module's own plain attributes in words, by name: the number of heads, a scale, which adapters are active.
 
-    They are numbers, strings, functions, configurations, and lists and dictionaries of these. Attributes of other kinds are
-    left out: tensors, modules inside, and what libraries put there that train, move or shard a model.
+    They are numbers, arrays, strings, functions, configurations, and lists and dictionaries of these. Attributes of other
+    kinds are left out: tensors, modules inside, and what libraries put there that train, move or shard a model.
 
     Args:
         known: what other parts of the model had in words; a configuration that all parts hold is put into words once.
@@ -75,4 +77,8 @@ def _contents(value: Any, known: Known) -> str:
         return "[" + ", ".join(_plain(entry, known) for entry in value) + "]"
     if isinstance(value, set | frozenset):
         return "[" + ", ".join(sorted(_plain(entry, known) for entry in value)) + "]"
+    if isinstance(value, partial):
+        return _plain([value.func, value.args, value.keywords], known)
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} {value.tobytes().hex()}"
     return ""

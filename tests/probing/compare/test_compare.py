@@ -379,6 +379,7 @@ def test_another_setting_in_a_checkpoint_s_folder_is_another_result(tmp_path: Pa
     made().save_pretrained(tmp_path)
     key = key_of(tmp_path, None, batches(), {})
     (tmp_path / "notes.json").write_text("{}")
+    (tmp_path / "tokenizer").mkdir()
     assert key_of(tmp_path, None, batches(), {}) == key
     said = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(said | {"num_attention_heads": 1}))

@@ -81,7 +81,8 @@ def _weights(model: str | Path | nn.Module | None, revision: str | None) -> list
         # A branch of the hub moves on; the commit says which of its states is meant.
         commit = None if base.files else _commit(str(base.place), base.options)
     places = [place for place in (Path(given.place), Path(base.place)) if place.is_dir()]
-    settings = [file for place in places for pattern in _SETTINGS for file in sorted(place.glob(pattern))]
+    found = [file for place in places for pattern in _SETTINGS for file in sorted(place.glob(pattern))]
+    settings = filter(Path.is_file, found)
     return [str(model), revision, commit, file_hash(dict.fromkeys((*given.files, *base.files, *settings)))]
 
 
