@@ -3,14 +3,16 @@
 import dataclasses
 import enum
 import functools
+import math
 import types
 
 import numpy as np
 import torch
+from tests.rows import every_row
 from torch import nn
 from torch.nn import functional
 
-from massieu.foundation.settings import settings_of
+from massieu.foundation.settings import fingerprint, settings_of
 
 
 @dataclasses.dataclass
@@ -36,8 +38,9 @@ class Own(nn.Module):
 
 
 def test_the_words():
-    assert settings_of(Own().eval(), {}) == {
-        "activation": "torch.nn.functional.silu",
+    found = settings_of(Own().eval(), {})
+    assert found.pop("activation").startswith("torch.nn.functional.silu [[b'")
+    assert found == {
         "angles": "float16 (2,) 003c0000",
         "bias": "None",
         "causal": "True",
@@ -49,7 +52,7 @@ def test_the_words():
         "more": "{'names': ['a', 'b'], 'windows': [1, [2]]}",
         "name": "'own'",
         "scale": "0.5",
-        "size": "{'width': 8}",
+        "size": f"{__name__}.Size {{'width': 8}}",
     }
 
 
@@ -58,4 +61,65 @@ def test_a_configuration_that_two_modules_hold_is_put_into_words_once():
     other.size = one.size
     first = settings_of(one, known)
     one.size.width = 9
-    assert settings_of(other, known) == first and settings_of(other, {})["size"] == "{'width': 9}"
+    assert settings_of(other, known) == first and settings_of(other, {})["size"].endswith("{'width': 9}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    numbers: torch.Tensor
+
+
+def scaled_by(number):
+    return lambda x: x * number
+
+
+def of(value):
+    module = nn.Identity()
+    module.value = value
+    return module
+
+
+@every_row(
+    ("one", "other"),
+    [
+        (lambda x: x * 2, lambda x: x * 3),
+        (scaled_by(2), scaled_by(3)),
+        (scaled_by(np.float32(2)), scaled_by(np.float32(3))),
+        (scaled_by({"one"}), scaled_by({"other"})),
+        (scaled_by(torch.ones(2)), scaled_by(torch.zeros(2))),
+        (Constant(torch.ones(2)), Constant(torch.zeros(2))),
+        (functools.partial(max, 1), functools.partial(max, 2)),
+        (math, types),
+        (int, float),
+    ],
+)
+def test_values_are_told_apart_as_settings_and_by_their_fingerprint(one, other):
+    said = [settings_of(of(value), {})["value"] for value in (one, one, other)]
+    assert said[0] == said[1] != said[2]
+    assert fingerprint(one) == fingerprint(one) != fingerprint(other)
+    assert fingerprint(of(one)) == fingerprint(of(one)) != fingerprint(of(other))
+
+
+def test_what_a_fingerprint_takes():
+    """What holds itself, what is not there yet, what has no numbers, what lies strangely in memory."""
+
+    def early():
+        return later
+
+    later = 1
+    del later
+    alone = torch.arange(12.0).view(3, 4)[:1, 1:2].squeeze(1)
+    loop = nn.Linear(2, 2)
+    loop.act = lambda x: loop.scale * x
+    sparse, meta = torch.eye(3).to_sparse(), torch.empty(3, device="meta")
+    turned = torch.tensor([1 + 2j]).conj()
+    assert fingerprint(turned) == fingerprint(torch.tensor([1 - 2j])) != fingerprint(turned.conj())
+    for value in (early, loop, sparse, meta, alone, torch.empty(0), torch.ones(2, dtype=torch.bfloat16), object()):
+        assert fingerprint(value) == fingerprint(value)
+    assert fingerprint(sparse) == fingerprint(torch.eye(3)) != fingerprint(2 * sparse)
+    assert fingerprint(alone) == fingerprint(torch.ones(1)) != fingerprint(torch.ones(()))
+
+
+def test_generators_are_not_in_a_fingerprint():
+    one, other = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
+    assert fingerprint(scaled_by(one)) == fingerprint(scaled_by(other))

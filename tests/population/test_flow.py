@@ -13,6 +13,7 @@ from tests.rows import every_row
 
 from massieu import ops
 from massieu.errors import InputError
+from massieu.foundation.settings import fingerprint
 from massieu.population import (
     CloudMoments,
     CloudShape,
@@ -207,8 +208,6 @@ def attending(heads):
     ],
 )
 def test_layers_are_told_apart_by_what_they_hold(one, other):
-    from massieu.population.flow_checkpoint import fingerprint
-
     assert fingerprint(one) == fingerprint(one)
     assert fingerprint(one) != fingerprint(other)
 

@@ -1,11 +1,13 @@
-"""Settings of a module: what its numbers depend on beside its weights, in words that are the same in every process."""
+"""What an object's numbers depend on, in words that are the same in every process: a module's settings, and fingerprints."""
 
 import dataclasses
+import hashlib
+import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ _OF_NO_NUMBER = frozenset(
 """Where a model came from, where it lies, and notes of libraries."""
 _OF_SHARDING = ("__composable_api", "_fsdp", "_is_fsdp")
 """What the names of attributes begin with that PyTorch's sharding leaves on every part."""
-Known = dict[int, tuple[Any, str]]
+Known = dict[tuple[int, bool], tuple[Any, str]]
 """Objects that have been put into words, by their identity; held, so that no other object takes it."""
 
 
@@ -38,47 +40,104 @@ def settings_of(module: nn.Module, known: Known) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, value in sorted(vars(module).items()):
-        if name in _OF_EVERY_MODULE | _OF_NO_NUMBER or name.startswith(_OF_SHARDING) or isinstance(value, Tensor):
+        if name in _OF_EVERY_MODULE | _OF_NO_NUMBER or name.startswith(_OF_SHARDING):
             continue
         if callable(value) and hasattr(type(module), name):  # a method that a library has replaced
             continue
-        if said := _plain(value, known):  # nothing is known of an object of another kind
+        if said := _words(value, known, deep=False):  # nothing is known of an object of another kind
             found[name] = said
     return found
 
 
-def _plain(value: Any, known: Known) -> str:
-    """A setting in words that are the same in every process; nothing for an object of another kind."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | Enum):
-        return str(value) if isinstance(value, Enum) else repr(value)
-    if isinstance(value, FunctionType | BuiltinFunctionType):
-        return f"{value.__module__}.{value.__qualname__}"
-    if id(value) not in known:
-        known[id(value)] = (value, "")  # for an object that holds itself
-        known[id(value)] = (value, _contents(value, known))
-    return known[id(value)][1]
+def fingerprint(*things: object) -> str:
+    """A short hash of what things are: numbers, tensors, modules, and functions with what they hold; not of generators."""
+    return hashlib.sha256(_words(things, {}, deep=True).encode()).hexdigest()[:16]
 
 
-def _contents(value: Any, known: Known) -> str:
-    if hasattr(value, "to_diff_dict") and not isinstance(value, type):  # a configuration of transformers
-        value = value.to_dict()
-    elif isinstance(value, SimpleNamespace | Namespace) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, type)
-    ):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        entries = sorted(
-            f"{_plain(name, known)}: {_plain(entry, known)}"
-            for name, entry in value.items()
-            if name not in _OF_NO_NUMBER
-        )
-        return "{" + ", ".join(entries) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_plain(entry, known) for entry in value) + "]"
-    if isinstance(value, set | frozenset):
-        return "[" + ", ".join(sorted(_plain(entry, known) for entry in value)) + "]"
-    if isinstance(value, partial):
-        return _plain([value.func, value.args, value.keywords], known)
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape} {value.tobytes().hex()}"
-    return ""
+def _words(thing: Any, known: Known, deep: bool) -> str:
+    """What a thing is; of tensors, modules and objects of unknown kinds nothing, unless deep."""
+    if isinstance(thing, Enum):
+        return str(thing)
+    if thing is None or isinstance(thing, bool | int | float | complex | str | bytes | torch.dtype):
+        return repr(thing)
+    key = id(thing), deep
+    if key not in known:
+        known[key] = thing, ""  # for an object that holds itself
+        known[key] = thing, _contents(thing, known, deep)
+    return known[key][1]
+
+
+def _contents(thing: Any, known: Known, deep: bool) -> str:
+    if isinstance(thing, list | tuple | set | frozenset):
+        entries = [_words(entry, known, deep) for entry in thing]
+        return "[" + ", ".join(sorted(entries) if isinstance(thing, set | frozenset) else entries) + "]"
+    if isinstance(thing, Mapping):
+        pairs = [(name, entry) for name, entry in thing.items() if name not in _OF_NO_NUMBER]
+        return "{" + ", ".join(sorted(f"{_words(n, known, deep)}: {_words(e, known, deep)}" for n, e in pairs)) + "}"
+    if isinstance(thing, np.ndarray | np.generic) and not thing.dtype.hasobject:
+        return f"{thing.dtype} {thing.shape} {thing.tobytes().hex()}"
+    if isinstance(thing, ModuleType):
+        return thing.__name__
+    if isinstance(thing, type | BuiltinFunctionType):
+        return f"{thing.__module__}.{thing.__qualname__}"
+    if isinstance(thing, FunctionType):
+        held = [
+            thing.__code__,
+            thing.__defaults__,
+            thing.__kwdefaults__,
+            [_inside(cell) for cell in thing.__closure__ or ()],
+        ]
+        return f"{thing.__module__}.{thing.__qualname__} {_words(held, known, deep=True)}"
+    if isinstance(thing, CodeType):
+        return _words([thing.co_code, thing.co_names, thing.co_consts], known, deep)
+    if isinstance(thing, partial):
+        return _words([thing.func, thing.args, thing.keywords], known, deep)
+    if isinstance(thing, SimpleNamespace | Namespace):
+        return _words(vars(thing), known, deep)
+    other: Any = thing
+    if hasattr(type(other), "to_diff_dict"):  # a configuration of transformers
+        return _words(other.to_dict(), known, deep)
+    of_dataclass: Any = getattr(type(other), "__dataclass_params__", None)
+    if of_dataclass is not None:
+        entries = {field.name: getattr(other, field.name) for field in dataclasses.fields(other)}
+        # The tensors of one that cannot change are settings too.
+        return f"{_class(thing)} {_words(entries, known, deep or of_dataclass.frozen)}"
+    return _held(thing, known) if deep else ""
+
+
+def _held(thing: Any, known: Known) -> str:
+    """What is in a tensor, a module, a method, or an object of a kind that is not known."""
+    if isinstance(thing, torch.Generator | logging.Logger):
+        return ""
+    if isinstance(thing, torch.device):
+        return str(thing)
+    if isinstance(thing, Tensor):
+        held = "" if thing.is_meta else hashlib.sha256(tensor_bytes(thing)).hexdigest()
+        return f"{thing.dtype} {tuple(thing.shape)} {held}"
+    if isinstance(thing, MethodType):
+        return _words([thing.__func__, thing.__self__], known, deep=True)
+    parts: Any = vars(thing) if hasattr(thing, "__dict__") else None
+    if isinstance(thing, nn.Module):
+        tensors = [thing.state_dict(), dict(thing.named_buffers())]  # those too that are not stored
+        parts = [thing.training, thing.extra_repr(), settings_of(thing, known), tensors, dict(thing.named_children())]
+    return f"{_class(thing)} {_words(parts, known, deep=True)}"
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The numbers of a tensor as they are in memory."""
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    # A copy: what is contiguous may still have strides that cannot be viewed as bytes.
+    copy = dense.resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    return copy.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _inside(cell: CellType) -> Any:
+    """What a function holds; None where it is not there yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _class(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

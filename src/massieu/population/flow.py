@@ -16,11 +16,12 @@ from torch import Tensor
 from massieu.errors import InputError
 from massieu.foundation import arguments
 from massieu.foundation.arguments import described, whole_number
+from massieu.foundation.settings import fingerprint
 from massieu.ops.sharded.agreement import Call, together
 from massieu.ops.sharded.collectives import Group
 from massieu.population import flow_checkpoint
 from massieu.population.cloud_shape import CloudShape
-from massieu.population.flow_checkpoint import State, fingerprint
+from massieu.population.flow_checkpoint import State
 from massieu.population.flow_result import FlowResult, Row
 from massieu.population.observables import CloudMoments
 from massieu.population.operator import Operator

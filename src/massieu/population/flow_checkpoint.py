@@ -3,21 +3,19 @@
 import hashlib
 import json
 import re
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, fields, is_dataclass
-from functools import partial
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from massieu.errors import InputError
 from massieu.foundation.files import remove_left, replacing
-from massieu.foundation.settings import settings_of
+from massieu.foundation.settings import tensor_bytes
 from massieu.ops.sharded.collectives import Group, largest
 from massieu.population.flow_result import Row
 
@@ -146,14 +144,8 @@ def _checksum(record: str, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(record.encode())
     for name in sorted(tensors):
         digest.update(f"\n{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
-        digest.update(_bytes(tensors[name]))
+        digest.update(tensor_bytes(tensors[name]))
     return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    # A copy: what is contiguous may still have strides that cannot be viewed as bytes.
-    raw = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    return raw.numpy().tobytes()
 
 
 def exists(folder: Path, group: Group | None) -> bool:
@@ -168,56 +160,3 @@ def _present(folder: Path, group: Group | None) -> dict[int, Path]:
         if (match := _NAME.fullmatch(path.name)) and int(match[1]) == rank:
             found[int(match[2])] = path
     return found
-
-
-# --- what flow it is -------------------------------------------------------------------------------------------------
-
-
-def fingerprint(*things: object) -> str:
-    """A short hash of what things are: types, numbers, tensors and functions with what they hold; not of generators."""
-    digest = hashlib.sha256()
-    _feed(digest, things, set())
-    return digest.hexdigest()[:16]
-
-
-def _feed(digest: Any, thing: object, seen: set[int]) -> None:
-    digest.update(f"<{type(thing).__module__}.{type(thing).__qualname__}>".encode())
-    if isinstance(thing, (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)):
-        digest.update(repr(thing).encode())
-        return
-    if isinstance(thing, torch.Generator) or id(thing) in seen:
-        return
-    if isinstance(thing, Tensor):
-        digest.update(f"{thing.dtype}{tuple(thing.shape)}".encode() + _bytes(thing))
-        return
-    parts = _parts(thing)
-    seen = seen | {id(thing)}
-    for part in parts:
-        _feed(digest, part, seen)
-
-
-def _parts(thing: object) -> Sequence[object]:
-    """What it consists of."""
-    if isinstance(thing, nn.Module):
-        buffers = dict(thing.named_buffers(recurse=False))  # those too that are not stored
-        settings = settings_of(thing, {})
-        return [thing.training, thing.extra_repr(), settings, thing.state_dict(), buffers, list(thing.children())]
-    if isinstance(thing, Mapping):
-        return [part for pair in thing.items() for part in pair]
-    if isinstance(thing, (list, tuple)):
-        return thing
-    if isinstance(thing, partial):
-        return [thing.func, thing.args, thing.keywords]
-    if isinstance(thing, types.MethodType):
-        return [thing.__func__, thing.__self__]
-    if isinstance(thing, types.FunctionType):
-        named = (thing.__kwdefaults__ or {}).items()
-        cells = [cell.cell_contents for cell in thing.__closure__ or ()]
-        return [thing.__module__, thing.__qualname__, thing.__code__, thing.__defaults__, cells, *named]
-    if isinstance(thing, types.CodeType):
-        return [thing.co_code, thing.co_names, thing.co_consts]
-    if is_dataclass(thing) and not isinstance(thing, type):
-        return [getattr(thing, field.name) for field in fields(thing)]
-    if isinstance(thing, (type, types.BuiltinFunctionType)):
-        return [thing.__module__, thing.__qualname__]
-    return [vars(thing)] if hasattr(thing, "__dict__") else []

@@ -4,10 +4,9 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from massieu.foundation.settings import Known, settings_of
+from massieu.foundation.settings import Known, settings_of, tensor_bytes
 from massieu.probing import packed
 from massieu.probing.offload import at_hand
 
@@ -51,7 +50,7 @@ def _add(digest: Any, name: str, tensor: Tensor) -> None:
     for number, part in enumerate(packed.parts(whole.detach())):
         digest.update(f"{name}{number or ''} {part.dtype} {tuple(part.shape)}".encode())
         if not part.is_meta:
-            digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(tensor_bytes(part))
 
 
 def _class(part: nn.Module) -> str:
