@@ -1,4 +1,4 @@
-"""Where a monitor's records go: lines that are whole after a kill, resumed runs, targets that fail, what is refused."""
+"""Where a monitor's records go: no line but the last is cut by a kill, resumed runs, targets that fail, what is refused."""
 
 import json
 import math
@@ -99,7 +99,8 @@ while True:
 
 @pytest.mark.medium
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
-def test_every_line_is_whole_after_a_kill(tmp_path: Path):
+def test_a_kill_cuts_no_line_but_the_last_and_the_run_goes_on(tmp_path: Path):
+    # Linux may end a write between two pages where its process is killed, so the last line is whole or cut by chance.
     path = tmp_path / "run.jsonl"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)])
     end = time.monotonic() + 120
@@ -109,10 +110,13 @@ def test_every_line_is_whole_after_a_kill(tmp_path: Path):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert path.read_bytes().endswith(b"\n")
+    data = path.read_bytes()
+    whole = data.count(b"\n") - 1  # without the header
+    writer_for(path, {"prefix": "massieu"})({f"massieu/layer{n}/entropy_mean": float(whole) for n in range(400)}, whole)
     run = read_run(path)
-    assert not run.notes
-    assert list(run.records) == list(range(len(run.records)))
+    cut = not data.endswith((b"\n", b"}"))
+    assert run.notes == [f"line {whole + 2} of run.jsonl was cut off and is left out"] * cut
+    assert list(run.records) == list(range(whole + 1))
     assert all(set(record.values()) == {float(step)} and len(record) == 400 for step, record in run.records.items())
 
 
