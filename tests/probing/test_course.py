@@ -1,6 +1,7 @@
 """A text that several processes share, and a reading that is broken off and gone on with: the table of one reading."""
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -276,6 +277,23 @@ def test_what_belongs_to_another_run_is_refused(tmp_path):
     (tmp_path / "r" / FILE).rename(tmp_path / "r" / "share-2-of-3.safetensors")
     with pytest.raises(InputError, match="the running sums of 3 processes; resume with as many, not with 1 process"):
         massieu.probe(zoo.model("gpt2"), given, resume=True, **how)
+
+
+@pytest.mark.medium
+def test_a_checkpoint_whose_configuration_was_edited_is_another_model(tmp_path):
+    zoo.fresh("gpt2").save_pretrained(tmp_path / "model")
+    given, edited = batches("gpt2", 4), tmp_path / "model" / "config.json"
+    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["entropy"]}
+    whole = massieu.probe(tmp_path / "model", given, statistics=["entropy"])
+    with pytest.raises(Killed):
+        massieu.probe(tmp_path / "model", given, progress=broken_off(3), **how)
+    before = edited.read_text()
+    edited.write_text(json.dumps(json.loads(before) | {"scale_attn_weights": False}))
+    with pytest.raises(InputError, match="of a run with another model configuration \\(by its digest\\)"):
+        massieu.probe(tmp_path / "model", given, resume=True, **how)
+    edited.write_text(before)
+    resumed = massieu.probe(tmp_path / "model", given, resume=True, **how)
+    assert tables(resumed).equals(tables(whole))
 
 
 def test_a_refused_resumption_leaves_what_is_stored(tmp_path):

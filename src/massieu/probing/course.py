@@ -18,6 +18,7 @@ import massieu
 from massieu.errors import InputError, ProcessLostError
 from massieu.foundation.files import remove_left, replacing
 from massieu.probing.model import LoadedModel
+from massieu.probing.module_hash import settings_hash
 from massieu.probing.per_token import TOKENS, forget_rows
 from massieu.probing.running import State, packed, unpacked
 from massieu.probing.site_reading import Options
@@ -116,7 +117,10 @@ class Course:
             InputError: what was stored belongs to another run.
         """
         self._empty = empty
-        self.settings |= {"massieu": massieu.__version__, "model": session.loaded.hash, "seed": session.options.seed}
+        loaded = session.loaded
+        # The digest of a checkpoint is that of its weights, and its configuration can be edited.
+        model = {"model": loaded.hash, "model configuration": settings_hash(loaded.module)}
+        self.settings |= {"massieu": massieu.__version__, **model, "seed": session.options.seed}
         self._latest = time.monotonic()
         path = self._path()
         if path is not None and self.resumes():
@@ -132,7 +136,7 @@ class Course:
     def _check(self, stored: State, path: Path) -> None:
         for name, mine in self.settings.items():
             if (other := stored.get("settings", {}).get(name)) != mine:
-                what = "model (by its digest)" if name == "model" else name
+                what = f"{name} (by its digest)" if name.startswith("model") else name
                 raise InputError(f"cannot resume: {path} is of a run with another {what}: {other!r}, not {mine!r}")
 
     def pass_by(self, session: Resumable, inputs: dict[str, Any]) -> None:

@@ -22,15 +22,23 @@ def module_hash(module: nn.Module, *, held: bool = False) -> str:
     digest = hashlib.sha256()
     for name, tensor in _weights(module):
         _add(digest, name, tensor)
+    for name, part in module.named_modules() if held else ():
+        for attribute, value in sorted(vars(part).items()):
+            if isinstance(value, Tensor):
+                _add(digest, f"{name}.{attribute}", value)
+    digest.update(settings_hash(module).encode())
+    return f"state sha256:{digest.hexdigest()}"
+
+
+def settings_hash(module: nn.Module) -> str:
+    """SHA-256 over each part's class and plain settings: what a model's numbers depend on beside its weights."""
+    digest = hashlib.sha256()
     known: Known = {}
     for name, part in module.named_modules():
         digest.update(f"{name} {_class(part)}\n".encode())
         for attribute, said in settings_of(part, known).items():
             digest.update(f"{name}.{attribute} {said}\n".encode())
-        for attribute, value in sorted(vars(part).items()) if held else ():
-            if isinstance(value, Tensor):
-                _add(digest, f"{name}.{attribute}", value)
-    return f"state sha256:{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

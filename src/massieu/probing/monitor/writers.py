@@ -23,7 +23,9 @@ class LinesFile:
     """JSON lines, appended: each record is one write to the system, so that a kill can cut no line but the last.
 
     The system may end a write between two pages of memory where its process is killed. `read_run` leaves such a line out
-    and says so; the next record begins a line of its own. A file that has lines already is gone on with. Its header is of the run that began it; where this run's settings are
+    and says so; the next record begins a line of its own.
+
+    A file that has lines already is gone on with. Its header is of the run that began it; where this run's settings are
     others, a warning names them.
 
     Args:
