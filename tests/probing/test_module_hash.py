@@ -95,8 +95,10 @@ def test_what_changes_no_number_is_not_in_the_hash():
     assert module_hash(model) == module_hash(fresh)
 
 
-def test_tensors_that_are_no_buffers_are_in_it_if_asked_for():
-    one, other = Own(), Own(table=torch.zeros(3))
+@pytest.mark.parametrize("kept", [lambda one: one, lambda one: [3, (one, 2)], lambda one: {"left": [one]}])
+def test_tensors_that_are_no_buffers_are_in_it_if_asked_for(kept):
+    one, other = Own(table=kept(torch.ones(3))), Own(table=kept(torch.zeros(3)))
+    assert module_hash(one, held=True) == module_hash(copy.deepcopy(one), held=True)
     assert module_hash(one) == module_hash(other)
     assert module_hash(one, held=True) != module_hash(other, held=True)
 
@@ -104,7 +106,8 @@ def test_tensors_that_are_no_buffers_are_in_it_if_asked_for():
 def test_lists_that_hold_themselves_have_an_end():
     loop: list[Any] = [1]
     loop.append(loop)
-    assert module_hash(Own(more=loop)) != module_hash(Own(more=[2]))
+    for held in (False, True):
+        assert module_hash(Own(more=loop), held=held) != module_hash(Own(more=[2]), held=held)
 
 
 def test_another_process_has_the_same_hash():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """Mode, hooks, and the dictionaries in which weights and parts are."""
 _OF_NO_NUMBER = frozenset(
     {
@@ -40,7 +40,7 @@ def settings_of(module: nn.Module, known: Known) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, value in sorted(vars(module).items()):
-        if name in _OF_EVERY_MODULE | _OF_NO_NUMBER or name.startswith(_OF_SHARDING):
+        if name in OF_EVERY_MODULE | _OF_NO_NUMBER or name.startswith(_OF_SHARDING):
             continue
         if callable(value) and hasattr(type(module), name):  # a method that a library has replaced
             continue

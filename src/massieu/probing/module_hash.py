@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from massieu.foundation.settings import Known, settings_of, tensor_bytes
+from massieu.foundation.settings import OF_EVERY_MODULE, Known, settings_of, tensor_bytes
 from massieu.probing import packed
 from massieu.probing.offload import at_hand
 
@@ -17,15 +17,16 @@ def module_hash(module: nn.Module, *, held: bool = False) -> str:
     Modules of one hash compute the same, unless they depend on attributes of kinds that are no settings.
 
     Args:
-        held: also over tensors that are neither parameters nor buffers; they may be what the last pass left.
+        held: also over tensors that are neither parameters nor buffers, in lists and dictionaries too; they may be what
+            the last pass left.
     """
     digest = hashlib.sha256()
     for name, tensor in _weights(module):
         _add(digest, name, tensor)
     for name, part in module.named_modules() if held else ():
-        for attribute, value in sorted(vars(part).items()):
-            if isinstance(value, Tensor):
-                _add(digest, f"{name}.{attribute}", value)
+        own = {attribute: value for attribute, value in sorted(vars(part).items()) if attribute not in OF_EVERY_MODULE}
+        for place, tensor in _tensors(own, name, set()):
+            _add(digest, place, tensor)
     digest.update(settings_hash(module).encode())
     return f"state sha256:{digest.hexdigest()}"
 
@@ -39,6 +40,15 @@ def settings_hash(module: nn.Module) -> str:
         for attribute, said in settings_of(part, known).items():
             digest.update(f"{name}.{attribute} {said}\n".encode())
     return digest.hexdigest()
+
+
+def _tensors(value: Any, place: str, above: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in lists and dictionaries, with their places; ``above`` are those that a list is in, itself perhaps."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, list | tuple | dict) and id(value) not in above:
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(entry, f"{place}.{key}", above | {id(value)})
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
