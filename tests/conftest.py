@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tests import needs
 
 # Before torch and transformers are loaded, and for the processes that tests start. Their problems are small and share the
@@ -13,6 +14,10 @@ from tests import needs
 for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
     os.environ.setdefault(name, value)
 
+
+# No test fails because the machine is busy.
+settings.register_profile("massieu", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("massieu")
 
 QUICK = "not medium and not slow"
 
