@@ -90,6 +90,10 @@ def test_what_changes_no_number_is_not_in_the_hash():
     model.first.register_forward_hook(lambda *_: None)
     model.forward = functools.partial(model.first.forward)  # as libraries replace it that move weights
     model.name_or_path, model.logger, model.itself = "elsewhere", object(), [model]
+    model.more.base_model_name_or_path, model.more.peft_version = (
+        "elsewhere",
+        "0.1",
+    )  # as an adapter's configuration has
     fresh = Own()
     fresh.logger, fresh.itself = object(), [fresh]
     assert module_hash(model) == module_hash(fresh)

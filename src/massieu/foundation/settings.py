@@ -18,8 +18,8 @@ OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """Mode, hooks, and the dictionaries in which weights and parts are."""
 _OF_NO_NUMBER = frozenset(
     {
-        *("name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "hf_device_map", "_hf_hook"),
-        *("warnings_issued", "_is_hf_initialized"),
+        *("name_or_path", "_name_or_path", "base_model_name_or_path", "_commit_hash", "hf_device_map", "_hf_hook"),
+        *("transformers_version", "peft_version", "warnings_issued", "_is_hf_initialized"),
     }
 )
 """Where a model came from, where it lies, and notes of libraries."""
