@@ -173,7 +173,8 @@ def test_the_mean_undoes_natural(exponent, dim, dtype):
     for length in (10.0**exponent, 1 - 10.0**exponent):
         mu = length * direction(dim, dtype=dtype)
         if mu.double().norm() < 1 - 4 * torch.finfo(torch.float64).eps:
-            torch.testing.assert_close(measure.mean(measure._natural(mu)), mu, rtol=8 * eps, atol=0)
+            # Both ways: a norm, a ratio or its inverse, and a scaled direction, of two roundings each.
+            torch.testing.assert_close(measure.mean(measure._natural(mu)), mu, rtol=12 * eps, atol=0)
 
 
 def test_natural_on_the_boundary_and_beyond():

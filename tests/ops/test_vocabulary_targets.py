@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.ops.test_vocabulary import assert_equal, inputs
 from tests.rows import every_row
@@ -45,6 +45,7 @@ def shares(tokens, words, seed=0):
     tile=st.sampled_from([(12, 4), (1, 1), (1 << 20, 2048)]),
     seed=st.integers(0, 9),
 )
+@example(1, 2, 0.1, True, None, False, "mean", (12, 4), 1)  # all the weight is 0, and what is smoothed is not
 def test_equals_cross_entropy_of_the_logits(tokens, words, smoothing, weighted, softcap, soft, reduction, tile, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(score_tiles, "TILE_PAIRS", tile[0])

@@ -97,7 +97,8 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and no gradient, and count in no mean.
         label_smoothing: share in [0, 1] of the target spread over all words, as in F.cross_entropy.
         z_loss: adds z_loss·(log Z)² for each token that counts, times its target word's factor, which keeps log Z near 0.
-        reduction: "none", "sum", or "mean" over the tokens that count; without any, NaN, as in F.cross_entropy.
+        reduction: "none", "sum", or "mean" over the tokens that count; NaN without any, or where their factors are all 0, as in
+            F.cross_entropy.
         return_log_partition: return `CrossEntropyResult(loss, log_partition)`; both have their gradients.
 
     Differentiable any number of times in hidden, weight, bias, class weights and probability targets (the latter two by
@@ -161,7 +162,9 @@ def linear_cross_entropy(
 
         if reduction == "mean":
             part = counted.to(dtype) if of_word is None else of_word.where(counted, 0.0)
-            loss = summed(loss) / summed(part)
+            total = summed(part)
+            # Smoothing gives a token loss whose own word has factor 0: over a weight of 0 that would be infinity.
+            loss = summed(loss) / total.where(total != 0, torch.nan)
         else:
             loss = of_all(loss) if reduction == "none" else summed(loss)
     return CrossEntropyResult(loss, level.reshape(lead)) if return_log_partition else loss
